@@ -1,0 +1,17 @@
+"""GRPO training of language models on Megatron-core, with rollouts from vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["train"]
+
+
+def __getattr__(name: str) -> Any:
+    # Importing the package must stay cheap: verifier workers and vLLM's processes do it too.
+    if name == "train":
+        from mgrpo.launch import train
+
+        return train
+    raise AttributeError(f"module 'mgrpo' has no attribute {name!r}")

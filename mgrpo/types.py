@@ -1,0 +1,126 @@
+"""The records that travel between rooms: frozen, numpy and plain values only, no torch.
+
+Data makes `Prompt`, rollout `RolloutGroup`, rewards `ScoredGroup`, the trainer `TrainSample`, packing `PackedBatch`.
+Ragged data is flat with cumulative lengths: `cu_seqlens [n + 1]` int32 starts at 0 and ends at the total.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+PromptId = tuple[int, int]
+"""(epoch, index of the row in the dataset): unique within a run and stable across restarts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One dataset row, ready to be sampled from."""
+
+    id: PromptId
+    tokens: np.ndarray
+    """`[len]` int32, the templated prompt."""
+    text: str
+    """The prompt as the tokenizer saw it."""
+    verifiers: tuple[str, ...]
+    """Names of the verifiers that score its completions."""
+    ground_truths: tuple[object, ...]
+    """One JSON value a verifier."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One sampled answer; token ids are what the engine sampled, never re-tokenised; a sampled stop token is kept."""
+
+    tokens: np.ndarray
+    """`[len]` int32."""
+    logprobs: np.ndarray
+    """`[len]` float32, log-probability at sampling time under temperature-scaled logits."""
+    policy_versions: np.ndarray
+    """`[len]` int32, version of the weights that sampled each token."""
+    finish_reason: str
+    """"stop" or "length", as the engine reports it."""
+    text: str
+    """Decoded once, without special tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup:
+    """All completions of one prompt, in sample order."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What the rewards room says of one completion."""
+
+    reward: float
+    """Final scalar; NaN means no score could be given, and the sample leaves the group's statistics."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Named ingredients for metrics, for example {"integer": 1.0, "format": 0.0}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """A rollout group with one score a completion: the unit of the controller's queue."""
+
+    group: RolloutGroup
+    scores: tuple[Score, ...]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """`[group]` float64."""
+        return np.array([score.reward for score in self.scores], dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSample:
+    """One completion as the optimizer sees it."""
+
+    prompt_tokens: np.ndarray
+    """`[prompt]` int32."""
+    tokens: np.ndarray
+    """`[response]` int32, at least one."""
+    loss_mask: np.ndarray
+    """`[response]` bool."""
+    rollout_logprobs: np.ndarray
+    """`[response]` float32."""
+    advantage: float
+    group: int
+    """Samples of one prompt share this number; they may share the prompt's tokens in a pack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """Documents laid end to end: one micro-batch of one data-parallel rank.
+
+    A document is a trunk (the prompt) followed by one or more branches (completions, each without its last token, whose
+    output would predict nothing). A token attends to the trunk and to the earlier tokens of its own branch. With one
+    branch a document this is plain causal attention.
+    """
+
+    tokens: np.ndarray
+    """`[tokens]` int32."""
+    positions: np.ndarray
+    """`[tokens]` int32, position in prompt + completion (restarts in every branch)."""
+    branches: np.ndarray
+    """`[tokens]` int32: 0 in the trunk, 1.. in the branches of a document."""
+    cu_seqlens: np.ndarray
+    """`[documents + 1]` int32, over `tokens`."""
+    rows: np.ndarray
+    """`[responses]` int32: the row of `tokens` whose output predicts each response token."""
+    targets: np.ndarray
+    """`[responses]` int32: the response tokens, sequence after sequence."""
+    response_cu_seqlens: np.ndarray
+    """`[sequences + 1]` int32, over `rows` and `targets`."""
+    loss_mask: np.ndarray
+    """`[responses]` bool."""
+    rollout_logprobs: np.ndarray
+    """`[responses]` float32."""
+    advantages: np.ndarray
+    """`[sequences]` float32."""
+    samples: np.ndarray
+    """`[sequences]` int32: the sample each sequence came from."""
