@@ -1,0 +1,171 @@
+"""The flat view of `Config`: every setting by name, with its section and type, and how text becomes its value.
+
+Files, flags and the Python door all hand over text, so that one set of rules decides what `2e-5` or `yes` means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal
+
+from mgrpo.config.schema import Config
+
+Text = str | tuple[str, ...] | None
+"""What a file or a flag says: one word, a list of words, or nothing (YAML's null)."""
+
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+YAML_FLOATS = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One field of one section."""
+
+    name: str
+    section: str
+    type: Any
+    """The field's annotation, resolved."""
+    default: object
+
+    @property
+    def is_list(self) -> bool:
+        """Whether several words make the value."""
+        return typing.get_origin(self.type) is tuple
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether a flag without a value means true."""
+        return self.type is bool or (_is_union(self.type) and bool in typing.get_args(self.type))
+
+
+@cache
+def settings() -> dict[str, Setting]:
+    """Every setting by name, in the order of the schema."""
+    found: dict[str, Setting] = {}
+    for section, section_type in typing.get_type_hints(Config).items():
+        annotations = typing.get_type_hints(section_type)
+        for field in dataclasses.fields(section_type):
+            assert field.name not in found, f"{field.name} stands in two sections of the schema"
+            found[field.name] = Setting(
+                name=field.name, section=section, type=annotations[field.name], default=field.default
+            )
+    return found
+
+
+def flat(config: Config) -> dict[str, object]:
+    """Value of every setting by name."""
+    return {name: getattr(getattr(config, setting.section), name) for name, setting in settings().items()}
+
+
+def build(values: Mapping[str, object]) -> Config:
+    """Config with `values`, which must carry known names and the right types; the rest are defaults."""
+    sections: dict[str, dict[str, object]] = {}
+    for name, value in values.items():
+        sections.setdefault(settings()[name].section, {})[name] = value
+    section_types = typing.get_type_hints(Config)
+    return Config(**{section: section_types[section](**own) for section, own in sections.items()})
+
+
+def unknown(name: str, where: str) -> str:
+    """The sentence for a name that no setting has."""
+    near = difflib.get_close_matches(name.replace("-", "_"), list(settings()), n=1)
+    advice = f"did you mean {near[0]}?" if near else "--help lists every setting"
+    return f"unknown setting {name} ({where}); {advice}"
+
+
+def mismatch(setting: Setting, came: object, where: str) -> str:
+    """The sentence for a value of the wrong type."""
+    shown = "nothing" if came is None else repr(list(came) if isinstance(came, tuple) else came)
+    return f"{setting.name} must be {describe(setting.type)}, got {shown} ({where})"
+
+
+def read(text: Text, expected: Any) -> object:
+    """The value of type `expected` that `text` stands for; ValueError when there is none."""
+    if _is_union(expected):
+        return _read_first(text, typing.get_args(expected))
+    if expected is type(None):
+        if text is None or (isinstance(text, str) and text.lower() in ("none", "null")):
+            return None
+    elif typing.get_origin(expected) is tuple:
+        if isinstance(text, tuple):
+            return text
+        if isinstance(text, str):
+            return tuple(piece.strip() for piece in text.split(",") if piece.strip())
+    elif isinstance(text, str):
+        return text if expected is str else _read_word(text.strip(), expected)
+    raise ValueError(text)
+
+
+def _read_first(text: Text, alternatives: tuple[Any, ...]) -> object:
+    for alternative in sorted(alternatives, key=lambda kind: kind is not type(None)):
+        try:
+            return read(text, alternative)
+        except ValueError:
+            continue
+    raise ValueError(text)
+
+
+def _read_word(word: str, expected: Any) -> object:
+    if typing.get_origin(expected) is Literal:
+        return _pick(word, {str(choice): choice for choice in typing.get_args(expected)})
+    if expected is bool:
+        return _pick(word.lower(), BOOLEANS)
+    if expected is int:
+        return _whole(word)
+    assert expected is float, f"no rule reads {expected}"
+    return YAML_FLOATS[word.lower()] if word.lower() in YAML_FLOATS else float(word)
+
+
+def _pick(word: str, choices: Mapping[str, object]) -> object:
+    if word not in choices:
+        raise ValueError(word)
+    return choices[word]
+
+
+def _whole(word: str) -> int:
+    """`100_000` and `1e5` are whole numbers, `2.5` is not."""
+    try:
+        return int(word)
+    except ValueError:
+        number = float(word)
+    if not number.is_integer() or abs(number) > 2**53:  # is_integer is false for inf and nan
+        raise ValueError(word)
+    return int(number)
+
+
+def fits(value: object, expected: Any) -> bool:
+    """Whether a Python value has type `expected`; a whole number serves as a float, a bool never as a number."""
+    if _is_union(expected):
+        return any(fits(value, alternative) for alternative in typing.get_args(expected))
+    if expected is type(None):
+        return value is None
+    if typing.get_origin(expected) is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if typing.get_origin(expected) is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in typing.get_args(expected))
+    if expected in (int, float):
+        return isinstance(value, (int, float) if expected is float else int) and not isinstance(value, bool)
+    return isinstance(value, expected)
+
+
+def describe(expected: Any) -> str:
+    """A type in words."""
+    if _is_union(expected):
+        return " or ".join(describe(alternative) for alternative in typing.get_args(expected))
+    if typing.get_origin(expected) is Literal:
+        choices = [str(choice) for choice in typing.get_args(expected)]
+        return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
+    if typing.get_origin(expected) is tuple:
+        return "a list of words"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    return words[expected]
+
+
+def _is_union(expected: Any) -> bool:
+    return typing.get_origin(expected) in (typing.Union, types.UnionType)

@@ -1,0 +1,258 @@
+"""Every setting of a run: one flat namespace on the command line and in YAML, sections in the code.
+
+Names are Open Instruct's where it has one, Megatron's for Megatron's knobs. The docstring under a field is its --help text.
+A default stands here and nowhere else; `None` means off unless the docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    exp_name: str = "grpo"
+    """Name of the experiment, shown in logs."""
+    seed: int = 1
+    """Seeds data order, sampling and every random state."""
+    output_dir: str = "output"
+    """Folder for everything the run writes; used as given."""
+    total_episodes: int = 100_000
+    """Completions to train on; the number of steps is total_episodes / (prompts x samples per step), rounded down."""
+    local_eval_every: int = 100
+    """Steps between evaluations on the held-out prompts; 0 or less evaluates only before and after training."""
+    backend_timeout: int = 120
+    """Minutes a collective between learners may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    model_name_or_path: str | None = None
+    """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer files."""
+    model_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of weights and activations in training and in the engines; the optimizer always keeps float32."""
+    load_ref_policy: bool = True
+    """Load the frozen reference model when beta is not 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    dataset_mixer_list: tuple[str, ...] = ()
+    """Training data: path or dataset name, amount, path, amount, ... An amount with a point is a share, else a count of rows."""
+    dataset_mixer_eval_list: tuple[str, ...] = ()
+    """Held-out data, same form; empty means no evaluation."""
+    dataset_mixer_list_splits: tuple[str, ...] = ("train",)
+    """Split of each training dataset: one for all, or one each."""
+    dataset_mixer_eval_list_splits: tuple[str, ...] = ("test",)
+    """Split of each held-out dataset: one for all, or one each."""
+    max_prompt_token_length: int = 256
+    """Longer prompts are left out (and counted), never cut."""
+    chat_template_name: Literal["auto", "none"] = "auto"
+    """auto: rows with `messages` use the tokenizer's chat template; none: their contents are joined as plain text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    num_unique_prompts_rollout: int = 16
+    """Prompts a training step."""
+    num_samples_per_prompt_rollout: int = 4
+    """Completions sampled for each prompt: the group."""
+    response_length: int = 256
+    """Most tokens in a completion."""
+    temperature: float = 1.0
+    """Sampling temperature, also the divisor of the training logits."""
+    async_steps: int = 0
+    """Steps that generation may run ahead of training; only 0 (synchronous, repeatable) exists so far."""
+    eval_pass_at_k: int = 1
+    """Completions sampled for each held-out prompt."""
+    rollout_timeout: int = 3600
+    """Seconds that one step's generation may take before the run ends with an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    apply_verifiable_reward: bool = True
+    """Score completions with the verifier each row names."""
+    verification_reward: float = 10.0
+    """Multiplier of the verifier's score."""
+    apply_r1_style_format_reward: bool = False
+    """Look for `...</think> <answer>...</answer>`."""
+    r1_style_format_reward: float = 1.0
+    """Reward for the format."""
+    additive_format_reward: bool = False
+    """Add the format reward to the verifier's; otherwise a completion without the format scores 0 (gate)."""
+    non_stop_penalty: bool = False
+    """Overwrite the reward of completions that did not stop by themselves."""
+    non_stop_penalty_value: float = 0.0
+    """The reward they get."""
+    verifier_timeout: float = 10.0
+    """Seconds a verifier may spend on one completion before it is killed and the completion has no score."""
+    verifier_workers: int = 1
+    """Verifier processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    advantage_normalization_type: Literal["standard", "centered"] = "standard"
+    """standard: (reward - mean) / (std + 1e-8) within the group; centered: reward - mean."""
+    clip_lower: float = 0.2
+    """The ratio is clipped below at 1 - clip_lower."""
+    clip_higher: float = 0.2
+    """The ratio is clipped above at 1 + clip_higher."""
+    beta: float = 0.05
+    """Weight of the KL penalty towards the reference model; 0 loads no reference."""
+    kl_estimator: Literal[0, 1, 2, 3] = 2
+    """0: d; 1: d^2/2; 2: exp(-d) - 1 + d; 3: ratio x d, where d = logprob - reference logprob."""
+    loss_denominator: str = "token"
+    """token: mean over response tokens of the mini-batch; a number: divide the sum by it (Dr. GRPO)."""
+    num_epochs: int = 1
+    """Passes over each rollout batch."""
+    num_mini_batches: int = 1
+    """Optimizer steps a pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    learning_rate: float = 2e-5
+    """Peak learning rate of AdamW."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    """Decay to 0 over all optimizer steps, after the warm-up."""
+    warm_up_steps: int = 0
+    """Optimizer steps of linear warm-up; used when warmup_ratio is 0."""
+    warmup_ratio: float = 0.0
+    """Share of all optimizer steps spent warming up."""
+    weight_decay: float = 0.0
+    """AdamW's decay; biases and norms are exempt."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this global norm; 0 turns clipping off."""
+    adam_beta1: float = 0.9
+    """AdamW's first decay rate."""
+    adam_beta2: float = 0.999
+    """AdamW's second decay rate."""
+    adam_epsilon: float = 1e-8
+    """AdamW's epsilon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer's matrices."""
+    pipeline_model_parallel_size: int = 1
+    """Stages the layers are cut into."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence; only 1 exists so far."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts; only 1 exists so far."""
+    virtual_pipeline_model_parallel_size: int = 1
+    """Interleaved chunks a stage; only 1 exists so far."""
+    sequence_parallel: bool | Literal["auto"] = "auto"
+    """Megatron's sequence parallelism: split activations between layers over the tensor ranks; auto = tensor size > 1."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """1: optimizer states are split over data-parallel ranks; 0, 2 and 3 do not exist yet."""
+    pack_length: int = 512
+    """Most tokens in a pack, the unit of a micro-batch."""
+    share_prompts: bool | Literal["auto"] = "auto"
+    """Put a group into a pack as one prompt with branches instead of repeating the prompt; auto = on CPU, for short groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    vllm_num_engines: int = 1
+    """vLLM engines."""
+    vllm_tensor_parallel_size: int = 1
+    """Workers of each engine."""
+    vllm_gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory an engine may use; no meaning on CPU."""
+    vllm_kv_cache_mb: int = 64
+    """KV cache of an engine in MiB on CPU; on GPU vllm_gpu_memory_utilization decides."""
+    vllm_max_num_seqs: int = 256
+    """Completions an engine works on at once."""
+    vllm_enforce_eager: bool = False
+    """No CUDA graphs; always so on CPU."""
+    vllm_enable_prefix_caching: bool = False
+    """Reuse the cache of equal prompt beginnings within a step."""
+    ray_address: str | None = None
+    """Join this Ray cluster; otherwise one is started on this machine, on loopback."""
+    engine_start_timeout: int = 600
+    """Seconds an engine may take to start."""
+    weight_sync_bucket_mb: int = 256
+    """Most MiB of weights in flight between two processes."""
+    weight_sync_timeout: int = 120
+    """Seconds one weight sync may take before the run ends, naming who was waited for."""
+    weight_sync_check_every: int = 50
+    """Compare a digest of every weight in trainer and engines on step 1 and every so many steps; 0: on step 1 only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    save_freq: int = 200
+    """Steps between exports of the model in Hugging Face format; 0 or less: only at the end."""
+    save_final: bool = True
+    """Export the trained model at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The whole configuration of a run, as `mgrpo.config.parse` returns it: typed, but checked only by `validate`."""
+
+    experiment: Experiment = field(default_factory=Experiment)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    rollout: Rollout = field(default_factory=Rollout)
+    reward: Reward = field(default_factory=Reward)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    parallel: Parallel = field(default_factory=Parallel)
+    engine: Engine = field(default_factory=Engine)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+    @property
+    def batch_size(self) -> int:
+        """Completions a training step."""
+        return self.rollout.num_unique_prompts_rollout * self.rollout.num_samples_per_prompt_rollout
+
+    @property
+    def num_training_steps(self) -> int:
+        """Rollout batches of the run."""
+        return self.experiment.total_episodes // self.batch_size
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of the run, the horizon of the learning-rate schedule."""
+        return self.num_training_steps * self.algorithm.num_epochs * self.algorithm.num_mini_batches
+
+    @property
+    def loss(self) -> LossConfig:
+        """What the policy loss needs."""
+        constant = self.algorithm.loss_denominator != "token"
+        return LossConfig(
+            clip_lower=self.algorithm.clip_lower,
+            clip_higher=self.algorithm.clip_higher,
+            beta=self.algorithm.beta,
+            kl_estimator=self.algorithm.kl_estimator,
+            aggregation="constant" if constant else "token",
+            constant=float(self.algorithm.loss_denominator) if constant else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """Settings of `mgrpo.algo.policy_loss`."""
+
+    policy_loss: Literal["ppo_clip"] = "ppo_clip"
+    """min(ratio x A, clip(ratio) x A), PPO's surrogate."""
+    ratio_level: Literal["token"] = "token"
+    """One ratio a token."""
+    aggregation: Literal["token", "constant"] = "token"
+    """token: divide by the number of trained tokens; constant: divide by `constant`."""
+    constant: float | None = None
+    """The divisor of aggregation "constant"."""
+    clip_lower: float = 0.2
+    """The ratio is clipped below at 1 - clip_lower."""
+    clip_higher: float = 0.2
+    """The ratio is clipped above at 1 + clip_higher."""
+    beta: float = 0.0
+    """Weight of the KL penalty."""
+    kl_estimator: Literal[0, 1, 2, 3] = 2
+    """See `Algorithm.kl_estimator`."""
