@@ -1,0 +1,23 @@
+"""The mathematics of GRPO on plain tensors: advantages, KL penalty, policy loss and its metrics.
+
+Owns formulas only. Ranks, reductions, micro-batches and files belong to the callers: a sum and a denominator leave this
+room, so that the result does not depend on how the tokens were cut up.
+"""
+
+from mgrpo.algo.advantage import advantages
+from mgrpo.algo.kl import kl_penalty
+from mgrpo.algo.loss import PolicyLoss, loss_denominator, policy_loss
+from mgrpo.algo.metrics import maxima_names, metric_names, reduce_metrics
+from mgrpo.config.schema import LossConfig
+
+__all__ = [
+    "LossConfig",
+    "PolicyLoss",
+    "advantages",
+    "kl_penalty",
+    "loss_denominator",
+    "maxima_names",
+    "metric_names",
+    "policy_loss",
+    "reduce_metrics",
+]

@@ -1,0 +1,194 @@
+"""Packs of whole samples: what each row sees and predicts, padding, and the way over the wire."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mgrpo.packing import SHARED_PROMPT_LIMIT, assemble, document_length, documents, from_arrays, pack_step, to_arrays
+from mgrpo.types import PackedBatch, TrainSample
+
+# No deadline: a shared machine is slow now and then. No database: a test leaves no files.
+property_test = settings(database=None, deadline=None, max_examples=100)
+
+
+def make_samples(groups: list[tuple[int, list[int]]], seed: int = 0) -> list[TrainSample]:
+    """One group for each (prompt length, response lengths)."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for number, (prompt_length, response_lengths) in enumerate(groups):
+        prompt = rng.integers(1, 1000, prompt_length).astype(np.int32)
+        for length in response_lengths:
+            samples.append(
+                TrainSample(
+                    prompt_tokens=prompt.copy(),
+                    tokens=rng.integers(1, 1000, length).astype(np.int32),
+                    loss_mask=rng.random(length) < 0.7,
+                    rollout_logprobs=-rng.random(length).astype(np.float32),
+                    advantage=float(rng.normal()),
+                    group=number,
+                )
+            )
+    return samples
+
+
+groups_of_samples = st.lists(
+    st.tuples(st.integers(1, 6), st.lists(st.integers(1, 6), min_size=1, max_size=4)), max_size=8
+)
+
+
+def attention_mask(pack: PackedBatch) -> np.ndarray:
+    """`[tokens, tokens]` bool from the definition: earlier rows of the same document, in the trunk or the own branch."""
+    index = np.arange(len(pack.tokens))
+    document = np.searchsorted(pack.cu_seqlens, index, side="right")
+    same = document[:, None] == document[None, :]
+    earlier = index[None, :] <= index[:, None]
+    visible = (pack.branches[None, :] == 0) | (pack.branches[None, :] == pack.branches[:, None])
+    return same & earlier & visible
+
+
+def check_pack(pack: PackedBatch, samples: list[TrainSample]) -> None:
+    """Every sequence is its sample: what is predicted, from which visible tokens at which positions, and its numbers."""
+    mask = attention_mask(pack)
+    for i, number in enumerate(pack.samples):
+        sample = samples[number]
+        span = slice(pack.response_cu_seqlens[i], pack.response_cu_seqlens[i + 1])
+        np.testing.assert_array_equal(pack.targets[span], sample.tokens)
+        np.testing.assert_array_equal(pack.loss_mask[span], sample.loss_mask)
+        np.testing.assert_array_equal(pack.rollout_logprobs[span], sample.rollout_logprobs)
+        assert pack.advantages[i] == np.float32(sample.advantage)
+        text = np.concatenate([sample.prompt_tokens, sample.tokens])
+        for j, row in enumerate(pack.rows[span]):
+            seen = np.flatnonzero(mask[row])
+            length = len(sample.prompt_tokens) + j
+            np.testing.assert_array_equal(pack.tokens[seen], text[:length])
+            np.testing.assert_array_equal(pack.positions[seen], np.arange(length))
+            assert seen[-1] == row
+
+
+def equal_packs(left: PackedBatch, right: PackedBatch) -> bool:
+    return all(
+        getattr(left, f.name).dtype == getattr(right, f.name).dtype
+        and np.array_equal(getattr(left, f.name), getattr(right, f.name))
+        for f in dataclasses.fields(PackedBatch)
+    )
+
+
+@property_test
+@given(groups_of_samples, st.booleans(), st.sampled_from([1, 2, 4, 8]), st.integers(1, 3), st.integers(1, 2))
+def test_packs_of_a_step_reproduce_every_sample_exactly_once(groups, share_prompts, multiple_of, dp, num_mini_batches):
+    """A row that sees another completion, or predicts a shifted token, trains on text nobody sampled; loss still falls."""
+    samples = make_samples(groups)
+    packs = pack_step(
+        samples,
+        pack_length=32,
+        dp=dp,
+        num_mini_batches=num_mini_batches,
+        multiple_of=multiple_of,
+        share_prompts=share_prompts,
+    )
+    seen = []
+    for ranks in packs:
+        assert len({len(micro_batches) for micro_batches in ranks}) == 1
+        for pack in (pack for micro_batches in ranks for pack in micro_batches):
+            check_pack(pack, samples)
+            seen += pack.samples.tolist()
+            assert 0 < len(pack.tokens) <= 32 and len(pack.tokens) % multiple_of == 0
+            assert pack.cu_seqlens[0] == 0 and pack.cu_seqlens[-1] == len(pack.tokens)
+            assert np.all(np.diff(pack.cu_seqlens) > 0)
+    assert sorted(seen) == list(range(len(samples)))
+
+
+def test_a_tree_document_has_the_hand_worked_layout():
+    """The record's definition itself, so that a mistake shared by packer and checker shows."""
+    samples = [
+        dataclasses.replace(sample, prompt_tokens=np.array([1, 2, 3], np.int32), tokens=np.array(tokens, np.int32))
+        for sample, tokens in zip(make_samples([(3, [3, 1, 2])]), ([10, 11, 12], [20], [30, 31]), strict=True)
+    ]
+    pack = assemble(samples, [[0, 1, 2]], multiple_of=4)
+    assert pack.tokens.tolist() == [1, 2, 3, 10, 11, 30, 0, 0]
+    assert pack.positions.tolist() == [0, 1, 2, 3, 4, 3, 0, 1]
+    assert pack.branches.tolist() == [0, 0, 0, 1, 1, 3, 0, 0]
+    assert pack.cu_seqlens.tolist() == [0, 6, 8]
+    assert pack.rows.tolist() == [2, 3, 4, 2, 2, 5]
+    assert pack.targets.tolist() == [10, 11, 12, 20, 30, 31]
+    assert pack.response_cu_seqlens.tolist() == [0, 3, 4, 6]
+    assert pack.samples.tolist() == [0, 1, 2]
+    assert document_length(samples, [0, 1, 2]) == 6
+
+
+def test_a_full_pack_gets_no_padding_document():
+    """A padding document of zero tokens breaks variable-length attention kernels."""
+    samples = make_samples([(3, [2])])
+    assert assemble(samples, [[0]], multiple_of=4).cu_seqlens.tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("multiple_of", [1, 4])
+def test_a_dummy_pack_can_run_a_forward_and_trains_nothing(multiple_of):
+    """A rank without work has to take part in every collective of the model, with at least one token to compute on."""
+    pack = assemble([], [], multiple_of=multiple_of)
+    assert pack.tokens.tolist() == [0] * multiple_of
+    assert pack.positions.tolist() == list(range(multiple_of))
+    assert pack.cu_seqlens.tolist() == [0, multiple_of]
+    assert pack.response_cu_seqlens.tolist() == [0]
+    for name in ("rows", "targets", "loss_mask", "rollout_logprobs", "advantages", "samples"):
+        assert getattr(pack, name).shape == (0,)
+    assert pack.rows.dtype == np.int32 and pack.loss_mask.dtype == np.bool_ and pack.advantages.dtype == np.float32
+
+
+def test_groups_share_their_prompt_only_when_asked_and_short_enough():
+    """Long trees cost quadratic attention; a tree longer than a pack would end the run though its samples fit."""
+    long = SHARED_PROMPT_LIMIT // 2
+    samples = make_samples([(4, [3, 3]), (long, [long, long]), (2, [5])])
+    assert documents(samples, share_prompts=True, pack_length=4096) == [[0, 1], [2], [3], [4]]
+    assert documents(samples, share_prompts=False, pack_length=4096) == [[0], [1], [2], [3], [4]]
+    assert documents(samples, share_prompts=True, pack_length=7) == [[0], [1], [2], [3], [4]]
+    assert documents(samples, share_prompts=True, pack_length=8)[0] == [0, 1]
+
+
+def test_samples_with_different_prompts_never_share_one():
+    """A group number used twice would train completions under a prompt they never saw."""
+    samples = make_samples([(4, [3]), (4, [3])])
+    samples = [dataclasses.replace(sample, group=0) for sample in samples]
+    assert documents(samples, share_prompts=True, pack_length=100) == [[0], [1]]
+
+
+def test_a_tree_that_fits_only_without_padding_is_taken_apart():
+    """With sequence parallelism a pack of 11 holds 9 tokens at a multiple of 3: a tree of 10 has to be split, not refused."""
+    samples = make_samples([(4, [4, 4])])
+    packs = pack_step(samples, pack_length=11, dp=1, num_mini_batches=1, multiple_of=3, share_prompts=True)
+    assert sorted(pack.samples.tolist() for pack in packs[0][0]) == [[0], [1]]
+
+
+@property_test
+@given(groups_of_samples, st.booleans(), st.integers(1, 3), st.integers(1, 3))
+def test_packs_survive_the_wire(groups, share_prompts, dp, num_mini_batches):
+    """Ranks would train on each other's packs, or divide by a denominator of their own."""
+    samples = make_samples(groups)
+    packs = pack_step(
+        samples, pack_length=32, dp=dp, num_mini_batches=num_mini_batches, multiple_of=2, share_prompts=share_prompts
+    )
+    arrays = to_arrays(packs)
+    assert all(array.dtype != object and array.flags.c_contiguous for array in arrays.values())
+    for rank in range(dp):
+        received = from_arrays({name: array.copy() for name, array in arrays.items()}, rank)
+        assert len(received) == num_mini_batches
+        for mini_batch, ranks in zip(received, packs, strict=True):
+            assert len(mini_batch) == len(ranks[rank])
+            assert all(equal_packs(left, right) for left, right in zip(mini_batch, ranks[rank], strict=True))
+    trained = [
+        sum(int(samples[i].loss_mask.sum()) for row in ranks for pack in row for i in pack.samples) for ranks in packs
+    ]
+    assert arrays["num_trained_tokens"].dtype == np.int64
+    assert arrays["num_trained_tokens"].tolist() == trained
+
+
+def test_empty_prompts_and_responses_are_refused():
+    """The first response token would be predicted from the last row of the document before it."""
+    sample = make_samples([(2, [2])])[0]
+    with pytest.raises(AssertionError, match="prompt without tokens"):
+        assemble([dataclasses.replace(sample, prompt_tokens=np.zeros(0, np.int32))], [[0]])
+    with pytest.raises(AssertionError, match="without response tokens"):
+        assemble([dataclasses.replace(sample, tokens=np.zeros(0, np.int32))], [[0]])
