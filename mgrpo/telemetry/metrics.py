@@ -1,0 +1,110 @@
+"""Metrics of a run on disk: one JSON object a step in metrics.jsonl, the same numbers as TensorBoard scalars.
+
+Rank 0 owns one writer. A run never appends to another run's files: those are moved aside first.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import numbers
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsWriter:
+    """Appends metrics to `<output_dir>/metrics.jsonl` and `<output_dir>/tensorboard/`."""
+
+    def __init__(self, output_dir: str | Path) -> None:
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        move_aside(folder)
+        self.path = folder / "metrics.jsonl"
+        self._lines = self.path.open("a", encoding="utf-8")
+        self._events = open_events(folder / "tensorboard")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step; the line is complete on disk when this returns. NaN and infinities become null."""
+        values = {name: _number(value) for name, value in metrics.items() if name != "step"}
+        self._lines.write(json.dumps({"step": int(step), **values}, allow_nan=False) + "\n")
+        self._lines.flush()
+        if self._events is not None:
+            self._events.write(step, {name: value for name, value in values.items() if value is not None})
+
+    def close(self) -> None:
+        """Close the files; a second call does nothing."""
+        self._lines.close()
+        if self._events is not None:
+            self._events.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def move_aside(folder: Path) -> None:
+    """Rename the metrics of an earlier run in `folder` to the first free `metrics.jsonl.N` and `tensorboard.N`."""
+    lines, events = folder / "metrics.jsonl", folder / "tensorboard"
+    if not (lines.exists() and lines.stat().st_size) and not events.exists():
+        return
+    number = 1
+    while any((folder / f"{name}.{number}").exists() for name in (lines.name, events.name)):
+        number += 1
+    for old in (lines, events):
+        if old.exists():
+            old.rename(folder / f"{old.name}.{number}")
+    logger.warning("%s held an earlier run; its metrics are now metrics.jsonl.%d", folder, number)
+
+
+def open_events(folder: Path) -> EventFile | None:
+    """A TensorBoard event file in `folder`, or None and one note when tensorboard is not installed."""
+    try:
+        return EventFile(folder)
+    except ImportError as err:
+        logger.warning("no TensorBoard files: %s; pip install tensorboard", err)
+        return None
+
+
+class EventFile:
+    """TensorBoard's record format, written in the calling thread: the file is complete after every step."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time())}.{os.getpid()}"
+        self._file: BinaryIO = (folder / name).open("wb")
+        self._records = RecordWriter(self._file)
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Record every scalar at `step`."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _append(self, event: object) -> None:
+        self._records.write(event.SerializeToString())
+        self._file.flush()
+
+
+def _number(value: float) -> float | int | None:
+    """A plain number for JSON, of a Python, numpy or one-element tensor value."""
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    number = float(value)
+    return number if math.isfinite(number) else None

@@ -1,0 +1,310 @@
+"""What a run says while it runs: a live panel on a terminal, a dozen plain lines in a log, and a summary at the end.
+
+Only rank 0 owns one. Metrics arrive as plain dicts and any of them may be missing. There is no thread: a panel is redrawn
+in `update`, a few times a second at most, so that a step of milliseconds costs microseconds.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+Metrics = Mapping[str, float]
+
+PHASES = ("generate", "score", "train", "sync")
+LINES_PER_RUN = 12
+REDRAW_EVERY_S = 0.25
+SILENCE_S = 300.0
+"""A log gets a line after this long even when none is due, so that a run of long steps does not look dead."""
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+class Progress:
+    """Reports training steps; also a context manager that gives the terminal back.
+
+    Args:
+        console: a rich Console; by default standard output, with the live panel only where that is a terminal.
+    """
+
+    def __init__(
+        self, total_steps: int, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.history = History(total_steps, clock)
+        self._console = console if console is not None else terminal()
+        self._out = console.file if console is not None else sys.stdout
+        self._is_live = self._console is not None and self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = None
+        self._drawn_at = self._said_at = -float("inf")
+
+    def update(self, step: int, metrics: Metrics) -> None:
+        """Report that `step` (the first is 1) is done."""
+        history = self.history
+        history.add(step, metrics)
+        now = history.clock()
+        last = step >= history.total_steps
+        if self._is_live:
+            if last or now - self._drawn_at >= REDRAW_EVERY_S:
+                self._draw()
+                self._drawn_at = now
+        elif last or step == 1 or step % max(1, history.total_steps // LINES_PER_RUN) == 0 or self._silent_since(now):
+            self.say(step_line(history))
+            self._said_at = now
+
+    def evaluation(self, metrics: Metrics, *, when: str, before: Metrics | None = None) -> None:
+        """Report an evaluation, for example `when="before training"`; with `before`, also the change since then."""
+        self.say(evaluation_line(metrics, when=when, before=before))
+
+    def say(self, text: str) -> None:
+        """Print a line of text, above the panel when there is one."""
+        if self._is_live:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            # A log whose encoding has no bars gets question marks: progress must not be able to end a run.
+            encoding = getattr(self._out, "encoding", None) or "utf-8"
+            print(text.encode(encoding, "replace").decode(encoding), file=self._out, flush=True)
+
+    def finish(self, *, before: Metrics | None = None, after: Metrics | None = None) -> None:
+        """Close the panel and print the summary; `before` and `after` are evaluations, where there were any."""
+        self.close()
+        self.say("\n".join(["", *summary_lines(self.history, before=before, after=after)]))
+
+    def close(self) -> None:
+        """Give the terminal back; a second call does nothing."""
+        if self._live is not None:
+            self._live.update(panel(self.history), refresh=True)
+            self._live.stop()
+            self._live = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _silent_since(self, now: float) -> bool:
+        return now - self._said_at >= SILENCE_S
+
+    def _draw(self) -> None:
+        if self._live is None:
+            from rich.live import Live
+
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(panel(self.history), refresh=True)
+
+
+def terminal() -> Console | None:
+    """A console when standard output is a terminal and rich is installed."""
+    if not sys.stdout.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console()
+
+
+class History:
+    """What the steps so far add up to."""
+
+    def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total_steps = total_steps
+        self.clock = clock
+        self.started_at = clock()
+        self.step = 0
+        self.latest: dict[str, float] = {}
+        self.rewards: list[float] = []
+        self.seconds = dict.fromkeys((*PHASES, "total"), 0.0)
+        self._first: tuple[int, float] | None = None
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        """Take in one step."""
+        self.step, self.latest = step, dict(metrics)
+        if self._first is None:
+            self._first = (step, self.clock())
+        reward = metrics.get("scores")
+        if reward is not None and reward == reward:
+            self.rewards.append(float(reward))
+        for phase in self.seconds:
+            self.seconds[phase] += metrics.get(f"time/{phase}") or 0.0
+
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return self.clock() - self.started_at
+
+    def remaining_s(self) -> float | None:
+        """Seconds to go at the pace so far, evaluations included; None when nothing is known yet."""
+        if self._first is None:
+            return None
+        first_step, first_at = self._first
+        if self.step > first_step:
+            pace = (self.clock() - first_at) / (self.step - first_step)
+        else:
+            pace = self.latest.get("time/total") or 0.0
+        return pace * (self.total_steps - self.step) if pace else None
+
+    def reward_ends(self) -> tuple[float, float, int] | None:
+        """Mean reward of the first and of the last steps, and how many steps that is: a tenth of the run, at most 10."""
+        if not self.rewards:
+            return None
+        count = max(1, min(10, len(self.rewards) // 10))
+        return sum(self.rewards[:count]) / count, sum(self.rewards[-count:]) / count, count
+
+
+def step_line(history: History) -> str:
+    """The latest step as one line of a log."""
+    latest = history.latest
+    width = len(str(history.total_steps))
+    parts = [
+        f"step {history.step:>{width}}/{history.total_steps}",
+        _named("reward", latest.get("scores"), "{:6.3f}"),
+        _named("kl", latest.get("objective/kl2_avg"), "{:.4f}"),
+        _named("entropy", latest.get("policy/entropy_avg"), "{:.2f}"),
+        _step_time(latest),
+        _named("tok/s", latest.get("learner_tokens_per_second_step"), "{:,.0f}"),
+    ]
+    remaining = history.remaining_s()
+    if remaining is not None and history.step < history.total_steps:
+        parts.append(f"left {clock_text(remaining)}")
+    return "  ".join(part for part in parts if part)
+
+
+def _named(name: str, value: float | None, form: str) -> str:
+    return "" if value is None else f"{name} {form.format(value)}"
+
+
+def _step_time(latest: Metrics) -> str:
+    if latest.get("time/total") is None:
+        return ""
+    split = [f"{phase} {latest[f'time/{phase}']:.1f}" for phase in PHASES if latest.get(f"time/{phase}") is not None]
+    return f"{latest['time/total']:.1f} s" + (f" ({', '.join(split)})" if split else "")
+
+
+def evaluation_line(metrics: Metrics, *, when: str, before: Metrics | None = None) -> str:
+    """An evaluation as one line."""
+    parts = []
+    accuracy, reward = metrics.get("eval/pass_at_1"), metrics.get("eval/scores")
+    if accuracy is not None:
+        earlier = (before or {}).get("eval/pass_at_1")
+        change = "" if earlier is None else f" ({100 * (accuracy - earlier):+.1f} points)"
+        parts.append(f"accuracy {100 * accuracy:.1f} %{change}")
+    if reward is not None:
+        parts.append(f"mean reward {reward:.3f}")
+    return f"evaluation {when}: {', '.join(parts) or 'no result'}"
+
+
+def summary_lines(history: History, *, before: Metrics | None = None, after: Metrics | None = None) -> list[str]:
+    """The end of a run: what was learned, and where the time went."""
+    rows = []
+    first, last = (before or {}).get("eval/pass_at_1"), (after or {}).get("eval/pass_at_1")
+    if first is not None or last is not None:
+        rows.append(("held-out accuracy", _percent(first), _percent(last)))
+    note = ""
+    ends = history.reward_ends()
+    if ends is not None:
+        rows.append(("training reward", f"{ends[0]:.3f}", f"{ends[1]:.3f}"))
+        note = f"   (mean of {ends[2]} steps)" if ends[2] > 1 else ""
+    lines = [f"{'':20}{'start':>10}{'end':>10}"] if rows else []
+    lines += [f"{name:20}{one:>10}{other:>10}" for name, one, other in rows]
+    if rows and note:
+        lines[-1] += note
+    return [*lines, *_time_lines(history)]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _time_lines(history: History) -> list[str]:
+    """Total time, and a bar for each phase: its seconds over all steps and its share of the whole run."""
+    total = history.elapsed_s()
+    lines = ["", f"{history.step} steps in {clock_text(total)}"]
+    phases = {phase: history.seconds[phase] for phase in PHASES}
+    if not any(phases.values()):
+        return lines
+    # Phases that overlap add up to more than the time that passed.
+    whole = max(total, sum(phases.values()))
+    phases["other"] = whole - sum(phases.values())
+    for phase, seconds in phases.items():
+        share = seconds / whole
+        bar = "█" * round(24 * share)
+        lines.append(f"  {phase:10}{seconds:9.1f} s{100 * share:5.0f} %  {bar}".rstrip())
+    return lines
+
+
+def clock_text(seconds: float) -> str:
+    """`75` as `1:15`, `3700` as `1:01:40`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The course of `values` in `width` characters: each the mean of its share, scaled from the least to the most."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [len(values) * place // width for place in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(BARS[1 + round((mean - low) / span * (len(BARS) - 2))] for mean in means)
+
+
+def panel(history: History) -> RenderableType:
+    """The live view on a terminal."""
+    from rich.console import Group
+    from rich.panel import Panel
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    latest, step, total = history.latest, history.step, history.total_steps
+    remaining = history.remaining_s()
+    head = Table.grid(padding=(0, 2))
+    head.add_row(
+        Text(f"step {step}/{total}", style="bold"),
+        ProgressBar(total=max(1, total), completed=step, width=32),
+        Text(f"{clock_text(history.elapsed_s())} so far", style="dim"),
+        Text("" if remaining is None or step >= total else f"{clock_text(remaining)} left", style="dim"),
+    )
+    reward = Text.assemble(("reward ", "dim"), (_shown(latest.get("scores"), "{:.3f}"), "bold green"))
+    if len(history.rewards) > 1:
+        reward.append(f"   {history.rewards[0]:.2f} ", style="dim")
+        reward.append(sparkline(history.rewards, 40), style="green")
+        reward.append(f" {history.rewards[-1]:.2f}", style="dim")
+    numbers = _row(
+        ("KL", _shown(latest.get("objective/kl2_avg"), "{:.4f}")),
+        ("entropy", _shown(latest.get("policy/entropy_avg"), "{:.2f}")),
+        ("clipped", _shown(latest.get("policy/clipfrac_avg"), "{:.1%}")),
+        ("length", _shown(latest.get("val/sequence_lengths"), "{:.0f}")),
+        ("grad norm", _shown(latest.get("optim/grad_norm"), "{:.2f}")),
+    )
+    seconds = _row(
+        ("step", _shown(latest.get("time/total"), "{:.2f} s")),
+        *((phase, _shown(latest.get(f"time/{phase}"), "{:.2f}")) for phase in PHASES),
+        ("tokens/s", _shown(latest.get("learner_tokens_per_second_step"), "{:,.0f}")),
+    )
+    return Panel(
+        Group(head, reward, numbers, seconds), title="GRPO", title_align="left", border_style="dim", expand=False
+    )
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _row(*pairs: tuple[str, str]) -> RenderableType:
+    from rich.text import Text
+
+    row = Text()
+    for name, value in pairs:
+        row.append(f"{name} ", style="dim")
+        row.append(f"{value}   ")
+    return row

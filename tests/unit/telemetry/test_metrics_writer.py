@@ -1,0 +1,90 @@
+"""Metrics on disk."""
+
+import builtins
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from mgrpo.telemetry.metrics import MetricsWriter
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without(monkeypatch, package):
+    """Make `import package` fail as on a machine that lacks it."""
+    real = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name.split(".")[0] == package:
+            raise ImportError(f"No module named {package!r}")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+def test_each_step_is_one_object_that_opens_with_the_step(tmp_path):
+    """Readers follow the file while the run goes on: a line must be whole when write returns."""
+    with MetricsWriter(tmp_path / "new" / "run") as writer:
+        writer.write(1, {"scores": 0.5, "policy_version": 3, "step": 99})
+        first = writer.path.read_text()
+        writer.write(2, {"scores": np.float32(0.25), "episode": np.int64(128)})
+    assert first == '{"step": 1, "scores": 0.5, "policy_version": 3}\n'
+    assert lines_of(writer.path)[1] == {"step": 2, "scores": 0.25, "episode": 128}
+    assert '"episode": 128}' in writer.path.read_text()
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path):
+    """A NaN loss would make a line that jq, pandas and browsers refuse, just when it is needed."""
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 1.0})
+    assert "NaN" not in writer.path.read_text()
+    assert lines_of(writer.path) == [{"step": 1, "a": None, "b": None, "c": None, "d": 1.0}]
+
+
+def test_a_second_run_does_not_mix_with_the_first(tmp_path, caplog):
+    """Two runs in one file draw a curve that no run had."""
+    for run in range(3):
+        with MetricsWriter(tmp_path) as writer:
+            writer.write(1, {"run": run})
+    assert lines_of(tmp_path / "metrics.jsonl") == [{"step": 1, "run": 2}]
+    assert lines_of(tmp_path / "metrics.jsonl.1") == [{"step": 1, "run": 0}]
+    assert lines_of(tmp_path / "metrics.jsonl.2") == [{"step": 1, "run": 1}]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+    assert len(list((tmp_path / "tensorboard.1").iterdir())) == 1
+    assert "held an earlier run; its metrics are now metrics.jsonl.2" in caplog.text
+
+
+def test_tensorboard_reads_the_same_numbers(tmp_path):
+    """An event file in a wrong format shows an empty page and no error."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 6):
+            writer.write(step, {"scores": step / 4, "loss/policy_avg": -1.5, "odd": float("nan") if step == 3 else 1.0})
+        # Read before close: TensorBoard watches runs that are still going.
+        events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+        events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("scores")] == [(s, s / 4) for s in range(1, 6)]
+    assert [event.step for event in events.Scalars("odd")] == [1, 2, 4, 5]
+    assert set(events.Tags()["scalars"]) == {"scores", "loss/policy_avg", "odd"}
+
+
+def test_without_tensorboard_there_is_one_note_and_the_lines_are_written(tmp_path, monkeypatch, caplog):
+    """TensorBoard is optional: a run must not end for want of it."""
+    without(monkeypatch, "tensorboard")
+    with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"scores": 1.0})
+        writer.write(2, {"scores": 2.0})
+    assert len(lines_of(tmp_path / "metrics.jsonl")) == 2
+    assert len(caplog.records) == 1
+    assert "pip install tensorboard" in caplog.text
+
+
+def test_closing_twice_is_harmless(tmp_path):
+    """The error path and the context manager both close."""
+    writer = MetricsWriter(tmp_path)
+    writer.close()
+    writer.close()
