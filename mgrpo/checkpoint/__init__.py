@@ -1,0 +1,1 @@
+"""What a run leaves behind: the model in Hugging Face format."""

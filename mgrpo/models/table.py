@@ -1,0 +1,262 @@
+"""Which slice of which Hugging Face tensor every shard of the model holds, in training and in the engines.
+
+One table (`_layer_rules`) and four rules say how a Megatron parameter is laid out in HF tensors:
+    Replicated  every tensor rank holds the whole tensor
+    Split       the tensor is cut along one dimension (rows of column-parallel layers and vocabularies, columns of
+                row-parallel layers); a padded vocabulary's last rows belong to nothing
+    Stacked     several tensors, each cut along its rows, one above the other (gate and up)
+    Grouped     query, key and value rows interleaved by key-value group, then cut along the rows
+Loading, exporting, the weight-sync plan and the layout-free part of a checkpoint read `local_parameters`; nothing else
+describes a layout. Pure: no torch, no processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mgrpo.layout import InferLayout, Layout
+from mgrpo.models.family import VOCAB_MULTIPLE, ModelShape
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular slice of the HF tensor `name`."""
+
+    name: str
+    start: Shape
+    shape: Shape
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part of two slices of one tensor, or None."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        stop = [
+            min(a + m, b + n) for a, m, b, n in zip(self.start, self.shape, other.start, other.shape, strict=True)
+        ]
+        if any(b <= a for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(self.name, start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Where this slice lies inside `outer`, which contains it."""
+        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.start, outer.start, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box and the place in the local parameter where it lies (`local` starts a region of the box's shape)."""
+
+    box: Box
+    local: Shape
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """Index of the piece in the local parameter."""
+        return tuple(slice(a, a + n) for a, n in zip(self.local, self.box.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalParameter:
+    """One Megatron parameter on one rank. Rows that no piece covers are vocabulary padding."""
+
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    name: str
+
+    def place(self, tensors: dict[str, Shape], rank: int, size: int) -> LocalParameter:
+        shape = tensors[self.name]
+        origin = (0,) * len(shape)
+        return LocalParameter(shape, (Piece(Box(self.name, origin, shape), origin),))
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    name: str
+    dim: int = 0
+    multiple: int = 1
+    """The dimension is padded to a multiple of this before it is cut."""
+
+    def place(self, tensors: dict[str, Shape], rank: int, size: int) -> LocalParameter:
+        shape = tensors[self.name]
+        share = -(-shape[self.dim] // self.multiple) * self.multiple // size
+        start, stop = rank * share, min((rank + 1) * share, shape[self.dim])
+        local_shape = _replace(shape, self.dim, share)
+        if stop <= start:
+            return LocalParameter(local_shape, ())
+        box = Box(
+            self.name, _replace((0,) * len(shape), self.dim, start), _replace(shape, self.dim, stop - start)
+        )
+        return LocalParameter(local_shape, (Piece(box, (0,) * len(shape)),))
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    names: tuple[str, ...]
+
+    def place(self, tensors: dict[str, Shape], rank: int, size: int) -> LocalParameter:
+        pieces, offset, shape = [], 0, ()
+        for name in self.names:
+            shape = tensors[name]
+            share = shape[0] // size
+            rest = (0,) * (len(shape) - 1)
+            pieces.append(Piece(Box(name, (rank * share, *rest), (share, *shape[1:])), (offset, *rest)))
+            offset += share
+        return LocalParameter((offset, *shape[1:]), tuple(pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    names: tuple[str, ...]
+    """Query, key, value."""
+    groups: int
+
+    def place(self, tensors: dict[str, Shape], rank: int, size: int) -> LocalParameter:
+        # The full parameter is group after group of (query rows, key rows, value rows). Each rank takes an equal run of
+        # rows, which cuts a group in two when there are fewer groups than ranks.
+        widths = [tensors[name][0] // self.groups for name in self.names]
+        columns = tensors[self.names[0]][1:]
+        rest = (0,) * len(columns)
+        share = sum(widths) * self.groups // size
+        first, last = rank * share, (rank + 1) * share
+        pieces, row = [], 0
+        for group in range(self.groups):
+            for name, width in zip(self.names, widths, strict=True):
+                start, stop = max(row, first), min(row + width, last)
+                if start < stop:
+                    box = Box(name, (group * width + start - row, *rest), (stop - start, *columns))
+                    pieces.append(Piece(box, (start - first, *rest)))
+                row += width
+        return LocalParameter((share, *columns), tuple(pieces))
+
+
+Rule = Replicated | Split | Stacked | Grouped
+
+
+def hf_tensors(model: ModelShape) -> dict[str, Shape]:
+    """Name and shape of every tensor of the HF checkpoint, in its order. A tied model has no lm_head."""
+    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    tensors: dict[str, Shape] = {"model.embed_tokens.weight": (model.vocab, model.hidden)}
+    for layer in range(model.num_layers):
+        at = f"model.layers.{layer}."
+        tensors[at + "input_layernorm.weight"] = (model.hidden,)
+        for name, rows in (("q", query), ("k", key), ("v", key)):
+            tensors[at + f"self_attn.{name}_proj.weight"] = (rows, model.hidden)
+            if model.qkv_bias:
+                tensors[at + f"self_attn.{name}_proj.bias"] = (rows,)
+            if model.qk_norm and name != "v":
+                tensors[at + f"self_attn.{name}_norm.weight"] = (model.head_dim,)
+        tensors[at + "self_attn.o_proj.weight"] = (model.hidden, query)
+        tensors[at + "post_attention_layernorm.weight"] = (model.hidden,)
+        tensors[at + "mlp.gate_proj.weight"] = (model.ffn, model.hidden)
+        tensors[at + "mlp.up_proj.weight"] = (model.ffn, model.hidden)
+        tensors[at + "mlp.down_proj.weight"] = (model.hidden, model.ffn)
+    tensors["model.norm.weight"] = (model.hidden,)
+    if not model.tied:
+        tensors["lm_head.weight"] = (model.vocab, model.hidden)
+    return tensors
+
+
+def _layer_rules(model: ModelShape, layer: int) -> dict[str, Rule]:
+    """Megatron's parameters of one layer."""
+    at = f"model.layers.{layer}."
+
+    def qkv(kind: str) -> Grouped:
+        return Grouped(tuple(f"{at}self_attn.{name}_proj.{kind}" for name in "qkv"), model.kv_heads)
+
+    rules: dict[str, Rule] = {
+        "input_layernorm.weight": Replicated(at + "input_layernorm.weight"),
+        "self_attention.linear_qkv.weight": qkv("weight"),
+        "self_attention.linear_proj.weight": Split(at + "self_attn.o_proj.weight", dim=1),
+        "pre_mlp_layernorm.weight": Replicated(at + "post_attention_layernorm.weight"),
+        "mlp.linear_fc1.weight": Stacked((at + "mlp.gate_proj.weight", at + "mlp.up_proj.weight")),
+        "mlp.linear_fc2.weight": Split(at + "mlp.down_proj.weight", dim=1),
+    }
+    if model.qkv_bias:
+        rules["self_attention.linear_qkv.bias"] = qkv("bias")
+    if model.qk_norm:
+        rules["self_attention.q_layernorm.weight"] = Replicated(at + "self_attn.q_norm.weight")
+        rules["self_attention.k_layernorm.weight"] = Replicated(at + "self_attn.k_norm.weight")
+    return rules
+
+
+def stage_layers(model: ModelShape, layout: Layout, stage: int) -> range:
+    """Layers of a pipeline stage."""
+    share = model.num_layers // layout.pipeline
+    return range(stage * share, (stage + 1) * share)
+
+
+def local_parameters(model: ModelShape, layout: Layout, rank: int) -> dict[str, LocalParameter]:
+    """Every Megatron parameter that `rank` holds; layer numbers count from 0 over the whole model."""
+    place = layout.coordinate(rank)
+    vocab = {"multiple": VOCAB_MULTIPLE}
+    rules: dict[str, Rule] = {}
+    if place.pipeline == 0:
+        rules["embedding.word_embeddings.weight"] = Split("model.embed_tokens.weight", **vocab)
+    for layer in stage_layers(model, layout, place.pipeline):
+        for name, rule in _layer_rules(model, layer).items():
+            rules[f"decoder.layers.{layer}.{name}"] = rule
+    if place.pipeline == layout.pipeline - 1:
+        rules["decoder.final_layernorm.weight"] = Replicated("model.norm.weight")
+        if not model.tied:
+            rules["output_layer.weight"] = Split("lm_head.weight", **vocab)
+        elif layout.pipeline > 1:
+            # The last stage of a tied model keeps its own copy of the embedding as the LM head.
+            rules["output_layer.weight"] = Split("model.embed_tokens.weight", **vocab)
+    tensors = hf_tensors(model)
+    return {name: rule.place(tensors, place.tensor, layout.tensor) for name, rule in rules.items()}
+
+
+def training_boxes(model: ModelShape, layout: Layout) -> list[list[Box]]:
+    """For each training rank, the boxes it holds, in the order of its parameters and pieces."""
+    return [
+        [piece.box for parameter in local_parameters(model, layout, rank).values() for piece in parameter.pieces]
+        for rank in range(layout.world_size)
+    ]
+
+
+ENGINE_VOCAB_MULTIPLE = 64
+"""vLLM pads vocabularies to this."""
+
+
+def engine_boxes(model: ModelShape, layout: InferLayout) -> list[list[Box]]:
+    """For each worker of one vLLM engine, the boxes it holds, in the order of the HF tensors."""
+    tensors = hf_tensors(model)
+    return [
+        [
+            piece.box
+            for name in tensors
+            for piece in _engine_parameter(name, tensors, model, worker, layout.tensor).pieces
+        ]
+        for worker in range(layout.tensor)
+    ]
+
+
+def _engine_parameter(
+    name: str, tensors: dict[str, Shape], model: ModelShape, worker: int, workers: int
+) -> LocalParameter:
+    kind = name.split(".")[-2]
+    if "norm" in kind:
+        return Replicated(name).place(tensors, worker, workers)
+    if kind in ("embed_tokens", "lm_head"):
+        return Split(name, multiple=ENGINE_VOCAB_MULTIPLE).place(tensors, worker, workers)
+    if kind in ("k_proj", "v_proj") and model.kv_heads < workers:
+        # Fewer key-value heads than workers: neighbours hold copies of one head.
+        return Split(name).place(tensors, worker * model.kv_heads // workers, model.kv_heads)
+    return Split(name, dim=1 if kind in ("o_proj", "down_proj") else 0).place(tensors, worker, workers)
+
+
+def _replace(shape: Shape, dim: int, value: int) -> Shape:
+    return (*shape[:dim], value, *shape[dim + 1 :])

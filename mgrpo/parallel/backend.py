@@ -1,0 +1,241 @@
+"""The one place that knows whether this machine trains on CUDA or on the CPU.
+
+megatron-core 0.16 names its device as `torch.cuda.<something>` or as the literal "cuda", both through the global name
+`torch` of its own modules. Without CUDA `install()` gives those modules, and no others, a stand-in for that name in
+which the current device is the CPU. Nothing of megatron-core is edited. With CUDA nothing here is active.
+
+`REBOUND` lists everything that is replaced and why; a test fails when one of the names goes away.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import logging
+import os
+import sys
+import types
+import warnings
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+REBOUND: tuple[tuple[str, str, str], ...] = (
+    # (module under megatron.core, name, why)
+    ("tensor_parallel.layers", "torch", "weights are allocated on torch.cuda.current_device()"),
+    ("tensor_parallel.random", "torch", "the CUDA random state; here the CUDA generator is the CPU's"),
+    ("tensor_parallel.random", "_lazy_call", "imported by name from torch.cuda"),
+    ("pipeline_parallel.p2p_communication", "torch", "shapes are exchanged on torch.cuda.current_device()"),
+    ("pipeline_parallel.schedules", "torch", "token counts on device 'cuda'"),
+    ("distributed.param_and_grad_buffer", "torch", "gradient buffers, streams and events"),
+    ("optimizer.distrib_optimizer", "torch", "compares Tensor.type() with 'torch.cuda.FloatTensor'"),
+    ("optimizer.clip_grads", "torch", "norms on device 'cuda', Tensor.type()"),
+    ("models.common.embeddings.rope_utils", "torch", "pinned memory, which a CPU build refuses"),
+    ("jit", "jit_fuser", "torch.compile would run a C++ compiler in every rank"),
+)
+
+
+def has_cuda() -> bool:
+    """True when learners run on GPUs."""
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this rank's model."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_cuda() else CPU
+
+
+def init_process_group(*, rank: int, world_size: int, timeout_minutes: float) -> None:
+    """Join the default process group: NCCL with CUDA, gloo without. Every learner rank must call."""
+    from datetime import timedelta
+
+    if has_cuda():
+        torch.cuda.set_device(device())
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if has_cuda() else "gloo",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=timeout_minutes),
+    )
+
+
+def transformer_settings() -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig that depend on the device and on what can be imported."""
+    fused = has_cuda()
+    return {
+        "use_cpu_initialization": not fused,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+    }
+
+
+class _Stream:
+    """A CUDA stream on the CPU: program order is all there is."""
+
+    cuda_stream, device = 0, CPU
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: object) -> bool:
+        return False
+
+    def record_event(self, event: Any = None) -> _Event:
+        return _Event()
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, *args: Any) -> None: ...
+
+    def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _Generators:
+    def __getitem__(self, index: Any) -> torch.Generator:
+        return torch.default_generator
+
+
+_STREAM = _Stream()
+_CUDA = {
+    "current_device": lambda: CPU,
+    "device_count": lambda: 1,
+    "set_device": lambda device: None,
+    "synchronize": lambda device=None: None,
+    "Stream": _Stream,
+    "Event": _Event,
+    "stream": lambda stream: _STREAM,
+    "current_stream": lambda device=None: _STREAM,
+    "default_stream": lambda device=None: _STREAM,
+    "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+    "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+    "manual_seed": torch.manual_seed,
+    "default_generators": _Generators(),
+}
+_BY_NAME = {"_lazy_call": lambda call, **kwargs: call(), "_lazy_init": lambda: None}
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like")
+
+
+class _StandIn(types.ModuleType):
+    """A module that answers `over` first and the real module for the rest."""
+
+    def __init__(self, real: types.ModuleType, over: dict[str, Any]) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(over, _real=real)
+
+    def __getattr__(self, name: str) -> Any:
+        value = self.__dict__[name] = getattr(self._real, name)
+        return value
+
+
+class _DeviceType(type):
+    def __call__(cls, kind: Any, *index: Any) -> torch.device:
+        return CPU if str(kind).startswith("cuda") else torch.device(kind, *index)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, torch.device)
+
+
+class _Device(metaclass=_DeviceType):
+    """torch.device to which "cuda" and f"cuda:{torch.cuda.current_device()}" mean the CPU."""
+
+
+def _on_cpu(factory: Any) -> Any:
+    @functools.wraps(factory)
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return call
+
+
+def _torch_without_cuda() -> _StandIn:
+    over: dict[str, Any] = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    over["device"] = _Device
+    over["cuda"] = _StandIn(torch.cuda, _CUDA | {"random": _StandIn(torch.cuda.random, _CUDA)})
+    return _StandIn(torch, over)
+
+
+class _ImportHook(importlib.abc.MetaPathFinder):
+    """Rebinds names in each `megatron.core.*` module right after its body has run."""
+
+    def __init__(self, stand_in: _StandIn) -> None:
+        self.stand_in = stand_in
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if not name.startswith("megatron.core."):
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            run_body = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                run_body(module)
+                self.rebind(module)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+    def rebind(self, module: types.ModuleType) -> None:
+        names = module.__dict__
+        if names.get("torch") is torch:
+            names["torch"] = self.stand_in
+        names.update({name: fake for name, fake in _BY_NAME.items() if name in names})
+        if module.__name__ == "megatron.core.jit":
+            module.disable_jit_fuser()
+        if module.__name__ == "megatron.core.tensor_parallel.random":
+            # It reports an error when the CPU generator moves while the CUDA one is borrowed: here they are the same.
+            logging.getLogger(module.__name__).setLevel(logging.CRITICAL)
+
+
+def _patch_tensor(stand_in: _StandIn) -> None:
+    """For calls made inside megatron-core, `t.cuda()` is `t` and a float tensor's type is 'torch.cuda.FloatTensor'."""
+    real_type, real_cuda = torch.Tensor.type, torch.Tensor.cuda
+
+    def from_megatron() -> bool:
+        return sys._getframe(2).f_globals.get("torch") is stand_in
+
+    def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = real_type(self, *args, **kwargs)
+        if isinstance(answer, str) and from_megatron():
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if from_megatron() else real_cuda(self, *args, **kwargs)
+
+    torch.Tensor.type, torch.Tensor.cuda = tensor_type, cuda
+
+
+def install() -> None:
+    """Let megatron-core run without CUDA. Call before the first import of `megatron.core`; with CUDA it does nothing."""
+    # What is installed beside Megatron is said once by the run, not by a dozen modules in every rank.
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*deprecated")
+    if has_cuda() or any(isinstance(finder, _ImportHook) for finder in sys.meta_path):
+        return
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("mgrpo.parallel.backend.install() must run before megatron.core is imported")
+    stand_in = _torch_without_cuda()
+    sys.meta_path.insert(0, _ImportHook(stand_in))
+    _patch_tensor(stand_in)

@@ -1,0 +1,150 @@
+"""What the ranks of a distributed test run. Module-level functions with plain arguments and results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mgrpo import algo, packing
+from mgrpo.config.schema import LossConfig, Optimizer
+from mgrpo.layout import Layout
+from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.types import TrainSample
+
+
+def make_policy(model_dir: str, layout: dict[str, Any], temperature: float = 0.8):
+    """A policy on `layout`, after clearing the groups of the case before."""
+    from megatron.core import parallel_state
+
+    from mgrpo.policy.policy import Policy
+
+    parallel_state.destroy_model_parallel()
+    policy = Policy(
+        shape_of(read_hf_config(model_dir)),
+        Layout(world_size=dist.get_world_size(), **layout),
+        dtype=torch.float32,
+        seed=1,
+        temperature=temperature,
+    )
+    policy.load(model_dir)
+    return policy
+
+
+def own_packs(policy, samples: list[TrainSample], *, share_prompts: bool, pack_length: int):
+    """Packs of this rank for one mini-batch, and the tokens trained over all ranks."""
+    packs = packing.pack_step(
+        samples,
+        pack_length=pack_length,
+        dp=policy.layout.data,
+        num_mini_batches=1,
+        multiple_of=policy.layout.tensor if policy.layout.sequence_parallel else 1,
+        share_prompts=share_prompts,
+    )
+    arrays = packing.to_arrays(packs)
+    return packing.from_arrays(arrays, policy.place.data)[0], int(arrays["num_trained_tokens"][0])
+
+
+def gradients(
+    model_dir: str,
+    layout: dict[str, Any],
+    samples: list[TrainSample],
+    loss: dict[str, Any],
+    share_prompts: bool = True,
+    pack_length: int = 64,
+) -> dict[str, Any]:
+    """One training step: loss, logprobs by sample, gradient norm and every gradient as boxes of HF tensors."""
+    policy = make_policy(model_dir, layout)
+    policy.prepare_training(Optimizer(learning_rate=0.0, max_grad_norm=0.0), num_optimizer_steps=1)
+    packs, num_trained = own_packs(policy, samples, share_prompts=share_prompts, pack_length=pack_length)
+    microbatches = policy.microbatches(packs)
+    settings = LossConfig(**loss)
+    denominator = algo.loss_denominator(num_trained, settings)
+
+    def grpo_loss(logprobs, entropy, batch):
+        old = torch.from_numpy(batch.pack.rollout_logprobs.copy())
+        result = algo.policy_loss(
+            logprobs,
+            old,
+            batch.loss_inputs.advantages,
+            batch.loss_inputs.loss_mask,
+            batch.loss_inputs.response_cu_seqlens,
+            config=settings,
+            ref_logprobs=old - 0.1,
+            denominator=denominator,
+        )
+        cuts = batch.pack.response_cu_seqlens
+        by_sample = {
+            int(sample): (logprobs[a:b].tolist(), entropy[a:b].tolist())
+            for sample, a, b in zip(batch.pack.samples, cuts[:-1], cuts[1:], strict=True)
+        }
+        return result.loss, (float(result.loss), by_sample)
+
+    result = policy.train_step(microbatches, grpo_loss)
+    gather_gradient_shards(policy.model)
+    boxes = [
+        (box, policy.parameters.live[name].main_grad[piece.region].clone().numpy())
+        for name, place in policy.parameters.places.items()
+        for piece, box in ((piece, piece.box) for piece in place.pieces)
+    ]
+    return {
+        "loss": sum(loss for loss, _ in result.measured),
+        "samples": {k: v for _, by_sample in result.measured for k, v in by_sample.items()},
+        "grad_norm": result.grad_norm,
+        "gradients": boxes,
+        "place": policy.place,
+        "is_last_stage": policy.is_last_stage,
+    }
+
+
+def gather_gradient_shards(model) -> None:
+    """Under the distributed optimizer each data-parallel rank holds one reduced shard of every bucket: complete them."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if group.size() == 1:
+        return
+    for buffer in model.buffers:
+        for bucket in buffer.buckets:
+            shards = list(bucket.grad_data.chunk(group.size()))
+            dist.all_gather(shards, shards[group.rank()].clone(), group=group)
+
+
+def trained_export(model_dir: str, layout: dict[str, Any], samples: list[TrainSample], folder: str, steps: int) -> None:
+    """A few optimizer steps, then the model in HF format."""
+    from mgrpo.checkpoint.hf_export import export_hf
+
+    policy = make_policy(model_dir, layout)
+    # A large epsilon keeps Adam from blowing up the rounding of gradients near 0.
+    policy.prepare_training(Optimizer(learning_rate=1e-2, adam_epsilon=1e-2), num_optimizer_steps=steps)
+    packs, num_trained = own_packs(policy, samples, share_prompts=True, pack_length=64)
+    for _ in range(steps):
+        policy.train_step(
+            policy.microbatches(packs), lambda logprobs, entropy, batch: (-logprobs.sum() / num_trained, None)
+        )
+    export_hf(policy, model_dir, folder, group=dist.new_group(backend="gloo"))
+
+
+def random_samples(seed: int, groups: int = 5, group_size: int = 3, vocab: int = 125) -> list[TrainSample]:
+    """Groups with prompts and responses of different lengths, some tokens masked, old logprobs off-policy."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for group in range(groups):
+        prompt = rng.integers(3, vocab, rng.integers(1, 9)).astype(np.int32)
+        for _ in range(group_size):
+            length = int(rng.integers(1, 9))
+            mask = np.ones(length, dtype=bool)
+            mask[: int(rng.integers(0, length))] = rng.random() < 0.7
+            samples.append(
+                TrainSample(
+                    prompt_tokens=prompt,
+                    tokens=rng.integers(3, vocab, length).astype(np.int32),
+                    loss_mask=mask,
+                    rollout_logprobs=rng.normal(-4.8, 0.3, length).astype(np.float32),
+                    advantage=float(rng.normal()),
+                    group=group,
+                )
+            )
+    return samples

@@ -1,0 +1,22 @@
+"""`run_ranks(n, function, **arguments)`: run a function of `cases.py` on n gloo ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def run_ranks():
+    pools: dict[int, RankPool] = {}
+
+    def run(world_size: int, function, **arguments):
+        if world_size not in pools or not pools[world_size].is_alive:
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size].run(function, **arguments)
+
+    yield run
+    for pool in pools.values():
+        if pool.is_alive:
+            pool.close()

@@ -1,0 +1,81 @@
+"""Warm pools of gloo ranks: a world starts once a test run and then runs one case after another."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+TIMEOUT_S = 120
+
+
+def _rank_main(rank: int, world_size: int, port: int, pipe: Any) -> None:
+    import os
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    from mgrpo.parallel import backend
+
+    backend.install()
+    backend.init_process_group(rank=rank, world_size=world_size, timeout_minutes=2)
+    while True:
+        job = pipe.recv()
+        if job is None:
+            return
+        module, name, arguments = job
+        try:
+            pipe.send((True, getattr(importlib.import_module(module), name)(**arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+class RankPool:
+    """`world_size` processes that run a module-level function together and return what each rank returns."""
+
+    def __init__(self, world_size: int) -> None:
+        import torch.multiprocessing as mp
+
+        context = mp.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.pipes, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank_main, args=(rank, world_size, port, theirs), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable, **arguments: Any) -> list[Any]:
+        """Results by rank; the first failure's traceback becomes an AssertionError and ends the pool."""
+        for pipe in self.pipes:
+            pipe.send((function.__module__, function.__name__, arguments))
+        results = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(TIMEOUT_S):
+                self.kill()
+                raise AssertionError(f"rank {rank} did not answer within {TIMEOUT_S} s")
+            worked, value = pipe.recv()
+            if not worked:
+                self.kill()
+                raise AssertionError(f"rank {rank} failed:\n{value}")
+            results.append(value)
+        return results
+
+    @property
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()

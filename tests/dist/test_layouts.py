@@ -1,0 +1,153 @@
+"""Every parallel layout against transformers' own model: logprobs, loss and the gradient of every parameter.
+
+Adam and clipping hide a gradient that is wrong by a factor, so gradients themselves are compared, never trained weights.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mgrpo import algo
+from mgrpo.config.schema import LossConfig
+from tests.dist import cases
+from tests.tiny_models import load_hf, save_tiny
+
+TEMPERATURE = 0.8
+LOSS = {"beta": 0.05, "kl_estimator": 2, "clip_lower": 0.2, "clip_higher": 0.28}
+SAMPLES = cases.random_samples(seed=0)
+
+
+def oracle(model_dir, samples, loss):
+    """Loss, logprobs and gradients of an HF forward of each sample alone, unpacked and unpadded."""
+    model = load_hf(model_dir)
+    settings = LossConfig(**loss)
+    total, by_sample = 0.0, {}
+    num_trained = sum(int(sample.loss_mask.sum()) for sample in samples)
+    for number, sample in enumerate(samples):
+        ids = torch.from_numpy(np.concatenate((sample.prompt_tokens, sample.tokens))).long()[None]
+        first = len(sample.prompt_tokens) - 1
+        logits = model(ids).logits[0, first:-1].double() / TEMPERATURE
+        every = torch.log_softmax(logits, -1)
+        logprobs = every.gather(1, ids[0, first + 1 :, None])[:, 0]
+        old = torch.from_numpy(sample.rollout_logprobs).double()
+        total = total + algo.policy_loss(
+            logprobs,
+            old,
+            torch.full_like(old, sample.advantage),
+            torch.from_numpy(sample.loss_mask),
+            torch.tensor([0, len(old)], dtype=torch.int32),
+            config=settings,
+            ref_logprobs=old - 0.1,
+            denominator=algo.loss_denominator(num_trained, settings),
+        ).loss
+        by_sample[number] = (logprobs.detach().numpy(), -(every.exp() * every).sum(-1).detach().numpy())
+    total.backward()
+    grads = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    return {"loss": float(total), "samples": by_sample, "gradients": grads}
+
+
+def check(ranks, truth):
+    last = [rank for rank in ranks if rank["is_last_stage"] and rank["place"].tensor == 0]
+    assert sum(rank["loss"] for rank in last) == pytest.approx(truth["loss"], abs=2e-6)
+    for rank in last:
+        for number, (logprobs, entropy) in rank["samples"].items():
+            np.testing.assert_allclose(logprobs, truth["samples"][number][0], atol=2e-5)
+            np.testing.assert_allclose(entropy, truth["samples"][number][1], atol=2e-5)
+    assert sorted(number for rank in last for number in rank["samples"]) == sorted(truth["samples"])
+    norm = np.sqrt(sum((grad.astype(np.float64) ** 2).sum() for grad in truth["gradients"].values()))
+    seen = {name: np.zeros(grad.shape, dtype=int) for name, grad in truth["gradients"].items()}
+    for rank in ranks:
+        assert rank["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        for box, grad in rank["gradients"]:
+            place = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+            expected = truth["gradients"][box.name]
+            scale = np.abs(expected).max()
+            np.testing.assert_allclose(grad, expected[place], atol=3e-5 * scale + 1e-8, err_msg=box.name)
+            seen[box.name][place] += 1
+    assert all((count > 0).all() for count in seen.values()), "some gradient was never compared"
+
+
+LAYOUTS = {
+    "tp2": {"tensor": 2},
+    "tp2+sp": {"tensor": 2, "sequence_parallel": True},
+    "pp2": {"pipeline": 2},
+    "dp2": {},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "qwen2": save_tiny(folder, "qwen2"),
+        "qwen3": save_tiny(folder, "qwen3"),
+        "llama-tied": save_tiny(folder, "llama", tied=True),
+        "qwen2-1kv": save_tiny(folder, "qwen2", kv_heads=1),
+    }
+
+
+@pytest.fixture(scope="module")
+def truth(models):
+    return {name: oracle(folder, SAMPLES, LOSS) for name, folder in models.items()}
+
+
+def run(run_ranks, models, name, world_size, layout, **options):
+    arguments = {"model_dir": str(models[name]), "layout": layout, "samples": SAMPLES, "loss": LOSS}
+    return run_ranks(world_size, cases.gradients, **arguments, **options)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama-tied"])
+def test_one_rank_equals_transformers(run_ranks, models, truth, name):
+    """A wrong weight mapping, RoPE, norm or LM head trains another model than the one that was loaded."""
+    check(run(run_ranks, models, name, 1, {}), truth[name])
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("pack_length", [32, 512])
+def test_gradient_does_not_depend_on_packing(run_ranks, models, truth, share_prompts, pack_length):
+    """Documents that see each other, or a loss that depends on the number of packs, biases every long batch."""
+    options = {"share_prompts": share_prompts, "pack_length": pack_length}
+    check(run(run_ranks, models, "qwen2", 1, {}, **options), truth["qwen2"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama-tied"])
+def test_two_ranks_equal_transformers(run_ranks, models, truth, name, layout):
+    """A missing or doubled reduction over an axis changes what is learned without an error."""
+    check(run(run_ranks, models, name, 2, LAYOUTS[layout]), truth[name])
+
+
+def test_fewer_key_value_heads_than_tensor_ranks(run_ranks, models, truth):
+    """One key-value head over two ranks: the rows of a group are cut in two."""
+    check(run(run_ranks, models, "qwen2-1kv", 2, {"tensor": 2}), truth["qwen2-1kv"])
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {"tensor": 2}, {"pipeline": 2}])
+@pytest.mark.parametrize("name", ["qwen2", "llama-tied"])
+def test_four_ranks_equal_transformers(run_ranks, models, truth, name, layout):
+    """Axes combined: TP x PP with sequence parallelism, TP x DP, PP x DP, the last two with the distributed optimizer."""
+    check(run(run_ranks, models, name, 4, layout), truth[name])
+
+
+def test_gradient_does_not_depend_on_an_empty_rank(run_ranks, models):
+    """With less data than ranks, a rank that holds nothing must neither hang nor change the gradient."""
+    samples = SAMPLES[:1]
+    ranks = run_ranks(2, cases.gradients, model_dir=str(models["qwen2"]), layout={}, samples=samples, loss=LOSS)
+    check(ranks, oracle(models["qwen2"], samples, LOSS))
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "pipeline": 2}])
+def test_export_is_what_was_trained(run_ranks, models, tmp_path, layout):
+    """An export that misplaces rows or keeps padding loads without an error and answers nonsense."""
+    world_size = 4 if layout else 1
+    for name in ("qwen2", "llama-tied"):
+        arguments = {"model_dir": str(models[name]), "samples": SAMPLES, "steps": 2}
+        run_ranks(1, cases.trained_export, layout={}, folder=str(tmp_path / name / "one"), **arguments)
+        run_ranks(world_size, cases.trained_export, layout=layout, folder=str(tmp_path / name / "many"), **arguments)
+        one, many = load_hf(tmp_path / name / "one"), load_hf(tmp_path / name / "many")
+        start = dict(load_hf(models[name]).named_parameters())
+        for (key, a), b in zip(one.named_parameters(), many.parameters(), strict=True):
+            assert (a - start[key]).abs().max() > 1e-3, f"{key} was not trained"
+            torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
