@@ -1,0 +1,38 @@
+#!/bin/sh
+# Install mgrpo into the virtual environment VENV (made if missing): sh requirements/install.sh VENV [dev]
+# With an NVIDIA driver the GPU packages, else the CPU ones; MGRPO_CUDA=0 or 1 decides otherwise.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+venv=$1
+python=${PYTHON:-python3}
+torch_cpu=torch==2.13.0+cpu
+torch_cpu_index=https://download.pytorch.org/whl/cpu
+
+"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || {
+    echo "mgrpo: the pinned packages are tested with Python 3.11, $python is $("$python" -V); set PYTHON=/path/to/python3.11" >&2
+    exit 1
+}
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+pip="$venv/bin/python -m pip --disable-pip-version-check --quiet"
+
+cuda=${MGRPO_CUDA:-auto}
+if [ "$cuda" = auto ]; then
+    if command -v nvidia-smi >/dev/null 2>&1; then cuda=1; else cuda=0; fi
+fi
+
+if [ "$cuda" = 1 ]; then
+    echo "mgrpo: installing the GPU packages into $venv"
+    $pip install setuptools==78.1.1 -r "$here/gpu.txt"
+else
+    echo "mgrpo: installing torch (CPU build) into $venv"
+    # The local version +cpu can never be met by a CUDA build. Some indexes offer it; PyTorch's own does everywhere.
+    $pip install "$torch_cpu" 2>/dev/null || $pip install "$torch_cpu" --index-url "$torch_cpu_index"
+    echo "mgrpo: installing the CPU packages"
+    $pip install --no-deps setuptools==78.1.1 ninja==1.13.2 -r "$here/cpu.txt"
+fi
+if [ "${2:-}" = dev ]; then
+    echo "mgrpo: installing the development packages"
+    $pip install --no-deps -r "$here/dev.txt"
+fi
+echo "mgrpo: building the extension"
+MGRPO_CUDA=$cuda $pip install --no-deps --no-build-isolation -e "$here/.."
