@@ -1,0 +1,61 @@
+"""The order of prompts: shuffled anew every epoch, for ever, and exactly resumable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from mgrpo.types import PromptId
+
+
+class Sampler:
+    """Hands out (epoch, index) pairs; an epoch's order depends on the seed and the epoch's number alone."""
+
+    def __init__(self, num_prompts: int, seed: int) -> None:
+        if num_prompts < 1:
+            raise ValueError(f"num_prompts={num_prompts}; at least one prompt is needed")
+        if seed < 0:
+            raise ValueError(f"seed={seed}; it must not be negative")
+        self._num_prompts = num_prompts
+        self._seed = seed
+        self._epoch = 0
+        self._position = 0
+        self._order = self._permutation()
+
+    def take(self, n: int) -> list[PromptId]:
+        """The next `n` prompts; a take may run over the end of an epoch, but meets no prompt twice in the same one."""
+        taken: list[PromptId] = []
+        while len(taken) < n:
+            if self._position == self._num_prompts:
+                self._epoch, self._position = self._epoch + 1, 0
+                self._order = self._permutation()
+            end = min(self._num_prompts, self._position + n - len(taken))
+            taken.extend((self._epoch, int(index)) for index in self._order[self._position : end])
+            self._position = end
+        return taken
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the sampler stands, in JSON."""
+        return {
+            "num_prompts": self._num_prompts,
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "position": self._position,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where `state` was taken; other data or another seed would be another order, and is refused."""
+        for name, here in (("num_prompts", self._num_prompts), ("seed", self._seed)):
+            if state[name] != here:
+                raise ValueError(
+                    f"the saved data order has {name}={state[name]}, this run has {here}; "
+                    "resume with the data and the seed that the run began with"
+                )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._order = self._permutation()
+
+    def _permutation(self) -> np.ndarray:
+        # RandomState and not Generator: numpy promises that its streams never change, so a run resumes under any numpy.
+        bits = np.random.MT19937(np.random.SeedSequence([self._seed, self._epoch]))
+        return np.random.RandomState(bits).permutation(self._num_prompts)

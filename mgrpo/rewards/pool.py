@@ -1,0 +1,382 @@
+"""Verifier processes and their limits: who is running, who hangs, who is started anew.
+
+A worker (`worker`) answers in order, so when it hangs or dies the first unanswered item is the culprit: that one has no
+score, the worker is replaced, and the items behind it are asked again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from mgrpo.rewards.verifiers import find
+
+_log = logging.getLogger(__name__)
+
+# Items a worker holds beyond the one it works on: enough that it never waits for us, few enough that one that hangs does
+# not keep them from the other workers for long.
+_ITEMS_AHEAD = 16
+# A worker that is not ready after this long will not be; slow network disks are the reason that it is long.
+_START_LIMIT_S = 120.0
+_STARTS_BEFORE_GIVING_UP = 3
+_LOGGED_PER_VERIFIER = 3
+
+NO_SCORE = float("nan")
+
+
+class Item(NamedTuple):
+    """One completion to score."""
+
+    verifier: str
+    completion: str
+    ground_truth: object
+
+
+class VerifierPool:
+    """Scores items in worker processes; one thread at a time is served, the others wait."""
+
+    errors: Counter[str]
+    """Items without a score since the start, by verifier."""
+
+    def __init__(
+        self, num_workers: int, timeout_s: float, memory_mb: int = 2048, *, verifiers: Sequence[str] = ()
+    ) -> None:
+        """Nothing is started yet. `verifiers` are loaded at the start; others when they are first asked for."""
+        if num_workers < 1:
+            raise ValueError(f"verifier_workers={num_workers}; at least 1 is needed")
+        if not timeout_s > 0:
+            raise ValueError(f"verifier_timeout={timeout_s}; it must be greater than 0 seconds")
+        for name in verifiers:
+            find(name)
+        self.errors = Counter()
+        self._num_workers = num_workers
+        self._timeout_s = timeout_s
+        self._memory_mb = memory_mb
+        self._verifiers = list(dict.fromkeys(name.lower() for name in verifiers))
+        self._own_process()
+
+    def start(self) -> None:
+        """Start the workers that are not running, without waiting for their imports."""
+        self._forget_parent_process()
+        with self._lock:
+            self._start()
+
+    def verify_many(self, items: Sequence[Item]) -> list[float]:
+        """The score of every item, in order; NaN where none could be given, which `errors` counts."""
+        for name in {item.verifier for item in items}:
+            find(name)
+        self._forget_parent_process()
+        with self._lock:
+            try:
+                return self._verify_many(items)
+            except BaseException:
+                # Workers may still hold questions of this call: their answers must not meet the next one.
+                self._kill_all()
+                raise
+
+    def close(self) -> None:
+        """End the workers; the pool may be used again, and then starts new ones."""
+        self._forget_parent_process()
+        with self._lock:
+            self._kill_all()
+            self._spawner.shutdown()
+            self._spawner = _new_spawner()
+
+    def __enter__(self) -> VerifierPool:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.process.pid for worker in self._workers]
+
+    def _own_process(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._workers: list[_Worker] = []
+        self._failed_starts = 0
+        # The kernel ends a worker when the thread that started it ends (`lifetime`), so they all come from one thread
+        # that lives as long as the pool, whoever calls.
+        self._spawner = _new_spawner()
+
+    def _forget_parent_process(self) -> None:
+        """After a fork the workers belong to the parent: this process starts its own."""
+        if self._pid != os.getpid():
+            for worker in self._workers:
+                worker.close_pipes()
+            self._own_process()
+
+    def _start(self) -> None:
+        for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
+            worker.end()
+            self._workers.remove(worker)
+        while len(self._workers) < self._num_workers:
+            self._workers.append(self._spawn())
+
+    def _spawn(self) -> _Worker:
+        worker = self._spawner.submit(_Worker).result()
+        worker.load(self._verifiers, memory_mb=self._memory_mb)
+        return worker
+
+    def _kill_all(self) -> None:
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
+
+    def _verify_many(self, items: Sequence[Item]) -> list[float]:
+        new = sorted({item.verifier.lower() for item in items} - set(self._verifiers))
+        self._verifiers += new
+        if new:
+            for worker in self._workers:
+                worker.load(new)
+        self._start()
+        batch = _Batch(items)
+        with selectors.DefaultSelector() as selector:
+            while batch.num_missing:
+                for worker in self._workers:
+                    batch.top_up(worker)
+                    _watch(selector, worker)
+                for key, _ in selector.select(self._wait_s()):
+                    worker = key.data
+                    worker.exchange()
+                    self._take_answers(worker, batch)
+                now = time.monotonic()
+                for place, worker in enumerate(self._workers):
+                    if worker.is_over or now > self._deadline(worker):
+                        _unwatch(selector, worker)
+                        self._bury(worker, batch)
+                        self._workers[place] = self._spawn()
+        return batch.scores
+
+    def _bury(self, worker: _Worker, batch: _Batch) -> None:
+        """End a worker that hangs or is dead: its first unanswered item has no score, the others wait again."""
+        timed_out = not worker.is_over
+        worker.end()
+        self._take_answers(worker, batch)
+        if worker.num_loading:
+            self._failed_starts += 1
+            if self._failed_starts >= _STARTS_BEFORE_GIVING_UP:
+                raise RuntimeError(self._start_failure(worker, timed_out))
+        elif worker.asked:
+            culprit = worker.asked.popleft()
+            why = f"took longer than {self._timeout_s:g} s" if timed_out else f"the worker {worker.ending}"
+            batch.set(culprit, self._no_score(batch.items[culprit], why))
+        batch.take_back(worker)
+
+    def _take_answers(self, worker: _Worker, batch: _Batch) -> None:
+        for answer in worker.answers():
+            if "ready" in answer:
+                worker.num_loading -= 1
+                self._failed_starts = 0
+                continue
+            index = worker.asked.popleft()
+            assert index == answer["id"], f"a worker answered {answer['id']}, asked was {index}"
+            score = answer.get("score")
+            batch.set(index, self._no_score(batch.items[index], answer["error"]) if score is None else score)
+
+    def _no_score(self, item: Item, why: str) -> float:
+        name = item.verifier.lower()
+        self.errors[name] += 1
+        if self.errors[name] <= _LOGGED_PER_VERIFIER:
+            last = "; further ones are only counted" if self.errors[name] == _LOGGED_PER_VERIFIER else ""
+            _log.warning("verifier %s gave no score for %.60r...: %s%s", name, item.completion, why, last)
+        return NO_SCORE
+
+    def _deadline(self, worker: _Worker) -> float:
+        """When the worker must have said something."""
+        if worker.num_loading:
+            return worker.heard_at + _START_LIMIT_S
+        return worker.heard_at + self._timeout_s if worker.asked else float("inf")
+
+    def _wait_s(self) -> float | None:
+        first = min(self._deadline(worker) for worker in self._workers)
+        return None if first == float("inf") else max(0.0, first - time.monotonic()) + 0.001
+
+    def _start_failure(self, worker: _Worker, timed_out: bool) -> str:
+        how = f"was not ready after {_START_LIMIT_S:g} s" if timed_out else f"{worker.ending} before it was ready"
+        return (
+            f"a verifier worker {how}, {_STARTS_BEFORE_GIVING_UP} times in a row "
+            f"(verifiers {', '.join(self._verifiers)}; memory limit {self._memory_mb} MiB); its message is on stderr"
+        )
+
+
+class _Batch:
+    """The items of one call: which wait, which are scored."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.items = items
+        self.scores = [NO_SCORE] * len(items)
+        self.num_missing = len(items)
+        self._waiting = deque(range(len(items)))
+
+    def top_up(self, worker: _Worker) -> None:
+        """Ask the worker as many items as it may hold; refilled by halves, to write seldom."""
+        if len(worker.asked) > _ITEMS_AHEAD // 2 or not self._waiting:
+            return
+        indices = [self._waiting.popleft() for _ in range(min(_ITEMS_AHEAD - len(worker.asked), len(self._waiting)))]
+        worker.ask([(index, self.items[index]) for index in indices])
+
+    def take_back(self, worker: _Worker) -> None:
+        """What the worker did not get to is asked again, first."""
+        self._waiting.extendleft(reversed(worker.asked))
+        worker.asked.clear()
+
+    def set(self, index: int, score: float) -> None:
+        self.scores[index] = score
+        self.num_missing -= 1
+
+
+class _Worker:
+    """One worker process and what is on the way to and from it. Its pipes never block."""
+
+    def __init__(self) -> None:
+        package_parent = str(Path(__file__).resolve().parents[2])
+        search_path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
+        # PYTHONSAFEPATH (Python 3.11) keeps a file math.py or json.py in the working directory from being imported by the
+        # worker. A session of its own keeps Ctrl-C away (the pool ends it) and lets a kill reach what a verifier started.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mgrpo.rewards.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env={**os.environ, "PYTHONPATH": search_path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._to = self.process.stdin.fileno()
+        self._from = self.process.stdout.fileno()
+        os.set_blocking(self._to, False)
+        os.set_blocking(self._from, False)
+        self._outgoing = bytearray()
+        self._incoming = b""
+        self.asked: deque[int] = deque()
+        """Items without an answer, in the order they were asked."""
+        self.num_loading = 0
+        """Load requests without an answer."""
+        self.heard_at = time.monotonic()
+        """When the worker last said something, or was given work when it had none."""
+        self.is_over = False
+        """Its output has ended."""
+
+    @property
+    def ending(self) -> str:
+        """How the process ended, in words."""
+        code = self.process.returncode
+        return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def load(self, verifiers: Sequence[str], *, memory_mb: int | None = None) -> None:
+        self._mark_busy()
+        self.num_loading += 1
+        self._send({"verifiers": list(verifiers), "memory_mb": memory_mb})
+        self._write()
+
+    def ask(self, items: Sequence[tuple[int, Item]]) -> None:
+        self._mark_busy()
+        for index, item in items:
+            self._send({"id": index, **item._asdict()})
+            self.asked.append(index)
+        self._write()
+
+    def exchange(self) -> None:
+        """Move what the pipes take and give now."""
+        self._write()
+        self._read()
+
+    def answers(self) -> list[dict]:
+        """What the worker has said since the last call."""
+        *lines, self._incoming = self._incoming.split(b"\n")
+        if lines:
+            self.heard_at = time.monotonic()
+        return [json.loads(line) for line in lines]
+
+    def events(self) -> dict[int, int]:
+        """Its descriptors and what to wait for on each now; 0 is nothing."""
+        return {self._from: selectors.EVENT_READ, self._to: selectors.EVENT_WRITE if self._outgoing else 0}
+
+    def end(self) -> None:
+        """Kill the process with all it started, and read the answers it gave before; a second call does nothing."""
+        if self.process.stdout.closed:
+            return
+        # Not waited for yet, so the number cannot have gone to another process.
+        if self.process.returncode is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._read()
+        self.close_pipes()
+
+    def close_pipes(self) -> None:
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    def _mark_busy(self) -> None:
+        if not self.asked and not self.num_loading:
+            self.heard_at = time.monotonic()
+
+    def _send(self, message: dict) -> None:
+        self._outgoing += json.dumps(message).encode() + b"\n"
+
+    def _write(self) -> None:
+        try:
+            while self._outgoing:
+                del self._outgoing[: os.write(self._to, self._outgoing[: 1 << 16])]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            # It died; its output, which ends now, says when the pool sees it.
+            self._outgoing.clear()
+
+    def _read(self) -> None:
+        try:
+            while chunk := os.read(self._from, 1 << 16):
+                self._incoming += chunk
+            self.is_over = True
+        except BlockingIOError:
+            pass
+
+
+def _watch(selector: selectors.BaseSelector, worker: _Worker) -> None:
+    """Have the selector wait for what the worker's pipes have to do now."""
+    for descriptor, events in worker.events().items():
+        watched = descriptor in selector.get_map()
+        if events and not watched:
+            selector.register(descriptor, events, worker)
+        elif watched and not events:
+            selector.unregister(descriptor)
+
+
+def _unwatch(selector: selectors.BaseSelector, worker: _Worker) -> None:
+    for descriptor in worker.events():
+        if descriptor in selector.get_map():
+            selector.unregister(descriptor)
+
+
+def _new_spawner() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="verifier-spawner")
+
+
+@functools.lru_cache(maxsize=1)
+def shared_pool() -> VerifierPool:
+    """The pool behind `mgrpo.rewards.verify`: one worker, the default limits of the configuration."""
+    from mgrpo.config.schema import Reward
+
+    pool = VerifierPool(num_workers=1, timeout_s=Reward().verifier_timeout)
+    atexit.register(pool.close)
+    return pool

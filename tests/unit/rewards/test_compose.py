@@ -1,0 +1,219 @@
+"""Rewards on hand-worked cases, one for every branch of the composition."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mgrpo.config.schema import Reward
+from mgrpo.rewards.compose import has_r1_format, score_groups, score_with_functions
+from mgrpo.rewards.pool import Item
+from mgrpo.types import Completion, Prompt, RolloutGroup, Score
+
+FORMATTED = "thoughts</think>\n<answer>5</answer>"
+PLAIN = "5"
+
+
+class FakePool:
+    """Scores what the completion's ground truth says, so that cases are written by hand."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+
+    def verify_many(self, items: list[Item]) -> list[float]:
+        self.items += items
+        return [float(item.ground_truth) for item in items]
+
+
+def _group(
+    *texts: str, verifiers: tuple[str, ...] = ("math",), scores: tuple[object, ...] = (1.0,), finish: str = "stop"
+) -> RolloutGroup:
+    prompt = Prompt(id=(0, 3), tokens=np.array([1], np.int32), text="2+3=", verifiers=verifiers, ground_truths=scores)
+    return RolloutGroup(prompt=prompt, completions=tuple(_completion(text, finish) for text in texts))
+
+
+def _completion(text: str, finish: str) -> Completion:
+    return Completion(
+        tokens=np.array([7, 8], np.int32),
+        logprobs=np.zeros(2, np.float32),
+        policy_versions=np.zeros(2, np.int32),
+        finish_reason=finish,
+        text=text,
+    )
+
+
+def _one(config: Reward, text: str, **group: object) -> Score:
+    (scored,) = score_groups([_group(text, **group)], FakePool(), config)
+    return scored.scores[0]
+
+
+OFF = Reward(verification_reward=10.0, r1_style_format_reward=1.0)
+GATE = replace(OFF, apply_r1_style_format_reward=True)
+ADD = replace(GATE, additive_format_reward=True)
+ONLY_FORMAT = replace(GATE, apply_verifiable_reward=False)
+NOTHING = replace(OFF, apply_verifiable_reward=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "verifier_score", "reward"),
+    [
+        (OFF, PLAIN, 1.0, 10.0),
+        (OFF, PLAIN, 0.0, 0.0),
+        (OFF, PLAIN, 0.25, 2.5),
+        (GATE, FORMATTED, 1.0, 10.0),
+        (GATE, FORMATTED, 0.0, 0.0),
+        (GATE, PLAIN, 1.0, 0.0),
+        (ADD, FORMATTED, 1.0, 11.0),
+        (ADD, FORMATTED, 0.0, 1.0),
+        (ADD, PLAIN, 1.0, 10.0),
+        (ADD, PLAIN, 0.0, 0.0),
+        (ONLY_FORMAT, FORMATTED, 0.0, 1.0),
+        (ONLY_FORMAT, PLAIN, 1.0, 0.0),
+        (NOTHING, FORMATTED, 1.0, 0.0),
+        # The gate asks for the format; what the format is worth must not matter.
+        (replace(GATE, r1_style_format_reward=0.5), FORMATTED, 1.0, 10.0),
+        (replace(GATE, r1_style_format_reward=2.0), PLAIN, 1.0, 0.0),
+        (replace(ADD, r1_style_format_reward=0.5), FORMATTED, 1.0, 10.5),
+        (replace(ONLY_FORMAT, r1_style_format_reward=0.5), FORMATTED, 1.0, 0.5),
+        (replace(OFF, verification_reward=0.5), PLAIN, 1.0, 0.5),
+    ],
+)
+def test_each_case_of_the_composition(config: Reward, text: str, verifier_score: float, reward: float) -> None:
+    """A wrong branch trains for the wrong thing without any error."""
+    assert _one(config, text, scores=(verifier_score,)).reward == reward
+
+
+@pytest.mark.parametrize("config", [OFF, GATE, ADD, ONLY_FORMAT, NOTHING])
+def test_the_stop_rule_overwrites_everything(config: Reward) -> None:
+    """Truncated completions must get the penalty even when their format or answer was right, or could not be scored."""
+    penal = replace(config, non_stop_penalty=True, non_stop_penalty_value=-10.0)
+    for score in (1.0, math.nan):
+        assert _one(penal, FORMATTED, finish="length", scores=(score,)).reward == -10.0
+        assert _one(config, FORMATTED, finish="length").reward == _one(config, FORMATTED, finish="stop").reward
+    assert _one(penal, FORMATTED, finish="stop").reward == _one(config, FORMATTED, finish="stop").reward
+
+
+def test_several_verifiers_are_summed() -> None:
+    """A row with two verifiers scored by one of them would train half of the task."""
+    score = _one(OFF, PLAIN, verifiers=("math", "GSM8K"), scores=(1.0, 0.5))
+    assert score.reward == 15.0
+    assert score.parts == {"math": 1.0, "gsm8k": 0.5, "correct": 1.0}
+
+
+@pytest.mark.parametrize("config", [OFF, GATE, ADD])
+def test_one_verifier_without_a_score_leaves_the_completion_without(config: Reward) -> None:
+    """Counting it as 0 would call an unchecked answer wrong and shift the group's baseline."""
+    score = _one(config, FORMATTED, verifiers=("math", "integer"), scores=(1.0, math.nan))
+    assert math.isnan(score.reward)
+    assert score.parts["math"] == 1.0 and math.isnan(score.parts["integer"]) and math.isnan(score.parts["correct"])
+
+
+def test_parts_name_the_ingredients() -> None:
+    """Metrics are made of them."""
+    assert _one(ADD, FORMATTED, scores=(0.0,)).parts == {"math": 0.0, "correct": 0.0, "format": 1.0}
+    assert _one(ONLY_FORMAT, PLAIN).parts == {"format": 0.0}
+    assert _one(OFF, PLAIN).parts == {"math": 1.0, "correct": 1.0}
+
+
+def test_scores_stay_beside_their_completions() -> None:
+    """A shift by one between groups of different sizes and numbers of verifiers would reward strangers."""
+    groups = [
+        _group("a", "b", scores=(0.25,)),
+        _group("c", verifiers=("math", "integer"), scores=(0.5, 0.25)),
+        _group("d", verifiers=(), scores=()),
+        _group("e", "f", "g", scores=(1.0,)),
+    ]
+    pool = FakePool()
+    scored = score_groups(groups, pool, OFF)
+    assert [list(group.rewards) for group in scored] == [[2.5, 2.5], [7.5], [0.0], [10.0] * 3]
+    assert [item.completion for item in pool.items] == ["a", "b", "c", "c", "e", "f", "g"]
+    assert [group.group for group in scored] == groups
+    assert score_groups(groups, pool, NOTHING)[0].scores[0].parts == {} and len(pool.items) == 7
+
+
+R1_TEXTS = [
+    FORMATTED,
+    "</think><answer></answer>",
+    "</think> \n\t <answer>x\ny</answer> tail",
+    "</think> no <answer>x</answer>",
+    "<answer>x</answer></think>",
+    "</think><answer>x",
+    "</think> x </think><answer>x</answer>",
+    "</answer></think><answer>",
+    "<think>a</think>",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", R1_TEXTS)
+def test_the_format_is_the_one_of_open_instruct(text: str) -> None:
+    """Its pattern is the oracle; ours only avoids its quadratic time."""
+    oracle = re.compile(r".*?</think>\s*<answer>.*?</answer>", re.DOTALL)
+    assert has_r1_format(text) == (oracle.match(text) is not None)
+
+
+def test_the_format_check_is_linear_in_hostile_text() -> None:
+    """It runs in the controller, where nothing stops it."""
+    began = time.perf_counter()
+    assert not has_r1_format("</think><answer>" * 20_000)
+    assert time.perf_counter() - began < 0.5
+
+
+def test_functions_get_columns_and_their_sum_is_the_reward() -> None:
+    """Reward functions written for TRL must see what they see there."""
+    seen: dict[str, object] = {}
+
+    def length(completions: list[str], **kwargs: object) -> list[float | None]:
+        seen.update(kwargs)
+        return [float(len(text)) for text in completions]
+
+    def sometimes(completion_ids: list[list[int]], completions: list[str], **_: object) -> list[float | None]:
+        return [None if text == "bb" else -1.0 for text in completions]
+
+    def never(prompts: list[str], **_: object) -> list[float | None]:
+        return [None] * len(prompts)
+
+    groups = [_group("a", "bb"), _group("ccc", scores=(1, 2), verifiers=("x", "y"))]
+    scored = score_with_functions(groups, [length, sometimes, never])
+    assert [list(group.rewards) for group in scored] == [[0.0, 2.0], [2.0]]
+    assert seen == {
+        "prompts": ["2+3="] * 3,
+        "completion_ids": [[7, 8]] * 3,
+        "ground_truth": [1.0, 1.0, [1, 2]],
+    }
+    assert scored[0].scores[0].parts["length"] == 1.0 and math.isnan(scored[0].scores[1].parts["sometimes"])
+    assert all(math.isnan(reward) for group in score_with_functions(groups, [never]) for reward in group.rewards)
+
+
+def test_functions_of_one_name_keep_their_own_parts() -> None:
+    """Two lambdas would otherwise count once."""
+    (scored,) = score_with_functions([_group("a")], [lambda **_: [1.0], lambda **_: [2.0]])
+    assert scored.scores[0] == Score(reward=3.0, parts={"<lambda>": 1.0, "<lambda>_2": 2.0})
+
+
+@pytest.mark.parametrize(("returned", "found"), [([1.0], "1 values"), (None, "None"), ([1.0] * 3, "3 values")])
+def test_a_function_of_the_wrong_length_is_named(returned: object, found: str) -> None:
+    """Rewards beside the wrong completions would train noise."""
+
+    def short(**_: object) -> object:
+        return returned
+
+    with pytest.raises(ValueError, match=f"reward function short returned {found} for 2 completions"):
+        score_with_functions([_group("a", "b")], [short])
+
+
+def test_importing_the_worker_loads_nothing_heavy() -> None:
+    """Its start overlaps with the engines' only if it is short, and a torch in every worker costs its memory."""
+    code = (
+        "import sys, mgrpo.rewards.worker, mgrpo.rewards.pool, mgrpo.data;"
+        "print([name for name in ('torch', 'numpy', 'ray', 'math_verify', 'sympy', 'transformers') if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"

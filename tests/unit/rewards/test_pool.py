@@ -1,0 +1,311 @@
+"""Limits of the verifier processes: whatever a completion does to its verifier, the others are scored."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mgrpo.rewards import verifiers, verify
+from mgrpo.rewards.pool import Item, VerifierPool
+
+GOOD = Item("integer", "5", 5)
+BAD_VERIFIERS = """
+import ctypes, os, signal, sys, time
+from mgrpo.rewards import verifiers
+
+def hang(completion, ground_truth):
+    while True:
+        pass
+
+def sleep_deaf(completion, ground_truth):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1000)
+
+def crash(completion, ground_truth):
+    ctypes.string_at(0)
+
+def eat_memory(completion, ground_truth):
+    return float(len(bytearray(2**30)))
+
+def chatter(completion, ground_truth):
+    print('{"id": 0, "score": 77}')
+    os.write(1, b"noise\\n" * 100)
+    sys.stdout.flush()
+    assert sys.stdin.read() == ""
+    return 1.0
+
+def leave(completion, ground_truth):
+    sys.exit("bye")
+
+def nan(completion, ground_truth):
+    return float("nan")
+
+verifiers.VERIFIERS.update(
+    hang=hang, sleep_deaf=sleep_deaf, crash=crash, eat_memory=eat_memory, chatter=chatter, leave=leave, nan=nan
+)
+"""
+
+
+@pytest.fixture
+def bad_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifiers that misbehave, in the table of this process and (through Python's own start-up hook) of its workers."""
+    (tmp_path / "sitecustomize.py").write_text(BAD_VERIFIERS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before = dict(verifiers.VERIFIERS)
+    exec(BAD_VERIFIERS, {})
+    yield
+    verifiers.VERIFIERS.clear()
+    verifiers.VERIFIERS.update(before)
+
+
+def _around(item: Item) -> list[Item]:
+    return [GOOD] * 40 + [item] + [GOOD] * 40
+
+
+@pytest.mark.parametrize(
+    ("name", "num_workers"),
+    [("hang", 1), ("hang", 2), ("sleep_deaf", 1), ("crash", 1), ("eat_memory", 1), ("leave", 1), ("nan", 1)],
+)
+def test_one_bad_item_costs_only_its_own_score(bad_verifiers: None, name: str, num_workers: int) -> None:
+    """A verifier that hangs, dies or fails would otherwise stop the run or take a whole step's rewards along."""
+    with VerifierPool(num_workers, timeout_s=0.5, memory_mb=600) as pool:
+        scores = pool.verify_many(_around(Item(name, "x", 1)))
+        assert math.isnan(scores[40])
+        assert scores[:40] + scores[41:] == [1.0] * 80
+        assert pool.errors == {name: 1}
+        assert pool.verify_many([GOOD]) == [1.0]
+
+
+@pytest.mark.parametrize("name", ["leave", "nan", "eat_memory"])
+def test_a_failing_verifier_does_not_cost_its_worker(bad_verifiers: None, name: str) -> None:
+    """Replacing the process on every exception would cost its imports each time."""
+    with VerifierPool(1, timeout_s=10, memory_mb=600) as pool:
+        before = pool.pids
+        assert math.isnan(pool.verify_many([Item(name, "x", 1)])[0])
+        assert pool.pids == before
+
+
+def test_what_a_verifier_prints_does_not_reach_the_protocol(bad_verifiers: None) -> None:
+    """A library that prints would otherwise hand out scores of its own, or block on the pipe."""
+    with VerifierPool(1, timeout_s=5) as pool:
+        assert pool.verify_many(_around(Item("chatter", "x", 1))) == [1.0] * 81
+        assert not pool.errors
+
+
+def test_killing_the_worker_in_mid_batch_costs_one_score(bad_verifiers: None) -> None:
+    """The kernel may kill a verifier for memory at any time; the step must go on."""
+    with VerifierPool(1, timeout_s=60) as pool:
+        assert pool.verify_many([GOOD]) == [1.0]
+        first = pool.pids[0]
+        threading.Timer(0.5, os.kill, (first, signal.SIGKILL)).start()
+        began = time.monotonic()
+        scores = pool.verify_many(_around(Item("hang", "x", 1)))
+        assert time.monotonic() - began < 20
+        assert math.isnan(scores[40]) and scores[:40] + scores[41:] == [1.0] * 80
+        assert pool.pids[0] != first
+
+
+def test_a_worker_killed_between_steps_costs_nothing() -> None:
+    """No item was being scored, so none may lose its reward."""
+    with VerifierPool(1, timeout_s=10) as pool:
+        assert pool.verify_many([GOOD]) == [1.0]
+        os.kill(pool.pids[0], signal.SIGKILL)
+        time.sleep(0.2)
+        assert pool.verify_many([GOOD] * 3) == [1.0] * 3
+        assert not pool.errors
+
+
+def test_adversarial_mathematics_never_blocks_longer_than_the_limit() -> None:
+    """Models do write such answers; a verifier without a hard limit hangs the run on the first of them."""
+    hostile = [
+        "A" * 200_000,
+        r"\boxed{" + "A" * 200_000 + "}",
+        "1" * 20_000,
+        r"\boxed{" + "{" * 50_000 + "1" + "}" * 50_000 + "}",
+        r"\boxed{" + "{" * 150 + "1" + "}" * 149 + "}",
+        "$" + "{" * 800 + "}" * 100 + "$",
+        r"\boxed{" * 30_000,
+        r"\boxed{9**9**9}",
+        r"\boxed{9^{9^{9}}}",
+        "the answer is 9**9**9**9",
+        "</think>" * 20_000,
+        "\x00\ud800" * 1000,
+    ]
+    timeout_s = 1.0
+    with VerifierPool(1, timeout_s=timeout_s, verifiers=["math"]) as pool:
+        good = Item("math", r"\boxed{\frac{1}{2}}", "0.5")
+        assert pool.verify_many([good]) == [1.0]
+        began = time.monotonic()
+        slow = 0
+        for text in hostile:
+            began = time.monotonic()
+            scores = pool.verify_many([good, Item("math", text, "7"), good])
+            # The limit itself, and the start of a new worker for the last item.
+            assert time.monotonic() - began < timeout_s + 8, text[:30]
+            slow += math.isnan(scores[1])
+            assert scores[0] == scores[2] == 1.0, text[:30]
+            assert scores[1] != 1.0, text[:30]
+        assert pool.errors["math"] == slow >= 1
+
+
+def test_a_label_the_verifier_cannot_read_is_no_score() -> None:
+    """Scored 0 it would enter the group's baseline as wrong answers."""
+    with VerifierPool(1, timeout_s=10) as pool:
+        scores = pool.verify_many([GOOD, Item("integer", "5", "five"), GOOD])
+        assert math.isnan(scores[1]) and scores[0] == scores[2] == 1.0
+        assert pool.errors == {"integer": 1}
+
+
+def test_long_texts_pass_in_both_directions_without_deadlock() -> None:
+    """Pipes hold 64 KiB: two sides that both wait to write would stop the run for ever."""
+    with VerifierPool(2, timeout_s=20) as pool:
+        items = [Item("integer", " " * 300_000 + "5", 5), Item("integer", "5" * 300_000, "x" * 300_000)] * 20
+        scores = pool.verify_many(items)
+        assert scores[::2] == [1.0] * 20
+        assert all(math.isnan(score) for score in scores[1::2])
+
+
+def test_a_worker_that_hangs_does_not_block_whoever_writes_to_it(bad_verifiers: None) -> None:
+    """Behind a verifier that hangs its pipe fills up: a write that waits for it would wait past the limit, for ever."""
+    with VerifierPool(1, timeout_s=0.5) as pool:
+        scores = pool.verify_many([Item("hang", "x", 1)] + [Item("integer", " " * 100_000 + "5", 5)] * 8)
+        assert math.isnan(scores[0]) and scores[1:] == [1.0] * 8
+
+
+def test_scores_keep_the_order_of_the_items_with_any_number_of_workers() -> None:
+    """A score beside the wrong completion trains the opposite of what was meant."""
+    items = [Item("integer", str(index), index if index % 3 else index + 1) for index in range(500)]
+    expected = [float(index % 3 != 0) for index in range(500)]
+    for num_workers in (1, 3):
+        with VerifierPool(num_workers, timeout_s=10) as pool:
+            assert pool.verify_many(items) == expected
+            assert pool.verify_many([]) == []
+
+
+def test_threads_may_share_a_pool() -> None:
+    """Training and evaluation score through one pool."""
+    with VerifierPool(1, timeout_s=10) as pool:
+        results: dict[int, list[float]] = {}
+
+        def score(number: int) -> None:
+            results[number] = pool.verify_many([Item("integer", str(number), index) for index in range(8)])
+
+        threads = [threading.Thread(target=score, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == {number: [float(number == index) for index in range(8)] for number in range(8)}
+
+
+def test_the_thread_that_started_the_pool_may_end() -> None:
+    """The kernel ends a child with the thread that forked it: workers must not belong to a passing thread."""
+    pool = VerifierPool(1, timeout_s=10)
+    starter = threading.Thread(target=pool.verify_many, args=([GOOD],))
+    starter.start()
+    starter.join()
+    time.sleep(0.2)
+    before = pool.pids
+    assert pool.verify_many([GOOD]) == [1.0]
+    assert pool.pids == before
+    pool.close()
+
+
+def test_workers_end_with_the_pool() -> None:
+    """A run that leaves processes behind fills the machine."""
+    pool = VerifierPool(2, timeout_s=10)
+    pool.start()
+    pids = pool.pids
+    pool.close()
+    assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert pool.verify_many([GOOD]) == [1.0]
+    pool.close()
+
+
+def test_a_busy_worker_ends_with_its_killed_parent(bad_verifiers: None) -> None:
+    """kill -9 of the trainer must not leave a verifier that computes for ever."""
+    receiving, sending = os.pipe()
+    child = os.fork()
+    if child == 0:
+        pool = VerifierPool(1, timeout_s=60)
+        pool.verify_many([GOOD])
+        os.write(sending, str(pool.pids[0]).encode())
+        pool.verify_many([Item("hang", "x", 1)])
+        os._exit(1)
+    worker = int(os.read(receiving, 100))
+    time.sleep(0.3)
+    assert _runs(worker)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    deadline = time.monotonic() + 5
+    while _runs(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(worker)
+    os.close(receiving)
+    os.close(sending)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "worker" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+
+
+def test_a_forked_process_gets_workers_of_its_own() -> None:
+    """Two processes on one pipe would read each other's scores."""
+    with VerifierPool(1, timeout_s=10) as pool:
+        assert pool.verify_many([GOOD]) == [1.0]
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            parents = pool.pids
+            good = pool.verify_many([GOOD, Item("integer", "6", 5)]) == [1.0, 0.0] and pool.pids != parents
+            pool.close()
+            os._exit(0 if good else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert pool.verify_many([GOOD]) == [1.0]
+
+
+def test_a_worker_that_cannot_start_is_an_error_and_not_a_loop() -> None:
+    """Too small a memory limit must end the run with its reason instead of scoring nothing for ever."""
+    pool = VerifierPool(1, timeout_s=10, memory_mb=20, verifiers=["math"])
+    with pytest.raises(RuntimeError, match="memory limit 20 MiB"):
+        pool.verify_many([GOOD])
+    pool.close()
+
+
+def test_an_unknown_verifier_is_refused_before_anything_is_sent() -> None:
+    """It is the configuration that is wrong, not a completion."""
+    pool = VerifierPool(1, timeout_s=10)
+    with pytest.raises(ValueError, match="did you mean integer"):
+        pool.verify_many([Item("integr", "5", 5)])
+    with pytest.raises(ValueError, match="did you mean gsm8k"):
+        VerifierPool(1, timeout_s=10, verifiers=["gsm8"])
+    assert pool.pids == []
+
+
+def test_verify_scores_one_completion() -> None:
+    """The public door to a verifier, limits applied."""
+    assert verify("integer", "5", 5) == 1.0
+    assert verify("math", r"\boxed{0.5}", r"\frac{1}{2}", query="What is a half?") == 1.0
+    assert math.isnan(verify("integer", "5", "five"))
+
+
+def test_a_step_of_256_integers_takes_milliseconds() -> None:
+    """Scoring sits between generation and training: a slow round trip is idle hardware. Usual: 3 ms; wide for busy machines."""
+    with VerifierPool(1, timeout_s=10, verifiers=["integer"]) as pool:
+        items = [Item("integer", str(index), index) for index in range(256)]
+        pool.verify_many(items)
+        took = []
+        for _ in range(20):
+            began = time.perf_counter()
+            pool.verify_many(items)
+            took.append(time.perf_counter() - began)
+        assert min(took) < 0.025
