@@ -1,0 +1,31 @@
+"""A number that proves two holders of a tensor hold the same bytes, and that shards can add up without a gather.
+
+The digest of a set of elements is the sum, modulo 2^64, of (bits of the element) x (an odd pseudo-random number made from
+the element's place in the whole Hugging Face tensor). It is additive over any cut into boxes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mgrpo.models.table import Box
+
+_CHUNK = 1 << 20
+_GOLDEN = -7046029254386353131  # 2^64 / golden ratio as int64, the multiplier of Fibonacci hashing (Knuth, TAOCP 3, 6.4)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest(box: Box, values: torch.Tensor, tensor_shape: tuple[int, ...]) -> int:
+    """Digest of `values`, which are the slice `box` of a tensor of `tensor_shape`; a signed 64-bit integer."""
+    width = tensor_shape[1] if len(tensor_shape) == 2 else 1
+    rows = values.reshape(box.shape[0], -1)
+    column = (box.start[1] if len(box.start) == 2 else 0) + torch.arange(rows.shape[1], device=values.device)
+    step = max(_CHUNK // max(rows.shape[1], 1), 1)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for first in range(0, rows.shape[0], step):
+        part = rows[first : first + step].contiguous()
+        row = box.start[0] + first + torch.arange(part.shape[0], device=values.device)
+        place = (row[:, None] * width + column) * _GOLDEN
+        odd = (place ^ (place >> 29)) | 1
+        total += (part.view(_BITS[part.element_size()]).long() * odd).sum()
+    return int(total)

@@ -1,0 +1,147 @@
+"""vLLM's end of the weight sync, loaded by vLLM itself (entry point `vllm.general_plugins`) in each of its processes.
+
+It does nothing unless our engine actor asked for it through the environment. What it rebinds in vLLM (`REBOUND`) concerns
+the CPU only: there vLLM packs weights into private copies, which can be neither written in place nor compared.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mgrpo.models.table import Box
+from mgrpo.sync.channel import Receiver
+
+BACKEND = "mgrpo"
+ASKED = "MGRPO_ENGINE"
+"""Set to "1" in the environment of an engine's processes."""
+
+REBOUND: tuple[tuple[str, str, Any, str], ...] = (
+    # (module, name, value, why)
+    ("vllm._custom_ops", "_supports_onednn", False, "keeps linear weights as live parameters instead of oneDNN copies"),
+    (
+        "vllm.model_executor.layers.utils",
+        "check_cpu_sgl_kernel",
+        lambda *args, **kwargs: False,
+        "the same for the kernels vLLM prefers for bf16 on AMX machines",
+    ),
+)
+
+
+def register() -> None:
+    """Called by vLLM, possibly several times, in client, engine core and workers."""
+    if os.environ.get(ASKED) != "1":
+        return
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
+    if current_platform.is_cpu():
+        # vLLM's attention may be the first user of AMX in its process, and dies without the kernel's permission.
+        if torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()
+        for module, name, value, _ in REBOUND:
+            setattr(importlib.import_module(module), name, value)
+
+
+def _engine_class() -> type:
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+
+    @dataclass
+    class Invitation(WeightTransferInitInfo):
+        """`mgrpo.sync.channel.Sender.invitation`."""
+
+        invitation: dict[str, Any]
+
+    @dataclass
+    class Update(WeightTransferUpdateInfo):
+        version: int
+        check: bool
+
+    class ReshardEngine(WeightTransferEngine[Invitation, Update]):
+        """Receives exactly this worker's slices, in place."""
+
+        init_info_cls, update_info_cls = Invitation, Update
+        receiver: Receiver | None = None
+
+        def init_transfer_engine(self, init_info: Invitation) -> None:
+            parallel = self.parallel_config
+            self.receiver = Receiver(
+                live_boxes(self.model, init_info.invitation["model"]),
+                worker=parallel.rank,
+                invitation=init_info.invitation,
+            )
+
+        def start_weight_update(self) -> None:
+            if self.receiver is None:
+                raise RuntimeError("the engine has not joined a transfer group")
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            # The base class ends in torch.accelerator.synchronize(), which raises without an accelerator.
+            self.receive_weights(self.parse_update_info(update_info))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+
+        @torch.no_grad()
+        def receive_weights(self, update_info: Update) -> None:
+            self.receiver.receive(update_info.version)
+            if update_info.check:
+                self.receiver.report_digests(update_info.version)
+
+        def finish_weight_update(self) -> None: ...
+
+        def shutdown(self) -> None:
+            self.receiver = None
+
+    return ReshardEngine
+
+
+class _RecordCopies(TorchDispatchMode):
+    """Lets a loader run on tensors without data and notes where it would have copied what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[:2]
+            if source.device.type != "meta":
+                raise RuntimeError("this model's loader changes weights on the way; they cannot be written in place")
+            self.copies.append((target, source))
+            return target
+        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
+            return args[0]  # padding of the vocabulary: already zero
+        return func(*args, **(kwargs or {}))
+
+
+def live_boxes(model: torch.nn.Module, shape: dict[str, Any]) -> list[tuple[Box, torch.Tensor]]:
+    """Every slice of an HF tensor that this worker's live weights hold, found by asking vLLM's own loader."""
+    from mgrpo.models.table import hf_tensors
+    from mgrpo.sync.channel import model_from
+
+    dtype = next(model.parameters()).dtype
+    stand_ins = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in hf_tensors(model_from(shape)).items()}
+    by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in stand_ins.items()}
+    with torch.no_grad(), _RecordCopies() as record:
+        model.load_weights(iter(stand_ins.items()))
+    found = []
+    for target, source in record.copies:
+        name = by_storage[source.untyped_storage()._cdata]
+        whole, offset, start = stand_ins[name], source.storage_offset(), []
+        for stride in whole.stride():
+            start.append(offset // stride)
+            offset %= stride
+        assert source.dim() == whole.dim() and target.shape == source.shape, (name, source.shape, target.shape)
+        found.append((Box(name, tuple(start), tuple(source.shape)), target))
+    return found

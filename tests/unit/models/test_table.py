@@ -1,0 +1,99 @@
+"""The rule table: every element of every HF tensor is on the ranks that should hold it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mgrpo.layout import InferLayout, Layout
+from mgrpo.models.family import shape_of
+from mgrpo.models.table import Box, engine_boxes, hf_tensors, local_parameters, training_boxes
+
+HF = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 125,
+}
+MODELS = {
+    "qwen3": HF,
+    "qwen2-tied": HF | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "llama-1kv": HF | {"model_type": "llama", "num_key_value_heads": 1},
+}
+LAYOUTS = [
+    Layout(world_size=1),
+    Layout(world_size=4, tensor=4),
+    Layout(world_size=8, tensor=2, pipeline=2),
+    Layout(world_size=4, pipeline=4),
+]
+
+
+def counts(model, boxes: list[Box]) -> dict[str, np.ndarray]:
+    held = {name: np.zeros(shape, dtype=int) for name, shape in hf_tensors(model).items()}
+    for box in boxes:
+        held[box.name][tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))] += 1
+    return held
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_ranks_hold_everything_once_a_replica(name, layout):
+    """An element held by nobody is never trained; one held twice in a replica is averaged with itself."""
+    model = shape_of(MODELS[name])
+    held = counts(model, [box for boxes in training_boxes(model, layout) for box in boxes])
+    for tensor, number in held.items():
+        expected = layout.data
+        if "norm" in tensor:
+            expected *= layout.tensor
+        if tensor == "model.embed_tokens.weight" and model.tied and layout.pipeline > 1:
+            expected *= 2
+        assert (number == expected).all(), tensor
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_engine_workers_hold_everything(name, workers):
+    """Key-value heads are copied when there are fewer than workers; all else is cut."""
+    model = shape_of(MODELS[name])
+    held = counts(model, [box for boxes in engine_boxes(model, InferLayout(tensor=workers)) for box in boxes])
+    for tensor, number in held.items():
+        copies = 1
+        if "norm" in tensor:
+            copies = workers
+        elif "k_proj" in tensor or "v_proj" in tensor:
+            copies = max(workers // model.kv_heads, 1)
+        assert (number == copies).all(), tensor
+
+
+def test_pieces_of_a_parameter_do_not_overlap():
+    """Two tensors written to one place would overwrite each other while loading."""
+    for model in map(shape_of, MODELS.values()):
+        for layout in LAYOUTS:
+            for rank in range(layout.world_size):
+                for name, place in local_parameters(model, layout, rank).items():
+                    seen = np.zeros(place.shape, dtype=int)
+                    for piece in place.pieces:
+                        seen[piece.region] += 1
+                    assert seen.max(initial=0) <= 1
+                    if "embed" not in name and "output_layer" not in name:
+                        assert seen.min() == 1, f"{name} has a hole"
+
+
+def test_padding_of_the_vocabulary_does_not_depend_on_the_layout():
+    """Else a checkpoint of one layout has another shape than the next."""
+    model = shape_of(HF)
+    for tensor in (1, 2, 4):
+        parameters = local_parameters(model, Layout(world_size=tensor, tensor=tensor), tensor - 1)
+        assert parameters["output_layer.weight"].shape[0] * tensor == 128
+
+
+def test_query_key_value_rows_are_interleaved_by_group():
+    """Worked by hand: 4 heads, 2 groups, head_dim 1: q0 q1 k0 v0 | q2 q3 k1 v1, cut in two."""
+    model = shape_of(HF | {"model_type": "llama", "num_attention_heads": 4, "head_dim": 1, "hidden_size": 4})
+    parameter = local_parameters(model, Layout(world_size=2, tensor=2), 1)["decoder.layers.0.self_attention.linear_qkv.weight"]
+    rows = [(piece.box.name.split(".")[-2], piece.box.start[0], piece.box.shape[0], piece.local[0]) for piece in parameter.pieces]
+    assert rows == [("q_proj", 2, 2, 0), ("k_proj", 1, 1, 2), ("v_proj", 1, 1, 3)]

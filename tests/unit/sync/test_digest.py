@@ -1,0 +1,47 @@
+"""The digest adds up over any cut and notices what a plain sum does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mgrpo.models.table import Box
+from mgrpo.sync import digest as module
+from mgrpo.sync.digest import digest
+
+
+def wrapped(value: int) -> int:
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_add_up_to_the_whole(dtype, monkeypatch):
+    """Trainer and engine cut tensors differently: their sums must still be equal."""
+    monkeypatch.setattr(module, "_CHUNK", 64)
+    whole = torch.randn(37, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    everything = digest(Box("w", (0, 0), (37, 50)), whole, (37, 50))
+    parts = 0
+    for rows in (slice(0, 5), slice(5, 37)):
+        for columns in (slice(0, 49), slice(49, 50)):
+            view = whole[rows, columns]
+            parts += digest(Box("w", (rows.start, columns.start), tuple(view.shape)), view, (37, 50))
+    assert wrapped(parts) == everything
+
+
+def test_swapped_rows_and_single_bits_are_noticed():
+    """What goes wrong in a sync is mostly order: a sum without places would not see it."""
+    whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    box = Box("w", (0, 0), (8, 4))
+    truth = digest(box, whole, (8, 4))
+    assert digest(box, whole.flip(0), (8, 4)) != truth
+    assert digest(box, whole.view(4, 8).T.contiguous().view(8, 4), (8, 4)) != truth
+    changed = whole.clone()
+    changed.view(torch.int32)[3, 2] ^= 1
+    assert digest(box, changed, (8, 4)) != truth
+
+
+def test_vectors_have_digests_too():
+    """Norms and biases are one-dimensional."""
+    whole = torch.randn(10)
+    parts = digest(Box("b", (0,), (4,)), whole[:4], (10,)) + digest(Box("b", (4,), (6,)), whole[4:], (10,))
+    assert wrapped(parts) == digest(Box("b", (0,), (10,)), whole, (10,))
