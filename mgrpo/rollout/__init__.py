@@ -1,0 +1,1 @@
+"""Generation: Ray, the vLLM engine actors, and the controller that turns prompts into scored groups."""

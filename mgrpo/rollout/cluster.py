@@ -1,0 +1,196 @@
+"""Ray on rank 0: a private cluster on loopback (or an existing one), and one actor for each engine.
+
+Call from the main thread and before torch is imported: Ray's children are tied to the thread that forked them, and the
+engines take longest to start.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mgrpo.config.schema import Config
+from mgrpo.rollout.engine_args import engine_args, engine_environment, visible_gpus
+
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+class Cluster:
+    """The engines' actors and the Ray cluster they live in. Make it on rank 0 only; always `close` it."""
+
+    def __init__(self, config: Config, *, num_local_learners: int) -> None:
+        self.settings = config.engine
+        self.owned = self.settings.ray_address is None
+        gpus = visible_gpus()
+        free = gpus[num_local_learners:] if self.owned else gpus
+        needed = self.settings.vllm_num_engines * self.settings.vllm_tensor_parallel_size
+        self.on_gpu = bool(gpus)
+        if self.on_gpu and self.owned and needed > len(free):
+            raise ValueError(
+                f"vllm_num_engines={self.settings.vllm_num_engines} x vllm_tensor_parallel_size="
+                f"{self.settings.vllm_tensor_parallel_size} need {needed} GPUs, but of {len(gpus)} on this machine "
+                f"{num_local_learners} belong to learners and {len(free)} are left; start fewer learners or engines"
+            )
+        self._reaper: subprocess.Popen | None = None
+        try:
+            with _without_launcher_variables():
+                self.ray = self._start_ray(free)
+                self.engines = self.start_engines(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_ray(self, gpus: list[str]) -> Any:
+        if not self.owned:
+            import ray
+
+            ray.init(address=self.settings.ray_address, namespace="mgrpo", log_to_driver=False)
+            return ray
+        # Unix socket paths are short: the folder must be too.
+        folder = tempfile.mkdtemp(prefix="mgrpo-", dir="/tmp")
+        self._reaper = subprocess.Popen(
+            [sys.executable, "-m", "mgrpo.rollout.reaper", folder], stdin=subprocess.PIPE, start_new_session=True
+        )
+        # Ray reads these when it is imported.
+        os.environ.update(
+            RAY_USAGE_STATS_ENABLED="0",
+            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+            RAY_AUTH_MODE="token",
+            RAY_AUTH_TOKEN=secrets.token_hex(32),
+            RAY_prestart_worker_first_driver="0",
+            RAY_enable_worker_prestart="0",
+            RAY_worker_niceness="0",
+        )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        import ray
+
+        try:
+            ray.init(
+                address="local",
+                namespace="mgrpo",
+                num_cpus=max(os.cpu_count() or 1, self.settings.vllm_num_engines),
+                num_gpus=len(gpus),
+                include_dashboard=False,
+                object_store_memory=256 << 20,
+                log_to_driver=False,
+                logging_level="ERROR",
+                _node_ip_address="127.0.0.1",
+                _temp_dir=folder,
+            )
+        finally:
+            if gpus and visible is None:
+                del os.environ["CUDA_VISIBLE_DEVICES"]
+            elif gpus:
+                os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        return ray
+
+    def start_engines(self, config: Config) -> list[Any]:
+        """Begin to start the config's engines; `wait_ready` waits for the last ones begun."""
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from mgrpo.rollout.engine import EngineActor
+
+        count, workers = self.settings.vllm_num_engines, self.settings.vllm_tensor_parallel_size
+        bundle = {"GPU": workers, "CPU": 1} if self.on_gpu else {"CPU": 1}
+        group = placement_group([bundle] * count, strategy="PACK")
+        if not group.wait(60):
+            raise RuntimeError(
+                f"{count} engines need a placement group of {count} x {bundle}, and Ray has only "
+                f"{self.ray.available_resources()}; lower vllm_num_engines or vllm_tensor_parallel_size"
+            )
+        remote = self.ray.remote(EngineActor)
+        environment = engine_environment(config, on_gpu=self.on_gpu)
+        args = engine_args(config, on_gpu=self.on_gpu)
+        engines, self.starting = [], []
+        for number in range(count):
+            engine = remote.options(
+                num_cpus=1,
+                num_gpus=workers if self.on_gpu else 0,
+                max_concurrency=1000,
+                runtime_env={"env_vars": environment},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+            ).remote()
+            engines.append(engine)
+            self.starting.append(engine.start.remote(args | {"seed": config.experiment.seed + number}))
+        return engines
+
+    def wait_ready(self) -> list[dict[str, Any]]:
+        """Wait until every engine has loaded its model.
+
+        Raises:
+            RuntimeError: with the engine's own words, or after `engine_start_timeout` seconds.
+        """
+        return self.get(self.starting, self.settings.engine_start_timeout, "start an engine", "engine_start_timeout")
+
+    def join(self, engine: int, invitation: dict[str, Any]) -> list[Any]:
+        """Have one engine join its transfer group; the learners must join at the same time. See `finish`."""
+        return [self.engines[engine].join.remote(invitation)]
+
+    def receive_weights(self, version: int, check: bool) -> list[Any]:
+        """Have all engines receive what the learners send now; with `check` they report digests. See `finish`."""
+        return [engine.receive_weights.remote(version, check) for engine in self.engines]
+
+    def finish(self, calls: list[Any], what: str) -> None:
+        """Wait for the engines' part of a weight sync."""
+        self.get(calls, self.settings.weight_sync_timeout, what, "weight_sync_timeout")
+
+    def get(self, calls: list[Any], timeout_s: float, what: str, field: str) -> list[Any]:
+        """Results of one call to each engine; a dead or late engine becomes one clear RuntimeError."""
+        try:
+            return self.ray.get(calls, timeout=timeout_s)
+        except self.ray.exceptions.GetTimeoutError as err:
+            raise RuntimeError(
+                f"could not {what} within {field}={timeout_s:g} s; raise {field} if the work is that long"
+            ) from err
+        except self.ray.exceptions.RayError as err:
+            raise RuntimeError(f"could not {what}: {_cause(err)}") from err
+
+    def close(self) -> None:
+        """End engines and Ray. What survives (a hung process, a killed rank 0) the reaper ends."""
+        ray = getattr(self, "ray", None)
+        if ray is not None:
+            for engine in getattr(self, "engines", ()):
+                ray.kill(engine)
+            ray.shutdown()
+            self.ray = None
+        if self._reaper is not None:
+            self._reaper.stdin.close()
+            self._reaper = None
+
+
+def _cause(err: BaseException) -> str:
+    """The last line that says what happened: Ray prints whole tracebacks."""
+    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
+    return f"{type(err).__name__}: {lines[-1] if lines else 'no message'}"
+
+
+@contextmanager
+def _without_launcher_variables() -> Iterator[None]:
+    """Ray's processes are no torchrun ranks: they must not inherit that they were."""
+    names = [n for n in os.environ if n in _LAUNCHER_VARIABLES or n.startswith("TORCHELASTIC_")]
+    saved = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(saved)

@@ -1,0 +1,59 @@
+"""Between prompts and the engines' flat arrays: who samples what with which seed, and back into groups."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mgrpo.rollout.engine import FINISH_REASONS
+from mgrpo.types import Completion, Prompt, RolloutGroup
+
+Decode = Callable[[Sequence[np.ndarray]], list[str]]
+"""Token arrays -> texts."""
+
+
+def prompt_seed(run_seed: int, purpose: str, prompt: Prompt) -> int:
+    """A 62-bit seed of its own for every (run, purpose, epoch, row); sample j adds j."""
+    words = f"{run_seed}/{purpose}/{prompt.id[0]}/{prompt.id[1]}".encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 2
+
+
+def split_evenly(prompts: Sequence[Prompt], num_engines: int) -> list[Sequence[Prompt]]:
+    """One run of neighbouring prompts for each engine, sizes equal within one."""
+    cuts = [len(prompts) * i // num_engines for i in range(num_engines + 1)]
+    return [prompts[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def to_arrays(
+    prompts: Sequence[Prompt], run_seed: int, purpose: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Arguments of `EngineActor.generate`: tokens, cu_seqlens, seeds."""
+    tokens = [prompt.tokens for prompt in prompts]
+    cu_seqlens = np.concatenate(([0], np.cumsum([len(t) for t in tokens]))).astype(np.int64)
+    seeds = np.array([prompt_seed(run_seed, purpose, prompt) for prompt in prompts], dtype=np.int64)
+    flat = np.concatenate(tokens).astype(np.int32) if tokens else np.zeros(0, dtype=np.int32)
+    return flat, cu_seqlens, seeds
+
+
+def to_groups(
+    prompts: Sequence[Prompt], arrays: dict[str, np.ndarray], num_samples: int, decode: Decode
+) -> list[RolloutGroup]:
+    """Cut what an engine returned for `prompts` into groups, and decode each completion once."""
+    cuts = list(zip(arrays["cu_seqlens"][:-1].tolist(), arrays["cu_seqlens"][1:].tolist(), strict=True))
+    texts = decode([arrays["tokens"][a:b] for a, b in cuts])
+    completions = [
+        Completion(
+            tokens=arrays["tokens"][a:b],
+            logprobs=arrays["logprobs"][a:b],
+            policy_versions=arrays["policy_versions"][a:b],
+            finish_reason=FINISH_REASONS[reason],
+            text=text,
+        )
+        for (a, b), text, reason in zip(cuts, texts, arrays["finish_reasons"].tolist(), strict=True)
+    ]
+    return [
+        RolloutGroup(prompt=prompt, completions=tuple(completions[i * num_samples : (i + 1) * num_samples]))
+        for i, prompt in enumerate(prompts)
+    ]

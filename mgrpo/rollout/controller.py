@@ -1,0 +1,88 @@
+"""The controller: turns prompts into scored groups with the engines, on rank 0, without torch.distributed.
+
+It runs in a thread of its own, so that rank 0 can tell the other learners that it is alive while a generation lasts.
+What other rooms do for it comes in as callables: the next prompts, decoding, scoring.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from mgrpo.config.schema import Config
+from mgrpo.rollout.cluster import Cluster
+from mgrpo.rollout.collect import Decode, split_evenly, to_arrays, to_groups
+from mgrpo.rollout.engine import Sampling
+from mgrpo.types import Prompt, RolloutGroup, ScoredGroup
+
+Score = Callable[[Sequence[RolloutGroup]], list[ScoredGroup]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """The scored groups of one step or evaluation, in the order of their prompts, and the seconds they took."""
+
+    groups: list[ScoredGroup]
+    generate_s: float
+    score_s: float
+
+
+class Controller:
+    """One batch of scored groups after another. `next_batch` and `evaluate` answer with a future."""
+
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        *,
+        next_prompts: Callable[[int], list[Prompt]],
+        decode: Decode,
+        score: Score,
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        self.config, self.cluster = config, cluster
+        self.next_prompts, self.decode, self.score = next_prompts, decode, score
+        self.stop_token_ids = tuple(stop_token_ids)
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="controller")
+
+    def next_batch(self, step: int) -> Future[Rollouts]:
+        """The groups of training step `step`, sampled by the engines' present weights."""
+        rollout = self.config.rollout
+        prompts = self.next_prompts(rollout.num_unique_prompts_rollout)
+        return self._submit(prompts, rollout.num_samples_per_prompt_rollout, rollout.temperature, "train")
+
+    def evaluate(self, prompts: Sequence[Prompt], *, num_samples: int, temperature: float) -> Future[Rollouts]:
+        """Groups for held-out prompts; the same prompts get the same seeds each time."""
+        return self._submit(prompts, num_samples, temperature, "eval")
+
+    def close(self) -> None:
+        """Stop taking work; a generation that is under way is left to the engines' end."""
+        self.thread.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, prompts: Sequence[Prompt], num_samples: int, temperature: float, purpose: str) -> Future[Rollouts]:
+        sampling = Sampling(
+            num_samples=num_samples,
+            max_tokens=self.config.rollout.response_length,
+            temperature=temperature,
+            stop_token_ids=self.stop_token_ids,
+        )
+        return self.thread.submit(self._collect, prompts, sampling, purpose)
+
+    def _collect(self, prompts: Sequence[Prompt], sampling: Sampling, purpose: str) -> Rollouts:
+        start = time.perf_counter()
+        shares = split_evenly(prompts, len(self.cluster.engines))
+        calls = [
+            engine.generate.remote(*to_arrays(share, self.config.experiment.seed, purpose), sampling)
+            for engine, share in zip(self.cluster.engines, shares, strict=True)
+        ]
+        answers = self.cluster.get(calls, self.config.rollout.rollout_timeout, "generate", "rollout_timeout")
+        groups = [
+            group
+            for share, arrays in zip(shares, answers, strict=True)
+            for group in to_groups(share, arrays, sampling.num_samples, self.decode)
+        ]
+        generated = time.perf_counter()
+        scored = self.score(groups)
+        return Rollouts(groups=scored, generate_s=generated - start, score_s=time.perf_counter() - generated)

@@ -1,0 +1,75 @@
+"""How a vLLM engine is configured on this machine: the settings and environment that differ between CPU and GPU.
+
+No torch, no vllm: this runs on rank 0 before either is imported.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+from typing import Any
+
+from mgrpo.config.schema import Config
+
+
+def visible_gpus() -> list[str]:
+    """Ids of the GPUs of this machine that this process may use."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [gpu for gpu in chosen.split(",") if gpu.strip()]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    return [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")))]
+
+
+def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs, except for the weight-transfer backend."""
+    settings = config.engine
+    args: dict[str, Any] = {
+        "model": config.model.model_name_or_path,
+        "dtype": config.model.model_dtype,
+        "max_model_len": config.data.max_prompt_token_length + config.rollout.response_length,
+        "max_num_seqs": settings.vllm_max_num_seqs,
+        "tensor_parallel_size": settings.vllm_tensor_parallel_size,
+        "enable_prefix_caching": settings.vllm_enable_prefix_caching,
+        # The trainer's definition: log-softmax of the logits divided by the temperature.
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "seed": config.experiment.seed,
+    }
+    if on_gpu:
+        args["gpu_memory_utilization"] = settings.vllm_gpu_memory_utilization
+        args["enforce_eager"] = settings.vllm_enforce_eager
+    else:
+        # Eager with an explicit cache size: vLLM then skips its warm-up run.
+        args["enforce_eager"] = True
+        args["kv_cache_memory_bytes"] = settings.vllm_kv_cache_mb << 20
+        args["max_num_batched_tokens"] = max(4096, args["max_model_len"])
+    return args
+
+
+def engine_environment(config: Config, *, on_gpu: bool) -> dict[str, str]:
+    """Environment of an engine's processes."""
+    environment = {
+        "MGRPO_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if on_gpu:
+        return environment
+    single_worker = config.engine.vllm_tensor_parallel_size == 1
+    return environment | {
+        # Spinning OpenMP threads on a busy machine make a matmul 20 times slower.
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+        # With one worker, keep it inside the engine core: one process and ten seconds of start-up less.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if single_worker else "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
