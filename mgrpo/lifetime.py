@@ -20,5 +20,5 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
     parent = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal_number)) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if parent == 1 or os.getppid() != parent:
+    if os.getppid() != parent:  # it died before the kernel was asked
         os.kill(os.getpid(), signal_number)

@@ -231,7 +231,7 @@ def install() -> None:
     """Let megatron-core run without CUDA. Call before the first import of `megatron.core`; with CUDA it does nothing."""
     # What is installed beside Megatron is said once by the run, not by a dozen modules in every rank.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
-    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*deprecated")
+    warnings.filterwarnings("ignore", message=".*_tensor. is deprecated", category=FutureWarning)
     if has_cuda() or any(isinstance(finder, _ImportHook) for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:

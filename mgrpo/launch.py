@@ -1,0 +1,154 @@
+"""The order in which a run comes up, and how it goes down.
+
+Everything that can be wrong is checked first; then, on rank 0, Ray and the engines are started, because they take longest;
+then torch and Megatron are imported. This module imports none of them at its top.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mgrpo.config import Config, ConfigError
+from mgrpo.config.validate import check, warnings
+from mgrpo.lifetime import die_with_parent
+from mgrpo.models.family import read_hf_config, shape_of
+
+if TYPE_CHECKING:
+    from mgrpo.trainer import TrainResult
+
+
+def train(
+    config: Config,
+    *,
+    reward_funcs: Sequence[Callable] | Callable | None = None,
+    dataset: Sequence[Mapping] | None = None,
+) -> TrainResult:
+    """Train a model: the same as the command line. Under torchrun every rank must call it; alone it is one rank.
+
+    Args:
+        reward_funcs: called on rank 0 instead of the rows' verifiers, `f(prompts=, completions=, completion_ids=,
+            ground_truth=, **columns) -> list[float | None]`; several are added up.
+        dataset: rows in the form of a JSONL file, instead of `dataset_mixer_list`.
+    Raises:
+        ConfigError: every problem with the configuration and the data at once, before anything is started.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or ())
+    rows, held_out = _check(config, world_size, is_head=rank == 0, functions=functions, dataset=dataset)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
+    _prepare_environment()
+    head = None
+    try:
+        if rank == 0:
+            from mgrpo.head import Head
+
+            head = Head(
+                config,
+                num_local_learners=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                rows=rows,
+                held_out=held_out,
+                reward_funcs=functions,
+            )
+            # After ray.init, which sets its own handler.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        return _run(config, head, rank, world_size)
+    finally:
+        if head is not None:
+            # A second signal must not cut the clean-up short.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            head.close()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _check(
+    config: Config, world_size: int, *, is_head: bool, functions: list[Callable], dataset: Sequence[Mapping] | None
+) -> tuple[list, list]:
+    """Configuration on every rank, data on rank 0, all problems in one error."""
+    problems = []
+    try:
+        hf_config = read_hf_config(config.model.model_name_or_path or "")
+        shape_of(hf_config)
+    except ValueError as err:
+        hf_config = None
+        problems.append(str(err))
+    rows, held_out = [], []
+    try:
+        check(
+            config,
+            world_size=world_size,
+            hf_config=hf_config,
+            has_dataset=dataset is not None,
+            has_reward_funcs=bool(functions),
+        )
+    except ConfigError as err:
+        problems = [*err.problems, *(p for p in problems if p not in err.problems)]
+    if is_head:
+        from mgrpo.data.mixing import parse_rows
+        from mgrpo.head import read_data
+        from mgrpo.rewards.verifiers import find
+
+        try:
+            need_verifiers = config.reward.apply_verifiable_reward and not functions
+            rows, held_out = read_data(config, need_verifiers=need_verifiers)
+            if dataset is not None:
+                rows = parse_rows(dataset, source="dataset", need_verifiers=need_verifiers)
+        except ValueError as err:
+            problems.append(str(err))
+        for name in sorted({name for row in [*rows, *held_out] for name in row.verifiers}):
+            try:
+                find(name)
+            except ValueError as err:
+                origin = next(row.origin for row in [*rows, *held_out] if name in row.verifiers)
+                problems.append(f"{err} (first seen in {origin})")
+    if problems:
+        raise ConfigError(problems)
+    if is_head:
+        for warning in warnings(config, world_size=world_size, hf_config=hf_config):
+            print(f"mgrpo: {warning}", file=sys.stderr)
+    return rows, held_out
+
+
+def _prepare_environment() -> None:
+    """Set what must be set before torch is imported; what the user has set stays."""
+    defaults = {
+        # Spinning OpenMP threads on a busy machine make a matmul 20 times slower.
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _run(config: Config, head, rank: int, world_size: int) -> TrainResult:
+    from mgrpo.parallel import backend
+
+    backend.install()
+    import torch.distributed as dist
+
+    from mgrpo.trainer import Trainer
+
+    backend.init_process_group(
+        rank=rank, world_size=world_size, timeout_minutes=config.experiment.backend_timeout
+    )
+    trainer = Trainer(config, head)
+    try:
+        result = trainer.fit()
+    except BaseException as err:
+        trainer.channel.fail(f"rank {rank}: {err}")
+        raise
+    dist.barrier(group=trainer.channel.group)
+    dist.destroy_process_group()
+    return result
