@@ -1,0 +1,35 @@
+"""Writes the quickstart's data, train.jsonl (800 rows) and heldout.jsonl (100 rows), scored by the verifier `integer`.
+
+    python examples/quickstart/make_data.py [--out FOLDER]
+
+The output does not depend on the machine; the committed files are what this writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from problems import Problem, answer_of, prompt_of, split_problems
+
+
+def write_rows(path: Path, problems: list[Problem]) -> None:
+    """One JSON object a line: the prompt, the right answer, the verifier that compares them."""
+    rows = ({"prompt": prompt_of(p), "ground_truth": answer_of(p), "dataset": "integer"} for p in problems)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"{path}: {len(problems)} rows")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the two files")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    train, held_out = split_problems()
+    write_rows(args.out / "train.jsonl", train)
+    write_rows(args.out / "heldout.jsonl", held_out)
+
+
+if __name__ == "__main__":
+    main()

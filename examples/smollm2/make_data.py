@@ -1,0 +1,56 @@
+"""Writes train.jsonl (200 rows) and heldout.jsonl (32 rows): sums of two one-digit numbers as chat messages.
+
+    pip install reasoning-gym==0.1.25 && python examples/smollm2/make_data.py [--out FOLDER]
+
+The problems are reasoning-gym's `chain_sum`, scored by the verifier `gsm8k` (the last number of the answer counts). No
+held-out question is in train.jsonl; there are about 200 such sums, so training rows repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import reasoning_gym
+
+NUM_TRAIN = 200
+NUM_HELD_OUT = 32
+SEED = 0
+# Said because SmolLM2's chat template puts a longer system message of its own before a chat that has none.
+SYSTEM_MESSAGE = "Answer with a number."
+
+
+def make_row(question: str, answer: str) -> dict[str, object]:
+    messages = [{"role": "system", "content": SYSTEM_MESSAGE}, {"role": "user", "content": question}]
+    return {"messages": messages, "ground_truth": answer, "dataset": "gsm8k"}
+
+
+def split_problems() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(question, answer) pairs as (train, held out): the held-out ones are the first different questions."""
+    problems = reasoning_gym.create_dataset(
+        "chain_sum", size=1000, seed=SEED, min_terms=2, max_terms=2, min_digits=1, max_digits=1
+    )
+    pairs = [(problem["question"], problem["answer"]) for problem in problems]
+    held_out = list(dict.fromkeys(pairs))[:NUM_HELD_OUT]
+    train = [pair for pair in pairs if pair not in held_out][:NUM_TRAIN]
+    return train, held_out
+
+
+def write_rows(path: Path, pairs: list[tuple[str, str]]) -> None:
+    path.write_text("".join(json.dumps(make_row(*pair)) + "\n" for pair in pairs), encoding="utf-8")
+    print(f"{path}: {len(pairs)} rows")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the two files")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    train, held_out = split_problems()
+    write_rows(args.out / "train.jsonl", train)
+    write_rows(args.out / "heldout.jsonl", held_out)
+
+
+if __name__ == "__main__":
+    main()
