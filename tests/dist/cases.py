@@ -127,6 +127,39 @@ def trained_export(model_dir: str, layout: dict[str, Any], samples: list[TrainSa
     export_hf(policy, model_dir, folder, group=dist.new_group(backend="gloo"))
 
 
+def send_weights(
+    model_dir: str, layout: dict[str, Any], port: int, generation: int, version: int, bucket_bytes: int = 1 << 14
+) -> dict[str, Any]:
+    """Join engine 0's transfer group, send it the model's weights once, and say what was sent."""
+    from mgrpo.layout import InferLayout
+    from mgrpo.sync.channel import Sender, connect_store
+
+    policy = make_policy(model_dir, layout)
+    sender = Sender(
+        policy.parameters.boxes(),
+        model=policy.shape,
+        train_layout=policy.layout,
+        infer_layout=InferLayout(engines=1, tensor=1),
+        rank=policy.rank,
+        dtype=torch.float32,
+        store=connect_store("127.0.0.1", port, 30),
+        host="127.0.0.1",
+        port=port,
+        bucket_bytes=bucket_bytes,
+        timeout_s=30,
+    )
+    sender.join(0, generation)
+    sent = sender.send(version)
+    digests = sender.digests()
+    dist.all_reduce(digests)
+    return {
+        "sent": sent,
+        "bytes_moved": sender.plan.bytes_moved,
+        "lower_bound": sender.plan.lower_bound,
+        "digests": digests.tolist(),
+    }
+
+
 def random_samples(seed: int, groups: int = 5, group_size: int = 3, vocab: int = 125) -> list[TrainSample]:
     """Groups with prompts and responses of different lengths, some tokens masked, old logprobs off-policy."""
     rng = np.random.default_rng(seed)

@@ -11,11 +11,15 @@ from tests.dist.rank_pool import RankPool
 def run_ranks():
     pools: dict[int, RankPool] = {}
 
-    def run(world_size: int, function, **arguments):
+    def start(world_size: int, function, **arguments) -> RankPool:
         if world_size not in pools or not pools[world_size].is_alive:
             pools[world_size] = RankPool(world_size)
-        return pools[world_size].run(function, **arguments)
+        return pools[world_size].start(function, **arguments)
 
+    def run(world_size: int, function, **arguments):
+        return start(world_size, function, **arguments).results()
+
+    run.start = start
     yield run
     for pool in pools.values():
         if pool.is_alive:

@@ -48,10 +48,14 @@ class RankPool:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, function: Callable, **arguments: Any) -> list[Any]:
-        """Results by rank; the first failure's traceback becomes an AssertionError and ends the pool."""
+    def start(self, function: Callable, **arguments: Any) -> RankPool:
+        """Let all ranks begin; `results` waits for them."""
         for pipe in self.pipes:
             pipe.send((function.__module__, function.__name__, arguments))
+        return self
+
+    def results(self) -> list[Any]:
+        """Results by rank; the first failure's traceback becomes an AssertionError and ends the pool."""
         results = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(TIMEOUT_S):

@@ -1,0 +1,86 @@
+"""What a user gets for a mistake: exit code 2 and one message, before Ray or an engine is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e.launching import ROOT
+
+QUICKSTART = ["--config", "examples/configs/quickstart.yaml"]
+
+
+def start(*flags: str, world_size: int = 2) -> subprocess.CompletedProcess:
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    command = [sys.executable, "examples/train_grpo.py", *QUICKSTART, *flags]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def message(*flags: str, **options) -> str:
+    """The error text of a start that must fail."""
+    result = start(*flags, **options)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    assert "ray" not in result.stderr.lower()
+    return result.stderr
+
+
+def test_missing_model_folder():
+    """The message names the flag and the folder."""
+    assert "model_name_or_path=no/such/model" in message("--model_name_or_path", "no/such/model")
+
+
+def test_malformed_row_is_named_by_file_and_line(tmp_path):
+    """Line 3 of a million."""
+    rows = tmp_path / "rows.jsonl"
+    good = json.dumps({"prompt": "1+1=", "ground_truth": 2, "dataset": "integer"})
+    rows.write_text(f"{good}\n{good}\n{{oops\n")
+    assert f"{rows}:3" in message("--dataset_mixer_list", str(rows), "1.0")
+
+
+def test_unknown_verifier_in_a_row(tmp_path):
+    """A typing error in the data must not become 100,000 rewards of 0."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", "ground_truth": 2, "dataset": "intger"}) + "\n")
+    text = message("--dataset_mixer_list", str(rows), "1.0")
+    assert "intger" in text
+    assert "integer" in text
+
+
+def test_layout_that_does_not_divide():
+    """3 ranks cannot be cut into tensor-parallel pairs."""
+    assert "tensor" in message(world_size=3)
+
+
+def test_smollm2_refuses_tensor_parallelism(tmp_path):
+    """9 heads over 2 ranks."""
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "examples/quickstart/model", model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "llama", "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+    (model / "config.json").write_text(json.dumps(config))
+    assert "tensor_model_parallel_size=2 does not divide num_attention_heads=9" in message("--model_name_or_path", str(model))
+
+
+def test_unknown_flag_names_the_nearest():
+    """--learning-rate instead of --learning_rate."""
+    assert "--learning_rate" in message("--learning-rate", "1")
+
+
+def test_all_problems_come_at_once():
+    """One mistake a start wastes a start each."""
+    text = message("--temperature", "0", "--async_steps", "2", "--model_name_or_path", "nope", "--pack_length", "3")
+    for field in ("temperature", "async_steps", "nope", "pack_length"):
+        assert field in text
+
+
+@pytest.mark.parametrize("flag", ["--context_parallel_size", "--expert_model_parallel_size", "--zero_stage"])
+def test_what_does_not_exist_yet_is_refused_by_name(flag):
+    """An accepted flag that does nothing is worse than none."""
+    value = "3" if flag == "--zero_stage" else "2"
+    assert "not implemented yet" in message(flag, value)

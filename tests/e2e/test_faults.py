@@ -1,0 +1,68 @@
+"""Every process killed in turn: the run ends, says why where it can, and leaves nothing behind.
+
+The first two run with every test run, the others with `make test-all`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launching import Run, survivors
+
+KILLED = [
+    "engine core",
+    "torchrun",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("rank 0", "rank 1", "engine actor", "raylet", "gcs")),
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path, ["--total_episodes", str(256 * 2000), "--weight_sync_timeout", "20"])
+    run.wait_for("step ", 150)
+    yield run
+    run.end()
+
+
+@pytest.mark.parametrize("kind", KILLED)
+def test_nothing_survives_a_kill(run, kind):
+    """kill -9 of any one process: no hang, no orphan, no folder left."""
+    family = run.family()
+    reaper = next(p for p in family if "mgrpo.rollout.reaper" in " ".join(p.cmdline()))
+    folder = Path(reaper.cmdline()[-1])
+    assert folder.is_dir()
+    run.find(kind).kill()
+    run.wait(60)
+    if kind != "torchrun":
+        assert run.process.returncode != 0
+    assert survivors(family, 30) == []
+    assert not folder.exists()
+    if kind in ("engine core", "engine actor"):
+        assert "could not generate" in run.text() or "could not receive weights" in run.text()
+
+
+@pytest.mark.slow
+def test_a_killed_verifier_is_replaced(run):
+    """A verifier dies on hostile input now and then: the run goes on."""
+    run.find("verifier").kill()
+    time.sleep(5)
+    assert run.process.poll() is None
+    run.find("verifier")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_everything(run, number):
+    """Ctrl-C reaches the whole process group, a scheduler's SIGTERM only torchrun."""
+    family = run.family()
+    if number == signal.SIGINT:
+        os.killpg(run.process.pid, number)
+    else:
+        run.process.send_signal(number)
+    run.wait(40)
+    assert survivors(family, 20) == []

@@ -1,0 +1,136 @@
+"""A sync from parallel ranks into a live engine, against an engine that loaded the same weights from disk.
+
+Both engines live in one Ray cluster; the ranks come from the pool of the distributed tests.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mgrpo.config import from_values
+from mgrpo.layout import InferLayout, Layout
+from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.rollout.cluster import Cluster
+from mgrpo.rollout.engine import Sampling
+from mgrpo.sync.channel import Sender, open_store
+from tests.dist import cases
+from tests.dist.conftest import run_ranks  # noqa: F401  (a fixture)
+from tests.tiny_models import load_hf, save_tiny
+
+SAMPLING = Sampling(num_samples=4, max_tokens=16, temperature=0.7, stop_token_ids=(2,))
+LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {}]
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The weights an engine starts with, and those it is sent. Tied: the LM head is the embedding."""
+    folder = tmp_path_factory.mktemp("models")
+    sent = save_tiny(folder / "sent", "llama", tied=True)
+    torch.manual_seed(123)
+    model = load_hf(sent)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder / "start")
+    return {"start": folder / "start", "sent": sent}
+
+
+@pytest.fixture(scope="module")
+def clusters(models):
+    """Engine 0 starts with other weights, engine 1 has loaded the true ones."""
+
+    def config(model: str):
+        settings = {"model_dtype": "float32", "max_prompt_token_length": 32, "response_length": 32}
+        return from_values(settings | {"model_name_or_path": str(models[model])})
+
+    cluster = Cluster(config("start"), num_local_learners=0)
+    cluster.wait_ready()
+    cluster.engines += cluster.start_engines(config("sent"))
+    cluster.wait_ready()
+    yield cluster
+    cluster.close()
+
+
+def sample(cluster, engine: int) -> dict[str, np.ndarray]:
+    prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (1, 5, 9, 30)]
+    cuts = np.concatenate(([0], np.cumsum([len(p) for p in prompts]))).astype(np.int64)
+    seeds = np.arange(len(prompts), dtype=np.int64) * 100
+    call = cluster.engines[engine].generate.remote(np.concatenate(prompts), cuts, seeds, SAMPLING)
+    return cluster.get([call], 60, "generate", "timeout")[0]
+
+
+@pytest.fixture(scope="module")
+def store():
+    return open_store(HOST, 60)
+
+
+def test_engine_after_sync_equals_a_freshly_loaded_one(clusters, models, store, run_ranks):  # noqa: F811
+    """Tokens and logprobs to the bit, from every training layout; a stale tied LM head or a misplaced row shows here."""
+    truth = sample(clusters, 1)
+    assert not np.array_equal(sample(clusters, 0)["logprobs"], truth["logprobs"])
+    for version, layout in enumerate(LAYOUTS, start=1):
+        for model in ("start", "sent"):  # away from the truth and back, so that no layout profits from the one before
+            pool = run_ranks.start(
+                2,
+                cases.send_weights,
+                model_dir=str(models[model]),
+                layout=layout,
+                port=store[1],
+                generation=2 * version + (model == "sent"),
+                version=version,
+            )
+            invitation = make_sender(models[model], layout, store).invitation(0, 2 * version + (model == "sent"))
+            clusters.finish(clusters.join(0, invitation), "join")
+            clusters.finish([clusters.engines[0].receive_weights.remote(version, True)], "receive weights")
+            reports = pool.results()
+            got = sample(clusters, 0)
+            assert (got["policy_versions"] == version).all()
+            # Every byte moved once, and the engine's digests are the ranks' digests.
+            assert sum(report["sent"] for report in reports) == reports[0]["lower_bound"] == reports[0]["bytes_moved"]
+            make_sender(models[model], layout, store).compare(version, torch.tensor(reports[0]["digests"]))
+        np.testing.assert_array_equal(got["tokens"], truth["tokens"])
+        np.testing.assert_array_equal(got["logprobs"], truth["logprobs"])
+
+
+def make_sender(model_dir, layout, store) -> Sender:
+    """Rank 0's end without weights: for invitations and comparisons."""
+    shape = shape_of(read_hf_config(model_dir))
+    from mgrpo.models.table import Box
+
+    return Sender(
+        [(Box("x", (0,), (1,)), torch.zeros(1))],
+        model=shape,
+        train_layout=Layout(world_size=2, **layout),
+        infer_layout=InferLayout(engines=1, tensor=1),
+        rank=0,
+        dtype=torch.float32,
+        store=store[0],
+        host=HOST,
+        port=store[1],
+        bucket_bytes=1 << 14,
+        timeout_s=30,
+    )
+
+
+def test_engine_logprobs_equal_transformers(clusters, models):
+    """The engine's definition of a logprob is the trainer's: log-softmax of logits / temperature."""
+    got = sample(clusters, 1)
+    model = load_hf(models["sent"])
+    prompts = [np.arange(3, 3 + n) for n in (1, 5, 9, 30) for _ in range(SAMPLING.num_samples)]
+    for prompt, a, b in zip(prompts, got["cu_seqlens"][:-1], got["cu_seqlens"][1:], strict=True):
+        ids = torch.from_numpy(np.concatenate((prompt, got["tokens"][a:b]))).long()[None]
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1] / SAMPLING.temperature
+        expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        np.testing.assert_allclose(got["logprobs"][a:b], expected.numpy(), atol=2e-5)
+
+
+def test_a_sender_that_never_comes_is_named(clusters, models, store):
+    """A sync that cannot finish must end within its time and say whom it waited for."""
+    sender = make_sender(models["sent"], {}, store)
+    invitation = sender.invitation(0, 999) | {"timeout_s": 5}
+    with pytest.raises(RuntimeError, match="could not join"):
+        clusters.finish(clusters.join(0, invitation), "join the weight-transfer group")

@@ -1,0 +1,106 @@
+"""The rooms may import only what the table allows, and heavy packages only where they belong."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BASE = {"types", "layout", "lifetime"}
+ROOMS = {
+    "types": set(),
+    "layout": set(),
+    "lifetime": set(),
+    "config": BASE,
+    "ops": {"_C"},
+    "models": {"config"} | BASE,
+    "algo": {"ops", "config"} | BASE,
+    "packing": {"config"} | BASE,
+    "data": {"config"} | BASE,
+    "rewards": {"config"} | BASE,
+    "rollout": {"config"} | BASE,
+    "telemetry": {"config"} | BASE,
+    "parallel": {"config"} | BASE,
+    "policy": {"parallel", "models", "ops", "config"} | BASE,
+    "sync": {"models"} | BASE,
+    "checkpoint": {"policy", "models"} | BASE,
+}
+LEADERS = {"trainer", "head", "launch", "evaluation", "cli"}
+"""Top-level modules that may import every room."""
+HEAVY = {
+    "megatron": {"parallel", "policy", "checkpoint"},
+    "ray": {"rollout"},
+    "vllm": {"rollout/engine.py", "sync/vllm_plugin.py"},
+}
+
+
+def files() -> list[Path]:
+    return sorted((ROOT / "mgrpo").rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT / "mgrpo").parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module)
+            if node.module == "mgrpo":
+                found |= {f"mgrpo.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_room_imports_only_what_the_table_allows(path):
+    """A room that knows its neighbours can no longer be read, tested or replaced alone."""
+    room = room_of(path)
+    if room in LEADERS or room == "__init__":
+        return
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("mgrpo.")} - {room}
+    assert used <= ROOMS[room], f"{room} imports {sorted(used - ROOMS[room])}"
+
+
+@pytest.mark.parametrize("package", HEAVY)
+def test_heavy_packages_stay_in_their_room(package):
+    """An engine process that loads Megatron, or a learner that loads vLLM, costs seconds and gigabytes."""
+    for path in files():
+        if any(name.split(".")[0] == package for name in imports(path)):
+            allowed = HEAVY[package]
+            place = str(path.relative_to(ROOT / "mgrpo"))
+            assert room_of(path) in allowed or place in allowed, f"{place} imports {package}"
+
+
+def test_only_the_backend_asks_for_the_device():
+    """CPU and GPU differ in a handful of files; a check elsewhere is a second code path that no test runs."""
+    allowed = {"parallel/backend.py", "rollout/engine_args.py", "sync/channel.py", "sync/vllm_plugin.py"}
+    for path in files():
+        place = str(path.relative_to(ROOT / "mgrpo"))
+        if "torch.cuda" in path.read_text():
+            assert place in allowed or place.startswith("ops/"), f"{place} asks for the device"
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [
+        ("mgrpo", {"torch", "ray", "vllm", "megatron", "transformers"}),
+        ("mgrpo.cli", {"torch", "ray", "vllm", "megatron", "transformers"}),
+        ("mgrpo.launch", {"torch", "ray", "vllm", "megatron", "transformers"}),
+        ("mgrpo.rewards.worker", {"torch", "ray", "vllm", "megatron", "numpy"}),
+        ("mgrpo.rollout.engine", {"torch", "ray", "vllm", "megatron"}),
+        ("mgrpo.sync.vllm_plugin", {"ray", "megatron"}),
+    ],
+)
+def test_import_stays_light(module, forbidden):
+    """These are imported before the engines start, or in every verifier and engine process."""
+    code = f"import sys, {module}; print(*sorted({{n.split('.')[0] for n in sys.modules}}))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not forbidden & set(loaded)
