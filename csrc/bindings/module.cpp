@@ -1,0 +1,16 @@
+// mgrpo._C: importing it loads the library, which registers the ops. It only tells how it was built.
+#include <pybind11/pybind11.h>
+#include <torch/headeronly/version.h>
+
+#ifndef MGRPO_CUDA_ARCHS
+#define MGRPO_CUDA_ARCHS ""
+#endif
+
+PYBIND11_MODULE(_C, m) {
+  m.def("build_info", [] {
+    pybind11::dict info;
+    info["cuda_archs"] = MGRPO_CUDA_ARCHS;
+    info["built_with_torch"] = TORCH_VERSION;
+    return info;
+  });
+}

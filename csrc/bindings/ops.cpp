@@ -1,0 +1,90 @@
+// The ops of namespace mgrpo: their schemas and contracts, and their CPU side.
+// Built on LibTorch's stable ABI, so that one build runs under every torch from 2.10 on.
+#define TORCH_TARGET_VERSION 0x020a000000000000ULL
+#include "bindings/checks.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "core/logprob_cpu.h"
+
+namespace mgrpo {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+// Rows that one task takes, so that a task has enough work to be worth handing to a thread.
+int64_t grain_size(int64_t cols) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, cols)); }
+
+Tensor logprob_stats(const Tensor& logits, const Tensor& targets, const OptionalTensor& rows, int64_t vocab_start,
+                     int64_t valid_cols, const Tensor& inv_temp, bool entropy) {
+  Tensor out = new_stats(logits, targets.numel());
+  const StatsArgs args = stats_args(logits, targets, rows, vocab_start, valid_cols, inv_temp, entropy, out);
+  for (int64_t i = 0; args.rows && i < args.n; ++i)
+    STD_TORCH_CHECK(args.rows[i] >= 0 && args.rows[i] < args.slice.tokens, "rows[", i, "]=", args.rows[i],
+                    " is outside [0, ", args.slice.tokens, ")");
+  torch::stable::parallel_for(0, args.n, grain_size(valid_cols),
+                              [&](int64_t begin, int64_t end) { cpu::stats(args, begin, end); });
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> logprob_merge(const Tensor& stats, const Tensor& inv_temp) {
+  check_parts(stats);
+  const int64_t n = stats.size(2);
+  Tensor logprob = new_vector(stats, n), entropy = new_vector(stats, n), merged = new_stats(stats, n);
+  const MergeArgs args = merge_args(stats, inv_temp, logprob, entropy, merged);
+  cpu::merge(args, 0, n);
+  return {logprob, entropy, merged};
+}
+
+void logprob_grad_out(const Tensor& logits, Tensor out, const Tensor& targets, const OptionalTensor& inv_rows,
+                      int64_t vocab_start, int64_t valid_cols, const Tensor& inv_temp, const Tensor& stats,
+                      const Tensor& g_logprob, const OptionalTensor& g_entropy) {
+  const GradArgs args =
+      grad_args(logits, out, targets, inv_rows, vocab_start, valid_cols, inv_temp, stats, g_logprob, g_entropy);
+  for (int64_t row = 0; args.inv_rows && row < args.slice.tokens; ++row)
+    STD_TORCH_CHECK(args.inv_rows[row] >= -1 && args.inv_rows[row] < args.n, "inv_rows[", row, "]=", args.inv_rows[row],
+                    " is outside [-1, ", args.n, ")");
+  torch::stable::parallel_for(0, args.slice.tokens, grain_size(args.slice.cols),
+                              [&](int64_t begin, int64_t end) { cpu::grad(args, begin, end); });
+}
+
+void logprob_grad_(Tensor logits, const Tensor& targets, const OptionalTensor& inv_rows, int64_t vocab_start,
+                   int64_t valid_cols, const Tensor& inv_temp, const Tensor& stats, const Tensor& g_logprob,
+                   const OptionalTensor& g_entropy) {
+  logprob_grad_out(logits, logits, targets, inv_rows, vocab_start, valid_cols, inv_temp, stats, g_logprob, g_entropy);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(mgrpo, m) {
+  // logits [tokens, vocab/tp] float32 or bfloat16, unit column stride, columns >= valid_cols never read.
+  // targets [n] int64 global ids; rows [n] int64, the logits row of each (None: n = tokens, row i).
+  // inv_temp float32, [1] or [n]. Returns [4, n] float32: m, s, w, t of core/logprob.h; w = 0 unless `entropy`.
+  m.def(
+      "logprob_stats(Tensor logits, Tensor targets, Tensor? rows, int vocab_start, int valid_cols, Tensor inv_temp, "
+      "bool entropy) -> Tensor");
+  // stats [parts, 4, n], the slices of one vocabulary in any fixed order. Returns logprob [n], entropy [n] (meaningful
+  // when the parts were made with `entropy`) and the stats [4, n] of the whole vocabulary.
+  m.def("logprob_merge(Tensor stats, Tensor inv_temp) -> (Tensor logprob, Tensor entropy, Tensor merged)");
+  // The gradient of sum(g_logprob * logprob + g_entropy * entropy) in this slice's logits, from the merged stats.
+  // inv_rows [tokens] int32: entry of each row, -1 for none (None: row i). g_entropy needs stats made with `entropy`.
+  // Every column of the result is written; rows without cotangent and padding are zeros. `_` overwrites the logits.
+  m.def(
+      "logprob_grad_(Tensor(a!) logits, Tensor targets, Tensor? inv_rows, int vocab_start, int valid_cols, "
+      "Tensor inv_temp, Tensor stats, Tensor g_logprob, Tensor? g_entropy) -> ()");
+  m.def(
+      "logprob_grad_out(Tensor logits, Tensor(a!) out, Tensor targets, Tensor? inv_rows, int vocab_start, "
+      "int valid_cols, Tensor inv_temp, Tensor stats, Tensor g_logprob, Tensor? g_entropy) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(mgrpo, CPU, m) {
+  m.impl("logprob_stats", TORCH_BOX(&logprob_stats));
+  m.impl("logprob_merge", TORCH_BOX(&logprob_merge));
+  m.impl("logprob_grad_", TORCH_BOX(&logprob_grad_));
+  m.impl("logprob_grad_out", TORCH_BOX(&logprob_grad_out));
+}
+
+}  // namespace mgrpo

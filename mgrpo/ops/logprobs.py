@@ -1,0 +1,235 @@
+"""Owns `token_logprobs`: argument checks, the collective between the raw ops, and the autograd around them.
+
+Row selection, vocabulary shards and temperature all live inside the ops: nothing of the logits' size is made here,
+except the gradient when it is not written in place.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mgrpo.ops.library import ops_for
+
+# torch 2.13 renamed it; the old name warns there.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    rows: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    vocab_start: int = 0,
+    valid_cols: int | None = None,
+    group: ProcessGroup | None = None,
+    with_entropy: bool = False,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each target token under vocabulary-sharded logits, and the entropy of its distribution.
+
+    Args:
+        logits: `[tokens, vocab/tp]`, fp32 or bf16, unit column stride.
+        targets: `[n]` int64, global token ids, equal on all ranks of `group`. A target that no rank holds is a
+            ValueError on one CPU rank, and logprob -inf elsewhere.
+        rows: `[n]` int64, the logits row of each target, no row twice; None: n = tokens, in order.
+        temperature: what logits are divided by, one number or `[n]`. No gradient flows to it.
+        vocab_start: global id of this shard's first column.
+        valid_cols: columns from here on are vocabulary padding: never read, gradient zero. None: all are valid;
+            0 is legal on a rank that holds only padding.
+        group: the tensor-parallel group, all of which must call. None: the logits hold the whole vocabulary.
+        with_entropy: also compute the entropy. It is differentiable; when the loss does not use it, backward takes
+            the cheaper path by itself.
+        inplace: backward overwrites the logits with their gradient and needs no second buffer. Then backward runs
+            once, and whoever made the logits must not need them in its own backward (autograd reports it).
+    Returns:
+        Logprobs `[n]` and entropy `[n]` or None, fp32, bitwise equal on all ranks of `group`. Collective over `group`:
+        one all-gather of 16 bytes a token, none in backward: a rank's gradient is that of its own shard, given that
+        every rank computes the same loss.
+    """
+    if valid_cols is None:
+        valid_cols = logits.shape[-1]
+    _check_logits(logits, valid_cols, inplace)
+    n = _check_indices(logits, targets, rows)
+    holds_vocabulary = group is None or group.size() == 1
+    if not torch.compiler.is_compiling() and logits.device.type == "cpu":
+        _check_index_values(
+            logits, targets, rows, (vocab_start, vocab_start + valid_cols) if holds_vocabulary else None
+        )
+    inv_temp = _inverse_temperature(temperature, n, logits)
+    return _TokenLogprobs.apply(
+        logits,
+        targets.contiguous(),
+        None if rows is None else rows.contiguous(),
+        inv_temp,
+        vocab_start,
+        valid_cols,
+        None if holds_vocabulary else group,
+        with_entropy,
+        inplace,
+    )
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        rows: Tensor | None,
+        inv_temp: Tensor,
+        vocab_start: int,
+        valid_cols: int,
+        group: ProcessGroup | None,
+        with_entropy: bool,
+        inplace: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ops = ops_for(logits)
+        stats = ops.logprob_stats(logits, targets, rows, vocab_start, valid_cols, inv_temp, with_entropy)
+        logprobs, entropy, merged = ops.logprob_merge(_gather(stats, group), inv_temp)
+        ctx.save_for_backward(logits, targets, rows, inv_temp, merged)
+        ctx.vocab_start, ctx.valid_cols, ctx.inplace = vocab_start, valid_cols, inplace
+        ctx.is_consumed = False
+        # An output that the loss does not use then arrives as None, which is how backward knows it need not care.
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy if with_entropy else None
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g_logprobs: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if g_logprobs is None and g_entropy is None:
+            return (None,) * 9
+        if ctx.is_consumed:
+            raise RuntimeError(
+                "second backward through token_logprobs(inplace=True): the first one overwrote the logits with their "
+                "gradient; use inplace=False"
+            )
+        logits, targets, rows, inv_temp, merged = ctx.saved_tensors
+        ops = ops_for(logits)
+        g_logprobs = torch.zeros_like(merged[0]) if g_logprobs is None else g_logprobs.contiguous()
+        g_entropy = None if g_entropy is None else g_entropy.contiguous()
+        inv_rows = None if rows is None else _inverse_rows(rows, logits.shape[0])
+        rest = (targets, inv_rows, ctx.vocab_start, ctx.valid_cols, inv_temp, merged, g_logprobs, g_entropy)
+        if ctx.inplace:
+            ctx.is_consumed = True
+            ops.logprob_grad_(logits, *rest)
+            # Without this a producer that saved the logits for its own backward would silently read the gradient.
+            torch.autograd.graph.increment_version(logits)
+            grad = logits.detach()
+        else:
+            grad = torch.empty_like(logits)
+            ops.logprob_grad_out(logits, grad, *rest)
+        return (grad,) + (None,) * 8
+
+
+def _gather(stats: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Stats `[4, n]` of every rank, in rank order: `[tp, 4, n]`."""
+    if group is None:
+        return stats[None]
+    # gloo and NCCL both want the ranks' tensors one above the other, not stacked.
+    gathered = stats.new_empty((group.size() * stats.shape[0], stats.shape[1]))
+    torch.distributed.all_gather_into_tensor(gathered, stats, group=group)
+    return gathered.view(group.size(), *stats.shape)
+
+
+def _inverse_rows(rows: Tensor, tokens: int) -> Tensor:
+    """Entry of each logits row `[tokens]` int32, -1 for rows without one."""
+    entries = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+    return torch.full((tokens,), -1, dtype=torch.int32, device=rows.device).index_copy_(0, rows, entries)
+
+
+def _inverse_temperature(temperature: float | Tensor, n: int, logits: Tensor) -> Tensor:
+    """1 / temperature on the logits' device, `[1]` or `[n]`."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    if not isinstance(temperature, Tensor):
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise ValueError(f"temperature={temperature}, expected a finite number > 0")
+        return torch.full((1,), 1.0 / temperature, dtype=dtype, device=logits.device)
+    if temperature.shape != (n,) or not temperature.is_floating_point():
+        raise ValueError(
+            f"temperature is {_describe(temperature)}, expected a number or a floating-point tensor of shape [{n}], "
+            f"one value for each target"
+        )
+    if temperature.requires_grad:
+        raise ValueError("temperature requires grad, but no gradient flows to it; pass temperature.detach()")
+    if temperature.device != logits.device:
+        raise ValueError(f"temperature is on {temperature.device}, logits are on {logits.device}; move one of them")
+    if not torch.compiler.is_compiling() and temperature.device.type == "cpu" and not bool((temperature > 0).all()):
+        raise ValueError(f"temperature holds {float(temperature.min())}, expected values > 0")
+    return temperature.to(dtype).reciprocal().contiguous()
+
+
+def _check_logits(logits: Tensor, valid_cols: int, inplace: bool) -> None:
+    if logits.dim() != 2:
+        raise ValueError(
+            f"logits is {_describe(logits)}, expected [tokens, vocab/tp]; flatten the token dimensions first, "
+            f"logits.reshape(-1, logits.shape[-1])"
+        )
+    if logits.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"logits is {logits.dtype}, expected torch.float32 or torch.bfloat16")
+    if logits.stride(1) != 1 and logits.shape[1] > 1:
+        raise ValueError(
+            f"logits has column stride {logits.stride(1)}, expected 1: its rows are scattered in memory (a transposed "
+            f"view?); pass logits.contiguous()"
+        )
+    if not 0 <= valid_cols <= logits.shape[1]:
+        raise ValueError(f"valid_cols={valid_cols} is outside [0, {logits.shape[1]}], the columns of logits")
+    if not inplace or not logits.requires_grad:
+        return
+    if torch.compiler.is_compiling():
+        raise ValueError("inplace=True inside torch.compile would be turned into a copy; use inplace=False there")
+    if logits.is_leaf:
+        raise ValueError(
+            "inplace=True would overwrite a leaf tensor (a parameter or an input) with its gradient; it is for logits "
+            "that an LM head just made; use inplace=False"
+        )
+    if logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]:
+        raise ValueError(
+            f"inplace=True needs rows of their own, but logits has row stride {logits.stride(0)} for "
+            f"{logits.shape[1]} columns (an expanded view?); use inplace=False"
+        )
+
+
+def _check_indices(logits: Tensor, targets: Tensor, rows: Tensor | None) -> int:
+    """Dtypes, shapes and devices of targets and rows. Returns n."""
+    n = logits.shape[0] if rows is None else rows.numel()
+    for name, index in (("targets", targets), ("rows", rows)):
+        if index is None:
+            continue
+        if index.dtype != torch.int64 or index.shape != (n,):
+            hint = "; pass rows to score only some of the logits' rows" if rows is None else ""
+            raise ValueError(f"{name} is {_describe(index)}, expected [{n}] torch.int64{hint}")
+        if index.device != logits.device:
+            raise ValueError(f"{name} is on {index.device}, logits are on {logits.device}; move one of them")
+    return n
+
+
+def _check_index_values(
+    logits: Tensor, targets: Tensor, rows: Tensor | None, vocab_range: tuple[int, int] | None
+) -> None:
+    """Ranges of targets and rows, on the CPU only: elsewhere looking at them would wait for the device."""
+    if targets.numel() == 0:
+        return
+    if vocab_range is not None:
+        low, high = int(targets.min()), int(targets.max())
+        if low < vocab_range[0] or high >= vocab_range[1]:
+            raise ValueError(
+                f"targets reach from {low} to {high}, expected ids in [{vocab_range[0]}, {vocab_range[1]}); leave "
+                f"ignored tokens out with rows, and pass group when the vocabulary is sharded"
+            )
+    if rows is not None:
+        low, high = int(rows.min()), int(rows.max())
+        if low < 0 or high >= logits.shape[0]:
+            raise ValueError(f"rows reach from {low} to {high}, expected rows of logits, [0, {logits.shape[0]})")
+        if torch.bincount(rows, minlength=logits.shape[0]).max() > 1:
+            raise ValueError("rows names a row of logits twice, but a row can have one target only")
+
+
+def _describe(x: Tensor) -> str:
+    return f"{list(x.shape)} {x.dtype}"

@@ -1,0 +1,128 @@
+"""The ops of csrc/ in plain PyTorch: the oracle of their tests, and what runs when they are not compiled.
+
+The raw ops have the signatures and contracts of csrc/bindings/ops.cpp and the formulas of csrc/core/logprob.h. They
+compute in float32, or in float64 when the logits are float64. `token_logprobs` is the same mathematics a second time,
+by log_softmax and autograd, and shares no line with them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    rows: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    valid_cols: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of its distribution, from whole rows `[tokens, vocab]`.
+
+    Differentiable by autograd. Targets index columns; there are no shards here.
+    """
+    x = logits if rows is None else logits[rows]
+    x = x[:, :valid_cols].to(_compute_dtype(logits))
+    temperature = torch.as_tensor(temperature, dtype=x.dtype, device=x.device).reshape(-1, 1)
+    logp = torch.log_softmax(x / temperature, dim=1)
+    p = logp.exp()
+    # p log p is 0 at p = 0, and so is its gradient; log p itself is -inf there.
+    entropy = -(p * torch.where(p > 0, logp, 0.0)).sum(1)
+    return logp.gather(1, targets[:, None])[:, 0], entropy
+
+
+def logprob_stats(
+    logits: Tensor,
+    targets: Tensor,
+    rows: Tensor | None,
+    vocab_start: int,
+    valid_cols: int,
+    inv_temp: Tensor,
+    entropy: bool,
+) -> Tensor:
+    """m, s, w, t `[4, n]` of one vocabulary slice."""
+    x = (logits if rows is None else logits[rows])[:, :valid_cols].to(_compute_dtype(logits))
+    n = targets.shape[0]
+    lowest = x.new_full((n,), -torch.inf)
+    if valid_cols == 0:
+        return torch.stack([lowest, torch.zeros_like(lowest), torch.zeros_like(lowest), lowest])
+    m = x.amax(1)
+    d = (x - torch.where(m > -torch.inf, m, 0.0)[:, None]) * inv_temp[:, None]
+    e = d.exp()
+    s = e.sum(1)
+    w = (e * torch.where(e > 0, d, 0.0)).sum(1) if entropy else torch.zeros_like(s)
+    column = targets - vocab_start
+    is_owned = (column >= 0) & (column < valid_cols)
+    t = torch.where(is_owned, x.gather(1, column.clamp(0, valid_cols - 1)[:, None])[:, 0], lowest)
+    return torch.stack([m, s, w, t])
+
+
+def logprob_merge(stats: Tensor, inv_temp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprob `[n]`, entropy `[n]` and merged stats `[4, n]` from the stats `[parts, 4, n]` of all slices."""
+    part_m, part_s, part_w, part_t = stats.unbind(1)
+    m, t = part_m.amax(0), part_t.amax(0)
+    d = torch.where(part_m > -torch.inf, (part_m - m) * inv_temp, 0.0)
+    k = d.exp()
+    s = (k * part_s).sum(0)
+    w = torch.where(k > 0, k * (part_w + d * part_s), 0.0).sum(0)
+    log_s = s.log()
+    return inv_temp * (t - m) - log_s, log_s - w / s, torch.stack([m, s, w, t])
+
+
+def logprob_grad_out(
+    logits: Tensor,
+    out: Tensor,
+    targets: Tensor,
+    inv_rows: Tensor | None,
+    vocab_start: int,
+    valid_cols: int,
+    inv_temp: Tensor,
+    stats: Tensor,
+    g_logprob: Tensor,
+    g_entropy: Tensor | None,
+) -> None:
+    """Writes d sum(g_logprob * logprob + g_entropy * entropy) / d logits into `out`, which may be the logits."""
+    has_cotangent = g_logprob != 0 if g_entropy is None else (g_logprob != 0) | (g_entropy != 0)
+    entry = torch.arange(logits.shape[0], device=logits.device) if inv_rows is None else inv_rows.long()
+    is_live = entry >= 0
+    if targets.shape[0]:
+        is_live &= has_cotangent[entry.clamp(min=0)]
+    live = is_live.nonzero()[:, 0]
+    i = entry[live]
+
+    inv_temp = inv_temp.expand(targets.shape[0])[i, None]
+    m, s, w, _ = (stat[i, None] for stat in stats)
+    d = (logits[live, :valid_cols].to(stats.dtype) - m) * inv_temp
+    e = d.exp()
+    p = e / s
+    g = g_logprob[i, None]
+    dx = -p * g
+    if g_entropy is not None:
+        dx -= p * g_entropy[i, None] * (torch.where(e > 0, d, 0.0) - w / s)
+    column = targets[i] - vocab_start
+    is_owned = (column >= 0) & (column < valid_cols)
+    if valid_cols:
+        dx.scatter_add_(1, column.clamp(0, valid_cols - 1)[:, None], torch.where(is_owned[:, None], g, 0.0))
+    out.zero_()
+    out[:, :valid_cols].index_copy_(0, live, (inv_temp * dx).to(out.dtype))
+
+
+def logprob_grad_(
+    logits: Tensor,
+    targets: Tensor,
+    inv_rows: Tensor | None,
+    vocab_start: int,
+    valid_cols: int,
+    inv_temp: Tensor,
+    stats: Tensor,
+    g_logprob: Tensor,
+    g_entropy: Tensor | None,
+) -> None:
+    """`logprob_grad_out` over the logits themselves."""
+    logprob_grad_out(logits, logits, targets, inv_rows, vocab_start, valid_cols, inv_temp, stats, g_logprob, g_entropy)
+
+
+def _compute_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32

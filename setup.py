@@ -1,0 +1,138 @@
+"""Builds mgrpo._C: CPU kernels always, CUDA kernels when torch was built with CUDA and nvcc is found.
+
+    MGRPO_CUDA=auto|1|0         auto: CUDA when possible, and one line says why when not; 1: CUDA or an error; 0: CPU only
+    TORCH_CUDA_ARCH_LIST        default "8.0;9.0+PTX"
+    MAX_JOBS                    compilers that run at once
+
+All else about the package stands in pyproject.toml. torch is no build requirement there on purpose: a torch that pip
+fetched for the build alone would be another one than the torch the library then runs under. So torch is imported only
+when something is compiled, and taken from the environment that pip was called from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+DEFAULT_CUDA_ARCHS = "8.0;9.0+PTX"
+
+
+def sources(*parts: str) -> list[str]:
+    """Values of the named parts of csrc/sources.txt, in its order."""
+    lines = (ROOT / "csrc" / "sources.txt").read_text(encoding="utf-8").splitlines()
+    entries = [line.split() for line in lines if line.strip() and not line.startswith("#")]
+    return [value for part, value in entries if part in parts]
+
+
+def import_torch() -> ModuleType:
+    """torch of the calling environment, also inside pip's build isolation, which hides that environment's packages."""
+    with contextlib.suppress(ImportError):
+        import torch
+
+        return torch
+    # Isolation works through PYTHONPATH: an interpreter started without it sees what the environment really has.
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    program = "import json, sys; print(json.dumps(sys.path[1:]))"
+    real_path = json.loads(subprocess.run([sys.executable, "-c", program], env=bare, capture_output=True).stdout)
+    sys.path.extend(path for path in real_path if path not in sys.path)
+    try:
+        import torch
+    except ImportError as error:
+        sys.exit(
+            f"mgrpo: the extension is compiled against the torch that will run it, and none can be imported here "
+            f"({error}; python {sys.executable}).\n"
+            f"  1. install torch 2.11 or newer into this environment: pip install torch\n"
+            f"  2. run this command again; where the installer builds in a place of its own (uv), add --no-build-isolation,\n"
+            f"     which needs: pip install 'setuptools>=77' ninja"
+        )
+    return torch
+
+
+def find_cuda_home() -> str | None:
+    """The toolkit's folder: CUDA_HOME, else what nvcc says of itself (the nvcc on PATH may be a link or a script)."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        home = os.environ.get(variable)
+        if home and (Path(home) / "bin" / "nvcc").exists():
+            return home
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if nvcc is None:
+        return None
+    dryrun = subprocess.run(
+        [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull], capture_output=True, text=True
+    )
+    top = re.search(r"^#\$ TOP=(.+)$", dryrun.stderr, re.MULTILINE)
+    home = Path(top.group(1)).resolve() if top else Path(nvcc).resolve().parent.parent
+    return str(home) if (home / "bin" / "nvcc").exists() else None
+
+
+def use_cuda(torch: ModuleType, cuda_home: str | None) -> bool:
+    """Whether to compile the CUDA kernels. No GPU is needed for that, so none is asked for."""
+    mode = os.environ.get("MGRPO_CUDA", "auto")
+    if mode not in ("auto", "0", "1"):
+        sys.exit(f"mgrpo: MGRPO_CUDA={mode!r}, expected auto, 0 or 1")
+    if mode == "0":
+        return False
+    obstacle = None
+    if torch.version.cuda is None:
+        obstacle = f"this torch ({torch.__version__}) was built without CUDA; install a CUDA build of torch"
+    elif cuda_home is None:
+        obstacle = (
+            f"torch was built for CUDA {torch.version.cuda} but no nvcc was found; put it on PATH or set CUDA_HOME"
+        )
+    if obstacle is not None and mode == "1":
+        sys.exit(f"mgrpo: MGRPO_CUDA=1, but {obstacle}, or build without CUDA kernels by MGRPO_CUDA=0")
+    if obstacle is not None:
+        print(f"mgrpo: building without CUDA kernels: {obstacle}", file=sys.stderr)
+    return obstacle is None
+
+
+class BuildOps(build_ext):
+    """build_ext that meets torch only when it runs, so that metadata and sdists need no torch."""
+
+    def run(self) -> None:
+        torch = import_torch()
+        cuda_home = find_cuda_home()
+        with_cuda = use_cuda(torch, cuda_home)
+        if with_cuda:
+            # cpp_extension reads this once, when it is imported, and would guess wrong behind a linked nvcc.
+            os.environ["CUDA_HOME"] = str(cuda_home)
+            os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS)
+        from torch.utils import cpp_extension
+
+        make_extension = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
+        parts = ["core", "bindings"] + (["core_cuda", "bindings_cuda"] if with_cuda else [])
+        # -g0: Python's own flags ask for debug information, which makes a small library megabytes large.
+        cxx = [*sources("flag"), "-g0", "-std=c++20"]
+        if with_cuda:
+            cxx.append(f'-DMGRPO_CUDA_ARCHS="{os.environ["TORCH_CUDA_ARCH_LIST"]}"')
+        made = make_extension(
+            "mgrpo._C",
+            sources(*parts),
+            include_dirs=[str(ROOT / "csrc")],
+            extra_compile_args={"cxx": cxx, "nvcc": ["-O3", "-std=c++17"]} if with_cuda else {"cxx": cxx},
+        )
+        [extension] = self.extensions
+        # The private fields are setuptools' own notes on the extension it was given.
+        vars(extension).update({name: value for name, value in vars(made).items() if not name.startswith("_")})
+
+        builder = cpp_extension.BuildExtension(self.distribution, use_ninja=shutil.which("ninja") is not None)
+        vars(builder).update(vars(self))
+        builder.force = builder.force or builder.use_ninja  # ninja knows best what is stale
+        builder.run()
+
+
+setup(
+    ext_modules=[Extension("mgrpo._C", sources("core", "bindings"))],
+    cmdclass={"build_ext": BuildOps},
+)

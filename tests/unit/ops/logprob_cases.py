@@ -1,0 +1,65 @@
+"""Inputs for token_logprobs and their float64 answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mgrpo.ops import reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A call of token_logprobs and the cotangents of its results."""
+
+    logits: Tensor
+    targets: Tensor
+    rows: Tensor | None
+    temperature: float | Tensor
+    valid_cols: int
+    g_logprobs: Tensor
+    g_entropy: Tensor
+
+    @property
+    def arguments(self) -> dict:
+        return {"rows": self.rows, "temperature": self.temperature, "valid_cols": self.valid_cols}
+
+    def loss(self, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        return (logprobs * self.g_logprobs).sum() + (entropy * self.g_entropy).sum()
+
+    def oracle(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Logprobs, entropy and the gradient of the loss in the logits, all in float64."""
+        logits = self.logits.double().requires_grad_()
+        logprobs, entropy = reference.token_logprobs(logits, self.targets, **self.arguments)
+        (grad,) = torch.autograd.grad(self.loss(logprobs, entropy), logits)
+        return logprobs.detach(), entropy.detach(), grad
+
+
+def make_case(
+    *,
+    tokens: int = 11,
+    cols: int = 1003,
+    padding: int = 5,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 4.0,
+    offset: float = 0.0,
+    all_rows: bool = False,
+) -> Case:
+    """Permuted rows, one temperature a token and vocabulary padding, unless told otherwise."""
+    n = tokens if all_rows else (tokens + 1) // 2
+    return Case(
+        logits=(torch.randn(tokens, cols + padding) * scale + offset).to(dtype),
+        targets=torch.randint(0, cols, (n,)),
+        rows=None if all_rows else torch.randperm(tokens)[:n],
+        temperature=torch.rand(n) + 0.5,
+        valid_cols=cols,
+        g_logprobs=torch.randn(n),
+        g_entropy=torch.randn(n),
+    )
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Largest error, absolute below 1 and relative above."""
+    return float(((got.double() - expected).abs() / expected.abs().clamp(min=1)).max()) if expected.numel() else 0.0
