@@ -74,7 +74,7 @@ def _check(
     problems = []
     try:
         hf_config = read_hf_config(config.model.model_name_or_path or "")
-        shape_of(hf_config)
+        problems.extend(_unservable(shape_of(hf_config).head_dim))
     except ValueError as err:
         hf_config = None
         problems.append(str(err))
@@ -113,6 +113,14 @@ def _check(
         for warning in warnings(config, world_size=world_size, hf_config=hf_config):
             print(f"mgrpo: {warning}", file=sys.stderr)
     return rows, held_out
+
+
+def _unservable(head_dim: int) -> list[str]:
+    from mgrpo.rollout.engine_args import CPU_HEAD_DIMS, visible_gpus
+
+    if visible_gpus() or head_dim in CPU_HEAD_DIMS:
+        return []
+    return [f"the model's head_dim={head_dim} is not served by vLLM on a CPU; it knows {', '.join(map(str, CPU_HEAD_DIMS))}"]
 
 
 def _prepare_environment() -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from mgrpo.config.schema import Config
@@ -39,6 +41,10 @@ class Cluster:
     def __init__(self, config: Config, *, num_local_learners: int) -> None:
         self.settings = config.engine
         self.owned = self.settings.ray_address is None
+        self.folder: str | None = None
+        self.engines: list[Any] = []
+        self.starting: list[Any] = []
+        self.output_dir = Path(config.experiment.output_dir)
         gpus = visible_gpus()
         free = gpus[num_local_learners:] if self.owned else gpus
         needed = self.settings.vllm_num_engines * self.settings.vllm_tensor_parallel_size
@@ -53,7 +59,7 @@ class Cluster:
         try:
             with _without_launcher_variables():
                 self.ray = self._start_ray(free)
-                self.engines = self.start_engines(config)
+                self.start_engines(config)
         except BaseException:
             self.close()
             raise
@@ -65,7 +71,7 @@ class Cluster:
             ray.init(address=self.settings.ray_address, namespace="mgrpo", log_to_driver=False)
             return ray
         # Unix socket paths are short: the folder must be too.
-        folder = tempfile.mkdtemp(prefix="mgrpo-", dir="/tmp")
+        folder = self.folder = tempfile.mkdtemp(prefix="mgrpo-", dir="/tmp")
         self._reaper = subprocess.Popen(
             [sys.executable, "-m", "mgrpo.rollout.reaper", folder], stdin=subprocess.PIPE, start_new_session=True
         )
@@ -78,6 +84,8 @@ class Cluster:
             RAY_prestart_worker_first_driver="0",
             RAY_enable_worker_prestart="0",
             RAY_worker_niceness="0",
+            # Without its control store Ray cannot go on: say so after seconds, not after a minute.
+            RAY_gcs_rpc_server_reconnect_timeout_s="10",
         )
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if gpus:
@@ -104,8 +112,8 @@ class Cluster:
                 os.environ["CUDA_VISIBLE_DEVICES"] = visible
         return ray
 
-    def start_engines(self, config: Config) -> list[Any]:
-        """Begin to start the config's engines; `wait_ready` waits for the last ones begun."""
+    def start_engines(self, config: Config) -> None:
+        """Begin to start the config's engines, beside those there are; `wait_ready` waits for all."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -122,7 +130,6 @@ class Cluster:
         remote = self.ray.remote(EngineActor)
         environment = engine_environment(config, on_gpu=self.on_gpu)
         args = engine_args(config, on_gpu=self.on_gpu)
-        engines, self.starting = [], []
         for number in range(count):
             engine = remote.options(
                 num_cpus=1,
@@ -131,9 +138,8 @@ class Cluster:
                 runtime_env={"env_vars": environment},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
             ).remote()
-            engines.append(engine)
+            self.engines.append(engine)
             self.starting.append(engine.start.remote(args | {"seed": config.experiment.seed + number}))
-        return engines
 
     def wait_ready(self) -> list[dict[str, Any]]:
         """Wait until every engine has loaded its model.
@@ -164,13 +170,24 @@ class Cluster:
                 f"could not {what} within {field}={timeout_s:g} s; raise {field} if the work is that long"
             ) from err
         except self.ray.exceptions.RayError as err:
-            raise RuntimeError(f"could not {what}: {_cause(err)}") from err
+            raise RuntimeError(f"could not {what}: {_cause(err)}{self._keep_logs()}") from err
+
+    def _keep_logs(self) -> str:
+        """Copy what the engines' processes printed into the run's folder, which outlives Ray's."""
+        logs = sorted(Path(self.folder).glob("session_latest/logs/worker-*.*")) if self.folder else []
+        if not logs:
+            return ""
+        kept = self.output_dir / "engine_logs"
+        kept.mkdir(parents=True, exist_ok=True)
+        for log in logs:
+            shutil.copy(log, kept)
+        return f"; what the engines printed is in {kept}"
 
     def close(self) -> None:
         """End engines and Ray. What survives (a hung process, a killed rank 0) the reaper ends."""
         ray = getattr(self, "ray", None)
         if ray is not None:
-            for engine in getattr(self, "engines", ()):
+            for engine in self.engines:
                 ray.kill(engine)
             ray.shutdown()
             self.ray = None

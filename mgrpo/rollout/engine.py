@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 FINISH_REASONS = ("stop", "length", "abort")
+UNSYNCED = -1
+"""Policy version of the weights an engine has loaded by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +43,14 @@ class EngineActor:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.prefix_caching = args["enable_prefix_caching"]
         transfer = WeightTransferConfig(backend="mgrpo")
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args, weight_transfer_config=transfer))
+        self._pause()
         return {"pid": os.getpid(), "vllm": vllm.__version__}
+
+    def _pause(self) -> None:
+        """Freeze the scheduler, beside whatever else goes on, and drop what is cached of the present weights."""
+        self.pausing = asyncio.create_task(self.engine.pause_generation(mode="keep", clear_cache=True))
 
     async def join(self, invitation: dict[str, Any]) -> None:
         """Join the weight-transfer group that the learners are joining at the same time."""
@@ -53,15 +59,14 @@ class EngineActor:
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"invitation": invitation}))
 
     async def receive_weights(self, version: int, check: bool) -> None:
-        """Take over the weights that the learners are sending. Nothing may be generating: generation is not paused."""
+        """Take over the weights that the learners are sending. A failure leaves the engine paused."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         update = WeightTransferUpdateRequest(update_info={"version": version, "check": check})
+        await self.pausing
         await self.engine.start_weight_update()
         await self.engine.update_weights(update)
         await self.engine.finish_weight_update(weight_version=str(version))
-        if self.prefix_caching:
-            await self.engine.reset_prefix_cache()
 
     async def generate(
         self, tokens: np.ndarray, cu_seqlens: np.ndarray, seeds: np.ndarray, sampling: Sampling
@@ -75,14 +80,19 @@ class EngineActor:
             tokens, logprobs and policy_versions `[sum(len)]`, cut by cu_seqlens `[prompts * num_samples + 1]`;
             finish_reasons `[prompts * num_samples]` indexes FINISH_REASONS.
         """
+        await self.pausing
         prompts = [tokens[a:b].tolist() for a, b in itertools.pairwise(cu_seqlens.tolist())]
-        outputs = await asyncio.gather(
-            *(self._sample(prompt, int(seed), sampling) for prompt, seed in zip(prompts, seeds, strict=True))
-        )
-        return _flatten([completion for output in outputs for completion in output])
+        # Everything is queued before anything runs: the scheduler's batches, and so the last bits of the logprobs,
+        # do not depend on the order of arrival.
+        waiting = [await self._add(prompt, int(seed), sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
+        await self.engine.resume_generation()
+        outputs = [await _last(request) for request in waiting]
+        self._pause()
+        return _flatten([c for output in outputs for c in sorted(output.outputs, key=lambda c: c.index)])
 
-    async def _sample(self, prompt: list[int], seed: int, sampling: Sampling) -> list[Any]:
+    async def _add(self, prompt: list[int], seed: int, sampling: Sampling) -> Any:
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
@@ -96,15 +106,19 @@ class EngineActor:
             skip_clone=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        last = None
-        async for last in self.engine.generate({"prompt_token_ids": prompt}, params, str(next(self.numbers))):
-            pass
-        return sorted(last.outputs, key=lambda completion: completion.index)
+        return await self.engine.add_request(str(next(self.numbers)), tokens_input(prompt), params)
 
     async def stop(self) -> None:
         """End the engine's own processes."""
         if self.engine is not None:
             self.engine.shutdown(timeout=0)
+
+
+async def _last(request: Any) -> Any:
+    """The finished output of a request."""
+    while not (output := await request.get()).finished:
+        pass
+    return output
 
 
 def _flatten(completions: list[Any]) -> dict[str, np.ndarray]:
@@ -113,7 +127,8 @@ def _flatten(completions: list[Any]) -> dict[str, np.ndarray]:
     start = 0
     for completion, length in zip(completions, lengths, strict=True):
         for span in completion.weight_versions or ():
-            versions[start + span.start : start + span.end] = int(span.version)
+            version = UNSYNCED if span.version == "default" else int(span.version)
+            versions[start + span.start : start + span.end] = version
         start += length
     return {
         "tokens": np.fromiter(itertools.chain.from_iterable(c.token_ids for c in completions), dtype=np.int32),

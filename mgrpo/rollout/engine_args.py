@@ -13,6 +13,10 @@ from typing import Any
 from mgrpo.config.schema import Config
 
 
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of an attention head that vLLM's CPU kernels know; with another it starts, and dies at the first prompt."""
+
+
 def visible_gpus() -> list[str]:
     """Ids of the GPUs of this machine that this process may use."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")

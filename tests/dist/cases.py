@@ -181,3 +181,38 @@ def random_samples(seed: int, groups: int = 5, group_size: int = 3, vocab: int =
                 )
             )
     return samples
+
+
+def response_logits(model_dir: str, layout: dict[str, Any], samples: list[TrainSample]) -> dict[str, Any]:
+    """This rank's vocabulary shard of the logits of every response row, by sample, in one pack."""
+    policy = make_policy(model_dir, layout)
+    packs, _ = own_packs(policy, samples, share_prompts=True, pack_length=4096)
+    (microbatch,) = policy.microbatches(packs)
+    captured = []
+    if policy.is_last_stage:
+        policy.model.output_layer.register_forward_hook(lambda layer, args, output: captured.append(output[0][:, 0]))
+    policy.score([microbatch], "old")
+    cuts = microbatch.pack.response_cu_seqlens
+    by_sample = {
+        int(sample): captured[0][a:b].numpy()
+        for sample, a, b in zip(microbatch.pack.samples, cuts[:-1], cuts[1:], strict=True)
+        if captured
+    }
+    return {"logits": by_sample, "tensor_rank": policy.place.tensor}
+
+
+def broadcast_messages(message: str) -> list[Any]:
+    """What a rank hears over the channel: arrays, heartbeats, and an error."""
+    from mgrpo.parallel.broadcast import Action, Channel
+
+    channel = Channel(timeout_s=20)
+    is_head = dist.get_rank() == 0
+    sent = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": np.zeros((0, 4), np.float32), "c": np.array([True])}
+    heard = [channel.action(Action.HEARTBEAT if is_head else None), channel.action(Action.RUN if is_head else None)]
+    heard += [{name: array.tolist() for name, array in channel.arrays(sent if is_head else None).items()}]
+    try:
+        channel.action(Action.ERROR if is_head else None, message if is_head else "")
+        heard.append("")
+    except RuntimeError as err:
+        heard.append(str(err))
+    return heard

@@ -1,0 +1,35 @@
+"""The learning rate over a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgrpo.config.schema import Optimizer
+from mgrpo.policy.schedule import learning_rate
+
+
+def rates(steps: int, **settings) -> list[float]:
+    return [learning_rate(Optimizer(learning_rate=1.0, **settings), step, steps) for step in range(steps)]
+
+
+def test_linear_warm_up_and_decay():
+    """Worked by hand: 2 of 6 steps warm up, then down to 0 just after the last."""
+    assert rates(6, warm_up_steps=2) == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
+
+
+def test_cosine_is_half_way_down_in_the_middle():
+    """Half a period over the steps after the warm-up."""
+    values = rates(8, lr_scheduler_type="cosine")
+    assert values[0] == 1.0
+    assert values[4] == pytest.approx(0.5)
+    assert values == sorted(values, reverse=True)
+
+
+def test_constant_stays_after_the_warm_up():
+    """Constant with warm-up."""
+    assert rates(5, lr_scheduler_type="constant", warmup_ratio=0.4) == pytest.approx([0.5, 1, 1, 1, 1])
+
+
+def test_ratio_wins_over_steps():
+    """Open Instruct's rule."""
+    assert rates(10, warmup_ratio=0.2, warm_up_steps=9)[1] == 1.0

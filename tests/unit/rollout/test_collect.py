@@ -1,0 +1,65 @@
+"""Prompts out, completions back: nobody's tokens may end up in somebody else's group."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mgrpo.rollout.collect import prompt_seed, split_evenly, to_arrays, to_groups
+from mgrpo.types import Prompt
+
+
+def prompt(epoch: int, index: int, tokens: list[int]) -> Prompt:
+    return Prompt(
+        id=(epoch, index), tokens=np.array(tokens, dtype=np.int32), text="", verifiers=("integer",), ground_truths=(1,)
+    )
+
+
+PROMPTS = [prompt(0, i, list(range(i + 1))) for i in range(5)]
+
+
+def test_every_prompt_epoch_and_purpose_has_its_own_seed():
+    """Equal seeds for every prompt make a batch explore the same randomness again and again."""
+    seeds = {
+        prompt_seed(run, purpose, prompt(epoch, index, [1])) + sample
+        for run in (1, 2)
+        for purpose in ("train", "eval")
+        for epoch in range(3)
+        for index in range(50)
+        for sample in range(8)
+    }
+    assert len(seeds) == 2 * 2 * 3 * 50 * 8
+    assert 0 <= min(seeds) and max(seeds) < 2**62 + 8
+
+
+def test_prompts_are_split_over_engines_in_order():
+    """An engine without work, or a prompt sampled twice."""
+    for engines in (1, 2, 3, 7):
+        shares = split_evenly(PROMPTS, engines)
+        assert len(shares) == engines
+        assert [p for share in shares for p in share] == PROMPTS
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_groups_come_back_to_their_prompts():
+    """Worked by hand: two prompts, two samples each, lengths 1, 2, 3 and 1."""
+    answer = {
+        "tokens": np.array([10, 20, 21, 30, 31, 32, 40], dtype=np.int32),
+        "logprobs": -np.arange(7, dtype=np.float32),
+        "policy_versions": np.full(7, 3, dtype=np.int32),
+        "cu_seqlens": np.array([0, 1, 3, 6, 7]),
+        "finish_reasons": np.array([0, 1, 0, 0], dtype=np.int8),
+    }
+    groups = to_groups(PROMPTS[:2], answer, 2, lambda tokens: [str(t.tolist()) for t in tokens])
+    assert [g.prompt.id for g in groups] == [(0, 0), (0, 1)]
+    assert [[c.text for c in g.completions] for g in groups] == [["[10]", "[20, 21]"], ["[30, 31, 32]", "[40]"]]
+    assert [c.finish_reason for g in groups for c in g.completions] == ["stop", "length", "stop", "stop"]
+    assert groups[1].completions[0].logprobs.tolist() == [-3.0, -4.0, -5.0]
+
+
+def test_arrays_hold_the_prompts_end_to_end():
+    """The engine cuts them at cu_seqlens."""
+    tokens, cuts, seeds = to_arrays(PROMPTS, 1, "train")
+    assert [tokens[a:b].tolist() for a, b in zip(cuts[:-1], cuts[1:], strict=True)] == [p.tokens.tolist() for p in PROMPTS]
+    assert len(set(seeds.tolist())) == len(PROMPTS)
+    empty = to_arrays([], 1, "train")
+    assert len(empty[0]) == 0 and empty[1].tolist() == [0]
