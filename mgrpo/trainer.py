@@ -96,7 +96,7 @@ class Trainer:
         before = self.evaluate("before training")
         for step in range(1, config.num_training_steps + 1):
             self.step(step)
-            if _is_due(step, config.experiment.local_eval_every) and step < config.num_training_steps:
+            if self.evaluates_after(step):
                 self.evaluate(f"step {step}", before, step)
             if _is_due(step, config.checkpoint.save_freq) and step < config.num_training_steps:
                 self.export(step)
@@ -117,7 +117,9 @@ class Trainer:
     def step(self, step: int) -> None:
         """Sample, score, train on every mini-batch and epoch, and give the engines the new weights."""
         clock = _Clock()
-        rollouts = self.wait_for(self.head and self.head.controller.next_batch(step))
+        rollouts = self.wait_for(self.head and self.head.controller.next_batch())
+        if self.head and step < self.config.num_training_steps and not self.evaluates_after(step):
+            self.head.controller.prepare()
         arrays = self.channel.arrays(self.head and self.pack(rollouts.groups))
         clock.split("wait")
         results = self.learn(arrays)
@@ -129,6 +131,10 @@ class Trainer:
         clock.split("sync")
         if self.head:
             self.report(step, rollouts, arrays, results, measured, clock)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation follows training step `step`, the last one's apart."""
+        return _is_due(step, self.config.experiment.local_eval_every) and step < self.config.num_training_steps
 
     def wait_for(self, future: Future | None) -> Any:
         """Wait for rank 0's `future`; returns its result there, None on the others.

@@ -6,6 +6,7 @@ What other rooms do for it comes in as callables: the next prompts, decoding, sc
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,16 @@ class Rollouts:
     score_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Prompts that lie queued in the engines."""
+
+    number: int
+    shares: list[Sequence[Prompt]]
+    """By engine."""
+    num_samples: int
+
+
 class Controller:
     """One batch of scored groups after another. `next_batch` and `evaluate` answer with a future."""
 
@@ -46,42 +57,57 @@ class Controller:
         self.next_prompts, self.decode, self.score = next_prompts, decode, score
         self.stop_token_ids = tuple(stop_token_ids)
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="controller")
+        self.numbers = itertools.count()
+        self.prepared: Batch | None = None
 
-    def next_batch(self, step: int) -> Future[Rollouts]:
-        """The groups of training step `step`, sampled by the engines' present weights."""
+    def prepare(self) -> None:
+        """Queue the next training batch in the engines now; nothing of it runs before `next_batch`.
+
+        Not before an evaluation, which would run it too.
+        """
         rollout = self.config.rollout
         prompts = self.next_prompts(rollout.num_unique_prompts_rollout)
-        return self._submit(prompts, rollout.num_samples_per_prompt_rollout, rollout.temperature, "train")
+        self.prepared = self._queue(prompts, rollout.num_samples_per_prompt_rollout, rollout.temperature, "train")
+
+    def next_batch(self) -> Future[Rollouts]:
+        """The groups of the next training step, sampled by the engines' present weights."""
+        if self.prepared is None:
+            self.prepare()
+        batch, self.prepared = self.prepared, None
+        return self.thread.submit(self._collect, batch)
 
     def evaluate(self, prompts: Sequence[Prompt], *, num_samples: int, temperature: float) -> Future[Rollouts]:
         """Groups for held-out prompts; the same prompts get the same seeds each time."""
-        return self._submit(prompts, num_samples, temperature, "eval")
+        return self.thread.submit(self._collect, self._queue(prompts, num_samples, temperature, "eval"))
 
     def close(self) -> None:
         """Stop taking work; a generation that is under way is left to the engines' end."""
         self.thread.shutdown(wait=False, cancel_futures=True)
 
-    def _submit(self, prompts: Sequence[Prompt], num_samples: int, temperature: float, purpose: str) -> Future[Rollouts]:
+    def _queue(self, prompts: Sequence[Prompt], num_samples: int, temperature: float, purpose: str) -> Batch:
         sampling = Sampling(
             num_samples=num_samples,
             max_tokens=self.config.rollout.response_length,
             temperature=temperature,
             stop_token_ids=self.stop_token_ids,
         )
-        return self.thread.submit(self._collect, prompts, sampling, purpose)
+        batch = Batch(
+            number=next(self.numbers),
+            shares=split_evenly(prompts, len(self.cluster.engines)),
+            num_samples=num_samples,
+        )
+        for engine, share in zip(self.cluster.engines, batch.shares, strict=True):
+            engine.queue.remote(batch.number, *to_arrays(share, self.config.experiment.seed, purpose), sampling)
+        return batch
 
-    def _collect(self, prompts: Sequence[Prompt], sampling: Sampling, purpose: str) -> Rollouts:
+    def _collect(self, batch: Batch) -> Rollouts:
         start = time.perf_counter()
-        shares = split_evenly(prompts, len(self.cluster.engines))
-        calls = [
-            engine.generate.remote(*to_arrays(share, self.config.experiment.seed, purpose), sampling)
-            for engine, share in zip(self.cluster.engines, shares, strict=True)
-        ]
+        calls = [engine.generate.remote(batch.number) for engine in self.cluster.engines]
         answers = self.cluster.get(calls, self.config.rollout.rollout_timeout, "generate", "rollout_timeout")
         groups = [
             group
-            for share, arrays in zip(shares, answers, strict=True)
-            for group in to_groups(share, arrays, sampling.num_samples, self.decode)
+            for share, arrays in zip(batch.shares, answers, strict=True)
+            for group in to_groups(share, arrays, batch.num_samples, self.decode)
         ]
         generated = time.perf_counter()
         scored = self.score(groups)

@@ -51,6 +51,8 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
         args["enforce_eager"] = True
         args["kv_cache_memory_bytes"] = settings.vllm_kv_cache_mb << 20
         args["max_num_batched_tokens"] = max(4096, args["max_model_len"])
+        # Blocks of 32, 64, 96 or 128 tokens: attention computes whole blocks, so short contexts want small ones.
+        args["block_size"] = min(-(-args["max_model_len"] // 32) * 32, 128)
     return args
 
 

@@ -58,8 +58,8 @@ def sample(cluster, engine: int) -> dict[str, np.ndarray]:
     prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (1, 5, 9, 30)]
     cuts = np.concatenate(([0], np.cumsum([len(p) for p in prompts]))).astype(np.int64)
     seeds = np.arange(len(prompts), dtype=np.int64) * 100
-    call = cluster.engines[engine].generate.remote(np.concatenate(prompts), cuts, seeds, SAMPLING)
-    return cluster.get([call], 60, "generate", "timeout")[0]
+    cluster.engines[engine].queue.remote(0, np.concatenate(prompts), cuts, seeds, SAMPLING)
+    return cluster.get([cluster.engines[engine].generate.remote(0)], 60, "generate", "timeout")[0]
 
 
 @pytest.fixture(scope="module")
