@@ -70,9 +70,12 @@ class EngineActor:
 
         update = WeightTransferUpdateRequest(update_info={"version": version, "check": check})
         await self.pausing
-        await self.engine.start_weight_update()
-        await self.engine.update_weights(update)
-        await self.engine.finish_weight_update(weight_version=str(version))
+        # The engine core takes these in the order in which they are sent; waiting for each answer would cost two trips.
+        await asyncio.gather(
+            self.engine.start_weight_update(),
+            self.engine.update_weights(update),
+            self.engine.finish_weight_update(weight_version=str(version)),
+        )
 
     async def queue(
         self, batch: int, tokens: np.ndarray, cu_seqlens: np.ndarray, seeds: np.ndarray, sampling: Sampling
