@@ -109,5 +109,3 @@ def read_data(config: Config, *, need_verifiers: bool) -> tuple[list[Row], list[
         if data.dataset_mixer_eval_list
         else [],
     )
-
-

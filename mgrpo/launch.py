@@ -121,7 +121,9 @@ def _unservable(head_dim: int) -> list[str]:
 
     if visible_gpus() or head_dim in CPU_HEAD_DIMS:
         return []
-    return [f"the model's head_dim={head_dim} is not served by vLLM on a CPU; it knows {', '.join(map(str, CPU_HEAD_DIMS))}"]
+    return [
+        f"the model's head_dim={head_dim} is not served by vLLM on a CPU; it knows {', '.join(map(str, CPU_HEAD_DIMS))}"
+    ]
 
 
 def _prepare_environment() -> None:
@@ -153,9 +155,7 @@ def _run(config: Config, head, rank: int, world_size: int) -> TrainResult:
 
     gc.freeze()
     gc.enable()
-    backend.init_process_group(
-        rank=rank, world_size=world_size, timeout_minutes=config.experiment.backend_timeout
-    )
+    backend.init_process_group(rank=rank, world_size=world_size, timeout_minutes=config.experiment.backend_timeout)
     trainer = Trainer(config, head)
     try:
         result = trainer.fit()

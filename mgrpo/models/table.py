@@ -39,9 +39,7 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """The common part of two slices of one tensor, or None."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
-        stop = [
-            min(a + m, b + n) for a, m, b, n in zip(self.start, self.shape, other.start, other.shape, strict=True)
-        ]
+        stop = [min(a + m, b + n) for a, m, b, n in zip(self.start, self.shape, other.start, other.shape, strict=True)]
         if any(b <= a for a, b in zip(start, stop, strict=True)):
             return None
         return Box(self.name, start, tuple(b - a for a, b in zip(start, stop, strict=True)))
@@ -96,9 +94,7 @@ class Split:
         local_shape = _replace(shape, self.dim, share)
         if stop <= start:
             return LocalParameter(local_shape, ())
-        box = Box(
-            self.name, _replace((0,) * len(shape), self.dim, start), _replace(shape, self.dim, stop - start)
-        )
+        box = Box(self.name, _replace((0,) * len(shape), self.dim, start), _replace(shape, self.dim, stop - start))
         return LocalParameter(local_shape, (Piece(box, (0,) * len(shape)),))
 
 

@@ -59,7 +59,9 @@ def describe(cu_seqlens: np.ndarray, positions: np.ndarray, branches: np.ndarray
     mask = None
     if branches.any():
         if not shares_prompts():
-            raise ValueError("share_prompts=true needs the padded attention of the CPU; use share_prompts=false on CUDA")
+            raise ValueError(
+                "share_prompts=true needs the padded attention of the CPU; use share_prompts=false on CUDA"
+            )
         mask = torch.from_numpy(_branch_mask(padded_rows, branches, num_documents, longest)).to(device)
     return PackedDocuments(
         qkv_format="thd",
@@ -107,7 +109,9 @@ class PackedAttention(MegatronModule):
         attend = self._flash if query.is_cuda else self._padded
         return attend(query, key, value, packed_seq_params).flatten(1)
 
-    def _padded(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments) -> torch.Tensor:
+    def _padded(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments
+    ) -> torch.Tensor:
         num_documents, longest = len(pack.cu_seqlens_q) - 1, pack.max_seqlen_q
 
         def padded(x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +129,9 @@ class PackedAttention(MegatronModule):
         )
         return out.transpose(1, 2).flatten(0, 1).index_select(0, pack.padded_rows)
 
-    def _flash(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments) -> torch.Tensor:
+    def _flash(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments
+    ) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         return varlen_attn(

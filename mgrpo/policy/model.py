@@ -144,9 +144,7 @@ def build(shape: ModelShape, layout: Layout, dtype: torch.dtype) -> ResponseMode
         attention.k_layernorm = RMSNorm
     model = ResponseModel(
         config,
-        TransformerBlockSubmodules(
-            layer_specs=[layer] * (shape.num_layers // layout.pipeline), layer_norm=RMSNorm
-        ),
+        TransformerBlockSubmodules(layer_specs=[layer] * (shape.num_layers // layout.pipeline), layer_norm=RMSNorm),
         vocab_size=-(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),

@@ -74,9 +74,7 @@ class StepResult:
 class Policy:
     """One rank's part of the policy."""
 
-    def __init__(
-        self, shape: ModelShape, layout: Layout, *, dtype: torch.dtype, seed: int, temperature: float
-    ) -> None:
+    def __init__(self, shape: ModelShape, layout: Layout, *, dtype: torch.dtype, seed: int, temperature: float) -> None:
         self.shape, self.layout, self.dtype, self.temperature = shape, layout, dtype, temperature
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
@@ -214,4 +212,3 @@ class Policy:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-

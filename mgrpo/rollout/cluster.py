@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.config.schema import Config
+from mgrpo.rollout.collect import sampler_seed
 from mgrpo.rollout.engine_args import engine_args, engine_environment, visible_gpus
 
 _LAUNCHER_VARIABLES = (
@@ -40,6 +41,7 @@ class Cluster:
 
     def __init__(self, config: Config, *, num_local_learners: int) -> None:
         self.settings = config.engine
+        self.seed = config.experiment.seed
         self.owned = self.settings.ray_address is None
         self.folder: str | None = None
         self.engines: list[Any] = []
@@ -139,7 +141,7 @@ class Cluster:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
             ).remote()
             self.engines.append(engine)
-            self.starting.append(engine.start.remote(args | {"seed": config.experiment.seed + number}))
+            self.starting.append(engine.start.remote(args))
 
     def wait_ready(self) -> list[dict[str, Any]]:
         """Wait until every engine has loaded its model.
@@ -155,7 +157,10 @@ class Cluster:
 
     def receive_weights(self, version: int, check: bool) -> list[Any]:
         """Have all engines receive what the learners send now; with `check` they report digests. See `finish`."""
-        return [engine.receive_weights.remote(version, check) for engine in self.engines]
+        return [
+            engine.receive_weights.remote(version, check, sampler_seed(self.seed, version, number))
+            for number, engine in enumerate(self.engines)
+        ]
 
     def finish(self, calls: list[Any], what: str) -> None:
         """Wait for the engines' part of a weight sync."""

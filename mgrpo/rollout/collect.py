@@ -1,8 +1,9 @@
-"""Between prompts and the engines' flat arrays: who samples what with which seed, and back into groups."""
+"""Between prompts and the engines' flat arrays: who samples what, and back into groups."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,27 +15,27 @@ Decode = Callable[[Sequence[np.ndarray]], list[str]]
 """Token arrays -> texts."""
 
 
-def prompt_seed(run_seed: int, purpose: str, prompt: Prompt) -> int:
-    """A 62-bit seed of its own for every (run, purpose, epoch, row); sample j adds j."""
-    words = f"{run_seed}/{purpose}/{prompt.id[0]}/{prompt.id[1]}".encode()
+def sampler_seed(run_seed: int, version: int, engine: int) -> int:
+    """A 62-bit seed of its own for every (run, policy version, engine).
+
+    An engine's sampler is seeded with each sync and draws for all rows of a batch from one stream: no two prompts, steps
+    or samples share their randomness, a run repeats, and vLLM's slow path of one generator a request stays unused.
+    """
+    words = f"{run_seed}/{version}/{engine}".encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 2
 
 
 def split_evenly(prompts: Sequence[Prompt], num_engines: int) -> list[Sequence[Prompt]]:
     """One run of neighbouring prompts for each engine, sizes equal within one."""
     cuts = [len(prompts) * i // num_engines for i in range(num_engines + 1)]
-    return [prompts[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [prompts[a:b] for a, b in itertools.pairwise(cuts)]
 
 
-def to_arrays(
-    prompts: Sequence[Prompt], run_seed: int, purpose: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Arguments of `EngineActor.generate`: tokens, cu_seqlens, seeds."""
+def to_arrays(prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
+    """Arguments of `EngineActor.queue`: tokens and cu_seqlens."""
     tokens = [prompt.tokens for prompt in prompts]
     cu_seqlens = np.concatenate(([0], np.cumsum([len(t) for t in tokens]))).astype(np.int64)
-    seeds = np.array([prompt_seed(run_seed, purpose, prompt) for prompt in prompts], dtype=np.int64)
-    flat = np.concatenate(tokens).astype(np.int32) if tokens else np.zeros(0, dtype=np.int32)
-    return flat, cu_seqlens, seeds
+    return np.concatenate([np.zeros(0, dtype=np.int32), *tokens]).astype(np.int32), cu_seqlens
 
 
 def to_groups(

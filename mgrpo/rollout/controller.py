@@ -67,7 +67,7 @@ class Controller:
         """
         rollout = self.config.rollout
         prompts = self.next_prompts(rollout.num_unique_prompts_rollout)
-        self.prepared = self._queue(prompts, rollout.num_samples_per_prompt_rollout, rollout.temperature, "train")
+        self.prepared = self._queue(prompts, rollout.num_samples_per_prompt_rollout, rollout.temperature)
 
     def next_batch(self) -> Future[Rollouts]:
         """The groups of the next training step, sampled by the engines' present weights."""
@@ -77,14 +77,14 @@ class Controller:
         return self.thread.submit(self._collect, batch)
 
     def evaluate(self, prompts: Sequence[Prompt], *, num_samples: int, temperature: float) -> Future[Rollouts]:
-        """Groups for held-out prompts; the same prompts get the same seeds each time."""
-        return self.thread.submit(self._collect, self._queue(prompts, num_samples, temperature, "eval"))
+        """Groups for held-out prompts."""
+        return self.thread.submit(self._collect, self._queue(prompts, num_samples, temperature))
 
     def close(self) -> None:
         """Stop taking work; a generation that is under way is left to the engines' end."""
         self.thread.shutdown(wait=False, cancel_futures=True)
 
-    def _queue(self, prompts: Sequence[Prompt], num_samples: int, temperature: float, purpose: str) -> Batch:
+    def _queue(self, prompts: Sequence[Prompt], num_samples: int, temperature: float) -> Batch:
         sampling = Sampling(
             num_samples=num_samples,
             max_tokens=self.config.rollout.response_length,
@@ -97,7 +97,7 @@ class Controller:
             num_samples=num_samples,
         )
         for engine, share in zip(self.cluster.engines, batch.shares, strict=True):
-            engine.queue.remote(batch.number, *to_arrays(share, self.config.experiment.seed, purpose), sampling)
+            engine.queue.remote(batch.number, *to_arrays(share), sampling)
         return batch
 
     def _collect(self, batch: Batch) -> Rollouts:

@@ -64,11 +64,11 @@ class EngineActor:
 
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"invitation": invitation}))
 
-    async def receive_weights(self, version: int, check: bool) -> None:
-        """Take over the weights that the learners are sending. A failure leaves the engine paused."""
+    async def receive_weights(self, version: int, check: bool, seed: int) -> None:
+        """Take over the weights that the learners are sending, and seed the sampler. A failure leaves the engine paused."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        update = WeightTransferUpdateRequest(update_info={"version": version, "check": check})
+        update = WeightTransferUpdateRequest(update_info={"version": version, "check": check, "seed": seed})
         await self.pausing
         # The engine core takes these in the order in which they are sent; waiting for each answer would cost two trips.
         await asyncio.gather(
@@ -77,25 +77,20 @@ class EngineActor:
             self.engine.finish_weight_update(weight_version=str(version)),
         )
 
-    async def queue(
-        self, batch: int, tokens: np.ndarray, cu_seqlens: np.ndarray, seeds: np.ndarray, sampling: Sampling
-    ) -> None:
+    async def queue(self, batch: int, tokens: np.ndarray, cu_seqlens: np.ndarray, sampling: Sampling) -> None:
         """Queue prompts as batch number `batch`; nothing runs before `generate`.
 
-        So a batch can be queued while the learners still train on the one before, and the scheduler's choices, with them
-        the last bits of the logprobs, do not depend on the order of arrival.
+        So a batch can be queued while the learners still train on the one before, and what the scheduler and the sampler do
+        depends on the batch and the seed alone, never on the order of arrival.
 
         Args:
             tokens: prompts end to end, `[sum(len)]` int32, cut by `cu_seqlens [prompts + 1]`.
-            seeds: `[prompts]` int64; sample j of prompt i is drawn with seed `seeds[i] + j`.
         """
         queued = self._batch(batch)
         try:
             await self.pausing
             prompts = [tokens[a:b].tolist() for a, b in itertools.pairwise(cu_seqlens.tolist())]
-            queued.set_result(
-                [await self._add(prompt, int(seed), sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
-            )
+            queued.set_result([await self._add(prompt, sampling) for prompt in prompts])
         except Exception as err:
             queued.set_exception(err)
 
@@ -117,7 +112,7 @@ class EngineActor:
         """The requests of a batch, once they are queued."""
         return self.batches.setdefault(batch, asyncio.get_running_loop().create_future())
 
-    async def _add(self, prompt: list[int], seed: int, sampling: Sampling) -> Any:
+    async def _add(self, prompt: list[int], sampling: Sampling) -> Any:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -127,7 +122,6 @@ class EngineActor:
             temperature=sampling.temperature,
             max_tokens=sampling.max_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
-            seed=None if sampling.temperature == 0 else seed,
             logprobs=0,
             detokenize=False,
             skip_clone=True,

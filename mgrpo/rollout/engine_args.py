@@ -12,7 +12,6 @@ from typing import Any
 
 from mgrpo.config.schema import Config
 
-
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that vLLM's CPU kernels know; with another it starts, and dies at the first prompt."""
 
@@ -41,7 +40,7 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
-        "seed": config.experiment.seed,
+        "seed": 0,  # each sync seeds the sampler anew
     }
     if on_gpu:
         args["gpu_memory_utilization"] = settings.vllm_gpu_memory_utilization

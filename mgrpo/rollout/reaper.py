@@ -6,6 +6,7 @@ daemons watch each other but take tens of seconds, and some outlive a kill -9. S
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -47,10 +48,8 @@ def main() -> None:
     time.sleep(GRACE_S)
     while (left := processes_of(folder, spared)) and time.monotonic() < deadline:
         for pid in left:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         time.sleep(0.2)
     shutil.rmtree(folder, ignore_errors=True)
 

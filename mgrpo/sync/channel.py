@@ -40,9 +40,7 @@ def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
 
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     """The other processes' end of `open_store`."""
-    return dist.TCPStore(
-        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def join_group(
@@ -215,9 +213,7 @@ class Receiver:
         worker: number of the worker in its engine.
     """
 
-    def __init__(
-        self, targets: Iterable[tuple[Box, torch.Tensor]], *, worker: int, invitation: dict[str, Any]
-    ) -> None:
+    def __init__(self, targets: Iterable[tuple[Box, torch.Tensor]], *, worker: int, invitation: dict[str, Any]) -> None:
         self.targets: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         for box, view in targets:
             self.targets.setdefault(box.name, []).append((box, view))

@@ -11,7 +11,9 @@ import torch
 from mgrpo.models.table import Box
 
 _CHUNK = 1 << 20
-_GOLDEN = -7046029254386353131  # 2^64 / golden ratio as int64, the multiplier of Fibonacci hashing (Knuth, TAOCP 3, 6.4)
+_GOLDEN = (
+    -7046029254386353131
+)  # 2^64 / golden ratio as int64, the multiplier of Fibonacci hashing (Knuth, TAOCP 3, 6.4)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

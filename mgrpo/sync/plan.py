@@ -45,9 +45,7 @@ class ReshardPlan:
         return boxes
 
 
-def plan(
-    model: ModelShape, train_layout: Layout, infer_layout: InferLayout, *, itemsize: int = 2
-) -> ReshardPlan:
+def plan(model: ModelShape, train_layout: Layout, infer_layout: InferLayout, *, itemsize: int = 2) -> ReshardPlan:
     """Reshard a model from training ranks to the workers of all engines.
 
     Args:
@@ -61,9 +59,7 @@ def plan(
     return reshard(training_boxes(model, train_layout), workers, itemsize=itemsize)
 
 
-def reshard(
-    sources: Sequence[Sequence[Box]], destinations: Sequence[Sequence[Box]], *, itemsize: int
-) -> ReshardPlan:
+def reshard(sources: Sequence[Sequence[Box]], destinations: Sequence[Sequence[Box]], *, itemsize: int) -> ReshardPlan:
     """Cover every destination box by slices of source boxes, each element once, the load spread over replicas.
 
     Source boxes of one tensor either are equal (replicas) or do not overlap; anything else is a ValueError.

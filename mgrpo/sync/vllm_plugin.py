@@ -67,6 +67,7 @@ def _engine_class() -> type:
     class Update(WeightTransferUpdateInfo):
         version: int
         check: bool
+        seed: int
 
     class ReshardEngine(WeightTransferEngine[Invitation, Update]):
         """Receives exactly this worker's slices, in place."""
@@ -95,6 +96,7 @@ def _engine_class() -> type:
         @torch.no_grad()
         def receive_weights(self, update_info: Update) -> None:
             self.receiver.receive(update_info.version)
+            torch.manual_seed(update_info.seed)
             if update_info.check:
                 self.receiver.report_digests(update_info.version)
 
@@ -131,7 +133,9 @@ def live_boxes(model: torch.nn.Module, shape: dict[str, Any]) -> list[tuple[Box,
     from mgrpo.sync.channel import model_from
 
     dtype = next(model.parameters()).dtype
-    stand_ins = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in hf_tensors(model_from(shape)).items()}
+    stand_ins = {
+        name: torch.empty(size, dtype=dtype, device="meta") for name, size in hf_tensors(model_from(shape)).items()
+    }
     by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in stand_ins.items()}
     with torch.no_grad(), _RecordCopies() as record:
         model.load_weights(iter(stand_ins.items()))

@@ -28,7 +28,12 @@ class Run:
         ]  # fmt: skip
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=self.log.open("w"), stderr=subprocess.STDOUT, start_new_session=True, env=environment
+            command,
+            cwd=ROOT,
+            stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
         )
 
     def text(self) -> str:

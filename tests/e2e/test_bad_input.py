@@ -64,7 +64,9 @@ def test_smollm2_refuses_tensor_parallelism(tmp_path):
     config = json.loads((model / "config.json").read_text())
     config |= {"model_type": "llama", "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
     (model / "config.json").write_text(json.dumps(config))
-    assert "tensor_model_parallel_size=2 does not divide num_attention_heads=9" in message("--model_name_or_path", str(model))
+    assert "tensor_model_parallel_size=2 does not divide num_attention_heads=9" in message(
+        "--model_name_or_path", str(model)
+    )
 
 
 def test_unknown_flag_names_the_nearest():

@@ -20,6 +20,7 @@ from tests.dist.conftest import run_ranks  # noqa: F401  (a fixture)
 from tests.tiny_models import load_hf, save_tiny
 
 SAMPLING = Sampling(num_samples=4, max_tokens=16, temperature=0.7, stop_token_ids=(2,))
+GREEDY = Sampling(num_samples=1, max_tokens=24, temperature=0.0, stop_token_ids=(2,))
 LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {}]
 HOST = "127.0.0.1"
 
@@ -54,11 +55,10 @@ def clusters(models):
     cluster.close()
 
 
-def sample(cluster, engine: int) -> dict[str, np.ndarray]:
+def sample(cluster, engine: int, sampling: Sampling = GREEDY) -> dict[str, np.ndarray]:
     prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (1, 5, 9, 30)]
     cuts = np.concatenate(([0], np.cumsum([len(p) for p in prompts]))).astype(np.int64)
-    seeds = np.arange(len(prompts), dtype=np.int64) * 100
-    cluster.engines[engine].queue.remote(0, np.concatenate(prompts), cuts, seeds, SAMPLING)
+    cluster.engines[engine].queue.remote(0, np.concatenate(prompts), cuts, sampling)
     return cluster.get([cluster.engines[engine].generate.remote(0)], 60, "generate", "timeout")[0]
 
 
@@ -84,7 +84,7 @@ def test_engine_after_sync_equals_a_freshly_loaded_one(clusters, models, store, 
             )
             invitation = make_sender(models[model], layout, store).invitation(0, 2 * version + (model == "sent"))
             clusters.finish(clusters.join(0, invitation), "join")
-            clusters.finish([clusters.engines[0].receive_weights.remote(version, True)], "receive weights")
+            clusters.finish([clusters.engines[0].receive_weights.remote(version, True, 0)], "receive weights")
             reports = pool.results()
             got = sample(clusters, 0)
             assert (got["policy_versions"] == version).all()
@@ -117,7 +117,7 @@ def make_sender(model_dir, layout, store) -> Sender:
 
 def test_engine_logprobs_equal_transformers(clusters, models):
     """The engine's definition of a logprob is the trainer's: log-softmax of logits / temperature."""
-    got = sample(clusters, 1)
+    got = sample(clusters, 1, SAMPLING)
     model = load_hf(models["sent"])
     prompts = [np.arange(3, 3 + n) for n in (1, 5, 9, 30) for _ in range(SAMPLING.num_samples)]
     for prompt, a, b in zip(prompts, got["cu_seqlens"][:-1], got["cu_seqlens"][1:], strict=True):

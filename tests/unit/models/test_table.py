@@ -94,6 +94,11 @@ def test_padding_of_the_vocabulary_does_not_depend_on_the_layout():
 def test_query_key_value_rows_are_interleaved_by_group():
     """Worked by hand: 4 heads, 2 groups, head_dim 1: q0 q1 k0 v0 | q2 q3 k1 v1, cut in two."""
     model = shape_of(HF | {"model_type": "llama", "num_attention_heads": 4, "head_dim": 1, "hidden_size": 4})
-    parameter = local_parameters(model, Layout(world_size=2, tensor=2), 1)["decoder.layers.0.self_attention.linear_qkv.weight"]
-    rows = [(piece.box.name.split(".")[-2], piece.box.start[0], piece.box.shape[0], piece.local[0]) for piece in parameter.pieces]
+    parameter = local_parameters(model, Layout(world_size=2, tensor=2), 1)[
+        "decoder.layers.0.self_attention.linear_qkv.weight"
+    ]
+    rows = [
+        (piece.box.name.split(".")[-2], piece.box.start[0], piece.box.shape[0], piece.local[0])
+        for piece in parameter.pieces
+    ]
     assert rows == [("q_proj", 2, 2, 0), ("k_proj", 1, 1, 2), ("v_proj", 1, 1, 3)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
-from mgrpo.rollout.collect import prompt_seed, split_evenly, to_arrays, to_groups
+from mgrpo.rollout.collect import sampler_seed, split_evenly, to_arrays, to_groups
 from mgrpo.types import Prompt
 
 
@@ -17,18 +19,11 @@ def prompt(epoch: int, index: int, tokens: list[int]) -> Prompt:
 PROMPTS = [prompt(0, i, list(range(i + 1))) for i in range(5)]
 
 
-def test_every_prompt_epoch_and_purpose_has_its_own_seed():
-    """Equal seeds for every prompt make a batch explore the same randomness again and again."""
-    seeds = {
-        prompt_seed(run, purpose, prompt(epoch, index, [1])) + sample
-        for run in (1, 2)
-        for purpose in ("train", "eval")
-        for epoch in range(3)
-        for index in range(50)
-        for sample in range(8)
-    }
-    assert len(seeds) == 2 * 2 * 3 * 50 * 8
-    assert 0 <= min(seeds) and max(seeds) < 2**62 + 8
+def test_every_run_version_and_engine_has_its_own_seed():
+    """Equal seeds make every step, or every engine, explore the same randomness again."""
+    seeds = {sampler_seed(run, version, engine) for run in (1, 2) for version in range(500) for engine in range(8)}
+    assert len(seeds) == 2 * 500 * 8
+    assert min(seeds) >= 0 and max(seeds) < 2**62
 
 
 def test_prompts_are_split_over_engines_in_order():
@@ -58,8 +53,7 @@ def test_groups_come_back_to_their_prompts():
 
 def test_arrays_hold_the_prompts_end_to_end():
     """The engine cuts them at cu_seqlens."""
-    tokens, cuts, seeds = to_arrays(PROMPTS, 1, "train")
-    assert [tokens[a:b].tolist() for a, b in zip(cuts[:-1], cuts[1:], strict=True)] == [p.tokens.tolist() for p in PROMPTS]
-    assert len(set(seeds.tolist())) == len(PROMPTS)
-    empty = to_arrays([], 1, "train")
+    tokens, cuts = to_arrays(PROMPTS)
+    assert [tokens[a:b].tolist() for a, b in itertools.pairwise(cuts)] == [p.tokens.tolist() for p in PROMPTS]
+    empty = to_arrays([])
     assert len(empty[0]) == 0 and empty[1].tolist() == [0]
