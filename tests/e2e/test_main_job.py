@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_exported_model_is_the_one_that_was_measured(finished):
 
     folder = finished.output_dir / "hf" / f"step_{STEPS}"
     model, tokenizer = load_hf(folder), load_tokenizer(folder)
-    rows = [json.loads(line) for line in open("examples/quickstart/heldout.jsonl")]
+    rows = [json.loads(line) for line in Path("examples/quickstart/heldout.jsonl").read_text().splitlines()]
     right = 0
     for row in rows:
         ids = tokenizer(row["prompt"], return_tensors="pt", add_special_tokens=False).input_ids
