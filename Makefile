@@ -33,4 +33,4 @@ bench: $(VENV)/.installed
 	$(VENV)/bin/python tools/bench_loop.py
 
 clean:
-	rm -rf build output *.egg-info mgrpo/*.so
+	rm -rf build output *.egg-info mgrpo/*.so $(VENV)/.installed $(VENV)/.installed-dev

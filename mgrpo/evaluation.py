@@ -17,21 +17,21 @@ def mean_score(scores: Sequence[float] | Sequence[np.ndarray]) -> float:
 
 
 def summarise(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Metrics of an evaluation; a completion is correct when its verifiers gave it more than 0.
+    """Metrics of an evaluation.
 
     `eval/pass_at_1` is the mean over prompts of the share of correct samples; `eval/pass_at_{n}`, with n samples a prompt,
-    the share of prompts with at least one correct sample. Completions without a score count as wrong.
+    the share of prompts with at least one correct sample. Completions without a score count as wrong. Without verifiers
+    nothing is correct or wrong, and there are neither.
     """
-    correct = np.nan_to_num([[score.parts.get("correct", 0.0) for score in group.scores] for group in groups])
     lengths = np.array([len(completion.tokens) for group in groups for completion in group.group.completions])
     stopped = [completion.finish_reason == "stop" for group in groups for completion in group.group.completions]
-    num_samples = correct.shape[1]
     metrics = {
         "eval/scores": mean_score([group.rewards for group in groups]),
-        "eval/pass_at_1": float(correct.mean()),
         "eval/sequence_lengths": float(lengths.mean()),
         "eval/stop_rate": float(np.mean(stopped)),
     }
-    if num_samples > 1:
-        metrics[f"eval/pass_at_{num_samples}"] = float(correct.any(axis=1).mean())
+    if all("correct" in score.parts for group in groups for score in group.scores):
+        correct = np.nan_to_num([[score.parts["correct"] for score in group.scores] for group in groups])
+        metrics["eval/pass_at_1"] = float(correct.mean())
+        metrics[f"eval/pass_at_{correct.shape[1]}"] = float(correct.any(axis=1).mean())
     return metrics

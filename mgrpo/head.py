@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mgrpo.config import Config, to_yaml
 from mgrpo.data.mixing import Row, read_rows
@@ -17,7 +18,7 @@ from mgrpo.rewards.compose import score_groups, score_with_functions
 from mgrpo.rewards.pool import VerifierPool
 from mgrpo.rollout.cluster import Cluster
 from mgrpo.rollout.controller import Controller, Rollouts
-from mgrpo.telemetry.metrics import MetricsWriter
+from mgrpo.telemetry.metrics import MetricsWriter, move_aside
 from mgrpo.telemetry.progress import Progress
 from mgrpo.types import Prompt
 
@@ -37,12 +38,14 @@ class Head:
         self.config, self.rows, self.held_out, self.reward_funcs = config, rows, held_out, reward_funcs
         self.output_dir = Path(config.experiment.output_dir)
         self.output_dir.mkdir(parents=True, exist_ok=True)
+        move_aside(self.output_dir)
         (self.output_dir / "config.yaml").write_text(to_yaml(config))
         self.pool = VerifierPool(
             config.reward.verifier_workers,
             config.reward.verifier_timeout,
             verifiers=sorted({name for row in [*rows, *held_out] for name in row.verifiers}),
         )
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="head")
         self.controller: Controller | None = None
         self.writer: MetricsWriter | None = None
         self.progress: Progress | None = None
@@ -51,10 +54,11 @@ class Head:
 
     def get_ready(self) -> Future[None]:
         """Tokenise the data and wait for the engines, in a thread; call when torch has been imported."""
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="get-ready")
-        future = thread.submit(self._get_ready)
-        thread.shutdown(wait=False)
-        return future
+        return self.thread.submit(self._get_ready)
+
+    def finish(self, calls: list[Any], what: str) -> Future[None]:
+        """Wait for the engines' part of a weight sync, in a thread."""
+        return self.thread.submit(self.cluster.finish, calls, what)
 
     def _get_ready(self) -> None:
         from mgrpo.data.prompts import decode, encode, load_tokenizer, stop_token_ids
@@ -95,6 +99,7 @@ class Head:
 
     def close(self) -> None:
         """End every process that this rank started."""
+        self.thread.shutdown(wait=False, cancel_futures=True)
         for part in (self.progress, self.writer, self.controller, self.pool, self.cluster):
             if part is not None:
                 part.close()

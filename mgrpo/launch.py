@@ -17,6 +17,7 @@ from mgrpo.config import Config, ConfigError
 from mgrpo.config.validate import check, warnings
 from mgrpo.lifetime import die_with_parent
 from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.rollout.engine_args import machine_problems
 
 if TYPE_CHECKING:
     from mgrpo.trainer import TrainResult
@@ -44,13 +45,14 @@ def train(
         die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
     _prepare_environment()
     head = None
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         if rank == 0:
             from mgrpo.head import Head
 
             head = Head(
                 config,
-                num_local_learners=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                num_local_learners=_num_local_learners(),
                 rows=rows,
                 held_out=held_out,
                 reward_funcs=functions,
@@ -64,8 +66,8 @@ def train(
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             head.close()
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def _check(
@@ -73,12 +75,13 @@ def _check(
 ) -> tuple[list, list]:
     """Configuration on every rank, data on rank 0, all problems in one error."""
     problems = []
+    hf_config, about_model = None, []
     try:
         hf_config = read_hf_config(config.model.model_name_or_path or "")
-        problems.extend(_unservable(shape_of(hf_config).head_dim))
+        head_dim = shape_of(hf_config).head_dim
+        about_model = machine_problems(config, num_local_learners=_num_local_learners(), head_dim=head_dim)
     except ValueError as err:
-        hf_config = None
-        problems.append(str(err))
+        about_model = [str(err)]
     rows, held_out = [], []
     try:
         check(
@@ -89,7 +92,9 @@ def _check(
             has_reward_funcs=bool(functions),
         )
     except ConfigError as err:
-        problems = [*err.problems, *(p for p in problems if p not in err.problems)]
+        problems = list(err.problems)
+    if not any("model_name_or_path" in problem for problem in problems):
+        problems += about_model
     if is_head:
         from mgrpo.data.mixing import parse_rows
         from mgrpo.head import read_data
@@ -116,14 +121,8 @@ def _check(
     return rows, held_out
 
 
-def _unservable(head_dim: int) -> list[str]:
-    from mgrpo.rollout.engine_args import CPU_HEAD_DIMS, visible_gpus
-
-    if visible_gpus() or head_dim in CPU_HEAD_DIMS:
-        return []
-    return [
-        f"the model's head_dim={head_dim} is not served by vLLM on a CPU; it knows {', '.join(map(str, CPU_HEAD_DIMS))}"
-    ]
+def _num_local_learners() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _prepare_environment() -> None:
@@ -135,11 +134,10 @@ def _prepare_environment() -> None:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "MASTER_ADDR": "127.0.0.1",
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
+    if os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
@@ -149,8 +147,6 @@ def _run(config: Config, head, rank: int, world_size: int) -> TrainResult:
     from mgrpo.parallel import backend
 
     backend.install()
-    import torch.distributed as dist
-
     from mgrpo.trainer import Trainer
 
     gc.freeze()
@@ -160,8 +156,7 @@ def _run(config: Config, head, rank: int, world_size: int) -> TrainResult:
     try:
         result = trainer.fit()
     except BaseException as err:
-        trainer.channel.fail(f"rank {rank}: {err}")
+        trainer.channel.fail(f"rank {rank}: {err!r}")
         raise
-    dist.barrier(group=trainer.channel.group)
-    dist.destroy_process_group()
+    trainer.close()
     return result

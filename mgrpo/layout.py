@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+VOCAB_MULTIPLE = 128
+"""The vocabulary is padded to a multiple of this whatever the layout, so that a checkpoint fits every one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from mgrpo.evaluation import mean_score, summarise
 from mgrpo.head import Head
 from mgrpo.layout import InferLayout
 from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.parallel import backend
 from mgrpo.parallel.attention import shares_prompts
 from mgrpo.parallel.broadcast import Action, Channel
 from mgrpo.policy.policy import Microbatch, Policy, StepResult
@@ -39,11 +42,10 @@ from mgrpo.rollout.controller import Rollouts
 from mgrpo.sync.channel import Sender, connect_store, open_store
 from mgrpo.telemetry.curve import draw_reward_curve
 from mgrpo.telemetry.versions import found
-from mgrpo.types import ScoredGroup
 
 HEARTBEAT_S = 5.0
 PATIENCE_S = 60.0
-"""A learner that hears nothing from rank 0 for this long gives up."""
+"""A learner that hears nothing from rank 0 for this long, heartbeats included, gives up."""
 MAX_SKIPPED = 3
 """Steps with a non-finite gradient in a row that end the run."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -69,6 +71,7 @@ class Trainer:
     def __init__(self, config: Config, head: Head | None) -> None:
         self.config, self.head = config, head
         self.channel = Channel(timeout_s=PATIENCE_S)
+        self.host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.experiment.backend_timeout))
         self.layout = layout_of(config, dist.get_world_size())
         self.shape = shape_of(read_hf_config(config.model.model_name_or_path))
         self.policy = self._load_policy()
@@ -76,6 +79,8 @@ class Trainer:
         self.reference = self._load_policy() if config.algorithm.beta != 0 else None
         self.version = 0
         self.skipped = 0
+        # Ranks load at their own speed; from here on nobody keeps rank 0 waiting for long.
+        dist.barrier(group=self.host_group)
 
     def _load_policy(self) -> Policy:
         policy = Policy(
@@ -105,7 +110,11 @@ class Trainer:
         exported = self.export(config.num_training_steps) if config.checkpoint.save_final else None
         if self.head:
             self.head.writer.close()
-            draw_reward_curve(self.output_dir / "metrics.jsonl", self.output_dir / "reward_curve.png")
+            draw_reward_curve(
+                self.output_dir / "metrics.jsonl",
+                self.output_dir / "reward_curve.png",
+                title=f"{config.experiment.exp_name}: reward during training",
+            )
             self.head.progress.finish(before=before or None, after=after or None)
         return TrainResult(
             output_dir=self.output_dir,
@@ -118,17 +127,17 @@ class Trainer:
     def step(self, step: int) -> None:
         """Sample, score, train on every mini-batch and epoch, and give the engines the new weights."""
         clock = _Clock()
-        rollouts = self.wait_for(self.head and self.head.controller.next_batch())
+        rollouts, packs = self.wait_for(self.head and self.head.controller.next_batch(), self.pack) or (None, None)
         if self.head and step < self.config.num_training_steps and not self.evaluates_after(step):
             self.head.controller.prepare()
-        arrays = self.channel.arrays(self.head and self.pack(rollouts.groups))
+        arrays = self.channel.arrays(packs)
         clock.split("wait")
         results = self.learn(arrays)
         measured = self.reduce(results)
         clock.split("train")
         if any(result.is_finite for result in results):
             self.version += 1
-            self.sync(check=step == 1 or _is_due(step, self.config.engine.weight_sync_check_every))
+            self.sync(check=self.version == 1 or _is_due(step, self.config.engine.weight_sync_check_every))
         clock.split("sync")
         if self.head:
             self.report(step, rollouts, arrays, results, measured, clock)
@@ -137,10 +146,10 @@ class Trainer:
         """Whether an evaluation follows training step `step`, the last one's apart."""
         return _is_due(step, self.config.experiment.local_eval_every) and step < self.config.num_training_steps
 
-    def wait_for(self, future: Future | None) -> Any:
-        """Wait for rank 0's `future`; returns its result there, None on the others.
+    def wait_for(self, future: Future | None, then: Callable[[Any], Any] = lambda result: result) -> Any:
+        """Wait for rank 0's `future`; returns `then` of its result there, None on the others.
 
-        While it lasts rank 0 tells the others that it is alive; when it fails, all ranks end with its message.
+        While it lasts rank 0 tells the others that it is alive; when it or `then` fails, all ranks end with its message.
         """
         if self.head is None:
             while self.channel.action() is Action.HEARTBEAT:
@@ -148,25 +157,27 @@ class Trainer:
             return None
         while not wait([future], timeout=HEARTBEAT_S).done:
             self.channel.action(Action.HEARTBEAT)
-        if error := future.exception():
-            self.channel.action(Action.ERROR, f"rank 0: {error}")
-            raise error
+        try:
+            result = then(future.result())
+        except Exception as err:
+            self.channel.action(Action.ERROR, f"rank 0: {err}")
+            raise
         self.channel.action(Action.RUN)
-        return future.result()
+        return result
 
-    def pack(self, groups: Sequence[ScoredGroup]) -> dict[str, np.ndarray]:
+    def pack(self, rollouts: Rollouts) -> tuple[Rollouts, dict[str, np.ndarray]]:
         """Advantages, then packs for every mini-batch and data-parallel rank, as arrays to broadcast."""
         config = self.config
         share = config.parallel.share_prompts
         packs = packing.pack_step(
-            train_samples(groups, normalization=config.algorithm.advantage_normalization_type),
+            train_samples(rollouts.groups, normalization=config.algorithm.advantage_normalization_type),
             pack_length=config.parallel.pack_length,
             dp=self.layout.data,
             num_mini_batches=config.algorithm.num_mini_batches,
             multiple_of=self.layout.tensor if self.layout.sequence_parallel else 1,
             share_prompts=shares_prompts() if share == "auto" else share,
         )
-        return packing.to_arrays(packs)
+        return rollouts, packing.to_arrays(packs)
 
     def learn(self, arrays: dict[str, np.ndarray]) -> list[StepResult]:
         """One optimizer step for each mini-batch and epoch; mini-batches without a trained token are passed over."""
@@ -227,8 +238,8 @@ class Trainer:
             for own_sums, own_maxima in (measured for result in results for measured in result.measured):
                 sums += own_sums.to(sums)
                 maxima = torch.maximum(maxima, own_maxima.to(maxima))
-        dist.all_reduce(sums, group=self.channel.group)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.channel.group)
+        dist.all_reduce(sums, group=self.host_group)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.host_group)
         self.skipped = 0 if all(result.is_finite for result in results) else self.skipped + 1
         if self.skipped >= MAX_SKIPPED:
             raise RuntimeError(
@@ -265,9 +276,9 @@ class Trainer:
         )
         for engine in range(settings.vllm_num_engines):
             joining = self.head and self.head.cluster.join(engine, self.sender.invitation(engine, generation=0))
-            self.sender.join(engine, generation=0)
-            if self.head:
-                self.head.cluster.finish(joining, "join the weight-transfer group")
+            with self.engines_first(joining):
+                self.sender.join(engine, generation=0)
+            self.wait_for(self.head and self.head.finish(joining, "join the weight-transfer group"))
         if self.head:
             self.head.progress.say(found(is_extension_compiled=ops.build_info()["compiled"]))
             plan = self.sender.plan
@@ -279,14 +290,24 @@ class Trainer:
     def sync(self, *, check: bool = False) -> None:
         """Give every engine the present weights; with `check`, prove by digests that it holds exactly these."""
         receiving = self.head and self.head.cluster.receive_weights(self.version, check)
-        self.sender.send(self.version)
+        with self.engines_first(receiving):
+            self.sender.send(self.version)
         if check:
             truth = self.sender.digests()
-            dist.all_reduce(truth, group=self.channel.group)
-        if self.head:
-            self.head.cluster.finish(receiving, f"receive weights, version {self.version}")
-            if check:
-                self.sender.compare(self.version, truth)
+            dist.all_reduce(truth, group=self.host_group)
+        self.wait_for(self.head and self.head.finish(receiving, f"receive weights, version {self.version}"))
+        if self.head and check:
+            self.sender.compare(self.version, truth)
+
+    @contextmanager
+    def engines_first(self, calls: list[Any] | None) -> Iterator[None]:
+        """When the learners' end of a sync fails, an engine's own words come before the learners' time-out."""
+        try:
+            yield
+        except RuntimeError:
+            if self.head:
+                self.head.cluster.finish(calls, "take part in the weight sync", timeout_s=1)
+            raise
 
     def evaluate(self, when: str, before: dict[str, float] | None = None, step: int = 0) -> dict[str, float]:
         """Sample the held-out prompts; metrics on rank 0, nothing elsewhere or without held-out data."""
@@ -303,7 +324,7 @@ class Trainer:
     def export(self, step: int) -> Path:
         """Write the model in Hugging Face format."""
         folder = self.output_dir / "hf" / f"step_{step}"
-        export_hf(self.policy, self.config.model.model_name_or_path, folder, group=self.channel.group)
+        export_hf(self.policy, self.config.model.model_name_or_path, folder, group=self.host_group)
         return folder
 
     def report(
@@ -335,6 +356,7 @@ class Trainer:
             "val/num_step_tokens": int(arrays["sizes"][:, 0].sum()),
             "optim/grad_norm": results[-1].grad_norm if results else 0.0,
             "lr": results[-1].learning_rate if results else 0.0,
+            "optim/steps": len(results),
             "optim/skipped_steps": sum(not result.is_finite for result in results),
             "sync/bytes": self.sender.plan.bytes_moved,
             "learner_tokens_per_second_step": int(lengths.sum()) / sum(seconds.values()),
@@ -346,6 +368,11 @@ class Trainer:
         }
         self.head.writer.write(step, metrics)
         self.head.progress.update(step, metrics)
+
+    def close(self) -> None:
+        """Leave all process groups; every rank must call."""
+        dist.barrier(group=self.host_group)
+        backend.leave_process_groups()
 
     @property
     def output_dir(self) -> Path:

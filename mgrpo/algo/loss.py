@@ -79,7 +79,7 @@ def policy_loss(
 
     metrics, maxima = measure(
         mask=mask,
-        logprobs=current,
+        old_logprobs=old,
         ratio=ratio,
         is_clipped=clipped < unclipped,
         surrogate=surrogate,

@@ -71,7 +71,7 @@ def reduce_metrics(
 def measure(
     *,
     mask: Tensor,
-    logprobs: Tensor,
+    old_logprobs: Tensor,
     ratio: Tensor,
     is_clipped: Tensor,
     surrogate: Tensor,
@@ -94,7 +94,7 @@ def measure(
         largest = ratio.new_full((), -torch.inf)
     else:
         known = mask & rollout_logprobs.isfinite()
-        difference = torch.where(known, (logprobs - rollout_logprobs).abs(), 0.0)
+        difference = torch.where(known, (old_logprobs - rollout_logprobs).abs(), 0.0)
         columns += [difference, known.to(ratio.dtype)]
         largest = torch.where(known, difference, -torch.inf).amax() if len(mask) else ratio.new_full((), -torch.inf)
     columns += [None if d_ref is None else kl_estimate(d_ref, ratio, k) for k in range(NUM_ESTIMATORS)]

@@ -15,10 +15,7 @@ from typing import Any
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import describe, fits, flat, settings
 from mgrpo.config.schema import Config
-from mgrpo.layout import Layout
-
-VOCAB_MULTIPLE = 128
-"""The vocabulary is padded to a multiple of this, whatever the layout, so that checkpoints do not depend on it."""
+from mgrpo.layout import VOCAB_MULTIPLE, Layout
 
 
 def check(
@@ -291,20 +288,15 @@ def _asynchrony(config: Config) -> Iterator[str]:
         yield f"async_steps={config.rollout.async_steps} is not implemented yet; use 0"
 
 
-def _group(config: Config) -> Iterator[str]:
-    if config.rollout.num_samples_per_prompt_rollout == 1:
-        yield (
-            "num_samples_per_prompt_rollout=1 makes every advantage 0, since a group of one is its own mean; "
-            "use at least 2"
-        )
-
-
 def _pack_length(config: Config) -> Iterator[str]:
     prompt, response = config.data.max_prompt_token_length, config.rollout.response_length
-    if config.parallel.pack_length < prompt + response:
+    # Under sequence parallelism a pack is a multiple of the tensor size.
+    multiple = max(config.parallel.tensor_model_parallel_size, 1) if config.parallel.sequence_parallel else 1
+    least = -(-(prompt + response) // multiple) * multiple
+    if config.parallel.pack_length < least:
         yield (
             f"pack_length={config.parallel.pack_length} cannot hold max_prompt_token_length {prompt} "
-            f"+ response_length {response}; use at least {prompt + response}"
+            f"+ response_length {response}; use at least {least}"
         )
 
 
@@ -331,10 +323,11 @@ def _num_steps(config: Config) -> Iterator[str]:
 
 
 def _mini_batches(config: Config) -> Iterator[str]:
-    if config.algorithm.num_mini_batches > config.batch_size:
+    prompts = config.rollout.num_unique_prompts_rollout
+    if config.algorithm.num_mini_batches > prompts:
         yield (
-            f"num_mini_batches={config.algorithm.num_mini_batches} is more than the {config.batch_size} completions "
-            f"of a step; use at most {config.batch_size}"
+            f"num_mini_batches={config.algorithm.num_mini_batches} is more than the {prompts} prompts of a step, whose "
+            f"groups may stay together; use at most {prompts}"
         )
 
 
@@ -353,8 +346,16 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Config], Iterator[str]]], ...] = (
         _data,
     ),
     (("async_steps",), _asynchrony),
-    (("num_samples_per_prompt_rollout",), _group),
-    (("pack_length", "max_prompt_token_length", "response_length"), _pack_length),
+    (
+        (
+            "pack_length",
+            "max_prompt_token_length",
+            "response_length",
+            "tensor_model_parallel_size",
+            "sequence_parallel",
+        ),
+        _pack_length,
+    ),
     (("load_ref_policy", "beta"), _reference),
     ((*BATCH_FIELDS, "total_episodes", "num_epochs", "num_mini_batches", "warm_up_steps", "warmup_ratio"), _num_steps),
     ((*BATCH_FIELDS, "num_mini_batches"), _mini_batches),

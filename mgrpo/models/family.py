@@ -39,9 +39,6 @@ class ModelShape:
     qk_norm: bool
 
 
-VOCAB_MULTIPLE = 128
-"""Megatron's vocabulary is padded to a multiple of this whatever tp is, so that a checkpoint fits every layout."""
-
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mgrpo.layout import InferLayout, Layout
-from mgrpo.models.family import VOCAB_MULTIPLE, ModelShape
+from mgrpo.layout import VOCAB_MULTIPLE, InferLayout, Layout
+from mgrpo.models.family import ModelShape
 
 Shape = tuple[int, ...]
 

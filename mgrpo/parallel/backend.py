@@ -48,7 +48,7 @@ def device() -> torch.device:
 
 
 def init_process_group(*, rank: int, world_size: int, timeout_minutes: float) -> None:
-    """Join the default process group: NCCL with CUDA, gloo without. Every learner rank must call."""
+    """Join the default process group: NCCL with CUDA, gloo without. Every learner rank must call; alone none is needed."""
     from datetime import timedelta
 
     if has_cuda():
@@ -57,8 +57,17 @@ def init_process_group(*, rank: int, world_size: int, timeout_minutes: float) ->
         "cpu:gloo,cuda:nccl" if has_cuda() else "gloo",
         rank=rank,
         world_size=world_size,
+        store=torch.distributed.HashStore() if world_size == 1 else None,
         timeout=timedelta(minutes=timeout_minutes),
     )
+
+
+def leave_process_groups() -> None:
+    """Undo `init_process_group` and Megatron's groups, so that another run may begin. Every learner rank must call."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
 
 
 def transformer_settings() -> dict[str, Any]:

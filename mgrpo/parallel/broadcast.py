@@ -1,7 +1,7 @@
 """What rank 0 tells the other learners: a small header that opens every step, and arrays. No pickled objects.
 
-All traffic runs over one gloo group of all learners, apart from the model's groups, so that a rank that waits for rank 0
-gives up after `timeout_s` and not after the hours a training collective may take.
+All of it runs over a gloo group of its own, so that a rank that waits for rank 0 gives up after `timeout_s` and not after
+the hours a collective of the training may take.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mgrpo import ops
-from mgrpo.layout import Layout
-from mgrpo.models.family import VOCAB_MULTIPLE, ModelShape
+from mgrpo.layout import VOCAB_MULTIPLE, Layout
+from mgrpo.models.family import ModelShape
 from mgrpo.parallel import backend
 from mgrpo.parallel.attention import PackedAttention, PackedDocuments, PackedRotary, RMSNorm
 

@@ -161,6 +161,8 @@ class Policy:
         rate = learning_rate(self.settings, self.optimizer_steps, self.num_optimizer_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+            # Megatron marks biases and norms with wd_mult 0 and leaves it to its scheduler, not used here, to apply it.
+            group["weight_decay"] = self.settings.weight_decay * group.get("wd_mult", 1.0)
         grad_norm = self._update_weights()
         self.optimizer_steps += 1
         return StepResult(

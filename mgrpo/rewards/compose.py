@@ -39,7 +39,7 @@ def score_groups(groups: Sequence[RolloutGroup], pool: Verifies, config: Reward)
     score leaves the whole completion without (NaN), unless the stop rule decides.
 
     `Score.parts` holds each verifier's own score by name, "format" (1 or 0) when the format is asked for, and "correct"
-    (1 if the verifiers' sum is positive); a missing score is NaN there too.
+    (1 if every verifier gave its full score); a missing score is NaN there too.
     """
     verified = iter(pool.verify_many(_items(groups)) if config.apply_verifiable_reward else [])
     scored = []
@@ -112,7 +112,7 @@ def _score(completion: Completion, verified: list[tuple[str, float]], config: Re
         parts[name] = parts.get(name, 0.0) + score
     verifier_sum = sum(score for _, score in verified)
     if config.apply_verifiable_reward:
-        parts["correct"] = math.nan if math.isnan(verifier_sum) else float(verifier_sum > 0)
+        parts["correct"] = math.nan if math.isnan(verifier_sum) else float(verifier_sum >= len(verified) - 1e-8)
     has_format = config.apply_r1_style_format_reward and has_r1_format(completion.text)
     if config.apply_r1_style_format_reward:
         parts["format"] = float(has_format)

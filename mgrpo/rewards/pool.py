@@ -257,7 +257,9 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env={**os.environ, "PYTHONPATH": search_path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
+            # Not the secrets of the run: what it reads is untrusted.
+            env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+            | {"PYTHONPATH": search_path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
         assert self.process.stdin is not None and self.process.stdout is not None

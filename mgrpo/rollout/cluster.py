@@ -19,7 +19,7 @@ from typing import Any
 
 from mgrpo.config.schema import Config
 from mgrpo.rollout.collect import sampler_seed
-from mgrpo.rollout.engine_args import engine_args, engine_environment, visible_gpus
+from mgrpo.rollout.engine_args import engine_args, engine_environment, serving_gpus
 
 _LAUNCHER_VARIABLES = (
     "RANK",
@@ -47,16 +47,9 @@ class Cluster:
         self.engines: list[Any] = []
         self.starting: list[Any] = []
         self.output_dir = Path(config.experiment.output_dir)
-        gpus = visible_gpus()
-        free = gpus[num_local_learners:] if self.owned else gpus
-        needed = self.settings.vllm_num_engines * self.settings.vllm_tensor_parallel_size
+        gpus = serving_gpus()
         self.on_gpu = bool(gpus)
-        if self.on_gpu and self.owned and needed > len(free):
-            raise ValueError(
-                f"vllm_num_engines={self.settings.vllm_num_engines} x vllm_tensor_parallel_size="
-                f"{self.settings.vllm_tensor_parallel_size} need {needed} GPUs, but of {len(gpus)} on this machine "
-                f"{num_local_learners} belong to learners and {len(free)} are left; start fewer learners or engines"
-            )
+        free = gpus[num_local_learners:] if self.owned else gpus
         self._reaper: subprocess.Popen | None = None
         try:
             with _without_launcher_variables():
@@ -86,6 +79,8 @@ class Cluster:
             RAY_prestart_worker_first_driver="0",
             RAY_enable_worker_prestart="0",
             RAY_worker_niceness="0",
+            # Ray takes a loopback address for a mistake, and listens on the public one, unless it is told "no cluster".
+            RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
             # Without its control store Ray cannot go on: say so after seconds, not after a minute.
             RAY_gcs_rpc_server_reconnect_timeout_s="10",
         )
@@ -130,7 +125,7 @@ class Cluster:
                 f"{self.ray.available_resources()}; lower vllm_num_engines or vllm_tensor_parallel_size"
             )
         remote = self.ray.remote(EngineActor)
-        environment = engine_environment(config, on_gpu=self.on_gpu)
+        environment = engine_environment(config, on_gpu=self.on_gpu, is_local=self.owned)
         args = engine_args(config, on_gpu=self.on_gpu)
         for number in range(count):
             engine = remote.options(
@@ -162,17 +157,19 @@ class Cluster:
             for number, engine in enumerate(self.engines)
         ]
 
-    def finish(self, calls: list[Any], what: str) -> None:
-        """Wait for the engines' part of a weight sync."""
-        self.get(calls, self.settings.weight_sync_timeout, what, "weight_sync_timeout")
+    def finish(self, calls: list[Any], what: str, timeout_s: float | None = None) -> None:
+        """Wait for the engines' part of a weight sync, by default for `weight_sync_timeout` seconds."""
+        self.get(calls, timeout_s or self.settings.weight_sync_timeout, what, "weight_sync_timeout")
 
     def get(self, calls: list[Any], timeout_s: float, what: str, field: str) -> list[Any]:
         """Results of one call to each engine; a dead or late engine becomes one clear RuntimeError."""
         try:
             return self.ray.get(calls, timeout=timeout_s)
         except self.ray.exceptions.GetTimeoutError as err:
+            late = [number for number, call in enumerate(calls) if not self.ray.wait([call], timeout=0)[0]]
             raise RuntimeError(
-                f"could not {what} within {field}={timeout_s:g} s; raise {field} if the work is that long"
+                f"could not {what} within {field}={timeout_s:g} s: no answer from {_engines(late, calls)}; raise {field} if "
+                f"the work is that long{self._keep_logs()}"
             ) from err
         except self.ray.exceptions.RayError as err:
             raise RuntimeError(f"could not {what}: {_cause(err)}{self._keep_logs()}") from err
@@ -199,6 +196,10 @@ class Cluster:
         if self._reaper is not None:
             self._reaper.stdin.close()
             self._reaper = None
+
+
+def _engines(late: list[int], calls: list[Any]) -> str:
+    return "the engine" if len(calls) == 1 else f"engines {', '.join(map(str, late))}"
 
 
 def _cause(err: BaseException) -> str:

@@ -9,12 +9,13 @@ import asyncio
 import gc
 import itertools
 import os
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-FINISH_REASONS = ("stop", "length", "abort")
+FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 UNSYNCED = -1
 """Policy version of the weights an engine has loaded by itself."""
 
@@ -36,6 +37,7 @@ class EngineActor:
     def __init__(self) -> None:
         self.engine: Any = None
         self.numbers = itertools.count()
+        self.is_stale = False
         self.batches: dict[int, asyncio.Future[list[Any]]] = {}
 
     async def start(self, args: dict[str, Any]) -> dict[str, Any]:
@@ -65,17 +67,21 @@ class EngineActor:
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"invitation": invitation}))
 
     async def receive_weights(self, version: int, check: bool, seed: int) -> None:
-        """Take over the weights that the learners are sending, and seed the sampler. A failure leaves the engine paused."""
+        """Take over the weights that the learners are sending, and seed the sampler. After a failure nothing is sampled."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         update = WeightTransferUpdateRequest(update_info={"version": version, "check": check, "seed": seed})
-        await self.pausing
+        await self._while_alive(self.pausing)
+        self.is_stale = True
         # The engine core takes these in the order in which they are sent; waiting for each answer would cost two trips.
-        await asyncio.gather(
-            self.engine.start_weight_update(),
-            self.engine.update_weights(update),
-            self.engine.finish_weight_update(weight_version=str(version)),
+        await self._while_alive(
+            asyncio.gather(
+                self.engine.start_weight_update(),
+                self.engine.update_weights(update),
+                self.engine.finish_weight_update(weight_version=str(version)),
+            )
         )
+        self.is_stale = False
 
     async def queue(self, batch: int, tokens: np.ndarray, cu_seqlens: np.ndarray, sampling: Sampling) -> None:
         """Queue prompts as batch number `batch`; nothing runs before `generate`.
@@ -88,7 +94,7 @@ class EngineActor:
         """
         queued = self._batch(batch)
         try:
-            await self.pausing
+            await self._while_alive(self.pausing)
             prompts = [tokens[a:b].tolist() for a, b in itertools.pairwise(cu_seqlens.tolist())]
             queued.set_result([await self._add(prompt, sampling) for prompt in prompts])
         except Exception as err:
@@ -101,12 +107,23 @@ class EngineActor:
             tokens, logprobs and policy_versions `[sum(len)]`, cut by cu_seqlens `[prompts * num_samples + 1]`;
             finish_reasons `[prompts * num_samples]` indexes FINISH_REASONS.
         """
+        if self.is_stale:
+            raise RuntimeError("the engine's last weight update failed; it must receive all weights before it samples")
         requests = await self._batch(batch)
         del self.batches[batch]
-        await self.engine.resume_generation()
-        outputs = [await _last(request) for request in requests]
+        await self._while_alive(self.engine.resume_generation())
+        outputs = await self._while_alive(_last_outputs(requests))
         self._pause()
         return _flatten([c for output in outputs for c in sorted(output.outputs, key=lambda c: c.index)])
+
+    async def _while_alive(self, work: Awaitable[Any]) -> Any:
+        """The result of `work`, or an error soon after the engine core has died: vLLM leaves some calls waiting then."""
+        task = asyncio.ensure_future(work)
+        while not (await asyncio.wait({task}, timeout=1.0))[0]:
+            if self.engine.errored:
+                task.cancel()
+                raise self.engine.dead_error
+        return task.result()
 
     def _batch(self, batch: int) -> asyncio.Future[list[Any]]:
         """The requests of a batch, once they are queued."""
@@ -135,11 +152,14 @@ class EngineActor:
             self.engine.shutdown(timeout=0)
 
 
-async def _last(request: Any) -> Any:
-    """The finished output of a request."""
-    while not (output := await request.get()).finished:
-        pass
-    return output
+async def _last_outputs(requests: list[Any]) -> list[Any]:
+    """The finished output of every request."""
+    outputs = []
+    for request in requests:
+        while not (output := await request.get()).finished:
+            pass
+        outputs.append(output)
+    return outputs
 
 
 def _flatten(completions: list[Any]) -> dict[str, np.ndarray]:

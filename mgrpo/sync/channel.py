@@ -7,6 +7,7 @@ holds more than one bucket a peer beside its own weights.
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -55,14 +56,18 @@ def join_group(
         return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
-    # On one machine all members meet on loopback; on several each listens where GLOO_SOCKET_IFNAME or its name says.
-    is_loopback = host in ("127.0.0.1", "localhost")
-    options._devices = [
-        dist.ProcessGroupGloo.create_device(hostname=host)
-        if is_loopback
-        else dist.ProcessGroupGloo.create_default_device()
-    ]
+    options._devices = [_gloo_device(host)]
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _gloo_device(host: str) -> Any:
+    """On one machine all members meet on loopback; on several each listens where GLOO_SOCKET_IFNAME or its name says."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if host == "127.0.0.1":
+        return dist.ProcessGroupGloo.create_device(hostname=host)
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface)
+    return dist.ProcessGroupGloo.create_default_device()
 
 
 class Sender:

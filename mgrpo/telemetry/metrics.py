@@ -51,14 +51,14 @@ class MetricsWriter:
 
 
 def move_aside(folder: Path) -> None:
-    """Rename the metrics of an earlier run in `folder` to the first free `metrics.jsonl.N` and `tensorboard.N`."""
-    lines, events = folder / "metrics.jsonl", folder / "tensorboard"
+    """Rename metrics, events and configuration of an earlier run in `folder` to the first free `metrics.jsonl.N` and so on."""
+    lines, events, config = folder / "metrics.jsonl", folder / "tensorboard", folder / "config.yaml"
     if not (lines.exists() and lines.stat().st_size) and not events.exists():
         return
     number = 1
-    while any((folder / f"{name}.{number}").exists() for name in (lines.name, events.name)):
+    while any((folder / f"{name}.{number}").exists() for name in (lines.name, events.name, config.name)):
         number += 1
-    for old in (lines, events):
+    for old in (lines, events, config):
         if old.exists():
             old.rename(folder / f"{old.name}.{number}")
     logger.warning("%s held an earlier run; its metrics are now metrics.jsonl.%d", folder, number)

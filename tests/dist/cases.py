@@ -216,3 +216,48 @@ def broadcast_messages(message: str) -> list[Any]:
     except RuntimeError as err:
         heard.append(str(err))
     return heard
+
+
+class FakeHead:
+    """Stands for rank 0's other half where a test hands the trainer its rollouts itself."""
+
+
+def learn(
+    model_dir: str,
+    settings: dict[str, Any],
+    groups: list,
+    folder: str,
+    steps: int = 2,
+) -> dict[str, float]:
+    """`Trainer.learn` on given rollouts: metrics of the last step, and the model in `folder`."""
+    from megatron.core import parallel_state
+
+    from mgrpo.checkpoint.hf_export import export_hf
+    from mgrpo.config import from_values
+    from mgrpo.rollout.controller import Rollouts
+    from mgrpo.trainer import Trainer
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    config = from_values(settings | {"model_name_or_path": model_dir, "model_dtype": "float32"})
+    is_head = dist.get_rank() == 0
+    trainer = Trainer(config, FakeHead() if is_head else None)
+    for _ in range(steps):
+        packs = trainer.pack(Rollouts(groups=groups, generate_s=0, score_s=0))[1] if is_head else None
+        arrays = trainer.channel.arrays(packs)
+        results = trainer.learn(arrays)
+        metrics = trainer.reduce(results)
+    export_hf(trainer.policy, model_dir, folder, group=trainer.host_group)
+    return metrics | {"steps": len(results), "grad_norm": results[-1].grad_norm if results else 0.0}
+
+
+def decayed(model_dir: str, weight_decay: float) -> dict[str, float]:
+    """Largest relative change of matrices and of vectors by one step without any gradient."""
+    policy = make_policy(model_dir, {})
+    policy.prepare_training(Optimizer(learning_rate=0.1, weight_decay=weight_decay), num_optimizer_steps=1)
+    before = {name: p.detach().clone() for name, p in policy.parameters.live.items()}
+    packs, _ = own_packs(policy, random_samples(seed=0), share_prompts=True, pack_length=512)
+    policy.train_step(policy.microbatches(packs), lambda logprobs, entropy, batch: (logprobs.sum() * 0.0, None))
+    change = {n: ((p.detach() - before[n]).abs().max() / before[n].abs().max()).item() for n, p in policy.parameters.live.items()}
+    vectors = [c for n, c in change.items() if before[n].dim() == 1]
+    return {"vectors": max(vectors), "matrices": min(c for n, c in change.items() if before[n].dim() == 2)}

@@ -24,7 +24,7 @@ KILLED = [
 @pytest.fixture
 def run(tmp_path):
     run = Run(tmp_path, ["--total_episodes", str(256 * 2000), "--weight_sync_timeout", "20"])
-    run.wait_for("step ", 150)
+    run.wait_for("\nstep ", 150)
     yield run
     run.end()
 
@@ -44,6 +44,18 @@ def test_nothing_survives_a_kill(run, kind):
     assert not folder.exists()
     if kind in ("engine core", "engine actor"):
         assert "could not generate" in run.text() or "could not receive weights" in run.text()
+
+
+def test_an_engine_that_dies_before_the_first_step_is_reported(tmp_path):
+    """Killed between the first sync and the first evaluation, where nothing has been sampled yet."""
+    run = Run(tmp_path, ["--total_episodes", str(256 * 2000), "--weight_sync_timeout", "20"])
+    try:
+        run.wait_for("weight sync: ", 150)
+        run.find("engine core").kill()
+        assert run.wait(60) != 0
+        assert "could not" in run.text()
+    finally:
+        run.end()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ STEPS = 30
 def finished(tmp_path_factory):
     run = Run(tmp_path_factory.mktemp("run"), ["--total_episodes", str(STEPS * 256), "--weight_sync_check_every", "10"])
     try:
-        run.wait_for("step ", 150)
+        run.wait_for("\nstep ", 150)
         family = run.family()
         assert run.wait(200) == 0, run.text()[-3000:]
     finally:

@@ -1,0 +1,129 @@
+"""The algorithm over several mini-batches, epochs and a reference model, in every layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup
+from tests.dist import cases
+from tests.tiny_models import VOCAB, load_hf, save_tiny
+
+SETTINGS = {
+    "num_mini_batches": 2,
+    "num_epochs": 2,
+    "beta": 0.1,
+    "temperature": 0.8,
+    "learning_rate": 1e-2,
+    "adam_epsilon": 1e-2,  # keeps Adam from blowing up the rounding of gradients near 0
+    "lr_scheduler_type": "constant",
+    "num_unique_prompts_rollout": 4,
+    "num_samples_per_prompt_rollout": 3,
+    "total_episodes": 240,
+    "pack_length": 64,
+    "sequence_parallel": False,
+}
+
+
+def scored_groups(rewards: float | None = None) -> list[ScoredGroup]:
+    """Four prompts, three completions each, of different lengths; random rewards unless one is given."""
+    rng = np.random.default_rng(5)
+    groups = []
+    for number in range(4):
+        tokens = rng.integers(3, VOCAB, rng.integers(1, 7)).astype(np.int32)
+        prompt = Prompt(id=(0, number), tokens=tokens, text="", verifiers=("integer",), ground_truths=(1,))
+        completions, scores = [], []
+        for _ in range(3):
+            length = int(rng.integers(1, 8))
+            completions.append(
+                Completion(
+                    tokens=rng.integers(3, VOCAB, length).astype(np.int32),
+                    logprobs=rng.normal(-4.8, 0.3, length).astype(np.float32),
+                    policy_versions=np.zeros(length, np.int32),
+                    finish_reason="stop",
+                    text="",
+                )
+            )
+            scores.append(Score(reward=float(rng.normal()) if rewards is None else rewards))
+        group = RolloutGroup(prompt=prompt, completions=tuple(completions))
+        groups.append(ScoredGroup(group=group, scores=tuple(scores)))
+    return groups
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("models"), "qwen2")
+
+
+@pytest.fixture(scope="module")
+def truth(run_ranks, model, tmp_path_factory):
+    """Metrics and model of one rank, by number of mini-batches."""
+    found = {}
+    for number in (1, 2):
+        folder = tmp_path_factory.mktemp("one") / "hf"
+        settings = SETTINGS | {"num_mini_batches": number}
+        arguments = {"model_dir": str(model), "groups": scored_groups(), "folder": str(folder)}
+        (metrics,) = run_ranks(1, cases.learn, settings=settings, **arguments)
+        found[number] = metrics, load_hf(folder)
+    return found
+
+
+def test_mini_batches_and_epochs_are_optimizer_steps(truth, model):
+    """2 mini-batches x 2 epochs are 4 steps; off-policy ones have ratios, the reference a distance."""
+    metrics, trained = truth[2]
+    assert metrics["steps"] == 4
+    assert metrics["val/ratio_var"] > 0
+    assert metrics["objective/kl2_avg"] > 0
+    assert metrics["loss/kl_avg"] == pytest.approx(0.1 * metrics["objective/kl2_avg"])
+    start = dict(load_hf(model).named_parameters())
+    assert all((p - start[name]).abs().max() > 1e-4 for name, p in trained.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "num_mini_batches"),
+    [
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
+        (2, {"pipeline_model_parallel_size": 2}, 2),
+        # Which samples meet in a mini-batch depends on the number of data-parallel ranks: there is one here.
+        (2, {}, 1),
+        (4, {"tensor_model_parallel_size": 2}, 1),
+        (4, {"pipeline_model_parallel_size": 2}, 1),
+    ],
+    ids=["tp2+sp", "pp2", "dp2", "tp2xdp2", "pp2xdp2"],
+)
+def test_the_trained_model_does_not_depend_on_the_layout(
+    run_ranks, truth, model, tmp_path, world_size, layout, num_mini_batches
+):
+    """Reference, old logprobs, denominators and metrics meet the axes here: the whole algorithm, not one gradient."""
+    ranks = run_ranks(
+        world_size,
+        cases.learn,
+        model_dir=str(model),
+        settings=SETTINGS | layout | {"num_mini_batches": num_mini_batches},
+        groups=scored_groups(),
+        folder=str(tmp_path / "hf"),
+    )
+    metrics, expected = truth[num_mini_batches]
+    for rank in ranks:
+        assert rank == pytest.approx(metrics, rel=2e-3, abs=2e-5)
+    trained = load_hf(tmp_path / "hf")
+    for (name, a), b in zip(expected.named_parameters(), trained.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=5e-4, rtol=0, msg=name)
+
+
+def test_a_step_without_any_score_changes_nothing(run_ranks, model, tmp_path):
+    """All verifiers failed: no optimizer step, no hang, and the metrics line is still written."""
+    ranks = run_ranks(
+        2, cases.learn, model_dir=str(model), settings=SETTINGS, groups=scored_groups(float("nan")), folder=str(tmp_path / "hf")
+    )
+    assert ranks[0]["steps"] == 0
+    start = dict(load_hf(model).named_parameters())
+    assert all(torch.equal(p, start[name]) for name, p in load_hf(tmp_path / "hf").named_parameters())
+
+
+def test_weight_decay_spares_norms_and_biases(run_ranks, model):
+    """Decaying a norm towards 0 slowly switches its layer off."""
+    (change,) = run_ranks(1, cases.decayed, model_dir=str(model), weight_decay=0.5)
+    assert change["matrices"] > 0.01
+    assert change["vectors"] == 0.0
