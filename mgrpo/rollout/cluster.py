@@ -75,7 +75,8 @@ class Cluster:
             RAY_USAGE_STATS_ENABLED="0",
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
             RAY_AUTH_MODE="token",
-            RAY_AUTH_TOKEN=secrets.token_hex(32),
+            # Once a process: Ray keeps the first one it has seen.
+            RAY_AUTH_TOKEN=os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32),
             RAY_prestart_worker_first_driver="0",
             RAY_enable_worker_prestart="0",
             RAY_worker_niceness="0",

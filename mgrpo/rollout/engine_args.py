@@ -77,7 +77,9 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
         args["enforce_eager"] = True
         args["kv_cache_memory_bytes"] = settings.vllm_kv_cache_mb << 20
         if settings.vllm_tensor_parallel_size > 1:
-            args["distributed_executor_backend"] = "mp"  # inside Ray vLLM would choose Ray, which it cannot use on a CPU
+            args["distributed_executor_backend"] = (
+                "mp"  # inside Ray vLLM would choose Ray, which it cannot use on a CPU
+            )
         args["max_num_batched_tokens"] = max(4096, args["max_model_len"])
         # Blocks of 32, 64, 96 or 128 tokens: attention computes whole blocks, so short contexts want small ones.
         args["block_size"] = min(-(-args["max_model_len"] // 32) * 32, 128)

@@ -74,7 +74,7 @@ def _draw(axes: object, rewards: Points, evaluations: Points) -> None:
         axes.plot(
             *zip(*evaluations, strict=True),
             color="#d9622b",
-            linestyle=(0, (4, 3)),
+            linestyle=(0, (4, 3)) if len(evaluations) > 2 else "none",  # two points are no course
             linewidth=1.2,
             marker="o",
             markersize=6,
