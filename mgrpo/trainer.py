@@ -169,12 +169,14 @@ class Trainer:
         """Advantages, then packs for every mini-batch and data-parallel rank, as arrays to broadcast."""
         config = self.config
         share = config.parallel.share_prompts
+        # Under sequence parallelism the tokens of a pack are split over the tensor ranks.
+        multiple = self.layout.tensor if self.layout.sequence_parallel else 1
         packs = packing.pack_step(
             train_samples(rollouts.groups, normalization=config.algorithm.advantage_normalization_type),
-            pack_length=config.parallel.pack_length,
+            pack_length=-(-config.parallel.pack_length // multiple) * multiple,
             dp=self.layout.data,
             num_mini_batches=config.algorithm.num_mini_batches,
-            multiple_of=self.layout.tensor if self.layout.sequence_parallel else 1,
+            multiple_of=multiple,
             share_prompts=shares_prompts() if share == "auto" else share,
         )
         return rollouts, packing.to_arrays(packs)

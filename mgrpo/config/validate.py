@@ -290,13 +290,10 @@ def _asynchrony(config: Config) -> Iterator[str]:
 
 def _pack_length(config: Config) -> Iterator[str]:
     prompt, response = config.data.max_prompt_token_length, config.rollout.response_length
-    # Under sequence parallelism a pack is a multiple of the tensor size.
-    multiple = max(config.parallel.tensor_model_parallel_size, 1) if config.parallel.sequence_parallel else 1
-    least = -(-(prompt + response) // multiple) * multiple
-    if config.parallel.pack_length < least:
+    if config.parallel.pack_length < prompt + response:
         yield (
             f"pack_length={config.parallel.pack_length} cannot hold max_prompt_token_length {prompt} "
-            f"+ response_length {response}; use at least {least}"
+            f"+ response_length {response}; use at least {prompt + response}"
         )
 
 

@@ -64,7 +64,8 @@ class EngineActor:
         """Join the weight-transfer group that the learners are joining at the same time."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"invitation": invitation}))
+        request = WeightTransferInitRequest(init_info={"invitation": invitation})
+        await self._while_alive(self.engine.init_weight_transfer_engine(request))
 
     async def receive_weights(self, version: int, check: bool, seed: int) -> None:
         """Take over the weights that the learners are sending, and seed the sampler. After a failure nothing is sampled."""
@@ -96,7 +97,7 @@ class EngineActor:
         try:
             await self._while_alive(self.pausing)
             prompts = [tokens[a:b].tolist() for a, b in itertools.pairwise(cu_seqlens.tolist())]
-            queued.set_result([await self._add(prompt, sampling) for prompt in prompts])
+            queued.set_result(await self._while_alive(self._add(prompts, sampling)))
         except Exception as err:
             queued.set_exception(err)
 
@@ -129,7 +130,7 @@ class EngineActor:
         """The requests of a batch, once they are queued."""
         return self.batches.setdefault(batch, asyncio.get_running_loop().create_future())
 
-    async def _add(self, prompt: list[int], sampling: Sampling) -> Any:
+    async def _add(self, prompts: list[list[int]], sampling: Sampling) -> list[Any]:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -144,7 +145,8 @@ class EngineActor:
             skip_clone=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        return await self.engine.add_request(str(next(self.numbers)), tokens_input(prompt), params)
+        add = self.engine.add_request
+        return [await add(str(next(self.numbers)), tokens_input(prompt), params) for prompt in prompts]
 
     async def stop(self) -> None:
         """End the engine's own processes."""

@@ -43,7 +43,13 @@ def test_nothing_survives_a_kill(run, kind):
     assert survivors(family, 30) == []
     assert not folder.exists()
     if kind in ("engine core", "engine actor"):
-        assert "could not generate" in run.text() or "could not receive weights" in run.text()
+        reasons = (
+            "could not generate",
+            "could not receive weights",
+            "could not hand bucket",
+            "part in the weight sync",
+        )
+        assert any(reason in run.text() for reason in reasons), run.text()[-3000:]
 
 
 def test_an_engine_that_dies_before_the_first_step_is_reported(tmp_path):

@@ -49,7 +49,7 @@ def loop_over_tokens(
             clipped = min(max(r, 1 - config.clip_lower), 1 + config.clip_higher)
             d = value["logprobs"][t] - value["ref_logprobs"][t]
             kl = [d, d * d / 2, math.exp(-d) - 1 + d, r * d]
-            differences.append(abs(value["logprobs"][t] - value["rollout_logprobs"][t]))
+            differences.append(abs(value["old_logprobs"][t] - value["rollout_logprobs"][t]))
             ratios.append(r)
             for name, x in {
                 "loss/policy_avg": max(-a * r, -a * clipped),
@@ -216,7 +216,7 @@ def test_a_missing_rollout_logprob_is_left_out_of_the_comparison():
     """One NaN of the engine would blank the metric that shows trainer and engine drifting apart."""
     b = batch()
     b["loss_mask"][:] = True
-    b["rollout_logprobs"] = b["logprobs"] + 0.5
+    b["rollout_logprobs"] = b["old_logprobs"] + 0.5
     b["rollout_logprobs"][2] = NAN
     got = policy_loss(**b, config=LossConfig())
     assert got.metrics["debug/vllm_vs_local_logprob_diff_mean"].tolist() == pytest.approx([0.5 * 21, 21.0])

@@ -104,7 +104,7 @@ def test_several_verifiers_are_summed() -> None:
     """A row with two verifiers scored by one of them would train half of the task."""
     score = _one(OFF, PLAIN, verifiers=("math", "GSM8K"), scores=(1.0, 0.5))
     assert score.reward == 15.0
-    assert score.parts == {"math": 1.0, "gsm8k": 0.5, "correct": 1.0}
+    assert score.parts == {"math": 1.0, "gsm8k": 0.5, "correct": 0.0}
 
 
 @pytest.mark.parametrize("config", [OFF, GATE, ADD])
