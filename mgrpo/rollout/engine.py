@@ -148,11 +148,6 @@ class EngineActor:
         add = self.engine.add_request
         return [await add(str(next(self.numbers)), tokens_input(prompt), params) for prompt in prompts]
 
-    async def stop(self) -> None:
-        """End the engine's own processes."""
-        if self.engine is not None:
-            self.engine.shutdown(timeout=0)
-
 
 async def _last_outputs(requests: list[Any]) -> list[Any]:
     """The finished output of every request."""
