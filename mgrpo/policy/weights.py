@@ -58,10 +58,10 @@ class ShardedParameters:
         """Read this rank's slices from a Hugging Face folder; padding rows become 0."""
         model_dir = Path(model_dir)
         files = _tensor_files(model_dir)
-        missing = sorted(hf_tensors(self.shape).keys() - files.keys())
+        expected = hf_tensors(self.shape)
+        missing = sorted(expected.keys() - files.keys())
         if missing:
             raise ValueError(f"{model_dir} lacks {len(missing)} tensors, the first are {missing[:3]}")
-        expected = hf_tensors(self.shape)
         open_files: dict[Path, safe_open] = {}
         for name, place in self.places.items():
             self._clear_padding(name, place)

@@ -139,13 +139,13 @@ class Cluster:
             self.engines.append(engine)
             self.starting.append(engine.start.remote(args))
 
-    def wait_ready(self) -> list[dict[str, Any]]:
+    def wait_ready(self) -> None:
         """Wait until every engine has loaded its model.
 
         Raises:
             RuntimeError: with the engine's own words, or after `engine_start_timeout` seconds.
         """
-        return self.get(self.starting, self.settings.engine_start_timeout, "start an engine", "engine_start_timeout")
+        self.get(self.starting, self.settings.engine_start_timeout, "start an engine", "engine_start_timeout")
 
     def join(self, engine: int, invitation: dict[str, Any]) -> list[Any]:
         """Have one engine join its transfer group; the learners must join at the same time. See `finish`."""

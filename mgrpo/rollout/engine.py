@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import os
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
@@ -40,11 +39,10 @@ class EngineActor:
         self.is_stale = False
         self.batches: dict[int, asyncio.Future[list[Any]]] = {}
 
-    async def start(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Load the model; returns this process's id and vLLM's version."""
+    async def start(self, args: dict[str, Any]) -> None:
+        """Load the model."""
         # Importing vllm makes a million objects that stay: without the collector it takes a fifth less time.
         gc.disable()
-        import vllm
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -54,7 +52,6 @@ class EngineActor:
         transfer = WeightTransferConfig(backend="mgrpo")
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args, weight_transfer_config=transfer))
         self._pause()
-        return {"pid": os.getpid(), "vllm": vllm.__version__}
 
     def _pause(self) -> None:
         """Freeze the scheduler, beside whatever else goes on, and drop what is cached of the present weights."""

@@ -177,10 +177,9 @@ class Sender:
 
     def digests(self) -> torch.Tensor:
         """`[workers, tensors]` int64: digest of what this rank sends each worker; the sum over ranks is the worker's truth."""
-        names = list(hf_tensors(self.model))
         shapes = hf_tensors(self.model)
-        table = torch.zeros(self.infer_layout.engines * self.infer_layout.tensor, len(names), dtype=torch.int64)
-        column = {name: i for i, name in enumerate(names)}
+        table = torch.zeros(self.infer_layout.engines * self.infer_layout.tensor, len(shapes), dtype=torch.int64)
+        column = {name: i for i, name in enumerate(shapes)}
         for worker, boxes in self.outgoing.items():
             for box in boxes:
                 table[worker, column[box.name]] += digest(box, self._values(box), shapes[box.name])
