@@ -8,7 +8,7 @@ from mgrpo.algo.advantage import advantages
 from mgrpo.algo.kl import kl_penalty
 from mgrpo.algo.loss import PolicyLoss, loss_denominator, policy_loss
 from mgrpo.algo.metrics import maxima_names, metric_names, reduce_metrics
-from mgrpo.config.schema import LossConfig
+from mgrpo.config.loss import LossConfig
 
 __all__ = [
     "LossConfig",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mgrpo.algo.kl import NUM_ESTIMATORS, at_least_fp32, kl_estimate, log_difference
 from mgrpo.algo.metrics import measure
-from mgrpo.config.schema import LossConfig
+from mgrpo.config.loss import LossConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

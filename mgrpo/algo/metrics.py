@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mgrpo.algo.kl import NUM_ESTIMATORS, kl_estimate
-from mgrpo.config.schema import LossConfig
+from mgrpo.config.loss import LossConfig
 
 _RATIO, _RATIO_VAR = "val/ratio", "val/ratio_var"
 _SUMS = (

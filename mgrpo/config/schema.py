@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mgrpo.config.loss import LossConfig
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
@@ -152,6 +154,8 @@ class Parallel:
     """1: optimizer states are split over data-parallel ranks; 0, 2 and 3 do not exist yet."""
     pack_length: int = 512
     """Most tokens in a pack, the unit of a micro-batch."""
+    logits_chunk: int | Literal["auto"] = "auto"
+    """Columns of the LM head computed at a time: 0 computes all at once; auto = 0 where the logits fit, else 16384."""
     share_prompts: bool | Literal["auto"] = "auto"
     """Put a group into a pack as one prompt with branches instead of repeating the prompt; auto = on CPU, for short groups."""
 
@@ -234,25 +238,3 @@ class Config:
             aggregation="constant" if constant else "token",
             constant=float(self.algorithm.loss_denominator) if constant else None,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossConfig:
-    """Settings of `mgrpo.algo.policy_loss`."""
-
-    policy_loss: Literal["ppo_clip"] = "ppo_clip"
-    """min(ratio x A, clip(ratio) x A), PPO's surrogate."""
-    ratio_level: Literal["token"] = "token"
-    """One ratio a token."""
-    aggregation: Literal["token", "constant"] = "token"
-    """token: divide by the number of trained tokens; constant: divide by `constant`."""
-    constant: float | None = None
-    """The divisor of aggregation "constant"."""
-    clip_lower: float = 0.2
-    """The ratio is clipped below at 1 - clip_lower."""
-    clip_higher: float = 0.2
-    """The ratio is clipped above at 1 + clip_higher."""
-    beta: float = 0.0
-    """Weight of the KL penalty."""
-    kl_estimator: Literal[0, 1, 2, 3] = 2
-    """See `Algorithm.kl_estimator`."""

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from mgrpo import algo, packing
-from mgrpo.config.schema import LossConfig, Optimizer
+from mgrpo.config.loss import LossConfig
+from mgrpo.config.schema import Optimizer
 from mgrpo.layout import Layout
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.types import TrainSample

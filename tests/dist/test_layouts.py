@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mgrpo import algo
-from mgrpo.config.schema import LossConfig
+from mgrpo.config.loss import LossConfig
 from tests.dist import cases
 from tests.tiny_models import load_hf, save_tiny
 
