@@ -2,6 +2,7 @@
 // Built on LibTorch's stable ABI, so that one build runs under every torch from 2.10 on.
 #define TORCH_TARGET_VERSION 0x020a000000000000ULL
 #include "bindings/checks.h"
+#include "bindings/policy_loss.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -9,11 +10,10 @@
 #include <tuple>
 
 #include "core/logprob_cpu.h"
+#include "core/policy_loss_cpu.h"
 
 namespace mgrpo {
 namespace {
-
-using OptionalTensor = std::optional<Tensor>;
 
 // Rows that one task takes, so that a task has enough work to be worth handing to a thread.
 int64_t grain_size(int64_t cols) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, cols)); }
@@ -57,6 +57,29 @@ void logprob_grad_(Tensor logits, const Tensor& targets, const OptionalTensor& i
   logprob_grad_out(logits, logits, targets, inv_rows, vocab_start, valid_cols, inv_temp, stats, g_logprob, g_entropy);
 }
 
+// Sequences must follow each other and cover the tokens, or the kernels would read and write elsewhere.
+void check_cu_seqlens(const int32_t* cu_seqlens, int64_t num_seqs, int64_t n) {
+  STD_TORCH_CHECK(cu_seqlens[0] == 0 && cu_seqlens[num_seqs] == n, "cu_seqlens must reach from 0 to ", n, ", got ",
+                  cu_seqlens[0], " to ", cu_seqlens[num_seqs]);
+  for (int64_t s = 0; s < num_seqs; ++s)
+    STD_TORCH_CHECK(cu_seqlens[s] <= cu_seqlens[s + 1], "cu_seqlens[", s + 1, "]=", cu_seqlens[s + 1], " is below ",
+                    cu_seqlens[s]);
+}
+
+// A task takes a sequence; tokens are too cheap to be worth more than one thread until there are many.
+constexpr int64_t kSequencesATask = 8;
+
+void run_policy_loss(const PolicyLossArgs& args, int64_t n, const Tensor&) {
+  check_cu_seqlens(args.cu_seqlens, args.num_seqs, n);
+  torch::stable::parallel_for(0, args.num_seqs, kSequencesATask,
+                              [&](int64_t begin, int64_t end) { cpu::policy_loss(args, begin, end); });
+}
+
+void run_segment_sums(const SegmentSumsArgs& args, int64_t n, const Tensor&) {
+  check_cu_seqlens(args.cu_seqlens, args.num_seqs, n);
+  cpu::segment_sums(args, 0, args.num_seqs);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(mgrpo, m) {
@@ -78,6 +101,18 @@ STABLE_TORCH_LIBRARY(mgrpo, m) {
   m.def(
       "logprob_grad_out(Tensor logits, Tensor(a!) out, Tensor targets, Tensor? inv_rows, int vocab_start, "
       "int valid_cols, Tensor inv_temp, Tensor stats, Tensor g_logprob, Tensor? g_entropy) -> ()");
+  // The loss of core/policy_loss.h, each token's times its weight. Vectors are float32, [n] or [num_seqs] (advantages:
+  // either); cu_seqlens [num_seqs + 1] int32 reaches from 0 to n. surrogate 0 ppo_clip, 1 cispo, 2 reinforce;
+  // ratio_level 0 token, 1 sequence, 2 sequence_token; delta, dual_clip and rho bounds of 0 are off. Returns
+  // d loss / d logprobs [n], d loss / d seq_log_ratio [num_seqs], and sums [num_seqs, columns], the loss in column 0.
+  m.def(
+      "policy_loss(Tensor logprobs, Tensor old_logprobs, Tensor? ref_logprobs, Tensor? rollout_logprobs, "
+      "Tensor advantages, Tensor weights, Tensor? keep, Tensor cu_seqlens, Tensor? seq_log_ratio, Tensor? seq_log_rho, "
+      "Tensor? seq_log_rho_mask, int surrogate, int ratio_level, float clip_low, float clip_high, float delta, "
+      "float dual_clip, float beta, int kl_estimator, bool kl_bias_correction, bool use_rho, float rho_clamp_low, "
+      "float rho_clamp_high, float rho_mask_low, float rho_mask_high) -> (Tensor grad, Tensor seq_grad, Tensor sums)");
+  // x [n], weights [n] float32, cu_seqlens [num_seqs + 1] int32 -> [2, num_seqs]: sum of weights x, sum of weights.
+  m.def("segment_sums(Tensor x, Tensor weights, Tensor cu_seqlens) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mgrpo, CPU, m) {
@@ -85,6 +120,8 @@ STABLE_TORCH_LIBRARY_IMPL(mgrpo, CPU, m) {
   m.impl("logprob_merge", TORCH_BOX(&logprob_merge));
   m.impl("logprob_grad_", TORCH_BOX(&logprob_grad_));
   m.impl("logprob_grad_out", TORCH_BOX(&logprob_grad_out));
+  m.impl("policy_loss", TORCH_BOX(&policy_loss<run_policy_loss>));
+  m.impl("segment_sums", TORCH_BOX(&segment_sums<run_segment_sums>));
 }
 
 }  // namespace mgrpo

@@ -12,12 +12,13 @@
 #include <tuple>
 
 #include "bindings/checks.h"
+#include "bindings/policy_loss.h"
 #include "core/logprob_cuda.h"
+#include "core/policy_loss_cuda.h"
 
 namespace mgrpo {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
 using torch::stable::accelerator::DeviceGuard;
 
 cudaStream_t current_stream(const Tensor& x) {
@@ -64,6 +65,16 @@ void logprob_grad_(Tensor logits, const Tensor& targets, const OptionalTensor& i
   logprob_grad_out(logits, logits, targets, inv_rows, vocab_start, valid_cols, inv_temp, stats, g_logprob, g_entropy);
 }
 
+void run_policy_loss(const PolicyLossArgs& args, int64_t, const Tensor& logprobs) {
+  const DeviceGuard guard(logprobs.get_device_index());
+  check_launch(cuda::policy_loss(args, current_stream(logprobs)), "policy_loss");
+}
+
+void run_segment_sums(const SegmentSumsArgs& args, int64_t, const Tensor& x) {
+  const DeviceGuard guard(x.get_device_index());
+  check_launch(cuda::segment_sums(args, current_stream(x)), "segment_sums");
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(mgrpo, CUDA, m) {
@@ -71,6 +82,8 @@ STABLE_TORCH_LIBRARY_IMPL(mgrpo, CUDA, m) {
   m.impl("logprob_merge", TORCH_BOX(&logprob_merge));
   m.impl("logprob_grad_", TORCH_BOX(&logprob_grad_));
   m.impl("logprob_grad_out", TORCH_BOX(&logprob_grad_out));
+  m.impl("policy_loss", TORCH_BOX(&policy_loss<run_policy_loss>));
+  m.impl("segment_sums", TORCH_BOX(&segment_sums<run_segment_sums>));
 }
 
 }  // namespace mgrpo

@@ -1,17 +1,21 @@
-"""The clipped policy loss with a KL penalty, as a sum over tokens divided by a denominator the caller knows.
+"""The policy loss of GRPO and its relatives, as a sum over tokens divided by a denominator the caller knows.
 
-The denominator covers the whole optimizer mini-batch on all ranks, so micro-batches and ranks simply add up.
+The denominator covers the whole optimizer mini-batch on all ranks, so micro-batches and ranks simply add up. The token's
+arithmetic is the extension's (`mgrpo.ops.policy_loss`); here a `LossConfig` becomes its operands.
 """
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mgrpo.algo.kl import NUM_ESTIMATORS, at_least_fp32, kl_estimate, log_difference
-from mgrpo.algo.metrics import measure
+from mgrpo import ops
+from mgrpo.algo.correction import Correction, correction
+from mgrpo.algo.kl import NUM_ESTIMATORS, at_least_fp32
+from mgrpo.algo.metrics import summarise
 from mgrpo.config.loss import LossConfig
 
 
@@ -37,85 +41,180 @@ def policy_loss(
     config: LossConfig,
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
+    keep: Tensor | None = None,
     denominator: float | Tensor | None = None,
 ) -> PolicyLoss:
-    """PPO's clipped surrogate, -min(ratio A, clip(ratio) A), plus beta x KL, over response tokens.
+    """The loss that `config` names, over the response tokens of some sequences, and what it reports.
 
+    With r = exp(logprob - old_logprob) of a token, or of its sequence (`ratio_level`; GSPO, arXiv 2507.18071), A the
+    advantage and l the logprob, the policy term of a token is, to be minimised,
+
+        ppo_clip    -min(min(r, delta) A, clip(r, 1 - clip_lower, 1 + clip_higher) A), at most dual_clip |A| for A < 0
+                    (arXiv 1707.06347; delta: 2505.07291; dual clip: 1912.09729)
+        cispo       -A min(r, 1 + clip_higher) l, r without gradient (arXiv 2506.13585)
+        sapo        -A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A (arXiv 2511.20347)
+        vespo       -A phi(w) l, phi(w) = w^k exp(lambda (1 - w)) of the sequence's ratio w, without gradient (TRL)
+        reinforce   -A l
+
+    times rho (`mgrpo.algo.correction`) and `keep`; plus beta x KL (`mgrpo.algo.kl`), times r if `kl_bias_correction`.
     Gradients flow through `logprobs` only. A token outside `loss_mask` adds exactly 0 to loss, gradient and metrics,
     whatever its values, inf and NaN included. A trained token whose old logprob is not finite counts as on-policy
-    (ratio 1). Zero tokens give 0 with a graph. No collective, and no wait for a GPU.
+    (ratio 1), one without a finite rollout logprob has rho 1. Zero tokens give 0 with a graph. No collective, and no
+    wait for a GPU.
 
     Args:
         logprobs: `[tokens]`; computed in fp32 or better.
         old_logprobs: `[tokens]`, those of the policy the ratio refers to; `logprobs.detach()` for a first pass.
         advantages: `[tokens]` or `[num_seqs]`.
         loss_mask: `[tokens]`, bool or 0/1.
-        cu_seqlens: `[num_seqs + 1]` int32 over the tokens.
+        cu_seqlens: `[num_seqs + 1]` int32 over the tokens, whole sequences.
         ref_logprobs: `[tokens]`, required when beta is not 0; with beta 0 it only feeds metrics.
-        rollout_logprobs: `[tokens]`, the engine's, for metrics.
-        denominator: of the whole mini-batch over all ranks, see `loss_denominator`; None: that of these tokens alone.
+        rollout_logprobs: `[tokens]`, the engine's, required by corrections; otherwise for metrics.
+        keep: `[tokens]`, a factor of the policy term, not of the KL penalty; None: 1.
+        denominator: of the whole mini-batch over all ranks, see `loss_denominator`, a number or `[num_seqs]`; None: that
+            of these sequences alone.
     """
-    _check(config, ref_logprobs)
-    mask = loss_mask.bool()
-    # Values under the mask are replaced before any arithmetic: 0 x NaN is NaN, also in a backward pass.
-    logprobs = torch.where(mask, at_least_fp32(logprobs), 0.0)
-    current = logprobs.detach()
-    old = torch.where(mask & old_logprobs.isfinite(), old_logprobs.detach().to(current.dtype), current)
-    advantages = torch.where(mask, _per_token(advantages.detach(), cu_seqlens, len(mask)).to(current.dtype), 0.0)
+    _check(config, ref_logprobs, rollout_logprobs)
+    logprobs = at_least_fp32(logprobs)
 
-    ratio = log_difference(logprobs, old).exp()
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1.0 - config.clip_lower, 1.0 + config.clip_higher) * advantages
-    surrogate = -torch.minimum(unclipped, clipped)
+    def like_logprobs(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.detach().to(logprobs.dtype)
 
-    d_ref = penalty = None
-    if ref_logprobs is not None:
-        d_ref = log_difference(logprobs, torch.where(mask, ref_logprobs.detach().to(current.dtype), 0.0))
-    if config.beta != 0.0:
-        penalty = config.beta * kl_estimate(d_ref, ratio, config.kl_estimator)
-    total = (surrogate if penalty is None else surrogate + penalty).sum()
-    if denominator is None:
-        denominator = config.constant if config.aggregation == "constant" else mask.sum().clamp(min=1)
+    cu_seqlens = cu_seqlens.to(torch.int32)
+    mask = loss_mask.to(logprobs.dtype)
+    old, ref, rollout = like_logprobs(old_logprobs), like_logprobs(ref_logprobs), like_logprobs(rollout_logprobs)
+    advantages, keep = like_logprobs(advantages), like_logprobs(keep)
+    old = torch.where(old.isfinite(), old, logprobs.detach())
 
-    metrics, maxima = measure(
-        mask=mask,
-        old_logprobs=old,
-        ratio=ratio,
-        is_clipped=clipped < unclipped,
-        surrogate=surrogate,
-        penalty=penalty,
-        d_ref=d_ref,
-        rollout_logprobs=rollout_logprobs,
+    factors = (
+        Correction() if rollout is None else correction(logprobs, old, rollout, advantages, mask, cu_seqlens, config)
     )
-    return PolicyLoss(loss=total / denominator, metrics=metrics, maxima=maxima)
-
-
-def loss_denominator(num_trained_tokens: int, config: LossConfig) -> float:
-    """The denominator of a mini-batch with that many trained tokens over all data-parallel ranks; never 0."""
-    return float(config.constant) if config.aggregation == "constant" else float(max(num_trained_tokens, 1))
-
-
-def _per_token(advantages: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """`[tokens]`. As many advantages as tokens are taken as one a token: every sequence has at least one."""
-    if len(advantages) == num_tokens:
-        return advantages
-    assert len(advantages) == len(cu_seqlens) - 1, (
-        f"advantages must be [tokens={num_tokens}] or [num_seqs={len(cu_seqlens) - 1}], got {list(advantages.shape)}"
-    )
-    # Without output_size a GPU would have to tell the host the sum of the lengths.
-    return torch.repeat_interleave(advantages, cu_seqlens.diff(), output_size=num_tokens)
-
-
-def _check(config: LossConfig, ref_logprobs: Tensor | None) -> None:
-    if config.policy_loss != "ppo_clip":
-        raise ValueError(f"policy_loss={config.policy_loss!r} is unknown; choose 'ppo_clip'")
+    if factors.keep is not None:
+        keep = factors.keep if keep is None else keep * factors.keep
+    surrogate = config.policy_loss
+    if surrogate == "vespo":
+        surrogate = "reinforce"
+        weight = _vespo_weight(logprobs, old, factors, advantages, mask, cu_seqlens, config)
+        advantages = _at_tokens(advantages, cu_seqlens, len(mask)) * weight
+    seq_log_ratio = None
     if config.ratio_level != "token":
-        raise ValueError(f"ratio_level={config.ratio_level!r} is unknown; choose 'token'")
-    if config.aggregation not in ("token", "constant"):
-        raise ValueError(f"aggregation={config.aggregation!r} is unknown; choose 'token' or 'constant'")
-    if config.aggregation == "constant" and not config.constant:
-        raise ValueError(f"aggregation 'constant' needs a divisor, got constant={config.constant}")
+        seq_log_ratio = ops.segment_mean(logprobs - old, mask, cu_seqlens)
+
+    loss, sums = ops.policy_loss(
+        logprobs,
+        old,
+        advantages,
+        token_weights(mask, cu_seqlens, config, denominator),
+        cu_seqlens,
+        ref_logprobs=ref,
+        rollout_logprobs=rollout,
+        keep=keep,
+        seq_log_ratio=seq_log_ratio,
+        seq_log_rho=factors.seq_log_rho,
+        seq_log_rho_mask=factors.seq_log_rho_mask,
+        surrogate=surrogate,
+        ratio_level=config.ratio_level,
+        clip_low=1.0 - config.clip_lower,
+        clip_high=1.0 + config.clip_higher,
+        delta=config.delta,
+        dual_clip=config.dual_clip,
+        beta=config.beta,
+        kl_estimator=config.kl_estimator,
+        kl_bias_correction=config.kl_bias_correction,
+        use_rho=config.use_rho_correction and config.policy_loss != "vespo",
+        rho_bounds=factors.bounds,
+        sapo_temperatures=(config.sapo_temperature_pos, config.sapo_temperature_neg),
+    )
+    metrics, maxima = summarise(
+        sums, has_reference=ref is not None, use_rho=config.use_rho_correction, keep=keep, mask=mask
+    )
+    return PolicyLoss(loss=loss, metrics=metrics, maxima=maxima)
+
+
+def token_weights(
+    loss_mask: Tensor, cu_seqlens: Tensor, config: LossConfig, denominator: float | Tensor | None = None
+) -> Tensor:
+    """What each token's loss is multiplied by: the mask times the normaliser of `config.aggregation`, `[tokens]`.
+
+    Arguments as `policy_loss`; the sum of weight x loss over all micro-batches and ranks is the aggregated loss.
+    """
+    num_seqs, num_tokens = len(cu_seqlens) - 1, len(loss_mask)
+    if denominator is None:
+        denominator = loss_denominator(loss_mask.sum().clamp(min=1), config, num_seqs=num_seqs)
+    if isinstance(denominator, Tensor) and denominator.ndim == 1:
+        denominator = ops.per_token(denominator.to(loss_mask.dtype), cu_seqlens, num_tokens)
+    weights = loss_mask / denominator
+    if config.aggregation == "seq_mean":
+        lengths = ops.segment_sums(loss_mask, loss_mask, cu_seqlens)[1]
+        weights = weights / ops.per_token(lengths.clamp(min=1), cu_seqlens, num_tokens)
+    return weights
+
+
+def loss_denominator(
+    num_trained_tokens: float | Tensor, config: LossConfig, *, num_seqs: int | None = None
+) -> float | Tensor:
+    """The denominator of a mini-batch, from its trained tokens and sequences over all data-parallel ranks; never 0.
+
+        token         trained tokens: every token weighs the same (DAPO, arXiv 2503.14476)
+        constant      `config.constant` (Dr. GRPO, arXiv 2503.20783)
+        dr_grpo       sequences x `config.constant`, the longest completion there may be
+        seq_mean      sequences, whose own token means are taken first (GRPO, arXiv 2402.03300)
+        luspo         sequences, whose token sums are taken (LUSPO: length x sequence loss)
+        local_token   as token, but of one micro-batch: call `policy_loss` with each micro-batch's own count times the
+                      number of micro-batches (TRL's bnpo)
+
+    Sequences without a trained token count, too.
+    """
+    if config.aggregation == "constant":
+        return float(config.constant)
+    if config.aggregation in ("token", "local_token"):
+        return num_trained_tokens if isinstance(num_trained_tokens, Tensor) else float(max(num_trained_tokens, 1))
+    if num_seqs is None:
+        raise ValueError(f"aggregation {config.aggregation!r} divides by the number of sequences; pass num_seqs")
+    return float(max(num_seqs, 1)) * (config.constant if config.aggregation == "dr_grpo" else 1.0)
+
+
+def _vespo_weight(
+    logprobs: Tensor,
+    old: Tensor,
+    factors: Correction,
+    advantages: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    config: LossConfig,
+) -> Tensor:
+    """phi of each token's sequence, `[tokens]`, from the sequence's ratio; the engine's mismatch is part of that ratio."""
+    log_ratio = (logprobs.detach() - old).clamp(-20, 20)
+    if config.use_rho_correction and factors.log_rho is not None:
+        log_ratio = log_ratio + factors.log_rho.clamp(_VESPO_LOG_MIN, 20)
+    log_w = ops.segment_sums(log_ratio, mask, cu_seqlens)[0].clamp(_VESPO_LOG_MIN, 20)
+    log_w = ops.per_token(log_w, cu_seqlens, len(mask))
+    is_positive = _at_tokens(advantages, cu_seqlens, len(mask)) >= 0
+    k = torch.where(is_positive, config.vespo_k_pos, config.vespo_k_neg)
+    decay = torch.where(is_positive, config.vespo_lambda_pos, config.vespo_lambda_neg)
+    return (decay + k * log_w - decay * log_w.exp()).exp().nan_to_num(0.0, 0.0, 0.0)
+
+
+_VESPO_LOG_MIN = -18.420680743952367  # log 1e-8
+
+
+def _at_tokens(advantages: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """`[tokens]`. As many advantages as tokens are taken as one a token."""
+    return advantages if len(advantages) == num_tokens else ops.per_token(advantages, cu_seqlens, num_tokens)
+
+
+def _check(config: LossConfig, ref_logprobs: Tensor | None, rollout_logprobs: Tensor | None) -> None:
+    choices = typing.get_type_hints(LossConfig)
+    for name in ("policy_loss", "ratio_level", "aggregation", "rho_level", "rho_mask_level"):
+        allowed = typing.get_args(choices[name])
+        if getattr(config, name) not in allowed:
+            raise ValueError(f"{name}={getattr(config, name)!r} is unknown; choose one of {', '.join(allowed)}")
+    if config.aggregation in ("constant", "dr_grpo") and not config.constant:
+        raise ValueError(f"aggregation {config.aggregation!r} needs a divisor, got constant={config.constant}")
     if config.kl_estimator not in range(NUM_ESTIMATORS):
         raise ValueError(f"kl_estimator={config.kl_estimator!r} is unknown; choose 0, 1, 2 or 3")
     if config.beta != 0.0 and ref_logprobs is None:
         raise ValueError(f"beta={config.beta} needs ref_logprobs; load the reference model or set beta=0")
+    corrects = config.use_rho_correction or config.off_policy_mask_threshold is not None
+    if corrects and rollout_logprobs is None:
+        raise ValueError("a correction for the engine's probabilities needs rollout_logprobs")

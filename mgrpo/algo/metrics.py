@@ -7,25 +7,45 @@ so every token weighs the same wherever it was computed. A pair with count 0 was
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mgrpo.algo.kl import NUM_ESTIMATORS, kl_estimate
+from mgrpo import ops
 from mgrpo.config.loss import LossConfig
 
 _RATIO, _RATIO_VAR = "val/ratio", "val/ratio_var"
-_SUMS = (
-    "loss/policy_avg",
-    "loss/kl_avg",
-    "loss/total_avg",
-    "policy/clipfrac_avg",
-    _RATIO,
-    _RATIO_VAR,
-    "debug/vllm_vs_local_logprob_diff_mean",
-    *(f"objective/kl{k}_avg" for k in range(NUM_ESTIMATORS)),
-)
+_MISMATCH, _MISMATCH_STD = "debug/vllm_vs_local_logprob_diff_mean", "debug/vllm_vs_local_logprob_diff_std"
+_KEPT_OUT = "val/policy_term_drop_frac"
+_COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
+    "loss/policy_avg": (("policy",), "count"),
+    "loss/kl_avg": (("penalty",), "count"),
+    "loss/total_avg": (("policy", "penalty"), "count"),
+    "policy/clipfrac_avg": (("clipped_low", "clipped_high"), "count"),
+    "clip_ratio/low_mean": (("clipped_low",), "count"),
+    "clip_ratio/high_mean": (("clipped_high",), "count"),
+    "policy/bounded_frac": (("bounded",), "count"),
+    "policy/approxkl_avg": (("approx_kl",), "count"),
+    _RATIO: (("ratio",), "count"),
+    _RATIO_VAR: (("ratio_deviation",), "count"),
+    _MISMATCH: (("mismatch",), "known_rollout"),
+    _MISMATCH_STD: (("mismatch_square",), "known_rollout"),
+    "debug/vllm_local_reverse_kl": (("rollout_kl",), "known_rollout"),
+    "debug/vllm_vs_local_ratio_tail_frac": (("mismatch_tail",), "known_rollout"),
+    "objective/kl0_avg": (("kl0",), "count"),
+    "objective/kl1_avg": (("kl1",), "count"),
+    "objective/kl2_avg": (("kl2",), "count"),
+    "objective/kl3_avg": (("kl3",), "count"),
+    "val/rho_weight": (("rho",), "count"),
+    "val/rho_clipfrac": (("rho_clamped",), "count"),
+    "val/rho_drop_frac": (("rho_dropped_low", "rho_dropped_high"), "count"),
+    "val/rho_drop_low_frac": (("rho_dropped_low",), "count"),
+    "val/rho_drop_high_frac": (("rho_dropped_high",), "count"),
+}
+"""Which columns of `ops.policy_loss`'s sums make a metric's sum, and which its count."""
+_NAMES = (*_COLUMNS, _KEPT_OUT)
 _MAXIMA = ("debug/vllm_vs_local_logprob_diff_max",)
 
 
@@ -34,7 +54,7 @@ def metric_names(config: LossConfig) -> tuple[str, ...]:
 
     Whether a reference or rollout logprobs were given does not change the names, only the counts.
     """
-    return _SUMS
+    return _NAMES
 
 
 def maxima_names(config: LossConfig) -> tuple[str, ...]:
@@ -55,12 +75,14 @@ def reduce_metrics(
     if isinstance(sums, Mapping):
         pairs = {name: (float(pair[0]), float(pair[1])) for name, pair in sums.items()}
     else:
-        assert tuple(sums.shape) == (len(_SUMS), 2), f"sums must be [{len(_SUMS)}, 2], got {list(sums.shape)}"
-        pairs = {name: (total, count) for name, (total, count) in zip(_SUMS, sums.tolist(), strict=True)}
+        assert tuple(sums.shape) == (len(_NAMES), 2), f"sums must be [{len(_NAMES)}, 2], got {list(sums.shape)}"
+        pairs = {name: (total, count) for name, (total, count) in zip(_NAMES, sums.tolist(), strict=True)}
     logged = {name: total / count for name, (total, count) in pairs.items() if count > 0}
     if _RATIO_VAR in logged:
         # The pair holds squares of (ratio - 1), not of the ratio: near 1 the difference of two squares would cancel.
         logged[_RATIO_VAR] = max(logged[_RATIO_VAR] - (logged[_RATIO] - 1.0) ** 2, 0.0)
+    if _MISMATCH_STD in logged:
+        logged[_MISMATCH_STD] = max(logged[_MISMATCH_STD] - logged[_MISMATCH] ** 2, 0.0) ** 0.5
     for name, value in (maxima or {}).items():
         if float(value) != -np.inf:
             logged[name] = float(value)
@@ -68,43 +90,26 @@ def reduce_metrics(
 
 
 @torch.no_grad()
-def measure(
-    *,
-    mask: Tensor,
-    old_logprobs: Tensor,
-    ratio: Tensor,
-    is_clipped: Tensor,
-    surrogate: Tensor,
-    penalty: Tensor | None,
-    d_ref: Tensor | None,
-    rollout_logprobs: Tensor | None,
+def summarise(
+    sums: Tensor, *, has_reference: bool, use_rho: bool, keep: Tensor | None, mask: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Sums and maxima of one call of the loss.
+    """Pairs and maxima of one call of the loss, from the sums `[num_seqs, columns]` that the op gave."""
+    totals = sums[:, :-1].sum(0)
+    largest = torch.cat((sums[:, -1], sums.new_full((1,), -torch.inf))).amax()
+    pairs = (_choice(has_reference, use_rho, sums.dtype, sums.device) * totals).sum(-1)
+    dropped = mask.new_zeros(2) if keep is None else torch.stack(((mask * (keep == 0)).sum(), mask.sum()))
+    pairs = torch.cat((pairs, dropped[None])).float()
+    return dict(zip(_NAMES, pairs.unbind(), strict=True)), dict(zip(_MAXIMA, (largest.float(),), strict=True))
 
-    Args:
-        mask: `[tokens]` bool. All others are `[tokens]` and finite where the mask is False; `penalty` is already
-            multiplied by beta; `d_ref` is logprobs - reference; a `rollout_logprobs` that is not finite is not counted.
-    """
-    trained = mask.to(ratio.dtype)
-    deviation = ratio - 1.0
-    total = surrogate if penalty is None else surrogate + penalty
-    columns = [surrogate, penalty, total, is_clipped.to(ratio.dtype), ratio, deviation.square()]
-    if rollout_logprobs is None:
-        columns += [None, None]
-        largest = ratio.new_full((), -torch.inf)
-    else:
-        known = mask & rollout_logprobs.isfinite()
-        difference = torch.where(known, (old_logprobs - rollout_logprobs).abs(), 0.0)
-        columns += [difference, known.to(ratio.dtype)]
-        largest = torch.where(known, difference, -torch.inf).amax() if len(mask) else ratio.new_full((), -torch.inf)
-    columns += [None if d_ref is None else kl_estimate(d_ref, ratio, k) for k in range(NUM_ESTIMATORS)]
-    columns += [torch.ones_like(trained)]
 
-    zeros = torch.zeros_like(trained)
-    sums = torch.stack([zeros if column is None else column.detach() for column in columns]).mul_(trained).sum(dim=1)
-    policy, kl, total, clipfrac, ratio_sum, ratio_square, diff, num_known, *kls, num_trained = sums.float().unbind()
-    num_ref = torch.zeros_like(num_trained) if d_ref is None else num_trained
-    pairs = [(value, num_trained) for value in (policy, kl, total, clipfrac, ratio_sum, ratio_square)]
-    pairs += [(diff, num_known)] + [(value, num_ref) for value in kls]
-    table = torch.stack([value for pair in pairs for value in pair]).view(len(_SUMS), 2)
-    return dict(zip(_SUMS, table.unbind(), strict=True)), dict(zip(_MAXIMA, (largest.float(),), strict=True))
+@cache
+def _choice(has_reference: bool, use_rho: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """0/1 `[metrics, 2, columns]`: what to add up for each metric's sum and count. What was not measured has count 0."""
+    choice = torch.zeros(len(_COLUMNS), 2, len(ops.COLUMNS) - 1)
+    for number, (name, (parts, count)) in enumerate(_COLUMNS.items()):
+        if (name.startswith("objective/kl") and not has_reference) or (name.startswith("val/rho") and not use_rho):
+            continue
+        for part in parts:
+            choice[number, 0, ops.COLUMNS.index(part)] = 1
+        choice[number, 1, ops.COLUMNS.index(count)] = 1
+    return choice.to(device, dtype)

@@ -4,6 +4,18 @@ Imports torch and nothing else of the project. Life of an op: csrc/README.md.
 """
 
 from mgrpo.ops.library import build_info
+from mgrpo.ops.linear import linear_logprobs
 from mgrpo.ops.logprobs import token_logprobs
+from mgrpo.ops.loss import policy_loss, segment_mean, segment_sums
+from mgrpo.ops.reference import COLUMNS, per_token
 
-__all__ = ["build_info", "token_logprobs"]
+__all__ = [
+    "COLUMNS",
+    "build_info",
+    "linear_logprobs",
+    "per_token",
+    "policy_loss",
+    "segment_mean",
+    "segment_sums",
+    "token_logprobs",
+]

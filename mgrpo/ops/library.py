@@ -76,6 +76,16 @@ def _register_fakes() -> None:
     def _(logits, out, targets, inv_rows, vocab_start, valid_cols, inv_temp, stats, g_logprob, g_entropy):
         return None
 
+    @torch.library.register_fake("mgrpo::policy_loss")
+    def _(logprobs, old_logprobs, ref, rollout, advantages, weights, keep, cu_seqlens, *settings):
+        num_seqs = cu_seqlens.shape[0] - 1
+        sums = logprobs.new_empty((num_seqs, len(reference.COLUMNS)))
+        return torch.empty_like(logprobs), logprobs.new_empty(num_seqs), sums
+
+    @torch.library.register_fake("mgrpo::segment_sums")
+    def _(x, weights, cu_seqlens):
+        return x.new_empty((2, cu_seqlens.shape[0] - 1))
+
 
 if _C is not None:
     _register_fakes()

@@ -112,8 +112,7 @@ class _TokenLogprobs(torch.autograd.Function):
             )
         logits, targets, rows, inv_temp, merged = ctx.saved_tensors
         ops = ops_for(logits)
-        g_logprobs = torch.zeros_like(merged[0]) if g_logprobs is None else g_logprobs.contiguous()
-        g_entropy = None if g_entropy is None else g_entropy.contiguous()
+        g_logprobs, g_entropy = _cotangents(g_logprobs, g_entropy, merged)
         inv_rows = None if rows is None else _inverse_rows(rows, logits.shape[0])
         rest = (targets, inv_rows, ctx.vocab_start, ctx.valid_cols, inv_temp, merged, g_logprobs, g_entropy)
         if ctx.inplace:
@@ -136,6 +135,12 @@ def _gather(stats: Tensor, group: ProcessGroup | None) -> Tensor:
     gathered = stats.new_empty((group.size() * stats.shape[0], stats.shape[1]))
     torch.distributed.all_gather_into_tensor(gathered, stats, group=group)
     return gathered.view(group.size(), *stats.shape)
+
+
+def _cotangents(g_logprobs: Tensor | None, g_entropy: Tensor | None, merged: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What autograd hands to backward, as the ops take it: the entropy's may stay away, and costs less so."""
+    g_logprobs = torch.zeros_like(merged[0]) if g_logprobs is None else g_logprobs.contiguous()
+    return g_logprobs, None if g_entropy is None else g_entropy.contiguous()
 
 
 def _inverse_rows(rows: Tensor, tokens: int) -> Tensor:
@@ -199,15 +204,19 @@ def _check_logits(logits: Tensor, valid_cols: int, inplace: bool) -> None:
 def _check_indices(logits: Tensor, targets: Tensor, rows: Tensor | None) -> int:
     """Dtypes, shapes and devices of targets and rows. Returns n."""
     n = logits.shape[0] if rows is None else rows.numel()
-    for name, index in (("targets", targets), ("rows", rows)):
-        if index is None:
-            continue
-        if index.dtype != torch.int64 or index.shape != (n,):
-            hint = "; pass rows to score only some of the logits' rows" if rows is None else ""
-            raise ValueError(f"{name} is {_describe(index)}, expected [{n}] torch.int64{hint}")
-        if index.device != logits.device:
-            raise ValueError(f"{name} is on {index.device}, logits are on {logits.device}; move one of them")
+    if rows is not None:
+        _check_index("rows", rows, n, logits)
+    _check_index(
+        "targets", targets, n, logits, "; pass rows to score only some of the logits' rows" if rows is None else ""
+    )
     return n
+
+
+def _check_index(name: str, index: Tensor, n: int, logits: Tensor, hint: str = "") -> None:
+    if index.dtype != torch.int64 or index.shape != (n,):
+        raise ValueError(f"{name} is {_describe(index)}, expected [{n}] torch.int64{hint}")
+    if index.device != logits.device:
+        raise ValueError(f"{name} is on {index.device}, logits are on {logits.device}; move one of them")
 
 
 def _check_index_values(
@@ -221,7 +230,7 @@ def _check_index_values(
         if low < vocab_range[0] or high >= vocab_range[1]:
             raise ValueError(
                 f"targets reach from {low} to {high}, expected ids in [{vocab_range[0]}, {vocab_range[1]}); leave "
-                f"ignored tokens out with rows, and pass group when the vocabulary is sharded"
+                f"ignored tokens out (with rows, or before the call), and pass group when the vocabulary is sharded"
             )
     if rows is not None:
         low, high = int(rows.min()), int(rows.max())

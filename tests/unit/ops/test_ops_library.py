@@ -90,7 +90,9 @@ def test_cuda_kernels_compile_without_spills(tmp_path: Path) -> None:
         spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", compile_.stderr)
         assert spills and set(spills) == {("0", "0")}, compile_.stderr
         registers = [int(count) for count in re.findall(r"Used (\d+) registers", compile_.stderr)]
-        assert max(registers) <= 40, f"at most 40 keep three blocks of 512 threads on a multiprocessor: {registers}"
+        # Bound by memory: 40 keep three blocks of 512 threads on a multiprocessor. The loss is bound by its launch.
+        limit = 40 if "logprob" in source else 64
+        assert max(registers) <= limit, f"{source}: {registers}"
 
 
 @pytest.mark.skipif(NVCC is None, reason=NVCC_MISSING)

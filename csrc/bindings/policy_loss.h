@@ -1,0 +1,97 @@
+// The policy loss from tensors to argument structs. What runs it on the device is a template argument, so that ops.cpp
+// and ops_cuda.cpp share every line of this.
+#pragma once
+
+#include <tuple>
+
+#include "bindings/checks.h"
+#include "core/policy_loss.h"
+
+namespace mgrpo {
+
+using OptionalTensor = std::optional<Tensor>;
+
+// The vectors' element count and device are those of `like`.
+inline const float* floats(const Tensor& x, const char* name, int64_t numel, const Tensor& like) {
+  check_operand(x, name, ScalarType::Float, numel, like);
+  return x.const_data_ptr<float>();
+}
+
+inline const float* floats(const OptionalTensor& x, const char* name, int64_t numel, const Tensor& like) {
+  return x ? floats(*x, name, numel, like) : nullptr;
+}
+
+inline const int32_t* cu_seqlens_of(const Tensor& cu_seqlens, const Tensor& like) {
+  STD_TORCH_CHECK(cu_seqlens.numel() >= 1, "cu_seqlens must be [num_seqs + 1], got no element");
+  check_operand(cu_seqlens, "cu_seqlens", ScalarType::Int, cu_seqlens.numel(), like);
+  return cu_seqlens.const_data_ptr<int32_t>();
+}
+
+template <auto kRun>
+std::tuple<Tensor, Tensor, Tensor> policy_loss(
+    const Tensor& logprobs, const Tensor& old_logprobs, const OptionalTensor& ref_logprobs,
+    const OptionalTensor& rollout_logprobs, const Tensor& advantages, const Tensor& weights, const OptionalTensor& keep,
+    const Tensor& cu_seqlens, const OptionalTensor& seq_log_ratio, const OptionalTensor& seq_log_rho,
+    const OptionalTensor& seq_log_rho_mask, int64_t surrogate, int64_t ratio_level, double clip_low, double clip_high,
+    double delta, double dual_clip, double beta, int64_t kl_estimator, bool kl_bias_correction, bool use_rho,
+    double rho_clamp_low, double rho_clamp_high, double rho_mask_low, double rho_mask_high) {
+  const int64_t n = logprobs.numel(), num_seqs = cu_seqlens.numel() - 1;
+  STD_TORCH_CHECK(surrogate >= 0 && surrogate <= 2, "surrogate=", surrogate, " is outside [0, 2]");
+  STD_TORCH_CHECK(ratio_level >= 0 && ratio_level <= 2, "ratio_level=", ratio_level, " is outside [0, 2]");
+  STD_TORCH_CHECK(kl_estimator >= 0 && kl_estimator <= 3, "kl_estimator=", kl_estimator, " is outside [0, 3]");
+  STD_TORCH_CHECK((ratio_level == 0) != seq_log_ratio.has_value(), "seq_log_ratio belongs to ratio_level 1 and 2");
+  STD_TORCH_CHECK(advantages.numel() == n || advantages.numel() == num_seqs, "advantages must have ", n, " or ",
+                  num_seqs, " elements, got ", advantages.numel());
+
+  Tensor grad = new_vector(logprobs, n), seq_grad = new_vector(logprobs, num_seqs);
+  Tensor sums = torch::stable::new_empty(logprobs, {num_seqs, kNumColumns}, ScalarType::Float);
+  PolicyLossArgs args{};
+  args.config = {static_cast<Surrogate>(surrogate),
+                 static_cast<RatioLevel>(ratio_level),
+                 static_cast<float>(clip_low),
+                 static_cast<float>(clip_high),
+                 static_cast<float>(delta),
+                 static_cast<float>(dual_clip),
+                 static_cast<float>(beta),
+                 kl_estimator,
+                 kl_bias_correction,
+                 use_rho,
+                 static_cast<float>(rho_clamp_low),
+                 static_cast<float>(rho_clamp_high),
+                 static_cast<float>(rho_mask_low),
+                 static_cast<float>(rho_mask_high)};
+  args.logprobs = floats(logprobs, "logprobs", n, logprobs);
+  args.old_logprobs = floats(old_logprobs, "old_logprobs", n, logprobs);
+  args.ref_logprobs = floats(ref_logprobs, "ref_logprobs", n, logprobs);
+  args.rollout_logprobs = floats(rollout_logprobs, "rollout_logprobs", n, logprobs);
+  args.advantages = floats(advantages, "advantages", advantages.numel(), logprobs);
+  args.advantage_per_sequence = advantages.numel() != n;
+  args.weights = floats(weights, "weights", n, logprobs);
+  args.keep = floats(keep, "keep", n, logprobs);
+  args.cu_seqlens = cu_seqlens_of(cu_seqlens, logprobs);
+  args.num_seqs = num_seqs;
+  args.seq_log_ratio = floats(seq_log_ratio, "seq_log_ratio", num_seqs, logprobs);
+  args.seq_log_rho = floats(seq_log_rho, "seq_log_rho", num_seqs, logprobs);
+  args.seq_log_rho_mask = floats(seq_log_rho_mask, "seq_log_rho_mask", num_seqs, logprobs);
+  args.grad = grad.mutable_data_ptr<float>();
+  args.seq_grad = seq_grad.mutable_data_ptr<float>();
+  args.sums = sums.mutable_data_ptr<float>();
+  kRun(args, n, logprobs);
+  return {grad, seq_grad, sums};
+}
+
+template <auto kRun>
+Tensor segment_sums(const Tensor& x, const Tensor& weights, const Tensor& cu_seqlens) {
+  const int64_t n = x.numel(), num_seqs = cu_seqlens.numel() - 1;
+  Tensor out = torch::stable::new_empty(x, {2, num_seqs}, ScalarType::Float);
+  SegmentSumsArgs args{};
+  args.x = floats(x, "x", n, x);
+  args.weights = floats(weights, "weights", n, x);
+  args.cu_seqlens = cu_seqlens_of(cu_seqlens, x);
+  args.num_seqs = num_seqs;
+  args.out = out.mutable_data_ptr<float>();
+  kRun(args, n, x);
+  return out;
+}
+
+}  // namespace mgrpo

@@ -1,0 +1,184 @@
+"""Owns `linear_logprobs`: an LM head and its log-probabilities in one, so that whole logits never exist.
+
+The head's columns are taken in chunks. To the ops a chunk is what a tensor-parallel shard is, a slice of the vocabulary
+that merges with the others (csrc/core/logprob.h has the formulas); the GEMMs around them are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mgrpo.ops.library import ops_for
+from mgrpo.ops.logprobs import (
+    _check_index,
+    _check_index_values,
+    _cotangents,
+    _describe,
+    _gather,
+    _inverse_temperature,
+)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    vocab_start: int = 0,
+    valid_cols: int | None = None,
+    group: ProcessGroup | None = None,
+    with_entropy: bool = False,
+    logits_chunk: int,
+) -> tuple[Tensor, Tensor | None]:
+    """`token_logprobs(hidden @ weight.T, targets)` that computes `logits_chunk` columns of the logits at a time.
+
+    Backward computes the logits once more, chunk by chunk: one GEMM more than with logits kept. Memory beside operands,
+    gradients and results: one `[n, logits_chunk]` buffer, and in backward the fp32 sum of hidden's gradient `[n, hidden]`
+    (for bf16 also one product of that size). Never materialising logits is the idea of Cut Cross-Entropy (Wijmans et al.
+    2024) and of Liger Kernel (Hsu et al. 2024). Chunks are of the vocabulary and not of the tokens, so that each row of
+    weight's gradient, the larger one, is written once.
+
+    Args:
+        hidden: `[n, hidden]`, fp32 or bf16 (float64 runs the reference), equal on all ranks of `group`.
+        weight: `[vocab/tp, hidden]`, this rank's rows of the LM head, hidden's dtype.
+        targets: `[n]` int64, global token ids, equal on all ranks of `group`; see `token_logprobs`.
+        temperature: what logits are divided by, one number or `[n]`. No gradient flows to it.
+        vocab_start: global id of this shard's first row.
+        valid_cols: rows of weight from here on are vocabulary padding: never read, gradient zero. None: all are valid;
+            0 is legal on a rank that holds only padding.
+        group: the tensor-parallel group, all of which must call. None: weight holds the whole vocabulary.
+        with_entropy: also compute the entropy. It is differentiable; when the loss does not use it, backward takes
+            the cheaper path by itself.
+        logits_chunk: at least 1. Results depend on it by rounding only; it may differ between the ranks of `group`.
+    Returns:
+        Logprobs `[n]` and entropy `[n]` or None, fp32, bitwise equal on all ranks of `group`. Collective over `group`:
+        one all-gather of 16 bytes a token, and in backward one all-reduce of hidden's gradient in fp32, which is then
+        that of the whole vocabulary, given that every rank computes the same loss.
+    """
+    if valid_cols is None:
+        valid_cols = weight.shape[0]
+    _check_operands(hidden, weight, valid_cols, logits_chunk)
+    _check_index("targets", targets, hidden.shape[0], hidden)
+    holds_vocabulary = group is None or group.size() == 1
+    if holds_vocabulary and not torch.compiler.is_compiling() and hidden.device.type == "cpu":
+        _check_index_values(hidden, targets, None, (vocab_start, vocab_start + valid_cols))
+    return _LinearLogprobs.apply(
+        hidden,
+        weight,
+        targets.contiguous(),
+        _inverse_temperature(temperature, hidden.shape[0], hidden),
+        vocab_start,
+        valid_cols,
+        None if holds_vocabulary else group,
+        with_entropy,
+        logits_chunk,
+    )
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        inv_temp: Tensor,
+        vocab_start: int,
+        valid_cols: int,
+        group: ProcessGroup | None,
+        with_entropy: bool,
+        logits_chunk: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        ops = ops_for(hidden)
+        parts = [
+            ops.logprob_stats(
+                logits, targets, None, vocab_start + columns.start, logits.shape[1], inv_temp, with_entropy
+            )
+            for columns, logits in _chunks(hidden, weight, valid_cols, logits_chunk)
+        ]
+        _, _, own = ops.logprob_merge(torch.stack(parts), inv_temp)
+        logprobs, entropy, merged = ops.logprob_merge(_gather(own, group), inv_temp)
+        ctx.save_for_backward(hidden, weight, targets, inv_temp, merged)
+        ctx.vocab_start, ctx.valid_cols, ctx.group, ctx.logits_chunk = vocab_start, valid_cols, group, logits_chunk
+        # An output that the loss does not use then arrives as None, which is how backward knows it need not care.
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy if with_entropy else None
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g_logprobs: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if g_logprobs is None and g_entropy is None:
+            return (None,) * 9
+        hidden, weight, targets, inv_temp, merged = ctx.saved_tensors
+        ops = ops_for(hidden)
+        cotangents = _cotangents(g_logprobs, g_entropy, merged)
+        d_hidden = torch.zeros_like(hidden, dtype=merged.dtype) if ctx.needs_input_grad[0] else None
+        d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        for columns, logits in _chunks(hidden, weight, ctx.valid_cols, ctx.logits_chunk):
+            start, cols = ctx.vocab_start + columns.start, logits.shape[1]
+            ops.logprob_grad_(logits, targets, None, start, cols, inv_temp, merged, *cotangents)
+            if d_hidden is not None:
+                _add_product(d_hidden, logits, weight[columns])
+            if d_weight is not None:
+                torch.mm(logits.t(), hidden, out=d_weight[columns])
+        if d_weight is not None:
+            d_weight[ctx.valid_cols :].zero_()
+        if d_hidden is not None:
+            if ctx.group is not None:
+                dist.all_reduce(d_hidden, group=ctx.group)
+            d_hidden = d_hidden.to(hidden.dtype)
+        return (d_hidden, d_weight) + (None,) * 7
+
+
+def _chunks(hidden: Tensor, weight: Tensor, valid_cols: int, logits_chunk: int) -> Iterator[tuple[slice, Tensor]]:
+    """Columns and logits `[n, columns]` of each chunk, padding left out. The next chunk overwrites the logits.
+
+    A rank that holds only padding has one chunk without columns: it must meet the others at the gather.
+    """
+    width = min(logits_chunk, max(valid_cols, 1))
+    buffer = hidden.new_empty(hidden.shape[0], width)
+    for start in range(0, max(valid_cols, 1), width):
+        columns = slice(start, min(start + width, valid_cols))
+        logits = buffer[:, : columns.stop - columns.start]
+        yield columns, torch.mm(hidden, weight[columns].t(), out=logits)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where total may be wider than the factors, of which no wider copy is made."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.device.type == "cuda":
+        total += torch.mm(a, b, out_dtype=total.dtype)
+    else:
+        # No CPU GEMM has a wider result: each chunk's product is rounded once, their sum is not.
+        total += torch.mm(a, b)
+
+
+def _check_operands(hidden: Tensor, weight: Tensor, valid_cols: int, logits_chunk: int) -> None:
+    if hidden.dim() != 2:
+        raise ValueError(
+            f"hidden is {_describe(hidden)}, expected [n, hidden]; flatten the token dimensions first, "
+            f"hidden.reshape(-1, hidden.shape[-1])"
+        )
+    if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        raise ValueError(f"hidden is {hidden.dtype}, expected torch.float32 or torch.bfloat16")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype:
+        raise ValueError(
+            f"weight is {_describe(weight)}, expected [vocab/tp, {hidden.shape[1]}] {hidden.dtype}, as hidden is "
+            f"{_describe(hidden)}"
+        )
+    if weight.device != hidden.device:
+        raise ValueError(f"weight is on {weight.device}, hidden is on {hidden.device}; move one of them")
+    if not 0 <= valid_cols <= weight.shape[0]:
+        raise ValueError(f"valid_cols={valid_cols} is outside [0, {weight.shape[0]}], the rows of weight")
+    if logits_chunk < 1:
+        raise ValueError(
+            f"logits_chunk={logits_chunk}, expected at least 1 column; for all columns at once use token_logprobs"
+        )
