@@ -37,6 +37,7 @@ from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.parallel import backend
 from mgrpo.parallel.attention import shares_prompts
 from mgrpo.parallel.broadcast import Action, Channel
+from mgrpo.planner.memory import choose_logits_chunk
 from mgrpo.policy.policy import Microbatch, Policy, StepResult
 from mgrpo.rollout.controller import Rollouts
 from mgrpo.sync.channel import Sender, connect_store, open_store
@@ -74,6 +75,7 @@ class Trainer:
         self.host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.experiment.backend_timeout))
         self.layout = layout_of(config, dist.get_world_size())
         self.shape = shape_of(read_hf_config(config.model.model_name_or_path))
+        self.logits_chunk = self._choose_logits_chunk()
         self.policy = self._load_policy()
         self.policy.prepare_training(config.optimizer, num_optimizer_steps=config.num_optimizer_steps)
         self.reference = self._load_policy() if config.algorithm.beta != 0 else None
@@ -89,9 +91,24 @@ class Trainer:
             dtype=DTYPES[self.config.model.model_dtype],
             seed=self.config.experiment.seed,
             temperature=self.config.rollout.temperature,
+            logits_chunk=self.logits_chunk,
         )
         policy.load(self.config.model.model_name_or_path)
         return policy
+
+    def _choose_logits_chunk(self) -> int:
+        # The smallest device decides for all: ranks that differ would meet in different collectives.
+        device_bytes = torch.tensor(backend.device_bytes())
+        dist.all_reduce(device_bytes, dist.ReduceOp.MIN, group=self.host_group)
+        return choose_logits_chunk(
+            self.config.parallel.logits_chunk,
+            shape=self.shape,
+            layout=self.layout,
+            dtype_bytes=DTYPES[self.config.model.model_dtype].itemsize,
+            pack_length=self.config.parallel.pack_length,
+            has_reference=self.config.algorithm.beta != 0,
+            device_bytes=int(device_bytes),
+        )
 
     def fit(self) -> TrainResult:
         """The whole run."""
@@ -283,6 +300,8 @@ class Trainer:
             self.wait_for(self.head and self.head.finish(joining, "join the weight-transfer group"))
         if self.head:
             self.head.progress.say(found(is_extension_compiled=ops.build_info()["compiled"]))
+            if self.logits_chunk:
+                self.head.progress.say(f"LM head: {self.logits_chunk} columns at a time, whole logits never exist")
             plan = self.sender.plan
             self.head.progress.say(
                 f"weight sync: {len(plan.transfers)} slices, {plan.bytes_moved / 1e6:.2f} MB a step "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -21,30 +22,45 @@ class Sampler:
         self._seed = seed
         self._epoch = 0
         self._position = 0
+        self._excluded: set[int] = set()
         self._order = self._permutation()
 
+    def exclude(self, indices: Collection[int]) -> None:
+        """Never hand out these rows again; the order of the others stays as it was."""
+        self._excluded.update(indices)
+
+    @property
+    def num_excluded(self) -> int:
+        """Rows that are never handed out again."""
+        return len(self._excluded)
+
     def take(self, n: int) -> list[PromptId]:
-        """The next `n` prompts; a take may run over the end of an epoch, but meets no prompt twice in the same one."""
+        """The next `n` prompts; a take may run over the end of an epoch, but meets no prompt twice in the same one.
+
+        Fewer, and no more at all, once every row is excluded.
+        """
         taken: list[PromptId] = []
-        while len(taken) < n:
+        while len(taken) < n and len(self._excluded) < self._num_prompts:
             if self._position == self._num_prompts:
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._permutation()
             end = min(self._num_prompts, self._position + n - len(taken))
-            taken.extend((self._epoch, int(index)) for index in self._order[self._position : end])
+            indices = self._order[self._position : end].tolist()
+            taken.extend((self._epoch, index) for index in indices if index not in self._excluded)
             self._position = end
         return taken
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the sampler stands, in JSON."""
         return {
             "num_prompts": self._num_prompts,
             "seed": self._seed,
             "epoch": self._epoch,
             "position": self._position,
+            "excluded": sorted(self._excluded),
         }
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; other data or another seed would be another order, and is refused."""
         for name, here in (("num_prompts", self._num_prompts), ("seed", self._seed)):
             if state[name] != here:
@@ -53,6 +69,7 @@ class Sampler:
                     "resume with the data and the seed that the run began with"
                 )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._excluded = set(state["excluded"])
         self._order = self._permutation()
 
     def _permutation(self) -> np.ndarray:

@@ -47,6 +47,14 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_cuda() else CPU
 
 
+def device_bytes() -> int:
+    """Memory of this rank's device; on the CPU its share of the machine's, which the machine's ranks have in common."""
+    if has_cuda():
+        return torch.cuda.get_device_properties(device()).total_memory
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def init_process_group(*, rank: int, world_size: int, timeout_minutes: float) -> None:
     """Join the default process group: NCCL with CUDA, gloo without. Every learner rank must call; alone none is needed."""
     from datetime import timedelta

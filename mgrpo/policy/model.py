@@ -41,12 +41,16 @@ class ResponseRows:
 class ResponseModel(GPTModel):
     """GPTModel whose last stage returns log-probability and entropy of response tokens: `[2, responses]` float32.
 
+    Without gradients, which is scoring, there is no entropy: `[1, responses]`.
+
     Hidden rows are gathered before the LM head, so that prompts never reach the vocabulary, and the vocabulary shard is
-    scored in place by `mgrpo.ops`; nothing of size `[tokens, vocab]` exists beyond the head's own output.
+    scored in place by `mgrpo.ops`; nothing of size `[tokens, vocab]` exists beyond the head's own output, and with
+    `logits_chunk` > 0 not even that: the head runs on so many columns at a time.
     """
 
-    def __init__(self, *args: Any, vocab: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, vocab: int, logits_chunk: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.logits_chunk = logits_chunk
         shard = self.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
         self.vocab_start = shard * parallel_state.get_tensor_model_parallel_rank()
         self.valid_cols = min(max(vocab - self.vocab_start, 0), shard)
@@ -74,20 +78,29 @@ class ResponseModel(GPTModel):
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False
             )
+        hidden_states = hidden_states.index_select(0, response.rows)
+        has_gradient = torch.is_grad_enabled()
+        options = {
+            "temperature": response.temperature,
+            "vocab_start": self.vocab_start,
+            "valid_cols": self.valid_cols,
+            "group": parallel_state.get_tensor_model_parallel_group(),
+            "with_entropy": has_gradient,
+        }
+        if self.logits_chunk:
+            logprobs, entropy = ops.linear_logprobs(
+                hidden_states.squeeze(1),
+                head.weight if weight is None else weight,
+                response.targets,
+                logits_chunk=self.logits_chunk,
+                **options,
+            )
+        else:
             head.sequence_parallel = False
-        logits, _ = head(hidden_states.index_select(0, response.rows), weight=weight)
-        head.sequence_parallel = sequence_parallel
-        logprobs, entropy = ops.token_logprobs(
-            logits.squeeze(1),
-            response.targets,
-            temperature=response.temperature,
-            vocab_start=self.vocab_start,
-            valid_cols=self.valid_cols,
-            group=parallel_state.get_tensor_model_parallel_group(),
-            with_entropy=True,
-            inplace=torch.is_grad_enabled(),
-        )
-        return torch.stack((logprobs, entropy.detach()))
+            logits, _ = head(hidden_states, weight=weight)
+            head.sequence_parallel = sequence_parallel
+            logprobs, entropy = ops.token_logprobs(logits.squeeze(1), response.targets, inplace=has_gradient, **options)
+        return torch.stack((logprobs, entropy.detach())) if has_gradient else logprobs[None]
 
 
 def _finalize_without_scaling(model: list[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
@@ -131,8 +144,11 @@ def transformer_config(shape: ModelShape, layout: Layout, dtype: torch.dtype) ->
     )
 
 
-def build(shape: ModelShape, layout: Layout, dtype: torch.dtype) -> ResponseModel:
-    """The stage of the model that this rank holds, weights unset. Every learner rank must call."""
+def build(shape: ModelShape, layout: Layout, dtype: torch.dtype, *, logits_chunk: int) -> ResponseModel:
+    """The stage of the model that this rank holds, weights unset. Every learner rank must call.
+
+    logits_chunk: columns of the LM head computed at a time, equal on all ranks; 0 computes all at once.
+    """
     config = transformer_config(shape, layout, dtype)
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
     layer.submodules.input_layernorm = RMSNorm
@@ -154,6 +170,7 @@ def build(shape: ModelShape, layout: Layout, dtype: torch.dtype) -> ResponseMode
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
         vocab=shape.vocab,
+        logits_chunk=logits_chunk,
     )
     model.rotary_pos_emb = PackedRotary(
         kv_channels=shape.head_dim,

@@ -74,7 +74,16 @@ class StepResult:
 class Policy:
     """One rank's part of the policy."""
 
-    def __init__(self, shape: ModelShape, layout: Layout, *, dtype: torch.dtype, seed: int, temperature: float) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: Layout,
+        *,
+        dtype: torch.dtype,
+        seed: int,
+        temperature: float,
+        logits_chunk: int = 0,
+    ) -> None:
         self.shape, self.layout, self.dtype, self.temperature = shape, layout, dtype, temperature
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
@@ -82,7 +91,7 @@ class Policy:
         self.rank = torch.distributed.get_rank()
         self.place = layout.coordinate(self.rank)
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
-        self.model: torch.nn.Module = build(shape, layout, dtype)
+        self.model: torch.nn.Module = build(shape, layout, dtype, logits_chunk=logits_chunk)
         self.parameters = ShardedParameters(self.model, shape, layout, self.rank)
         self.optimizer = None
 

@@ -6,18 +6,29 @@ import math
 
 from mgrpo.config.schema import Optimizer
 
+POLYNOMIAL_END = 1e-7
+"""Where the polynomial schedule, of power 1, ends. This and the one cycle of cosine_with_restarts are transformers' defaults."""
+
 
 def learning_rate(settings: Optimizer, step: int, num_steps: int) -> float:
-    """Rate of optimizer step `step` (from 0): linear warm-up, then linear or cosine decay to 0 at `num_steps`, or constant."""
+    """Rate of optimizer step `step` (from 0) of `num_steps`: linear warm-up, then the schedule; "constant" has neither.
+
+    The first step of a warm-up of w steps has 1/w of the rate, where transformers' schedules waste it on a rate of 0.
+    """
+    kind, peak = settings.lr_scheduler_type, settings.learning_rate
     warm_up = int(num_steps * settings.warmup_ratio) if settings.warmup_ratio > 0 else settings.warm_up_steps
+    if kind == "constant":
+        return peak
     if step < warm_up:
-        return settings.learning_rate * (step + 1) / warm_up
-    left = 1 - (step - warm_up) / max(num_steps - warm_up, 1)
-    match settings.lr_scheduler_type:
-        case "constant":
-            factor = 1.0
+        return peak * (step + 1) / warm_up
+    done = min((step - warm_up) / max(num_steps - warm_up, 1), 1.0)
+    match kind:
+        case "constant_with_warmup":
+            return peak
         case "linear":
-            factor = left
-        case "cosine":
-            factor = 0.5 * (1 + math.cos(math.pi * (1 - left)))
-    return settings.learning_rate * max(factor, 0.0)
+            return peak * (1 - done)
+        case "cosine" | "cosine_with_restarts":
+            return peak * 0.5 * (1 + math.cos(math.pi * done))
+        case "polynomial":
+            return (peak - POLYNOMIAL_END) * (1 - done) + POLYNOMIAL_END
+    raise ValueError(f"lr_scheduler_type={kind!r} is unknown")

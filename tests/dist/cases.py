@@ -16,7 +16,7 @@ from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.types import TrainSample
 
 
-def make_policy(model_dir: str, layout: dict[str, Any], temperature: float = 0.8):
+def make_policy(model_dir: str, layout: dict[str, Any], temperature: float = 0.8, logits_chunk: int = 0):
     """A policy on `layout`, after clearing the groups of the case before."""
     from megatron.core import parallel_state
 
@@ -29,6 +29,7 @@ def make_policy(model_dir: str, layout: dict[str, Any], temperature: float = 0.8
         dtype=torch.float32,
         seed=1,
         temperature=temperature,
+        logits_chunk=logits_chunk,
     )
     policy.load(model_dir)
     return policy
@@ -55,9 +56,13 @@ def gradients(
     loss: dict[str, Any],
     share_prompts: bool = True,
     pack_length: int = 64,
+    logits_chunk: int = 0,
 ) -> dict[str, Any]:
     """One training step: loss, logprobs by sample, gradient norm and every gradient as boxes of HF tensors."""
-    policy = make_policy(model_dir, layout)
+    policy = make_policy(model_dir, layout, logits_chunk=logits_chunk)
+    head_calls = []
+    if policy.is_last_stage:
+        policy.model.output_layer.register_forward_hook(lambda *call: head_calls.append(1))
     policy.prepare_training(Optimizer(learning_rate=0.0, max_grad_norm=0.0), num_optimizer_steps=1)
     packs, num_trained = own_packs(policy, samples, share_prompts=share_prompts, pack_length=pack_length)
     microbatches = policy.microbatches(packs)
@@ -97,6 +102,7 @@ def gradients(
         "gradients": boxes,
         "place": policy.place,
         "is_last_stage": policy.is_last_stage,
+        "head_calls": len(head_calls),
     }
 
 
@@ -259,6 +265,9 @@ def decayed(model_dir: str, weight_decay: float) -> dict[str, float]:
     before = {name: p.detach().clone() for name, p in policy.parameters.live.items()}
     packs, _ = own_packs(policy, random_samples(seed=0), share_prompts=True, pack_length=512)
     policy.train_step(policy.microbatches(packs), lambda logprobs, entropy, batch: (logprobs.sum() * 0.0, None))
-    change = {n: ((p.detach() - before[n]).abs().max() / before[n].abs().max()).item() for n, p in policy.parameters.live.items()}
+    change = {
+        n: ((p.detach() - before[n]).abs().max() / before[n].abs().max()).item()
+        for n, p in policy.parameters.live.items()
+    }
     vectors = [c for n, c in change.items() if before[n].dim() == 1]
     return {"vectors": max(vectors), "matrices": min(c for n, c in change.items() if before[n].dim() == 2)}

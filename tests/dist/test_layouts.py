@@ -32,16 +32,19 @@ def oracle(model_dir, samples, loss):
         every = torch.log_softmax(logits, -1)
         logprobs = every.gather(1, ids[0, first + 1 :, None])[:, 0]
         old = torch.from_numpy(sample.rollout_logprobs).double()
-        total = total + algo.policy_loss(
-            logprobs,
-            old,
-            torch.full_like(old, sample.advantage),
-            torch.from_numpy(sample.loss_mask),
-            torch.tensor([0, len(old)], dtype=torch.int32),
-            config=settings,
-            ref_logprobs=old - 0.1,
-            denominator=algo.loss_denominator(num_trained, settings),
-        ).loss
+        total = (
+            total
+            + algo.policy_loss(
+                logprobs,
+                old,
+                torch.full_like(old, sample.advantage),
+                torch.from_numpy(sample.loss_mask),
+                torch.tensor([0, len(old)], dtype=torch.int32),
+                config=settings,
+                ref_logprobs=old - 0.1,
+                denominator=algo.loss_denominator(num_trained, settings),
+            ).loss
+        )
         by_sample[number] = (logprobs.detach().numpy(), -(every.exp() * every).sum(-1).detach().numpy())
     total.backward()
     grads = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
@@ -124,11 +127,26 @@ def test_fewer_key_value_heads_than_tensor_ranks(run_ranks, models, truth):
     check(run(run_ranks, models, "qwen2-1kv", 2, {"tensor": 2}), truth["qwen2-1kv"])
 
 
-@pytest.mark.parametrize("layout", [{"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {"tensor": 2}, {"pipeline": 2}])
+@pytest.mark.parametrize(
+    "layout", [{"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {"tensor": 2}, {"pipeline": 2}]
+)
 @pytest.mark.parametrize("name", ["qwen2", "llama-tied"])
 def test_four_ranks_equal_transformers(run_ranks, models, truth, name, layout):
     """Axes combined: TP x PP with sequence parallelism, TP x DP, PP x DP, the last two with the distributed optimizer."""
     check(run(run_ranks, models, name, 4, layout), truth[name])
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama-tied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_does_not_depend_on_the_chunked_head(run_ranks, models, truth, name, layout):
+    """Whole logits or chunks: a reduction that only one of the heads does changes what is learned once logits are large."""
+    chunked = run(run_ranks, models, name, 2, LAYOUTS[layout], logits_chunk=17)
+    check(chunked, truth[name])
+    for a, b in zip(chunked, run(run_ranks, models, name, 2, LAYOUTS[layout]), strict=True):
+        assert a["head_calls"] == 0 and (b["head_calls"] > 0) == b["is_last_stage"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+        for (box, grad), (_, whole) in zip(a["gradients"], b["gradients"], strict=True):
+            np.testing.assert_allclose(grad, whole, atol=3e-6 * np.abs(whole).max() + 1e-8, err_msg=box.name)
 
 
 def test_gradient_does_not_depend_on_an_empty_rank(run_ranks, models):

@@ -25,6 +25,7 @@ ROOMS = {
     "rollout": {"config"} | BASE,
     "telemetry": {"config"} | BASE,
     "parallel": {"config"} | BASE,
+    "planner": {"models", "config"} | BASE,
     "policy": {"parallel", "models", "ops", "config"} | BASE,
     "sync": {"models"} | BASE,
     "checkpoint": {"policy", "models"} | BASE,

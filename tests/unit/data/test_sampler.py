@@ -70,3 +70,24 @@ def test_nothing_to_sample_is_an_error() -> None:
 
 
 PINNED = [(0, 1), (0, 6), (0, 0), (0, 3), (0, 7), (0, 4), (0, 2), (0, 5), (1, 3), (1, 2)]
+
+
+def test_excluded_rows_never_come_again_and_the_others_keep_their_order() -> None:
+    """A prompt that is always solved teaches nothing; dropping it must not reshuffle the rest of a resumed run."""
+    plain, sampler = Sampler(10, seed=3), Sampler(10, seed=3)
+    assert sampler.take(4) == plain.take(4)
+    sampler.exclude({2, 5, 7})
+    assert sampler.num_excluded == 3
+    expected = [prompt for prompt in plain.take(40) if prompt[1] not in {2, 5, 7}]
+    assert sampler.take(20) == expected[:20]
+
+    resumed = Sampler(10, seed=3)
+    resumed.load_state_dict(sampler.state_dict())
+    assert resumed.take(15) == sampler.take(15)
+
+
+def test_with_every_row_excluded_there_is_nothing_to_take() -> None:
+    """Looping for ever over an empty epoch would hang the run without a word."""
+    sampler = Sampler(3, seed=0)
+    sampler.exclude(range(3))
+    assert sampler.take(5) == []

@@ -167,9 +167,7 @@ def test_entropy_alone_has_gradients() -> None:
     """An entropy bonus may be the only term of a loss."""
     case = dataclasses.replace(make_case(), g_logprobs=torch.zeros(11))
     hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
-    _, entropy = linear_logprobs(
-        hidden, weight, case.targets, **case.arguments, with_entropy=True, logits_chunk=64
-    )
+    _, entropy = linear_logprobs(hidden, weight, case.targets, **case.arguments, with_entropy=True, logits_chunk=64)
     grads = torch.autograd.grad((entropy * case.g_entropy).sum(), (hidden, weight))
     for got, expected in zip(grads, case.oracle()[2:], strict=True):
         assert relative_error(got, expected) < TOLERANCE[torch.float32]
@@ -191,9 +189,7 @@ def test_results_repeat_bitwise_also_on_a_second_backward(dtype: torch.dtype) ->
     case = make_case(n=64, cols=1003, dtype=dtype)
     assert all(torch.equal(a, b) for a, b in zip(run(case), run(case), strict=True))
     hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
-    results = linear_logprobs(
-        hidden, weight, case.targets, **case.arguments, with_entropy=True, logits_chunk=100
-    )
+    results = linear_logprobs(hidden, weight, case.targets, **case.arguments, with_entropy=True, logits_chunk=100)
     loss = case.loss(*results)
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, (hidden, weight)), strict=True))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from mgrpo.config.schema import Optimizer
 from mgrpo.policy.schedule import learning_rate
@@ -26,8 +28,27 @@ def test_cosine_is_half_way_down_in_the_middle():
 
 
 def test_constant_stays_after_the_warm_up():
-    """Constant with warm-up."""
-    assert rates(5, lr_scheduler_type="constant", warmup_ratio=0.4) == pytest.approx([0.5, 1, 1, 1, 1])
+    """And "constant" by itself knows no warm-up, as in transformers."""
+    assert rates(5, lr_scheduler_type="constant_with_warmup", warmup_ratio=0.4) == pytest.approx([0.5, 1, 1, 1, 1])
+    assert rates(5, lr_scheduler_type="constant", warmup_ratio=0.4) == [1.0] * 5
+
+
+@pytest.mark.parametrize(
+    "kind", ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
+)
+@pytest.mark.parametrize("warm_up", [0, 3])
+def test_every_schedule_is_that_of_transformers_after_the_warm_up(kind, warm_up):
+    """A recipe's learning rate must be the one its author trained with."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    schedule = get_scheduler(kind, optimizer, num_warmup_steps=warm_up, num_training_steps=12)
+    expected = []
+    for _ in range(12):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    ours = rates(12, lr_scheduler_type=kind, warm_up_steps=warm_up)
+    assert ours[warm_up:] == pytest.approx(expected[warm_up:], abs=1e-12)
 
 
 def test_ratio_wins_over_steps():

@@ -1,0 +1,121 @@
+"""Memory of a learner rank against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mgrpo.layout import Layout
+from mgrpo.models.family import shape_of
+from mgrpo.planner.memory import LOGITS_CHUNK, choose_logits_chunk, logits_bytes, num_parameters, state_bytes
+
+GIB = 1 << 30
+# Qwen2.5-7B. A layer: q 3584 x 3584 + 3584, k and v 3584 x 512 + 512 each, o 3584 x 3584, three 3584 x 18944 of the
+# MLP, two norms of 3584: 233,057,792. Embedding and head: 152,064 x 3584 = 544,997,376 each, final norm 3584.
+QWEN_7B = shape_of(
+    {
+        "model_type": "qwen2",
+        "num_hidden_layers": 28,
+        "hidden_size": 3584,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+    }
+)
+LAYER, EMBEDDING, NORM = 233_057_792, 544_997_376, 3584
+ONE = Layout(world_size=1)
+
+
+def choose(setting: int | str = "auto", **changes) -> int:
+    """Qwen2.5-7B in bf16 over 8 data-parallel GPUs of 80 GiB, unless told otherwise."""
+    arguments = {
+        "shape": QWEN_7B,
+        "layout": Layout(world_size=8),
+        "dtype_bytes": 2,
+        "pack_length": 16_384,
+        "has_reference": False,
+        "device_bytes": 80 * GIB,
+    }
+    return choose_logits_chunk(setting, **arguments | changes)
+
+
+def test_parameters_of_a_stage_are_what_the_rank_holds() -> None:
+    """Counted wrong here, a model that does not fit is only found out by running it."""
+    assert num_parameters(QWEN_7B, ONE, stage=0) == 28 * LAYER + 2 * EMBEDDING + NORM == 7_615_616_512
+    two_stages = Layout(world_size=8, pipeline=2)
+    assert num_parameters(QWEN_7B, two_stages, stage=0) == 14 * LAYER + EMBEDDING
+    assert num_parameters(QWEN_7B, two_stages, stage=1) == 14 * LAYER + EMBEDDING + NORM
+    # Everything is cut in two but the norms: two a layer and the final one.
+    norms = 57 * NORM
+    assert num_parameters(QWEN_7B, Layout(world_size=2, tensor=2), stage=0) == (7_615_616_512 - norms) // 2 + norms
+
+
+def test_padding_and_the_second_copy_of_a_tied_embedding_are_counted() -> None:
+    """A tied model over several stages holds its embedding twice, and a padded vocabulary is padded in memory too."""
+    tied = dataclasses.replace(QWEN_7B, tied=True, vocab=152_000)  # 1187.5 x 128
+    assert num_parameters(tied, ONE, stage=0) == 28 * LAYER + EMBEDDING + NORM
+    assert num_parameters(tied, Layout(world_size=2, pipeline=2), stage=1) == 14 * LAYER + EMBEDDING + NORM
+
+
+def test_states_of_a_bf16_model_are_18_bytes_a_parameter_on_one_rank() -> None:
+    """2 weight + 4 gradient + 4 master + 8 moments; ZeRO-1 divides the last two by the data-parallel size."""
+    p = 7_615_616_512
+    one = state_bytes(QWEN_7B, ONE, stage=0, dtype_bytes=2)
+    assert (one.parameters, one.gradients, one.optimizer, one.reference) == (2 * p, 4 * p, 12 * p, 0)
+    assert one.total == 18 * p  # 137 GB
+    eight = state_bytes(QWEN_7B, Layout(world_size=8), stage=0, dtype_bytes=2, has_reference=True)
+    assert (eight.optimizer, eight.reference) == (12 * p // 8, 2 * p)
+    assert state_bytes(QWEN_7B, ONE, stage=0, dtype_bytes=4).total == 16 * p  # fp32 weights are their own master
+
+
+def test_logits_are_one_buffer_of_the_padded_shard() -> None:
+    """Their gradient overwrites them; counting it again would chunk where nothing is gained."""
+    assert logits_bytes(16_384, shape=QWEN_7B, layout=ONE, dtype_bytes=2) == 16_384 * 152_064 * 2  # 4.98 GB
+    odd = dataclasses.replace(QWEN_7B, vocab=125)
+    assert logits_bytes(3, shape=odd, layout=Layout(world_size=2, tensor=2), dtype_bytes=4) == 3 * 64 * 4
+
+
+@pytest.mark.parametrize("setting", [0, 1, 4096])
+def test_a_number_is_taken_as_given(setting: int) -> None:
+    """Who sets it has measured; also where the logits would fit, or nothing does."""
+    assert choose(setting) == choose(setting, device_bytes=GIB) == setting
+
+
+def test_auto_computes_all_at_once_where_the_logits_fit() -> None:
+    """8 GPUs of 80 GiB: 85.9 GB less 57.1 GB of states leave 28.8 GB, half of it is 14.4 GB."""
+    assert choose(pack_length=16_384) == 0  # 4.98 GB
+    assert choose(pack_length=32_768) == 0  # 9.97 GB
+    assert choose(pack_length=65_536) == LOGITS_CHUNK  # 19.9 GB
+
+
+def test_auto_counts_the_reference_model() -> None:
+    """15.2 GB of reference weights leave 13.6 GB: 9.97 GB of logits would meet the activations there."""
+    assert choose(pack_length=16_384, has_reference=True) == 0
+    assert choose(pack_length=32_768, has_reference=True) == LOGITS_CHUNK
+
+
+def test_auto_chunks_where_not_even_the_states_fit() -> None:
+    """One 80 GiB GPU: 137 GB of states. Whatever saves them, there is nothing to spare for logits."""
+    assert choose(layout=ONE, pack_length=512) == LOGITS_CHUNK
+
+
+def test_auto_changes_at_exactly_half_of_what_is_left() -> None:
+    """The rule in the docstring is the rule."""
+    states = state_bytes(QWEN_7B, ONE, stage=0, dtype_bytes=2).total
+    logits = logits_bytes(1000, shape=QWEN_7B, layout=ONE, dtype_bytes=2)
+    fits = {"layout": ONE, "pack_length": 1000}
+    assert choose(**fits, device_bytes=states + 2 * logits) == 0
+    assert choose(**fits, device_bytes=states + 2 * logits - 1) == LOGITS_CHUNK
+
+
+def test_auto_looks_at_the_last_stage() -> None:
+    """Logits exist there only, beside its own weights: the first stage has a norm less."""
+    layout = Layout(world_size=2, pipeline=2)
+    last = state_bytes(QWEN_7B, layout, stage=1, dtype_bytes=2).total
+    assert last - state_bytes(QWEN_7B, layout, stage=0, dtype_bytes=2).total == 18 * NORM
+    logits = logits_bytes(1000, shape=QWEN_7B, layout=layout, dtype_bytes=2)
+    fits = {"layout": layout, "pack_length": 1000}
+    assert choose(**fits, device_bytes=last + 2 * logits) == 0
+    assert choose(**fits, device_bytes=last + 2 * logits - 1) == LOGITS_CHUNK
