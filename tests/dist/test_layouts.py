@@ -167,5 +167,6 @@ def test_export_is_what_was_trained(run_ranks, models, tmp_path, layout):
         one, many = load_hf(tmp_path / name / "one"), load_hf(tmp_path / name / "many")
         start = dict(load_hf(models[name]).named_parameters())
         for (key, a), b in zip(one.named_parameters(), many.parameters(), strict=True):
-            assert (a - start[key]).abs().max() > 1e-3, f"{key} was not trained"
+            # Twice what the layouts may differ by; how far a random model moves depends on the processor that made it.
+            assert (a - start[key]).abs().max() > 4e-4, f"{key} was not trained"
             torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
