@@ -4,18 +4,22 @@ Nothing is dropped and nothing is cut: a document that does not fit is an error,
 dummy packs, so that all run the same number of micro-batches. numpy only; tensors begin in the policy room.
 """
 
-from mgrpo.packing.bins import balance, pack
-from mgrpo.packing.document import SHARED_PROMPT_LIMIT, assemble, document_length, documents
-from mgrpo.packing.step import pack_step
+from mgrpo.packing.bins import pack
+from mgrpo.packing.cost import Cost
+from mgrpo.packing.document import assemble, document_length, documents
+from mgrpo.packing.ranks import balance, mini_batches
+from mgrpo.packing.step import multiples, pack_step
 from mgrpo.packing.wire import from_arrays, to_arrays
 
 __all__ = [
-    "SHARED_PROMPT_LIMIT",
+    "Cost",
     "assemble",
     "balance",
     "document_length",
     "documents",
     "from_arrays",
+    "mini_batches",
+    "multiples",
     "pack",
     "pack_step",
     "to_arrays",

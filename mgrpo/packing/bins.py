@@ -1,39 +1,32 @@
-"""Lengths into packs of bounded size, and packs onto mini-batches and data-parallel ranks.
+"""Lengths into the fewest packs of bounded size.
 
 Knows lengths and indices only. Every index comes out exactly once, and equal input gives equal output.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+SEARCH_STEPS = 200
+"""Packs the search may take back before it gives up: enough to settle a few dozen documents, a few ms for hundreds."""
+SEARCHED_PACKS = 1000
+"""Most packs the search is tried for: beyond, it costs a second and more, and best fit is a fraction of a percent off."""
+WINDOW = 64
+"""Documents the search considers at a time to fill up a pack: more cost time and find hardly anything."""
 
 
 def pack(lengths: Sequence[int], pack_length: int, *, multiple_of: int = 1) -> list[list[int]]:
-    """Indices of `lengths` in few packs: longest first, each into the first pack with room.
+    """Indices of `lengths` in as few packs as can be found: see `fewest_packs`.
 
     Args:
         pack_length: most tokens in a pack, including the padding to a multiple of `multiple_of`.
     """
     limit = token_limit(pack_length, multiple_of)
-    lengths = _checked(lengths, limit)
-    return _first_fit(range(len(lengths)), lengths, limit)
-
-
-def balance(
-    lengths: Sequence[int], pack_length: int, *, dp: int, num_mini_batches: int = 1, multiple_of: int = 1
-) -> list[list[list[list[int]]]]:
-    """Indices of `lengths` as [mini-batch][data-parallel rank][micro-batch], with even numbers of tokens.
-
-    All ranks of a mini-batch have the same number of micro-batches, the fewest found to fit and at least one; an empty
-    list stands for a dummy pack. A mini-batch is empty only when there are fewer documents than mini-batches.
-    """
-    if dp < 1 or num_mini_batches < 1:
-        raise ValueError(f"dp={dp} and num_mini_batches={num_mini_batches} must be at least 1")
-    limit = token_limit(pack_length, multiple_of)
-    lengths = _checked(lengths, limit)
-    mini_batches = _spread(range(len(lengths)), lengths, num_mini_batches)
-    return [_micro_batches(members, lengths, limit, dp) for members in mini_batches]
+    lengths = checked(lengths, limit)
+    return fewest_packs(range(len(lengths)), lengths, limit)
 
 
 def token_limit(pack_length: int, multiple_of: int) -> int:
@@ -47,7 +40,8 @@ def token_limit(pack_length: int, multiple_of: int) -> int:
     return pack_length // multiple_of * multiple_of
 
 
-def _checked(lengths: Sequence[int], limit: int) -> list[int]:
+def checked(lengths: Sequence[int], limit: int) -> list[int]:
+    """`lengths` as plain integers, each of which fits into a pack."""
     lengths = [int(length) for length in lengths]
     for index, length in enumerate(lengths):
         if length > limit:
@@ -60,78 +54,149 @@ def _checked(lengths: Sequence[int], limit: int) -> list[int]:
     return lengths
 
 
-def _longest_first(members: Iterable[int], lengths: list[int]) -> list[int]:
+def longest_first(members: Iterable[int], lengths: Sequence[int]) -> list[int]:
+    """`members` by falling length, equals by index."""
     return sorted(members, key=lambda index: (-lengths[index], index))
 
 
-def _first_fit(members: Iterable[int], lengths: list[int], limit: int) -> list[list[int]]:
-    packs: list[list[int]] = []
-    room: list[int] = []
-    order = _longest_first(members, lengths)
-    shortest = lengths[order[-1]] if order else 0
-    first_open = 0
-    for index in order:
-        length = lengths[index]
-        # Packs that nothing fits into any more form a growing prefix in the usual case; without skipping it thousands of
-        # documents would cost the square of their number.
-        while first_open < len(packs) and room[first_open] < shortest:
-            first_open += 1
-        for number in range(first_open, len(packs)):
-            if room[number] >= length:
-                break
+def fewest_packs(members: Iterable[int], lengths: list[int], limit: int, *, count_in: int = 1) -> list[list[int]]:
+    """`members` in packs of at most `limit` tokens, few enough that no smaller multiple of `count_in` is known to do.
+
+    Best fit is within a pack or two of the fewest on common lengths. Where `lower_bound` leaves it open whether fewer
+    would do, a search decides: nearly always for a few dozen documents, mostly for hundreds.
+    """
+    order = longest_first(members, lengths)
+    packs = _best_fit(order, lengths, limit)
+    low = -(-lower_bound([lengths[index] for index in order], limit) // count_in)
+    high = -(-len(packs) // count_in)
+    while low < high:
+        middle = (low + high) // 2
+        fewer = _search(order, lengths, limit, middle * count_in)
+        if fewer is None:
+            low = middle + 1
         else:
-            number = len(packs)
+            packs, high = fewer, middle
+    return [sorted(chosen) for chosen in packs]
+
+
+def lower_bound(lengths: Sequence[int], limit: int) -> int:
+    """A number of packs that no packing can undercut (Martello and Toth's L2, Discrete Applied Mathematics 28, 1990).
+
+    Documents longer than limit / 2 need a pack each. For any threshold t up to limit / 2, documents of t tokens or more
+    fit only beside those of at most limit - t; what the room there cannot take needs packs of its own. Second, of
+    documents of at least t tokens no pack holds more than limit / t.
+    """
+    if not len(lengths):
+        return 0
+    rising = np.sort(np.asarray(lengths, dtype=np.int64))
+    total = np.concatenate([[0], np.cumsum(rising)])
+    thresholds = np.unique(np.append(rising[2 * rising <= limit], 0))
+    half = np.searchsorted(rising, limit // 2, side="right")
+    small = np.searchsorted(rising, thresholds, side="left")
+    alone = np.searchsorted(rising, limit - thresholds, side="right")
+    room_beside = (alone - half) * limit - (total[alone] - total[half])
+    rest = total[half] - total[small] - room_beside
+    by_room = len(rising) - half + np.maximum(0, -(-rest // limit))
+    by_number = -(-np.arange(len(rising), 0, -1) // (limit // np.maximum(rising, 1)))
+    return int(max(by_room.max(), by_number.max()))
+
+
+def _best_fit(order: list[int], lengths: list[int], limit: int) -> list[list[int]]:
+    """Each document, longest first, into the fullest pack that has room."""
+    packs: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room, pack), rising
+    for index in order:
+        place = bisect_left(rooms, (lengths[index],))
+        if place < len(rooms):
+            room, number = rooms.pop(place)
+        else:
+            room, number = limit, len(packs)
             packs.append([])
-            room.append(limit)
         packs[number].append(index)
-        room[number] -= length
-    return [sorted(members) for members in packs]
+        insort(rooms, (room - lengths[index], number))
+    return packs
 
 
-def _spread(
-    members: Iterable[int], lengths: list[int], num_bins: int, limit: int | None = None
-) -> list[list[int]] | None:
-    """`num_bins` bins of even size: longest first, each into the emptiest bin; None if one would exceed `limit`."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    # Bins of equal size are taken by their number of documents, so that documents of length 0 spread out too.
-    emptiest = [(0, 0, number) for number in range(num_bins)]
-    for index in _longest_first(members, lengths):
-        size, count, number = emptiest[0]
-        size += lengths[index]
-        if limit is not None and size > limit:
-            return None
-        bins[number].append(index)
-        heapq.heapreplace(emptiest, (size, count + 1, number))
-    return [sorted(members) for members in bins]
+def _search(order: list[int], lengths: list[int], limit: int, count: int) -> list[list[int]] | None:
+    """`order`, longest first, in `count` packs, or None if none were found: depth first, pack by pack.
 
-
-def _micro_batches(members: list[int], lengths: list[int], limit: int, dp: int) -> list[list[list[int]]]:
-    """[rank][micro-batch] of one mini-batch.
-
-    Even packs are tried from the smallest count that could hold the tokens; first fit, which is uneven but packs tighter,
-    bounds the count from above.
+    Each pack starts with the longest document left, which has to go somewhere, and is filled up in every way that
+    wastes no more room than all packs together can spare (Korf's bin completion, AAAI 2002).
     """
-    tight = _first_fit(members, lengths, limit)
-    most = max(1, -(-len(tight) // dp))
-    fewest = max(1, -(-sum(lengths[index] for index in members) // (limit * dp)))
-    for num_micro_batches in range(fewest, most + 1):
-        packs = _spread(members, lengths, num_micro_batches * dp, limit)
-        if packs is not None:
-            return _deal(packs, lengths, dp)
-    return _deal(tight + [[] for _ in range(most * dp - len(tight))], lengths, dp)
+    spare = count * limit - sum(lengths[index] for index in order)
+    if spare < 0 or count > SEARCHED_PACKS:
+        return None
+    packs: list[list[int]] = []
+    open_choices = [_next_packs(order, lengths, limit, count, spare)]
+    steps = count + SEARCH_STEPS
+    while open_choices and steps:
+        choice = next(open_choices[-1], None)
+        if choice is None:
+            open_choices.pop()
+            if packs:
+                packs.pop()
+            continue
+        steps -= 1
+        chosen, left, spare = choice
+        packs.append(chosen)
+        if not left:
+            return packs
+        open_choices.append(_next_packs(left, lengths, limit, count - len(packs), spare))
+    return None
 
 
-def _deal(packs: list[list[int]], lengths: list[int], dp: int) -> list[list[list[int]]]:
-    """The same number of packs to each rank, largest first to the rank with the fewest tokens.
+def _next_packs(
+    left: list[int], lengths: list[int], limit: int, count: int, spare: int
+) -> Iterator[tuple[list[int], list[int], int]]:
+    """Ways to make one of the last `count` packs out of `left`: its documents, what is left then, and the spare room.
 
-    Large packs come first on every rank: memory peaks at the first micro-batch, and equals wait for equals.
+    Full packs come first, and of these the ones with long documents: short ones fill the last packs more easily. Full
+    means at most twice the pack's share of the spare room empty.
     """
-    sizes = [sum(lengths[index] for index in members) for members in packs]
-    ranks: list[list[list[int]]] = [[] for _ in range(dp)]
-    lightest = [(0, rank) for rank in range(dp)]
-    for number in sorted(range(len(packs)), key=lambda number: (-sizes[number], number)):
-        size, rank = heapq.heappop(lightest)
-        ranks[rank].append(packs[number])
-        if len(ranks[rank]) < len(packs) // dp:
-            heapq.heappush(lightest, (size + sizes[number], rank))
-    return ranks
+    if not count:
+        return
+    room = limit - lengths[left[0]]
+    fitting = bisect_left(left, -room, lo=1, key=lambda index: -lengths[index])
+    places = list(range(fitting, len(left)))
+    if len(places) > WINDOW:
+        # The longest that fit, and some of every length to end with.
+        tail = len(places) - 3 * WINDOW // 4
+        step = tail / (WINDOW // 4)
+        places = places[:-tail] + [places[-1 - int(step * i)] for i in reversed(range(WINDOW // 4))]
+    sizes = [lengths[left[place]] for place in places]
+    least = max(0, room - spare)
+    full = max(least, room - 2 * spare // count)
+    for low, high in ((full, room), (least, full - 1)):
+        for numbers in _subsets(sizes, low, high):
+            taken = [0] + [places[number] for number in numbers]
+            chosen = [left[place] for place in taken]
+            rest = left.copy()
+            for place in reversed(taken):
+                del rest[place]
+            yield chosen, rest, spare - limit + sum(lengths[index] for index in chosen)
+
+
+def _subsets(sizes: list[int], low: int, high: int) -> Iterator[list[int]]:
+    """Every choice of falling `sizes` that sums to `low` .. `high`, as numbers; longest documents first, equals once."""
+    if low > high:
+        return
+    # Bit s of reachable[n] says that some of the last n sizes sum to s: no branch of the walk ends in nothing.
+    reachable = [1]
+    for size in reversed(sizes):
+        reachable.append((reachable[-1] | reachable[-1] << size) & (1 << high + 1) - 1)
+
+    def walk(number: int, least: int, most: int) -> Iterator[list[int]]:
+        previous = None
+        for taken in range(number, len(sizes)):
+            size = sizes[taken]
+            if size > most or size == previous:
+                continue
+            previous = size
+            rest = max(0, least - size)
+            if reachable[len(sizes) - taken - 1] >> rest & (1 << most - size - rest + 1) - 1:
+                for others in walk(taken + 1, least - size, most - size):
+                    yield [taken, *others]
+        if least <= 0:
+            yield []
+
+    yield from walk(0, low, high)

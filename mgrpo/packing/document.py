@@ -1,57 +1,77 @@
 """Samples into documents, and documents into one pack.
 
-A document is a prompt followed by the completions that share it, each without its last token (`PackedBatch` in types.py).
+A document is a prompt followed by the completions that share it, each without its last token (`PackedBatch` in types.py),
+and padding where ranks share its tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
+from mgrpo.packing.cost import Cost
 from mgrpo.types import PackedBatch, TrainSample
 
-SHARED_PROMPT_LIMIT = 256
-"""Longest document with several completions, in tokens.
 
-Sharing saves the repeated prompts in every layer, but the branches' mask is dense: a token pays for the columns of all
-other branches too. With g completions of r tokens attention costs (p + g r)^2 instead of g (p + r)^2, up to g times as
-much. For short documents attention is a small part of the layer and the saving wins; for long ones it does not.
-"""
-
-
-def documents(samples: Sequence[TrainSample], *, share_prompts: bool, pack_length: int) -> list[list[int]]:
+def documents(
+    samples: Sequence[TrainSample],
+    *,
+    share_prompts: bool | Literal["auto"],
+    pack_length: int,
+    cost: Cost | None = None,
+) -> list[list[int]]:
     """Which samples form a document, as indices; every sample in exactly one.
 
-    With `share_prompts` the samples of a group, if their prompts are equal, become one document when it is not longer
-    than `pack_length` and `SHARED_PROMPT_LIMIT`; else each sample is a document.
+    Samples of a group with equal prompts become one document if it is not longer than `pack_length`: with True always,
+    with "auto" where that is cheaper, with False never. Each other sample is a document.
+
+    Args:
+        cost: of a document, for "auto"; default `Cost()`.
     """
-    if not share_prompts:
+    if share_prompts is False:
         return [[index] for index in range(len(samples))]
     groups: dict[tuple[int, bytes], list[int]] = {}
     for index, sample in enumerate(samples):
         groups.setdefault((sample.group, sample.prompt_tokens.tobytes()), []).append(index)
-    limit = min(pack_length, SHARED_PROMPT_LIMIT)
     found: list[list[int]] = []
     for members in groups.values():
-        if document_length(samples, members) <= limit:
+        fits = document_length(samples, members) <= pack_length
+        if fits and (share_prompts is True or _sharing_pays(samples, members, cost or Cost())):
             found.append(members)
         else:
             found.extend([index] for index in members)
     return found
 
 
-def document_length(samples: Sequence[TrainSample], members: Sequence[int]) -> int:
-    """Tokens of the document these samples form."""
-    return len(samples[members[0]].prompt_tokens) + sum(len(samples[index].tokens) - 1 for index in members)
+def _sharing_pays(samples: Sequence[TrainSample], members: list[int], cost: Cost) -> bool:
+    """Whether one document with branches costs less than a document for each sample.
+
+    It repeats no prompt, but its mask is dense, so that attention pays for the columns of all branches: (p + g r)^2
+    instead of g (p + r)^2 with g completions of r tokens.
+    """
+    apart = sum(cost.of(document_length(samples, [index])) for index in members)
+    return cost.of(document_length(samples, members)) < apart
+
+
+def document_length(samples: Sequence[TrainSample], members: Sequence[int], *, multiple_of: int = 1) -> int:
+    """Tokens of the document these samples form, padded to a multiple of `multiple_of`."""
+    length = len(samples[members[0]].prompt_tokens) + sum(len(samples[index].tokens) - 1 for index in members)
+    return -(-length // multiple_of) * multiple_of
 
 
 def assemble(
-    samples: Sequence[TrainSample], documents: Sequence[Sequence[int]], *, multiple_of: int = 1
+    samples: Sequence[TrainSample],
+    documents: Sequence[Sequence[int]],
+    *,
+    multiple_of: int = 1,
+    document_multiple_of: int = 1,
 ) -> PackedBatch:
     """One pack of these documents, in their order; no documents make a dummy pack.
 
-    What is missing to a multiple of `multiple_of` tokens is added as one document of token 0 that predicts nothing; a
+    A document's last branch is continued with token 0 to a multiple of `document_multiple_of`: nothing before sees it,
+    and it predicts nothing. What is missing to a multiple of `multiple_of` tokens is added as one document of token 0 that predicts nothing; a
     dummy pack is such a document alone, so that every rank has something to run.
     """
     # A segment is a prompt or a completion without its last token: a run of consecutive rows.
@@ -63,6 +83,8 @@ def assemble(
         prompt_segments.append(len(segments))
         segments.append(samples[members[0]].prompt_tokens)
         segments.extend([samples[index].tokens[:-1] for index in members])
+        num_missing = -document_length(samples, members) % document_multiple_of
+        segments[-1] = np.pad(segments[-1], (0, num_missing))
         branches.extend(range(len(members) + 1))
         order.extend(members)
 

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Literal
 
-from mgrpo.packing.bins import balance, token_limit
+from mgrpo.packing.bins import token_limit
+from mgrpo.packing.cost import Cost
 from mgrpo.packing.document import assemble, document_length, documents
+from mgrpo.packing.ranks import balance
 from mgrpo.types import PackedBatch, TrainSample
+
+
+def multiples(*, context: int, tensor: int, sequence_parallel: bool) -> tuple[int, int]:
+    """What the tokens of a document, and those of a pack, have to be a multiple of on these axes.
+
+    A context rank holds two stretches of every document, an early and a late one, so that causal attention is even work;
+    under sequence parallelism its share of the pack is split over the tensor ranks.
+    """
+    document = 2 * context if context > 1 else 1
+    return document, math.lcm(document, context * tensor if sequence_parallel else context)
 
 
 def pack_step(
@@ -16,20 +30,50 @@ def pack_step(
     dp: int,
     num_mini_batches: int,
     multiple_of: int,
-    share_prompts: bool,
+    share_prompts: bool | Literal["auto"],
+    document_multiple_of: int = 1,
+    cost: Cost | None = None,
+    epoch: int = 0,
+    seed: int = 0,
 ) -> list[list[list[PackedBatch]]]:
     """Packs as [mini-batch][data-parallel rank][micro-batch]; every sample is in exactly one, see `balance`.
 
     Args:
-        multiple_of: the number of tokens of a pack divides by this (the tensor-parallel size under sequence parallelism).
+        multiple_of, document_multiple_of: what the tokens of a pack and of each document are padded to, see `multiples`.
+        share_prompts: see `documents`.
+        cost: of a document, default `Cost()`.
+        epoch, seed: which partition into mini-batches, see `mini_batches`.
     """
-    grouped = documents(samples, share_prompts=share_prompts, pack_length=token_limit(pack_length, multiple_of))
-    lengths = [document_length(samples, members) for members in grouped]
-    plan = balance(lengths, pack_length, dp=dp, num_mini_batches=num_mini_batches, multiple_of=multiple_of)
+    assert multiple_of % document_multiple_of == 0, "the padding at a pack's end is a document too"
+    if document_multiple_of > 1:
+        if share_prompts is True:
+            raise ValueError(
+                "documents with shared prompts cannot be split over context-parallel ranks yet; use "
+                "shared_prompt_packing=auto or off, or context_parallel_size=1"
+            )
+        share_prompts = False
+    limit = token_limit(pack_length, multiple_of)
+    grouped = documents(samples, share_prompts=share_prompts, pack_length=limit, cost=cost)
+    lengths = [document_length(samples, members, multiple_of=document_multiple_of) for members in grouped]
+    plan = balance(
+        lengths,
+        pack_length,
+        dp=dp,
+        num_mini_batches=num_mini_batches,
+        multiple_of=multiple_of,
+        cost=cost,
+        epoch=epoch,
+        seed=seed,
+    )
     return [
         [
             [
-                assemble(samples, [grouped[index] for index in chosen], multiple_of=multiple_of)
+                assemble(
+                    samples,
+                    [grouped[index] for index in chosen],
+                    multiple_of=multiple_of,
+                    document_multiple_of=document_multiple_of,
+                )
                 for chosen in micro_batches
             ]
             for micro_batches in ranks

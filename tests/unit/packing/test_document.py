@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgrpo.packing import SHARED_PROMPT_LIMIT, assemble, document_length, documents, from_arrays, pack_step, to_arrays
+from mgrpo.packing import (
+    Cost,
+    assemble,
+    document_length,
+    documents,
+    from_arrays,
+    mini_batches,
+    multiples,
+    pack_step,
+    to_arrays,
+)
 from mgrpo.types import PackedBatch, TrainSample
 
 # No deadline: a shared machine is slow now and then. No database: a test leaves no files.
@@ -37,6 +47,7 @@ def make_samples(groups: list[tuple[int, list[int]]], seed: int = 0) -> list[Tra
 groups_of_samples = st.lists(
     st.tuples(st.integers(1, 6), st.lists(st.integers(1, 6), min_size=1, max_size=4)), max_size=8
 )
+share = st.sampled_from([True, False, "auto"])
 
 
 def attention_mask(pack: PackedBatch) -> np.ndarray:
@@ -77,7 +88,7 @@ def equal_packs(left: PackedBatch, right: PackedBatch) -> bool:
 
 
 @property_test
-@given(groups_of_samples, st.booleans(), st.sampled_from([1, 2, 4, 8]), st.integers(1, 3), st.integers(1, 2))
+@given(groups_of_samples, share, st.sampled_from([1, 2, 4, 8]), st.integers(1, 3), st.integers(1, 2))
 def test_packs_of_a_step_reproduce_every_sample_exactly_once(groups, share_prompts, multiple_of, dp, num_mini_batches):
     """A row that sees another completion, or predicts a shifted token, trains on text nobody sampled; loss still falls."""
     samples = make_samples(groups)
@@ -138,14 +149,25 @@ def test_a_dummy_pack_can_run_a_forward_and_trains_nothing(multiple_of):
     assert pack.rows.dtype == np.int32 and pack.loss_mask.dtype == np.bool_ and pack.advantages.dtype == np.float32
 
 
-def test_groups_share_their_prompt_only_when_asked_and_short_enough():
-    """Long trees cost quadratic attention; a tree longer than a pack would end the run though its samples fit."""
-    long = SHARED_PROMPT_LIMIT // 2
-    samples = make_samples([(4, [3, 3]), (long, [long, long]), (2, [5])])
-    assert documents(samples, share_prompts=True, pack_length=4096) == [[0, 1], [2], [3], [4]]
+def test_groups_that_fit_share_their_prompt_when_asked():
+    """A tree longer than a pack would end the run though its samples fit."""
+    samples = make_samples([(4, [3, 3]), (50, [50, 50]), (2, [5])])
+    assert documents(samples, share_prompts=True, pack_length=4096) == [[0, 1], [2, 3], [4]]
+    assert documents(samples, share_prompts=True, pack_length=147) == [[0, 1], [2], [3], [4]]
     assert documents(samples, share_prompts=False, pack_length=4096) == [[0], [1], [2], [3], [4]]
     assert documents(samples, share_prompts=True, pack_length=7) == [[0], [1], [2], [3], [4]]
     assert documents(samples, share_prompts=True, pack_length=8)[0] == [0, 1]
+
+
+def test_auto_shares_a_prompt_where_its_tokens_outweigh_the_mask():
+    """The dense mask makes long trees dearer than their samples apart; a prompt repeated for every sample wastes layers."""
+    # Group 0: 100 + 2 x 10 = 120 tokens shared, 2 x 110 = 220 apart. Group 1: 10 + 2 x 100 = 210, 2 x 110 = 220.
+    samples = make_samples([(100, [11, 11]), (10, [101, 101])])
+    cheap, dear = Cost(a=1, b=0), Cost(a=1, b=0.01)
+    assert documents(samples, share_prompts="auto", pack_length=4096, cost=cheap) == [[0, 1], [2, 3]]
+    # Attention adds 144 to 120 and 242 to 220 in group 0, 441 to 210 and 242 to 220 in group 1.
+    assert documents(samples, share_prompts="auto", pack_length=4096, cost=dear) == [[0, 1], [2], [3]]
+    assert documents(samples, share_prompts="auto", pack_length=100, cost=cheap) == [[0], [1], [2], [3]]
 
 
 def test_samples_with_different_prompts_never_share_one():
@@ -163,7 +185,86 @@ def test_a_tree_that_fits_only_without_padding_is_taken_apart():
 
 
 @property_test
-@given(groups_of_samples, st.booleans(), st.integers(1, 3), st.integers(1, 3))
+@given(groups_of_samples, st.integers(2, 3), st.sampled_from([1, 2]), st.integers(1, 2))
+def test_documents_are_padded_as_context_and_tensor_ranks_require(groups, context, tensor, dp):
+    """A context rank takes two stretches of every document: without the padding they would not be of equal length."""
+    samples = make_samples(groups)
+    document, pack_of = multiples(context=context, tensor=tensor, sequence_parallel=tensor > 1)
+    packs = pack_step(
+        samples,
+        pack_length=48,
+        dp=dp,
+        num_mini_batches=1,
+        multiple_of=pack_of,
+        share_prompts="auto",
+        document_multiple_of=document,
+    )
+    seen = []
+    for pack in (pack for micro_batches in packs[0] for pack in micro_batches):
+        check_pack(pack, samples)
+        seen += pack.samples.tolist()
+        assert np.all(np.diff(pack.cu_seqlens) % (2 * context) == 0)
+        assert len(pack.tokens) % (context * tensor) == 0 and len(pack.tokens) <= 48
+    assert sorted(seen) == list(range(len(samples)))
+
+
+@pytest.mark.parametrize(
+    ("context", "tensor", "sequence_parallel", "expected"),
+    [(1, 4, False, (1, 1)), (1, 4, True, (1, 4)), (2, 1, False, (4, 4)), (2, 4, True, (4, 8)), (3, 2, True, (6, 6))],
+)
+def test_multiples_of_hand_worked_layouts(context, tensor, sequence_parallel, expected):
+    """Too small a multiple stops in the model's first layer, too large a one pads every document of every step."""
+    assert multiples(context=context, tensor=tensor, sequence_parallel=sequence_parallel) == expected
+
+
+def test_padding_of_a_document_has_the_hand_worked_layout():
+    """The padding continues the last branch: later positions, seen by no row that predicts, and no loss."""
+    sample = dataclasses.replace(
+        make_samples([(3, [3])])[0],
+        prompt_tokens=np.array([1, 2, 3], np.int32),
+        tokens=np.array([10, 11, 12], np.int32),
+    )
+    pack = assemble([sample, sample], [[0], [1]], multiple_of=12, document_multiple_of=4)
+    assert pack.tokens.tolist() == [1, 2, 3, 10, 11, 0, 0, 0] * 2 + [0] * 8
+    assert pack.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7] * 3
+    assert pack.branches.tolist() == [0, 0, 0, 1, 1, 1, 1, 1] * 2 + [0] * 8
+    assert pack.cu_seqlens.tolist() == [0, 8, 16, 24]
+    assert pack.rows.tolist() == [2, 3, 4, 10, 11, 12]
+    assert pack.targets.tolist() == [10, 11, 12] * 2
+    assert document_length([sample], [0], multiple_of=4) == 8
+
+
+def test_shared_prompts_are_refused_where_documents_are_split():
+    """A context rank sees a part of each branch: without support for that it would attend to the wrong tokens."""
+    samples = make_samples([(4, [3, 3])])
+    arguments = {"pack_length": 32, "dp": 1, "num_mini_batches": 1, "multiple_of": 4, "document_multiple_of": 4}
+    with pytest.raises(ValueError, match="shared_prompt_packing=auto or off"):
+        pack_step(samples, share_prompts=True, **arguments)
+    pack = pack_step(samples, share_prompts="auto", **arguments)[0][0][0]
+    assert pack.branches.max() == 1 and len(pack.cu_seqlens) == 3
+
+
+def test_epochs_train_the_same_samples_in_other_mini_batches():
+    """Every sample once an epoch; the trainer routes each sample's old logprobs by `samples`."""
+    samples = make_samples([(3, [4, 5, 6]), (2, [3, 4, 5, 6]), (5, [7, 1, 2])])
+    lengths = [document_length(samples, [index]) for index in range(10)]
+    for epoch in range(3):
+        packs = pack_step(
+            samples,
+            pack_length=32,
+            dp=2,
+            num_mini_batches=3,
+            multiple_of=1,
+            share_prompts=False,
+            epoch=epoch,
+            seed=4,
+        )
+        found = [sorted(int(i) for row in ranks for pack in row for i in pack.samples) for ranks in packs]
+        assert found == mini_batches(lengths, 3, epoch=epoch, seed=4)
+
+
+@property_test
+@given(groups_of_samples, share, st.integers(1, 3), st.integers(1, 3))
 def test_packs_survive_the_wire(groups, share_prompts, dp, num_mini_batches):
     """Ranks would train on each other's packs, or divide by a denominator of their own."""
     samples = make_samples(groups)
