@@ -1,36 +1,229 @@
-"""Time of token_logprobs, forward and backward, against what one writes in PyTorch; all in one process on one input.
+"""Time, memory and accuracy of the ops beside what one would use in their place; one process, the same inputs, in turns.
 
-    python tools/bench_ops.py --device cpu --tokens 1024 --vocab 32000
-    python tools/bench_ops.py --device cuda --tokens 16384 --vocab 151936
+    python tools/bench_ops.py [--device cpu|cuda] [--groups logits head] [--tokens N] [--vocab N] [--hidden N]
+    python tools/bench_ops.py --markdown        # no run: the JSON files' figures into benchmarks/README.md
 
-On the CPU the figure is CPU seconds of the process (a shared machine stretches wall time, not these); on CUDA it is
-the time between events. Every method runs in turn, --repeat rounds; the least of its rounds counts. Writes
-benchmarks/ops-<device>.json.
+Group `logits` starts from logits `[tokens, vocab]`, group `head` from hidden states and the LM head's weight. Writes
+benchmarks/ops-<device>.json. How it is measured, and where the other libraries come from: benchmarks/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import functools
+import itertools
 import json
 import os
 import platform
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from mgrpo.ops import build_info, token_logprobs
+from mgrpo.ops import build_info, linear_logprobs, policy_loss, token_logprobs
 
 Scores = tuple[Tensor, Tensor | None]
-Method = Callable[[Tensor, Tensor, bool], Scores]
+PEER_PACKAGES = ("megatron-core", "trl", "liger-kernel", "triton", "transformers")
+DTYPES = (torch.float32, torch.bfloat16)
+CHECKED_ROWS = 128
+ORACLE_TOKENS = 1024
+LOGITS_CHUNK = {"cpu": 4096, "cuda": 16384}
+COPY_GOAL = 0.85
+README_START = "<!-- figures: written by `python tools/bench_ops.py --markdown` -->"
+README_END = "<!-- end of figures -->"
+PROTOCOL = (
+    "One process, the same inputs for every method. Each method runs once outside the clock for memory and accuracy, then "
+    "the methods take turns; of each method the round with the least forward + backward counts. Time: {clock}. Memory: "
+    "peak of the bytes {allocator} during forward and backward, above the inputs. Accuracy: against float64 on the same "
+    "inputs, largest absolute error of a logprob, largest error of a gradient over the gradient's largest entry."
+)
+CLOCK = {"cpu": "CPU seconds of the process", "cuda": "between two CUDA events"}
+ALLOCATOR = {"cpu": "that torch's CPU allocator reports to its profiler", "cuda": "of torch's CUDA allocator"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Size of a group's problem, and how often each of its methods runs on the clock."""
+
+    tokens: int
+    vocab: int
+    hidden: int
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A row of the table. `load` imports what the method needs and returns it; `call(*arguments)` gives its outputs.
+
+    An output is `[tokens]`, or a scalar for a method that only returns a loss. A peer that cannot be loaded or fails is
+    reported and left out; one of ours ends the benchmark.
+    """
+
+    name: str
+    load: Callable[[torch.device], Callable[..., tuple[Tensor | None, ...]]]
+    is_peer: bool = False
+    has_entropy: bool = True
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One problem that all methods of a group solve.
+
+    arguments: makes what a method is called with; tensors that require grad are differentiated, and are the method's
+        own to overwrite.
+    cotangents: gradient of the loss in each output.
+    errors: the accuracy of outputs and gradients.
+    logits_bytes: what memory is a share of.
+    """
+
+    labels: dict[str, Any]
+    arguments: Callable[[], tuple[Any, ...]]
+    cotangents: tuple[Tensor, ...]
+    errors: Callable[[list[Tensor], list[Tensor]], dict[str, float | None]]
+    logits_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Methods that do the same work, the first being what the others' speed is a ratio to, and the cases of that work."""
+
+    name: str
+    title: str
+    methods: list[Method]
+    cases: Callable[[Shape, torch.device], Iterator[Case]]
+    shapes: dict[str, Shape]
+    is_bandwidth_bound: bool
+
+
+# ---- what is computed
+
+
+def scores(logits: Tensor, targets: Tensor, with_entropy: bool) -> Scores:
+    """Logprobs and entropy in the dtype of the logits; in float64 the oracle."""
+    logp = torch.log_softmax(logits, dim=-1)
+    entropy = -(logp.exp() * logp).sum(-1) if with_entropy else None
+    return logp.gather(1, targets[:, None])[:, 0], entropy
+
+
+def token_weights(tokens: int, device: torch.device) -> Tensor:
+    """What the loss multiplies each token's logprob with: both signs, never zero."""
+    return torch.cos(torch.arange(tokens, device=device, dtype=torch.float32))
+
+
+def cotangents(tokens: int, with_entropy: bool, device: torch.device) -> tuple[Tensor, ...]:
+    weights = token_weights(tokens, device)
+    return (weights, 0.5 * weights.flip(0)) if with_entropy else (weights,)
+
+
+def expected(
+    outputs: Scores, weights: tuple[Tensor, ...], differentiated: tuple[Tensor, ...]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and gradients of the oracle."""
+    kept = [output for output in outputs if output is not None]
+    gradients = torch.autograd.grad(kept, differentiated, [weight.double() for weight in weights])
+    return [output.detach() for output in kept], list(gradients)
+
+
+def largest_errors(
+    outputs: list[Tensor], gradients: list[Tensor], oracle: tuple[list[Tensor], list[Tensor]]
+) -> dict[str, float | None]:
+    """Largest errors against the oracle; None for what a method does not return token by token."""
+    oracle_outputs, oracle_gradients = oracle
+    by_token = [
+        (output.double() - exact).abs().max().item() if output.dim() else None
+        for output, exact in zip(outputs, oracle_outputs, strict=True)
+    ]
+    relative = [
+        ((gradient.double() - exact).abs().max() / exact.abs().max()).item()
+        for gradient, exact in zip(gradients, oracle_gradients, strict=True)
+    ]
+    return {
+        "logprob_error": by_token[0],
+        "entropy_error": by_token[1] if len(by_token) > 1 else None,
+        "gradient_error": max(relative),
+    }
+
+
+def logits_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
+    """Logits given. The oracle looks at up to `CHECKED_ROWS` rows from first to last: in float64 all would be too many."""
+    for dtype, with_entropy in itertools.product(DTYPES, (False, True)):
+        torch.manual_seed(0)
+        source = torch.empty(shape.tokens, shape.vocab, dtype=dtype, device=device).normal_(std=3)
+        targets = torch.randint(0, shape.vocab, (shape.tokens,), device=device)
+        weights = cotangents(shape.tokens, with_entropy, device)
+        rows = torch.linspace(0, shape.tokens - 1, min(shape.tokens, CHECKED_ROWS), device=device).long()
+        exact = source[rows].double().requires_grad_()
+        oracle = expected(scores(exact, targets[rows], with_entropy), tuple(w[rows] for w in weights), (exact,))
+
+        def arguments(source: Tensor = source, targets: Tensor = targets, with_entropy: bool = with_entropy) -> tuple:
+            # The copy stands for the LM head's output: nobody's leaf, nobody's view.
+            return source.detach().requires_grad_().clone(), targets, with_entropy
+
+        def errors(outputs: list[Tensor], gradients: list[Tensor], oracle: Any = oracle, rows: Tensor = rows) -> dict:
+            return largest_errors([output[rows] for output in outputs], [gradients[0][rows]], oracle)
+
+        yield Case(
+            labels={"dtype": str(dtype).removeprefix("torch."), "entropy": with_entropy},
+            arguments=arguments,
+            cotangents=weights,
+            errors=errors,
+            logits_bytes=source.numel() * source.element_size(),
+        )
+
+
+def head_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
+    """Hidden states and weight given, both differentiated, such that the logits have a standard deviation of 3."""
+    for dtype, with_entropy in itertools.product(DTYPES, (False, True)):
+        torch.manual_seed(0)
+        hidden = torch.empty(shape.tokens, shape.hidden, dtype=dtype, device=device).normal_()
+        weight = torch.empty(shape.vocab, shape.hidden, dtype=dtype, device=device).normal_(std=3 / shape.hidden**0.5)
+        targets = torch.randint(0, shape.vocab, (shape.tokens,), device=device)
+        weights = cotangents(shape.tokens, with_entropy, device)
+        oracle = head_oracle(hidden, weight, targets, with_entropy, weights)
+
+        def arguments(given: tuple = (hidden, weight, targets, with_entropy)) -> tuple:
+            hidden, weight, *rest = given
+            return hidden.detach().requires_grad_(), weight.detach().requires_grad_(), *rest
+
+        yield Case(
+            labels={"dtype": str(dtype).removeprefix("torch."), "entropy": with_entropy},
+            arguments=arguments,
+            cotangents=weights,
+            errors=functools.partial(largest_errors, oracle=oracle),
+            logits_bytes=shape.tokens * shape.vocab * hidden.element_size(),
+        )
+
+
+def head_oracle(
+    hidden: Tensor, weight: Tensor, targets: Tensor, with_entropy: bool, weights: tuple[Tensor, ...]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and gradients in float64, some tokens at a time: float64 logits of all would not fit."""
+    exact_weight = weight.double().requires_grad_()
+    outputs, hidden_gradients, weight_gradient = [], [], torch.zeros_like(exact_weight)
+    for at in torch.arange(hidden.shape[0], device=hidden.device).split(ORACLE_TOKENS):
+        exact_hidden = hidden[at].double().requires_grad_()
+        result = scores(exact_hidden @ exact_weight.T, targets[at], with_entropy)
+        part, gradients = expected(result, tuple(w[at] for w in weights), (exact_hidden, exact_weight))
+        outputs.append(part)
+        hidden_gradients.append(gradients[0])
+        weight_gradient += gradients[1]
+    return [torch.cat(parts) for parts in zip(*outputs, strict=True)], [torch.cat(hidden_gradients), weight_gradient]
+
+
+# ---- methods that start from logits
 
 
 def by_log_softmax(logits: Tensor, targets: Tensor, with_entropy: bool) -> Scores:
-    logp = torch.log_softmax(logits.float(), dim=-1)
-    entropy = -(logp.exp() * logp).sum(-1) if with_entropy else None
-    return logp.gather(1, targets[:, None])[:, 0], entropy
+    return scores(logits.float(), targets, with_entropy)
 
 
 def by_logsumexp(logits: Tensor, targets: Tensor, with_entropy: bool) -> Scores:
@@ -40,24 +233,331 @@ def by_logsumexp(logits: Tensor, targets: Tensor, with_entropy: bool) -> Scores:
     return x.gather(1, targets[:, None])[:, 0] - lse, entropy
 
 
-def ours(inplace: bool) -> Method:
-    return lambda logits, targets, with_entropy: token_logprobs(
-        logits, targets, with_entropy=with_entropy, inplace=inplace
+def ours(logits: Tensor, targets: Tensor, with_entropy: bool, *, inplace: bool) -> Scores:
+    return token_logprobs(logits, targets, with_entropy=with_entropy, inplace=inplace)
+
+
+@functools.cache
+def one_rank_group(device_type: str) -> dist.ProcessGroup:
+    """Megatron's tensor-parallel group of this process alone."""
+    from megatron.core import parallel_state
+
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def load_megatron(device: torch.device) -> Callable[..., Scores]:
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    one_rank_group(device.type)
+    return lambda logits, targets, with_entropy: (-vocab_parallel_cross_entropy(logits, targets), None)
+
+
+def load_megatron_fused(device: torch.device) -> Callable[..., Scores]:
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    group = one_rank_group(device.type)
+    return lambda logits, targets, with_entropy: (-fused_vocab_parallel_cross_entropy(logits, targets, group), None)
+
+
+def load_trl(device: torch.device) -> Callable[..., Scores]:
+    from trl.trainer.utils import selective_log_softmax, selective_log_softmax_and_entropy
+
+    def call(logits: Tensor, targets: Tensor, with_entropy: bool) -> Scores:
+        if with_entropy:
+            return selective_log_softmax_and_entropy(logits, targets)
+        return selective_log_softmax(logits, targets), None
+
+    return call
+
+
+# ---- methods that start from hidden states
+
+
+def head_by_log_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, with_entropy: bool) -> Scores:
+    return by_log_softmax(hidden @ weight.T, targets, with_entropy)
+
+
+def our_head(hidden: Tensor, weight: Tensor, targets: Tensor, with_entropy: bool) -> Scores:
+    return token_logprobs(hidden @ weight.T, targets, with_entropy=with_entropy, inplace=True)
+
+
+def load_our_fused_head(device: torch.device) -> Callable[..., Scores]:
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor, with_entropy: bool) -> Scores:
+        chunk = LOGITS_CHUNK[device.type]
+        return linear_logprobs(hidden, weight, targets, with_entropy=with_entropy, logits_chunk=chunk)
+
+    return call
+
+
+def load_torch_head(device: torch.device, *, is_chunked: bool) -> Callable[..., Scores]:
+    from torch.nn.functional import linear_cross_entropy
+
+    options = torch.nn.LinearCrossEntropyOptions() if is_chunked else None
+
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor, with_entropy: bool) -> Scores:
+        return -linear_cross_entropy(hidden, weight, targets, reduction="none", options=options), None
+
+    return call
+
+
+def load_trl_head(device: torch.device) -> Callable[..., Scores]:
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as chunk_size
+
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor, with_entropy: bool) -> Scores:
+        wanted = ("entropy",) if with_entropy else ()
+        return ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, chunk_size, None, 1.0, wanted)[:2]
+
+    return call
+
+
+def load_liger_head(device: torch.device) -> Callable[..., Scores]:
+    from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
+
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor, with_entropy: bool) -> Scores:
+        return LigerFusedLinearPPOBase.chunk_forward(hidden[None], weight, targets[None])[0], None
+
+    return call
+
+
+def load_liger_grpo(device: torch.device) -> Callable[..., Scores]:
+    """Liger's loss made the weighted sum of logprobs that the other methods' cotangents stand for.
+
+    At ratio 1 cispo is -sum(advantage * logprob) / tokens, an advantage belongs to a sequence: one token a sequence.
+    """
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    loss = LigerFusedLinearGRPOLoss(
+        loss_type="cispo", epsilon_high=5.0, beta=0.0, use_ref_model=False, compiled=False, chunk_size=2048
+    )
+
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor, with_entropy: bool) -> Scores:
+        tokens = hidden.shape[0]
+        advantages = -tokens * token_weights(tokens, hidden.device)
+        mask = torch.ones_like(targets[:, None])
+        return loss(hidden[:, None], weight, targets[:, None], mask, advantages)[0], None
+
+    return call
+
+
+def load_liger_cross_entropy(device: torch.device) -> Callable[..., Scores]:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="none")
+    return lambda hidden, weight, targets, with_entropy: (-loss(weight, hidden, targets), None)
+
+
+# ---- groups
+
+
+def loss_operands(shape: Shape, device: torch.device) -> dict[str, Tensor]:
+    """64 sequences of different lengths, off-policy enough that some tokens are clipped."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(shape.tokens, device=device, generator=generator)
+
+    logprobs = -1.0 + noise(0.3)
+    cuts = torch.linspace(0, 1, 65, device=device).square().mul(shape.tokens).round().int()
+    return {
+        "logprobs": logprobs,
+        "old_logprobs": logprobs + noise(0.2),
+        "ref_logprobs": logprobs + noise(0.2),
+        "rollout_logprobs": logprobs + noise(0.1),
+        "advantages": noise(1.0),
+        "weights": torch.full_like(logprobs, 1 / shape.tokens),
+        "cu_seqlens": cuts,
+    }
+
+
+def loss_by_formula(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor]:
+    ratio = (logprobs - old_logprobs).clamp(-40, 40).exp()
+    policy = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    rho = (old_logprobs - rollout_logprobs).clamp(-10, 10).exp().clamp(max=2.0)
+    d = (logprobs - ref_logprobs).clamp(-40, 40)
+    return ((weights * (rho * policy + 0.05 * (torch.expm1(-d) + d))).sum(),)
+
+
+def our_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor]:
+    loss, _ = policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        weights,
+        cu_seqlens,
+        ref_logprobs=ref_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        beta=0.05,
+        use_rho=True,
+        rho_bounds=(0.0, 2.0, 0.0, 0.0),
+    )
+    return (loss,)
+
+
+def loss_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
+    """PPO's clip, KL estimator 2 and truncated importance sampling, from logprobs."""
+    operands = loss_operands(shape, device)
+    doubles = {name: x.double() if x.is_floating_point() else x for name, x in operands.items()}
+    leaf = doubles["logprobs"].requires_grad_()
+    outputs, gradients = expected(loss_by_formula(**doubles), (torch.ones((), device=device),), (leaf,))
+
+    def errors(got: list[Tensor], got_gradients: list[Tensor]) -> dict[str, float | None]:
+        worst = (got_gradients[0] - gradients[0]).abs().max() / gradients[0].abs().max()
+        return {"logprob_error": float((got[0] - outputs[0]).abs()), "gradient_error": float(worst)}
+
+    yield Case(
+        labels={"dtype": "float32", "entropy": False, "case": "float32, ppo_clip + KL + rho"},
+        arguments=lambda: tuple(
+            x.clone().requires_grad_() if name == "logprobs" else x for name, x in operands.items()
+        ),
+        cotangents=(torch.ones((), device=device),),
+        errors=errors,
+        logits_bytes=7 * 4 * shape.tokens,
     )
 
 
-METHODS: dict[str, Method] = {
-    "log_softmax + gather": by_log_softmax,
-    "gather - logsumexp": by_logsumexp,
-    "mgrpo, new buffer": ours(inplace=False),
-    "mgrpo, in place": ours(inplace=True),
-}
-BASELINE = "log_softmax + gather"
+def _given(call: Callable[..., Scores]) -> Callable[[torch.device], Callable[..., Scores]]:
+    """A loader of what needs no import."""
+    return lambda device: call
 
 
-def seconds(device: str, call: Callable[[], object]) -> float:
+LOGITS = Group(
+    name="logits",
+    title="from logits",
+    methods=[
+        Method(name="log_softmax + gather", load=_given(by_log_softmax)),
+        Method(name="gather - logsumexp", load=_given(by_logsumexp)),
+        Method(
+            name="Megatron cross entropy",
+            load=load_megatron,
+            is_peer=True,
+            has_entropy=False,
+            note="float32: works in the caller's logits, which are lost in forward; the memory of a copy is not counted",
+        ),
+        Method(
+            name="Megatron fused cross entropy",
+            load=load_megatron_fused,
+            is_peer=True,
+            has_entropy=False,
+            note="float32: as above; rounds the gradient to bfloat16, also that of float32 logits",
+        ),
+        Method(
+            name="TRL selective_log_softmax",
+            load=load_trl,
+            is_peer=True,
+            note="with entropy selective_log_softmax_and_entropy; on a CPU bfloat16 logits are computed in bfloat16",
+        ),
+        Method(name="mgrpo, new buffer", load=_given(functools.partial(ours, inplace=False))),
+        Method(name="mgrpo, in place", load=_given(functools.partial(ours, inplace=True))),
+    ],
+    cases=logits_cases,
+    shapes={
+        "cpu": Shape(tokens=2048, vocab=32000, hidden=0, rounds=4),
+        "cuda": Shape(tokens=16384, vocab=151936, hidden=0, rounds=10),
+    },
+    is_bandwidth_bound=True,
+)
+HEAD = Group(
+    name="head",
+    title="from hidden states and the LM head's weight",
+    methods=[
+        Method(name="matmul, log_softmax", load=_given(head_by_log_softmax)),
+        Method(
+            name="torch linear_cross_entropy",
+            load=functools.partial(load_torch_head, is_chunked=False),
+            is_peer=True,
+            has_entropy=False,
+        ),
+        Method(
+            name="torch, chunked",
+            load=functools.partial(load_torch_head, is_chunked=True),
+            is_peer=True,
+            has_entropy=False,
+            note="linear_cross_entropy(options=LinearCrossEntropyOptions())",
+        ),
+        Method(name="TRL ChunkedLogProbFunction", load=load_trl_head, is_peer=True),
+        Method(
+            name="Liger chunk_forward",
+            load=load_liger_head,
+            is_peer=True,
+            has_entropy=False,
+            note="the logprobs inside Liger's fused linear GRPO and PPO losses",
+        ),
+        Method(
+            name="Liger fused linear GRPO",
+            load=load_liger_grpo,
+            is_peer=True,
+            has_entropy=False,
+            note="a whole loss, uncompiled: returns no logprobs, makes the gradients in forward",
+        ),
+        Method(
+            name="Liger fused linear CE",
+            load=load_liger_cross_entropy,
+            is_peer=True,
+            has_entropy=False,
+            note="LigerFusedLinearCrossEntropyLoss(reduction='none'), Triton",
+        ),
+        Method(name="mgrpo, matmul + in place", load=_given(our_head)),
+        Method(name="mgrpo linear_logprobs", load=load_our_fused_head, note="logits_chunk={logits_chunk}"),
+    ],
+    cases=head_cases,
+    shapes={
+        "cpu": Shape(tokens=512, vocab=32000, hidden=1024, rounds=2),
+        "cuda": Shape(tokens=16384, vocab=151936, hidden=4096, rounds=5),
+    },
+    is_bandwidth_bound=False,
+)
+LOSS = Group(
+    name="loss",
+    title="the policy loss of packed sequences",
+    methods=[
+        Method(
+            name="PyTorch formulas",
+            load=_given(loss_by_formula),
+            has_entropy=False,
+            note="the loss alone, nothing is measured for metrics",
+        ),
+        Method(
+            name="mgrpo policy_loss",
+            load=_given(our_loss),
+            has_entropy=False,
+            note="also the 24 sums of each sequence that metrics are made of",
+        ),
+    ],
+    cases=loss_cases,
+    shapes={
+        "cpu": Shape(tokens=16384, vocab=0, hidden=0, rounds=20),
+        "cuda": Shape(tokens=32768, vocab=0, hidden=0, rounds=20),
+    },
+    is_bandwidth_bound=False,
+)
+GROUPS = {group.name: group for group in (LOGITS, HEAD, LOSS)}
+
+
+# ---- how it is measured
+
+
+def seconds(device: torch.device, call: Callable[[], object]) -> float:
     """CPU seconds of the process, or seconds between two CUDA events."""
-    if device == "cpu":
+    if device.type == "cpu":
         start = time.process_time()
         call()
         return time.process_time() - start
@@ -69,100 +569,402 @@ def seconds(device: str, call: Callable[[], object]) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def measure(method: Method, source: Tensor, targets: Tensor, with_entropy: bool, device: str) -> tuple[float, float]:
-    """Forward and backward seconds of one run. The copy stands for the LM head's output, which is nobody's leaf."""
-    g_logprobs = torch.full(targets.shape, 0.5, device=device)
-    g_entropy = torch.full(targets.shape, 1e-3, device=device)
-    logits = source.detach().clone().requires_grad_().view_as(source)
-    results: list[Scores] = []
-    forward = seconds(device, lambda: results.append(method(logits, targets, with_entropy)))
-    logprobs, entropy = results.pop()
-    outputs, cotangents = (logprobs, entropy), (g_logprobs, g_entropy)
-    used = 2 if with_entropy else 1
-    backward = seconds(device, lambda: torch.autograd.grad(outputs[:used], logits, cotangents[:used]))
-    return forward, backward
+def peak_bytes(device: torch.device, call: Callable[[], object]) -> int:
+    """Most bytes in use during a call, above those in use before it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    # Resident memory depends on what the allocator kept of earlier calls; the profiler sees each allocation, also those
+    # of C++ code (not that a tensor from before is freed, but the caller holds those). Kineto's raw records, because
+    # profile.events() folds them into the operators.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    records = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(records, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes, initial=0))
 
 
-def run(args: argparse.Namespace, dtype: torch.dtype, with_entropy: bool) -> list[dict]:
-    """One row of the table for each method, methods taking turns."""
-    torch.manual_seed(0)
-    source = torch.empty(args.tokens, args.vocab, dtype=dtype, device=args.device).normal_(std=3)
-    targets = torch.randint(0, args.vocab, (args.tokens,), device=args.device)
-    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in METHODS}
-    for repeat in range(args.repeat + 1):
-        for name, method in METHODS.items():
-            timing = measure(method, source, targets, with_entropy, args.device)
-            if repeat:  # the first round pays for page faults and kernel loading
-                rounds[name].append(timing)
-    best = {name: min(timings, key=sum) for name, timings in rounds.items()}
+def return_free_memory() -> None:
+    """Give what the C allocator keeps free back to the system, so that every run pays for its own fresh pages.
+
+    Otherwise a buffer costs page faults or nothing depending on what earlier methods left behind: 100 or 5 ms for 250 MiB.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc
+        trim(0)
+
+
+class Run:
+    """One forward and backward of a method: `forward()`, then `backward()`."""
+
+    def __init__(self, call: Callable[..., tuple[Tensor | None, ...]], case: Case) -> None:
+        self.call, self.cotangents, self.arguments = call, case.cotangents, case.arguments()
+        self.outputs: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+
+    def forward(self) -> None:
+        self.outputs = [output for output in self.call(*self.arguments) if output is not None]
+
+    def backward(self) -> None:
+        inputs = [x for x in self.arguments if isinstance(x, Tensor) and x.requires_grad]
+        cotangents = [g if y.dim() else torch.ones_like(y) for y, g in zip(self.outputs, self.cotangents, strict=True)]
+        self.gradients = list(torch.autograd.grad(self.outputs, inputs, cotangents))
+
+    def both(self) -> None:
+        self.forward()
+        self.backward()
+
+
+def examine(call: Callable[..., tuple[Tensor | None, ...]], case: Case, device: torch.device) -> dict[str, Any]:
+    """Memory and accuracy of one run, which also warms up what the method compiles or caches."""
+    run = Run(call, case)
+    peak = peak_bytes(device, run.both)
+    outputs, gradients = [y.detach() for y in run.outputs], [gradient.detach() for gradient in run.gradients]
+    return {
+        "peak_mib": peak / 2**20,
+        "peak_share": peak / case.logits_bytes,
+        **case.errors(outputs, gradients),
+    }
+
+
+def run_case(
+    group: Group, calls: dict[str, Callable], case: Case, rounds: int, device: torch.device, absent: dict[str, str]
+) -> list[dict[str, Any]]:
+    """A row for each method that does this case. Peers that fail move to `absent`."""
+    found: dict[str, dict[str, Any]] = {}
+    for method in group.methods:
+        if method.name not in calls or (case.labels.get("entropy") and not method.has_entropy):
+            continue
+        try:
+            found[method.name] = examine(calls[method.name], case, device)
+        except Exception as error:  # somebody else's code on a machine it may not support: say so, go on
+            if not method.is_peer:
+                raise
+            del calls[method.name]
+            absent[method.name] = reason(error)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
+    for _ in range(rounds):
+        for name in found:
+            run = Run(calls[name], case)
+            return_free_memory()
+            times[name].append((seconds(device, run.forward), seconds(device, run.backward)))
+            del run
+    best = {name: min(timings, key=sum) for name, timings in times.items()}
+    baseline = sum(best[group.methods[0].name])
     return [
         {
-            "dtype": str(dtype).removeprefix("torch."),
-            "entropy": with_entropy,
+            "group": group.name,
+            **case.labels,
             "method": name,
             "forward_ms": 1e3 * forward,
             "backward_ms": 1e3 * backward,
-            "gb_per_s": 3 * source.numel() * source.element_size() / (forward + backward) / 1e9,
-            "speedup": sum(best[BASELINE]) / (forward + backward),
+            "speedup": baseline / (forward + backward),
+            **found[name],
+            "logits_bytes": case.logits_bytes,
         }
         for name, (forward, backward) in best.items()
     ]
 
 
-def copy_rate(args: argparse.Namespace) -> float:
+def load(group: Group, device: torch.device) -> tuple[dict[str, Callable], dict[str, str]]:
+    """The group's methods that there are, and why the others are not."""
+    calls, absent = {}, {}
+    for method in group.methods:
+        try:
+            with warnings.catch_warnings(action="ignore" if method.is_peer else "default"):
+                calls[method.name] = method.load(device)
+        except Exception as error:  # not installed, or broken in ways of its own
+            if not method.is_peer:
+                raise
+            absent[method.name] = reason(error)
+    return calls, absent
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else '-'}"
+
+
+def copy_rate(shape: Shape, device: torch.device) -> float:
     """GB/s of a plain copy, read and write counted: what no method of one read and one write can beat."""
-    source = torch.ones(args.tokens, args.vocab, device=args.device)
+    source = torch.ones(shape.tokens, shape.vocab, device=device)
     target = torch.empty_like(source)
-    least = min(seconds(args.device, lambda: target.copy_(source)) for _ in range(args.repeat + 1))
+    least = min(seconds(device, lambda: target.copy_(source)) for _ in range(shape.rounds + 1))
     return 2 * source.numel() * source.element_size() / least / 1e9
 
 
-def machine(device: str) -> dict:
-    """Where and with what the figures were taken."""
-    if device == "cuda":
+def add_bandwidth(rows: list[dict[str, Any]], gb_per_s: float) -> None:
+    """Share of the copy's rate that the bytes which must move have: forward reads the logits, backward reads and writes."""
+    for row in rows:
+        row["forward_copy_share"] = row["logits_bytes"] / (row["forward_ms"] * 1e6) / gb_per_s
+        row["backward_copy_share"] = 2 * row["logits_bytes"] / (row["backward_ms"] * 1e6) / gb_per_s
+
+
+def goals(rows: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
+    """The stated goals of the logits group, each against its worst row."""
+
+    def worst(method: str, entropy: bool | None, figure: str, pick: Callable) -> float:
+        chosen = [row for row in rows if row["method"] == method and entropy in (None, row["entropy"])]
+        return pick(row[figure] for row in chosen if row["group"] == LOGITS.name)
+
+    in_place, new_buffer = "mgrpo, in place", "mgrpo, new buffer"
+    if device.type == "cuda":
+        wanted = [
+            ("in place, forward: share of the copy bandwidth", in_place, None, "forward_copy_share", COPY_GOAL),
+            ("in place, backward: share of the copy bandwidth", in_place, None, "backward_copy_share", COPY_GOAL),
+        ]
+    else:
+        wanted = [
+            ("in place: times faster", in_place, False, "speedup", 6.0),
+            ("in place, with entropy: times faster", in_place, True, "speedup", 12.0),
+            ("new buffer: times faster", new_buffer, False, "speedup", 2.4),
+            ("new buffer, with entropy: times faster", new_buffer, True, "speedup", 6.0),
+        ]
+    results = [(name, least, worst(method, entropy, figure, min)) for name, method, entropy, figure, least in wanted]
+    report = [
+        {"goal": name, "at_least": least, "found": found, "met": found >= least} for name, least, found in results
+    ]
+    share = worst(in_place, None, "peak_share", max)
+    memory = {
+        "goal": "in place: extra memory over the logits' bytes",
+        "below": 0.01,
+        "found": share,
+        "met": share < 0.01,
+    }
+    return [*report, memory]
+
+
+# ---- how it is shown
+
+
+def cells(row: dict[str, Any]) -> dict[str, str]:
+    """A row of figures as text, by heading."""
+
+    def error(value: float | None) -> str:
+        return "-" if value is None else f"{value:.0e}"
+
+    texts = {
+        "forward": f"{row['forward_ms']:.1f}",
+        "backward": f"{row['backward_ms']:.1f}",
+        "total": f"{row['forward_ms'] + row['backward_ms']:.1f}",
+        "faster": f"{row['speedup']:.2f}x",
+        "peak MiB": f"{row['peak_mib']:.1f}",
+        "of logits": f"{100 * row['peak_share']:.1f} %",
+        "logprob err": error(row["logprob_error"]),
+        "gradient err": error(row["gradient_error"]),
+    }
+    if "forward_copy_share" in row:
+        texts["fwd of copy"] = f"{100 * row['forward_copy_share']:.0f} %"
+        texts["bwd of copy"] = f"{100 * row['backward_copy_share']:.0f} %"
+    return texts
+
+
+def describe_case(row: dict[str, Any]) -> str:
+    return row.get("case") or f"{row['dtype']}, {'with' if row['entropy'] else 'no'} entropy"
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    tables = [cells(row) for row in rows]
+    widths = {heading: max(len(heading), *(len(table[heading]) for table in tables)) for heading in tables[0]}
+    print(f"\n{describe_case(rows[0]):30s}" + "".join(f"  {heading:>{width}s}" for heading, width in widths.items()))
+    for row, table in zip(rows, tables, strict=True):
+        print(
+            f"{row['method']:30s}" + "".join(f"  {table[heading]:>{width}s}" for heading, width in widths.items()),
+            flush=True,
+        )
+
+
+def describe_goal(goal: dict[str, Any]) -> str:
+    limit = f"at least {goal['at_least']:g}" if "at_least" in goal else f"below {goal['below']:g}"
+    return f"{'met' if goal['met'] else 'NOT MET':8s}{goal['goal']}: {goal['found']:.4g}, {limit} wanted"
+
+
+def ops_markdown(report: dict[str, Any]) -> list[str]:
+    """A report of this script as markdown."""
+    machine, versions = report["machine"], report["versions"]
+    lines = [
+        f"### Ops on {machine['device']}",
+        "",
+        f"{machine['cpus']} CPUs, {machine['threads']} threads of torch; "
+        + ", ".join(f"{name} {number}" for name, number in versions.items() if number is not None)
+        + f". A plain copy moves {machine['copy_gb_per_s']:.1f} GB/s. Times in {report['unit']}.",
+        "",
+    ]
+    if report["goals"]:
+        lines += ["| goal | wanted | found | met |", "|---|---|---|---|"]
+        for goal in report["goals"]:
+            limit = f">= {goal['at_least']:g}" if "at_least" in goal else f"< {goal['below']:g}"
+            lines.append(f"| {goal['goal']} | {limit} | {goal['found']:.4g} | {'yes' if goal['met'] else 'no'} |")
+        lines.append("")
+    for group, about in report["groups"].items():
+        size = " x ".join(f"{about[name]} {name}" for name in ("tokens", "vocab", "hidden") if about[name])
+        lines += [f"**{about['title'].capitalize()}**: {size}, least of {about['rounds']} rounds.", ""]
+        rows = [row for row in report["rows"] if row["group"] == group]
+        headings = list(cells(rows[0]))
+        lines += [f"| | {' | '.join(headings)} |", "|---|" + "---:|" * len(headings)]
+        for case, case_rows in itertools.groupby(rows, key=describe_case):
+            lines.append(f"| *{case}* |" + " |" * len(headings))
+            lines += [f"| {row['method']} | {' | '.join(cells(row).values())} |" for row in case_rows]
+        lines.append("")
+        lines += [f"- {name}: {note}." for name, note in about["notes"].items()]
+        lines += [f"- {name}: not run ({why})." for name, why in about["absent"].items()]
+        lines.append("")
+    return lines
+
+
+def loop_markdown(report: dict[str, Any]) -> list[str]:
+    """A report of tools/bench_loop.py as markdown."""
+    results = report["results"]
+    machine = report["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    lines = [
+        "### The loop on a CPU",
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {versions}. {report['protocol']}.",
+        "",
+        f"| | {' | '.join(result['trainer'] for result in results)} |",
+        "|---|" + "---:|" * len(results),
+    ]
+    for name in (name for name in results[0] if name != "trainer"):
+        values = [result.get(name) for result in results]
+        lines.append(f"| {name} | " + " | ".join("-" if v is None else f"{v:.3f}" for v in values) + " |")
+    return [*lines, ""]
+
+
+def figures_markdown(folder: Path) -> str:
+    """The figures of all JSON files of a folder."""
+    lines: list[str] = []
+    for name, render in (("ops-cpu", ops_markdown), ("ops-cuda", ops_markdown), ("loop-cpu", loop_markdown)):
+        path = folder / f"{name}.json"
+        if path.exists():
+            lines += render(json.loads(path.read_text(encoding="utf-8")))
+    return "\n".join(lines)
+
+
+def write_readme(folder: Path) -> None:
+    """Replace what stands between the two marks of the folder's README."""
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8")
+    if text.count(README_START) != 1 or text.count(README_END) != 1:
+        raise SystemExit(f"{path} must hold the lines {README_START!r} and {README_END!r} once each")
+    before, rest = text.split(README_START)
+    _, after = rest.split(README_END)
+    path.write_text(f"{before}{README_START}\n\n{figures_markdown(folder)}{README_END}{after}", encoding="utf-8")
+    print(f"figures written to {path}")
+
+
+# ---- the run
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Where the figures were taken."""
+    if device.type == "cuda":
         name = torch.cuda.get_device_name()
     else:
         cpuinfo = Path("/proc/cpuinfo")
         lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
         models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
         name = models[0] if models else platform.processor()
-    counts = {"cpus": os.cpu_count(), "threads": torch.get_num_threads()}
-    return {"device": name, **counts, "torch": torch.__version__, **build_info()}
+    return {"device": name, "cpus": os.cpu_count(), "threads": torch.get_num_threads(), **build_info()}
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of torch, mgrpo and the peers; None: not installed."""
+    found: dict[str, str | None] = {"torch": torch.__version__}
+    for package in ("mgrpo", *PEER_PACKAGES):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def chosen_shape(args: argparse.Namespace, group: Group) -> Shape:
+    """The group's own size, with what the command line says instead."""
+    default = group.shapes[args.device]
+    return Shape(
+        tokens=args.tokens or default.tokens,
+        vocab=(args.vocab or default.vocab) if default.vocab else 0,
+        hidden=(args.hidden or default.hidden) if default.hidden else 0,
+        rounds=args.repeat or default.rounds,
+    )
+
+
+def run_group(group: Group, shape: Shape, device: torch.device, copy_gb_per_s: float) -> tuple[dict, list[dict]]:
+    """What the report says about a group, and its rows, printed as they come."""
+    calls, absent = load(group, device)
+    size = ", ".join(f"{name} {getattr(shape, name)}" for name in ("tokens", "vocab", "hidden") if getattr(shape, name))
+    print(f"\n{group.title}: {size}; least of {shape.rounds} rounds")
+    rows: list[dict[str, Any]] = []
+    for case in group.cases(shape, device):
+        case_rows = run_case(group, calls, case, shape.rounds, device, absent)
+        if device.type == "cuda" and group.is_bandwidth_bound:
+            add_bandwidth(case_rows, copy_gb_per_s)
+        print_rows(case_rows)
+        rows += case_rows
+    measured = {row["method"] for row in rows}
+    notes = {
+        method.name: method.note.format(logits_chunk=LOGITS_CHUNK[device.type])
+        for method in group.methods
+        if method.note and method.name in measured
+    }
+    print("".join(f"\n{name}: {note}" for name, note in notes.items()))
+    print("".join(f"absent: {name} ({why})\n" for name, why in absent.items()), end="", flush=True)
+    about = {"title": group.title, "tokens": shape.tokens, "vocab": shape.vocab, "hidden": shape.hidden}
+    return {**about, "rounds": shape.rounds, "notes": notes, "absent": absent}, rows
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument("--tokens", type=int, help="default: by group and device, see benchmarks/README.md")
+    parser.add_argument("--vocab", type=int)
+    parser.add_argument("--hidden", type=int, help="of the group head")
+    parser.add_argument("--repeat", type=int, help="rounds on the clock")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder of the JSON file")
+    parser.add_argument("--markdown", action="store_true", help="only write the figures into the folder's README.md")
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder of the JSON file")
-    args = parser.parse_args()
-
-    where = {**machine(args.device), "copy_gb_per_s": copy_rate(args)}
+    args = parse_args()
+    if args.markdown:
+        write_readme(args.out)
+        return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else each profile writes two lines
+    device = torch.device(args.device)
     unit = "CPU ms" if args.device == "cpu" else "ms"
-    print(f"{args.tokens} tokens x {args.vocab} columns on {where['device']}, torch {where['torch']}; {unit}")
+    where = machine(device) | {"copy_gb_per_s": copy_rate(chosen_shape(args, LOGITS), device)}
     print(
-        f"a plain copy moves {where['copy_gb_per_s']:.1f} GB/s; GB/s below: three passes over the logits by the total"
+        f"{where['device']}, torch {torch.__version__}, {where['threads']} threads; times in {unit}; a plain copy moves "
+        f"{where['copy_gb_per_s']:.1f} GB/s"
     )
-    print(
-        f"{'dtype':9s} {'entropy':8s} {'method':22s} {'forward':>9s} {'backward':>9s} {'total':>9s} {'GB/s':>7s} {'speedup':>8s}"
-    )
-    rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for with_entropy in (False, True):
-            for row in run(args, dtype, with_entropy):
-                rows.append(row)
-                total = row["forward_ms"] + row["backward_ms"]
-                print(
-                    f"{row['dtype']:9s} {row['entropy']!s:8s} {row['method']:22s} {row['forward_ms']:9.1f} "
-                    f"{row['backward_ms']:9.1f} {total:9.1f} {row['gb_per_s']:7.1f} {row['speedup']:7.1f}x",
-                    flush=True,
-                )
+    groups, rows = {}, []
+    for name in args.groups:
+        about, group_rows = run_group(
+            GROUPS[name], chosen_shape(args, GROUPS[name]), device, copy_gb_per_s=where["copy_gb_per_s"]
+        )
+        groups[name] = about
+        rows += group_rows
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    found_goals = goals(rows, device) if LOGITS.name in groups else []
+    print("".join(f"\n{describe_goal(goal)}" for goal in found_goals))
+    report = {
+        "protocol": PROTOCOL.format(clock=CLOCK[args.device], allocator=ALLOCATOR[args.device]),
+        "unit": unit,
+        "machine": where,
+        "versions": versions(),
+        "groups": groups,
+        "goals": found_goals,
+        "rows": rows,
+    }
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"ops-{args.device}.json"
-    protocol = f"{unit}, least of {args.repeat} interleaved rounds, speedup over {BASELINE}"
-    report = {"protocol": protocol, "machine": where, "tokens": args.tokens, "vocab": args.vocab, "rows": rows}
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path}")
 

@@ -1,0 +1,155 @@
+"""tools/bench_ops.py on tiny shapes: a method called wrongly would be a figure for other work. Times are not looked at."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = ROOT / "tools" / "bench_ops.py"
+OURS = {
+    "loss": {"PyTorch formulas", "mgrpo policy_loss"},
+    "logits": {"mgrpo, new buffer", "mgrpo, in place"},
+    "head": {"mgrpo, matmul + in place", "mgrpo linear_logprobs"},
+}
+PACKAGES = {"TRL": "trl", "Liger": "liger_kernel", "Megatron": "megatron"}
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_ops", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench_ops"] = module  # where dataclasses look for the module's names
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["bench_ops"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str]:
+    """The report of one run and what it printed. Uncompiled: Megatron's fused cross entropy compiles for half a minute."""
+    folder = tmp_path_factory.mktemp("bench")
+    shape = ["--tokens", "8", "--vocab", "64", "--hidden", "16", "--repeat", "1"]
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), *shape, "--out", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"TORCH_COMPILE_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads((folder / "ops-cpu.json").read_text()), result.stdout
+
+
+def limits(row: dict) -> tuple[float, float]:
+    """Largest errors of a logprob or entropy and of a gradient that rounding explains."""
+    logprob, gradient = 1e-5, 1e-5
+    if row["dtype"] == "bfloat16":
+        gradient = 2**-8
+        if row["group"] == "head":  # logits of up to 12 are rounded to bfloat16
+            logprob, gradient = 0.1, 2**-5
+        elif row["method"].startswith("TRL"):  # computes in bfloat16
+            logprob, gradient = 0.1, 2**-6
+    elif row["method"] == "Megatron fused cross entropy":  # rounds every gradient to bfloat16
+        gradient = 2**-8
+    return logprob, gradient
+
+
+def test_every_method_computes_what_the_oracle_computes(run: tuple[dict, str]) -> None:
+    """A swapped sign or operand would make a peer look wrong or its time meaningless."""
+    report, _ = run
+    for row in report["rows"]:
+        logprob, gradient = limits(row)
+        whole_loss = row["method"] == "Liger fused linear GRPO"
+        assert whole_loss == (row["logprob_error"] is None), row
+        assert whole_loss or row["logprob_error"] <= logprob, row
+        assert row["gradient_error"] <= gradient, row
+        if row["entropy"]:
+            assert row["entropy_error"] <= logprob, row
+
+
+def test_every_method_has_rows_or_a_reason(run: tuple[dict, str], bench: ModuleType) -> None:
+    """A comparison that silently lost a peer would look complete."""
+    report, printed = run
+    for name, group in bench.GROUPS.items():
+        cases = {(row["method"], row["dtype"], row["entropy"]) for row in report["rows"] if row["group"] == name}
+        absent = report["groups"][name]["absent"]
+        for method in group.methods:
+            if method.name in absent:
+                assert method.is_peer, absent
+                assert f"absent: {method.name} ({absent[method.name]})" in printed
+                continue
+            for dtype in ("float32",) if name == "loss" else ("float32", "bfloat16"):
+                assert (method.name, dtype, False) in cases
+                assert ((method.name, dtype, True) in cases) == method.has_entropy
+        assert not OURS[name] & set(absent)
+        for prefix, package in PACKAGES.items():
+            if importlib.util.find_spec(package) is None:
+                missing = [method.name for method in group.methods if method.name.startswith(prefix)]
+                assert all(f"No module named '{package}" in absent[method] for method in missing), absent
+    assert "Megatron cross entropy" not in report["groups"]["logits"]["absent"]
+
+
+def test_report_says_where_and_how(run: tuple[dict, str]) -> None:
+    """A speed claim without machine, versions and protocol is none."""
+    report, printed = run
+    assert report["machine"]["device"] and report["machine"]["threads"] >= 1 and report["machine"]["copy_gb_per_s"] > 0
+    assert {"compiled", "cuda_archs", "built_with_torch"} <= set(report["machine"])
+    assert report["versions"]["torch"] == torch.__version__ and "trl" in report["versions"]
+    assert "CPU seconds" in report["protocol"] and report["unit"] == "CPU ms"
+    assert [goal["goal"] in printed for goal in report["goals"]] == [True] * 5
+    for row in report["rows"]:
+        assert row["forward_ms"] >= 0 and row["backward_ms"] >= 0 and row["speedup"] > 0
+        assert row["peak_share"] * row["logits_bytes"] == pytest.approx(row["peak_mib"] * 2**20)
+
+
+def test_peak_is_what_lives_at_once(bench: ModuleType) -> None:
+    """Freed buffers, or those that existed before, would make a method look larger than it is."""
+    mib = 2**20
+    before = torch.empty(64 * mib, dtype=torch.uint8)
+
+    def call() -> None:
+        torch.empty(7 * mib, dtype=torch.uint8)  # freed at once
+        first = torch.empty(4 * mib, dtype=torch.uint8)
+        second = first.clone()
+        before.zero_()
+        del first, second
+        torch.empty(6 * mib, dtype=torch.uint8)
+
+    assert bench.peak_bytes(torch.device("cpu"), call) == 8 * mib
+
+
+def test_a_goal_is_judged_by_its_worst_row(bench: ModuleType) -> None:
+    """One dtype must not hide behind the other."""
+    row = {"group": "logits", "peak_share": 0.001}
+    rows = [
+        row | {"method": method, "entropy": entropy, "speedup": speedup}
+        for method in ("mgrpo, in place", "mgrpo, new buffer")
+        for entropy in (False, True)
+        for speedup in (100.0, 7.0)
+    ]
+    rows[0]["peak_share"] = 0.02
+    judged = {goal["goal"]: (goal["found"], goal["met"]) for goal in bench.goals(rows, torch.device("cpu"))}
+    assert judged == {
+        "in place: times faster": (7.0, True),
+        "in place, with entropy: times faster": (7.0, False),
+        "new buffer: times faster": (7.0, True),
+        "new buffer, with entropy: times faster": (7.0, True),
+        "in place: extra memory over the logits' bytes": (0.02, False),
+    }
+
+
+def test_readme_holds_the_figures_of_the_json_files(bench: ModuleType) -> None:
+    """Figures that nobody measured must not stand in the README. To update: python tools/bench_ops.py --markdown"""
+    readme = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    figures = readme.split(bench.README_START)[1].split(bench.README_END)[0]
+    assert figures.strip() == bench.figures_markdown(ROOT / "benchmarks").strip()
