@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["train"]
+__all__ = ["GRPOConfig", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -14,4 +14,8 @@ def __getattr__(name: str) -> Any:
         from mgrpo.launch import train
 
         return train
+    if name == "GRPOConfig":
+        from mgrpo.config.doors import GRPOConfig
+
+        return GRPOConfig
     raise AttributeError(f"module 'mgrpo' has no attribute {name!r}")

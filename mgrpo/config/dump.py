@@ -1,23 +1,35 @@
-"""The effective configuration as YAML that loads back to an equal `Config`."""
+"""The effective configuration as YAML that loads back to an equal `Config`, with where each value came from."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import yaml
 
+from mgrpo.config.derived import derive
 from mgrpo.config.fields import flat, settings
 from mgrpo.config.schema import Config
 
 
 def to_yaml(config: Config) -> str:
-    """Every setting, one a line, under its section's name as a comment; ASCII, whatever the values hold."""
-    lines: list[str] = []
+    """Every setting, one a line, under its section's name as a comment; behind those that are not defaults, who set it.
+
+    ASCII, whatever the values hold.
+    """
+    lines = [f"# preset {config.provenance.preset}; a value without a source is a default"]
     section = None
     for name, value in flat(config).items():
         if settings()[name].section != section:
             section = settings()[name].section
-            lines += ["", f"# {section}"] if lines else [f"# {section}"]
-        lines.append(_line(name, value))
+            lines += ["", f"# {section}"]
+        lines.append(_line(name, value) + _comment(config.provenance.sources.get(name)))
     return "\n".join(lines) + "\n"
+
+
+def derived_lines(config: Config, *, world_size: int) -> str:
+    """What follows from a sound `config`, as comments to put under `to_yaml`."""
+    values = dataclasses.asdict(derive(config, world_size=world_size))
+    return "\n".join(["", "# derived", *(f"# {name}: {value}" for name, value in values.items())]) + "\n"
 
 
 def _line(name: str, value: object) -> str:
@@ -25,3 +37,8 @@ def _line(name: str, value: object) -> str:
     flow = isinstance(value, list)
     text = yaml.safe_dump({name: value}, default_flow_style=None if flow else False, width=1 << 20)
     return text.rstrip("\n")
+
+
+def _comment(source: str | None) -> str:
+    # A path may hold anything; a comment ends with its line.
+    return f"  # {source.encode('unicode_escape').decode()}" if source else ""

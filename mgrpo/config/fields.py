@@ -10,16 +10,18 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, Literal
 
+from mgrpo.config.provenance import Provenance
 from mgrpo.config.schema import Config
 
 Text = str | tuple[str, ...] | None
 """What a file or a flag says: one word, a list of words, or nothing (YAML's null)."""
 
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+LISTED = {str: "words", int: "whole numbers", float: "numbers"}
 YAML_FLOATS = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
 
 
@@ -36,19 +38,35 @@ class Setting:
     @property
     def is_list(self) -> bool:
         """Whether several words make the value."""
-        return typing.get_origin(self.type) is tuple
+        return any(typing.get_origin(kind) is tuple for kind in alternatives(self.type))
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether the value is one of a few words."""
+        return typing.get_origin(self.type) is Literal
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether a file may hold a mapping for it."""
+        return any(typing.get_origin(kind) is dict for kind in alternatives(self.type))
 
     @property
     def is_switch(self) -> bool:
         """Whether a flag without a value means true."""
-        return self.type is bool or (_is_union(self.type) and bool in typing.get_args(self.type))
+        return bool in alternatives(self.type)
+
+
+@cache
+def section_types() -> dict[str, Any]:
+    """The sections of the schema, in its order."""
+    return {name: kind for name, kind in typing.get_type_hints(Config).items() if kind is not Provenance}
 
 
 @cache
 def settings() -> dict[str, Setting]:
     """Every setting by name, in the order of the schema."""
     found: dict[str, Setting] = {}
-    for section, section_type in typing.get_type_hints(Config).items():
+    for section, section_type in section_types().items():
         annotations = typing.get_type_hints(section_type)
         for field in dataclasses.fields(section_type):
             assert field.name not in found, f"{field.name} stands in two sections of the schema"
@@ -63,18 +81,18 @@ def flat(config: Config) -> dict[str, object]:
     return {name: getattr(getattr(config, setting.section), name) for name, setting in settings().items()}
 
 
-def build(values: Mapping[str, object]) -> Config:
+def build(values: Mapping[str, object], provenance: Provenance | None = None) -> Config:
     """Config with `values`, which must carry known names and the right types; the rest are defaults."""
     sections: dict[str, dict[str, object]] = {}
     for name, value in values.items():
         sections.setdefault(settings()[name].section, {})[name] = value
-    section_types = typing.get_type_hints(Config)
-    return Config(**{section: section_types[section](**own) for section, own in sections.items()})
+    parts = {section: section_types()[section](**own) for section, own in sections.items()}
+    return Config(**parts, provenance=provenance or Provenance())
 
 
-def unknown(name: str, where: str) -> str:
-    """The sentence for a name that no setting has."""
-    near = difflib.get_close_matches(name.replace("-", "_"), list(settings()), n=1)
+def unknown(name: str, where: str, known: Iterable[str]) -> str:
+    """The sentence for a name that is none of `known`."""
+    near = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1)
     advice = f"did you mean {near[0]}?" if near else "--help lists every setting"
     return f"unknown setting {name} ({where}); {advice}"
 
@@ -93,10 +111,14 @@ def read(text: Text, expected: Any) -> object:
         if text is None or (isinstance(text, str) and text.lower() in ("none", "null")):
             return None
     elif typing.get_origin(expected) is tuple:
-        if isinstance(text, tuple):
-            return text
+        item = typing.get_args(expected)[0]
         if isinstance(text, str):
-            return tuple(piece.strip() for piece in text.split(",") if piece.strip())
+            text = tuple(piece.strip() for piece in text.split(",") if piece.strip())
+        if isinstance(text, tuple):
+            return tuple(read(piece, item) for piece in text)
+    elif typing.get_origin(expected) is dict:
+        if isinstance(text, str):
+            return text
     elif isinstance(text, str):
         return text if expected is str else _read_word(text.strip(), expected)
     raise ValueError(text)
@@ -146,7 +168,8 @@ def fits(value: object, expected: Any) -> bool:
     if expected is type(None):
         return value is None
     if typing.get_origin(expected) is tuple:
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        item = typing.get_args(expected)[0]
+        return isinstance(value, tuple) and all(fits(entry, item) for entry in value)
     if typing.get_origin(expected) is Literal:
         return any(type(value) is type(choice) and value == choice for choice in typing.get_args(expected))
     if expected in (int, float):
@@ -161,10 +184,17 @@ def describe(expected: Any) -> str:
     if typing.get_origin(expected) is Literal:
         choices = [str(choice) for choice in typing.get_args(expected)]
         return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
+    if typing.get_origin(expected) is dict:
+        return "a JSON object"
     if typing.get_origin(expected) is tuple:
-        return "a list of words"
+        return f"a list of {LISTED[typing.get_args(expected)[0]]}"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
     return words[expected]
+
+
+def alternatives(expected: Any) -> tuple[Any, ...]:
+    """The types that a value may have."""
+    return typing.get_args(expected) if _is_union(expected) else (expected,)
 
 
 def _is_union(expected: Any) -> bool:

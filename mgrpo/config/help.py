@@ -7,24 +7,37 @@ import ast
 import inspect
 import typing
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from mgrpo.config import schema
-from mgrpo.config.fields import Setting, settings
+from mgrpo.config.fields import Setting, alternatives, section_types, settings
+from mgrpo.config.presets import PRESETS
 
 
 def help_text(prog: str | None = None) -> str:
     """All settings, grouped by section, with type, meaning and default."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        usage="%(prog)s [--config FILE.yaml | FILE.yaml] [--name value | --name=value ...]",
-        description="A flag wins over the file, the file over the default. Lists take several words or a comma between them.",
+        usage="%(prog)s [--config FILE.yaml | FILE.yaml] [--preset NAME] [--name value | --name=value ...]",
+        description="A flag wins over the file, the file over the preset, the preset over the default. Lists take several "
+        "words or a comma between them. Names of Open Instruct and TRL are understood, too: docs/config.md.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=8, width=100),
         allow_abbrev=False,
         add_help=False,
     )
     general = parser.add_argument_group("general")
     general.add_argument("--config", metavar="FILE", help="YAML file of `name: value` lines.")
+    general.add_argument(
+        "--preset",
+        metavar="{" + ",".join(PRESETS) + "}",
+        help="Whose defaults to take; `preset: NAME` in a file does the same. (default: mgrpo)",
+    )
+    general.add_argument("--show_config", action="store_true", help="Print every value and who set it, and stop.")
+    general.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="Check configuration, data and layout, start everything, train one step, keep nothing.",
+    )
     general.add_argument("-h", "--help", action="store_true", help="Show this text.")
     groups: dict[str, argparse._ArgumentGroup] = {}
     documents = field_docs()
@@ -32,7 +45,7 @@ def help_text(prog: str | None = None) -> str:
         group = groups.get(setting.section)
         if group is None:
             group = groups[setting.section] = parser.add_argument_group(setting.section)
-        text = f"{documents.get(name, '')} (default: {_shown(setting.default)})".strip().replace("%", "%%")
+        text = f"{documents.get(name, '')} (default: {shown_default(setting.default)})".strip().replace("%", "%%")
         group.add_argument(f"--{name}", metavar=metavar(setting), help=text)
     return parser.format_help()
 
@@ -43,7 +56,7 @@ def field_docs() -> dict[str, str]:
         tree = ast.parse(inspect.getsource(schema))
     except OSError:
         return {}
-    sections = {kind.__name__ for kind in typing.get_type_hints(schema.Config).values()}
+    sections = {kind.__name__ for kind in section_types().values()}
     found: dict[str, str] = {}
     for node in tree.body:
         if not isinstance(node, ast.ClassDef) or node.name not in sections:
@@ -60,18 +73,22 @@ def field_docs() -> dict[str, str]:
 
 def metavar(setting: Setting) -> str:
     """A setting's type as the word after its flag."""
-    if typing.get_origin(setting.type) is Literal:
-        return "{" + ",".join(str(choice) for choice in typing.get_args(setting.type)) + "}"
-    if setting.is_list:
-        return "TEXT ..."
-    if setting.is_switch:
-        return "BOOL" if setting.type is bool else "BOOL|auto"
-    return {int: "INT", float: "FLOAT"}.get(setting.type, "TEXT")
+    return "|".join(_word(kind) for kind in alternatives(setting.type) if kind is not type(None))
 
 
-def _shown(default: object) -> str:
+def _word(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        choices = [str(choice) for choice in typing.get_args(kind)]
+        return choices[0] if len(choices) == 1 else "{" + ",".join(choices) + "}"
+    if typing.get_origin(kind) is tuple:
+        return f"{_word(typing.get_args(kind)[0])} ..."
+    return {int: "INT", float: "FLOAT", bool: "BOOL", str: "TEXT"}.get(kind, "JSON")
+
+
+def shown_default(default: object) -> str:
+    """A default as a user would write it."""
     if isinstance(default, tuple):
-        return " ".join(default) or "empty"
+        return " ".join(map(str, default)) or "empty"
     if default is None or isinstance(default, bool):
         return str(default).lower()
     return str(default)

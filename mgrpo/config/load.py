@@ -1,10 +1,13 @@
 """From a command line, a YAML file or Python values to a `Config`, with every problem reported at once.
 
-Types are settled here; whether the values make sense together is `validate`'s question.
+Text becomes values here, and `resolve` decides between those who gave them; whether the values make sense together is
+`validate`'s question.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,16 +15,31 @@ from pathlib import Path
 import yaml
 
 from mgrpo.config.errors import ConfigError
-from mgrpo.config.fields import Setting, Text, build, describe, mismatch, read, settings, unknown
+from mgrpo.config.fields import Setting, Text, describe, mismatch, read, unknown
+from mgrpo.config.names import SPELLINGS, accepted, setting_of
+from mgrpo.config.ranges import REASONS
+from mgrpo.config.resolve import FILE, FLAG, Layer, resolve
 from mgrpo.config.schema import Config
 
+GENERAL = ("config", "preset")
+"""Words of a command line that are no settings."""
 
-def parse(argv: Sequence[str], *, prog: str | None = None) -> tuple[Config, dict[str, str]]:
-    """Config of `[FILE.yaml | --config FILE.yaml] [--name value | --name=value ...]`; flags win over the file.
 
-    Returns:
-        The config, and for each setting where its value came from: "default", "file" or "flag".
-    Prints the settings and exits on -h and --help; raises ConfigError with all problems of file and flags.
+def parse(
+    argv: Sequence[str],
+    *,
+    prog: str | None = None,
+    preset: str | None = None,
+    world_size: int | None = None,
+    defer: bool = False,
+) -> Config:
+    """Config of `[FILE.yaml | --config FILE.yaml] [--preset NAME] [--name value | --name=value ...]`.
+
+    Args:
+        preset: the one to take when neither file nor flags name one.
+        world_size: learner ranks, for what is counted per rank elsewhere; torchrun's when it is not given.
+        defer: leave problems in `provenance.problems`, where `validate` lists them with its own, instead of raising.
+    Prints the settings and exits on -h and --help. Raises ConfigError with all problems of file and flags.
     """
     if "-h" in argv or "--help" in argv:
         from mgrpo.config.help import help_text
@@ -29,69 +47,89 @@ def parse(argv: Sequence[str], *, prog: str | None = None) -> tuple[Config, dict
         sys.stdout.write(help_text(prog))
         raise SystemExit(0)
     problems: list[str] = []
-    path, flags = _split_argv(argv, problems)
-    from_file = _read_file(Path(path), problems) if path else {}
-    from_flags = _read_flags(flags, problems)
-    if problems:
-        raise ConfigError(problems)
-    sources = {
-        name: "flag" if name in from_flags else "file" if name in from_file else "default" for name in settings()
-    }
-    return build(from_file | from_flags), sources
+    general, flags = _split_argv(argv, problems)
+    layers = []
+    if general["config"]:
+        layer, named = _read_file(Path(general["config"]), problems)
+        layers.append(layer)
+        preset = named or preset
+    layers.append(_read_flags(flags, problems))
+    config = resolve(
+        layers, preset=general["preset"] or preset, world_size=world_size or started_ranks(), problems=problems
+    )
+    return config if defer else raise_problems(config)
 
 
-def load_file(path: str | Path) -> Config:
+def load_file(path: str | Path, *, world_size: int | None = None) -> Config:
     """Config of one YAML file."""
     problems: list[str] = []
-    values = _read_file(Path(path), problems)
-    if problems:
-        raise ConfigError(problems)
-    return build(values)
+    layer, preset = _read_file(Path(path), problems)
+    return raise_problems(resolve([layer], preset=preset, world_size=world_size or started_ranks(), problems=problems))
 
 
-def from_values(values: Mapping[str, object]) -> Config:
+def from_values(values: Mapping[str, object], *, preset: str | None = None, world_size: int | None = None) -> Config:
     """Config of flat Python values, `{"seed": 2, "beta": 0.0}`, by the same rules as a file."""
     problems: list[str] = []
-    where = "a Python value"
-    known = {}
+    layer = Layer(rank=FLAG, origin="argument")
     for name, value in values.items():
-        if name not in settings():
-            problems.append(unknown(str(name), where))
-        elif isinstance(value, Mapping):
-            problems.append(mismatch(settings()[name], value, where))
+        if name == "preset":
+            preset = str(value)
         else:
-            _take(settings()[name], _as_text(value), where, known, problems)
-    if problems:
-        raise ConfigError(problems)
-    return build(known)
+            _take(str(name), _as_text(value), "a Python value", layer, problems)
+    return raise_problems(resolve([layer], preset=preset, world_size=world_size or started_ranks(), problems=problems))
 
 
-def _take(setting: Setting, text: Text, where: str, values: dict[str, object], problems: list[str]) -> None:
+def started_ranks() -> int:
+    """Learner ranks that torchrun started; 1 without torchrun."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else 1
+
+
+def raise_problems(config: Config) -> Config:
+    """`config`, or ConfigError when reading it found problems."""
+    if config.provenance.problems:
+        raise ConfigError(config.provenance.problems)
+    return config
+
+
+def _take(name: str, text: Text, where: str, layer: Layer, problems: list[str]) -> None:
+    """Put the value of `text` into `layer`, or a sentence into `problems`."""
+    setting = setting_of(name)
+    if setting is None:
+        problems.append(unknown(name, where, accepted()))
+        return
+    if not isinstance(text, tuple):
+        text = SPELLINGS.get(name, {}).get(text, text)
     try:
-        values[setting.name] = read(text, setting.type)
+        layer.values[name] = read(text, setting.type)
     except ValueError:
-        problems.append(mismatch(setting, text, where))
+        reason = f"; {REASONS[name]}" if setting.is_choice and name in REASONS else ""
+        problems.append(mismatch(setting, text, where) + reason)
+        layer.unsound.add(name)
 
 
 def _as_text(value: object) -> Text:
+    """A Python value as a file would hold it."""
     if value is None:
         return None
+    if isinstance(value, Mapping):
+        return json.dumps(value, default=str)
     if isinstance(value, (list, tuple)):
-        return tuple(str(item) for item in value)
-    return str(value)
+        return tuple(str(getattr(item, "value", item)) for item in value)
+    return str(getattr(value, "value", value))  # of an enum, its value
 
 
-def _split_argv(argv: Sequence[str], problems: list[str]) -> tuple[str | None, list[tuple[str, list[str]]]]:
-    """The file's path and `(name, values)` of every flag.
+def _split_argv(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, str | None], list[tuple[str, list[str]]]]:
+    """The general words, and `(name, values)` of every flag.
 
     Not argparse: it stops at the first problem. A word that opens with two dashes is a flag, so `--save_freq -1` and
     `--learning_rate -1e-5` carry values; a value that opens so is written `--name=--value`.
     """
-    files: list[str] = []
+    found: dict[str, list[str]] = {name: [] for name in GENERAL}
     flags: list[tuple[str, list[str]]] = []
     words = list(argv)
     if words and not words[0].startswith("-"):
-        files.append(words.pop(0))
+        found["config"].append(words.pop(0))
     for word in words:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
@@ -100,86 +138,99 @@ def _split_argv(argv: Sequence[str], problems: list[str]) -> tuple[str | None, l
             flags[-1][1].append(word)
         else:
             problems.append(f"unexpected {word!r}: settings are written --name value, a YAML file comes first")
-    for _, values in [flag for flag in flags if flag[0] == "config"]:
-        files.extend(values)
+    for name, values in [flag for flag in flags if flag[0] in GENERAL]:
+        found[name].extend(values)
         if not values:
-            problems.append("--config needs a value, the path of a YAML file")
-    if len(files) > 1:
-        problems.append(f"one YAML file can be given, got {', '.join(files)}")
-        files.clear()
-    return (files[0] if files else None), [flag for flag in flags if flag[0] != "config"]
+            what = "the path of a YAML file" if name == "config" else "the name of a preset"
+            problems.append(f"--{name} needs a value, {what}")
+    for name, what in (("config", "YAML file"), ("preset", "preset")):
+        if len(found[name]) > 1:
+            problems.append(f"one {what} can be given, got {', '.join(found[name])}")
+            found[name].clear()
+    general = {name: values[0] if values else None for name, values in found.items()}
+    return general, [flag for flag in flags if flag[0] not in GENERAL]
 
 
-def _read_flags(flags: Iterable[tuple[str, list[str]]], problems: list[str]) -> dict[str, object]:
-    values: dict[str, object] = {}
+def _read_flags(flags: Iterable[tuple[str, list[str]]], problems: list[str]) -> Layer:
+    layer = Layer(rank=FLAG, origin="flag")
     seen: set[str] = set()
     for name, words in flags:
-        setting = settings().get(name)
+        setting = setting_of(name)
         if setting is None:
-            problems.append(unknown(f"--{name}", "command line").replace("did you mean ", "did you mean --"))
+            sentence = unknown(f"--{name}", "command line", accepted())
+            problems.append(sentence.replace("did you mean ", "did you mean --"))
         elif name in seen:
             problems.append(f"--{name} is given more than once on the command line; give it once")
         else:
-            _read_flag(setting, words, values, problems)
+            _read_flag(setting, words, layer, problems)
         seen.add(name)
-    return values
+    return layer
 
 
-def _read_flag(setting: Setting, words: list[str], values: dict[str, object], problems: list[str]) -> None:
+def _read_flag(setting: Setting, words: list[str], layer: Layer, problems: list[str]) -> None:
     where = "command line"
     if not words and setting.is_switch:
-        values[setting.name] = True
-    elif not words:
+        layer.values[setting.name] = True
+        return
+    if words and (setting.is_list or len(words) == 1):
+        _take(setting.name, ",".join(words) if setting.is_list else words[0], where, layer, problems)
+        return
+    if not words:
         problems.append(f"--{setting.name} needs a value, {describe(setting.type)}")
-    elif setting.is_list:
-        _take(setting, ",".join(words), where, values, problems)
-    elif len(words) > 1:
-        problems.append(f"--{setting.name} takes one value, got {len(words)}: {' '.join(words)}")
     else:
-        _take(setting, words[0], where, values, problems)
+        problems.append(f"--{setting.name} takes one value, got {len(words)}: {' '.join(words)}")
+    layer.unsound.add(setting.name)
 
 
-def _read_file(path: Path, problems: list[str]) -> dict[str, object]:
-    """Values of a flat YAML file.
+def _read_file(path: Path, problems: list[str]) -> tuple[Layer, str | None]:
+    """Values of a flat YAML file, and the preset it names.
 
     The file is read as a tree of text, not as YAML's own types: YAML 1.1 would make a string of `2e-5`, a date of
-    `2026-01-01` and 80 of `1:20`, and would keep the last of two equal keys.
+    `2026-01-01` and 80 of `1:20`, and would keep the last of two equal keys. Without the file nothing else can be judged:
+    that error is raised at once.
     """
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as err:
-        problems.append(f"cannot read the YAML file {path}: {err.strerror or err}; check the path")
-        return {}
+        raise ConfigError(
+            [*problems, f"cannot read the YAML file {path}: {err.strerror or err}; check the path"]
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as err:
-        problems.append(f"{path} is not valid YAML: {' '.join(str(err).split())}")
-        return {}
+        raise ConfigError([*problems, f"{path} is not valid YAML: {' '.join(str(err).split())}"]) from None
+    layer, preset = Layer(rank=FILE, origin=f"file {path}"), None
     if root is None:
-        return {}
+        return layer, preset
     if not isinstance(root, yaml.MappingNode):
-        problems.append(f"{path} must hold `name: value` lines, got a {root.id}")
-        return {}
-    values: dict[str, object] = {}
+        raise ConfigError([*problems, f"{path} must hold `name: value` lines, got a {root.id}"])
     seen: dict[str, int] = {}
     for key, node in root.value:
         name, line = str(key.value), key.start_mark.line + 1
         where = f"{path}, line {line}"
         if name in seen:
             problems.append(f"{name} is given twice ({path}, lines {seen[name]} and {line}); keep one")
-        elif isinstance(node, yaml.MappingNode):
-            problems.append(f"{name} holds a mapping ({where}); settings are flat: write them at the top level")
-        elif name not in settings():
-            problems.append(unknown(name, where))
+        elif name == "preset":
+            preset = str(node.value)
         else:
-            _read_node(settings()[name], node, where, values, problems)
+            _read_node(name, node, where, layer, problems)
         seen.setdefault(name, line)
-    return values
+    return layer, preset
 
 
-def _read_node(setting: Setting, node: yaml.Node, where: str, values: dict[str, object], problems: list[str]) -> None:
-    if isinstance(node, yaml.ScalarNode):
-        text = None if node.tag == "tag:yaml.org,2002:null" else node.value
-        _take(setting, text, where, values, problems)
+def _read_node(name: str, node: yaml.Node, where: str, layer: Layer, problems: list[str]) -> None:
+    setting = setting_of(name)
+    if isinstance(node, yaml.MappingNode) and not (setting and setting.is_mapping):
+        problems.append(f"{name} holds a mapping ({where}); settings are flat: write them at the top level")
+    elif setting is None or isinstance(node, yaml.ScalarNode):
+        is_null = node.tag == "tag:yaml.org,2002:null"
+        _take(name, None if is_null else str(node.value), where, layer, problems)
+        return
+    elif isinstance(node, yaml.MappingNode):
+        text = " ".join(yaml.serialize(node).split())
+        layer.values[name] = text if node.value else "{}"
+        return
     elif all(isinstance(item, yaml.ScalarNode) for item in node.value):
-        _take(setting, tuple(item.value for item in node.value), where, values, problems)
+        _take(name, tuple(item.value for item in node.value), where, layer, problems)
+        return
     else:
-        problems.append(f"{setting.name} must be {describe(setting.type)}, got a list of lists or mappings ({where})")
+        problems.append(f"{name} must be {describe(setting.type)}, got a list of lists or mappings ({where})")
+    layer.unsound.update((name,) if setting else ())

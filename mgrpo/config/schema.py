@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mgrpo.config.loss import LossConfig
+from mgrpo.config.loss import Level, LossConfig
+from mgrpo.config.provenance import Provenance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,36 +97,127 @@ class Reward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    advantage_normalization_type: Literal["standard", "centered"] = "standard"
-    """standard: (reward - mean) / (std + 1e-8) within the group; centered: reward - mean."""
+    policy_loss: Literal["ppo_clip", "cispo", "sapo", "vespo", "reinforce"] = "ppo_clip"
+    """The surrogate: clipped ratio, capped weight (CISPO), soft gate (SAPO), sequence gate (VESPO), or none."""
+    ratio_level: Literal["token", "sequence", "sequence_token"] = "token"
+    """token: a ratio each; sequence: one for the completion (GSPO); sequence_token: its value, the token's own gradient."""
+    aggregation: Literal["token", "constant", "seq_mean", "local_token", "dr_grpo", "luspo"] | None = None
+    """What the sum over tokens is divided by; none: loss_denominator decides, token or constant."""
+    loss_denominator: str = "token"
+    """token: mean over response tokens of the mini-batch; a number: divide the sum by it (Dr. GRPO)."""
+    local_batch_size: int = 8
+    """Completions of one mean over tokens under aggregation local_token, whatever the packs."""
     clip_lower: float = 0.2
     """The ratio is clipped below at 1 - clip_lower."""
     clip_higher: float = 0.2
-    """The ratio is clipped above at 1 + clip_higher."""
+    """The ratio is clipped above at 1 + clip_higher, which is also CISPO's cap."""
+    delta: float | None = None
+    """Two-sided clip: the unclipped ratio goes no higher than this."""
+    dual_clip: float | None = None
+    """Dual clip: the loss of a token with advantage A < 0 is at most dual_clip x |A|."""
+    sapo_temperature_pos: float = 1.0
+    """SAPO's gate for positive advantages."""
+    sapo_temperature_neg: float = 1.05
+    """SAPO's gate for the others."""
+    vespo_k_pos: float = 2.0
+    """VESPO's exponent of the sequence ratio, advantage >= 0."""
+    vespo_lambda_pos: float = 3.0
+    """VESPO's decay, advantage >= 0."""
+    vespo_k_neg: float = 3.0
+    """VESPO's exponent of the sequence ratio, advantage < 0."""
+    vespo_lambda_neg: float = 2.0
+    """VESPO's decay, advantage < 0."""
     beta: float = 0.05
-    """Weight of the KL penalty towards the reference model; 0 loads no reference."""
+    """Weight of the KL penalty towards the reference model; 0 loads no reference unless log_ref_kl is set."""
     kl_estimator: Literal[0, 1, 2, 3] = 2
     """0: d; 1: d^2/2; 2: exp(-d) - 1 + d; 3: ratio x d, where d = logprob - reference logprob."""
-    loss_denominator: str = "token"
-    """token: mean over response tokens of the mini-batch; a number: divide the sum by it (Dr. GRPO)."""
+    kl_bias_correction: bool = False
+    """Multiply the KL estimate by the ratio, through which gradients flow too."""
+    log_ref_kl: bool = False
+    """Measure the KL to the reference model even when beta is 0."""
+    alpha: float = 0.6
+    """Share of the policy in each update of the reference model: reference <- alpha x policy + (1 - alpha) x reference."""
+    ref_policy_update_freq: int | None = None
+    """Training steps between these updates; none: the reference stays as it is."""
+    use_rho_correction: bool = False
+    """Weigh the policy loss by rho = exp(old logprob - the engine's logprob), bounded as the settings below say."""
+    rho_level: Level = "token"
+    """The rho that weighs: each token's, or exp of the mean or of the sum over the completion."""
+    rho_clamp_lower_bound: float = 0.0
+    """Smallest weight; 0: no bound."""
+    rho_clamp_upper_bound: float = 2.0
+    """Largest weight (truncated importance sampling); 0: no bound."""
+    rho_mask_level: Level = "token"
+    """The rho that decides what is dropped."""
+    rho_mask_lower_bound: float = 0.0
+    """Below this the policy loss is dropped; 0: no bound."""
+    rho_mask_upper_bound: float = 0.0
+    """Above this the policy loss is dropped; 0: no bound."""
+    rho_mask_tv_divergence: bool = False
+    """The upper bound is one of the completion's mean |rho - 1|, and only tokens whose step would raise it are dropped."""
+    off_policy_mask_threshold: float | None = None
+    """Drop completions with advantage < 0 whose mean of engine's - present logprob is above this; none: off."""
+    use_vllm_logprobs: bool = False
+    """Take the engine's logprobs as the old ones instead of computing them again."""
+    advantage_normalization_type: Literal["standard", "centered", "batch_std", "gdpo"] = "standard"
+    """standard: (reward - mean) / (std + eps) within the group; centered: reward - mean; batch_std: the std of the batch;
+    gdpo: standard for each reward function, then their weighted sum over the batch."""
+    advantage_ddof: Literal[0, 1] = 0
+    """The std divides by the number of rewards minus this."""
+    advantage_eps: float = 1e-8
+    """Added to the std."""
+    reward_weights: tuple[float, ...] = ()
+    """Weight of each reward function; empty: 1 each."""
+    filter_zero_std_samples: bool = True
+    """Leave out groups whose rewards are all equal."""
+    active_sampling: bool = False
+    """Sample other prompts in place of the groups left out, until the batch is full."""
+    active_sampling_max_rounds: int = 10
+    """Most rounds of that in a step; then it trains on what there is."""
+    no_resampling_pass_rate: float | None = None
+    """A prompt whose mean reward reaches this share of the highest one is never sampled again; none: off."""
+    mask_truncated_completions: bool = False
+    """Completions that did not stop by themselves train nothing; they still count in their group's mean and std."""
+    overlong_cache_length: int | None = None
+    """Soft punishment: the reward falls from 0 to -1 over the last so many tokens of response_length; none: off."""
+    top_entropy_quantile: float = 1.0
+    """Train only this share of the tokens, those of the highest entropy; 1: all."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    use_adaptive_entropy: bool = False
+    """Move the weight of the bonus by entropy_coef_delta each optimizer step: up below entropy_target, else down."""
+    entropy_coef_min: float = 0.0
+    """Smallest weight it may reach."""
+    entropy_coef_max: float = 1.0
+    """Largest weight it may reach."""
+    entropy_coef_delta: float = 0.005
+    """Size of a move."""
+    entropy_target: float = 0.2
+    """Entropy a token to hold."""
     num_epochs: int = 1
     """Passes over each rollout batch."""
     num_mini_batches: int = 1
     """Optimizer steps a pass."""
+    reshuffle_mini_batches: bool = False
+    """Cut the batch into other mini-batches in every pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
     learning_rate: float = 2e-5
     """Peak learning rate of AdamW."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
-    """Decay to 0 over all optimizer steps, after the warm-up."""
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
+    ] = "linear"
+    """How the rate falls over all optimizer steps, after the warm-up; linear and cosine end at 0."""
     warm_up_steps: int = 0
     """Optimizer steps of linear warm-up; used when warmup_ratio is 0."""
     warmup_ratio: float = 0.0
     """Share of all optimizer steps spent warming up."""
     weight_decay: float = 0.0
-    """AdamW's decay; biases and norms are exempt."""
+    """AdamW's decay."""
+    set_weight_decay_on_bias_and_norm: bool = False
+    """Decay biases and norms, too. Open Instruct's flag of this name does the opposite of what it says."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 turns clipping off."""
     adam_beta1: float = 0.9
@@ -138,6 +230,8 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
+    num_learners_per_node: tuple[int, ...] = ()
+    """Learner ranks on each node, to compare with what torchrun started; empty: as many as were started."""
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer's matrices."""
     pipeline_model_parallel_size: int = 1
@@ -156,8 +250,8 @@ class Parallel:
     """Most tokens in a pack, the unit of a micro-batch."""
     logits_chunk: int | Literal["auto"] = "auto"
     """Columns of the LM head computed at a time: 0 computes all at once; auto = 0 where the logits fit, else 16384."""
-    share_prompts: bool | Literal["auto"] = "auto"
-    """Put a group into a pack as one prompt with branches instead of repeating the prompt; auto = on CPU, for short groups."""
+    shared_prompt_packing: bool | Literal["auto"] = "auto"
+    """Put a group into a pack as one prompt with branches instead of repeating the prompt; auto = on CPU, where it saves work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +304,7 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     engine: Engine = field(default_factory=Engine)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    provenance: Provenance = field(default_factory=Provenance, compare=False, repr=False)
 
     @property
     def batch_size(self) -> int:
@@ -227,14 +322,42 @@ class Config:
         return self.num_training_steps * self.algorithm.num_epochs * self.algorithm.num_mini_batches
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What was understood of names that are not settings, one sentence each."""
+        return self.provenance.notes
+
+    @property
     def loss(self) -> LossConfig:
         """What the policy loss needs."""
-        constant = self.algorithm.loss_denominator != "token"
+        own = self.algorithm
+        aggregation = own.aggregation or ("token" if own.loss_denominator == "token" else "constant")
+        # Dr. GRPO divides by the length that a completion may have.
+        constants = {"constant": own.loss_denominator, "dr_grpo": self.rollout.response_length}
         return LossConfig(
-            clip_lower=self.algorithm.clip_lower,
-            clip_higher=self.algorithm.clip_higher,
-            beta=self.algorithm.beta,
-            kl_estimator=self.algorithm.kl_estimator,
-            aggregation="constant" if constant else "token",
-            constant=float(self.algorithm.loss_denominator) if constant else None,
+            policy_loss=own.policy_loss,
+            ratio_level=own.ratio_level,
+            aggregation=aggregation,
+            constant=float(constants[aggregation]) if aggregation in constants else None,
+            clip_lower=own.clip_lower,
+            clip_higher=own.clip_higher,
+            delta=own.delta,
+            dual_clip=own.dual_clip,
+            sapo_temperature_pos=own.sapo_temperature_pos,
+            sapo_temperature_neg=own.sapo_temperature_neg,
+            vespo_k_pos=own.vespo_k_pos,
+            vespo_lambda_pos=own.vespo_lambda_pos,
+            vespo_k_neg=own.vespo_k_neg,
+            vespo_lambda_neg=own.vespo_lambda_neg,
+            beta=own.beta,
+            kl_estimator=own.kl_estimator,
+            kl_bias_correction=own.kl_bias_correction,
+            use_rho_correction=own.use_rho_correction,
+            rho_level=own.rho_level,
+            rho_clamp_lower=own.rho_clamp_lower_bound,
+            rho_clamp_upper=own.rho_clamp_upper_bound,
+            rho_mask_level=own.rho_mask_level,
+            rho_mask_lower=own.rho_mask_lower_bound,
+            rho_mask_upper=own.rho_mask_upper_bound,
+            rho_mask_tv=own.rho_mask_tv_divergence,
+            off_policy_mask_threshold=own.off_policy_mask_threshold,
         )

@@ -1,0 +1,94 @@
+"""The way in for those who come from another trainer: `mgrpo.GRPOConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mgrpo.config.load import from_values, parse
+from mgrpo.config.schema import Config
+
+
+class GRPOConfig:
+    """Makes a `Config` from another trainer's settings. What is not given has that trainer's default, not ours.
+
+    Each call returns a config for `mgrpo.train` whose `notes` say how every name was understood, and raises `ConfigError`
+    with all that cannot be done here, and why.
+    """
+
+    @staticmethod
+    def from_trl(config: object = None, /, *, preset: str | None = None, **fields: object) -> Config:
+        """Config of TRL's fields by keyword, of a `trl.GRPOConfig`, or of one with keywords on top.
+
+        Args:
+            config: a dataclass object; a field that has its class's default counts as not given.
+            preset: the defaults to take, `trl_seed` or `trl_main`; by default those of the object's version, else main.
+        Fields of this project may be given as well: `from_trl(trl_config, tensor_model_parallel_size=4)`.
+        """
+        given = _changed_fields(config) if config is not None else {}
+        # TRL writes both into the object, one computed from the other.
+        if {"generation_batch_size", "steps_per_generation"} <= given.keys():
+            del given["generation_batch_size"]
+        ranks = getattr(config, "world_size", None)
+        return from_values(
+            given | fields, preset=preset or _version(config), world_size=ranks if isinstance(ranks, int) else None
+        )
+
+    @staticmethod
+    def from_open_instruct(
+        settings: str | Sequence[str] | Mapping[str, object] | object, /, *, preset: str = "open_instruct_main"
+    ) -> Config:
+        """Config of the flags of an Open Instruct script: a command line, its words, a mapping, or a dataclass object.
+
+        Args:
+            preset: the defaults to take; `seed` has those of February 2026.
+        """
+        if isinstance(settings, str):
+            settings = shlex.split(settings.replace("\\\n", " "))
+        if isinstance(settings, Sequence):
+            return parse(_flags(settings), preset=preset)
+        given = settings if isinstance(settings, Mapping) else _changed_fields(settings)
+        return from_values(given, preset=preset)
+
+
+def _flags(words: Sequence[str]) -> list[str]:
+    """The words behind the program's name: from the first flag or YAML file on."""
+    starts = (i for i, word in enumerate(words) if word.startswith("--") or word.endswith((".yaml", ".yml")))
+    return list(words[next(starts, len(words)) :])
+
+
+def _changed_fields(config: Any) -> dict[str, object]:
+    """Fields of a dataclass object that differ from its class's defaults and are given by users, not by the machine."""
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        raise TypeError(f"expected a dataclass object, such as trl.GRPOConfig(...), got {type(config).__name__}")
+    changed = {}
+    for field in dataclasses.fields(config):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = getattr(config, field.name)
+        is_given = value != default and field.name not in _SET_BY_TRANSFORMERS
+        if field.init and (is_given or field.name in _DRIFTED):
+            changed[field.name] = value
+    return changed
+
+
+_SET_BY_TRANSFORMERS = (
+    "accelerator_config",
+    "debug",
+    "disable_tqdm",
+    "logging_dir",
+    "local_rank",
+    "dataloader_pin_memory",
+)
+"""Fields that TrainingArguments fills in by itself."""
+
+
+_DRIFTED = ("use_bias_correction_kl",)
+"""Fields whose default has changed without a preset to tell the versions apart."""
+
+
+def _version(config: object) -> str:
+    """The preset with the defaults of the TRL that made `config`: its loss_type was bnpo first, and is dapo now."""
+    fields = {field.name: field.default for field in dataclasses.fields(config)} if config is not None else {}
+    return "trl_seed" if fields.get("loss_type") == "bnpo" else "trl_main"

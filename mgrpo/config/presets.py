@@ -1,0 +1,61 @@
+"""Named sets of defaults: what a setting is when neither file nor flag says.
+
+`mgrpo` is the schema's own defaults. The others are the defaults of another trainer, where they differ and can be had here.
+"""
+
+from __future__ import annotations
+
+_ASYNC = "asynchronous rollout does not exist yet"
+_TRL_COMMON: dict[str, object] = {
+    "seed": 42,
+    "num_samples_per_prompt_rollout": 8,
+    "learning_rate": 1e-6,
+    "beta": 0.0,
+    "advantage_ddof": 1,
+    "advantage_eps": 1e-4,
+    "max_prompt_token_length": 512,
+    "filter_zero_std_samples": False,
+    "local_eval_every": -1,
+    "save_freq": 500,
+    "vllm_gpu_memory_utilization": 0.3,
+}
+
+PRESETS: dict[str, dict[str, object]] = {
+    "mgrpo": {},
+    "seed": {"temperature": 0.7},
+    "open_instruct_main": {
+        "seed": 42,
+        "clip_higher": 0.272,
+        "advantage_normalization_type": "centered",
+        "use_rho_correction": True,
+        "rho_clamp_upper_bound": 2.0,
+    },
+    "trl_seed": _TRL_COMMON | {"aggregation": "local_token"},
+    "trl_main": _TRL_COMMON
+    | {
+        "aggregation": "token",
+        "response_length": 512,
+        "use_rho_correction": True,
+        "rho_level": "sequence_sum",
+        "rho_clamp_upper_bound": 0.0,
+        "rho_mask_level": "sequence_sum",
+        "rho_mask_upper_bound": 3.0,
+    },
+}
+"""Values of settings by preset."""
+
+PRESET_NOTES: dict[str, tuple[str, ...]] = {
+    "seed": (f"preset seed: async_steps is 0 instead of 1, {_ASYNC}",),
+    "open_instruct_main": (
+        f"preset open_instruct_main: async_steps is 0 instead of 8 and inflight_updates false instead of true, {_ASYNC}",
+    ),
+    "trl_seed": (
+        "preset trl_seed: a run is total_episodes completions long, where TRL makes 3 passes over the data; "
+        "longer prompts are left out, where TRL cuts them",
+    ),
+    "trl_main": (
+        "preset trl_main: a run is total_episodes completions long, where TRL makes 3 passes over the data; "
+        "prompts beyond max_prompt_token_length are left out, where TRL has no limit",
+    ),
+}
+"""Where a preset cannot be what its trainer does."""

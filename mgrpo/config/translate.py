@@ -1,0 +1,383 @@
+"""What each alias comes to: renames, and the arithmetic where the other trainer counts in another unit.
+
+A translation asks the resolution what was given and puts values on settings; it checks what can only be checked in the
+other trainer's own words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mgrpo.config.names import TOOLS, table
+
+if TYPE_CHECKING:
+    from mgrpo.config.resolve import Resolution
+
+LOSS_TYPES = {
+    "grpo": ("ppo_clip", "seq_mean"),
+    "bnpo": ("ppo_clip", "local_token"),
+    "dr_grpo": ("ppo_clip", "dr_grpo"),
+    "dapo": ("ppo_clip", "token"),
+    "cispo": ("cispo", "token"),
+    "sapo": ("sapo", "seq_mean"),
+    "luspo": ("ppo_clip", "luspo"),
+    "vespo": ("vespo", "token"),
+}
+"""TRL's loss_type as (policy_loss, aggregation)."""
+
+CONVERT: dict[str, Callable[[Any], object]] = {
+    "no_filter_zero_std_samples": lambda value: not value,
+    "rho_mask_sequence_level": lambda value: "sequence_mean" if value else "token",
+    "dtype": lambda value: value.removeprefix("torch."),
+    "torch_dtype": lambda value: value.removeprefix("torch."),
+    "bf16": lambda value: "bfloat16" if value else "float32",
+    "ddp_timeout": lambda value: math.ceil(value / 60),
+}
+"""Value of the target, for renames that change it."""
+
+TRL_MICRO_BATCH = 8
+"""TRL's per_device_train_batch_size when it is not given."""
+TRL_SYNC_STEPS = 512
+TRL_EVAL_STEPS = 10
+
+
+def apply(r: Resolution) -> None:
+    """All translations, each after those whose results it needs."""
+    renames(r)
+    loss(r)
+    clip(r)
+    advantages(r)
+    corrections(r)
+    warm_up(r)
+    ulysses(r)
+    lengths(r)
+    batch(r)
+    exports(r)
+    evaluations(r)
+    reference(r)
+    length_of_run(r)
+
+
+def renames(r: Resolution) -> None:
+    """Aliases that set one setting, by a rule of their own at most."""
+    for name, said in r.peers.items():
+        entry = table()[name]
+        if entry.status == "alias" and name not in COMPUTED and said.value is not None:
+            r.put(entry.to[0], CONVERT.get(name, lambda value: value)(said.value), name)
+    if r.peer("num_generations", 2) < 2:
+        r.problems.append(
+            f"num_generations={r.peer('num_generations')} must be at least 2, or the group has nothing to be compared "
+            "with; num_samples_per_prompt_rollout may be 1, then the whole batch is the group"
+        )
+
+
+def loss(r: Resolution) -> None:
+    """Names of whole losses to their parts."""
+    if loss_fn := r.peer("loss_fn"):
+        r.put("policy_loss", {"dapo": "ppo_clip", "cispo": "cispo"}[loss_fn], "loss_fn")
+        # Open Instruct's names say nothing of the denominator; loss_denominator does.
+        r.put("aggregation", None, "loss_fn", weak=True)
+    elif r.rank("loss_denominator") > r.rank("aggregation") > 0:
+        r.own.pop("aggregation")
+    if loss_type := r.peer("loss_type"):
+        policy_loss, aggregation = LOSS_TYPES[loss_type]
+        r.put("policy_loss", policy_loss, "loss_type")
+        r.put("aggregation", aggregation, "loss_type")
+        if loss_type == "luspo":
+            r.put("ratio_level", "sequence", "loss_type", weak=True)
+    if "masked_mean_axis" in r.peers:
+        r.put("aggregation", "token" if r.peer("masked_mean_axis") is None else "seq_mean", "masked_mean_axis")
+
+
+def clip(r: Resolution) -> None:
+    """TRL's epsilons; its CISPO has an absolute cap where ours is 1 + clip_higher."""
+    low, high = r.peer("epsilon"), r.peer("epsilon_high")
+    if low is not None:
+        r.put("clip_lower", low, "epsilon")
+    if r.value("policy_loss") != "cispo":
+        if high is not None:
+            r.put("clip_higher", high, "epsilon_high")
+        elif low is not None:
+            r.put("clip_higher", low, "epsilon", weak=True)
+    elif high is not None:
+        r.put("clip_higher", high - 1, "epsilon_high")
+    elif r.peer("loss_type") == "cispo" and r.rank("clip_higher") <= 1:
+        r.problems.append(
+            "loss_type=cispo needs epsilon_high: TRL would cap every ratio at epsilon, 0.2, and the loss with it; "
+            "5.0 is usual: --epsilon_high 5.0"
+        )
+        r.unsound.add("clip_higher")
+
+
+def advantages(r: Resolution) -> None:
+    """TRL divides by the sample deviation + 1e-4."""
+    names = {True: "standard", "group": "standard", False: "centered", "none": "centered", "batch": "batch_std"}
+    if r.peer("multi_objective_aggregation") == "normalize_then_sum":
+        kind, alias = "gdpo", "multi_objective_aggregation"
+    elif "scale_rewards" in r.peers:
+        kind, alias = names[r.peer("scale_rewards")], "scale_rewards"
+    else:
+        return
+    r.put("advantage_normalization_type", kind, alias)
+    r.put("advantage_ddof", 1, alias)
+    r.put("advantage_eps", 1e-4, alias)
+
+
+def corrections(r: Resolution) -> None:
+    """Truncated importance sampling, and TRL's four modes of it."""
+    cap = "truncated_importance_sampling_ratio_cap"
+    if cap in r.peers:
+        r.put("use_rho_correction", r.peer(cap) > 0, cap)
+        if r.peer(cap) > 0:
+            r.put("rho_clamp_upper_bound", r.peer(cap), cap)
+    prefix = "vllm_importance_sampling_"
+    names = [prefix + ending for ending in ("correction", "mode", "clip_max", "clip_min", "cap")]
+    given = [name for name in names if name in r.peers]
+    if not given:
+        return
+    if not r.peer(names[0], True):
+        r.put("use_rho_correction", False, names[0])
+        return
+    old, new = r.peer(f"{prefix}cap"), r.peer(f"{prefix}clip_max")
+    if old is not None and new is not None and old != new:
+        r.problems.append(f"{prefix}cap={old:g} and {prefix}clip_max={new:g} are one setting; give {prefix}clip_max")
+        return
+    default = None if f"{prefix}clip_max" in given else 3.0
+    _put_bounds(r, given, mode=r.peer(f"{prefix}mode", "sequence_mask"), low=r.peer(f"{prefix}clip_min"), high=new or old or default)  # fmt: skip
+
+
+def _put_bounds(r: Resolution, given: list[str], *, mode: str, low: float | None, high: float | None) -> None:
+    prefix = "vllm_importance_sampling_"
+    if low is not None and high is not None and low >= high:
+        r.problems.append(f"{prefix}clip_min={low:g} must be below {prefix}clip_max={high:g}")
+        return
+    unit, action = mode.split("_")
+    if action == "truncate" and low is None and high is None:
+        r.problems.append(f"{prefix}mode={mode} needs a bound: --{prefix}clip_max 3.0")
+        return
+    level = "token" if unit == "token" else "sequence_sum"
+    r.put("use_rho_correction", True, *given)
+    r.put("rho_level", level, *given)
+    r.put("rho_mask_level", level, *given)
+    for target, wanted in (("clamp", "truncate"), ("mask", "mask")):
+        r.put(f"rho_{target}_lower_bound", (low or 0.0) if action == wanted else 0.0, *given)
+        r.put(f"rho_{target}_upper_bound", (high or 0.0) if action == wanted else 0.0, *given)
+
+
+def warm_up(r: Resolution) -> None:
+    """In transformers 5 a number of steps below 1 is a ratio."""
+    steps = _finite(r, "warmup_steps")
+    if steps is not None and 0 < steps < 1:
+        r.put("warmup_ratio", steps, "warmup_steps")
+    elif steps is not None:
+        r.put("warm_up_steps", int(steps), "warmup_steps")
+
+
+def ulysses(r: Resolution) -> None:
+    """Open Instruct's sequence parallelism is context parallelism, and there it needs ZeRO-3."""
+    size = r.peer("sequence_parallel_size")
+    if size is None:
+        return
+    r.put("context_parallel_size", size, "sequence_parallel_size")
+    if size > 1 and r.value("zero_stage") != 3:
+        r.problems.append(
+            f"sequence_parallel_size={size} needs deepspeed_stage=3, as in Open Instruct, got zero_stage="
+            f"{r.value('zero_stage')}; context_parallel_size, its name here, has no such rule"
+        )
+
+
+def lengths(r: Resolution) -> None:
+    """TRL bounds prompt and completion; a pack must hold both."""
+    aliases = {"max_completion_length": "response_length", "max_prompt_length": "max_prompt_token_length"}
+    for alias, target in aliases.items():
+        if r.peer(alias) is not None:
+            r.put(target, r.peer(alias), alias)
+        elif alias in r.peers:
+            r.problems.append(f"{alias}=none: a length needs a bound here; give --{target} N")
+    need = sum(map(r.value, aliases.values()))
+    asks = r.has_trl_defaults or aliases.keys() & r.peers.keys()
+    if asks and r.rank("pack_length") <= 1 and need > r.value("pack_length"):
+        r.derive("pack_length", need, f"pack_length is {need}, which holds the longest prompt and completion")
+
+
+def batch(r: Resolution) -> None:
+    """TRL's batch of sequences to prompts and mini-batches.
+
+    With d data-parallel ranks: generation_batch_size = per_device x d x steps_per_generation completions are sampled at
+    once, and an optimizer step takes per_device x d x gradient_accumulation_steps of them.
+    """
+    whole, steps = r.peer("generation_batch_size"), r.peer("steps_per_generation")
+    own, accumulated = r.peer("per_device_train_batch_size"), r.peer("gradient_accumulation_steps")
+    sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    given = [name for name in ("generation_batch_size", "steps_per_generation", *sizes) if r.peer(name) is not None]
+    has_prompts = r.rank("num_unique_prompts_rollout") >= max(r.rank(*given), 2)
+    is_trl = r.has_trl_defaults or whole or steps or (r.peer("num_generations") and given and not has_prompts)
+    if not is_trl:
+        _open_instruct_batch(r, own, accumulated)
+        return
+    if own:
+        r.put("local_batch_size", own, "per_device_train_batch_size")
+    if not given and has_prompts:
+        return
+    if any(r.peer(name) < 1 for name in given):
+        r.problems.extend(f"{name}={r.peer(name)} must be at least 1" for name in given if r.peer(name) < 1)
+        return
+    if whole and steps:
+        r.problems.append(
+            f"generation_batch_size={whole} and steps_per_generation={steps} say the same thing twice; give one of them"
+        )
+        return
+    ranks, group = r.data_parallel, r.value("num_samples_per_prompt_rollout")
+    if ranks is None or group < 1:
+        return  # said where the layout and the group are judged
+    r.expected.setdefault("world_size", r.world_size)
+    step = (own or TRL_MICRO_BATCH) * ranks
+    if whole is None and steps is None and has_prompts:
+        whole = r.value("num_unique_prompts_rollout") * group
+    total = whole or step * (steps or accumulated or 1)
+    name = f"generation_batch_size={total}"
+    factors = f"per_device_train_batch_size {own or TRL_MICRO_BATCH} x {ranks} data-parallel ranks"
+    if total % step:
+        r.problems.append(f"{name} must be a multiple of {factors} = {step}")
+    elif total % group:
+        sizes_ = ", ".join(str(size) for size in range(2, min(total, 256) + 1) if total % size == 0)
+        r.problems.append(f"{name} must be a multiple of num_generations={group}; num_generations may be {sizes_}")
+    elif (total // step) % (accumulated or 1):
+        r.problems.append(
+            f"{name} makes {total // step} micro-steps ({factors}), which gradient_accumulation_steps={accumulated} "
+            "does not divide, so an optimizer step would mix two batches"
+        )
+    else:
+        r.put("num_unique_prompts_rollout", total // group, *given)
+        r.put("num_mini_batches", total // step // (accumulated or 1), *given, weak=not (own or accumulated or steps))
+
+
+def _open_instruct_batch(r: Resolution, own: int | None, accumulated: int | None) -> None:
+    if own not in (None, 1):
+        r.problems.append(
+            f"per_device_train_batch_size={own} is refused: a micro-batch is one pack of pack_length tokens (Open "
+            "Instruct's meaning); for TRL's, sequences, give num_generations too or choose a trl preset; leave it out or give 1"
+        )
+    if accumulated not in (None, 1):
+        r.notes.append(
+            "gradient_accumulation_steps has no effect, as in Open Instruct: micro-batches follow from the packs"
+        )
+
+
+def exports(r: Resolution) -> None:
+    """When the model is written."""
+    strategy, steps = r.peer("save_strategy"), _finite(r, "save_steps")
+    if strategy in ("epoch", "best"):
+        r.problems.append(f"save_strategy={strategy} does not exist; use steps with save_freq")
+    elif strategy == "no":
+        r.put("save_freq", -1, "save_strategy")
+    elif steps is not None and 0 < steps < 1:
+        r.problems.append(f"save_steps={steps:g} is a share of the run; give save_freq in training steps")
+    elif steps is not None:
+        r.put("save_freq", _training_steps(r, int(steps)), "save_steps")
+
+
+def evaluations(r: Resolution) -> None:
+    """When the held-out prompts are sampled."""
+    strategy, steps = r.peer("eval_strategy"), _finite(r, "eval_steps")
+    if strategy == "epoch":
+        r.problems.append("eval_strategy=epoch does not exist; use steps with local_eval_every")
+    elif strategy == "no":
+        r.put("local_eval_every", -1, "eval_strategy")
+    elif steps is not None and 0 < steps < 1:
+        r.problems.append(f"eval_steps={steps:g} is a share of the run; give local_eval_every in training steps")
+    elif steps is not None:
+        r.put("local_eval_every", _training_steps(r, int(steps)), "eval_steps")
+    elif strategy == "steps":
+        r.put(
+            "local_eval_every", _training_steps(r, int(_finite(r, "logging_steps") or TRL_EVAL_STEPS)), "eval_strategy"
+        )
+    if strategy in ("steps", "epoch") and r.data_parallel:
+        size = r.peer("per_device_eval_batch_size", 8) * r.data_parallel
+        group = r.peer("num_generations_eval") or r.value("num_samples_per_prompt_rollout")
+        if group > 0 and size % group:
+            r.problems.append(
+                f"per_device_eval_batch_size x data-parallel ranks = {size} must be a multiple of the {group} "
+                "completions a prompt (num_generations_eval, else num_generations); leave eval_strategy out and give "
+                "local_eval_every, which has no such rule"
+            )
+    if r.peer("eval_on_step_0") and r.value("local_eval_every") <= 0:
+        r.problems.append(
+            f"eval_on_step_0=true needs local_eval_every above 0, got {r.value('local_eval_every')}; leave it out, "
+            "held-out data is always evaluated before training"
+        )
+    top_p = r.peer("eval_top_p")
+    if top_p is not None and not _is_share(top_p):
+        r.problems.append(f"eval_top_p={top_p:g} must be in (0, 1]; leave it out")
+
+
+def reference(r: Resolution) -> None:
+    """When the reference follows the policy."""
+    sync, steps = r.peer("sync_ref_model"), r.peer("ref_model_sync_steps")
+    if sync:
+        r.put("ref_policy_update_freq", _training_steps(r, steps or TRL_SYNC_STEPS), "sync_ref_model", "ref_model_sync_steps")  # fmt: skip
+    elif sync is not None:
+        r.put("ref_policy_update_freq", None, "sync_ref_model")
+    elif steps is not None:
+        r.notes.append("ref_model_sync_steps has no effect without sync_ref_model=true")
+
+
+def length_of_run(r: Resolution) -> None:
+    """TRL counts optimizer steps; the same word is Open Instruct's limit of tool calls."""
+    steps = r.peer("max_steps")
+    if steps is None:
+        return
+    if not r.speaks_trl:
+        if steps != 5:
+            r.problems.append(
+                f"max_steps={steps} is refused: {TOOLS} (Open Instruct's meaning); the length of a run is total_episodes"
+            )
+    elif steps > 0:
+        batch_size = r.value("num_unique_prompts_rollout") * r.value("num_samples_per_prompt_rollout")
+        r.put("total_episodes", _training_steps(r, steps) * batch_size, "max_steps")
+
+
+def is_excused(r: Resolution, name: str) -> bool:
+    """Whether a refused name needs no such sentence: another setting wins, or `apply` has a better one."""
+    if name == "num_train_epochs":
+        return r.peer("max_steps", 0) > 0
+    return name == "eval_top_p" and not _is_share(r.peer(name))
+
+
+def _is_share(value: float) -> bool:
+    return 0 < value <= 1
+
+
+def _finite(r: Resolution, name: str) -> float | None:
+    """A number of steps under `name`; None when there is none, or none that can be counted."""
+    value = r.peer(name)
+    if value is None or math.isfinite(value):
+        return value
+    r.problems.append(f"{name}={value:g} must be a finite number of steps")
+    return None
+
+
+def _training_steps(r: Resolution, optimizer_steps: int) -> int:
+    """Training steps that hold so many optimizer steps, rounded up; a number that turns something off stays."""
+    if optimizer_steps <= 0:
+        return optimizer_steps
+    if optimizer_steps % r.optimizer_steps_a_step:
+        r.notes.append(
+            f"{optimizer_steps} optimizer steps are no whole number of training steps, {r.optimizer_steps_a_step} each; "
+            "rounded up"
+        )
+    return -(-optimizer_steps // r.optimizer_steps_a_step)
+
+
+_COMPUTED = """
+    loss_fn loss_type masked_mean_axis epsilon epsilon_high scale_rewards multi_objective_aggregation
+    truncated_importance_sampling_ratio_cap vllm_importance_sampling_correction vllm_importance_sampling_mode
+    vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_cap warmup_steps
+    sequence_parallel_size max_completion_length max_prompt_length generation_batch_size steps_per_generation
+    per_device_train_batch_size gradient_accumulation_steps save_strategy save_steps eval_strategy eval_steps
+    sync_ref_model ref_model_sync_steps max_steps
+"""
+COMPUTED = frozenset(_COMPUTED.split())
+"""Aliases that a function of their own translates."""

@@ -1,0 +1,210 @@
+"""From another trainer: its scripts, its config objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import mgrpo
+from mgrpo.config import Config, ConfigError, from_values
+from mgrpo.config.validate import problems
+
+THINK_32B = """
+    python open_instruct/grpo_fast.py
+    --exp_name think --beta 0.0 --async_steps 8 --inflight_updates True --active_sampling --no_resampling_pass_rate 0.875
+    --truncated_importance_sampling_ratio_cap 2.0 --advantage_normalization_type centered
+    --num_samples_per_prompt_rollout 8 --num_unique_prompts_rollout 64 --num_mini_batches 1 --learning_rate 1e-6
+    --per_device_train_batch_size 1 --kl_estimator 2 --dataset_mixer_list owner/rows 1.0 --dataset_mixer_list_splits train
+    --max_prompt_token_length 2048 --response_length 32768 --pack_length 35840 --model_name_or_path owner/model
+    --chat_template_name olmo_thinker --non_stop_penalty False --temperature 1.0 --total_episodes 10000000
+    --deepspeed_stage 3 --deepspeed_zpg 32 --gather_whole_model False
+    --num_learners_per_node 8 8 8 8 8 8 8 8 8 8 8 8 --vllm_num_engines 6 --vllm_tensor_parallel_size 8
+    --lr_scheduler_type constant --apply_verifiable_reward true --seed 1 --local_eval_every 50 --save_freq 25
+    --checkpoint_state_freq 100 --gradient_checkpointing --with_tracking --vllm_enable_prefix_caching
+    --clip_higher 0.272 --mask_truncated_completions False --oe_eval_max_length 32768
+    --try_launch_beaker_eval_jobs_on_weka True --eval_priority high --keep_last_n_checkpoints -1 --push_to_hub False
+    --llm_judge_model hosted_vllm/judge --code_api_url http://code/test_program --backend_timeout 1200
+"""
+PLAIN_7B = """
+    --exp_name rlvr --beta 0.01 --num_samples_per_prompt_rollout 16 --num_unique_prompts_rollout 48 --num_mini_batches 1
+    --num_epochs 1 --learning_rate 5e-7 --per_device_train_batch_size 1 --kl_estimator 3
+    --dataset_mixer_list owner/rows 1.0 --dataset_mixer_eval_list owner/rows 16 --max_prompt_token_length 2048
+    --response_length 8192 --pack_length 16384 --model_name_or_path owner/model --non_stop_penalty
+    --temperature 1.0 --total_episodes 2000000 --deepspeed_stage 1 --num_learners_per_node 6 --vllm_num_engines 2
+    --vllm_tensor_parallel_size 1 --lr_scheduler_type linear --warm_up_steps 20 --apply_verifiable_reward true --seed 3
+    --local_eval_every 25 --save_freq 200 --verbose False --single_gpu_mode False --no_try_launch_beaker_eval_jobs
+    --ground_truths_key ground_truth --sft_messages_key messages --vllm_sync_backend nccl --loss_fn dapo
+    --masked_mean_axis none --async_steps 0
+"""
+
+
+class Schedule(str, enum.Enum):
+    """As transformers writes its choices."""
+
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+@dataclasses.dataclass
+class TrlConfig:
+    """A part of TRL's class, with what it fills in by itself."""
+
+    output_dir: str | None = None
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    num_generations: int = 8
+    generation_batch_size: int | None = None
+    steps_per_generation: int | None = None
+    loss_type: str = "dapo"
+    epsilon: float = 0.2
+    use_vllm: bool = False
+    lr_scheduler_type: Schedule = Schedule.LINEAR
+    model_init_kwargs: dict[str, Any] | None = None
+    report_to: list[str] = dataclasses.field(default_factory=list)
+    disable_tqdm: bool | None = None
+    gradient_checkpointing: bool = True
+
+    def __post_init__(self):
+        self.steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
+        self.generation_batch_size = self.per_device_train_batch_size * self.world_size * self.steps_per_generation
+        self.disable_tqdm = False
+
+    @property
+    def world_size(self):
+        return 2
+
+
+def test_trl_fields_give_trl_defaults_and_what_was_asked():
+    """A user who leaves a field out relies on TRL's default, not on ours."""
+    config = mgrpo.GRPOConfig.from_trl(learning_rate=2e-6, num_generations=4, epsilon_high=0.28)
+    assert isinstance(config, Config)
+    assert (config.algorithm.beta, config.loss.aggregation, config.optimizer.learning_rate) == (0.0, "token", 2e-6)
+    assert (config.algorithm.clip_lower, config.algorithm.clip_higher) == (0.2, 0.28)
+    assert (config.rollout.num_samples_per_prompt_rollout, config.rollout.num_unique_prompts_rollout) == (4, 2)
+    assert config.rollout.response_length == 512 and config.parallel.pack_length == 1024
+    assert "epsilon_high -> clip_higher (0.28)" in config.notes
+    assert config.provenance.sources["learning_rate"] == "argument"
+    assert mgrpo.GRPOConfig.from_trl(preset="trl_seed").loss.aggregation == "local_token"
+
+
+def test_a_trl_object_counts_what_differs_from_its_defaults():
+    """Every field of the object is set; taken literally `use_vllm=False` would refuse them all."""
+    given = TrlConfig(
+        output_dir="out",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=4,
+        lr_scheduler_type=Schedule.COSINE,
+    )
+    config = mgrpo.GRPOConfig.from_trl(given, tensor_model_parallel_size=2, response_length=99)
+    # 4 sequences x 1 data-parallel rank x 4 steps
+    assert (config.rollout.num_unique_prompts_rollout, config.algorithm.num_mini_batches) == (2, 1)
+    assert (config.experiment.output_dir, config.optimizer.lr_scheduler_type) == ("out", "cosine")
+    assert (config.rollout.response_length, config.parallel.tensor_model_parallel_size) == (99, 2)
+    assert not any("disable_tqdm" in note or "generation_batch_size" in note for note in config.notes)
+
+
+def test_an_object_of_an_old_trl_has_the_old_defaults():
+    """The default loss was another one then."""
+
+    @dataclasses.dataclass
+    class OldConfig:
+        loss_type: str = "bnpo"
+        num_generations: int = 8
+
+    assert mgrpo.GRPOConfig.from_trl(OldConfig()).loss.aggregation == "local_token"
+    assert mgrpo.GRPOConfig.from_trl(OldConfig(loss_type="dr_grpo")).loss.constant == 256.0
+
+
+def test_what_trl_does_and_we_do_not_is_refused_together():
+    """One start for each field that does not exist here would be many."""
+    with pytest.raises(ConfigError) as caught:
+        mgrpo.GRPOConfig.from_trl(
+            TrlConfig(model_init_kwargs={"dtype": "float32"}), use_vllm=False, top_p=0.9, num_train_epochs=1, no_such=1
+        )
+    assert [sentence.split("=")[0] for sentence in caught.value.problems] == [
+        "unknown setting no_such (a Python value); --help lists every setting",
+        "model_init_kwargs",
+        "use_vllm",
+        "top_p",
+        "num_train_epochs",
+    ]
+    with pytest.raises(TypeError, match="expected a dataclass object"):
+        mgrpo.GRPOConfig.from_trl({"beta": 0.1})
+
+
+def test_the_32b_script_gets_every_reason_at_once():
+    """The largest published recipe: what it needs that does not exist yet, each with what to do, and nothing else."""
+    words = THINK_32B.split()
+    with pytest.raises(ConfigError) as caught:
+        mgrpo.GRPOConfig.from_open_instruct(words)
+    found = caught.value.problems
+    assert [sentence.split("=")[0].split(" ")[0] for sentence in found] == [
+        "chat_template_name",
+        "inflight_updates",
+        "checkpoint_state_freq",
+        "gradient_checkpointing",
+        "with_tracking",
+        "try_launch_beaker_eval_jobs_on_weka",
+        "llm_judge_model",
+        "code_api_url",
+    ]
+    kept = " ".join(words)
+    for name in (
+        "chat_template_name olmo_thinker", "inflight_updates True", "checkpoint_state_freq 100", "gradient_checkpointing ",
+        "with_tracking", "try_launch_beaker_eval_jobs_on_weka True", "llm_judge_model hosted_vllm/judge",
+        "code_api_url http://code/test_program",
+    ):  # fmt: skip
+        kept = kept.replace(f"--{name}", "", 1)
+    config = mgrpo.GRPOConfig.from_open_instruct(kept)
+    assert problems(config, world_size=96) == [
+        "async_steps=8 is not implemented yet; use 0",
+        "zero_stage=3 is not implemented yet; use 1 (the distributed optimizer) (zero_stage was given as deepspeed_stage)",
+    ]
+    assert sorted(note.split(" ")[0] for note in config.notes if not note.startswith("preset")) == [
+        "deepspeed_stage", "deepspeed_zpg", "eval_priority", "oe_eval_max_length",
+        "truncated_importance_sampling_ratio_cap",
+    ]  # fmt: skip
+    assert (config.batch_size, config.loss.rho_clamp_upper, config.parallel.pack_length) == (512, 2.0, 35840)
+    assert config.algorithm.filter_zero_std_samples and config.algorithm.active_sampling
+    (started,) = [line for line in problems(config, world_size=8) if "num_learners_per_node" in line]
+    assert "asks for 96 learner ranks, but 8 were started" in started
+
+
+def test_the_7b_script_runs_as_it_is():
+    """The recipe that this project can do must not lose a flag on the way."""
+    config = mgrpo.GRPOConfig.from_open_instruct(PLAIN_7B)
+    assert problems(config, world_size=6) == []
+    assert (config.algorithm.beta, config.algorithm.kl_estimator, config.loss.aggregation) == (0.01, 3, "token")
+    assert (config.parallel.zero_stage, config.parallel.num_learners_per_node) == (1, (6,))
+    assert (config.batch_size, config.num_training_steps, config.reward.non_stop_penalty) == (768, 2604, True)
+    assert config.algorithm.advantage_normalization_type == "centered"
+    seed = mgrpo.GRPOConfig.from_open_instruct(PLAIN_7B, preset="seed")
+    assert seed.algorithm.advantage_normalization_type == "standard"
+
+
+def test_open_instruct_settings_may_come_as_a_mapping_or_an_object():
+    """A launcher in Python has them as one or the other."""
+
+    @dataclasses.dataclass
+    class ExperimentConfig:
+        clip_lower: float = 0.2
+        loss_fn: str = "dapo"
+
+    expected = {"loss_fn": "cispo", "preset": "open_instruct_main"}
+    assert mgrpo.GRPOConfig.from_open_instruct({"loss_fn": "cispo"}) == from_values(expected)
+    assert mgrpo.GRPOConfig.from_open_instruct(ExperimentConfig(loss_fn="cispo")) == from_values(expected)
+
+
+def test_the_door_opens_without_torch():
+    """A launcher converts flags on a login node; importing torch there takes seconds, or fails."""
+    program = (
+        "import sys, mgrpo\nmgrpo.GRPOConfig.from_trl(beta=0.1)\n"
+        "print(sorted({'torch', 'ray', 'transformers', 'vllm', 'megatron', 'numpy', 'trl'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,288 @@
+"""The rules: each fires on its mistake with its sentence, and on nothing else; nothing makes the validator raise."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from mgrpo.config import Config, ConfigError, from_values, parse
+from mgrpo.config.fields import build, settings
+from mgrpo.config.names import accepted
+from mgrpo.config.presets import PRESETS
+from mgrpo.config.rules import too_few_prompts
+from mgrpo.config.validate import problems, warnings
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+def found_in(model, values, *, world_size=1, **context):
+    base = {"model_name_or_path": model, "dataset_mixer_list": ["a", "1.0"], "output_dir": f"{model}/out"}
+    try:
+        config = from_values(base | values, world_size=world_size)
+    except ConfigError as err:
+        return list(err.problems)
+    return problems(config, world_size=world_size, **context)
+
+
+RULES = [
+    (
+        "R1",
+        {"use_vllm_logprobs": True, "use_rho_correction": True},
+        "use_vllm_logprobs=true makes the engine's logprobs",
+    ),
+    ("R1", {"use_vllm_logprobs": True, "preset": "open_instruct_main"}, "set one of them to false"),
+    ("R1", {"use_vllm_logprobs": True, "truncated_importance_sampling_ratio_cap": 2}, "use_vllm_logprobs=true makes"),
+    ("R2", {"loss_denominator": "0"}, "loss_denominator='0' must be token or a finite number above 0"),
+    ("R2", {"loss_denominator": "nan"}, "loss_denominator='nan' must be token or"),
+    ("R2", {"loss_denominator": "many"}, "loss_denominator='many' must be token or"),
+    ("R3", {"checkpoint_state_dir": "/states"}, "checkpoint_state_dir=/states is refused: checkpoints of the training"),
+    ("R3", {"checkpoint_state_freq": 200}, "checkpoint_state_freq=200 is refused: checkpoints of the training state"),
+    ("R5", {"load_ref_policy": False}, "beta=0.05 needs the reference model, but load_ref_policy=false"),
+    ("R5", {"load_ref_policy": False, "beta": 0, "log_ref_kl": True}, "log_ref_kl=true needs the reference model"),
+    ("R5", {"ref_policy_update_freq": 4, "beta": 0}, "ref_policy_update_freq=4 updates a reference model that beta=0"),
+    ("sync", {"sync_ref_model": True, "beta": 0}, "(ref_policy_update_freq was given as sync_ref_model)"),
+    ("R6", {"pack_length": 511}, "pack_length=511 cannot hold max_prompt_token_length 256 + response_length 256"),
+    ("R7", {"num_samples_per_prompt_rollout": 0}, "num_samples_per_prompt_rollout=0 must be at least 1"),
+    (
+        "R7",
+        {"num_samples_per_prompt_rollout": 1, "filter_zero_std_samples": True},
+        "num_samples_per_prompt_rollout=1 makes every group's rewards equal",
+    ),
+    (
+        "R7",
+        {"num_samples_per_prompt_rollout": 1, "num_unique_prompts_rollout": 1, "filter_zero_std_samples": False},
+        "num_samples_per_prompt_rollout=1 is compared with the batch's mean, but num_unique_prompts_rollout=1",
+    ),
+    (
+        "R8",
+        {"active_sampling": True, "filter_zero_std_samples": False},
+        "active_sampling=true replaces the groups that filter_zero_std_samples leaves out, but that is false",
+    ),
+    ("R8", {"async_steps": 2}, "async_steps=2 is not implemented yet; use 0"),
+    ("R9", {"apply_verifiable_reward": False}, "no reward is on"),
+    ("R10", {"save_traces": True}, "save_traces=true is refused: rollouts are not written to files yet"),
+    ("R13", {"use_rho_correction": True, "rho_clamp_lower_bound": 1}, "rho_clamp_lower_bound=1 must be below 1"),
+    ("R13", {"use_rho_correction": True, "rho_mask_lower_bound": 2}, "rho_mask_lower_bound=2 must be below 1"),
+    ("R13", {"use_rho_correction": True, "rho_clamp_upper_bound": 0.5}, "rho_clamp_upper_bound=0.5 must be above 1"),
+    ("R13", {"use_rho_correction": True, "rho_mask_upper_bound": 1}, "rho_mask_upper_bound=1 must be above 1"),
+    ("R13", {"use_rho_correction": True, "rho_mask_upper_bound": -1}, "rho_mask_upper_bound=-1.0 must be at least 0"),
+    (
+        "R13",
+        {"use_rho_correction": True, "rho_mask_tv_divergence": True},
+        "rho_mask_tv_divergence=true needs a bound of the divergence",
+    ),
+    (
+        "R13",
+        {
+            "use_rho_correction": True,
+            "rho_mask_tv_divergence": True,
+            "rho_mask_upper_bound": 0.1,
+            "rho_mask_lower_bound": 0.1,
+        },
+        "rho_mask_lower_bound=0.1 would drop the smallest divergences",
+    ),
+    ("R14", {"gs_bucket_path": "s3://x"}, "gs_bucket_path=s3://x is refused"),
+    ("R18", {"tensor_model_parallel_size": 2}, "1 learner ranks cannot be split into tensor 2"),
+    (
+        "R18",
+        {"num_learners_per_node": [8, 8]},
+        "num_learners_per_node=8 8 asks for 16 learner ranks, but 1 were started",
+    ),
+    ("R18", {"num_learners_per_node": [0, 1]}, "num_learners_per_node=0 1 must be numbers above 0"),
+    ("R18", {"world_size": 4}, "world_size=4 is what the batch was computed for, but 1 learner ranks were started"),
+    (
+        "R18",
+        {"num_nodes": 3, "num_learners_per_node": [1]},
+        "num_nodes=3 differs from the 1 entries of num_learners_per_node",
+    ),
+    ("R20", {"tools": ["python"]}, "tools=python is refused: tools and environments do not exist yet"),
+    ("R21", {"temperature": 0}, "temperature=0.0 must be above 0"),
+    ("R22", {"vllm_top_p": 0.9}, "vllm_top_p=0.9 is refused: the engine samples from the whole distribution"),
+    ("R22", {"top_k": 50}, "top_k=50 is refused"),
+    ("R22", {"repetition_penalty": 1.1}, "repetition_penalty=1.1 is refused"),
+    ("R22", {"vllm_structured_outputs_regex": "a*"}, "vllm_structured_outputs_regex=a* is refused"),
+    ("R24", {"single_gpu_mode": True}, "single_gpu_mode=true is refused"),
+    ("R25", {"resume_from_checkpoint": "x"}, "resume_from_checkpoint=x is refused: a run cannot be resumed yet"),
+    ("R25", {"num_training_steps": 3}, "num_training_steps=3 follows from other settings and is 1562; leave it out"),
+    ("R26", {"reward_weights": [1, 2]}, "reward_weights has 2 entries for 0 reward functions"),
+    ("R26", {"reward_weights": ["nan"]}, "reward_weights=nan must be finite numbers"),
+    ("R27", {"kl_estimator": 4}, "kl_estimator must be one of 0, 1, 2, 3, got '4'"),
+    ("R28", {"fsdp_shard_degree": 4}, "fsdp_shard_degree=4 is refused"),
+    ("R31", {"deepspeed_stage": 4}, "deepspeed_stage must be one of 0, 1, 2, 3, got '4'"),
+    ("R32", {"deepspeed_stage": 3, "deepspeed_zpg": 5}, "zero_stage=3 is not implemented yet; use 1"),
+    (
+        "R34",
+        {"policy_loss": "vespo", "use_rho_correction": True, "rho_level": "sequence_sum"},
+        "policy_loss=vespo takes rho of each token into its own weight, got rho_level=sequence_sum",
+    ),
+    ("R35", {"chat_template_name": "tulu"}, "got 'tulu' (a Python value); the template is the tokenizer's own"),
+    ("R35", {"tool_parser_type": "vllm_hermes"}, "tool_parser_type=vllm_hermes is refused"),
+    ("delta", {"delta": 3, "policy_loss": "cispo"}, "delta=3 belongs to policy_loss=ppo_clip, got cispo"),
+    ("dual clip", {"dual_clip": 1}, "dual_clip=1.0 must be above 1"),
+    ("constant", {"aggregation": "constant"}, "aggregation=constant needs the number to divide by"),
+    (
+        "constant",
+        {"aggregation": "token", "loss_denominator": "9"},
+        "loss_denominator=9 is a constant divisor, but aggregation=token",
+    ),
+    (
+        "entropy",
+        {"use_adaptive_entropy": True, "entropy_coef_min": 0.1},
+        "entropy_coef=0 must lie between entropy_coef_min=0.1 and entropy_coef_max=1",
+    ),
+    ("overlong", {"overlong_cache_length": 300}, "overlong_cache_length=300 must be at most response_length=256"),
+    ("score", {"max_possible_score": 1}, "max_possible_score=1.0 follows from other settings and is 10"),
+    (
+        "length",
+        {"vllm_max_model_length": 100},
+        "vllm_max_model_length=100 is less than max_prompt_token_length + response_length = 512",
+    ),
+    ("eval", {"eval_pass_at_k": 0}, "eval_pass_at_k=0 must be at least 1"),
+    ("alpha", {"alpha": 0}, "alpha=0.0 must be in (0, 1]"),
+    ("weights", {"top_entropy_quantile": 0}, "top_entropy_quantile=0.0 must be in (0, 1]"),
+]
+
+
+@pytest.mark.parametrize(("rule", "values", "words"), RULES, ids=[f"{rule}-{i}" for i, (rule, *_) in enumerate(RULES)])
+def test_a_rule_fires_on_its_mistake_alone(model, rule, values, words):
+    """Each of these would fail hours later, or train something that nobody asked for."""
+    found = found_in(model, values)
+    assert len(found) == 1, found
+    assert words in found[0]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"use_vllm_logprobs": True},
+        {"use_vllm_logprobs": True, "truncated_importance_sampling_ratio_cap": 0},
+        {"clip_lower": 0, "clip_higher": 0.28},
+        {"aggregation": "constant", "loss_denominator": "1000"},
+        {"aggregation": "dr_grpo", "policy_loss": "sapo"},
+        {
+            "use_rho_correction": True,
+            "rho_clamp_upper_bound": 0,
+            "rho_mask_lower_bound": 0.5,
+            "rho_mask_upper_bound": 5,
+        },
+        {"use_rho_correction": True, "rho_mask_tv_divergence": True, "rho_mask_upper_bound": 0.1},
+        {"use_rho_correction": False, "rho_clamp_upper_bound": 0.5},
+        {"policy_loss": "vespo", "use_rho_correction": True},
+        {"active_sampling": True, "no_resampling_pass_rate": 0.875},
+        {"num_samples_per_prompt_rollout": 1, "filter_zero_std_samples": False},
+        {"ref_policy_update_freq": 4},
+        {"ref_policy_update_freq": 4, "beta": 0, "log_ref_kl": True},
+        {"delta": 3, "dual_clip": 3},
+        {"use_adaptive_entropy": True, "entropy_coef": 0.1},
+        {"overlong_cache_length": 256},
+        {"num_learners_per_node": [1], "num_nodes": 1, "world_size": 1},
+        {"lr_scheduler_type": "cosine_with_restarts"},
+        {"lr_scheduler_type": "polynomial"},
+        {"lr_scheduler_type": "constant_with_warmup"},
+        {"max_possible_score": 10, "num_training_steps": 1562, "vllm_max_model_length": 4096},
+        {"async_steps": 0, "inflight_updates": False, "vllm_sync_backend": "nccl", "gather_whole_model": True},
+        {"r1_style_format_reward": 0.5, "apply_r1_style_format_reward": True},
+        {"eval_top_p": 1.0, "top_k": 0, "min_p": None, "use_vllm": True, "deepspeed_zpg": 8},
+    ],
+)
+def test_what_is_sound_is_accepted(model, values):
+    """A rule that is too strict keeps a sound run from starting."""
+    assert found_in(model, values) == []
+
+
+def test_weights_are_counted_against_the_functions(model):
+    """A weight too many would shift all the others."""
+    assert found_in(model, {"reward_weights": [1, 2]}, num_reward_funcs=2) == []
+    assert len(found_in(model, {"reward_weights": [1, 2]}, num_reward_funcs=3)) == 1
+
+
+def test_a_batch_smaller_than_the_ranks_is_refused(model):
+    """Ranks without a completion would train on nothing in every step."""
+    (found,) = found_in(model, {"num_unique_prompts_rollout": 2, "num_samples_per_prompt_rollout": 2}, world_size=8)
+    assert found.startswith("4 completions a step")
+
+
+def test_a_dataset_smaller_than_a_step_is_refused():
+    """The same prompt twice in a step is two groups of one prompt."""
+    assert too_few_prompts(Config(), 16) == []
+    assert "has 15 prompts, but a step takes num_unique_prompts_rollout=16" in too_few_prompts(Config(), 15)[0]
+
+
+def test_reading_and_judging_report_together(model):
+    """A user would otherwise repair the flags first and meet the rules after."""
+    argv = f"--model_name_or_path {model} --dataset_mixer_list a 1.0 --use_peft --tempratur 1 --temperature x --beta -1"
+    config = parse([*argv.split(), "--tensor_model_parallel_size", "2"], defer=True)
+    found = problems(config, world_size=1)
+    assert [sentence.split(" ")[0] for sentence in found] == [
+        "unknown", "temperature", "use_peft=true", "beta=-0.1"[:4] + "=-1.0", "1",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        parse(argv.split())
+    assert list(caught.value.problems) == found[:3]
+
+
+TEXTS = st.one_of(
+    st.sampled_from(
+        [
+            "",
+            "none",
+            "true",
+            "0",
+            "1",
+            "-1",
+            "2",
+            "8",
+            "1e5",
+            "0.5",
+            "nan",
+            "inf",
+            "-inf",
+            "9" * 400,
+            "token",
+            "a,b",
+            "1,2",
+        ]
+    ),
+    st.text(max_size=6),
+    st.integers().map(str),
+    st.floats().map(str),
+)
+VALUES = st.one_of(
+    TEXTS, st.none(), st.booleans(), st.lists(TEXTS, max_size=3), st.dictionaries(TEXTS, TEXTS, max_size=1)
+)
+
+
+@hypothesis_settings(max_examples=150, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(list(accepted())), VALUES, max_size=8),
+    st.sampled_from(list(PRESETS)),
+    st.integers(1, 96),
+)
+def test_no_combination_of_names_makes_reading_or_judging_raise(values, preset, world_size):
+    """A crash shows a traceback where a sentence was promised."""
+    try:
+        config = from_values(values | {"preset": preset}, world_size=world_size)
+    except ConfigError as err:
+        assert all(isinstance(sentence, str) for sentence in err.problems)
+        return
+    if not problems(config, world_size=world_size, has_dataset=True):
+        warnings(config, world_size=world_size)
+
+
+TYPED = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.tuples(st.floats()))
+
+
+@hypothesis_settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from(list(settings())), TYPED, max_size=6), st.integers(-1, 9))
+def test_no_values_make_the_validator_raise(values, world_size):
+    """A Config built in Python has passed no reader."""
+    shape = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "num_hidden_layers": 30}
+    for sentence in problems(build(values), world_size=world_size, hf_config=shape, has_dataset=True):
+        assert isinstance(sentence, str)
