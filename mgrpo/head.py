@@ -11,16 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mgrpo.config import Config, to_yaml
+from mgrpo.config.derived import derive
 from mgrpo.data.mixing import Row, read_rows
 from mgrpo.data.sampler import Sampler
-from mgrpo.rewards.compose import score_groups, score_with_functions
+from mgrpo.rewards.compose import add_to_rewards, function_names, score_groups, score_with_functions
 from mgrpo.rewards.pool import VerifierPool
 from mgrpo.rollout.cluster import Cluster
 from mgrpo.rollout.controller import Controller, Rollouts
+from mgrpo.telemetry.batch import RewardScale
 from mgrpo.telemetry.metrics import MetricsWriter, move_aside
 from mgrpo.telemetry.progress import Progress
-from mgrpo.types import Prompt
+from mgrpo.types import Prompt, RolloutGroup, ScoredGroup
 
 
 class Head:
@@ -73,22 +77,79 @@ class Head:
         held_out = encode(self.held_out, tokenizer, **limits) if self.held_out else ()
         self.held_out_prompts: list[Prompt] = [held_out.prompt((0, i)) for i in range(len(held_out))]
         self.sampler = Sampler(len(train), config.experiment.seed)
-        score = (
-            partial(score_with_functions, functions=self.reward_funcs)
-            if self.reward_funcs
-            else partial(score_groups, pool=self.pool, config=config.reward)
-        )
         self.controller = Controller(
             config,
             self.cluster,
             next_prompts=lambda n: [train.prompt(prompt_id) for prompt_id in self.sampler.take(n)],
             decode=partial(decode, tokenizer),
-            score=score,
+            score=self._score,
+            keep=self._keep,
             stop_token_ids=stop_token_ids(config.model.model_name_or_path, tokenizer),
         )
         self.writer = MetricsWriter(self.output_dir)
         self.cluster.wait_ready()
         self.progress = Progress(config.num_training_steps)
+
+    def _score(self, groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
+        """Rewards of the user's functions or of the rows' verifiers, and what the completion's length costs."""
+        algorithm, limit = self.config.algorithm, self.config.rollout.response_length
+        if self.reward_funcs:
+            scored = score_with_functions(groups, self.reward_funcs, algorithm.reward_weights)
+        else:
+            scored = score_groups(groups, self.pool, self.config.reward)
+        if algorithm.overlong_cache_length is None:
+            return scored
+        from mgrpo.algo import overlong_penalty
+
+        return [
+            add_to_rewards(
+                group,
+                "overlong",
+                overlong_penalty(
+                    np.array([len(completion.tokens) for completion in group.group.completions]),
+                    max_length=limit,
+                    cache_length=algorithm.overlong_cache_length,
+                ),
+            )
+            for group in scored
+        ]
+
+    def _keep(self, groups: Sequence[ScoredGroup]) -> list[bool]:
+        """Which groups have something to learn from; prompts that are solved for good are not sampled again."""
+        from mgrpo.algo import filter_zero_spread, solved_for_good
+
+        algorithm = self.config.algorithm
+        if not groups:
+            return []
+        rewards = np.stack([group.rewards for group in groups])
+        scale = self.reward_scale
+        highest = scale.max_possible_score if scale else 0.0
+        if algorithm.no_resampling_pass_rate is not None:
+            solved = solved_for_good(rewards, max_possible_score=highest, pass_rate=algorithm.no_resampling_pass_rate)
+            self.sampler.exclude(
+                {group.group.prompt.id[1] for group, is_solved in zip(groups, solved, strict=True) if is_solved}
+            )
+        if not algorithm.filter_zero_std_samples:
+            return [True] * len(groups)
+        return filter_zero_spread(rewards, max_possible_score=highest).keep.tolist()
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Weight of each of the user's reward functions, by name."""
+        names = function_names(self.reward_funcs)
+        return dict(zip(names, self.config.algorithm.reward_weights or [1.0] * len(names), strict=True))
+
+    @property
+    def reward_scale(self) -> RewardScale | None:
+        """What rewards are measured in; nothing where the user's functions decide."""
+        if self.reward_funcs:
+            return None
+        reward = self.config.reward
+        return RewardScale(
+            max_possible_score=derive(self.config, world_size=1).max_possible_score,
+            verification_reward=reward.verification_reward if reward.apply_verifiable_reward else 0.0,
+            format_reward=reward.r1_style_format_reward,
+        )
 
     def evaluation(self) -> Future[Rollouts]:
         """Start sampling the held-out prompts."""

@@ -22,34 +22,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from mgrpo import algo, ops, packing
+from mgrpo import ops, packing
 from mgrpo.algo.samples import train_samples
 from mgrpo.checkpoint.hf_export import export_hf
 from mgrpo.config import Config
 from mgrpo.config.validate import layout_of
-from mgrpo.evaluation import mean_score, summarise
+from mgrpo.evaluation import summarise
 from mgrpo.head import Head
 from mgrpo.layout import InferLayout
+from mgrpo.learning import Learner
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.parallel import backend
 from mgrpo.parallel.attention import shares_prompts
 from mgrpo.parallel.broadcast import Action, Channel
-from mgrpo.planner.memory import choose_logits_chunk
-from mgrpo.policy.policy import Microbatch, Policy, StepResult
+from mgrpo.policy.policy import StepResult
 from mgrpo.rollout.controller import Rollouts
 from mgrpo.sync.channel import Sender, connect_store, open_store
+from mgrpo.telemetry.batch import batch_metrics
 from mgrpo.telemetry.curve import draw_reward_curve
 from mgrpo.telemetry.versions import found
+from mgrpo.types import PackedBatch, TrainSample
 
 HEARTBEAT_S = 5.0
 PATIENCE_S = 60.0
 """A learner that hears nothing from rank 0 for this long, heartbeats included, gives up."""
 MAX_SKIPPED = 3
 """Steps with a non-finite gradient in a row that end the run."""
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,49 +66,38 @@ class TrainResult:
     """Folder of the trained model in Hugging Face format."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What rank 0 knows of a step before it trains."""
+
+    rollouts: Rollouts
+    samples: list[TrainSample]
+    packs: list[PackedBatch]
+    """Of one pass over the samples."""
+    arrays: dict[str, np.ndarray]
+    """Every pass's packs, to broadcast."""
+
+
 class Trainer:
     """One learner rank's part in a run. Every rank makes one; `head` is None except on rank 0."""
 
     def __init__(self, config: Config, head: Head | None) -> None:
         self.config, self.head = config, head
+        if config.parallel.shared_prompt_packing is True and not shares_prompts():
+            raise ValueError(
+                "shared_prompt_packing=on needs the padded attention of the CPU, which CUDA does not have; use auto or off"
+            )
         self.channel = Channel(timeout_s=PATIENCE_S)
         self.host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.experiment.backend_timeout))
         self.layout = layout_of(config, dist.get_world_size())
         self.shape = shape_of(read_hf_config(config.model.model_name_or_path))
-        self.logits_chunk = self._choose_logits_chunk()
-        self.policy = self._load_policy()
-        self.policy.prepare_training(config.optimizer, num_optimizer_steps=config.num_optimizer_steps)
-        self.reference = self._load_policy() if config.algorithm.beta != 0 else None
+        self.learner = Learner(config, shape=self.shape, layout=self.layout, host_group=self.host_group)
+        self.policy = self.learner.policy
         self.version = 0
         self.skipped = 0
+        self.num_excluded = 0
         # Ranks load at their own speed; from here on nobody keeps rank 0 waiting for long.
         dist.barrier(group=self.host_group)
-
-    def _load_policy(self) -> Policy:
-        policy = Policy(
-            self.shape,
-            self.layout,
-            dtype=DTYPES[self.config.model.model_dtype],
-            seed=self.config.experiment.seed,
-            temperature=self.config.rollout.temperature,
-            logits_chunk=self.logits_chunk,
-        )
-        policy.load(self.config.model.model_name_or_path)
-        return policy
-
-    def _choose_logits_chunk(self) -> int:
-        # The smallest device decides for all: ranks that differ would meet in different collectives.
-        device_bytes = torch.tensor(backend.device_bytes())
-        dist.all_reduce(device_bytes, dist.ReduceOp.MIN, group=self.host_group)
-        return choose_logits_chunk(
-            self.config.parallel.logits_chunk,
-            shape=self.shape,
-            layout=self.layout,
-            dtype_bytes=DTYPES[self.config.model.model_dtype].itemsize,
-            pack_length=self.config.parallel.pack_length,
-            has_reference=self.config.algorithm.beta != 0,
-            device_bytes=int(device_bytes),
-        )
 
     def fit(self) -> TrainResult:
         """The whole run."""
@@ -144,20 +133,23 @@ class Trainer:
     def step(self, step: int) -> None:
         """Sample, score, train on every mini-batch and epoch, and give the engines the new weights."""
         clock = _Clock()
-        rollouts, packs = self.wait_for(self.head and self.head.controller.next_batch(), self.pack) or (None, None)
+        batch = self.wait_for(self.head and self.head.controller.next_batch(), self.pack)
         if self.head and step < self.config.num_training_steps and not self.evaluates_after(step):
             self.head.controller.prepare()
-        arrays = self.channel.arrays(packs)
+        arrays = self.channel.arrays(batch and batch.arrays)
         clock.split("wait")
-        results = self.learn(arrays)
-        measured = self.reduce(results)
+        results = self.learner.learn(arrays)
+        measured = self.learner.reduce(results)
+        self.end_if_stuck(results)
+        if _is_due(step, self.config.algorithm.ref_policy_update_freq or 0):
+            self.learner.update_reference()
         clock.split("train")
         if any(result.is_finite for result in results):
             self.version += 1
             self.sync(check=self.version == 1 or _is_due(step, self.config.engine.weight_sync_check_every))
         clock.split("sync")
         if self.head:
-            self.report(step, rollouts, arrays, results, measured, clock)
+            self.report(step, batch, results, measured, clock)
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation follows training step `step`, the last one's apart."""
@@ -182,92 +174,47 @@ class Trainer:
         self.channel.action(Action.RUN)
         return result
 
-    def pack(self, rollouts: Rollouts) -> tuple[Rollouts, dict[str, np.ndarray]]:
-        """Advantages, then packs for every mini-batch and data-parallel rank, as arrays to broadcast."""
-        config = self.config
-        share = config.parallel.share_prompts
-        # Under sequence parallelism the tokens of a pack are split over the tensor ranks.
-        multiple = self.layout.tensor if self.layout.sequence_parallel else 1
-        packs = packing.pack_step(
-            train_samples(rollouts.groups, normalization=config.algorithm.advantage_normalization_type),
-            pack_length=-(-config.parallel.pack_length // multiple) * multiple,
-            dp=self.layout.data,
-            num_mini_batches=config.algorithm.num_mini_batches,
-            multiple_of=multiple,
-            share_prompts=shares_prompts() if share == "auto" else share,
+    def pack(self, rollouts: Rollouts) -> Batch:
+        """Advantages, then packs for every mini-batch and data-parallel rank."""
+        algorithm, parallel = self.config.algorithm, self.config.parallel
+        samples = train_samples(
+            rollouts.groups,
+            normalization=algorithm.advantage_normalization_type,
+            ddof=algorithm.advantage_ddof,
+            eps=algorithm.advantage_eps,
+            reward_weights=self.head.reward_weights,
+            mask_truncated=algorithm.mask_truncated_completions,
         )
-        return rollouts, packing.to_arrays(packs)
-
-    def learn(self, arrays: dict[str, np.ndarray]) -> list[StepResult]:
-        """One optimizer step for each mini-batch and epoch; mini-batches without a trained token are passed over."""
-        algorithm = self.config.algorithm
-        mini_batches = [
-            (self.policy.microbatches(packs), int(num_trained))
-            for packs, num_trained in zip(
-                packing.from_arrays(arrays, self.policy.place.data), arrays["num_trained_tokens"], strict=True
+        document_multiple, multiple = packing.multiples(
+            context=self.layout.context, tensor=self.layout.tensor, sequence_parallel=self.layout.sequence_parallel
+        )
+        packs = [
+            mini_batch
+            for epoch in range(algorithm.num_epochs if algorithm.reshuffle_mini_batches else 1)
+            for mini_batch in packing.pack_step(
+                samples,
+                pack_length=-(-parallel.pack_length // multiple) * multiple,
+                dp=self.layout.data,
+                num_mini_batches=algorithm.num_mini_batches,
+                multiple_of=multiple,
+                document_multiple_of=document_multiple,
+                share_prompts=shares_prompts() and parallel.shared_prompt_packing,
+                cost=packing.Cost.of_width(self.shape.hidden),
+                epoch=epoch,
+                seed=self.config.experiment.seed + self.version,
             )
-            if num_trained
         ]
-        for microbatches, _ in mini_batches:
-            if self.reference:
-                self.reference.score(microbatches, "ref")
-            if algorithm.num_epochs * algorithm.num_mini_batches > 1:
-                self.policy.score(microbatches, "old")
-        return [
-            self.policy.train_step(microbatches, self.loss(num_trained))
-            for _ in range(algorithm.num_epochs)
-            for microbatches, num_trained in mini_batches
-        ]
+        first_pass = [pack for ranks in packs[: algorithm.num_mini_batches] for row in ranks for pack in row]
+        return Batch(rollouts=rollouts, samples=samples, packs=first_pass, arrays=packing.to_arrays(packs))
 
-    def loss(self, num_trained: int) -> Any:
-        """The GRPO loss of one micro-batch, divided by the denominator of its whole mini-batch."""
-        config = self.config.loss
-        denominator = algo.loss_denominator(num_trained, config)
-
-        def grpo_loss(
-            logprobs: torch.Tensor, entropy: torch.Tensor, batch: Microbatch
-        ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-            pack = batch.loss_inputs
-            result = algo.policy_loss(
-                logprobs,
-                batch.logprobs.get("old", logprobs.detach()),
-                pack.advantages,
-                pack.loss_mask,
-                pack.response_cu_seqlens,
-                config=config,
-                ref_logprobs=batch.logprobs.get("ref"),
-                rollout_logprobs=pack.rollout_logprobs,
-                denominator=denominator,
-            )
-            entropy_sum = torch.stack((entropy.where(pack.loss_mask, 0.0).sum(), pack.loss_mask.sum()))
-            return result.loss, (
-                torch.stack([*result.metrics.values(), entropy_sum.float()]),
-                torch.stack(list(result.maxima.values())),
-            )
-
-        return grpo_loss
-
-    def reduce(self, results: Sequence[StepResult]) -> dict[str, float]:
-        """Metrics over all mini-batches and ranks; every trained token counts once."""
-        config = self.config.loss
-        names = [*algo.metric_names(config), "policy/entropy_avg"]
-        sums = torch.zeros(len(names), 2, dtype=torch.float64)
-        maxima = torch.full((len(algo.maxima_names(config)),), -torch.inf, dtype=torch.float64)
-        if self.policy.is_last_stage and self.policy.place.tensor == 0:
-            for own_sums, own_maxima in (measured for result in results for measured in result.measured):
-                sums += own_sums.to(sums)
-                maxima = torch.maximum(maxima, own_maxima.to(maxima))
-        dist.all_reduce(sums, group=self.host_group)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.host_group)
+    def end_if_stuck(self, results: Sequence[StepResult]) -> None:
+        """End the run after a few steps in a row with a gradient that is not finite."""
         self.skipped = 0 if all(result.is_finite for result in results) else self.skipped + 1
         if self.skipped >= MAX_SKIPPED:
             raise RuntimeError(
                 f"{MAX_SKIPPED} steps in a row had a gradient that is not finite, and were skipped; lower learning_rate="
                 f"{self.config.optimizer.learning_rate:g} or look at the rewards; exports lie in {self.output_dir / 'hf'}"
             )
-        return algo.reduce_metrics(
-            dict(zip(names, sums, strict=True)), dict(zip(algo.maxima_names(config), maxima, strict=True))
-        )
 
     def connect_engines(self) -> None:
         """Plan the weight sync and form one transfer group with each engine."""
@@ -300,8 +247,8 @@ class Trainer:
             self.wait_for(self.head and self.head.finish(joining, "join the weight-transfer group"))
         if self.head:
             self.head.progress.say(found(is_extension_compiled=ops.build_info()["compiled"]))
-            if self.logits_chunk:
-                self.head.progress.say(f"LM head: {self.logits_chunk} columns at a time, whole logits never exist")
+            for remark in self.learner.remarks():
+                self.head.progress.say(remark)
             plan = self.sender.plan
             self.head.progress.say(
                 f"weight sync: {len(plan.transfers)} slices, {plan.bytes_moved / 1e6:.2f} MB a step "
@@ -337,7 +284,7 @@ class Trainer:
         rollouts: Rollouts | None = self.wait_for(self.head and self.head.evaluation())
         if self.head is None:
             return {}
-        metrics = summarise(rollouts.groups)
+        metrics = summarise(rollouts.groups, scale=self.head.reward_scale, generate_s=rollouts.generate_s)
         self.head.writer.write(step, {"policy_version": self.version, **metrics, "time/eval": rollouts.generate_s})
         self.head.progress.evaluation(metrics, when=when, before=before)
         return metrics
@@ -349,38 +296,35 @@ class Trainer:
         return folder
 
     def report(
-        self,
-        step: int,
-        rollouts: Rollouts,
-        arrays: dict[str, np.ndarray],
-        results: Sequence[StepResult],
-        measured: dict[str, float],
-        clock: _Clock,
+        self, step: int, batch: Batch, results: Sequence[StepResult], measured: dict[str, float], clock: _Clock
     ) -> None:
-        """One line of metrics, names as in Open Instruct."""
-        groups = rollouts.groups
-        completions = [completion for scored in groups for completion in scored.group.completions]
-        rewards = np.stack([scored.rewards for scored in groups])
-        parts = [score.parts for scored in groups for score in scored.scores]
-        names = sorted({name for part in parts for name in part})
-        lengths = np.array([len(completion.tokens) for completion in completions])
-        seconds = clock.seconds
+        """One line of metrics; docs/metrics.md says what each means."""
+        rollouts, seconds, num_excluded = batch.rollouts, clock.seconds, self.head.sampler.num_excluded
+        sampled = batch_metrics(
+            rollouts.groups,
+            rollouts.dropped,
+            samples=batch.samples,
+            packs=batch.packs,
+            batch_size=self.config.batch_size,
+            policy_version=self.version - any(result.is_finite for result in results),
+            num_excluded_prompts=num_excluded - self.num_excluded,
+            generate_s=rollouts.generate_s,
+            scale=self.head.reward_scale,
+        )
+        self.num_excluded = num_excluded
         metrics = {
             "policy_version": self.version,
             "episode": step * self.config.batch_size,
-            "scores": mean_score(rewards),
-            "val/no_score_rate": float(np.isnan(rewards).mean()),
-            **{f"objective/{name}_reward": mean_score([p[name] for p in parts if name in p]) for name in names},
+            **sampled,
             **measured,
-            "val/sequence_lengths": float(lengths.mean()),
-            "val/stop_rate": float(np.mean([completion.finish_reason == "stop" for completion in completions])),
-            "val/num_step_tokens": int(arrays["sizes"][:, 0].sum()),
+            "val/num_step_tokens": sum(len(pack.tokens) for pack in batch.packs),
             "optim/grad_norm": results[-1].grad_norm if results else 0.0,
             "lr": results[-1].learning_rate if results else 0.0,
             "optim/steps": len(results),
             "optim/skipped_steps": sum(not result.is_finite for result in results),
             "sync/bytes": self.sender.plan.bytes_moved,
-            "learner_tokens_per_second_step": int(lengths.sum()) / sum(seconds.values()),
+            "learner_tokens_per_second_step": sum(len(sample.tokens) for sample in batch.samples)
+            / sum(seconds.values()),
             "time/generate": rollouts.generate_s,
             "time/score": rollouts.score_s,
             "time/train": seconds["train"] + seconds["wait"] - rollouts.generate_s - rollouts.score_s,

@@ -60,7 +60,7 @@ def describe(cu_seqlens: np.ndarray, positions: np.ndarray, branches: np.ndarray
     if branches.any():
         if not shares_prompts():
             raise ValueError(
-                "share_prompts=true needs the padded attention of the CPU; use share_prompts=false on CUDA"
+                "documents with shared prompts need the padded attention of the CPU; use shared_prompt_packing=off on CUDA"
             )
         mask = torch.from_numpy(_branch_mask(padded_rows, branches, num_documents, longest)).to(device)
     return PackedDocuments(

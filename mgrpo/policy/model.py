@@ -41,16 +41,20 @@ class ResponseRows:
 class ResponseModel(GPTModel):
     """GPTModel whose last stage returns log-probability and entropy of response tokens: `[2, responses]` float32.
 
-    Without gradients, which is scoring, there is no entropy: `[1, responses]`.
+    Without gradients, which is scoring, there is an entropy only if `scores_entropy`, else `[1, responses]`; it has a
+    gradient only if `trains_entropy`, which costs time.
 
     Hidden rows are gathered before the LM head, so that prompts never reach the vocabulary, and the vocabulary shard is
     scored in place by `mgrpo.ops`; nothing of size `[tokens, vocab]` exists beyond the head's own output, and with
     `logits_chunk` > 0 not even that: the head runs on so many columns at a time.
     """
 
-    def __init__(self, *args: Any, vocab: int, logits_chunk: int, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, vocab: int, logits_chunk: int, trains_entropy: bool, scores_entropy: bool, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.logits_chunk = logits_chunk
+        self.trains_entropy, self.scores_entropy = trains_entropy, scores_entropy
         shard = self.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
         self.vocab_start = shard * parallel_state.get_tensor_model_parallel_rank()
         self.valid_cols = min(max(vocab - self.vocab_start, 0), shard)
@@ -85,7 +89,7 @@ class ResponseModel(GPTModel):
             "vocab_start": self.vocab_start,
             "valid_cols": self.valid_cols,
             "group": parallel_state.get_tensor_model_parallel_group(),
-            "with_entropy": has_gradient,
+            "with_entropy": has_gradient or self.scores_entropy,
         }
         if self.logits_chunk:
             logprobs, entropy = ops.linear_logprobs(
@@ -100,7 +104,9 @@ class ResponseModel(GPTModel):
             logits, _ = head(hidden_states, weight=weight)
             head.sequence_parallel = sequence_parallel
             logprobs, entropy = ops.token_logprobs(logits.squeeze(1), response.targets, inplace=has_gradient, **options)
-        return torch.stack((logprobs, entropy.detach())) if has_gradient else logprobs[None]
+        if entropy is None:
+            return logprobs[None]
+        return torch.stack((logprobs, entropy if self.trains_entropy else entropy.detach()))
 
 
 def _finalize_without_scaling(model: list[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
@@ -144,11 +150,8 @@ def transformer_config(shape: ModelShape, layout: Layout, dtype: torch.dtype) ->
     )
 
 
-def build(shape: ModelShape, layout: Layout, dtype: torch.dtype, *, logits_chunk: int) -> ResponseModel:
-    """The stage of the model that this rank holds, weights unset. Every learner rank must call.
-
-    logits_chunk: columns of the LM head computed at a time, equal on all ranks; 0 computes all at once.
-    """
+def build(shape: ModelShape, layout: Layout, dtype: torch.dtype, **head: Any) -> ResponseModel:
+    """The stage of the model that this rank holds, weights unset; `head` as in `ResponseModel`. Every rank must call."""
     config = transformer_config(shape, layout, dtype)
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
     layer.submodules.input_layernorm = RMSNorm
@@ -170,7 +173,7 @@ def build(shape: ModelShape, layout: Layout, dtype: torch.dtype, *, logits_chunk
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
         vocab=shape.vocab,
-        logits_chunk=logits_chunk,
+        **head,
     )
     model.rotary_pos_emb = PackedRotary(
         kv_channels=shape.head_dim,

@@ -53,6 +53,10 @@ class Microbatch:
     loss_inputs: LossInputs
     logprobs: dict[str, torch.Tensor] = field(default_factory=dict)
     """Scores given earlier by the reference ("ref") or by the policy itself ("old"), on the last stage: `[responses]`."""
+    entropy: torch.Tensor | None = None
+    """With the last of these scores, `[responses]`, if the policy `scores_entropy`."""
+    keep: torch.Tensor | None = None
+    """`[responses]`, a factor of the loss's policy term."""
 
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, Microbatch], tuple[torch.Tensor, Any]]
@@ -83,6 +87,8 @@ class Policy:
         seed: int,
         temperature: float,
         logits_chunk: int = 0,
+        trains_entropy: bool = False,
+        scores_entropy: bool = False,
     ) -> None:
         self.shape, self.layout, self.dtype, self.temperature = shape, layout, dtype, temperature
         if not parallel_state.model_parallel_is_initialized():
@@ -91,9 +97,19 @@ class Policy:
         self.rank = torch.distributed.get_rank()
         self.place = layout.coordinate(self.rank)
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
-        self.model: torch.nn.Module = build(shape, layout, dtype, logits_chunk=logits_chunk)
+        # Ranks that only differ in their tensor coordinate measure the same.
+        self.measures = self.is_last_stage and self.place.tensor == 0
+        self.model: torch.nn.Module = build(
+            shape,
+            layout,
+            dtype,
+            logits_chunk=logits_chunk,
+            trains_entropy=trains_entropy,
+            scores_entropy=scores_entropy,
+        )
         self.parameters = ShardedParameters(self.model, shape, layout, self.rank)
         self.optimizer = None
+        self._masters: dict[str, torch.Tensor] = {}
 
     def load(self, model_dir: str | Path) -> None:
         """Read the weights from a Hugging Face folder. Call before `prepare_training`."""
@@ -153,10 +169,11 @@ class Policy:
     @torch.no_grad()
     def score(self, microbatches: Sequence[Microbatch], name: str) -> None:
         """Log-probabilities under the present weights, left in `microbatch.logprobs[name]` on the last stage."""
-        done = self._run(microbatches, lambda output, batch: output[0], forward_only=True)
+        done = self._run(microbatches, lambda output, batch: output, forward_only=True)
         if self.is_last_stage:
-            for microbatch, logprobs in zip(microbatches, done, strict=True):
-                microbatch.logprobs[name] = logprobs
+            for microbatch, output in zip(microbatches, done, strict=True):
+                microbatch.logprobs[name] = output[0]
+                microbatch.entropy = output[1] if len(output) > 1 else None
 
     def train_step(self, microbatches: Sequence[Microbatch], loss: LossFunction) -> StepResult:
         """Gradients of all micro-batches (equally many on every data-parallel rank), then one optimizer step."""
@@ -164,14 +181,15 @@ class Policy:
         self.optimizer.zero_grad()
 
         def weigh(output: torch.Tensor, microbatch: Microbatch) -> tuple[torch.Tensor, Any]:
-            return loss(output[0], output[1].detach(), microbatch)
+            return loss(output[0], output[1], microbatch)
 
         measured = self._run(microbatches, weigh, forward_only=False)
         rate = learning_rate(self.settings, self.optimizer_steps, self.num_optimizer_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
             # Megatron marks biases and norms with wd_mult 0 and leaves it to its scheduler, not used here, to apply it.
-            group["weight_decay"] = self.settings.weight_decay * group.get("wd_mult", 1.0)
+            exempt = 1.0 if self.settings.set_weight_decay_on_bias_and_norm else group.get("wd_mult", 1.0)
+            group["weight_decay"] = self.settings.weight_decay * exempt
         grad_norm = self._update_weights()
         self.optimizer_steps += 1
         return StepResult(
@@ -180,6 +198,17 @@ class Policy:
             learning_rate=rate,
             is_finite=math.isfinite(grad_norm),
         )
+
+    @torch.no_grad()
+    def move_towards(self, other: Policy, alpha: float) -> None:
+        """These weights <- alpha x the other's + (1 - alpha) x these, each rank for the shards it holds; no collective.
+
+        Kept in fp32 between calls: in bf16 a small alpha would be rounded away.
+        """
+        for name, own in self.parameters.live.items():
+            master = self._masters.setdefault(name, own.data.float())
+            master.lerp_(other.parameters.live[name].data.float(), alpha)
+            own.data.copy_(master)
 
     def _update_weights(self) -> float:
         """Clip and step, unless the global gradient norm, which is returned, is not finite."""

@@ -52,8 +52,10 @@ def score_groups(groups: Sequence[RolloutGroup], pool: Verifies, config: Reward)
     return scored
 
 
-def score_with_functions(groups: Sequence[RolloutGroup], functions: Sequence[RewardFunction]) -> list[ScoredGroup]:
-    """Score with the user's functions: the reward is the sum of what they return.
+def score_with_functions(
+    groups: Sequence[RolloutGroup], functions: Sequence[RewardFunction], weights: Sequence[float] = ()
+) -> list[ScoredGroup]:
+    """Score with the user's functions: the reward is the sum of what they return, each times its weight if there are any.
 
     Each is called once with keyword lists, one entry a completion, groups one after the other: `prompts`, `completions`
     (texts), `completion_ids` (lists of int), `ground_truth` (the row's value, a list if it has several); and it returns
@@ -83,8 +85,21 @@ def score_with_functions(groups: Sequence[RolloutGroup], functions: Sequence[Rew
             )
         for part, value in zip(parts, values, strict=True):
             part[name] = math.nan if value is None else float(value)
-    scores = iter(Score(reward=_sum_of_present(part.values()), parts=part) for part in parts)
+    weights = weights or [1.0] * len(functions)
+    scores = iter(
+        Score(reward=_sum_of_present(w * value for w, value in zip(weights, part.values(), strict=True)), parts=part)
+        for part in parts
+    )
     return [ScoredGroup(group=group, scores=tuple(next(scores) for _ in group.completions)) for group in groups]
+
+
+def add_to_rewards(group: ScoredGroup, name: str, values: Sequence[float]) -> ScoredGroup:
+    """The group with one value added to each reward, and noted as part `name`; no score stays no score."""
+    scores = tuple(
+        Score(reward=score.reward + float(value), parts=score.parts | {name: float(value)})
+        for score, value in zip(group.scores, values, strict=True)
+    )
+    return ScoredGroup(group=group.group, scores=scores)
 
 
 def has_r1_format(text: str) -> bool:
@@ -136,6 +151,11 @@ def _reward(verifier_sum: float, has_format: bool, config: Reward) -> float:
         return verified + format_reward
     # The gate asks for the format, not for a reward of 1: r1_style_format_reward may have any value.
     return verified if has_format else 0.0
+
+
+def function_names(functions: Sequence[RewardFunction]) -> list[str]:
+    """The names under which the functions' values stand in `Score.parts`, in their order."""
+    return [name for name, _ in _named(functions)]
 
 
 def _named(functions: Sequence[RewardFunction]) -> list[tuple[str, RewardFunction]]:

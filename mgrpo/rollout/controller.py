@@ -19,6 +19,8 @@ from mgrpo.rollout.engine import Sampling
 from mgrpo.types import Prompt, RolloutGroup, ScoredGroup
 
 Score = Callable[[Sequence[RolloutGroup]], list[ScoredGroup]]
+Keep = Callable[[Sequence[ScoredGroup]], Sequence[bool]]
+"""Which groups are worth training on; may also tell the data room which prompts not to bring again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,9 @@ class Rollouts:
     """The scored groups of one step or evaluation, in the order of their prompts, and the seconds they took."""
 
     groups: list[ScoredGroup]
+    """To train on."""
+    dropped: list[ScoredGroup]
+    """Sampled, but not worth training on."""
     generate_s: float
     score_s: float
 
@@ -51,10 +56,11 @@ class Controller:
         next_prompts: Callable[[int], list[Prompt]],
         decode: Decode,
         score: Score,
+        keep: Keep,
         stop_token_ids: Sequence[int],
     ) -> None:
         self.config, self.cluster = config, cluster
-        self.next_prompts, self.decode, self.score = next_prompts, decode, score
+        self.next_prompts, self.decode, self.score, self.keep = next_prompts, decode, score, keep
         self.stop_token_ids = tuple(stop_token_ids)
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="controller")
         self.numbers = itertools.count()
@@ -65,16 +71,14 @@ class Controller:
 
         Not before an evaluation, which would run it too.
         """
-        rollout = self.config.rollout
-        prompts = self.next_prompts(rollout.num_unique_prompts_rollout)
-        self.prepared = self._queue(prompts, rollout.num_samples_per_prompt_rollout, rollout.temperature)
+        self.prepared = self._queue_training(self.config.rollout.num_unique_prompts_rollout)
 
     def next_batch(self) -> Future[Rollouts]:
         """The groups of the next training step, sampled by the engines' present weights."""
         if self.prepared is None:
             self.prepare()
         batch, self.prepared = self.prepared, None
-        return self.thread.submit(self._collect, batch)
+        return self.thread.submit(self._collect_kept, batch)
 
     def evaluate(self, prompts: Sequence[Prompt], *, num_samples: int, temperature: float) -> Future[Rollouts]:
         """Groups for held-out prompts."""
@@ -83,6 +87,11 @@ class Controller:
     def close(self) -> None:
         """Stop taking work; a generation that is under way is left to the engines' end."""
         self.thread.shutdown(wait=False, cancel_futures=True)
+
+    def _queue_training(self, num_prompts: int) -> Batch:
+        rollout = self.config.rollout
+        prompts = self.next_prompts(num_prompts)
+        return self._queue(prompts, rollout.num_samples_per_prompt_rollout, rollout.temperature)
 
     def _queue(self, prompts: Sequence[Prompt], num_samples: int, temperature: float) -> Batch:
         sampling = Sampling(
@@ -100,6 +109,22 @@ class Controller:
             engine.queue.remote(batch.number, *to_arrays(share), sampling)
         return batch
 
+    def _collect_kept(self, batch: Batch) -> Rollouts:
+        """The batch's groups that are worth training on; with active sampling others in place of the rest."""
+        algorithm, wanted = self.config.algorithm, self.config.rollout.num_unique_prompts_rollout
+        rounds = algorithm.active_sampling_max_rounds if algorithm.active_sampling else 1
+        kept: list[ScoredGroup] = []
+        dropped: list[ScoredGroup] = []
+        generate_s = score_s = 0.0
+        for number in range(rounds):
+            sampled = self._collect(batch if number == 0 else self._queue_training(wanted - len(kept)))
+            for group, is_kept in zip(sampled.groups, self.keep(sampled.groups), strict=True):
+                (kept if is_kept else dropped).append(group)
+            generate_s, score_s = generate_s + sampled.generate_s, score_s + sampled.score_s
+            if len(kept) == wanted or not sampled.groups:
+                break
+        return Rollouts(groups=kept, dropped=dropped, generate_s=generate_s, score_s=score_s)
+
     def _collect(self, batch: Batch) -> Rollouts:
         start = time.perf_counter()
         calls = [engine.generate.remote(batch.number) for engine in self.cluster.engines]
@@ -111,4 +136,5 @@ class Controller:
         ]
         generated = time.perf_counter()
         scored = self.score(groups)
-        return Rollouts(groups=scored, generate_s=generated - start, score_s=time.perf_counter() - generated)
+        score_s = time.perf_counter() - generated
+        return Rollouts(groups=scored, dropped=[], generate_s=generated - start, score_s=score_s)

@@ -19,9 +19,9 @@ def draw_reward_curve(
 
     Returns the PNG's path; None, with a note, when matplotlib is missing or there is no reward to draw.
     """
-    rewards, evaluations = read_points(metrics_path, "scores"), read_points(metrics_path, "eval/scores")
+    rewards, evaluations = read_points(metrics_path, "reward"), read_points(metrics_path, "eval/scores")
     if not rewards:
-        logger.warning("no reward curve: %s holds no scores", metrics_path)
+        logger.warning("no reward curve: %s holds no rewards", metrics_path)
         return None
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -29,13 +29,21 @@ class MetricsWriter:
         self._lines = self.path.open("a", encoding="utf-8")
         self._events = open_events(folder / "tensorboard")
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step; the line is complete on disk when this returns. NaN and infinities become null."""
-        values = {name: _number(value) for name, value in metrics.items() if name != "step"}
+    def write(self, step: int, metrics: Mapping[str, float | list[int]]) -> None:
+        """Record one step; the line is complete on disk when this returns. NaN and infinities become null.
+
+        Lists, which are histograms, go into the line only.
+        """
+        values = {
+            name: [_number(item) for item in value] if isinstance(value, list) else _number(value)
+            for name, value in metrics.items()
+            if name != "step"
+        }
         self._lines.write(json.dumps({"step": int(step), **values}, allow_nan=False) + "\n")
         self._lines.flush()
         if self._events is not None:
-            self._events.write(step, {name: value for name, value in values.items() if value is not None})
+            scalars = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+            self._events.write(step, scalars)
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""

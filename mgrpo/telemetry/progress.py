@@ -128,7 +128,7 @@ class History:
         self.step, self.latest = step, dict(metrics)
         if self._first is None:
             self._first = (step, self.clock())
-        reward = metrics.get("scores")
+        reward = metrics.get("reward")
         if reward is not None and reward == reward:
             self.rewards.append(float(reward))
         for phase in self.seconds:
@@ -163,7 +163,7 @@ def step_line(history: History) -> str:
     width = len(str(history.total_steps))
     parts = [
         f"step {history.step:>{width}}/{history.total_steps}",
-        _named("reward", latest.get("scores"), "{:6.3f}"),
+        _named("reward", latest.get("reward"), "{:6.3f}"),
         _named("kl", latest.get("objective/kl2_avg"), "{:.4f}"),
         _named("entropy", latest.get("policy/entropy_avg"), "{:.2f}"),
         _step_time(latest),
@@ -274,7 +274,7 @@ def panel(history: History) -> RenderableType:
         Text(f"{clock_text(history.elapsed_s())} so far", style="dim"),
         Text("" if remaining is None or step >= total else f"{clock_text(remaining)} left", style="dim"),
     )
-    reward = Text.assemble(("reward ", "dim"), (_shown(latest.get("scores"), "{:.3f}"), "bold green"))
+    reward = Text.assemble(("reward ", "dim"), (_shown(latest.get("reward"), "{:.3f}"), "bold green"))
     if len(history.rewards) > 1:
         reward.append(f"   {history.rewards[0]:.2f} ", style="dim")
         reward.append(sparkline(history.rewards, 40), style="green")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +16,13 @@ from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.types import TrainSample
 
 
-def make_policy(model_dir: str, layout: dict[str, Any], temperature: float = 0.8, logits_chunk: int = 0):
+def make_policy(
+    model_dir: str,
+    layout: dict[str, Any],
+    temperature: float = 0.8,
+    logits_chunk: int = 0,
+    dtype: torch.dtype = torch.float32,
+):
     """A policy on `layout`, after clearing the groups of the case before."""
     from megatron.core import parallel_state
 
@@ -26,7 +32,7 @@ def make_policy(model_dir: str, layout: dict[str, Any], temperature: float = 0.8
     policy = Policy(
         shape_of(read_hf_config(model_dir)),
         Layout(world_size=dist.get_world_size(), **layout),
-        dtype=torch.float32,
+        dtype=dtype,
         seed=1,
         temperature=temperature,
         logits_chunk=logits_chunk,
@@ -228,6 +234,8 @@ def broadcast_messages(message: str) -> list[Any]:
 class FakeHead:
     """Stands for rank 0's other half where a test hands the trainer its rollouts itself."""
 
+    reward_weights: ClassVar[dict] = {}
+
 
 def learn(
     model_dir: str,
@@ -236,7 +244,7 @@ def learn(
     folder: str,
     steps: int = 2,
 ) -> dict[str, float]:
-    """`Trainer.learn` on given rollouts: metrics of the last step, and the model in `folder`."""
+    """`Learner.learn` on given rollouts: metrics of the last step, and the model in `folder`."""
     from megatron.core import parallel_state
 
     from mgrpo.checkpoint.hf_export import export_hf
@@ -250,18 +258,37 @@ def learn(
     is_head = dist.get_rank() == 0
     trainer = Trainer(config, FakeHead() if is_head else None)
     for _ in range(steps):
-        packs = trainer.pack(Rollouts(groups=groups, generate_s=0, score_s=0))[1] if is_head else None
-        arrays = trainer.channel.arrays(packs)
-        results = trainer.learn(arrays)
-        metrics = trainer.reduce(results)
+        rollouts = Rollouts(groups=groups, dropped=[], generate_s=0, score_s=0)
+        arrays = trainer.channel.arrays(trainer.pack(rollouts).arrays if is_head else None)
+        results = trainer.learner.learn(arrays)
+        metrics = trainer.learner.reduce(results)
     export_hf(trainer.policy, model_dir, folder, group=trainer.host_group)
     return metrics | {"steps": len(results), "grad_norm": results[-1].grad_norm if results else 0.0}
 
 
-def decayed(model_dir: str, weight_decay: float) -> dict[str, float]:
+def blended(model_dir: str, dtype: str, alpha: float, times: int) -> dict[str, float]:
+    """A policy moved towards one that is 1 larger everywhere, a little at a time: how far, and how far from the formula."""
+    policies = [make_policy(model_dir, {"tensor": 2}, dtype=getattr(torch, dtype)) for _ in range(2)]
+    reference, policy = policies
+    start = {name: parameter.detach().float().clone() for name, parameter in reference.parameters.live.items()}
+    for parameter in policy.parameters.live.values():
+        parameter.data.add_(1)
+    for _ in range(times):
+        reference.move_towards(policy, alpha)
+    share = 1 - (1 - alpha) ** times
+    error, moved = 0.0, []
+    for name, parameter in reference.parameters.live.items():
+        expected = start[name] + share * (policy.parameters.live[name].detach().float() - start[name])
+        error = max(error, float((parameter.detach().float() - expected).abs().max()))
+        moved.append(float((parameter.detach().float() - start[name]).mean()))
+    return {"error": error, "moved": sum(moved) / len(moved)}
+
+
+def decayed(model_dir: str, weight_decay: float, on_vectors: bool = False) -> dict[str, float]:
     """Largest relative change of matrices and of vectors by one step without any gradient."""
     policy = make_policy(model_dir, {})
-    policy.prepare_training(Optimizer(learning_rate=0.1, weight_decay=weight_decay), num_optimizer_steps=1)
+    settings = Optimizer(learning_rate=0.1, weight_decay=weight_decay, set_weight_decay_on_bias_and_norm=on_vectors)
+    policy.prepare_training(settings, num_optimizer_steps=1)
     before = {name: p.detach().clone() for name, p in policy.parameters.live.items()}
     packs, _ = own_packs(policy, random_samples(seed=0), share_prompts=True, pack_length=512)
     policy.train_step(policy.microbatches(packs), lambda logprobs, entropy, batch: (logprobs.sum() * 0.0, None))

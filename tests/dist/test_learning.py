@@ -113,6 +113,63 @@ def test_the_trained_model_does_not_depend_on_the_layout(
         torch.testing.assert_close(a, b, atol=5e-4, rtol=0, msg=name)
 
 
+VARIANTS = {
+    "gspo, seq_mean, tis": {
+        "ratio_level": "sequence",
+        "aggregation": "seq_mean",
+        "use_rho_correction": True,
+        "rho_clamp_upper_bound": 1.05,
+        "rho_mask_level": "sequence_mean",
+        "rho_mask_upper_bound": 1.5,
+    },
+    "cispo, entropy": {
+        "policy_loss": "cispo",
+        "entropy_coef": 0.05,
+        "use_adaptive_entropy": True,
+        "entropy_target": 10.0,
+        "top_entropy_quantile": 0.5,
+    },
+    "bnpo, reshuffled": {"aggregation": "local_token", "local_batch_size": 2, "reshuffle_mini_batches": True},
+    "sapo, engine's logprobs": {"policy_loss": "sapo", "use_vllm_logprobs": True, "log_ref_kl": True, "beta": 0.0},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_loss_is_the_same_in_every_layout(run_ranks, model, tmp_path, variant):
+    """Denominators, thresholds and controllers that look at one rank's tokens only would show here."""
+    results = []
+    for number, (world_size, layout) in enumerate(
+        [(1, {}), (2, {}), (2, {"pipeline_model_parallel_size": 2}), (2, {"tensor_model_parallel_size": 2})]
+    ):
+        folder = tmp_path / str(number)
+        metrics = run_ranks(
+            world_size,
+            cases.learn,
+            model_dir=str(model),
+            settings=SETTINGS | VARIANTS[variant] | layout,
+            groups=scored_groups(),
+            folder=str(folder),
+        )
+        results.append((metrics, dict(load_hf(folder).named_parameters())))
+    (expected,), truth = results[0]
+    start = dict(load_hf(model).named_parameters())
+    assert all((parameter - start[name]).abs().max() > 1e-4 for name, parameter in truth.items())
+    for metrics, parameters in results[1:]:
+        for rank in metrics:
+            assert rank == pytest.approx(expected, rel=2e-3, abs=2e-5)
+        for name, parameter in truth.items():
+            torch.testing.assert_close(parameters[name], parameter, atol=5e-4, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_follows_the_policy_in_fp32(run_ranks, model, dtype):
+    """Added up in bf16, a small alpha would move nothing at all."""
+    ranks = run_ranks(2, cases.blended, model_dir=str(model), dtype=dtype, alpha=1e-3, times=200)
+    for rank in ranks:
+        assert rank["error"] < (1e-6 if dtype == "float32" else 1e-2)
+        assert rank["moved"] == pytest.approx(1 - (1 - 1e-3) ** 200, rel=0.02)
+
+
 def test_a_step_without_any_score_changes_nothing(run_ranks, model, tmp_path):
     """All verifiers failed: no optimizer step, no hang, and the metrics line is still written."""
     ranks = run_ranks(
@@ -133,3 +190,5 @@ def test_weight_decay_spares_norms_and_biases(run_ranks, model):
     (change,) = run_ranks(1, cases.decayed, model_dir=str(model), weight_decay=0.5)
     assert change["matrices"] > 0.01
     assert change["vectors"] == 0.0
+    (change,) = run_ranks(1, cases.decayed, model_dir=str(model), weight_decay=0.5, on_vectors=True)
+    assert change["vectors"] > 0.01

@@ -30,7 +30,7 @@ ROOMS = {
     "sync": {"models"} | BASE,
     "checkpoint": {"policy", "models"} | BASE,
 }
-LEADERS = {"trainer", "head", "launch", "evaluation", "cli"}
+LEADERS = {"trainer", "learning", "head", "launch", "evaluation", "cli"}
 """Top-level modules that may import every room."""
 HEAVY = {
     "megatron": {"parallel", "policy", "checkpoint"},

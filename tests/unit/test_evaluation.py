@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mgrpo.algo.samples import train_samples
-from mgrpo.evaluation import summarise
+from mgrpo.evaluation import pass_at_k, summarise
+from mgrpo.telemetry.batch import RewardScale
 from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup
 
+NAN = float("nan")
 
-def group(rewards: list[float], lengths: list[int] | None = None) -> ScoredGroup:
+
+def group(
+    rewards: list[float], lengths: list[int] | None = None, parts: list[dict[str, float]] | None = None
+) -> ScoredGroup:
     prompt = Prompt(id=(0, 0), tokens=np.array([5, 6], np.int32), text="", verifiers=("integer",), ground_truths=(1,))
     completions = tuple(
         Completion(
@@ -22,23 +32,129 @@ def group(rewards: list[float], lengths: list[int] | None = None) -> ScoredGroup
         )
         for n in lengths or [2] * len(rewards)
     )
-    scores = tuple(Score(reward=r, parts={"correct": float(r > 0) if r == r else r}) for r in rewards)
+    if parts is None:
+        parts = [{"correct": float(r > 0) if r == r else r} for r in rewards]
+    scores = tuple(Score(reward=r, parts=p) for r, p in zip(rewards, parts, strict=True))
     return ScoredGroup(group=RolloutGroup(prompt=prompt, completions=completions), scores=scores)
 
 
 def test_pass_at_1_and_at_n():
     """Worked by hand; a completion without a score is wrong, and outside the mean score."""
-    nan = float("nan")
-    metrics = summarise([group([1.0, 0.0, 0.0, nan], [1, 2, 3, 4]), group([0.0, 0.0, 0.0, 0.0])])
+    metrics = summarise([group([1.0, 0.0, 0.0, NAN], [1, 2, 3, 4]), group([0.0, 0.0, 0.0, 0.0])])
     assert metrics["eval/pass_at_1"] == pytest.approx(1 / 8)
     assert metrics["eval/pass_at_4"] == pytest.approx(1 / 2)
     assert metrics["eval/scores"] == pytest.approx(1 / 7)
     assert metrics["eval/stop_rate"] == pytest.approx(7 / 8)
+    assert metrics["eval/no_score_rate"] == pytest.approx(1 / 8)
+
+
+def test_pass_at_k_for_powers_of_two():
+    """c = 1 and 3 of 5: 1 - C(4, 2)/C(5, 2) = 0.4, 1 - C(2, 2)/10 = 0.9; 1 - C(4, 4)/C(5, 4) = 0.8, and certainty."""
+    metrics = summarise([group([1.0, 0.0, 0.0, 0.0, 0.0]), group([1.0, 1.0, 1.0, 0.0, 0.0])])
+    assert {name: value for name, value in metrics.items() if "pass_at" in name} == pytest.approx(
+        {
+            "eval/pass_at_1": 0.4,
+            "eval/pass_at_5": 1.0,
+            "eval/pass_at_1_unbiased": 0.4,
+            "eval/pass_at_2_unbiased": (0.4 + 0.9) / 2,
+            "eval/pass_at_4_unbiased": (0.8 + 1.0) / 2,
+        }
+    )
+
+
+def test_one_completion_a_prompt():
+    """The default: accuracy, and no other k."""
+    metrics = summarise([group([1.0]), group([0.0])])
+    assert {name: value for name, value in metrics.items() if "pass_at" in name} == {
+        "eval/pass_at_1": 0.5,
+        "eval/pass_at_1_unbiased": 0.5,
+    }
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_pass_at_k_is_the_combinatorial_formula(data):
+    """Integers of any size in the oracle, floats in the product."""
+    n = data.draw(st.integers(1, 400))
+    k = data.draw(st.integers(1, n))
+    c = data.draw(st.integers(0, n))
+    expected = 1 - math.comb(n - c, k) / math.comb(n, k)
+    assert pass_at_k(np.array([c]), n, k) == pytest.approx([expected], abs=1e-12)
+
+
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_correct_one():
+    """What the estimate means: every choice of 3 among 6."""
+    for num_correct in range(7):
+        draws = list(itertools.combinations([True] * num_correct + [False] * (6 - num_correct), 3))
+        share = sum(any(draw) for draw in draws) / len(draws)
+        assert pass_at_k(np.array([num_correct]), 6, 3) == pytest.approx([share])
+
+
+def test_correct_needs_the_verifiers_and_the_highest_reward():
+    """A right answer cut off under a penalty is not solved; neither is a reward that the verifiers did not give."""
+    scale = RewardScale(max_possible_score=10.5, verification_reward=10.0, format_reward=0.5)
+    parts = [{"integer": 1.0, "correct": 1.0}] * 2 + [{"integer": 0.0, "correct": 0.0}] * 2
+    groups = [group([10.5, 10.0, 10.5, 0.0], parts=parts)]
+    assert summarise(groups, scale=scale)["eval/pass_at_1"] == pytest.approx(1 / 4)
+    assert summarise(groups)["eval/pass_at_1"] == pytest.approx(2 / 4)
+
+
+def test_a_sum_that_misses_the_highest_reward_by_rounding_is_correct():
+    """0.1 + 0.2 is not 0.3."""
+    scale = RewardScale(max_possible_score=0.1 + 0.2, verification_reward=0.1, format_reward=0.2)
+    assert summarise([group([0.3])], scale=scale)["eval/pass_at_1"] == 1
+
+
+def test_each_verifier_is_evaluated():
+    """The training's names, behind eval/."""
+    scale = RewardScale(max_possible_score=10.0, verification_reward=10.0, format_reward=1.0)
+    parts = [
+        {"integer": 1.0, "correct": 1.0, "format": 1.0},
+        {"integer": 0.0, "correct": 0.0, "format": 0.0},
+        {"integer": NAN, "correct": NAN, "format": 1.0},
+    ]
+    metrics = summarise([group([10.0, 0.0, NAN], parts=parts)], scale=scale)
+    assert {name: value for name, value in metrics.items() if name.count("/") > 1} == pytest.approx(
+        {
+            "eval/objective/integer_reward": 0.5,
+            "eval/objective/integer_correct_rate": 0.5,
+            "eval/objective/integer_error_rate": 1 / 3,
+            "eval/objective/correct_reward": 0.5,
+            "eval/objective/format_reward": 2 / 3,
+            "eval/objective/verifiable_reward": 5.0,
+            "eval/objective/verifiable_correct_rate": 0.5,
+            "eval/rewards/integer/std": math.sqrt(0.5),
+            "eval/val/format_scores": 2 / 3,
+        }
+    )
+
+
+def test_lengths_and_speed():
+    """Two prompts of 2 tokens, 10 tokens of answers, in half a second."""
+    groups = [group([1.0, 0.0], [1, 4]), group([0.0, 0.0], [2, 3])]
+    metrics = summarise(groups, generate_s=0.5)
+    assert [metrics[f"eval/sequence_lengths{end}"] for end in ("", "_min", "_max")] == [2.5, 1, 4]
+    assert metrics["eval/actor_tokens_per_second"] == pytest.approx(28)
+    assert "eval/actor_tokens_per_second" not in summarise(groups)
+
+
+def test_without_verifiers_nothing_is_correct():
+    """A user's own reward function says how much, not whether."""
+    metrics = summarise([group([0.3, 0.7], parts=[{"brevity": 0.3}, {"brevity": 0.7}])])
+    assert metrics["eval/objective/brevity_reward"] == pytest.approx(0.5)
+    assert not [name for name in metrics if "pass_at" in name]
+
+
+def test_no_prompts_give_no_numbers():
+    """Every held-out prompt was too long."""
+    metrics = summarise([])
+    assert math.isnan(metrics["eval/scores"]) and math.isnan(metrics["eval/sequence_lengths"])
+    assert not [name for name in metrics if "pass_at" in name]
 
 
 def test_a_completion_without_a_score_trains_nothing_and_is_kept():
     """NaN leaves the group's mean; its sample has advantage 0 and no trained token."""
-    samples = train_samples([group([1.0, 0.0, float("nan")]), group([1.0, 1.0, 1.0])], normalization="standard")
+    samples = train_samples([group([1.0, 0.0, NAN]), group([1.0, 1.0, 1.0])], normalization="standard")
     assert [sample.group for sample in samples] == [0, 0, 0, 1, 1, 1]
     assert [sample.advantage for sample in samples] == pytest.approx([1.0, -1.0, 0.0, 0.0, 0.0, 0.0], abs=1e-6)
     assert [bool(sample.loss_mask.any()) for sample in samples] == [True, True, False, True, True, True]

@@ -22,7 +22,7 @@ class Clock:
 
 def metrics(step, *, reward=1.0):
     return {
-        "scores": reward,
+        "reward": reward,
         "objective/kl2_avg": 0.0012,
         "policy/entropy_avg": 1.25,
         "learner_tokens_per_second_step": 1234.0,
@@ -72,11 +72,11 @@ def test_a_run_of_long_steps_is_not_silent():
 def test_missing_metrics_are_left_out():
     """The first step has no sync and a step without trainable tokens has no loss: neither may end the run."""
     assert log_of(1, given=lambda step: {}) == ["step 1/1"]
-    assert log_of(1, given=lambda step: {"scores": 0.5, "time/total": 2.0}) == ["step 1/1  reward  0.500  2.0 s"]
+    assert log_of(1, given=lambda step: {"reward": 0.5, "time/total": 2.0}) == ["step 1/1  reward  0.500  2.0 s"]
     out = io.StringIO()
     with Progress(2, rich_console.Console(file=out, force_terminal=True, width=100)) as progress:
         progress.update(1, {})
-        progress.update(2, {"scores": float("nan")})
+        progress.update(2, {"reward": float("nan")})
     assert "step 2/2" in out.getvalue()
 
 
@@ -191,5 +191,5 @@ def test_times_read_like_a_clock():
 def test_a_line_of_a_fresh_history_needs_no_metrics():
     """Totals of other widths keep the columns aligned."""
     history = History(100, Clock())
-    history.add(7, {"scores": 12.5})
+    history.add(7, {"reward": 12.5})
     assert step_line(history) == "step   7/100  reward 12.500"

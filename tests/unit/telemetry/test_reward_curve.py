@@ -13,7 +13,7 @@ def metrics_file(tmp_path, *, evaluate=True):
     path = tmp_path / "metrics.jsonl"
     records = [{"step": 0, "eval/scores": 0.5}] if evaluate else []
     for step in range(1, 61):
-        records.append({"step": step, "scores": None if step == 30 else step / 10 + step % 3})
+        records.append({"step": step, "reward": None if step == 30 else step / 10 + step % 3})
         if evaluate and step % 20 == 0:
             records.append({"step": step, "eval/scores": step / 10})
     path.write_text("\n".join(json.dumps(record) for record in records) + '\n{"step": 61, "sco')
@@ -23,7 +23,7 @@ def metrics_file(tmp_path, *, evaluate=True):
 def test_points_skip_null_and_a_torn_last_line(tmp_path):
     """The curve is drawn from runs that crashed, too."""
     path = metrics_file(tmp_path)
-    assert len(read_points(path, "scores")) == 59
+    assert len(read_points(path, "reward")) == 59
     assert read_points(path, "eval/scores") == [(0, 0.5), (20, 2.0), (40, 4.0), (60, 6.0)]
 
 
@@ -60,7 +60,7 @@ def test_a_file_without_rewards_gives_a_note_and_no_picture(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
     assert draw_reward_curve(path, tmp_path / "curve.png") is None
-    assert "holds no scores" in caplog.text
+    assert "holds no rewards" in caplog.text
     assert not (tmp_path / "curve.png").exists()
 
 

@@ -1,0 +1,238 @@
+"""One learner rank's optimizer steps: scores before them, the loss, the updates, and what they measured.
+
+Here the algorithm, which knows no ranks, meets the policy, which knows no GRPO. Every method is collective over all
+learner ranks unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mgrpo import algo, packing
+from mgrpo.config import Config
+from mgrpo.layout import Layout
+from mgrpo.models.family import ModelShape
+from mgrpo.parallel import backend
+from mgrpo.parallel.gather import gather_values
+from mgrpo.planner.memory import choose_logits_chunk
+from mgrpo.policy.policy import Microbatch, Policy, StepResult
+from mgrpo.types import PackedBatch
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+ENTROPY = "policy/entropy_avg"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """What one optimizer step trains on: this rank's packs, and figures over all ranks."""
+
+    microbatches: list[Microbatch]
+    num_trained_tokens: int
+    denominators: float | np.ndarray
+    """Of the loss: a number, or one for each sample of the step (aggregation local_token)."""
+
+
+class Learner:
+    """The policy, its reference, and how they learn from a step's packs."""
+
+    def __init__(self, config: Config, *, shape: ModelShape, layout: Layout, host_group: dist.ProcessGroup) -> None:
+        self.config, self.loss_config, self.host_group = config, config.loss, host_group
+        self.shape, self.layout = shape, layout
+        algorithm = config.algorithm
+        self.has_reference = algorithm.beta != 0 or algorithm.log_ref_kl
+        self.logits_chunk = self._choose_logits_chunk()
+        self.policy = self._load_policy()
+        self.policy.prepare_training(config.optimizer, num_optimizer_steps=config.num_optimizer_steps)
+        self.reference = self._load_policy() if self.has_reference else None
+        self.entropy_control = None
+        if algorithm.use_adaptive_entropy:
+            self.entropy_control = algo.AdaptiveEntropy(
+                coef=algorithm.entropy_coef,
+                target=algorithm.entropy_target,
+                delta=algorithm.entropy_coef_delta,
+                coef_min=algorithm.entropy_coef_min,
+                coef_max=algorithm.entropy_coef_max,
+            )
+
+    def _load_policy(self) -> Policy:
+        algorithm = self.config.algorithm
+        policy = Policy(
+            self.shape,
+            self.layout,
+            dtype=DTYPES[self.config.model.model_dtype],
+            seed=self.config.experiment.seed,
+            temperature=self.config.rollout.temperature,
+            logits_chunk=self.logits_chunk,
+            trains_entropy=algorithm.entropy_coef != 0 or algorithm.use_adaptive_entropy,
+            scores_entropy=algorithm.top_entropy_quantile < 1,
+        )
+        policy.load(self.config.model.model_name_or_path)
+        return policy
+
+    def _choose_logits_chunk(self) -> int:
+        # The smallest device decides for all: ranks that differ would meet in different collectives.
+        device_bytes = torch.tensor(backend.device_bytes())
+        dist.all_reduce(device_bytes, dist.ReduceOp.MIN, group=self.host_group)
+        return choose_logits_chunk(
+            self.config.parallel.logits_chunk,
+            shape=self.shape,
+            layout=self.layout,
+            dtype_bytes=DTYPES[self.config.model.model_dtype].itemsize,
+            pack_length=self.config.parallel.pack_length,
+            has_reference=self.has_reference,
+            device_bytes=int(device_bytes),
+        )
+
+    def remarks(self) -> list[str]:
+        """What a user should know about how this run computes. Not collective."""
+        found = []
+        if self.logits_chunk:
+            found.append(f"LM head: {self.logits_chunk} columns at a time, whole logits never exist")
+        if self.loss_config.policy_loss in ("sapo", "vespo"):
+            found.append(f"policy_loss {self.loss_config.policy_loss}: in PyTorch, the extension has no kernel for it")
+        return found
+
+    def learn(self, arrays: dict[str, np.ndarray]) -> list[StepResult]:
+        """One optimizer step for each mini-batch and epoch; mini-batches without a trained token are passed over."""
+        algorithm = self.config.algorithm
+        mini_batches = self._mini_batches(arrays)
+        # With reshuffled mini-batches the arrays hold every epoch's.
+        epochs = 1 if algorithm.reshuffle_mini_batches else algorithm.num_epochs
+        for mini_batch in mini_batches:
+            if self.reference:
+                self.reference.score(mini_batch.microbatches, "ref")
+            if self.scores_itself:
+                self.policy.score(mini_batch.microbatches, "old")
+            if algorithm.top_entropy_quantile < 1:
+                self._choose_uncertain_tokens(mini_batch)
+        results = []
+        for mini_batch in itertools.chain.from_iterable(itertools.repeat(mini_batches, epochs)):
+            results.append(self.policy.train_step(mini_batch.microbatches, self._loss(mini_batch)))
+            if self.entropy_control:
+                mean = self.reduce(results[-1:]).get(ENTROPY, float("nan"))
+                self.entropy_control = self.entropy_control.after(mean)
+        return results
+
+    @property
+    def scores_itself(self) -> bool:
+        """Whether the policy scores the batch before the first update; a single update starts from ratio 1."""
+        algorithm = self.config.algorithm
+        has_several_updates = algorithm.num_epochs * algorithm.num_mini_batches > 1
+        return (has_several_updates and not algorithm.use_vllm_logprobs) or algorithm.top_entropy_quantile < 1
+
+    def update_reference(self) -> None:
+        """Move the reference towards the policy: reference <- alpha x policy + (1 - alpha) x reference."""
+        if self.reference:
+            self.reference.move_towards(self.policy, self.config.algorithm.alpha)
+
+    def reduce(self, results: Sequence[StepResult]) -> dict[str, float]:
+        """Metrics over all mini-batches and ranks; every trained token counts once."""
+        names = [*algo.metric_names(self.loss_config), ENTROPY]
+        sums = torch.zeros(len(names), 2, dtype=torch.float64)
+        maxima = torch.full((len(algo.maxima_names(self.loss_config)),), -torch.inf, dtype=torch.float64)
+        if self.policy.measures:
+            for own_sums, own_maxima in (measured for result in results for measured in result.measured):
+                sums += own_sums.to(sums)
+                maxima = torch.maximum(maxima, own_maxima.to(maxima))
+        dist.all_reduce(sums, group=self.host_group)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.host_group)
+        return algo.reduce_metrics(
+            dict(zip(names, sums, strict=True)), dict(zip(algo.maxima_names(self.loss_config), maxima, strict=True))
+        )
+
+    def _mini_batches(self, arrays: dict[str, np.ndarray]) -> list[MiniBatch]:
+        everyone = [packing.from_arrays(arrays, rank) for rank in range(self.layout.data)]
+        made = []
+        for number, num_trained in enumerate(arrays["num_trained_tokens"].tolist()):
+            if not num_trained:
+                continue
+            packs = [pack for ranks in everyone for pack in ranks[number]]
+            made.append(
+                MiniBatch(
+                    microbatches=self.policy.microbatches(everyone[self.policy.place.data][number]),
+                    num_trained_tokens=num_trained,
+                    denominators=self._denominators(packs, num_trained),
+                )
+            )
+        return made
+
+    def _denominators(self, packs: Sequence[PackedBatch], num_trained: int) -> float | np.ndarray:
+        """From a mini-batch's packs on all ranks."""
+        if self.loss_config.aggregation == "local_token":
+            return local_denominators(packs, self.config.algorithm.local_batch_size)
+        num_sequences = sum(len(pack.samples) for pack in packs)
+        return algo.loss_denominator(num_trained, self.loss_config, num_seqs=num_sequences)
+
+    def _choose_uncertain_tokens(self, mini_batch: MiniBatch) -> None:
+        """Leave in each micro-batch which tokens have the highest entropies of the mini-batch over all ranks."""
+        own = [batch.entropy[batch.loss_inputs.loss_mask] for batch in mini_batch.microbatches if self.policy.measures]
+        everyones = gather_values(torch.cat([torch.zeros(0), *(part.cpu() for part in own)]), self.host_group)
+        quantile = self.config.algorithm.top_entropy_quantile
+        threshold = float(algo.entropy_threshold(everyones, top_entropy_quantile=quantile))
+        if self.policy.is_last_stage:
+            for batch in mini_batch.microbatches:
+                batch.keep = algo.top_entropy_keep(batch.entropy, threshold)
+
+    def _loss(self, mini_batch: MiniBatch) -> Any:
+        """The loss of one micro-batch, divided by the denominator of its whole mini-batch."""
+        algorithm = self.config.algorithm
+        entropy_coef = self.entropy_control.applied if self.entropy_control else algorithm.entropy_coef
+
+        def grpo_loss(
+            logprobs: torch.Tensor, entropy: torch.Tensor, batch: Microbatch
+        ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+            pack = batch.loss_inputs
+            old = pack.rollout_logprobs if algorithm.use_vllm_logprobs else batch.logprobs.get("old")
+            denominator = mini_batch.denominators
+            if isinstance(denominator, np.ndarray):
+                denominator = torch.from_numpy(denominator[batch.pack.samples]).to(logprobs.device)
+            result = algo.policy_loss(
+                logprobs,
+                logprobs.detach() if old is None else old,
+                pack.advantages,
+                pack.loss_mask,
+                pack.response_cu_seqlens,
+                config=self.loss_config,
+                ref_logprobs=batch.logprobs.get("ref"),
+                rollout_logprobs=pack.rollout_logprobs,
+                keep=batch.keep,
+                denominator=denominator,
+            )
+            loss = result.loss
+            if entropy_coef:
+                loss = loss - algo.entropy_bonus(
+                    entropy, pack.loss_mask, coef=entropy_coef, num_trained_tokens=mini_batch.num_trained_tokens
+                )
+            entropy_sum = torch.stack((entropy.detach().where(pack.loss_mask, 0.0).sum(), pack.loss_mask.sum()))
+            return loss, (
+                torch.stack([*result.metrics.values(), entropy_sum.float()]),
+                torch.stack(list(result.maxima.values())),
+            )
+
+        return grpo_loss
+
+
+def local_denominators(packs: Sequence[PackedBatch], batch_size: int) -> np.ndarray:
+    """For aggregation local_token: each sample's denominator, `[largest sample + 1]` float32, from all ranks' packs.
+
+    TRL's micro-batches are `batch_size` samples in the order they were drawn, however they are packed here: the loss is
+    the mean over micro-batches of their means over tokens.
+    """
+    trained = {
+        int(sample): int(pack.loss_mask[a:b].sum())
+        for pack in packs
+        for sample, (a, b) in zip(pack.samples, itertools.pairwise(pack.response_cu_seqlens.tolist()), strict=True)
+    }
+    order = sorted(trained)
+    parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    denominators = np.ones(max(order, default=-1) + 1, dtype=np.float32)
+    for part in parts:
+        denominators[part] = max(sum(trained[sample] for sample in part), 1) * len(parts)
+    return denominators

@@ -1,0 +1,364 @@
+"""What one step's rollouts amount to, under the names that other trainers use; meanings stand in `catalog`.
+
+Rank 0 holds the whole step, whatever the number of learners, so everything is computed here once. Plain numpy; what
+cannot be measured, a mean of nothing or a score that could not be given, is NaN and becomes null in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mgrpo.types import PackedBatch, ScoredGroup, TrainSample
+
+Metrics = dict[str, float | list[int]]
+
+LENGTH_BINS = 16
+"""Bin i counts lengths from 2^i to below 2^(i + 1); the first also 0, the last everything longer."""
+RATE_BINS = 12
+"""Nothing solved (0 or less), tenths of (0, 1), everything solved (1 or more)."""
+MAGNITUDES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Bins of advantages: [8, inf), [4, 8) ... (0, 0.25) below zero, exactly 0, then the same above: 15 of them."""
+
+_TOLERANCE = 1e-8
+"""Scores this near to each other are equal: 0.1 + 0.2 must reach 0.3."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardScale:
+    """What rewards are measured in where verifiers and format decide; a user's own functions have no such scale."""
+
+    max_possible_score: float
+    """Highest reward of a completion with one verifier."""
+    verification_reward: float
+    """Reward for the full score of one verifier; 0 when verifiers are off."""
+    format_reward: float
+    """Reward for the format, where it is asked for."""
+
+    def highest(self, group: ScoredGroup) -> float:
+        """Highest reward of this prompt's completions: each verifier after the first can earn its reward too."""
+        return self.max_possible_score + self.verification_reward * max(len(group.group.prompt.verifiers) - 1, 0)
+
+
+def batch_metrics(
+    kept: Sequence[ScoredGroup],
+    dropped: Sequence[ScoredGroup],
+    *,
+    samples: Sequence[TrainSample],
+    packs: Sequence[PackedBatch],
+    batch_size: int,
+    policy_version: int,
+    num_excluded_prompts: int,
+    generate_s: float,
+    scale: RewardScale | None,
+) -> Metrics:
+    """Everything that a step's rollouts, advantages and packs say; histograms are lists of at most 16 counts.
+
+    Args:
+        kept: groups that the step trains on, dropped: those that a filter left out.
+        samples: one a completion of `kept`, in order.
+        packs: of one pass over `samples`, all mini-batches and data-parallel ranks; dummy packs may be among them.
+        batch_size: completions of a full step.
+        policy_version: of the weights from which the step's first update starts.
+        num_excluded_prompts: prompts that this step's results exclude from sampling for good.
+        generate_s: seconds the engines took for `kept` and `dropped`.
+        scale: None with a user's own reward functions: then nothing is solved or unsolved.
+    """
+    sampled = [*kept, *dropped]
+    return {
+        **_scores(kept, sampled),
+        **_verified(kept, scale),
+        **reward_metrics(kept, scale),
+        **error_rates(sampled, scale),
+        **_lengths(kept, sampled),
+        **_training(samples, batch_size),
+        **_packing(samples, packs),
+        **_filtering(kept, dropped, scale, num_excluded_prompts),
+        **_policy_versions(kept, policy_version),
+        "val/actor_tokens_per_second": tokens_per_second(sampled, generate_s),
+    }
+
+
+def reward_metrics(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> Metrics:
+    """What each verifier, the format rule or each of the user's functions gave, over the completions it scored."""
+    parts = [score.parts for group in groups for score in group.scores]
+    names = sorted({name for part in parts for name in part})
+    given = {name: [part[name] for part in parts if name in part] for name in names}
+    metrics: Metrics = {f"objective/{name}_reward": mean_score(given[name]) for name in names}
+    judges = names if scale is None else _verifiers(groups)
+    metrics |= {f"rewards/{name}/std": _sample_std(given[name]) for name in judges}
+    if scale is None:
+        return metrics
+    metrics |= {f"objective/{name}_correct_rate": _share(_known(given[name]) > 0) for name in judges}
+    verified = scale.verification_reward * _known(_verifier_sums(groups))
+    if verified.size:
+        metrics["objective/verifiable_reward"] = mean_score(verified)
+        metrics["objective/verifiable_correct_rate"] = _share(verified > 0)
+    if "format" in given:
+        metrics["val/format_scores"] = scale.format_reward * mean_score(given["format"])
+    return metrics
+
+
+def error_rates(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> Metrics:
+    """Share of the completions given to each verifier that it could not score.
+
+    A user's function that returns None does not apply to the completion, which is no error.
+    """
+    if scale is None:
+        return {}
+    parts = [score.parts for group in groups for score in group.scores]
+    return {
+        f"objective/{name}_error_rate": _share([np.isnan(part[name]) for part in parts if name in part])
+        for name in _verifiers(groups)
+    }
+
+
+def is_solved(group: ScoredGroup, scale: RewardScale) -> np.ndarray:
+    """`[group]` bool: the reward, without what the completion's length costs, is the highest one the prompt can bring.
+
+    False without a score. The penalty for length rises smoothly, so that almost every long answer would be unsolved.
+    """
+    highest = scale.highest(group)
+    penalties = np.array([score.parts.get("overlong", 0.0) for score in group.scores])
+    return (group.rewards - penalties >= highest - _TOLERANCE) & (highest > 0)
+
+
+def mean_score(scores: Sequence[float] | Sequence[np.ndarray] | np.ndarray) -> float:
+    """Mean of the scores that could be given; NaN when there is none."""
+    known = _known(scores)
+    return float(known.mean()) if known.size else float("nan")
+
+
+def mean_min_max(values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
+    """NaN three times when there are no values."""
+    values = np.asarray(values, dtype=np.float64)
+    if not values.size:
+        return (float("nan"),) * 3
+    return float(values.mean()), float(values.min()), float(values.max())
+
+
+def tokens_per_second(groups: Sequence[ScoredGroup], seconds: float) -> float:
+    """Tokens that the engines read and wrote in a second; a prompt is read once for all of its completions."""
+    num_tokens = sum(_prompt_lengths(groups)) + sum(completion_lengths(groups))
+    return num_tokens / seconds if seconds > 0 else float("nan")
+
+
+def completion_lengths(groups: Sequence[ScoredGroup]) -> list[int]:
+    """Tokens of every completion, in order."""
+    return [len(completion.tokens) for group in groups for completion in group.group.completions]
+
+
+def stopped(groups: Sequence[ScoredGroup]) -> list[bool]:
+    """Whether each completion ended by itself, in order."""
+    return [completion.finish_reason == "stop" for group in groups for completion in group.group.completions]
+
+
+def no_score_rate(groups: Sequence[ScoredGroup]) -> float:
+    """Share of completions without a score."""
+    return _share(np.isnan(_rewards(groups)))
+
+
+def length_histogram(lengths: Iterable[int]) -> list[int]:
+    """Counts in `LENGTH_BINS` bins that double in width."""
+    # The bit length of an integer is exact where a logarithm rounds.
+    places = [min(max(int(length).bit_length() - 1, 0), LENGTH_BINS - 1) for length in lengths]
+    return np.bincount(np.array(places, dtype=np.int64), minlength=LENGTH_BINS).tolist()
+
+
+def rate_histogram(rates: Iterable[float]) -> list[int]:
+    """Counts in `RATE_BINS` bins; NaN is in none."""
+    rates = _known(list(rates))
+    places = np.clip(np.floor(rates * 10 + _TOLERANCE), 0, 9).astype(np.int64) + 1
+    places[rates <= _TOLERANCE] = 0
+    places[rates >= 1 - _TOLERANCE] = RATE_BINS - 1
+    return np.bincount(places, minlength=RATE_BINS).tolist()
+
+
+def advantage_histogram(advantages: np.ndarray) -> list[int]:
+    """Counts in bins that mirror each other around 0, see `MAGNITUDES`."""
+    advantages = np.asarray(advantages, dtype=np.float64)
+    zero = len(MAGNITUDES) + 1
+    places = zero + np.sign(advantages).astype(np.int64) * (1 + np.digitize(np.abs(advantages), MAGNITUDES))
+    return np.bincount(places, minlength=2 * zero + 1).tolist()
+
+
+def _scores(kept: Sequence[ScoredGroup], sampled: Sequence[ScoredGroup]) -> Metrics:
+    # A standard deviation needs two scores; with fewer a group says nothing about its spread.
+    spread = [rewards for rewards in (_known(group.rewards) for group in sampled) if rewards.size > 1]
+    return {
+        "scores": mean_score(_rewards(kept)),
+        "reward": mean_score(_rewards(sampled)),
+        "reward_std": mean_score([_sample_std(rewards) for rewards in spread]),
+        "frac_reward_zero_std": _share([_is_flat(rewards) for rewards in spread]),
+        "val/no_score_rate": no_score_rate(sampled),
+    }
+
+
+def _verified(kept: Sequence[ScoredGroup], scale: RewardScale | None) -> Metrics:
+    """Solved and unsolved completions, and how well each prompt is solved."""
+    if scale is None:
+        return {}
+    lengths = np.array(completion_lengths(kept), dtype=np.int64)
+    solved = _joined([is_solved(group, scale) for group in kept], bool)
+    unsolved = ~solved & ~np.isnan(_rewards(kept))
+    rates = [_solve_rate(group, scale) for group in kept]
+    return {
+        "unsolved_batch_size_ratio": _share(unsolved[solved | unsolved]),
+        "val/sequence_lengths_solved": mean_score(lengths[solved]),
+        "val/sequence_lengths_unsolved": mean_score(lengths[unsolved]),
+        "val/sequence_lengths_solved_hist": length_histogram(lengths[solved]),
+        "val/sequence_lengths_unsolved_hist": length_histogram(lengths[unsolved]),
+        "batch/percent_solved_mean": mean_score(rates),
+        "batch/percent_solved_hist": rate_histogram(rates),
+    }
+
+
+def _lengths(kept: Sequence[ScoredGroup], sampled: Sequence[ScoredGroup]) -> Metrics:
+    lengths = completion_lengths(kept)
+    mean, least, most = mean_min_max(lengths)
+    all_lengths, ended = np.array(completion_lengths(sampled)), np.array(stopped(sampled), dtype=bool)
+    metrics: Metrics = {
+        "val/sequence_lengths": mean,
+        "val/sequence_lengths_min": least,
+        "val/sequence_lengths_max": most,
+        "val/stop_rate": _share(stopped(kept)),
+        "batch/prompt_lengths": length_histogram(_prompt_lengths(kept)),
+        "batch/response_lengths": length_histogram(lengths),
+        "completions/clipped_ratio": _share(~ended),
+    }
+    for name, chosen in (("length", all_lengths), ("terminated_length", all_lengths[ended])):
+        for which, value in zip(("mean", "min", "max"), mean_min_max(chosen), strict=True):
+            metrics[f"completions/{which}_{name}"] = value
+    return metrics
+
+
+def _training(samples: Sequence[TrainSample], batch_size: int) -> Metrics:
+    trained = [sample for sample in samples if sample.loss_mask.any()]
+    advantages = np.array([sample.advantage for sample in trained], dtype=np.float64)
+    mean, least, most = mean_min_max(advantages)
+    return {
+        "real_batch_size_ratio": len(trained) / batch_size,
+        "val/total_reward_groups": len({sample.group for sample in trained}),
+        "val/advantages_mean": mean,
+        "val/advantages_min": least,
+        "val/advantages_max": most,
+        "val/advantages_hist": advantage_histogram(advantages),
+    }
+
+
+def _packing(samples: Sequence[TrainSample], packs: Sequence[PackedBatch]) -> Metrics:
+    num_packed = sum(len(pack.targets) for pack in packs)
+    num_sampled = sum(len(sample.tokens) for sample in samples)
+    num_rows = sum(len(pack.tokens) for pack in packs)
+    num_filled = sum(len(pack.response_cu_seqlens) > 1 for pack in packs)
+    return {
+        "packed_ratio": num_filled / len(samples) if samples else float("nan"),
+        "batch/padding_frac": sum(_num_padding(pack) for pack in packs) / num_rows if num_rows else float("nan"),
+        "batch/lost_token_frac": 1 - num_packed / num_sampled if num_sampled else float("nan"),
+    }
+
+
+def _num_padding(pack: PackedBatch) -> int:
+    """Tokens after the last prediction of their document; every other one predicts, or leads to one that does."""
+    starts = pack.cu_seqlens[:-1]
+    ends = starts.copy()
+    np.maximum.at(ends, np.searchsorted(starts, pack.rows, side="right") - 1, pack.rows + 1)
+    return int((pack.cu_seqlens[1:] - ends).sum())
+
+
+def _filtering(
+    kept: Sequence[ScoredGroup], dropped: Sequence[ScoredGroup], scale: RewardScale | None, num_excluded: int
+) -> Metrics:
+    """How many groups were left out, and what their rewards, equal throughout, were."""
+    num_sampled = len(kept) + len(dropped)
+    kinds = [_kind(group, scale) for group in dropped]
+    return {
+        "batch/total_prompts": len(kept),
+        "batch/filtered_prompts": len(dropped),
+        "batch/filtered_prompts_pct": len(dropped) / num_sampled if num_sampled else 0.0,
+        **{f"batch/filtered_prompts_{kind}": kinds.count(kind) for kind in ("zero", "solved", "nonzero", "unscored")},
+        "batch/no_resampled_prompts": num_excluded,
+        # Nothing can grow stale while sampling and training take turns.
+        "stale_results_dropped": 0,
+    }
+
+
+def _kind(group: ScoredGroup, scale: RewardScale | None) -> str:
+    """What the equal rewards of a group that was left out are."""
+    is_scored = ~np.isnan(group.rewards)
+    if not is_scored.any():
+        return "unscored"
+    if np.all(np.abs(group.rewards[is_scored]) <= _TOLERANCE):
+        return "zero"
+    return "solved" if scale is not None and is_solved(group, scale)[is_scored].all() else "nonzero"
+
+
+def _policy_versions(kept: Sequence[ScoredGroup], policy_version: int) -> Metrics:
+    versions = [completion.policy_versions for group in kept for completion in group.group.completions]
+    mean, oldest, newest = mean_min_max(_joined(versions, np.float64))
+    return {
+        "model_step_mean": mean,
+        "model_step_min": oldest,
+        "model_step_max": newest,
+        "num_steps_off_policy": policy_version - mean,
+    }
+
+
+def _solve_rate(group: ScoredGroup, scale: RewardScale) -> float:
+    highest = scale.highest(group)
+    return mean_score(group.rewards) / highest if highest > 0 else float("nan")
+
+
+def _verifiers(groups: Sequence[ScoredGroup]) -> list[str]:
+    """Names of the verifiers that scored, as they stand in `Score.parts`."""
+    named = {name.lower() for group in groups for name in group.group.prompt.verifiers}
+    return sorted(named & {name for group in groups for score in group.scores for name in score.parts})
+
+
+def _verifier_sums(groups: Sequence[ScoredGroup]) -> list[float]:
+    """What the verifiers of its row gave each completion, together; nothing where none was asked."""
+    sums = []
+    for group in groups:
+        names = {name.lower() for name in group.group.prompt.verifiers}
+        for score in group.scores:
+            given = [value for name, value in score.parts.items() if name in names]
+            if given:
+                sums.append(sum(given))
+    return sums
+
+
+def _rewards(groups: Sequence[ScoredGroup]) -> np.ndarray:
+    """`[completions]` float64."""
+    return _joined([group.rewards for group in groups], np.float64)
+
+
+def _prompt_lengths(groups: Sequence[ScoredGroup]) -> list[int]:
+    return [len(group.group.prompt.tokens) for group in groups]
+
+
+def _is_flat(rewards: np.ndarray) -> bool:
+    """Whether known rewards are equal up to rounding: std([0.1, 0.1, 0.1]) is 1.4e-17, not 0."""
+    return bool(np.ptp(rewards) <= _TOLERANCE * np.abs(rewards).max())
+
+
+def _sample_std(values: Sequence[float] | np.ndarray) -> float:
+    """Of the known values, dividing by their number - 1; NaN with fewer than two."""
+    known = _known(values)
+    return float(known.std(ddof=1)) if known.size > 1 else float("nan")
+
+
+def _share(flags: Sequence[bool] | np.ndarray) -> float:
+    """How many of the flags are set; NaN when there are none."""
+    return float(np.mean(flags)) if len(flags) else float("nan")
+
+
+def _known(values: Sequence[float] | Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+    """`[known]` float64: the values that are not NaN."""
+    values = np.asarray(values, dtype=np.float64)
+    return values[~np.isnan(values)]
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)

@@ -1,0 +1,357 @@
+"""Every metric by name, its own and the peers': what it means and whether a run logs it.
+
+The one table behind docs/metrics.md, which `python -m mgrpo.telemetry.catalog > docs/metrics.md` writes. A name in braces
+stands for many: {verifier} for any without a slash, {n} and {k} for numbers.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from mgrpo.telemetry.batch import LENGTH_BINS, MAGNITUDES, RATE_BINS
+
+OI, OLD, TRL, OWN = "Open Instruct", "old script", "TRL", "own"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One name."""
+
+    name: str
+    status: Literal["logged", "alias", "not yet", "left out"]
+    source: str
+    """Whose name it is."""
+    unit: str
+    """Empty unless logged."""
+    meaning: str
+    """Of an alias, where it differs from its target; of what is missing, why."""
+    target: str = ""
+    """The name under which an alias is logged."""
+
+
+def logged(name: str, source: str, unit: str, meaning: str) -> Metric:
+    return Metric(name=name, status="logged", source=source, unit=unit, meaning=meaning)
+
+
+def alias(name: str, source: str, target: str, note: str = "") -> Metric:
+    return Metric(name=name, status="alias", source=source, unit="", meaning=note, target=target)
+
+
+def not_yet(name: str, source: str, reason: str) -> Metric:
+    return Metric(name=name, status="not yet", source=source, unit="", meaning=reason)
+
+
+def left_out(name: str, source: str, reason: str) -> Metric:
+    return Metric(name=name, status="left out", source=source, unit="", meaning=reason)
+
+
+_RUNNING = "needs a total over the run that a resumed run continues"
+_ASYNC = "sampling and training take turns: neither waits for a queue"
+_PER_GROUP = "an engine samples a batch as one call and reports one time"
+_TOOLS, _ENVIRONMENTS, _RUBRICS = "there are no tools", "there are no environments", "there are no rubrics"
+_FLOPS = "there is no count of operations to compare with the device's peak"
+_EXTREME = "a minimum or maximum over ranks would change with the layout; the mean is logged"
+_SUM = "the sum over a completion's tokens there, a mean over tokens here"
+
+# fmt: off
+SECTIONS: dict[str, tuple[Metric, ...]] = {
+    "Step": (
+        logged("step", OWN, "count", "training step, the first is 1; 0 for an evaluation before it"),
+        logged("policy_version", OWN, "version", "version of the weights after the step"),
+        logged("episode", OI, "count", "completions sampled for so far: step x prompts x samples"),
+        alias("global_step", OI, "episode"),
+        alias("training_step", OI, "step"),
+        not_yet("epoch", OI, "the sampler's epoch is not reported; Open Instruct: episode / samples / rows of the dataset"),
+        logged("lr", OI, "1", "learning rate of the step's last update"),
+        logged("optim/grad_norm", OI, "1", "norm of the whole gradient of the step's last update, before clipping"),
+        logged("optim/steps", OWN, "count", "updates of the step; a mini-batch without a trained token has none"),
+        logged("optim/skipped_steps", OWN, "count", "of these, skipped because the gradient was not finite"),
+        logged("sync/bytes", OWN, "bytes", "moved by the weight sync, over all learners and engines"),
+        logged("val/num_step_tokens", OI, "tokens", "in the step's packs, padding included; Open Instruct counts each prompt once and no padding"),
+        not_yet("val/num_total_tokens", OI, _RUNNING),
+        not_yet("num_tokens", TRL, _RUNNING),
+        left_out("_token_count", OI, "internal there: the weight of a rank's averages"),
+    ),
+    "Rewards": (
+        logged("scores", OI, "reward", "mean reward of the groups trained on"),
+        alias("objective/scores", OLD, "scores"),
+        alias("objective/scores_mean", OLD, "scores"),
+        logged("reward", TRL, "reward", "mean reward of every completion sampled, also in groups that a filter left out: does not rise because a filter does its work"),
+        logged("reward_std", TRL, "reward", "standard deviation (n - 1) of a group's rewards, mean over all sampled groups with two scores or more; TRL's later versions: of all rewards together, with scale_rewards=batch"),
+        alias("objective/reward_std", OLD, "reward_std"),
+        logged("frac_reward_zero_std", TRL, "share", "of these groups, those whose rewards are equal up to rounding"),
+        left_out("objective/rlhf_reward", OLD, "scores - beta x KL; both are logged: scores, loss/kl_avg"),
+        alias("objective/non_score_reward", OLD, "loss/kl_avg", f"-beta x KL; {_SUM}"),
+        logged("objective/verifiable_reward", OI, "reward", "verification_reward x sum of the row's verifiers, before format and stop rules"),
+        logged("objective/verifiable_correct_rate", OI, "share", "completions for which that is above 0; objective/correct_reward is the strict one"),
+        logged("objective/{verifier}_reward", OI, "score", "mean of what the verifier, or the user's reward function, itself gave; Open Instruct: times verification_reward"),
+        logged("objective/{verifier}_correct_rate", OI, "share", "of the completions it scored, those with a score above 0"),
+        logged("objective/{verifier}_error_rate", OWN, "share", "of all completions sampled for it, those it could not score; not counted as wrong"),
+        logged("objective/correct_reward", OWN, "share", "completions whose verifiers all gave the full score, whatever format and stop rules say"),
+        logged("objective/format_reward", OWN, "share", "completions in the R1 format, when it is asked for"),
+        logged("objective/overlong_reward", OWN, "reward", "mean of what a completion's length costs, with overlong_cache_length"),
+        logged("val/format_scores", OI, "reward", "mean of r1_style_format_reward x (in the format)"),
+        alias("rewards/{verifier}/mean", TRL, "objective/{verifier}_reward"),
+        logged("rewards/{verifier}/std", TRL, "score", "standard deviation (n - 1) of what the verifier or reward function gave"),
+        logged("val/no_score_rate", OWN, "share", "of all completions sampled, those without a score; they train nothing"),
+        logged("unsolved_batch_size_ratio", OI, "share", "of the scored completions, those whose reward, what its length costs apart, is below the highest possible one of its row: more with several verifiers"),
+    ),
+    "Lengths": (
+        logged("val/sequence_lengths", OI, "tokens", "mean length of the completions trained on"),
+        logged("val/sequence_lengths_min", OI, "tokens", "shortest of them"),
+        logged("val/sequence_lengths_max", OI, "tokens", "longest of them"),
+        logged("val/sequence_lengths_solved", OI, "tokens", "mean length of those with the highest possible reward; null, not 0, without any"),
+        logged("val/sequence_lengths_unsolved", OI, "tokens", "mean length of the other scored ones; Open Instruct: of those with reward 0"),
+        logged("val/sequence_lengths_solved_hist", OI, "lengths", "their lengths"),
+        logged("val/sequence_lengths_unsolved_hist", OI, "lengths", "their lengths"),
+        logged("val/stop_rate", OI, "share", "completions trained on that ended by themselves"),
+        alias("val/stop_token_rate", OLD, "val/stop_rate"),
+        alias("val/num_stop_token_ids", OLD, "val/stop_rate", "a count there"),
+        logged("batch/prompt_lengths", OI, "lengths", "of the prompts trained on"),
+        logged("batch/response_lengths", OI, "lengths", "of the completions trained on"),
+        logged("completions/mean_length", TRL, "tokens", "mean length of every completion sampled, also in groups that a filter left out"),
+        logged("completions/min_length", TRL, "tokens", "shortest of them"),
+        logged("completions/max_length", TRL, "tokens", "longest of them"),
+        logged("completions/mean_terminated_length", TRL, "tokens", "mean length of those that ended by themselves; null, not 0, without any"),
+        logged("completions/min_terminated_length", TRL, "tokens", "shortest of those"),
+        logged("completions/max_terminated_length", TRL, "tokens", "longest of those"),
+        logged("completions/clipped_ratio", TRL, "share", "of every completion sampled, those that did not end by themselves"),
+    ),
+    "Batch": (
+        logged("real_batch_size_ratio", OI, "share", "completions with a trained token / (prompts x samples) of a full step"),
+        alias("other/real_batch_size_ratio", OLD, "real_batch_size_ratio"),
+        logged("packed_ratio", OI, "1", "packs that hold a completion / completions"),
+        alias("other/packed_ratio", OLD, "packed_ratio"),
+        logged("val/total_reward_groups", OI, "count", "groups with a trained token"),
+        logged("val/advantages_mean", OI, "1", "mean advantage of the completions with a trained token"),
+        logged("val/advantages_min", OI, "1", "the lowest"),
+        logged("val/advantages_max", OI, "1", "the highest"),
+        logged("val/advantages_hist", OI, "advantages", "all of them"),
+        logged("batch/total_prompts", OI, "count", "groups trained on"),
+        logged("batch/filtered_prompts", OI, "count", "groups sampled and left out because their rewards are equal"),
+        logged("batch/filtered_prompts_zero", OI, "count", "of these, with reward 0"),
+        logged("batch/filtered_prompts_solved", OI, "count", "of these, with the highest possible reward"),
+        logged("batch/filtered_prompts_nonzero", OI, "count", "of these, with another reward"),
+        logged("batch/filtered_prompts_unscored", OWN, "count", "of these, without any score"),
+        logged("batch/filtered_prompts_pct", OI, "share", "groups left out / groups sampled"),
+        logged("batch/no_resampled_prompts", OI, "count", "prompts that this step's results exclude for good (no_resampling_pass_rate)"),
+        logged("batch/percent_solved_mean", OI, "share", "mean reward of a group / its highest possible one, mean over the groups trained on"),
+        logged("batch/percent_solved_hist", OI, "rates", "that share of each group"),
+        alias("val/solve_rate_hist", OI, "batch/percent_solved_hist"),
+        logged("batch/padding_frac", OWN, "share", "of the tokens in the packs, those that fill up"),
+        logged("batch/lost_token_frac", OWN, "share", "of the response tokens, those in no pack: must be 0"),
+        logged("model_step_mean", OI, "version", "of the weights that sampled, mean over the tokens trained on"),
+        logged("model_step_min", OI, "version", "the oldest"),
+        logged("model_step_max", OI, "version", "the newest"),
+        logged("num_steps_off_policy", OI, "version", "version that the step's first update starts from - model_step_mean"),
+        logged("stale_results_dropped", OI, "count", "groups too old to train on; 0 while sampling and training take turns"),
+        not_yet("batch/per_group_generation_times", OI, _PER_GROUP),
+    ),
+    "Loss": (
+        logged("loss/policy_avg", OI, "1", "policy term a trained token"),
+        alias("objective/loss", OLD, "loss/policy_avg"),
+        alias("policy_loss", TRL, "loss/policy_avg"),
+        logged("loss/kl_avg", OI, "1", "beta x KL estimate a trained token"),
+        logged("loss/total_avg", OI, "1", "the sum of both; Open Instruct's is scaled by the number of ranks"),
+        logged("policy/approxkl_avg", OLD, "nats", "(logprob - old logprob)^2 / 2"),
+        logged("policy/clipfrac_avg", OI, "share", "trained tokens whose loss the clip holds"),
+        alias("clip_ratio", TRL, "policy/clipfrac_avg"),
+        alias("clip_ratio/region_mean", TRL, "policy/clipfrac_avg"),
+        alias("cispo_clip_ratio", TRL, "policy/clipfrac_avg", "policy_loss=cispo"),
+        logged("clip_ratio/low_mean", TRL, "share", "those held at the lower bound"),
+        logged("clip_ratio/high_mean", TRL, "share", "those held at the upper bound"),
+        left_out("clip_ratio/low_min", TRL, _EXTREME),
+        left_out("clip_ratio/high_max", TRL, _EXTREME),
+        logged("policy/bounded_frac", OWN, "share", "trained tokens whose loss delta or dual_clip bounds"),
+        logged("val/policy_term_drop_frac", OWN, "share", "trained tokens whose policy term a mask of whole completions or of entropy drops"),
+        logged("val/ratio", OI, "1", "exp(logprob - old logprob), or the completion's under a sequence level"),
+        alias("ratio", TRL, "val/ratio"),
+        logged("val/ratio_var", OI, "1", "its variance over the trained tokens"),
+        logged("policy/entropy_avg", OI, "nats", "entropy of the distribution that a token is drawn from, at the sampling temperature"),
+        alias("objective/entropy", OLD, "policy/entropy_avg", f"-log probability of the sampled tokens; {_SUM}"),
+        alias("entropy", TRL, "policy/entropy_avg"),
+        not_yet("entropy_coef", TRL, "the weight of the entropy bonus is not reported"),
+        not_yet("vespo/phi_seq_mean", TRL, "the loss does not report the gate's value"),
+        not_yet("aux_loss", TRL, "there are no experts to balance"),
+        logged("objective/kl0_avg", OI, "nats", "d = logprob - reference logprob"),
+        logged("objective/kl1_avg", OI, "nats", "d^2 / 2"),
+        logged("objective/kl2_avg", OI, "nats", "exp(-d) - 1 + d"),
+        logged("objective/kl3_avg", OI, "nats", "ratio x d"),
+        alias("objective/kl", OLD, "objective/kl0_avg", _SUM),
+        alias("objective/kl2", OLD, "objective/kl1_avg", _SUM),
+        alias("objective/kl3", OLD, "objective/kl2_avg", _SUM),
+        alias("kl", TRL, "objective/kl2_avg"),
+    ),
+    "Engine and trainer": (
+        logged("debug/vllm_vs_local_logprob_diff_mean", OI, "nats", "|old logprob - the engine's|"),
+        logged("debug/vllm_vs_local_logprob_diff_std", OI, "nats", "its standard deviation over the trained tokens"),
+        logged("debug/vllm_vs_local_logprob_diff_max", OI, "nats", "its largest value"),
+        logged("debug/vllm_local_reverse_kl", OI, "nats", "the engine's logprob - logprob: an unbiased estimate of KL(engine, policy); Open Instruct weighs it once more by the probability, which makes it none"),
+        logged("debug/vllm_vs_local_ratio_tail_frac", OWN, "share", "tokens whose probabilities differ by more than a tenth: exp(old logprob - the engine's) outside [0.9, 1.1]"),
+        alias("sampling/sampling_logp_difference/mean", TRL, "debug/vllm_vs_local_logprob_diff_mean"),
+        alias("sampling/sampling_logp_difference/max", TRL, "debug/vllm_vs_local_logprob_diff_max"),
+        logged("val/rho_weight", OI, "1", "weight of the policy term, 0 where it is dropped"),
+        alias("sampling/importance_sampling_ratio/mean", TRL, "val/rho_weight"),
+        not_yet("sampling/importance_sampling_ratio/min", TRL, "the loss reports sums only"),
+        not_yet("sampling/importance_sampling_ratio/max", TRL, "the loss reports sums only"),
+        logged("val/rho_clipfrac", OI, "share", "tokens whose weight a bound holds"),
+        logged("val/rho_drop_frac", OI, "share", "tokens that a mask bound drops"),
+        logged("val/rho_drop_low_frac", OI, "share", "below the lower one"),
+        logged("val/rho_drop_high_frac", OI, "share", "above the upper one"),
+        not_yet("val/rho_hist", OI, "the loss reports sums only"),
+    ),
+    "Time": (
+        logged("time/total", OI, "s", "the whole step"),
+        alias("step_time", TRL, "time/total"),
+        logged("time/generate", OWN, "s", "the engines at work"),
+        logged("time/score", OWN, "s", "verifiers or reward functions"),
+        logged("time/train", OWN, "s", "packing, forward, backward and updates"),
+        alias("time/training", OI, "time/train"),
+        logged("time/sync", OWN, "s", "weights into the engines"),
+        alias("time/weight_sync", OI, "time/sync"),
+        alias("weight_sync_time_s", TRL, "time/sync"),
+        logged("time/eval", OWN, "s", "the engines at work on held-out prompts"),
+        *(not_yet(f"time/weight_sync_{which}", OI, "the sync of all engines is timed as one") for which in ("mean", "min", "max", "median")),
+        not_yet("time/saving", OI, "exports are not timed"),
+        not_yet("time/health_check", OI, "there is no health check between steps"),
+        not_yet("time/trainer_waiting_for_data", OI, _ASYNC),
+        not_yet("time/generation_waiting_for_trainer", OI, _ASYNC),
+        *(not_yet(f"time/group_generation_{which}", OI, _PER_GROUP) for which in ("mean", "max", "min")),
+        not_yet("time/from_scratch", OLD, _RUNNING),
+        not_yet("forward_time_s", TRL, "forward and backward are timed as one"),
+        logged("learner_tokens_per_second_step", OI, "tokens/s", "response tokens trained on / time/total; Open Instruct: prompts too"),
+        alias("training_tok/s", TRL, "learner_tokens_per_second_step"),
+        not_yet("learner_tokens_per_second_overall", OI, _RUNNING),
+        logged("val/actor_tokens_per_second", OI, "tokens/s", "tokens of all prompts, each once, and completions sampled / time/generate"),
+        not_yet("train_seq_len", TRL, "val/num_step_tokens counts the packs together"),
+        not_yet("actor_mfu", OI, _FLOPS),
+        not_yet("actor_mbu", OI, _FLOPS),
+        not_yet("learner_mfu", OI, _FLOPS),
+    ),
+    "Evaluation": (
+        logged("eval/scores", OI, "reward", "mean reward"),
+        logged("eval/no_score_rate", OWN, "share", "completions without a score; they count as wrong"),
+        logged("eval/sequence_lengths", OI, "tokens", "mean length"),
+        logged("eval/sequence_lengths_min", OI, "tokens", "shortest completion"),
+        logged("eval/sequence_lengths_max", OI, "tokens", "longest completion"),
+        logged("eval/stop_rate", OI, "share", "completions that ended by themselves"),
+        logged("eval/pass_at_1", OI, "share", "correct completions of a prompt, mean over prompts. Correct: full score of each verifier and the highest possible reward"),
+        logged("eval/pass_at_{n}", OI, "share", "prompts with a correct one among their n completions"),
+        logged("eval/pass_at_{k}_unbiased", OI, "share", "1 - C(n - c, k) / C(n, k) with c correct of n, mean over prompts; k = 1, 2, 4 ... up to n"),
+        logged("eval/objective/verifiable_reward", OI, "reward", "as objective/verifiable_reward"),
+        logged("eval/objective/verifiable_correct_rate", OI, "share", "as objective/verifiable_correct_rate"),
+        logged("eval/objective/{verifier}_reward", OI, "score", "as objective/{verifier}_reward"),
+        logged("eval/objective/{verifier}_correct_rate", OI, "share", "as objective/{verifier}_correct_rate"),
+        logged("eval/objective/{verifier}_error_rate", OWN, "share", "as objective/{verifier}_error_rate"),
+        logged("eval/rewards/{verifier}/std", TRL, "score", "as rewards/{verifier}/std"),
+        logged("eval/val/format_scores", OI, "reward", "as val/format_scores"),
+        logged("eval/actor_tokens_per_second", OI, "tokens/s", "as val/actor_tokens_per_second"),
+        not_yet("sample_completions", OI, "there is no table of samples"),
+    ),
+    "Tools, environments and rubrics": (
+        *(not_yet(f"tools/{{name}}/{what}", OI, _TOOLS) for what in ("avg_calls_per_rollout", "failure_rate", "avg_runtime")),
+        *(not_yet(f"tools/aggregate/{what}", OI, _TOOLS) for what in ("avg_calls_per_rollout", "failure_rate", "avg_runtime")),
+        not_yet("tools/call_frequency", TRL, _TOOLS),
+        not_yet("tools/failure_frequency", TRL, _TOOLS),
+        not_yet("env/{name}/{metric}", OI, _ENVIRONMENTS),
+        *(
+            not_yet(f"evolving_rubrics/{what}", OI, _RUBRICS)
+            for what in (
+                "num_new_rubrics", "num_active_rubrics", "valid_rate", "avg_gt_rubrics", "skipped", "num_overrides", "total_active",
+                "total_inactive", "total_persistent", "total_rubrics_in_use", "avg_evolving_reward", "std_evolving_reward",
+                "avg_persistent_reward", "std_persistent_reward", "example_rubrics_table",
+            )
+        ),
+    ),
+}
+# fmt: on
+
+INTRODUCTION = f"""# Metrics
+
+Written by `python -m mgrpo.telemetry.catalog > docs/metrics.md`; do not edit.
+
+A training step is one line of `metrics.jsonl`, an evaluation another, whose names begin with `eval/`. Names are Open Instruct's
+where it has one. Each quantity is logged once: look here for what a peer's name is called.
+
+| status | meaning |
+|---|---|
+| logged | in the file, where it applies: no KL without a reference, no `val/rho` without the correction, no verifier without rows |
+| alias | logged under the name given |
+| not yet | not measured so far, for the reason given |
+| left out | deliberately not logged, for the reason given |
+
+Averages of the loss are over trained tokens: sums and counts are added over micro-batches, mini-batches and ranks and divided
+once, so that no number depends on the layout. Rewards, lengths and batches are computed once, on rank 0. A completion without
+a score is in no mean of rewards. What cannot be measured is `null`. Clock readings have the unit s or tokens/s; everything else
+is the same when a run is repeated.
+
+Histograms are lists of counts, never more than 16:
+
+| unit | bins |
+|---|---|
+| lengths | {LENGTH_BINS}: [0, 2), [2, 4), [4, 8) ... doubling, the last [2^{LENGTH_BINS - 1}, inf) |
+| rates | {RATE_BINS}: nothing (0 or less), (0, 0.1), [0.1, 0.2) ... [0.9, 1), everything (1 or more) |
+| advantages | {2 * len(MAGNITUDES) + 3}: bounds {", ".join(f"{m:g}" for m in MAGNITUDES)} away from 0, negative ones first, exactly 0 in the middle |
+"""
+
+
+def find(name: str) -> Metric | None:
+    """The entry of a logged name, or of one in braces as it stands in the table; None for an unknown one."""
+    exact, patterns = _index()
+    return exact.get(name) or next((metric for pattern, metric in patterns if pattern.fullmatch(name)), None)
+
+
+def to_markdown() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for title, metrics in SECTIONS.items():
+        own = [metric for metric in metrics if metric.status == "logged"]
+        others = [metric for metric in metrics if metric.status != "logged"]
+        lines = [f"## {title}", ""]
+        if own:
+            rows = ((f"`{metric.name}`", metric.unit, metric.source, metric.meaning) for metric in own)
+            lines += [*_table(("logged", "unit", "name of", "meaning"), rows), ""]
+        if others:
+            rows = ((f"`{metric.name}`", metric.source, metric.status, _note(metric)) for metric in others)
+            lines += [*_table(("other name", "of", "status", "note"), rows), ""]
+        parts.append("\n".join(lines))
+    return "\n".join(parts)
+
+
+@cache
+def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
+    """Entries by name, and those in braces as patterns."""
+    metrics = [metric for section in SECTIONS.values() for metric in section]
+    return {metric.name: metric for metric in metrics}, [
+        (_pattern(metric.name), metric) for metric in metrics if "{" in metric.name
+    ]
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    numbers = ("{n}", "{k}")
+    pieces = re.split(r"(\{\w+\})", name)
+    return re.compile(
+        "".join(
+            (r"\d+" if piece in numbers else "[^/]+") if piece.startswith("{") else re.escape(piece) for piece in pieces
+        )
+    )
+
+
+def _note(metric: Metric) -> str:
+    return "; ".join(part for part in (metric.target and f"`{metric.target}`", metric.meaning) if part)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(to_markdown())
