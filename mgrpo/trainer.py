@@ -35,7 +35,7 @@ from mgrpo.layout import InferLayout
 from mgrpo.learning import Learner
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.parallel import backend
-from mgrpo.parallel.attention import shares_prompts
+from mgrpo.parallel.attention import shared_prompts_pay
 from mgrpo.parallel.broadcast import Action, Channel
 from mgrpo.policy.policy import StepResult
 from mgrpo.rollout.controller import Rollouts
@@ -83,10 +83,6 @@ class Trainer:
 
     def __init__(self, config: Config, head: Head | None) -> None:
         self.config, self.head = config, head
-        if config.parallel.shared_prompt_packing is True and not shares_prompts():
-            raise ValueError(
-                "shared_prompt_packing=on needs the padded attention of the CPU, which CUDA does not have; use auto or off"
-            )
         self.channel = Channel(timeout_s=PATIENCE_S)
         self.host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.experiment.backend_timeout))
         self.layout = layout_of(config, dist.get_world_size())
@@ -185,6 +181,9 @@ class Trainer:
             reward_weights=self.head.reward_weights,
             mask_truncated=algorithm.mask_truncated_completions,
         )
+        share_prompts = parallel.shared_prompt_packing
+        if share_prompts == "auto" and not shared_prompts_pay():
+            share_prompts = False
         document_multiple, multiple = packing.multiples(
             context=self.layout.context, tensor=self.layout.tensor, sequence_parallel=self.layout.sequence_parallel
         )
@@ -198,7 +197,7 @@ class Trainer:
                 num_mini_batches=algorithm.num_mini_batches,
                 multiple_of=multiple,
                 document_multiple_of=document_multiple,
-                share_prompts=shares_prompts() and parallel.shared_prompt_packing,
+                share_prompts=share_prompts,
                 cost=packing.Cost.of_width(self.shape.hidden),
                 epoch=epoch,
                 seed=self.config.experiment.seed + self.version,

@@ -21,8 +21,12 @@ inline const float* floats(const OptionalTensor& x, const char* name, int64_t nu
   return x ? floats(*x, name, numel, like) : nullptr;
 }
 
-inline const int32_t* cu_seqlens_of(const Tensor& cu_seqlens, const Tensor& like) {
+inline int64_t num_seqs_of(const Tensor& cu_seqlens) {
   STD_TORCH_CHECK(cu_seqlens.numel() >= 1, "cu_seqlens must be [num_seqs + 1], got no element");
+  return cu_seqlens.numel() - 1;
+}
+
+inline const int32_t* cu_seqlens_of(const Tensor& cu_seqlens, const Tensor& like) {
   check_operand(cu_seqlens, "cu_seqlens", ScalarType::Int, cu_seqlens.numel(), like);
   return cu_seqlens.const_data_ptr<int32_t>();
 }
@@ -35,7 +39,7 @@ std::tuple<Tensor, Tensor, Tensor> policy_loss(
     const OptionalTensor& seq_log_rho_mask, int64_t surrogate, int64_t ratio_level, double clip_low, double clip_high,
     double delta, double dual_clip, double beta, int64_t kl_estimator, bool kl_bias_correction, bool use_rho,
     double rho_clamp_low, double rho_clamp_high, double rho_mask_low, double rho_mask_high) {
-  const int64_t n = logprobs.numel(), num_seqs = cu_seqlens.numel() - 1;
+  const int64_t n = logprobs.numel(), num_seqs = num_seqs_of(cu_seqlens);
   STD_TORCH_CHECK(surrogate >= 0 && surrogate <= 2, "surrogate=", surrogate, " is outside [0, 2]");
   STD_TORCH_CHECK(ratio_level >= 0 && ratio_level <= 2, "ratio_level=", ratio_level, " is outside [0, 2]");
   STD_TORCH_CHECK(kl_estimator >= 0 && kl_estimator <= 3, "kl_estimator=", kl_estimator, " is outside [0, 3]");
@@ -82,7 +86,7 @@ std::tuple<Tensor, Tensor, Tensor> policy_loss(
 
 template <auto kRun>
 Tensor segment_sums(const Tensor& x, const Tensor& weights, const Tensor& cu_seqlens) {
-  const int64_t n = x.numel(), num_seqs = cu_seqlens.numel() - 1;
+  const int64_t n = x.numel(), num_seqs = num_seqs_of(cu_seqlens);
   Tensor out = torch::stable::new_empty(x, {2, num_seqs}, ScalarType::Float);
   SegmentSumsArgs args{};
   args.x = floats(x, "x", n, x);

@@ -194,9 +194,12 @@ MGRPO_HOST_DEVICE Dual kl_estimate(const PolicyConfig& config, Dual r, float log
     default:
       kl = {r.value * x, slope * r.value + x * r.d_token, x * r.d_seq};
   }
-  if (config.kl_bias_correction)
-    kl = {kl.value * r.value, kl.d_token * r.value + kl.value * r.d_token, kl.d_seq * r.value + kl.value * r.d_seq};
-  return kl;
+  if (!config.kl_bias_correction) return kl;
+  // Where the ratio is the token's own, the e^-d of the two terms cancel and leave d r, of which fp32 keeps nothing
+  // when e^-d is large: they are taken together.
+  const float d_token = config.kl_estimator == 2 ? e * (r.d_token - slope * r.value) + x * r.d_token
+                                                 : kl.d_token * r.value + kl.value * r.d_token;
+  return {kl.value * r.value, d_token, kl.d_seq * r.value + kl.value * r.d_seq};
 }
 
 // The weighted loss of token i in sequence s, for tokens whose weight is not 0. `sums` is set to 0 by the caller and

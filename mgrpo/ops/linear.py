@@ -142,12 +142,13 @@ def _chunks(hidden: Tensor, weight: Tensor, valid_cols: int, logits_chunk: int) 
 
     A rank that holds only padding has one chunk without columns: it must meet the others at the gather.
     """
-    width = min(logits_chunk, max(valid_cols, 1))
-    buffer = hidden.new_empty(hidden.shape[0], width)
+    n, width = hidden.shape[0], min(logits_chunk, max(valid_cols, 1))
+    # Flat, so that the last chunk's logits are contiguous, too: torch.compile takes no other `out`.
+    buffer = hidden.new_empty(n * width)
     for start in range(0, max(valid_cols, 1), width):
         columns = slice(start, min(start + width, valid_cols))
-        logits = buffer[:, : columns.stop - columns.start]
-        yield columns, torch.mm(hidden, weight[columns].t(), out=logits)
+        cols = columns.stop - columns.start
+        yield columns, torch.mm(hidden, weight[columns].t(), out=buffer[: n * cols].view(n, cols))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -70,8 +70,8 @@ def policy_loss(
     """
     tensors = (ref_logprobs, rollout_logprobs, advantages, weights, keep, cu_seqlens)
     settings = (
-        SURROGATES.index(surrogate),
-        RATIO_LEVELS.index(ratio_level),
+        _code("surrogate", surrogate, SURROGATES),
+        _code("ratio_level", ratio_level, RATIO_LEVELS),
         clip_low,
         clip_high,
         delta or 0.0,
@@ -86,6 +86,12 @@ def policy_loss(
         settings += sapo_temperatures
     contiguous = [None if x is None else x.contiguous() for x in (*tensors, seq_log_rho, seq_log_rho_mask)]
     return _PolicyLoss.apply(logprobs, seq_log_ratio, old_logprobs.contiguous(), *contiguous, settings)
+
+
+def _code(argument: str, name: str, names: tuple[str, ...]) -> int:
+    if name not in names:
+        raise ValueError(f"{argument}={name!r} is unknown; choose one of {', '.join(names)}")
+    return names.index(name)
 
 
 class _PolicyLoss(torch.autograd.Function):
@@ -167,7 +173,7 @@ class _SegmentMean(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         weights, cu_seqlens, weight = ctx.saved_tensors
         if ctx.group is not None and ctx.group.size() > 1:
-            g = g.contiguous()
+            g = g.clone(memory_format=torch.contiguous_format)  # autograd may have given it to others, too
             torch.distributed.all_reduce(g, group=ctx.group)
         return (
             weights * per_token(torch.where(weight != 0, g / weight, 0.0), cu_seqlens, len(weights)),

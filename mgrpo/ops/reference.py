@@ -219,7 +219,7 @@ def policy_loss(
         ).requires_grad_()
         x = known(leaf)
         a = known(advantages if len(advantages) == n else advantages[segment])
-        log_ratio = known(leaf - old) if ratio_level == 0 else seq_leaf[segment]
+        log_ratio = known(leaf - old if ratio_level == 0 else seq_leaf[segment])
         ratio = log_ratio.clamp(-40, 40).exp()
         if ratio_level == 2:
             ratio = ratio.detach() * (x - x.detach()).exp()

@@ -3,7 +3,7 @@
 A pack is `thd`: documents end to end, hidden states `[tokens, 1, hidden]`. On CPU all documents of a pack go through one
 padded call of scaled_dot_product_attention (a loop over documents made a training step 2.6 times slower); on CUDA
 through torch's variable-length flash attention. Documents with branches (completions that share their prompt) need a
-mask, which only the padded call takes.
+mask: a dense one in the padded call, a block mask and FlexAttention on CUDA.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from mgrpo.parallel import backend
 
@@ -32,10 +33,12 @@ class PackedDocuments(PackedSeqParams):
     """`[tokens]` int64: place of each token in the padded `[documents * max_seqlen]`."""
     mask: torch.Tensor | None = None
     """`[documents, 1, max_seqlen, max_seqlen]` bool when a document has branches, else None (plain causal)."""
+    block_mask: BlockMask | None = None
+    """On CUDA in place of `mask`, over the tokens of the pack."""
 
 
-def shares_prompts() -> bool:
-    """Whether attention on this machine can handle documents with branches."""
+def shared_prompts_pay() -> bool:
+    """Whether documents with branches are known to be cheaper on this machine: on CUDA nobody has measured it."""
     return not backend.has_cuda()
 
 
@@ -56,13 +59,11 @@ def describe(cu_seqlens: np.ndarray, positions: np.ndarray, branches: np.ndarray
     whole = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
     document = np.repeat(np.arange(num_documents), lengths)
     padded_rows = document * longest + np.arange(num_tokens) - cu_seqlens[:-1][document]
-    mask = None
-    if branches.any():
-        if not shares_prompts():
-            raise ValueError(
-                "documents with shared prompts need the padded attention of the CPU; use shared_prompt_packing=off on CUDA"
-            )
-        mask = torch.from_numpy(_branch_mask(padded_rows, branches, num_documents, longest)).to(device)
+    mask = block_mask = None
+    if branches.any() and device.type == "cuda":
+        block_mask = branch_block_mask(document, branches, device)
+    elif branches.any():
+        mask = torch.from_numpy(_branch_mask(padded_rows, branches, num_documents, longest))
     return PackedDocuments(
         qkv_format="thd",
         cu_seqlens_q=cu,
@@ -74,7 +75,20 @@ def describe(cu_seqlens: np.ndarray, positions: np.ndarray, branches: np.ndarray
         positions=torch.from_numpy(positions.astype(np.int64)).to(device),
         padded_rows=torch.from_numpy(padded_rows.astype(np.int64)).to(device),
         mask=mask,
+        block_mask=block_mask,
     )
+
+
+def branch_block_mask(document: np.ndarray, branches: np.ndarray, device: torch.device) -> BlockMask:
+    """What `_branch_mask` says, for FlexAttention: `document` and `branches` are `[tokens]`."""
+    documents = torch.from_numpy(document.astype(np.int32)).to(device)
+    places = torch.from_numpy(branches.astype(np.int32)).to(device)
+
+    def sees(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        is_ancestor = (places[column] == 0) | (places[column] == places[row])
+        return (column <= row) & (documents[column] == documents[row]) & is_ancestor
+
+    return create_block_mask(sees, None, None, len(document), len(document), device=device)
 
 
 def _branch_mask(padded_rows: np.ndarray, branches: np.ndarray, num_documents: int, longest: int) -> np.ndarray:
@@ -106,7 +120,10 @@ class PackedAttention(MegatronModule):
         **kwargs: Any,
     ) -> torch.Tensor:
         """query `[tokens, heads/tp, dim]`, key and value `[tokens, kv_heads/tp, dim]` -> `[tokens, heads/tp * dim]`."""
-        attend = self._flash if query.is_cuda else self._padded
+        if packed_seq_params.block_mask is not None:
+            attend = self._flex
+        else:
+            attend = self._flash if query.is_cuda else self._padded
         return attend(query, key, value, packed_seq_params).flatten(1)
 
     def _padded(
@@ -146,6 +163,17 @@ class PackedAttention(MegatronModule):
             window_size=(-1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+    def _flex(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments) -> torch.Tensor:
+        # Uncompiled it computes the same with all scores in memory, which is what a test on the CPU does.
+        attend = torch.compile(flex_attention, dynamic=True) if query.is_cuda else flex_attention
+        out = attend(
+            *(x.transpose(0, 1)[None] for x in (query, key, value)),
+            block_mask=pack.block_mask,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out[0].transpose(0, 1)
 
 
 class PackedRotary(RotaryEmbedding):

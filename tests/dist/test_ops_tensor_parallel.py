@@ -25,10 +25,11 @@ def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
 
 
 def score_shard(dtype: str, shard_cols: list[int], inplace: bool) -> dict:
-    """This rank's results on its own columns."""
+    """This rank's results on its own columns, of which those that pad the vocabulary hold NaN."""
     rank = dist.get_rank()
     start = sum(shard_cols[:rank])
     logits, rows, targets = inputs(getattr(torch, dtype))
+    logits[:, VOCAB:] = torch.nan
     shard = logits[:, start : start + shard_cols[rank]].clone().requires_grad_()
     arguments = {
         "vocab_start": start,
@@ -51,7 +52,12 @@ def score_shard(dtype: str, shard_cols: list[int], inplace: bool) -> dict:
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 4e-3)])
-@pytest.mark.parametrize("shard_cols", [[256, 256], [509, 3], [100, 412]])
+@pytest.mark.parametrize(
+    "shard_cols",
+    # Halves, one of padding only, uneven; the same on four ranks.
+    [[256, 256], [509, 3], [100, 412], [128] * 4, [200, 300, 9, 3], [1, 300, 7, 204]],
+    ids=str,
+)
 def test_sharded_vocabulary_equals_the_whole(
     run_ranks, dtype: str, tolerance: float, shard_cols: list[int], inplace: bool
 ) -> None:
@@ -60,11 +66,19 @@ def test_sharded_vocabulary_equals_the_whole(
     whole = logits.double().requires_grad_()
     expected = reference.token_logprobs(whole, targets, rows=rows, temperature=TEMPERATURE, valid_cols=VOCAB)
     loss_of(*expected).backward()
+    alone = logits.clone().requires_grad_()
+    arguments = {"rows": rows, "temperature": TEMPERATURE, "valid_cols": VOCAB, "with_entropy": True}
+    on_one_rank = token_logprobs(alone, targets, **arguments)
+    loss_of(*on_one_rank).backward()
 
-    first, second = run_ranks(2, score_shard, dtype=dtype, shard_cols=shard_cols, inplace=inplace)
-    assert first["empty"] == second["empty"] == 0
-    for name, values in zip(("logprobs", "entropy"), expected, strict=True):
-        assert first[name].tobytes() == second[name].tobytes()
-        torch.testing.assert_close(torch.from_numpy(first[name]).double(), values, rtol=1e-6, atol=1e-6)
-    grad = torch.cat([torch.from_numpy(first["grad"]), torch.from_numpy(second["grad"])], 1).double()
-    torch.testing.assert_close(grad, whole.grad, rtol=tolerance, atol=2e-6)
+    ranks = run_ranks(len(shard_cols), score_shard, dtype=dtype, shard_cols=shard_cols, inplace=inplace)
+    assert all(rank["empty"] == 0 for rank in ranks)
+    for i, name in enumerate(("logprobs", "entropy")):
+        assert len({rank[name].tobytes() for rank in ranks}) == 1
+        got = torch.from_numpy(ranks[0][name])
+        torch.testing.assert_close(got.double(), expected[i], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got, on_one_rank[i].detach(), rtol=1e-6, atol=1e-6)
+    grad = torch.cat([torch.from_numpy(rank["grad"]) for rank in ranks], 1)
+    torch.testing.assert_close(grad.double(), whole.grad, rtol=tolerance, atol=2e-6)
+    torch.testing.assert_close(grad, alone.grad.float(), rtol=2 * tolerance, atol=2e-6)
+    assert grad[:, VOCAB:].count_nonzero() == 0

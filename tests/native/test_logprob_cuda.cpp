@@ -1,53 +1,17 @@
 // The CUDA kernels against the CPU kernels on the same inputs. Exit code 77 (skipped) without a CUDA device.
-#include <cuda_runtime_api.h>
-
-#include <algorithm>
-#include <cstdlib>
-
 #include "check.h"
 #include "core/logprob_cpu.h"
 #include "core/logprob_cuda.h"
+#include "device.h"
 #include "oracle.h"
 
 namespace {
 
 using namespace mgrpo;
 
-void require(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  std::printf("CUDA: %s\n", cudaGetErrorString(error));
-  std::exit(1);
-}
-
-// A vector on the device, `offset` elements into its allocation so that rows need not start on a 16-byte boundary.
-template <class T>
-class OnDevice {
- public:
-  explicit OnDevice(const std::vector<T>& host, int64_t offset = 0) : size_(host.size()), offset_(offset) {
-    require(cudaMalloc(&base_, (host.size() + offset + 1) * sizeof(T)));
-    require(cudaMemcpy(data(), host.data(), size_ * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  ~OnDevice() { cudaFree(base_); }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
-  T* data() { return static_cast<T*>(base_) + offset_; }
-  std::vector<T> host() {
-    std::vector<T> copy(size_);
-    require(cudaMemcpy(copy.data(), data(), size_ * sizeof(T), cudaMemcpyDeviceToHost));
-    return copy;
-  }
-
- private:
-  void* base_ = nullptr;
-  size_t size_;
-  int64_t offset_;
-};
-
 void expect_close(const std::vector<float>& got, const std::vector<float>& want, const char* what, int64_t width) {
   for (size_t i = 0; i < want.size(); ++i) {
-    const bool equal = got[i] == want[i] || std::fabs(got[i] - want[i]) <= 1e-5f * (1.f + std::fabs(want[i]));
-    EXPECT(equal, "%s[%zu] of width %ld: %g and %g", what, i, width, got[i], want[i]);
+    EXPECT(is_close(got[i], want[i], 1e-5), "%s[%zu] of width %ld: %g and %g", what, i, width, got[i], want[i]);
   }
 }
 
@@ -134,11 +98,7 @@ void check_width(int64_t valid, int64_t padding, int64_t offset, bool with_entro
 }  // namespace
 
 int main() {
-  int devices = 0;
-  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-    std::printf("skipped: no CUDA device\n");
-    return 77;
-  }
+  if (!has_device()) return kSkipped;
   for (int64_t width : {1, 7, 1023, 4096, 32001, 50000}) {
     for (int64_t offset : {0, 1, 3}) {
       for (bool with_entropy : {false, true}) {

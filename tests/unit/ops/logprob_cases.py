@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,3 +65,30 @@ def make_case(
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """Largest error, absolute below 1 and relative above."""
     return float(((got.double() - expected).abs() / expected.abs().clamp(min=1)).max()) if expected.numel() else 0.0
+
+
+def check_distant_rows(ops: Any, make_rows: Callable[[], Tensor]) -> None:
+    """The raw ops on two rows that are more than 2^31 elements apart, against the same two side by side, to the bit.
+
+    make_rows gives such rows, `[2, cols]`, in new memory.
+    """
+    x, out = make_rows(), make_rows()
+    near = torch.randn(x.shape, device=x.device).mul(4).to(x.dtype)
+    x.copy_(near)
+    valid = x.shape[1] - 3
+    targets = torch.tensor([valid - 1, 3], device=x.device)
+    inv_temp, g_logprob, g_entropy = torch.tensor([[1.0, 1.5], [1.0, -2.0], [0.5, 0.25]], device=x.device).unbind(0)
+    for rows in (None, torch.tensor([1, 0], device=x.device)):
+        stats, expected = (ops.logprob_stats(y, targets, rows, 0, valid, inv_temp, True) for y in (x, near))
+        assert torch.equal(stats, expected)
+    merged = ops.logprob_merge(ops.logprob_stats(near, targets, None, 0, valid, inv_temp, True)[None], inv_temp)[2]
+    rest = (targets, None, 0, valid, inv_temp, merged, g_logprob, g_entropy)
+    expected = torch.full_like(near, torch.nan)
+    ops.logprob_grad_out(near, expected, *rest)
+    assert expected.count_nonzero(1).min() > valid // 2
+
+    out.fill_(torch.nan)
+    ops.logprob_grad_out(x, out, *rest)
+    assert torch.equal(out, expected) and torch.equal(x, near)
+    ops.logprob_grad_(x, *rest)
+    assert torch.equal(x, expected)

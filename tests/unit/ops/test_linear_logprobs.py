@@ -207,6 +207,24 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_graph_equals_eager(compiled: None, dtype: torch.dtype) -> None:
+    """The head must not break a compiled loss into pieces."""
+    case = make_case(dtype=dtype)
+    eager = run(case, logits_chunk=50)
+    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    call = torch.compile(
+        lambda h, w: linear_logprobs(h, w, case.targets, **case.arguments, with_entropy=True, logits_chunk=50),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    logprobs, entropy = call(hidden, weight)
+    case.loss(logprobs, entropy).backward()
+    for got, expected in zip((logprobs, entropy, hidden.grad, weight.grad), eager, strict=True):
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_logits_never_exist(dtype: torch.dtype) -> None:
     """The memory plan counts on it: one hidden tensor of logits' size, and a large vocabulary is out of memory."""

@@ -1,44 +1,62 @@
-"""The CUDA kernels through token_logprobs. tests/native compares them with the CPU kernels width by width."""
+"""The CUDA kernels through the Python ops. tests/native compares them with the CPU kernels shape by shape."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
+import itertools
+from collections.abc import Callable
 
+import policy_loss_cases
 import pytest
 import torch
-from logprob_cases import Case, make_case, relative_error
+from logprob_cases import Case, check_distant_rows, make_case, relative_error
+from policy_loss_cases import all_settings, check_close, chosen, make_operands, to
+from torch import Tensor
 
 import mgrpo.ops
+from mgrpo.ops import linear_logprobs, policy_loss, reference, segment_mean, segment_sums
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(not mgrpo.ops.build_info()["cuda_archs"], reason="mgrpo._C was built without CUDA kernels"),
 ]
+LEVELS = ("token", "sequence", "sequence_token")
+SETTINGS = {"beta": 0.1, "kl_estimator": 3, "delta": 1.6, "use_rho": True, "by_sequence": True}
 
 
-def run(case: Case, *, inplace: bool) -> tuple[torch.Tensor, ...]:
-    """Logprobs, entropy and gradient, computed on the GPU on a stream of its own."""
-    moved = {
-        field.name: value.cuda() if isinstance(value := getattr(case, field.name), torch.Tensor) else value
-        for field in dataclasses.fields(case)
-    }
-    case = Case(**moved)
+def on_own_stream(call: Callable) -> tuple[Tensor, ...]:
+    """What call gives when it runs on a stream of its own, on the CPU."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
+        results = call()
+    stream.synchronize()
+    return tuple(x.detach().cpu() for x in results)
+
+
+def run(case: Case, *, inplace: bool) -> tuple[Tensor, ...]:
+    """Logprobs, entropy and gradient, computed on the GPU."""
+    moved = {
+        field.name: value.cuda() if isinstance(value := getattr(case, field.name), Tensor) else value
+        for field in dataclasses.fields(case)
+    }
+    case = Case(**moved)
+
+    def call() -> tuple[Tensor, ...]:
         leaf = case.logits.clone().requires_grad_()
         logprobs, entropy = mgrpo.ops.token_logprobs(
             leaf * 1, case.targets, **case.arguments, with_entropy=True, inplace=inplace
         )
-        (grad,) = torch.autograd.grad(case.loss(logprobs, entropy), leaf)
-    stream.synchronize()
-    return logprobs.detach().cpu(), entropy.detach().cpu(), grad.cpu()
+        return logprobs, entropy, *torch.autograd.grad(case.loss(logprobs, entropy), leaf)
+
+    return on_own_stream(call)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("cols", [1, 1003, 32000, 50001])
-@pytest.mark.parametrize(("scale", "offset"), [(4.0, 0.0), (60.0, -500.0)])
+@pytest.mark.parametrize(("scale", "offset"), [(4.0, 0.0), (60.0, -500.0), (1e4, 0.0)])
 def test_cuda_equals_float64(dtype: torch.dtype, tolerance: float, cols: int, scale: float, offset: float) -> None:
     """The kernels that train are these; and in place, repeated, they must give the same bits."""
     case = make_case(cols=cols, dtype=dtype, scale=scale, offset=offset)
@@ -48,3 +66,173 @@ def test_cuda_equals_float64(dtype: torch.dtype, tolerance: float, cols: int, sc
     for again in (run(case, inplace=False), run(case, inplace=True)):
         for got, expected in zip(again, results, strict=True):
             assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_may_lie_beyond_32_bit_offsets(dtype: torch.dtype) -> None:
+    """16k tokens of a 152k vocabulary are 2.5e9 logits: a 32-bit row offset would wrap to somebody else's memory."""
+    cols, row_stride = 32003, 2**31 + 5
+    needed = 2 * (row_stride + cols) * dtype.itemsize
+    gc.collect()
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < needed + 2**30:
+        pytest.skip(f"needs {needed / 2**30:.0f} GiB of free GPU memory")
+
+    def rows() -> Tensor:
+        flat = torch.empty(row_stride + cols, dtype=dtype, device="cuda")
+        return flat.as_strided((2, cols), (row_stride, 1))
+
+    check_distant_rows(torch.ops.mgrpo, rows)
+
+
+@pytest.mark.parametrize("ratio_level", LEVELS)
+@pytest.mark.parametrize("surrogate", ["ppo_clip", "cispo", "reinforce"])
+def test_policy_loss_on_cuda_equals_float64(surrogate: str, ratio_level: str) -> None:
+    """One formula serves CPU and CUDA, but who adds up which tokens is the kernel's own."""
+    operands = make_operands((5, 0, 37, 255, 1, 8, 256, 257, 2000))  # a block is 256 threads
+    exact, on_gpu = to(operands, torch.float64), to(operands, "cuda")
+    combinations = [s for kl_estimator in range(4) for s in all_settings(surrogate, ratio_level, kl_estimator)]
+    for settings in combinations[::7]:  # 7 has no factor in common with how they repeat
+        expected = policy_loss_cases.run(exact, settings)
+        check_close(policy_loss_cases.run(on_gpu, settings), expected, settings, sums_tolerance=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 1), (1,)])
+def test_policy_loss_on_cuda_takes_empty_batches(lengths: tuple[int, ...]) -> None:
+    """A grid of no block is an error to CUDA, and a rank without tokens is not one to us."""
+    operands = to(make_operands(lengths, smooth=True), "cuda")
+    result = policy_loss_cases.run(operands, SETTINGS | {"ratio_level": "sequence"})
+    assert result.sums[:, 1].tolist() == [float(length) for length in lengths]
+    assert all(torch.isfinite(x).all() for x in (result.loss, result.grad, result.seq_grad))
+    sums = segment_sums(operands["logprobs"], operands["weights"], operands["cu_seqlens"])
+    assert sums.shape == (2, len(lengths)) and torch.isfinite(sums).all()
+
+
+@pytest.mark.parametrize("ratio_level", LEVELS)
+def test_a_sequence_on_cuda_does_not_depend_on_its_pack_or_on_the_run(ratio_level: str) -> None:
+    """Exact resume and packing in any order need the same bits; atomics would give others every time."""
+    lengths = (5, 0, 37, 300, 1, 8, *(torch.randperm(300) * 7 % 1500).tolist())
+    operands = to(make_operands(lengths), "cuda")
+    settings = SETTINGS | {"ratio_level": ratio_level}
+    whole = on_own_stream(lambda: policy_loss_cases.run(operands, settings))
+    for _ in range(3):
+        again = on_own_stream(lambda: policy_loss_cases.run(operands, settings))
+        assert all(torch.equal(a, b) for a, b in zip(again, whole, strict=True))
+    _, grad, seq_grad, sums = whole
+    cuts = list(itertools.pairwise(operands["cu_seqlens"].tolist()))
+    for s in (0, 1, 2, 3, 4, 50, 200):
+        begin, end = cuts[s]
+        alone = {name: x[s : s + 1] if name.startswith("seq_") else x[begin:end] for name, x in operands.items()}
+        alone["cu_seqlens"] = torch.tensor([0, end - begin], dtype=torch.int32, device="cuda")
+        result = on_own_stream(lambda alone=alone: policy_loss_cases.run(alone, settings))
+        assert torch.equal(result[1], grad[begin:end])
+        assert torch.equal(result[2], seq_grad[s : s + 1]) and torch.equal(result[3], sums[s : s + 1])
+
+
+def test_segments_on_cuda_equal_float64() -> None:
+    """A sequence's ratio and its gradient, in which a lost warp is a wrong ratio for long responses only."""
+    operands = make_operands((5, 0, 37, 255, 1, 8, 256, 257, 2000))
+    x, weights, cu_seqlens = (operands[name] for name in ("logprobs", "weights", "cu_seqlens"))
+    g = torch.randn(len(cu_seqlens) - 1)
+    results = []
+    for device, dtype in (("cuda", torch.float32), ("cuda", torch.float32), ("cpu", torch.float64)):
+        leaf = x.to(device, dtype).requires_grad_()
+        arguments = leaf, weights.to(device, dtype), cu_seqlens.to(device)
+        mean = segment_mean(*arguments)
+        (grad,) = torch.autograd.grad(mean, leaf, g.to(device, dtype))
+        results.append([y.detach().cpu() for y in (segment_sums(*arguments), mean, grad)])
+    for got, again, expected in zip(*results, strict=True):
+        assert torch.equal(got, again)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_raw_ops_on_cuda_are_one_kernel_each() -> None:
+    """On a few thousand tokens a launch is all that the loss costs; the same in PyTorch is some fifty of them."""
+    operands = to(make_operands(), "cuda")
+    arguments = [operands[name] for name in ("logprobs", "weights", "cu_seqlens")]
+    assert kernels_of(lambda: torch.ops.mgrpo.segment_sums(*arguments)) == ["segment_sums"]
+    tensors = [
+        *("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "weights", "keep"),
+        *("cu_seqlens", "seq_log_ratio", "seq_log_rho", "seq_log_rho_mask"),
+    ]
+    arguments = [operands[name] for name in tensors]
+    settings = [0, 1, 0.8, 1.2, 4.0, 3.0, 0.1, 3, True, True, 0.5, 2.0, 0.25, 4.0]
+    assert kernels_of(lambda: torch.ops.mgrpo.policy_loss(*arguments, *settings)) == ["policy_loss"]
+
+
+def kernels_of(call: Callable) -> list[str]:
+    """What a call runs on the device, copies and fills included; mgrpo's kernels by their short names."""
+    call()  # modules load at the first call
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    if not names:
+        pytest.skip("the profiler sees no kernels on this machine")
+    return [
+        next((short for short in ("policy_loss", "segment_sums") if f"{short}_kernel" in name), name) for name in names
+    ]
+
+
+def test_the_loss_does_not_wait_for_the_device() -> None:
+    """A wait in every micro-batch leaves the GPU idle while the host prepares the next launch."""
+    operands, settings = chosen(to(make_operands(), "cuda"), SETTINGS | {"ratio_level": "sequence"})
+    logprobs = operands["logprobs"].nan_to_num(0.0, 0.0, 0.0).requires_grad_()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        operands["seq_log_ratio"] = segment_mean(logprobs, operands["weights"], operands["cu_seqlens"])
+        loss, _ = policy_loss(**operands | {"logprobs": logprobs}, **settings)
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(logprobs.grad).all()
+
+
+def test_operands_on_another_device_are_refused() -> None:
+    """A host pointer read on the device is an illegal access, which ends the process and not the call."""
+    operands, _ = chosen(to(make_operands((5,), smooth=True), "cuda"), {})
+    for name in operands:
+        if name != "logprobs":
+            with pytest.raises(RuntimeError, match=f"{name} must be on the device of the first argument"):
+                policy_loss(**operands | {name: operands[name].cpu()})
+    x, weights, cu_seqlens = (operands[name] for name in ("logprobs", "weights", "cu_seqlens"))
+    with pytest.raises(RuntimeError, match="weights must be on the device of the first argument"):
+        segment_sums(x, weights.cpu(), cu_seqlens)
+
+
+# A bf16 logit near 8 is rounded by up to 2^-6 when it is stored, and is then divided by a temperature down to 0.5.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-2)])
+@pytest.mark.parametrize("logits_chunk", [64, 1000, 4096])
+def test_linear_logprobs_on_cuda_equals_float64(dtype: torch.dtype, tolerance: float, logits_chunk: int) -> None:
+    """On CUDA the chunks' GEMMs take another path, with fp32 sums of bf16 products; padding holds NaN."""
+    n, hidden_size, cols = 37, 64, 2003
+    hidden = torch.randn(n, hidden_size).to(dtype)
+    weight = torch.randn(cols + 5, hidden_size).mul(2 / hidden_size**0.5).to(dtype)
+    weight[cols:] = torch.nan
+    targets, temperature = torch.randint(0, cols, (n,)), torch.rand(n) + 0.5
+    g_logprobs, g_entropy = torch.randn(2, n).unbind(0)
+
+    exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    values = reference.token_logprobs(exact[0] @ exact[1][:cols].t(), targets, temperature=temperature)
+    expected = *values, *torch.autograd.grad((values[0] * g_logprobs).sum() + (values[1] * g_entropy).sum(), exact)
+
+    def call() -> tuple[Tensor, ...]:
+        leaves = hidden.cuda().requires_grad_(), weight.cuda().requires_grad_()
+        logprobs, entropy = linear_logprobs(
+            *leaves,
+            targets.cuda(),
+            temperature=temperature.cuda(),
+            valid_cols=cols,
+            with_entropy=True,
+            logits_chunk=logits_chunk,
+        )
+        loss = (logprobs * g_logprobs.cuda()).sum() + (entropy * g_entropy.cuda()).sum()
+        return logprobs, entropy, *torch.autograd.grad(loss, leaves)
+
+    got, again = call(), call()
+    for result, repeated, want in zip(got, again, expected, strict=True):
+        assert torch.equal(result, repeated)
+        assert relative_error(result.detach().cpu(), want.detach()) < tolerance
+    assert got[3][cols:].count_nonzero() == 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
-from logprob_cases import make_case, relative_error
+from logprob_cases import check_distant_rows, make_case, relative_error
 
 import mgrpo.ops
 from mgrpo.ops import reference
@@ -96,6 +97,41 @@ def test_a_target_outside_the_shard_counts_only_in_the_softmax() -> None:
         assert stats[3].tolist() == [-torch.inf, logits[1, 5].item()]
         logprobs, _, _ = op.logprob_merge(stats[None], ONE)
         assert logprobs[0] == -torch.inf and torch.isfinite(logprobs[1])
+
+
+@pytest.mark.parametrize("target", [2**31 + 7, 2**32 + 7, 2**40 + 7])
+def test_targets_beyond_32_bits_have_one_owner(target: int) -> None:
+    """Cut to 32 bits, 2^32 + 7 is token 7, and two shards would both add a target's logit."""
+    logits = torch.randn(1, 10)
+    targets = torch.tensor([target])
+    for op in ops():
+        assert op.logprob_stats(logits, targets, None, target - 7, 10, ONE, False)[3].item() == logits[0, 7].item()
+        for start in (0, 2**31, 2**32, 2**40):
+            if start != target - 7:
+                assert op.logprob_stats(logits, targets, None, start, 10, ONE, False)[3].item() == -torch.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_may_lie_beyond_32_bit_offsets(compiled: None, tmp_path: Path, dtype: torch.dtype) -> None:
+    """16k tokens of a 152k vocabulary are 2.5e9 logits: a 32-bit row offset would wrap to somebody else's memory."""
+    numbers = itertools.count()
+    check_distant_rows(torch.ops.mgrpo, lambda: sparse_rows(tmp_path / f"{next(numbers)}", dtype, 1003, 2**31 + 5))
+
+
+def sparse_rows(path: Path, dtype: torch.dtype, cols: int, row_stride: int) -> torch.Tensor:
+    """Two rows, row_stride elements apart, in a file that takes up only the pages written to."""
+    numel = row_stride + cols
+    try:
+        with path.open("wb") as file:
+            file.truncate(numel * dtype.itemsize)
+        flat = torch.from_file(str(path), shared=True, size=numel, dtype=dtype)
+    except (OSError, RuntimeError) as error:
+        pytest.skip(f"no sparse file of {numel * dtype.itemsize} bytes can be mapped here: {error}")
+    is_sparse = path.stat().st_blocks * 512 < 2**20
+    path.unlink()
+    if not is_sparse:
+        pytest.skip(f"the file system of {path.parent} has no sparse files")
+    return flat.as_strided((2, cols), (row_stride, 1))
 
 
 def test_a_shard_of_padding_only_is_neutral() -> None:

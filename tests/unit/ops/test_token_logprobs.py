@@ -228,18 +228,57 @@ def test_expanded_cotangents_are_read_right() -> None:
     torch.testing.assert_close(grad, logits.grad)
 
 
+def test_permuted_rows_give_permuted_results() -> None:
+    """Packing order must not change a bit of a token's logprob or gradient, wherever its logits lie."""
+    case = make_case(tokens=64, cols=1001, all_rows=True)
+    order = torch.randperm(64)
+    moved = {
+        name: getattr(case, name)[order] for name in ("logits", "targets", "temperature", "g_logprobs", "g_entropy")
+    }
+    for got, expected in zip(run(dataclasses.replace(case, **moved)), run(case), strict=True):
+        assert torch.equal(got, expected[order])
+    # And through rows, which name the same entries in another order.
+    case = make_case(tokens=64, cols=1001)
+    order = torch.randperm(len(case.rows))
+    moved = {name: getattr(case, name)[order] for name in ("rows", "targets", "temperature", "g_logprobs", "g_entropy")}
+    logprobs, entropy, grad = run(dataclasses.replace(case, **moved))
+    expected_logprobs, expected_entropy, expected_grad = run(case)
+    assert torch.equal(logprobs, expected_logprobs[order]) and torch.equal(entropy, expected_entropy[order])
+    assert torch.equal(grad, expected_grad)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_token_ids_may_lie_beyond_32_bits(with_entropy: bool) -> None:
+    """Ids are int64; cut to 32 bits, a target far out would be taken for the owner's of another shard."""
+    case = make_case(cols=300, padding=3)
+    start = 2**32 + 5
+    results = []
+    for vocab_start in (0, start):
+        logits = case.logits.clone().requires_grad_()
+        options = case.arguments | {"vocab_start": vocab_start, "with_entropy": with_entropy}
+        logprobs, entropy = token_logprobs(logits, case.targets + vocab_start, **options)
+        loss = case.loss(logprobs, entropy if with_entropy else torch.zeros(()))
+        results.append((logprobs.detach(), *torch.autograd.grad(loss, logits)))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
-def test_compiled_graph_equals_eager(compiled: None) -> None:
-    """The op must not break a compiled loss into pieces."""
-    case = make_case()
-    eager = run(case)
-    logits = case.logits.clone().requires_grad_()
-    call = torch.compile(
-        lambda x: token_logprobs(x, case.targets, **case.arguments, with_entropy=True),
-        fullgraph=True,
-        backend="aot_eager",
-    )
-    logprobs, entropy = call(logits)
-    case.loss(logprobs, entropy).backward()
-    for got, expected in zip((logprobs, entropy, logits.grad), eager, strict=True):
-        assert torch.equal(got, expected)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_compiled_graph_equals_eager(compiled: None, with_entropy: bool, dtype: torch.dtype) -> None:
+    """The op must not break a compiled loss into pieces, and its gradient must be the same to the bit."""
+    case = make_case(dtype=dtype)
+
+    def score(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return token_logprobs(logits, case.targets, **case.arguments, with_entropy=with_entropy)
+
+    results = []
+    torch.compiler.reset()
+    for call in (score, torch.compile(score, fullgraph=True, backend="aot_eager")):
+        logits = case.logits.clone().requires_grad_()
+        logprobs, entropy = call(logits)
+        assert (entropy is None) != with_entropy
+        entropy = torch.zeros(()) if entropy is None else entropy
+        (grad,) = torch.autograd.grad(case.loss(logprobs, entropy), logits)
+        results.append((logprobs.detach(), entropy.detach(), grad))
+    assert all(torch.equal(got, expected) for got, expected in zip(*results, strict=True))
