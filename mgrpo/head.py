@@ -123,21 +123,30 @@ class Head:
             return []
         rewards = np.stack([group.rewards for group in groups])
         scale = self.reward_scale
-        highest = scale.max_possible_score if scale else 0.0
-        if algorithm.no_resampling_pass_rate is not None:
-            solved = solved_for_good(rewards, max_possible_score=highest, pass_rate=algorithm.no_resampling_pass_rate)
+        if algorithm.no_resampling_pass_rate is not None and scale is not None:
+            shares = rewards / np.array([[scale.highest(group)] for group in groups])
+            solved = solved_for_good(shares, max_possible_score=1.0, pass_rate=algorithm.no_resampling_pass_rate)
             self.sampler.exclude(
                 {group.group.prompt.id[1] for group, is_solved in zip(groups, solved, strict=True) if is_solved}
             )
         if not algorithm.filter_zero_std_samples:
             return [True] * len(groups)
-        return filter_zero_spread(rewards, max_possible_score=highest).keep.tolist()
+        if algorithm.advantage_normalization_type != "gdpo":
+            return filter_zero_spread(rewards, max_possible_score=0.0).keep.tolist()
+        # Functions that differ may add up to the same reward; each has an advantage of its own.
+        by_function = [
+            np.array([[score.parts[name] for score in group.scores] for group in groups])
+            for name in self.reward_weights
+        ]
+        keeps = [filter_zero_spread(values, max_possible_score=0.0).keep for values in by_function]
+        return np.any(keeps, axis=0).tolist()
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Weight of each of the user's reward functions, by name."""
-        names = function_names(self.reward_funcs)
-        return dict(zip(names, self.config.algorithm.reward_weights or [1.0] * len(names), strict=True))
+        """Weight of each of the user's reward functions, and of what the length costs, by name."""
+        algorithm, names = self.config.algorithm, function_names(self.reward_funcs)
+        weights = dict(zip(names, algorithm.reward_weights or [1.0] * len(names), strict=True))
+        return weights if algorithm.overlong_cache_length is None else weights | {"overlong": 1.0}
 
     @property
     def reward_scale(self) -> RewardScale | None:

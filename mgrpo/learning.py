@@ -207,8 +207,9 @@ class Learner:
             )
             loss = result.loss
             if entropy_coef:
+                rewarded = pack.loss_mask if batch.keep is None else pack.loss_mask * batch.keep
                 loss = loss - algo.entropy_bonus(
-                    entropy, pack.loss_mask, coef=entropy_coef, num_trained_tokens=mini_batch.num_trained_tokens
+                    entropy, rewarded, coef=entropy_coef, num_trained_tokens=mini_batch.num_trained_tokens
                 )
             entropy_sum = torch.stack((entropy.detach().where(pack.loss_mask, 0.0).sum(), pack.loss_mask.sum()))
             return loss, (

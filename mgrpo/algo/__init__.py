@@ -1,23 +1,35 @@
-"""The mathematics of GRPO on plain tensors: advantages, KL penalty, policy loss and its metrics.
+"""The mathematics of GRPO on plain tensors: advantages, filters, KL penalty, policy loss, entropy, and their metrics.
 
 Owns formulas only. Ranks, reductions, micro-batches and files belong to the callers: a sum and a denominator leave this
 room, so that the result does not depend on how the tokens were cut up.
 """
 
 from mgrpo.algo.advantage import advantages
+from mgrpo.algo.entropy import AdaptiveEntropy, entropy_bonus, entropy_threshold, top_entropy_keep
+from mgrpo.algo.filters import GroupFilter, filter_zero_spread, percent_solved, solved_for_good
 from mgrpo.algo.kl import kl_penalty
 from mgrpo.algo.loss import PolicyLoss, loss_denominator, policy_loss
 from mgrpo.algo.metrics import maxima_names, metric_names, reduce_metrics
+from mgrpo.algo.shaping import overlong_penalty
 from mgrpo.config.loss import LossConfig
 
 __all__ = [
+    "AdaptiveEntropy",
+    "GroupFilter",
     "LossConfig",
     "PolicyLoss",
     "advantages",
+    "entropy_bonus",
+    "entropy_threshold",
+    "filter_zero_spread",
     "kl_penalty",
     "loss_denominator",
     "maxima_names",
     "metric_names",
+    "overlong_penalty",
+    "percent_solved",
     "policy_loss",
     "reduce_metrics",
+    "solved_for_good",
+    "top_entropy_keep",
 ]

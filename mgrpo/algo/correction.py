@@ -1,10 +1,10 @@
 """Corrections for the engine that sampled with other probabilities than the trainer computes.
 
-With d = old_logprob - rollout_logprob, clamped to +-10, and m the loss mask, rho is
+With d = old_logprob - rollout_logprob, held within +-10, and m the loss mask, rho is
 
     token           exp(d)
     sequence_mean   exp(sum m d / sum m), of each sequence
-    sequence_sum    exp(sum m d)
+    sequence_sum    exp(sum m d), the sum held within +-10, too
 
 It multiplies the policy term, never the KL penalty, and has no gradient. `rho_level` names the one that weighs, clamped to
 [rho_clamp_lower, rho_clamp_upper]; `rho_mask_level` the one that must lie in [rho_mask_lower, rho_mask_upper], or the term
@@ -23,19 +23,23 @@ from mgrpo import ops
 from mgrpo.config.loss import LossConfig
 
 LOG_RHO_LIMIT = 10.0
+RHO_COLUMNS = ("rho", "rho_clamped", "rho_dropped_low", "rho_dropped_high")
+"""Columns of the loss op's sums that describe rho, side by side in this order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """Operands of `mgrpo.ops.policy_loss`."""
+    """Operands of `mgrpo.ops.policy_loss`, and what it cannot compute from them."""
 
-    log_rho: Tensor | None = None
-    """`[tokens]`, each token's own, 0 where the engine's logprob is not finite."""
+    keep: Tensor | None = None
+    """`[tokens]`, a factor of the policy term."""
     seq_log_rho: Tensor | None = None
     seq_log_rho_mask: Tensor | None = None
-    keep: Tensor | None = None
-    """`[tokens]`, 0 where a mask over sequences drops the policy term."""
-    bounds: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    rho: Tensor | None = None
+    """`[tokens]`, the clamped and masked weight. None: the op computes it. VESPO takes it into a weight of its own, and
+    which tokens the total-variation mask drops depends on their advantage; the op knows neither."""
+    rho_sums: Tensor | None = None
+    """`[len(RHO_COLUMNS)]`, given with `rho`: what the op would have reported."""
 
 
 def correction(
@@ -47,29 +51,37 @@ def correction(
     cu_seqlens: Tensor,
     config: LossConfig,
 ) -> Correction:
-    """What `config` asks for. Arguments as `mgrpo.algo.policy_loss`, mask as numbers; nothing here has a gradient."""
-    logprobs = logprobs.detach()
-    advantages = advantages if len(advantages) == len(mask) else ops.per_token(advantages, cu_seqlens, len(mask))
+    """What `config` asks for; all arguments `[tokens]` but the lengths, the mask as numbers. Nothing has a gradient."""
     rollout = torch.where(rollout_logprobs.isfinite(), rollout_logprobs, old_logprobs)
-    log_rho = (old_logprobs - rollout).clamp(-LOG_RHO_LIMIT, LOG_RHO_LIMIT)
-    keep, bounds = None, config.rho_bounds
+    keep = None
     if config.off_policy_mask_threshold is not None:
-        drift = _at_tokens_mean(rollout - logprobs, mask, cu_seqlens)
+        drift = _at_tokens_mean(rollout - logprobs.detach(), mask, cu_seqlens)
         keep = ((advantages >= 0) | (drift <= config.off_policy_mask_threshold)).to(mask.dtype)
     if not config.use_rho_correction:
-        return Correction(log_rho=log_rho, keep=keep)
+        return Correction(keep=keep)
+
+    log_rho = (old_logprobs - rollout).clamp(-LOG_RHO_LIMIT, LOG_RHO_LIMIT)
+    seq_log_rho = _of_sequences(log_rho, mask, cu_seqlens, config.rho_level)
+    seq_log_rho_mask = _of_sequences(log_rho, mask, cu_seqlens, config.rho_mask_level)
+    if not (config.rho_mask_tv or config.policy_loss == "vespo"):
+        return Correction(keep=keep, seq_log_rho=seq_log_rho, seq_log_rho_mask=seq_log_rho_mask)
+
+    def at_tokens(seq: Tensor | None) -> Tensor:
+        if seq is None:
+            return log_rho.exp()
+        return ops.per_token(seq.clamp(-LOG_RHO_LIMIT, LOG_RHO_LIMIT).exp(), cu_seqlens, len(mask))
+
+    free, judged = at_tokens(seq_log_rho), at_tokens(seq_log_rho_mask)
+    held = free.clamp(config.rho_clamp_lower, config.rho_clamp_upper or torch.inf)
+    too_low, too_high = judged < config.rho_mask_lower, judged > (config.rho_mask_upper or torch.inf)
     if config.rho_mask_tv:
         # Total variation is the distance that VACO (arXiv 2603.01365) bounds; tokens whose step lowers it stay.
         distance = _at_tokens_mean(torch.expm1(log_rho).abs(), mask, cu_seqlens)
-        stays = ((distance <= config.rho_mask_upper) | (log_rho * advantages <= 0)).to(mask.dtype)
-        keep, bounds = stays if keep is None else keep * stays, (*bounds[:2], 0.0, 0.0)
-    return Correction(
-        log_rho=log_rho,
-        seq_log_rho=_of_sequences(log_rho, mask, cu_seqlens, config.rho_level),
-        seq_log_rho_mask=_of_sequences(log_rho, mask, cu_seqlens, config.rho_mask_level),
-        keep=keep,
-        bounds=bounds,
-    )
+        too_high = (distance > config.rho_mask_upper) & (log_rho * advantages > 0)
+        too_low = torch.zeros_like(too_high)
+    rho = held.masked_fill(too_low | too_high, 0.0)
+    columns = torch.stack((rho, *(x.to(rho.dtype) for x in (held != free, too_low, too_high))))
+    return Correction(keep=keep, rho=rho, rho_sums=torch.where(mask != 0, columns, 0.0).sum(1))
 
 
 def _of_sequences(log_rho: Tensor, mask: Tensor, cu_seqlens: Tensor, level: str) -> Tensor | None:

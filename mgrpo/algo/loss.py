@@ -6,8 +6,10 @@ arithmetic is the extension's (`mgrpo.ops.policy_loss`); here a `LossConfig` bec
 
 from __future__ import annotations
 
+import math
 import typing
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -53,10 +55,11 @@ def policy_loss(
                     (arXiv 1707.06347; delta: 2505.07291; dual clip: 1912.09729)
         cispo       -A min(r, 1 + clip_higher) l, r without gradient (arXiv 2506.13585)
         sapo        -A sigmoid(tau (r - 1)) 4 / tau, tau by the sign of A (arXiv 2511.20347)
-        vespo       -A phi(w) l, phi(w) = w^k exp(lambda (1 - w)) of the sequence's ratio w, without gradient (TRL)
+        vespo       -A phi(w) l, phi(w) = w^k exp(lambda (1 - w)), no gradient, w the product of the sequence's ratios
+                    and rhos, k and lambda by the sign of A (arXiv 2602.10693)
         reinforce   -A l
 
-    times rho (`mgrpo.algo.correction`) and `keep`; plus beta x KL (`mgrpo.algo.kl`), times r if `kl_bias_correction`.
+    times rho (`mgrpo.algo.correction`; VESPO's w has it already) and `keep`; plus beta x KL (`mgrpo.algo.kl`), times r if `kl_bias_correction`.
     Gradients flow through `logprobs` only. A token outside `loss_mask` adds exactly 0 to loss, gradient and metrics,
     whatever its values, inf and NaN included. A trained token whose old logprob is not finite counts as on-policy
     (ratio 1), one without a finite rollout logprob has rho 1. Zero tokens give 0 with a graph. No collective, and no
@@ -74,7 +77,8 @@ def policy_loss(
         denominator: of the whole mini-batch over all ranks, see `loss_denominator`, a number or `[num_seqs]`; None: that
             of these sequences alone.
     """
-    _check(config, ref_logprobs, rollout_logprobs)
+    _check(config)
+    _check_operands(config, ref_logprobs, rollout_logprobs)
     logprobs = at_least_fp32(logprobs)
 
     def like_logprobs(x: Tensor | None) -> Tensor | None:
@@ -86,16 +90,16 @@ def policy_loss(
     advantages, keep = like_logprobs(advantages), like_logprobs(keep)
     old = torch.where(old.isfinite(), old, logprobs.detach())
 
-    factors = (
-        Correction() if rollout is None else correction(logprobs, old, rollout, advantages, mask, cu_seqlens, config)
-    )
-    if factors.keep is not None:
-        keep = factors.keep if keep is None else keep * factors.keep
-    surrogate = config.policy_loss
+    factors, surrogate = Correction(), config.policy_loss
+    if _corrects(config):
+        advantages = _at_tokens(advantages, cu_seqlens, len(mask))
+        factors = correction(logprobs, old, rollout, advantages, mask, cu_seqlens, config)
     if surrogate == "vespo":
-        surrogate = "reinforce"
-        weight = _vespo_weight(logprobs, old, factors, advantages, mask, cu_seqlens, config)
-        advantages = _at_tokens(advantages, cu_seqlens, len(mask)) * weight
+        surrogate, advantages = "reinforce", _at_tokens(advantages, cu_seqlens, len(mask))
+        advantages = advantages * _vespo_weight(logprobs, old, factors.rho, advantages, mask, cu_seqlens, config)
+    elif factors.rho is not None:
+        keep = _product(keep, factors.rho)
+    keep = _product(keep, factors.keep)
     seq_log_ratio = None
     if config.ratio_level != "token":
         seq_log_ratio = ops.segment_mean(logprobs - old, mask, cu_seqlens)
@@ -121,12 +125,17 @@ def policy_loss(
         beta=config.beta,
         kl_estimator=config.kl_estimator,
         kl_bias_correction=config.kl_bias_correction,
-        use_rho=config.use_rho_correction and config.policy_loss != "vespo",
-        rho_bounds=factors.bounds,
+        use_rho=config.use_rho_correction and factors.rho is None,
+        rho_bounds=config.rho_bounds,
         sapo_temperatures=(config.sapo_temperature_pos, config.sapo_temperature_neg),
     )
     metrics, maxima = summarise(
-        sums, has_reference=ref is not None, use_rho=config.use_rho_correction, keep=keep, mask=mask
+        sums,
+        has_reference=ref is not None,
+        use_rho=config.use_rho_correction,
+        rho_sums=factors.rho_sums,
+        keep=keep,
+        mask=mask,
     )
     return PolicyLoss(loss=loss, metrics=metrics, maxima=maxima)
 
@@ -159,7 +168,7 @@ def loss_denominator(
         constant      `config.constant` (Dr. GRPO, arXiv 2503.20783)
         dr_grpo       sequences x `config.constant`, the longest completion there may be
         seq_mean      sequences, whose own token means are taken first (GRPO, arXiv 2402.03300)
-        luspo         sequences, whose token sums are taken (LUSPO: length x sequence loss)
+        luspo         sequences, whose token sums are taken: length x mean (arXiv 2602.05261)
         local_token   as token, but of one micro-batch: call `policy_loss` with each micro-batch's own count times the
                       number of micro-batches (TRL's bnpo)
 
@@ -168,7 +177,8 @@ def loss_denominator(
     if config.aggregation == "constant":
         return float(config.constant)
     if config.aggregation in ("token", "local_token"):
-        return num_trained_tokens if isinstance(num_trained_tokens, Tensor) else float(max(num_trained_tokens, 1))
+        is_tensor = isinstance(num_trained_tokens, Tensor)
+        return num_trained_tokens.clamp(min=1) if is_tensor else float(max(num_trained_tokens, 1))
     if num_seqs is None:
         raise ValueError(f"aggregation {config.aggregation!r} divides by the number of sequences; pass num_seqs")
     return float(max(num_seqs, 1)) * (config.constant if config.aggregation == "dr_grpo" else 1.0)
@@ -177,25 +187,34 @@ def loss_denominator(
 def _vespo_weight(
     logprobs: Tensor,
     old: Tensor,
-    factors: Correction,
+    rho: Tensor | None,
     advantages: Tensor,
     mask: Tensor,
     cu_seqlens: Tensor,
     config: LossConfig,
 ) -> Tensor:
-    """phi of each token's sequence, `[tokens]`, from the sequence's ratio; the engine's mismatch is part of that ratio."""
-    log_ratio = (logprobs.detach() - old).clamp(-20, 20)
-    if config.use_rho_correction and factors.log_rho is not None:
-        log_ratio = log_ratio + factors.log_rho.clamp(_VESPO_LOG_MIN, 20)
-    log_w = ops.segment_sums(log_ratio, mask, cu_seqlens)[0].clamp(_VESPO_LOG_MIN, 20)
+    """phi of each token's sequence, `[tokens]`. A token that rho's mask drops takes its whole sequence along."""
+
+    def by_sign(positive: float, negative: float) -> Tensor:
+        # Tensors of the right type: torch.where would make float32 of two numbers.
+        return torch.where(advantages >= 0, log_w.new_full((), positive), log_w.new_full((), negative))
+
+    log_ratio = (logprobs.detach() - old).clamp(-_VESPO_LOG_MAX, _VESPO_LOG_MAX)
+    if rho is not None:
+        log_ratio = log_ratio + rho.log().clamp(min=_VESPO_LOG_MIN)
+    log_w = ops.segment_sums(log_ratio, mask, cu_seqlens)[0].clamp(_VESPO_LOG_MIN, _VESPO_LOG_MAX)
     log_w = ops.per_token(log_w, cu_seqlens, len(mask))
-    is_positive = _at_tokens(advantages, cu_seqlens, len(mask)) >= 0
-    k = torch.where(is_positive, config.vespo_k_pos, config.vespo_k_neg)
-    decay = torch.where(is_positive, config.vespo_lambda_pos, config.vespo_lambda_neg)
+    k = by_sign(config.vespo_k_pos, config.vespo_k_neg)
+    decay = by_sign(config.vespo_lambda_pos, config.vespo_lambda_neg)
     return (decay + k * log_w - decay * log_w.exp()).exp().nan_to_num(0.0, 0.0, 0.0)
 
 
-_VESPO_LOG_MIN = -18.420680743952367  # log 1e-8
+_VESPO_LOG_MIN, _VESPO_LOG_MAX = math.log(1e-8), 20.0
+
+
+def _product(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    """None is 1."""
+    return x if y is None else y if x is None else x * y
 
 
 def _at_tokens(advantages: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
@@ -203,7 +222,12 @@ def _at_tokens(advantages: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tenso
     return advantages if len(advantages) == num_tokens else ops.per_token(advantages, cu_seqlens, num_tokens)
 
 
-def _check(config: LossConfig, ref_logprobs: Tensor | None, rollout_logprobs: Tensor | None) -> None:
+def _corrects(config: LossConfig) -> bool:
+    return config.use_rho_correction or config.off_policy_mask_threshold is not None
+
+
+@cache
+def _check(config: LossConfig) -> None:
     choices = typing.get_type_hints(LossConfig)
     for name in ("policy_loss", "ratio_level", "aggregation", "rho_level", "rho_mask_level"):
         allowed = typing.get_args(choices[name])
@@ -213,8 +237,18 @@ def _check(config: LossConfig, ref_logprobs: Tensor | None, rollout_logprobs: Te
         raise ValueError(f"aggregation {config.aggregation!r} needs a divisor, got constant={config.constant}")
     if config.kl_estimator not in range(NUM_ESTIMATORS):
         raise ValueError(f"kl_estimator={config.kl_estimator!r} is unknown; choose 0, 1, 2 or 3")
+    if not config.use_rho_correction:
+        return
+    if config.rho_mask_tv and not config.rho_mask_upper > 0:
+        raise ValueError(f"rho_mask_tv needs a bound above 0, got rho_mask_upper={config.rho_mask_upper}")
+    if config.policy_loss == "vespo" and config.rho_level != "token":
+        raise ValueError(
+            f"vespo multiplies the rhos of the tokens itself, got rho_level={config.rho_level!r}; use 'token'"
+        )
+
+
+def _check_operands(config: LossConfig, ref_logprobs: Tensor | None, rollout_logprobs: Tensor | None) -> None:
     if config.beta != 0.0 and ref_logprobs is None:
         raise ValueError(f"beta={config.beta} needs ref_logprobs; load the reference model or set beta=0")
-    corrects = config.use_rho_correction or config.off_policy_mask_threshold is not None
-    if corrects and rollout_logprobs is None:
+    if _corrects(config) and rollout_logprobs is None:
         raise ValueError("a correction for the engine's probabilities needs rollout_logprobs")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mgrpo import ops
+from mgrpo.algo.correction import RHO_COLUMNS
 from mgrpo.config.loss import LossConfig
 
 _RATIO, _RATIO_VAR = "val/ratio", "val/ratio_var"
@@ -91,25 +92,37 @@ def reduce_metrics(
 
 @torch.no_grad()
 def summarise(
-    sums: Tensor, *, has_reference: bool, use_rho: bool, keep: Tensor | None, mask: Tensor
+    sums: Tensor, *, has_reference: bool, use_rho: bool, rho_sums: Tensor | None, keep: Tensor | None, mask: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Pairs and maxima of one call of the loss, from the sums `[num_seqs, columns]` that the op gave."""
-    totals = sums[:, :-1].sum(0)
+    """Pairs and maxima of one call of the loss, from the sums `[num_seqs, columns]` that the op gave.
+
+    Args:
+        rho_sums: those of `RHO_COLUMNS` where the op did not compute them; None: it did.
+        keep, mask: `[tokens]`.
+    """
+    totals = torch.cat((sums[:, :-1].sum(0), sums.new_zeros(1)))
+    if rho_sums is not None:
+        first = ops.COLUMNS.index(RHO_COLUMNS[0])
+        totals[first : first + len(RHO_COLUMNS)] = rho_sums
     largest = torch.cat((sums[:, -1], sums.new_full((1,), -torch.inf))).amax()
-    pairs = (_choice(has_reference, use_rho, sums.dtype, sums.device) * totals).sum(-1)
+    # Picked, not multiplied by 0 and 1: one column that is not finite must not take the others along.
+    pairs = totals[_choice(has_reference, use_rho, sums.device)].sum(-1)
     dropped = mask.new_zeros(2) if keep is None else torch.stack(((mask * (keep == 0)).sum(), mask.sum()))
     pairs = torch.cat((pairs, dropped[None])).float()
     return dict(zip(_NAMES, pairs.unbind(), strict=True)), dict(zip(_MAXIMA, (largest.float(),), strict=True))
 
 
 @cache
-def _choice(has_reference: bool, use_rho: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """0/1 `[metrics, 2, columns]`: what to add up for each metric's sum and count. What was not measured has count 0."""
-    choice = torch.zeros(len(_COLUMNS), 2, len(ops.COLUMNS) - 1)
+def _choice(has_reference: bool, use_rho: bool, device: torch.device) -> Tensor:
+    """Which columns to add up for each metric's sum and count, `[metrics, 2, 2]`; the column behind the last one is 0.
+
+    What was not measured has count 0.
+    """
+    none = len(ops.COLUMNS) - 1
+    choice = torch.full((len(_COLUMNS), 2, 2), none)
     for number, (name, (parts, count)) in enumerate(_COLUMNS.items()):
         if (name.startswith("objective/kl") and not has_reference) or (name.startswith("val/rho") and not use_rho):
             continue
-        for part in parts:
-            choice[number, 0, ops.COLUMNS.index(part)] = 1
-        choice[number, 1, ops.COLUMNS.index(count)] = 1
-    return choice.to(device, dtype)
+        choice[number, 0, : len(parts)] = torch.tensor([ops.COLUMNS.index(part) for part in parts])
+        choice[number, 1, 0] = ops.COLUMNS.index(count)
+    return choice.to(device)

@@ -2,32 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from mgrpo.algo.advantage import advantages
-from mgrpo.types import ScoredGroup, TrainSample
+from mgrpo.types import Completion, ScoredGroup, TrainSample
 
 
-def train_samples(groups: Sequence[ScoredGroup], *, normalization: str) -> list[TrainSample]:
+def train_samples(
+    groups: Sequence[ScoredGroup],
+    *,
+    normalization: str,
+    ddof: int = 0,
+    eps: float = 1e-8,
+    reward_weights: Mapping[str, float] | None = None,
+    mask_truncated: bool = False,
+) -> list[TrainSample]:
     """One sample a completion, in order, with its advantage within its group.
 
     A completion without a score (NaN) stays in the list with advantage 0 and no trained token, so that nothing is lost
-    without being counted.
+    without being counted. So does, under `mask_truncated`, one that did not stop by itself, but its reward still counts in
+    its group's mean and deviation.
+
+    Args:
+        normalization, ddof, eps: as in `advantages`.
+        reward_weights: for "gdpo", the weight of each reward function by its name in `Score.parts`, all of them.
     """
+    if not groups:
+        return []
     rewards = np.stack([group.rewards for group in groups])
-    by_group = advantages(torch.from_numpy(rewards), normalization=normalization).tolist()
+    if normalization == "gdpo":
+        if not reward_weights:
+            raise ValueError(
+                "normalization='gdpo' needs reward functions of the user's, there are none; choose 'standard'"
+            )
+        by_function = [[[score.parts[name] for name in reward_weights] for score in group.scores] for group in groups]
+        by_group = advantages(
+            torch.tensor(by_function, dtype=torch.float64),
+            normalization=normalization,
+            ddof=ddof,
+            eps=eps,
+            weights=tuple(reward_weights.values()),
+        )
+    else:
+        by_group = advantages(torch.from_numpy(rewards), normalization=normalization, ddof=ddof, eps=eps)
     return [
         TrainSample(
             prompt_tokens=scored.group.prompt.tokens,
             tokens=completion.tokens,
-            loss_mask=np.full(len(completion.tokens), not np.isnan(reward)),
+            loss_mask=np.full(len(completion.tokens), _trains(completion, reward, mask_truncated)),
             rollout_logprobs=completion.logprobs,
             advantage=advantage,
             group=number,
         )
-        for number, (scored, row, own) in enumerate(zip(groups, rewards, by_group, strict=True))
+        for number, (scored, row, own) in enumerate(zip(groups, rewards, by_group.tolist(), strict=True))
         for completion, reward, advantage in zip(scored.group.completions, row, own, strict=True)
     ]
+
+
+def _trains(completion: Completion, reward: float, mask_truncated: bool) -> bool:
+    return not np.isnan(reward) and (completion.finish_reason == "stop" or not mask_truncated)

@@ -145,7 +145,7 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         alias("epsilon", TRL, "clip_lower clip_higher", "clip_higher too, unless epsilon_high or clip_higher is given", float),
         alias("epsilon_high", TRL, "clip_higher", "for cispo TRL's is the cap itself: clip_higher = epsilon_high - 1", float | None),
         alias("truncated_importance_sampling_ratio_cap", OLD, "use_rho_correction rho_clamp_upper_bound", "0: off", float),
-        alias("rho_mask_sequence_level", OI, "rho_mask_level", "true: sequence_mean, of each document instead of the whole pack", bool),
+        alias("rho_mask_sequence_level", OI, "rho_level rho_mask_level", "true: sequence_mean, of each document instead of the whole pack", bool),
         alias("vllm_importance_sampling_correction", TRL, "use_rho_correction rho_level rho_mask_level", "with TRL's mode sequence_mask and cap 3.0 unless they are given", bool),
         alias("vllm_importance_sampling_mode", TRL, "rho_level rho_mask_level", "truncate: clamp; mask: drop; sequence: exp of the sum over the sequence", Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]),
         alias("vllm_importance_sampling_clip_max", TRL, "rho_clamp_upper_bound rho_mask_upper_bound", "which of the two, the mode decides", float | None),

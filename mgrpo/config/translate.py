@@ -29,7 +29,6 @@ LOSS_TYPES = {
 
 CONVERT: dict[str, Callable[[Any], object]] = {
     "no_filter_zero_std_samples": lambda value: not value,
-    "rho_mask_sequence_level": lambda value: "sequence_mean" if value else "token",
     "dtype": lambda value: value.removeprefix("torch."),
     "torch_dtype": lambda value: value.removeprefix("torch."),
     "bf16": lambda value: "bfloat16" if value else "float32",
@@ -132,6 +131,11 @@ def corrections(r: Resolution) -> None:
         r.put("use_rho_correction", r.peer(cap) > 0, cap)
         if r.peer(cap) > 0:
             r.put("rho_clamp_upper_bound", r.peer(cap), cap)
+    if "rho_mask_sequence_level" in r.peers:
+        level = "sequence_mean" if r.peer("rho_mask_sequence_level") else "token"
+        # Whatever its name says, that rho weighs, too.
+        r.put("rho_level", level, "rho_mask_sequence_level")
+        r.put("rho_mask_level", level, "rho_mask_sequence_level")
     prefix = "vllm_importance_sampling_"
     names = [prefix + ending for ending in ("correction", "mode", "clip_max", "clip_min", "cap")]
     given = [name for name in names if name in r.peers]
@@ -377,7 +381,7 @@ _COMPUTED = """
     vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_cap warmup_steps
     sequence_parallel_size max_completion_length max_prompt_length generation_batch_size steps_per_generation
     per_device_train_batch_size gradient_accumulation_steps save_strategy save_steps eval_strategy eval_steps
-    sync_ref_model ref_model_sync_steps max_steps
+    sync_ref_model ref_model_sync_steps max_steps rho_mask_sequence_level
 """
 COMPUTED = frozenset(_COMPUTED.split())
 """Aliases that a function of their own translates."""

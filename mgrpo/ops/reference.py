@@ -229,7 +229,7 @@ def policy_loss(
         if surrogate == 2:
             policy = -a * x
         elif surrogate == 3:
-            tau = torch.where(a > 0, sapo_temperature_pos, sapo_temperature_neg)
+            tau = torch.where(a > 0, a.new_tensor(sapo_temperature_pos), a.new_tensor(sapo_temperature_neg))
             policy = -a * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
         elif surrogate == 1:
             policy = -a * r.clamp(max=clip_high) * x

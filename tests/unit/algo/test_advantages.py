@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,6 +78,7 @@ def test_one_completion_a_prompt_is_reinforce_with_a_batch_baseline():
 def test_no_prompts_give_no_advantages():
     """A step in which every group was filtered would crash the controller."""
     assert advantages(torch.zeros(0, 4)).shape == (0, 4)
+    assert advantages(torch.zeros(0, 4, 2), normalization="gdpo").shape == (0, 4)
 
 
 def test_integer_rewards_are_not_rounded():
@@ -96,3 +98,94 @@ def test_bad_settings_and_infinite_rewards_are_errors():
         advantages(torch.zeros(4))
     with pytest.raises(ValueError, match="infinite"):
         advantages(torch.tensor([[1.0, float("inf")]]))
+    with pytest.raises(ValueError, match=r"\[prompts, group, functions\] for 'gdpo', got shape \[1, 2\]"):
+        advantages(rewards, normalization="gdpo")
+    with pytest.raises(ValueError, match="expected 3, got 2"):
+        advantages(torch.zeros(1, 2, 3), normalization="gdpo", weights=[1.0, 2.0])
+    with pytest.raises(ValueError, match="expected none for 'centered', got 2"):
+        advantages(rewards, normalization="centered", weights=[1.0, 2.0])
+
+
+def test_batch_std_divides_by_the_deviation_of_all_rewards():
+    """Group means 1 and 5; all rewards 0, 2, 4, 6 have mean 3 and deviation sqrt(20 / 4), or sqrt(20 / 3) with ddof 1."""
+    rewards = torch.tensor([[0.0, 2.0], [4.0, 6.0]], dtype=torch.float64)
+    for ddof, std in ((0, math.sqrt(5)), (1, math.sqrt(20 / 3))):
+        got = advantages(rewards, normalization="batch_std", ddof=ddof, eps=1e-4)
+        torch.testing.assert_close(got, torch.tensor([[-1.0, 1.0]] * 2, dtype=torch.float64) / (std + 1e-4))
+
+
+def test_batch_std_gives_zero_to_a_group_of_equal_rewards():
+    """Group 0 teaches nothing, whatever the deviation of the batch."""
+    got = advantages(torch.tensor([[0.1, 0.1, 0.1], [0.0, 0.0, 3.0]]), normalization="batch_std")
+    assert torch.equal(got[0], torch.zeros(3)) and got[1].abs().min() > 0
+    assert torch.equal(advantages(torch.full((2, 3), 0.1), normalization="batch_std"), torch.zeros(2, 3))
+
+
+def test_gdpo_follows_the_hand_worked_case():
+    """Summed first, the function with the larger numbers would decide alone."""
+    rewards = torch.tensor([[[1.0, 0.0], [0.0, 100.0], [1.0, 100.0], [0.0, 0.0]]], dtype=torch.float64)
+    got = advantages(rewards, normalization="gdpo", weights=[1.0, 3.0], eps=0.0)
+    # Both functions standardised are +-1; weighted sums -2, 2, 4, -4 have mean 0 and deviation sqrt(40 / 4).
+    want = torch.tensor([[-2.0, 2.0, 4.0, -4.0]], dtype=torch.float64) / math.sqrt(10)
+    torch.testing.assert_close(got, want)
+
+
+def trl_advantages(per_function: np.ndarray, weights: list[float], aggregation: str, scale: str) -> np.ndarray:
+    """TRL's definition over rewards [prompts, group, functions], None as NaN; deviations with ddof 1, epsilon 1e-4."""
+    unscorable = np.isnan(per_function).all(-1)
+    if aggregation == "sum_then_normalize":
+        rewards = np.nansum(per_function * weights, -1)
+        rewards[unscorable] = NAN
+        centered = rewards - np.nanmean(rewards, 1, keepdims=True)
+        std = {
+            "none": 1.0,
+            "group": np.nanstd(rewards, 1, ddof=1, keepdims=True) + 1e-4,
+            "batch": np.nanstd(rewards, ddof=1) + 1e-4,
+        }[scale]
+        return np.nan_to_num(centered / std)
+    by_function = per_function - np.nanmean(per_function, 1, keepdims=True)
+    by_function = by_function / (np.nanstd(per_function, 1, ddof=1, keepdims=True) + 1e-4)
+    total = np.nansum(by_function * weights, -1)
+    total[unscorable] = NAN
+    return np.nan_to_num((total - np.nanmean(total)) / (np.nanstd(total, ddof=1) + 1e-4))
+
+
+@pytest.mark.filterwarnings("ignore:Degrees of freedom", "ignore:Mean of empty")
+@pytest.mark.parametrize("gaps", [False, True])
+def test_the_names_of_trl_expand_to_settings_that_compute_the_same(gaps):
+    """A run brought over from TRL would take other steps under the same settings."""
+    generator = np.random.default_rng(5)
+    per_function = generator.normal(size=(6, 4, 3)) * [1.0, 10.0, 0.1]
+    if gaps:
+        per_function[generator.random(per_function.shape) < 0.25] = NAN
+        per_function[1, 2] = NAN  # no score at all
+        per_function[2, 1:] = NAN  # one scored completion in its group
+        per_function[3] = NAN
+        per_function[4, :, 0] = NAN  # a function that does not apply to a prompt
+    weights = [1.0, 0.5, 2.0]
+    summed = np.nansum(per_function * weights, -1)
+    summed[np.isnan(per_function).all(-1)] = NAN
+    for scale, normalization in (("none", "centered"), ("group", "standard"), ("batch", "batch_std")):
+        got = advantages(torch.tensor(summed), normalization=normalization, ddof=1, eps=1e-4)
+        want = trl_advantages(per_function, weights, "sum_then_normalize", scale)
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
+    got = advantages(torch.tensor(per_function), normalization="gdpo", ddof=1, eps=1e-4, weights=weights)
+    want = trl_advantages(per_function, weights, "normalize_then_sum", "group")
+    np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_one_completion_a_prompt_uses_the_batch_under_every_normalization():
+    """Each group of one has deviation 0, and the whole run would stand still."""
+    rewards = torch.tensor([[4.0], [0.0], [NAN], [2.0]], dtype=torch.float64)
+    as_group = advantages(rewards.T).T
+    for normalization in ("standard", "batch_std"):
+        torch.testing.assert_close(advantages(rewards, normalization=normalization), as_group)
+    got = advantages(rewards[:, :, None], normalization="gdpo")
+    torch.testing.assert_close(got, as_group, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("normalization", ["standard", "centered", "batch_std", "gdpo"])
+def test_a_batch_without_a_score_is_all_zeros(normalization):
+    """A judge that was down for a step would put NaN into every parameter."""
+    rewards = torch.full((2, 3, 2) if normalization == "gdpo" else (2, 3), NAN)
+    assert torch.equal(advantages(rewards, normalization=normalization), torch.zeros(2, 3))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mgrpo.algo import kl_penalty
+from mgrpo.algo import LossConfig, kl_penalty, policy_loss
 
 
 def categorical() -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,6 +37,39 @@ def test_expected_on_policy_gradient_is_the_documented_divergence(estimator):
         3: gradient_of(policy_to_reference, logits),
     }[estimator]
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("estimator", [0, 1, 2, 3])
+def test_bias_correction_has_the_gradient_of_the_policys_own_divergence(estimator):
+    """The ratio's gradient is what the plain estimators miss: how the sampling itself depends on the parameters.
+
+    Through `policy_loss`, where the ratio multiplies the estimate; also off-policy, sampled from another distribution.
+    """
+    logits, reference = categorical()
+    behaviour = torch.randn(7, generator=torch.Generator().manual_seed(9), dtype=torch.float64).log_softmax(0)
+    for old in (logits.log_softmax(0).detach(), behaviour):
+        logprobs = logits.log_softmax(0)
+        config = LossConfig(beta=1.0, kl_estimator=estimator, kl_bias_correction=True)
+        # Each outcome a sequence of one token; its probability as the inverse of its denominator.
+        loss = policy_loss(
+            logprobs,
+            old,
+            torch.zeros(7),
+            torch.ones(7),
+            torch.arange(8),
+            config=config,
+            ref_logprobs=reference,
+            denominator=1 / old.exp(),
+        ).loss
+        p, d = logits.log_softmax(0).exp(), logits.log_softmax(0) - reference
+        # Gradients of E[d], E[d^2 / 2], E[k3] = E[d] and, with its own ratio squared, E_old[r^2 d], under the policy.
+        truth = {
+            0: (p * d).sum(),
+            1: (p * d.square() / 2).sum(),
+            2: (p * d).sum(),
+            3: (p * (p / old.exp()) * d).sum(),
+        }[estimator]
+        torch.testing.assert_close(gradient_of(loss, logits), gradient_of(truth, logits), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("estimator", [0, 2, 3])

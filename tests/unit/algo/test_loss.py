@@ -1,4 +1,4 @@
-"""The policy loss against hand-worked cases and a loop over sequences and tokens."""
+"""The policy loss: what holds for every setting. Its combinations are in test_loss_axes.py."""
 
 import math
 
@@ -6,67 +6,9 @@ import pytest
 import torch
 
 from mgrpo.algo import LossConfig, loss_denominator, maxima_names, metric_names, policy_loss, reduce_metrics
+from tests.unit.algo.loss_cases import LENGTHS, batch, loop_loss, plain
 
 NAN, INF = float("nan"), float("inf")
-LENGTHS = [3, 1, 7, 2, 5, 4]
-
-
-def batch(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """Ragged sequences, off-policy enough that a good part of the tokens is clipped, some tokens untrained."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = sum(LENGTHS)
-
-    def noise(scale: float) -> torch.Tensor:
-        return scale * torch.randn(tokens, generator=generator, dtype=torch.float64)
-
-    logprobs = -2.0 + noise(0.5)
-    mask = torch.rand(tokens, generator=generator) < 0.8
-    values = {
-        "logprobs": logprobs,
-        "old_logprobs": logprobs + noise(0.3),
-        "ref_logprobs": logprobs + noise(0.4),
-        "rollout_logprobs": logprobs + noise(0.1),
-        "advantages": torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64),
-    }
-    values = {name: value.to(dtype) for name, value in values.items()}
-    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    return {**values, "loss_mask": mask, "cu_seqlens": cu_seqlens}
-
-
-def loop_over_tokens(
-    b: dict[str, torch.Tensor], config: LossConfig, denominator: float
-) -> tuple[float, dict[str, float]]:
-    """The definition, in plain Python floats: no tensors, no masks, no shortcuts."""
-    value = {name: tensor.tolist() for name, tensor in b.items()}
-    sums: dict[str, float] = {}
-    ratios, differences = [], []
-    for i in range(len(value["cu_seqlens"]) - 1):
-        a = value["advantages"][i]
-        for t in range(value["cu_seqlens"][i], value["cu_seqlens"][i + 1]):
-            if not value["loss_mask"][t]:
-                continue
-            r = math.exp(value["logprobs"][t] - value["old_logprobs"][t])
-            clipped = min(max(r, 1 - config.clip_lower), 1 + config.clip_higher)
-            d = value["logprobs"][t] - value["ref_logprobs"][t]
-            kl = [d, d * d / 2, math.exp(-d) - 1 + d, r * d]
-            differences.append(abs(value["old_logprobs"][t] - value["rollout_logprobs"][t]))
-            ratios.append(r)
-            for name, x in {
-                "loss/policy_avg": max(-a * r, -a * clipped),
-                "loss/kl_avg": config.beta * kl[config.kl_estimator],
-                "policy/clipfrac_avg": float(-a * clipped > -a * r),
-                **{f"objective/kl{k}_avg": kl[k] for k in range(4)},
-            }.items():
-                sums[name] = sums.get(name, 0.0) + x
-    n = len(ratios)
-    want = {name: x / n for name, x in sums.items()}
-    mean = sum(ratios) / n
-    want["loss/total_avg"] = want["loss/policy_avg"] + want["loss/kl_avg"]
-    want["val/ratio"] = mean
-    want["val/ratio_var"] = sum((r - mean) ** 2 for r in ratios) / n
-    want["debug/vllm_vs_local_logprob_diff_mean"] = sum(differences) / n
-    want["debug/vllm_vs_local_logprob_diff_max"] = max(differences)
-    return (sums["loss/policy_avg"] + sums["loss/kl_avg"]) / denominator, want
 
 
 @pytest.mark.parametrize("estimator", [0, 1, 2, 3])
@@ -75,13 +17,13 @@ def test_loss_and_metrics_equal_a_loop_over_tokens(estimator, per_token):
     """A mix-up of sequences in a pack would train each completion with its neighbour's advantage."""
     b = batch()
     config = LossConfig(clip_lower=0.1, clip_higher=0.25, beta=0.3, kl_estimator=estimator)
-    want, want_metrics = loop_over_tokens(b, config, denominator=17.0)
+    want, want_metrics = loop_loss(plain(b), config, denominator=17.0)
     if per_token:
         b["advantages"] = b["advantages"].repeat_interleave(torch.tensor(LENGTHS))
     got = policy_loss(**b, config=config, denominator=17.0)
     assert got.loss.item() == pytest.approx(want, rel=1e-12)
     metrics = reduce_metrics(got.metrics, got.maxima)
-    assert {name: metrics[name] for name in want_metrics} == pytest.approx(want_metrics, rel=1e-5, abs=1e-7)
+    assert metrics == pytest.approx(want_metrics, rel=1e-5, abs=1e-7)
 
 
 def test_gradient_is_the_derivative_of_the_loss():
@@ -281,6 +223,7 @@ def test_constant_denominator_does_not_depend_on_the_number_of_tokens():
     assert loss_denominator(3, config) == 100.0
     assert loss_denominator(3, LossConfig()) == 3.0
     assert loss_denominator(0, LossConfig()) == 1.0
+    assert loss_denominator(torch.tensor(0), LossConfig()).item() == 1
 
 
 def test_bf16_logprobs_are_computed_in_fp32():
@@ -309,3 +252,17 @@ def test_settings_that_cannot_be_honoured_are_errors():
         policy_loss(**b, config=LossConfig(policy_loss="dpo"))
     with pytest.raises(ValueError, match="constant=None"):
         policy_loss(**b, config=LossConfig(aggregation="constant"))
+
+
+def test_one_value_that_is_not_finite_leaves_the_other_metrics_readable():
+    """The step that went wrong would be the one step without a single number in its log."""
+    b = batch()
+    b["loss_mask"][:] = True
+    b["logprobs"][3] = NAN
+    b["old_logprobs"][3] = -2.0
+    got = policy_loss(**b, config=LossConfig())
+    metrics = reduce_metrics(got.metrics, got.maxima)
+    assert not got.loss.isfinite()
+    assert math.isnan(metrics["loss/policy_avg"])
+    assert math.isfinite(metrics["debug/vllm_vs_local_logprob_diff_mean"])
+    assert metrics["policy/bounded_frac"] == 0.0

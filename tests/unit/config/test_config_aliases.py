@@ -80,7 +80,7 @@ def problems_of(values, **options):
             {"use_rho_correction": True, "rho_clamp_upper_bound": 4.0},
         ),
         ({"truncated_importance_sampling_ratio_cap": 0}, {}),
-        ({"rho_mask_sequence_level": True}, {"rho_mask_level": "sequence_mean"}),
+        ({"rho_mask_sequence_level": True}, {"rho_level": "sequence_mean", "rho_mask_level": "sequence_mean"}),
         ({"vllm_importance_sampling_correction": True}, TRL_RHO),
         ({"vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_max": 2}, {}),
         ({"vllm_importance_sampling_cap": 5}, TRL_RHO | {"rho_mask_upper_bound": 5.0}),

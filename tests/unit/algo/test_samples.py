@@ -1,0 +1,76 @@
+"""From scored groups to samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mgrpo.algo.samples import train_samples
+from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup
+
+NAN = float("nan")
+
+
+def group(rewards: list[float], reasons: list[str] | None = None, parts: list[dict] | None = None) -> ScoredGroup:
+    prompt = Prompt(id=(0, 0), tokens=np.array([5, 6], np.int32), text="", verifiers=(), ground_truths=())
+    completions = tuple(
+        Completion(
+            tokens=np.arange(3, dtype=np.int32),
+            logprobs=np.full(3, -1.0, np.float32),
+            policy_versions=np.zeros(3, np.int32),
+            finish_reason=reason,
+            text="",
+        )
+        for reason in reasons or ["stop"] * len(rewards)
+    )
+    scores = tuple(Score(reward=r, parts=p) for r, p in zip(rewards, parts or [{}] * len(rewards), strict=True))
+    return ScoredGroup(group=RolloutGroup(prompt=prompt, completions=completions), scores=scores)
+
+
+def advantages_of(samples) -> list[float]:
+    return [sample.advantage for sample in samples]
+
+
+def trained(samples) -> list[bool]:
+    return [bool(sample.loss_mask.all()) for sample in samples]
+
+
+def test_truncated_completions_train_nothing_and_stay_in_the_baseline():
+    """Taken out first, the others would be compared with another mean, or with the next prompt's completions."""
+    groups = [group([3.0, 0.0, 0.0], ["stop", "length", "stop"]), group([1.0, 2.0, 3.0], ["stop", "stop", "abort"])]
+    plain = train_samples(groups, normalization="centered")
+    masked = train_samples(groups, normalization="centered", mask_truncated=True)
+    assert advantages_of(masked) == advantages_of(plain) == pytest.approx([2.0, -1.0, -1.0, -1.0, 0.0, 1.0])
+    assert trained(plain) == [True] * 6
+    assert trained(masked) == [True, False, True, True, True, False]
+    assert not any(sample.loss_mask.any() for sample in masked if not sample.loss_mask.all())
+    assert [sample.group for sample in masked] == [0, 0, 0, 1, 1, 1]
+
+
+def test_deviation_and_epsilon_are_those_asked_for():
+    """TRL's runs would not be reproduced."""
+    got = train_samples([group([1.0, 0.0])], normalization="standard", ddof=1, eps=0.5)
+    assert advantages_of(got) == pytest.approx([0.5 / (0.5**0.5 + 0.5), -0.5 / (0.5**0.5 + 0.5)])
+
+
+def test_gdpo_reads_each_functions_rewards_by_name():
+    """Weights in another order than the functions would reward the wrong thing."""
+    parts = [
+        {"right": 1.0, "short": 0.0, "other": 5.0},
+        {"right": 0.0, "short": 1.0, "other": 9.0},
+        {"right": 1.0, "short": NAN, "other": 7.0},
+        {"right": NAN, "short": NAN, "other": 2.0},
+    ]
+    groups = [group([1.0, 1.0, 1.0, NAN], parts=parts)]
+    got = train_samples(groups, normalization="gdpo", reward_weights={"short": 1.0, "right": 10.0})
+    # right: mean 2/3, std sqrt(2/9): +0.71, -1.41, +0.71; short: -1, +1. Sums: 6.07, -13.14, 7.07; their mean is 0.
+    sums = np.array([10 / 2**0.5 - 1, -20 / 2**0.5 + 1, 10 / 2**0.5])
+    assert advantages_of(got) == pytest.approx([*(sums - sums.mean()) / sums.std(), 0.0])
+    assert trained(got) == [True, True, True, False]
+    with pytest.raises(ValueError, match="needs reward functions"):
+        train_samples(groups, normalization="gdpo", reward_weights={})
+
+
+def test_no_groups_are_no_samples():
+    """A step in which every group was filtered would crash the controller."""
+    assert train_samples([], normalization="standard") == []
