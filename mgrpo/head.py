@@ -50,6 +50,7 @@ class Head:
             verifiers=sorted({name for row in [*rows, *held_out] for name in row.verifiers}),
         )
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="head")
+        self.follower = ThreadPoolExecutor(max_workers=1, thread_name_prefix="follower")
         self.controller: Controller | None = None
         self.writer: MetricsWriter | None = None
         self.progress: Progress | None = None
@@ -59,6 +60,10 @@ class Head:
     def get_ready(self) -> Future[None]:
         """Tokenise the data and wait for the engines, in a thread; call when torch has been imported."""
         return self.thread.submit(self._get_ready)
+
+    def after(self, future: Future, then: Callable[[Any], Any]) -> Future:
+        """`then` of the future's result, in a thread: however long it takes, rank 0 can tell the others it is alive."""
+        return self.follower.submit(lambda: then(future.result()))
 
     def finish(self, calls: list[Any], what: str) -> Future[None]:
         """Wait for the engines' part of a weight sync, in a thread."""
@@ -124,7 +129,9 @@ class Head:
         rewards = np.stack([group.rewards for group in groups])
         scale = self.reward_scale
         if algorithm.no_resampling_pass_rate is not None and scale is not None:
-            shares = rewards / np.array([[scale.highest(group)] for group in groups])
+            # A completion without a score may have been wrong: such a group says nothing for good.
+            shares = np.array([scale.shares(group) for group in groups])
+            shares[np.isnan(shares).any(axis=1)] = np.nan
             solved = solved_for_good(shares, max_possible_score=1.0, pass_rate=algorithm.no_resampling_pass_rate)
             self.sampler.exclude(
                 {group.group.prompt.id[1] for group, is_solved in zip(groups, solved, strict=True) if is_solved}
@@ -146,7 +153,7 @@ class Head:
         """Weight of each of the user's reward functions, and of what the length costs, by name."""
         algorithm, names = self.config.algorithm, function_names(self.reward_funcs)
         weights = dict(zip(names, algorithm.reward_weights or [1.0] * len(names), strict=True))
-        return weights if algorithm.overlong_cache_length is None else weights | {"overlong": 1.0}
+        return weights | {"overlong": 1.0} if weights and algorithm.overlong_cache_length is not None else weights
 
     @property
     def reward_scale(self) -> RewardScale | None:
@@ -169,7 +176,8 @@ class Head:
 
     def close(self) -> None:
         """End every process that this rank started."""
-        self.thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self.thread, self.follower):
+            thread.shutdown(wait=False, cancel_futures=True)
         for part in (self.progress, self.writer, self.controller, self.pool, self.cluster):
             if part is not None:
                 part.close()

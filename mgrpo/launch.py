@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
@@ -36,7 +37,7 @@ def train(
 
     Args:
         reward_funcs: called on rank 0 instead of the rows' verifiers, `f(prompts=, completions=, completion_ids=,
-            ground_truth=, **columns) -> list[float | None]`; several are added up.
+            ground_truth=) -> list[float | None]`; several are added up, each times its entry of `reward_weights`.
         dataset: rows in the form of a JSONL file, instead of `dataset_mixer_list`.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
@@ -52,17 +53,20 @@ def try_out(config: Config) -> None:
     All data are read and checked; no evaluation is run. Every rank must call it.
     """
     rows, _ = _check(config, functions=[], dataset=None)
-    with tempfile.TemporaryDirectory(prefix="mgrpo-dry-run-") as folder:
+    is_head = _rank() == 0
+    with tempfile.TemporaryDirectory(prefix="mgrpo-dry-run-") if is_head else nullcontext("unused") as folder:
         one_step = dataclasses.replace(
             config,
             experiment=dataclasses.replace(
                 config.experiment, total_episodes=config.batch_size, output_dir=folder, local_eval_every=-1
             ),
             data=dataclasses.replace(config.data, dataset_mixer_eval_list=()),
+            # A model that is always right or always wrong has to do its step, too.
+            algorithm=dataclasses.replace(config.algorithm, filter_zero_std_samples=False, active_sampling=False),
             checkpoint=dataclasses.replace(config.checkpoint, save_final=False),
         )
         _start(one_step, rows, [], [])
-    if _rank() == 0:
+    if is_head:
         print("dry run: configuration, data, layout and one step are sound; nothing was kept")
 
 

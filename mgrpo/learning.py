@@ -95,8 +95,10 @@ class Learner:
         found = []
         if self.logits_chunk:
             found.append(f"LM head: {self.logits_chunk} columns at a time, whole logits never exist")
-        if self.loss_config.policy_loss in ("sapo", "vespo"):
-            found.append(f"policy_loss {self.loss_config.policy_loss}: in PyTorch, the extension has no kernel for it")
+        if self.loss_config.policy_loss == "sapo":
+            found.append("policy_loss sapo: computed in PyTorch, the extension has no kernel for it")
+        if self.loss_config.policy_loss == "vespo":
+            found.append("policy_loss vespo: its weight is computed in PyTorch, the extension has no kernel for it")
         return found
 
     def learn(self, arrays: dict[str, np.ndarray]) -> list[StepResult]:
@@ -118,6 +120,7 @@ class Learner:
             if self.entropy_control:
                 mean = self.reduce(results[-1:]).get(ENTROPY, float("nan"))
                 self.entropy_control = self.entropy_control.after(mean)
+        self.policy.pass_over(algorithm.num_epochs * algorithm.num_mini_batches - len(results))
         return results
 
     @property

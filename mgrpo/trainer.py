@@ -102,14 +102,17 @@ class Trainer:
         self.connect_engines()
         self.sync()
         before = self.evaluate("before training")
+        done = 0
         for step in range(1, config.num_training_steps + 1):
-            self.step(step)
+            if not self.step(step):
+                break
+            done = step
             if self.evaluates_after(step):
                 self.evaluate(f"step {step}", before, step)
             if _is_due(step, config.checkpoint.save_freq) and step < config.num_training_steps:
                 self.export(step)
-        after = self.evaluate("after training", before, config.num_training_steps)
-        exported = self.export(config.num_training_steps) if config.checkpoint.save_final else None
+        after = self.evaluate("after training", before, done)
+        exported = self.export(done) if config.checkpoint.save_final else None
         if self.head:
             self.head.writer.close()
             draw_reward_curve(
@@ -120,19 +123,26 @@ class Trainer:
             self.head.progress.finish(before=before or None, after=after or None)
         return TrainResult(
             output_dir=self.output_dir,
-            steps=config.num_training_steps,
+            steps=done,
             before=before,
             after=after,
             exported=exported,
         )
 
-    def step(self, step: int) -> None:
-        """Sample, score, train on every mini-batch and epoch, and give the engines the new weights."""
+    def step(self, step: int) -> bool:
+        """Sample, score, train on every mini-batch and epoch, and give the engines the new weights.
+
+        False when there was nothing to sample: every prompt is solved for good (`no_resampling_pass_rate`).
+        """
         clock = _Clock()
         batch = self.wait_for(self.head and self.head.controller.next_batch(), self.pack)
         if self.head and step < self.config.num_training_steps and not self.evaluates_after(step):
             self.head.controller.prepare()
         arrays = self.channel.arrays(batch and batch.arrays)
+        if not arrays["num_sampled"]:
+            if self.head:
+                self.head.progress.say(f"step {step}: every prompt is solved, nothing is left to sample; training ends")
+            return False
         clock.split("wait")
         results = self.learner.learn(arrays)
         measured = self.learner.reduce(results)
@@ -146,6 +156,7 @@ class Trainer:
         clock.split("sync")
         if self.head:
             self.report(step, batch, results, measured, clock)
+        return True
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation follows training step `step`, the last one's apart."""
@@ -160,10 +171,11 @@ class Trainer:
             while self.channel.action() is Action.HEARTBEAT:
                 pass
             return None
-        while not wait([future], timeout=HEARTBEAT_S).done:
+        done = self.head.after(future, then)
+        while not wait([done], timeout=HEARTBEAT_S).done:
             self.channel.action(Action.HEARTBEAT)
         try:
-            result = then(future.result())
+            result = done.result()
         except Exception as err:
             self.channel.action(Action.ERROR, f"rank 0: {err}")
             raise
@@ -175,6 +187,7 @@ class Trainer:
         algorithm, parallel = self.config.algorithm, self.config.parallel
         samples = train_samples(
             rollouts.groups,
+            dropped=rollouts.dropped,
             normalization=algorithm.advantage_normalization_type,
             ddof=algorithm.advantage_ddof,
             eps=algorithm.advantage_eps,
@@ -204,7 +217,9 @@ class Trainer:
             )
         ]
         first_pass = [pack for ranks in packs[: algorithm.num_mini_batches] for row in ranks for pack in row]
-        return Batch(rollouts=rollouts, samples=samples, packs=first_pass, arrays=packing.to_arrays(packs))
+        num_sampled = np.array([len(rollouts.groups) + len(rollouts.dropped)])
+        arrays = {"num_sampled": num_sampled, **packing.to_arrays(packs)}
+        return Batch(rollouts=rollouts, samples=samples, packs=first_pass, arrays=arrays)
 
     def end_if_stuck(self, results: Sequence[StepResult]) -> None:
         """End the run after a few steps in a row with a gradient that is not finite."""
@@ -318,7 +333,7 @@ class Trainer:
             **measured,
             "val/num_step_tokens": sum(len(pack.tokens) for pack in batch.packs),
             "optim/grad_norm": results[-1].grad_norm if results else 0.0,
-            "lr": results[-1].learning_rate if results else 0.0,
+            **({"lr": results[-1].learning_rate} if results else {}),
             "optim/steps": len(results),
             "optim/skipped_steps": sum(not result.is_finite for result in results),
             "sync/bytes": self.sender.plan.bytes_moved,

@@ -18,7 +18,8 @@ def entropy_bonus(entropy: Tensor, loss_mask: Tensor, *, coef: float, num_traine
     Args:
         entropy: `[tokens]`; where the mask is 0 it is not read, NaN included.
         loss_mask: `[tokens]`; with a top-entropy mask, the loss mask times that one.
-        num_trained_tokens: tokens of the mask in the mini-batch, over all ranks.
+        num_trained_tokens: trained tokens of the mini-batch over all ranks; also with a top-entropy mask all of them, as
+            in TRL.
     """
     total = torch.where(loss_mask != 0, entropy, 0.0).sum()
     count = num_trained_tokens.clamp(min=1) if isinstance(num_trained_tokens, Tensor) else max(num_trained_tokens, 1)

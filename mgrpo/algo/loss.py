@@ -59,11 +59,12 @@ def policy_loss(
                     and rhos, k and lambda by the sign of A (arXiv 2602.10693)
         reinforce   -A l
 
-    times rho (`mgrpo.algo.correction`; VESPO's w has it already) and `keep`; plus beta x KL (`mgrpo.algo.kl`), times r if `kl_bias_correction`.
+    times rho (`mgrpo.algo.correction`; VESPO's w has it already) and `keep`; plus beta x KL (`mgrpo.algo.kl`), times r if
+    `kl_bias_correction`.
     Gradients flow through `logprobs` only. A token outside `loss_mask` adds exactly 0 to loss, gradient and metrics,
     whatever its values, inf and NaN included. A trained token whose old logprob is not finite counts as on-policy
-    (ratio 1), one without a finite rollout logprob has rho 1. Zero tokens give 0 with a graph. No collective, and no
-    wait for a GPU.
+    (ratio 1), one without a finite rollout logprob has rho 1. Zero tokens give 0 with a graph. No collective, and,
+    SAPO apart, no wait for a GPU.
 
     Args:
         logprobs: `[tokens]`; computed in fp32 or better.
@@ -97,8 +98,6 @@ def policy_loss(
     if surrogate == "vespo":
         surrogate, advantages = "reinforce", _at_tokens(advantages, cu_seqlens, len(mask))
         advantages = advantages * _vespo_weight(logprobs, old, factors.rho, advantages, mask, cu_seqlens, config)
-    elif factors.rho is not None:
-        keep = _product(keep, factors.rho)
     keep = _product(keep, factors.keep)
     seq_log_ratio = None
     if config.ratio_level != "token":
@@ -112,7 +111,7 @@ def policy_loss(
         cu_seqlens,
         ref_logprobs=ref,
         rollout_logprobs=rollout,
-        keep=keep,
+        keep=keep if config.policy_loss == "vespo" else _product(keep, factors.rho),
         seq_log_ratio=seq_log_ratio,
         seq_log_rho=factors.seq_log_rho,
         seq_log_rho_mask=factors.seq_log_rho_mask,

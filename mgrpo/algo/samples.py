@@ -14,6 +14,7 @@ from mgrpo.types import Completion, ScoredGroup, TrainSample
 def train_samples(
     groups: Sequence[ScoredGroup],
     *,
+    dropped: Sequence[ScoredGroup] = (),
     normalization: str,
     ddof: int = 0,
     eps: float = 1e-8,
@@ -27,18 +28,20 @@ def train_samples(
     its group's mean and deviation.
 
     Args:
+        dropped: groups of the same batch that are not trained on; statistics over the batch include them.
         normalization, ddof, eps: as in `advantages`.
         reward_weights: for "gdpo", the weight of each reward function by its name in `Score.parts`, all of them.
     """
     if not groups:
         return []
-    rewards = np.stack([group.rewards for group in groups])
+    batch = [*groups, *dropped]
+    rewards = np.stack([group.rewards for group in batch])
     if normalization == "gdpo":
         if not reward_weights:
             raise ValueError(
                 "normalization='gdpo' needs reward functions of the user's, there are none; choose 'standard'"
             )
-        by_function = [[[score.parts[name] for name in reward_weights] for score in group.scores] for group in groups]
+        by_function = [[[score.parts[name] for name in reward_weights] for score in group.scores] for group in batch]
         by_group = advantages(
             torch.tensor(by_function, dtype=torch.float64),
             normalization=normalization,
@@ -57,7 +60,7 @@ def train_samples(
             advantage=advantage,
             group=number,
         )
-        for number, (scored, row, own) in enumerate(zip(groups, rewards, by_group.tolist(), strict=True))
+        for number, (scored, row, own) in enumerate(zip(groups, rewards, by_group.tolist(), strict=False))
         for completion, reward, advantage in zip(scored.group.completions, row, own, strict=True)
     ]
 

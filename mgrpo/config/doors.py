@@ -54,7 +54,9 @@ class GRPOConfig:
 
 
 def _flags(words: Sequence[str]) -> list[str]:
-    """The words behind the program's name: from the first flag or YAML file on."""
+    """The words behind the program's name and its launcher's own: from the first flag or YAML file on."""
+    scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
+    words = words[scripts[-1] + 1 :] if scripts else words
     starts = (i for i, word in enumerate(words) if word.startswith("--") or word.endswith((".yaml", ".yml")))
     return list(words[next(starts, len(words)) :])
 

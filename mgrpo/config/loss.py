@@ -62,7 +62,7 @@ class LossConfig:
     rho_mask_upper: float = 0.0
     """Above this the policy term is dropped; 0 is off."""
     rho_mask_tv: bool = False
-    """Compare the bounds with the sequence's mean of |rho - 1|, and drop only tokens whose step would raise it (VACO)."""
+    """Compare rho_mask_upper with the sequence's mean of |rho - 1|; drop only tokens whose step would raise it (VACO)."""
     off_policy_mask_threshold: float | None = None
     """Drop sequences with advantage < 0 whose mean of rollout - present logprob is above this (DeepSeek-V3.2, eq. 9)."""
 

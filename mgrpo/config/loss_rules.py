@@ -112,8 +112,18 @@ def _overlong(config: Config) -> Iterator[str]:
 
 
 def weight_problems(config: Config, num_reward_funcs: int) -> Iterator[str]:
-    """Whether there is one weight for each reward function that the caller brings."""
+    """What depends on the reward functions that the caller brings: one weight for each, and what needs them."""
     weights = config.algorithm.reward_weights
+    if config.algorithm.advantage_normalization_type == "gdpo" and not num_reward_funcs:
+        yield (
+            "advantage_normalization_type=gdpo weighs the reward functions that a caller brings (reward_funcs of "
+            "mgrpo.train), of which there are none; choose standard, centered or batch_std"
+        )
+    if config.algorithm.no_resampling_pass_rate is not None and num_reward_funcs:
+        yield (
+            f"no_resampling_pass_rate={config.algorithm.no_resampling_pass_rate:g} is a share of the highest reward, which "
+            "reward functions of the caller's do not have; leave it out"
+        )
     if not all(math.isfinite(weight) for weight in weights):
         yield f"reward_weights={' '.join(map(str, weights))} must be finite numbers"
     elif weights and len(weights) != num_reward_funcs:

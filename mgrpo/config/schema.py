@@ -36,7 +36,7 @@ class Model:
     model_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of weights and activations in training and in the engines; the optimizer always keeps float32."""
     load_ref_policy: bool = True
-    """Load the frozen reference model when beta is not 0."""
+    """May be false only when beta is 0; the reference model is loaded when beta is not 0 or log_ref_kl is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

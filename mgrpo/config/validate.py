@@ -7,7 +7,7 @@ in `ranges`, `rules`, `loss_rules` and `model_rules`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mgrpo.config.derived import derive, layout_of
@@ -99,7 +99,7 @@ def problems(
 
 def warnings(config: Config, *, world_size: int, hf_config: Mapping[str, Any] | None = None) -> list[str]:
     """What a sound configuration probably does not mean, one sentence each. Call it after `check`."""
-    found = [*_data_warnings(config), *_loss_warnings(config), *_layout_warnings(config, world_size)]
+    found = [*_data_warnings(config), *_loss_warnings(config), *_idle(config), *_layout_warnings(config, world_size)]
     if config.optimizer.warmup_ratio > 0 and config.optimizer.warm_up_steps > 0:
         found.append(
             f"warm_up_steps={config.optimizer.warm_up_steps} is not used, warmup_ratio={config.optimizer.warmup_ratio} wins"
@@ -198,6 +198,39 @@ def _loss_warnings(config: Config) -> Iterator[str]:
         yield f"aggregation=luspo is made for ratio_level=sequence, got {own.ratio_level}"
     if config.rollout.num_samples_per_prompt_rollout == 1:
         yield "num_samples_per_prompt_rollout=1: the baseline is the mean of the batch, as in REINFORCE"
+
+
+_RHO = (
+    "rho_level rho_clamp_lower_bound rho_clamp_upper_bound rho_mask_level rho_mask_lower_bound rho_mask_upper_bound "
+    "rho_mask_tv_divergence"
+)
+_ADAPTIVE = "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"
+_NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
+    (_RHO, "use_rho_correction=true", lambda c: c.algorithm.use_rho_correction),
+    (_ADAPTIVE, "use_adaptive_entropy=true", lambda c: c.algorithm.use_adaptive_entropy),
+    ("alpha", "ref_policy_update_freq", lambda c: c.algorithm.ref_policy_update_freq is not None),
+    ("reshuffle_mini_batches", "num_epochs above 1", lambda c: c.algorithm.num_epochs > 1),
+    ("active_sampling_max_rounds", "active_sampling=true", lambda c: c.algorithm.active_sampling),
+    ("clip_lower delta dual_clip", "policy_loss=ppo_clip", lambda c: c.algorithm.policy_loss == "ppo_clip"),
+    ("clip_higher", "policy_loss=ppo_clip or cispo", lambda c: c.algorithm.policy_loss in ("ppo_clip", "cispo")),
+    ("ratio_level", "a policy_loss with a ratio", lambda c: c.algorithm.policy_loss not in ("vespo", "reinforce")),
+    (
+        "warm_up_steps warmup_ratio",
+        "another lr_scheduler_type, constant_with_warmup for example",
+        lambda c: c.optimizer.lr_scheduler_type != "constant",
+    ),
+)
+"""Settings, and what they need to have an effect."""
+
+
+def _idle(config: Config) -> Iterator[str]:
+    """Settings that somebody set, and that nothing will read."""
+    given = {name for name, source in config.provenance.sources.items() if not source.startswith("preset")}
+    values = flat(config)
+    for names, condition, holds in _NEEDS:
+        idle = [name for name in names.split() if name in given and values[name] != settings()[name].default]
+        if idle and not holds(config):
+            yield f"{', '.join(f'{name}={values[name]}' for name in idle)} has no effect without {condition}"
 
 
 def _layout_warnings(config: Config, world_size: int) -> Iterator[str]:

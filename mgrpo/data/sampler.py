@@ -37,10 +37,11 @@ class Sampler:
     def take(self, n: int) -> list[PromptId]:
         """The next `n` prompts; a take may run over the end of an epoch, but meets no prompt twice in the same one.
 
-        Fewer, and no more at all, once every row is excluded.
+        Never more than there are rows left, and none once every row is excluded.
         """
         taken: list[PromptId] = []
-        while len(taken) < n and len(self._excluded) < self._num_prompts:
+        n = min(n, self._num_prompts - len(self._excluded)) if self._excluded else n
+        while len(taken) < n:
             if self._position == self._num_prompts:
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._permutation()

@@ -50,8 +50,9 @@ def policy_loss(
     """Sum of every token's weight x loss, and what a step reports about each sequence.
 
     Every tensor is float32, or all are float64 (the reference computes then), on one device; gradients flow to
-    `logprobs` and `seq_log_ratio` only. A token of weight 0 adds exactly 0 to everything, whatever its values. One launch
-    on CUDA, no collective; the result of a sequence depends on that sequence alone and repeats to the bit.
+    `logprobs` and `seq_log_ratio` only. A token of weight 0 adds exactly 0 to everything, whatever its values. No
+    collective. One launch on CUDA, the result of a sequence depends on that sequence alone and repeats to the bit; not so
+    "sapo", which PyTorch computes.
 
     Args:
         logprobs, old_logprobs, ref_logprobs, rollout_logprobs: `[tokens]`.

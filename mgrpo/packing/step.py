@@ -54,6 +54,8 @@ def pack_step(
         share_prompts = False
     limit = token_limit(pack_length, multiple_of)
     grouped = documents(samples, share_prompts=share_prompts, pack_length=limit, cost=cost)
+    if len(grouped) < num_mini_batches:  # a group each would leave optimizer steps with nothing to train on
+        grouped = documents(samples, share_prompts=False, pack_length=limit)
     lengths = [document_length(samples, members, multiple_of=document_multiple_of) for members in grouped]
     plan = balance(
         lengths,

@@ -16,8 +16,7 @@ from mgrpo.models.table import local_parameters
 
 FP32_BYTES = 4
 LOGITS_CHUNK = 16_384
-"""Columns at a time where logits do not fit: 0.5 GiB in bf16 for 16,384 tokens, and still wide GEMMs. A vocabulary shard
-that is hardly wider gains little."""
+"""Most columns at a time where logits do not fit: 0.5 GiB in bf16 for 16,384 tokens, and still wide GEMMs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +59,12 @@ def state_bytes(
 
 def logits_bytes(tokens: int, *, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
     """Logits of `tokens` rows on one rank of the last stage; their gradient is written over them."""
-    padded_vocab = -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    return tokens * (padded_vocab // layout.tensor) * dtype_bytes
+    return tokens * (padded_vocab(shape) // layout.tensor) * dtype_bytes
+
+
+def padded_vocab(shape: ModelShape) -> int:
+    """Columns of the LM head over all tensor ranks."""
+    return -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def choose_logits_chunk(
@@ -77,7 +80,7 @@ def choose_logits_chunk(
     """Columns of the LM head to compute at a time; 0 computes all at once.
 
     A number is taken as given. "auto" is 0 when the logits of a whole pack fit into half of what the last stage's states
-    leave of the device, else `LOGITS_CHUNK`. An estimate: a pack has fewer response rows than tokens, so the logits are
+    leave of the device, else `LOGITS_CHUNK` or a quarter of the shard. An estimate: a pack has fewer response rows than tokens, so the logits are
     rather over- than underestimated; activations are not counted and have the other half, which long packs without
     recomputation can exceed whatever is chosen here.
 
@@ -91,4 +94,7 @@ def choose_logits_chunk(
         return setting
     states = state_bytes(shape, layout, stage=layout.pipeline - 1, dtype_bytes=dtype_bytes, has_reference=has_reference)
     logits = logits_bytes(pack_length, shape=shape, layout=layout, dtype_bytes=dtype_bytes)
-    return 0 if 2 * logits <= device_bytes - states.total else LOGITS_CHUNK
+    if 2 * logits <= device_bytes - states.total:
+        return 0
+    # At least four chunks, or little is saved.
+    return min(LOGITS_CHUNK, -(-padded_vocab(shape) // layout.tensor // 4))

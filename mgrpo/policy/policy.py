@@ -65,7 +65,7 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor, Microbatch], tuple[torch.Te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one optimizer step reports, equal on all ranks of the last stage."""
+    """What one optimizer step reports; all but `measured` is equal on all ranks."""
 
     measured: list[Any]
     """What the loss reported for each micro-batch; empty before the last stage."""
@@ -199,6 +199,10 @@ class Policy:
             is_finite=math.isfinite(grad_norm),
         )
 
+    def pass_over(self, optimizer_steps: int) -> None:
+        """Steps that had nothing to train on: the learning rate goes on as planned. No collective."""
+        self.optimizer_steps += optimizer_steps
+
     @torch.no_grad()
     def move_towards(self, other: Policy, alpha: float) -> None:
         """These weights <- alpha x the other's + (1 - alpha) x these, each rank for the shards it holds; no collective.
@@ -206,7 +210,9 @@ class Policy:
         Kept in fp32 between calls: in bf16 a small alpha would be rounded away.
         """
         for name, own in self.parameters.live.items():
-            master = self._masters.setdefault(name, own.data.float())
+            if name not in self._masters:
+                self._masters[name] = own.data.float()
+            master = self._masters[name]
             master.lerp_(other.parameters.live[name].data.float(), alpha)
             own.data.copy_(master)
 

@@ -30,5 +30,6 @@ def learning_rate(settings: Optimizer, step: int, num_steps: int) -> float:
         case "cosine" | "cosine_with_restarts":
             return peak * 0.5 * (1 + math.cos(math.pi * done))
         case "polynomial":
-            return (peak - POLYNOMIAL_END) * (1 - done) + POLYNOMIAL_END
+            end = min(POLYNOMIAL_END, peak)
+            return (peak - end) * (1 - done) + end
     raise ValueError(f"lr_scheduler_type={kind!r} is unknown")

@@ -41,6 +41,16 @@ class RewardScale:
         """Highest reward of this prompt's completions: each verifier after the first can earn its reward too."""
         return self.max_possible_score + self.verification_reward * max(len(group.group.prompt.verifiers) - 1, 0)
 
+    def shares(self, group: ScoredGroup) -> np.ndarray:
+        """`[group]`: rewards by the highest one, NaN without a score or a highest one above 0.
+
+        What a completion's length costs is left out: that penalty rises smoothly, and would leave almost every long answer
+        unsolved.
+        """
+        penalties = np.array([score.parts.get("overlong", 0.0) for score in group.scores])
+        highest = self.highest(group)
+        return (group.rewards - penalties) / (highest if highest > 0 else np.nan)
+
 
 def batch_metrics(
     kept: Sequence[ScoredGroup],
@@ -118,11 +128,9 @@ def error_rates(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> Met
 def is_solved(group: ScoredGroup, scale: RewardScale) -> np.ndarray:
     """`[group]` bool: the reward, without what the completion's length costs, is the highest one the prompt can bring.
 
-    False without a score. The penalty for length rises smoothly, so that almost every long answer would be unsolved.
+    False without a score.
     """
-    highest = scale.highest(group)
-    penalties = np.array([score.parts.get("overlong", 0.0) for score in group.scores])
-    return (group.rewards - penalties >= highest - _TOLERANCE) & (highest > 0)
+    return scale.shares(group) >= 1 - _TOLERANCE
 
 
 def mean_score(scores: Sequence[float] | Sequence[np.ndarray] | np.ndarray) -> float:

@@ -266,6 +266,25 @@ def learn(
     return metrics | {"steps": len(results), "grad_norm": results[-1].grad_norm if results else 0.0}
 
 
+def rates(model_dir: str, settings: dict[str, Any], is_empty: list[int]) -> list[float]:
+    """Learning rate at the start of each step that trains, given which steps have no group to train on."""
+    from megatron.core import parallel_state
+
+    from mgrpo.config import from_values
+    from mgrpo.rollout.controller import Rollouts
+    from mgrpo.trainer import Trainer
+    from tests.dist.test_learning import scored_groups
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    trainer = Trainer(from_values(settings | {"model_name_or_path": model_dir, "model_dtype": "float32"}), FakeHead())
+    found = []
+    for empty in is_empty:
+        batch = trainer.pack(Rollouts(groups=[] if empty else scored_groups(), dropped=[], generate_s=0, score_s=0))
+        found += [result.learning_rate for result in trainer.learner.learn(batch.arrays)[:1]]
+    return found
+
+
 def blended(model_dir: str, dtype: str, alpha: float, times: int) -> dict[str, float]:
     """A policy moved towards one that is 1 larger everywhere, a little at a time: how far, and how far from the formula."""
     policies = [make_policy(model_dir, {"tensor": 2}, dtype=getattr(torch, dtype)) for _ in range(2)]

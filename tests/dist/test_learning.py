@@ -192,3 +192,14 @@ def test_weight_decay_spares_norms_and_biases(run_ranks, model):
     assert change["vectors"] == 0.0
     (change,) = run_ranks(1, cases.decayed, model_dir=str(model), weight_decay=0.5, on_vectors=True)
     assert change["vectors"] > 0.01
+
+
+def test_the_learning_rate_goes_on_where_a_step_has_nothing_to_train(run_ranks, model, tmp_path):
+    """Half the steps empty, a linear schedule would end at half the rate it started with."""
+    empty = run_ranks(
+        1, cases.rates, model_dir=str(model), settings=SETTINGS | {"lr_scheduler_type": "linear"}, is_empty=[0, 1, 0, 1]
+    )[0]
+    full = run_ranks(
+        1, cases.rates, model_dir=str(model), settings=SETTINGS | {"lr_scheduler_type": "linear"}, is_empty=[0, 0, 0, 0]
+    )[0]
+    assert empty == [full[0], full[2]]

@@ -206,9 +206,8 @@ def loop_loss(
                 if config.use_rho_correction or not name.startswith("val/rho"):
                     sums[name] += float(x)
             keeps = config.off_policy_mask_threshold is not None
-            explicit = config.use_rho_correction and config.rho_mask_tv and config.policy_loss != "vespo"
-            if keeps or explicit:
-                sums["val/policy_term_drop_frac"] += float(is_off or (explicit and not weight[t]))
+            if keeps:
+                sums["val/policy_term_drop_frac"] += float(is_off)
 
     metrics: dict[str, Any] = {name: x / num_trained for name, x in sums.items()}
     mean, mean_mismatch = sum(ratios) / num_trained, sum(mismatches) / num_trained

@@ -74,3 +74,13 @@ def test_gdpo_reads_each_functions_rewards_by_name():
 def test_no_groups_are_no_samples():
     """A step in which every group was filtered would crash the controller."""
     assert train_samples([], normalization="standard") == []
+
+
+def test_statistics_of_the_batch_include_groups_that_are_not_trained_on():
+    """A deviation over the groups that a filter kept is larger than the batch's, the more so the better the policy."""
+    kept, flat = [group([1.0, 0.0])], [group([1.0, 1.0]), group([1.0, 1.0])]
+    everything = train_samples([*kept, *flat], normalization="batch_std")
+    filtered = train_samples(kept, dropped=flat, normalization="batch_std")
+    assert len(filtered) == 2
+    assert advantages_of(filtered) == pytest.approx(advantages_of(everything)[:2])
+    assert advantages_of(filtered) != pytest.approx(advantages_of(train_samples(kept, normalization="batch_std")))

@@ -208,3 +208,12 @@ def test_the_door_opens_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_launchers_own_flags_are_not_the_scripts():
+    """Scripts are pasted whole, with accelerate or mason in front."""
+    script = (
+        "accelerate launch --num_processes 8 --config_file x.yaml open_instruct/grpo_fast.py --beta 0.01 --exp_name a"
+    )
+    config = mgrpo.GRPOConfig.from_open_instruct(script)
+    assert (config.algorithm.beta, config.experiment.exp_name) == (0.01, "a")

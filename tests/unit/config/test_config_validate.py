@@ -296,6 +296,13 @@ def test_the_layout_follows_the_parallel_section():
             {"num_samples_per_prompt_rollout": 1, "filter_zero_std_samples": False},
             "the baseline is the mean of the batch",
         ),
+        ({"alpha": 0.3}, "alpha=0.3 has no effect without ref_policy_update_freq"),
+        ({"rho_mask_upper_bound": 3.0}, "rho_mask_upper_bound=3.0 has no effect without use_rho_correction=true"),
+        (
+            {"policy_loss": "reinforce", "ratio_level": "sequence"},
+            "ratio_level=sequence has no effect without a policy",
+        ),
+        ({"lr_scheduler_type": "constant", "warm_up_steps": 3}, "warm_up_steps=3 has no effect without another lr_"),
         ({"tensor_model_parallel_size": 2, "pack_length": 513}, "pack_length=513 is rounded up to a multiple of"),
         ({"tensor_model_parallel_size": 2, "num_learners_per_node": [1, 1]}, "some matrices are shared across nodes"),
         (
@@ -319,6 +326,17 @@ def test_what_is_probably_not_meant_is_a_warning(model, values, words):
     found = warnings(config, **context)
     assert [words in sentence for sentence in found].count(True) == 1
     assert len(found) == 1 or values["num_samples_per_prompt_rollout"] == 1
+
+
+def test_settings_that_need_reward_functions_or_must_not_have_them():
+    """Found at step 1, Ray and the engines would have been started for nothing."""
+    context = {"world_size": 1, "has_dataset": True}
+    gdpo = from_values({"advantage_normalization_type": "gdpo", "model_name_or_path": "m"})
+    assert any("gdpo weighs the reward functions" in problem for problem in problems(gdpo, **context))
+    assert not any("gdpo" in problem for problem in problems(gdpo, **context, num_reward_funcs=2))
+    solved = from_values({"no_resampling_pass_rate": 0.9, "model_name_or_path": "m"})
+    assert not any("no_resampling" in problem for problem in problems(solved, **context))
+    assert any("no_resampling_pass_rate=0.9" in problem for problem in problems(solved, **context, num_reward_funcs=1))
 
 
 def test_every_section_of_the_schema_is_a_dataclass_of_defaults():

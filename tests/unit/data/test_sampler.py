@@ -79,11 +79,12 @@ def test_excluded_rows_never_come_again_and_the_others_keep_their_order() -> Non
     sampler.exclude({2, 5, 7})
     assert sampler.num_excluded == 3
     expected = [prompt for prompt in plain.take(40) if prompt[1] not in {2, 5, 7}]
-    assert sampler.take(20) == expected[:20]
+    assert sampler.take(5) + sampler.take(5) + sampler.take(7) == expected[:17]
+    assert len(sampler.take(20)) == 7, "a batch never holds more prompts than there are left"
 
     resumed = Sampler(10, seed=3)
     resumed.load_state_dict(sampler.state_dict())
-    assert resumed.take(15) == sampler.take(15)
+    assert resumed.take(5) == sampler.take(5)
 
 
 def test_with_every_row_excluded_there_is_nothing_to_take() -> None:

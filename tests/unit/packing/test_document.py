@@ -293,3 +293,10 @@ def test_empty_prompts_and_responses_are_refused():
         assemble([dataclasses.replace(sample, prompt_tokens=np.zeros(0, np.int32))], [[0]])
     with pytest.raises(AssertionError, match="without response tokens"):
         assemble([dataclasses.replace(sample, tokens=np.zeros(0, np.int32))], [[0]])
+
+
+def test_few_groups_still_fill_every_mini_batch():
+    """A filter may leave two groups for four optimizer steps; sharing prompts would leave two steps without anything."""
+    samples = make_samples([(3, [4, 5, 4, 5]), (3, [4, 5, 4, 5])])
+    packs = pack_step(samples, pack_length=64, dp=1, num_mini_batches=4, multiple_of=1, share_prompts=True)
+    assert [sum(len(pack.samples) for pack in ranks[0]) for ranks in packs] == [2, 2, 2, 2]
