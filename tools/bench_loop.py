@@ -84,7 +84,7 @@ def run_ours(steps: int, seed: int) -> dict[str, float | str | None]:
         ]  # fmt: skip
         _, wall_s, peak_mb = timed(command)
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    done = [line for line in lines if "scores" in line]
+    done = [line for line in lines if "reward" in line]
     evaluations = [line["eval/pass_at_1"] for line in lines if "eval/pass_at_1" in line]
     total = [line["time/total"] for line in done]
     ends = [sum(total[: i + 1]) for i in range(len(total))]
@@ -98,7 +98,7 @@ def run_ours(steps: int, seed: int) -> dict[str, float | str | None]:
         "step_s_median": statistics.median(total),
         **phases,
         "loop_s": ends[-1],
-        "time_to_reward_0.8_s": time_to_goal([line["scores"] for line in done], ends),
+        "time_to_reward_0.8_s": time_to_goal([line["reward"] for line in done], ends),
         "heldout_sampled_before": evaluations[0],
         "heldout_sampled_after": evaluations[-1],
         "wall_s": wall_s,

@@ -25,14 +25,14 @@ def finished(tmp_path_factory):
         run.end()
     run.left = survivors(family, 5)
     lines = [json.loads(line) for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()]
-    run.steps = [line for line in lines if "scores" in line]
+    run.steps = [line for line in lines if "reward" in line]
     run.evaluations = [line for line in lines if "eval/pass_at_1" in line]
     return run
 
 
 def test_reward_and_held_out_accuracy_rise(finished):
     """The one thing a trainer is for."""
-    rewards = [step["scores"] for step in finished.steps]
+    rewards = [step["reward"] for step in finished.steps]
     assert len(rewards) == STEPS
     assert sum(rewards[:3]) / 3 < 0.5
     assert sum(rewards[-5:]) / 5 > 0.65
