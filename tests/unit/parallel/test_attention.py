@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from mgrpo.parallel.attention import PackedAttention, _branch_mask, branch_block_mask, describe
+from mgrpo.parallel import backend
+
+
+@pytest.fixture(scope="module")
+def attention():
+    """The module under test; the stand-in must be there before Megatron is imported, also for the tests that follow."""
+    backend.install()
+    from mgrpo.parallel import attention
+
+    return attention
 
 
 def pack() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -28,48 +37,53 @@ def pack() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), positions, branches
 
 
-def both(kv_heads: int, device: str) -> list[tuple[PackedAttention, tuple[torch.Tensor, ...], list]]:
+def both(attention, kv_heads: int, device: str) -> tuple:
     """The attention, its operands, and the pack with a dense and with a block mask."""
     torch.manual_seed(0)
     cu_seqlens, positions, branches = pack()
-    packed = describe(cu_seqlens, positions, branches)
+    packed = attention.describe(cu_seqlens, positions, branches)
     document = np.repeat(np.arange(len(cu_seqlens) - 1), np.diff(cu_seqlens))
-    flexible = dataclasses.replace(packed, block_mask=branch_block_mask(document, branches, torch.device(device)))
+    flexible = dataclasses.replace(
+        packed, block_mask=attention.branch_block_mask(document, branches, torch.device(device))
+    )
     operands = tuple(torch.randn(len(branches), heads, 16, device=device) for heads in (4, kv_heads, kv_heads))
-    return PackedAttention(SimpleNamespace(kv_channels=16)), operands, [packed, flexible]
+    return attention.PackedAttention(SimpleNamespace(kv_channels=16)), operands, [packed, flexible]
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_flex_attention_equals_the_padded_call(kv_heads: int) -> None:
+def test_flex_attention_equals_the_padded_call(attention, kv_heads: int) -> None:
     """On CUDA a completion would read its siblings' tokens, and train on what it never saw when it was sampled."""
-    attention, operands, packs = both(kv_heads, "cpu")
-    dense, flexible = (attention(*operands, packed_seq_params=packed) for packed in packs)
+    attend, operands, packs = both(attention, kv_heads, "cpu")
+    dense, flexible = (attend(*operands, packed_seq_params=packed) for packed in packs)
     torch.testing.assert_close(flexible, dense, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device; FlexAttention has no backward on the CPU")
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_gradients_of_flex_attention_equal_the_padded_call(kv_heads: int) -> None:
+def test_gradients_of_flex_attention_equal_the_padded_call(attention, kv_heads: int) -> None:
     """The backward of the compiled kernel, with the same mask as the dense one."""
-    attention, operands, (packed, flexible) = both(kv_heads, "cuda")
+    core, operands, (packed, flexible) = both(attention, kv_heads, "cuda")
     dense = dataclasses.replace(
         packed,
         block_mask=None,
-        mask=torch.from_numpy(_branch_mask(packed.padded_rows.cpu().numpy(), pack()[2], 3, packed.max_seqlen_q)).cuda(),
+        mask=torch.from_numpy(
+            attention._branch_mask(packed.padded_rows.cpu().numpy(), pack()[2], 3, packed.max_seqlen_q)
+        ).cuda(),
     )
     leaves = [operand.requires_grad_() for operand in operands]
     results = []
-    for attend, described in ((attention._padded, dense), (attention._flex, flexible)):
+    for attend, described in ((core._padded, dense), (core._flex, flexible)):
         out = attend(*leaves, described)
         results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
 
 
-def test_a_branch_does_not_see_its_siblings() -> None:
+def test_a_branch_does_not_see_its_siblings(attention) -> None:
     """The mask itself, by hand: the second completion's first token sees the prompt and itself."""
     cu_seqlens, positions, branches = pack()
-    mask = describe(cu_seqlens, positions, branches).mask
+    mask = attention.describe(cu_seqlens, positions, branches).mask
     assert mask[0, 0, 8].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4, 8]
     assert mask[1, 0, 3].nonzero()[:, 0].tolist() == [0, 1, 2, 3]
