@@ -121,7 +121,7 @@ class Head:
 
     def _keep(self, groups: Sequence[ScoredGroup]) -> list[bool]:
         """Which groups have something to learn from; prompts that are solved for good are not sampled again."""
-        from mgrpo.algo import filter_zero_spread, solved_for_good
+        from mgrpo.algo import has_spread, solved_for_good
 
         algorithm = self.config.algorithm
         if not groups:
@@ -129,24 +129,21 @@ class Head:
         rewards = np.stack([group.rewards for group in groups])
         scale = self.reward_scale
         if algorithm.no_resampling_pass_rate is not None and scale is not None:
-            # A completion without a score may have been wrong: such a group says nothing for good.
             shares = np.array([scale.shares(group) for group in groups])
-            shares[np.isnan(shares).any(axis=1)] = np.nan
-            solved = solved_for_good(shares, max_possible_score=1.0, pass_rate=algorithm.no_resampling_pass_rate)
+            solved = solved_for_good(shares, pass_rate=algorithm.no_resampling_pass_rate)
             self.sampler.exclude(
                 {group.group.prompt.id[1] for group, is_solved in zip(groups, solved, strict=True) if is_solved}
             )
         if not algorithm.filter_zero_std_samples:
             return [True] * len(groups)
         if algorithm.advantage_normalization_type != "gdpo":
-            return filter_zero_spread(rewards, max_possible_score=0.0).keep.tolist()
+            return has_spread(rewards).tolist()
         # Functions that differ may add up to the same reward; each has an advantage of its own.
         by_function = [
             np.array([[score.parts[name] for score in group.scores] for group in groups])
             for name in self.reward_weights
         ]
-        keeps = [filter_zero_spread(values, max_possible_score=0.0).keep for values in by_function]
-        return np.any(keeps, axis=0).tolist()
+        return np.any([has_spread(values) for values in by_function], axis=0).tolist()
 
     @property
     def reward_weights(self) -> dict[str, float]:

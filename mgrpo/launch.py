@@ -147,7 +147,8 @@ def _check(config: Config, *, functions: list[Callable], dataset: Sequence[Mappi
     if problems:
         raise ConfigError(problems)
     if is_head:
-        for sentence in (*config.notes, *warnings(config, world_size=world_size, hf_config=hf_config)):
+        context = {"world_size": world_size, "hf_config": hf_config, "num_reward_funcs": len(functions)}
+        for sentence in (*config.notes, *warnings(config, **context)):
             print(f"mgrpo: {sentence}", file=sys.stderr)
     return rows, held_out
 

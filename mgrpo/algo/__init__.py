@@ -6,7 +6,7 @@ room, so that the result does not depend on how the tokens were cut up.
 
 from mgrpo.algo.advantage import advantages
 from mgrpo.algo.entropy import AdaptiveEntropy, entropy_bonus, entropy_threshold, top_entropy_keep
-from mgrpo.algo.filters import GroupFilter, filter_zero_spread, percent_solved, solved_for_good
+from mgrpo.algo.filters import has_spread, solved_for_good
 from mgrpo.algo.kl import kl_penalty
 from mgrpo.algo.loss import PolicyLoss, loss_denominator, policy_loss
 from mgrpo.algo.metrics import maxima_names, metric_names, reduce_metrics
@@ -15,19 +15,17 @@ from mgrpo.config.loss import LossConfig
 
 __all__ = [
     "AdaptiveEntropy",
-    "GroupFilter",
     "LossConfig",
     "PolicyLoss",
     "advantages",
     "entropy_bonus",
     "entropy_threshold",
-    "filter_zero_spread",
+    "has_spread",
     "kl_penalty",
     "loss_denominator",
     "maxima_names",
     "metric_names",
     "overlong_penalty",
-    "percent_solved",
     "policy_loss",
     "reduce_metrics",
     "solved_for_good",

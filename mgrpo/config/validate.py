@@ -97,9 +97,16 @@ def problems(
     return [*config.provenance.problems, *(_with_alias(sentence, config) for sentence in found)]
 
 
-def warnings(config: Config, *, world_size: int, hf_config: Mapping[str, Any] | None = None) -> list[str]:
+def warnings(
+    config: Config, *, world_size: int, hf_config: Mapping[str, Any] | None = None, num_reward_funcs: int = 0
+) -> list[str]:
     """What a sound configuration probably does not mean, one sentence each. Call it after `check`."""
-    found = [*_data_warnings(config), *_loss_warnings(config), *_idle(config), *_layout_warnings(config, world_size)]
+    found = [
+        *_data_warnings(config),
+        *_loss_warnings(config),
+        *_idle(config, num_reward_funcs),
+        *_layout_warnings(config, world_size),
+    ]
     if config.optimizer.warmup_ratio > 0 and config.optimizer.warm_up_steps > 0:
         found.append(
             f"warm_up_steps={config.optimizer.warm_up_steps} is not used, warmup_ratio={config.optimizer.warmup_ratio} wins"
@@ -223,7 +230,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
 """Settings, and what they need to have an effect."""
 
 
-def _idle(config: Config) -> Iterator[str]:
+def _idle(config: Config, num_reward_funcs: int) -> Iterator[str]:
     """Settings that somebody set, and that nothing will read."""
     given = {name for name, source in config.provenance.sources.items() if not source.startswith("preset")}
     values = flat(config)
@@ -231,6 +238,11 @@ def _idle(config: Config) -> Iterator[str]:
         idle = [name for name in names.split() if name in given and values[name] != settings()[name].default]
         if idle and not holds(config):
             yield f"{', '.join(f'{name}={values[name]}' for name in idle)} has no effect without {condition}"
+    replaced = [
+        name for name in given if settings()[name].section == "reward" and values[name] != settings()[name].default
+    ]
+    if num_reward_funcs and replaced:
+        yield f"reward functions of the caller's replace {', '.join(sorted(replaced))}"
 
 
 def _layout_warnings(config: Config, world_size: int) -> Iterator[str]:

@@ -334,6 +334,10 @@ def test_settings_that_need_reward_functions_or_must_not_have_them():
     gdpo = from_values({"advantage_normalization_type": "gdpo", "model_name_or_path": "m"})
     assert any("gdpo weighs the reward functions" in problem for problem in problems(gdpo, **context))
     assert not any("gdpo" in problem for problem in problems(gdpo, **context, num_reward_funcs=2))
+    penalty = from_values({"non_stop_penalty": True, "model_name_or_path": "m"})
+    assert warnings(penalty, world_size=1) == []
+    (found,) = warnings(penalty, world_size=1, num_reward_funcs=1)
+    assert found == "reward functions of the caller's replace non_stop_penalty"
     solved = from_values({"no_resampling_pass_rate": 0.9, "model_name_or_path": "m"})
     assert not any("no_resampling" in problem for problem in problems(solved, **context))
     assert any("no_resampling_pass_rate=0.9" in problem for problem in problems(solved, **context, num_reward_funcs=1))
