@@ -6,7 +6,7 @@ A default stands here and nowhere else; `None` means off unless the docstring sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from mgrpo.config.loss import Level, LossConfig
@@ -333,31 +333,14 @@ class Config:
         aggregation = own.aggregation or ("token" if own.loss_denominator == "token" else "constant")
         # Dr. GRPO divides by the length that a completion may have.
         constants = {"constant": own.loss_denominator, "dr_grpo": self.rollout.response_length}
+        shared = {field.name for field in fields(LossConfig)} & {field.name for field in fields(Algorithm)}
         return LossConfig(
-            policy_loss=own.policy_loss,
-            ratio_level=own.ratio_level,
+            **{name: getattr(own, name) for name in shared - {"aggregation"}},
             aggregation=aggregation,
             constant=float(constants[aggregation]) if aggregation in constants else None,
-            clip_lower=own.clip_lower,
-            clip_higher=own.clip_higher,
-            delta=own.delta,
-            dual_clip=own.dual_clip,
-            sapo_temperature_pos=own.sapo_temperature_pos,
-            sapo_temperature_neg=own.sapo_temperature_neg,
-            vespo_k_pos=own.vespo_k_pos,
-            vespo_lambda_pos=own.vespo_lambda_pos,
-            vespo_k_neg=own.vespo_k_neg,
-            vespo_lambda_neg=own.vespo_lambda_neg,
-            beta=own.beta,
-            kl_estimator=own.kl_estimator,
-            kl_bias_correction=own.kl_bias_correction,
-            use_rho_correction=own.use_rho_correction,
-            rho_level=own.rho_level,
             rho_clamp_lower=own.rho_clamp_lower_bound,
             rho_clamp_upper=own.rho_clamp_upper_bound,
-            rho_mask_level=own.rho_mask_level,
             rho_mask_lower=own.rho_mask_lower_bound,
             rho_mask_upper=own.rho_mask_upper_bound,
             rho_mask_tv=own.rho_mask_tv_divergence,
-            off_policy_mask_threshold=own.off_policy_mask_threshold,
         )
