@@ -48,7 +48,10 @@ class Learner:
         algorithm = config.algorithm
         self.has_reference = algorithm.beta != 0 or algorithm.log_ref_kl
         self.logits_chunk = self._choose_logits_chunk()
-        self.policy = self._load_policy()
+        self.policy = self._load_policy(
+            trains_entropy=algorithm.entropy_coef != 0 or algorithm.use_adaptive_entropy,
+            scores_entropy=algorithm.top_entropy_quantile < 1,
+        )
         self.policy.prepare_training(config.optimizer, num_optimizer_steps=config.num_optimizer_steps)
         self.reference = self._load_policy() if self.has_reference else None
         self.entropy_control = None
@@ -61,8 +64,7 @@ class Learner:
                 coef_max=algorithm.entropy_coef_max,
             )
 
-    def _load_policy(self) -> Policy:
-        algorithm = self.config.algorithm
+    def _load_policy(self, **entropy: bool) -> Policy:
         policy = Policy(
             self.shape,
             self.layout,
@@ -70,8 +72,7 @@ class Learner:
             seed=self.config.experiment.seed,
             temperature=self.config.rollout.temperature,
             logits_chunk=self.logits_chunk,
-            trains_entropy=algorithm.entropy_coef != 0 or algorithm.use_adaptive_entropy,
-            scores_entropy=algorithm.top_entropy_quantile < 1,
+            **entropy,
         )
         policy.load(self.config.model.model_name_or_path)
         return policy
@@ -151,27 +152,29 @@ class Learner:
         )
 
     def _mini_batches(self, arrays: dict[str, np.ndarray]) -> list[MiniBatch]:
-        everyone = [packing.from_arrays(arrays, rank) for rank in range(self.layout.data)]
-        made = []
-        for number, num_trained in enumerate(arrays["num_trained_tokens"].tolist()):
-            if not num_trained:
-                continue
-            packs = [pack for ranks in everyone for pack in ranks[number]]
-            made.append(
-                MiniBatch(
-                    microbatches=self.policy.microbatches(everyone[self.policy.place.data][number]),
-                    num_trained_tokens=num_trained,
-                    denominators=self._denominators(packs, num_trained),
-                )
-            )
-        return made
-
-    def _denominators(self, packs: Sequence[PackedBatch], num_trained: int) -> float | np.ndarray:
-        """From a mini-batch's packs on all ranks."""
+        own = packing.from_arrays(arrays, self.policy.place.data)
         if self.loss_config.aggregation == "local_token":
-            return local_denominators(packs, self.config.algorithm.local_batch_size)
-        num_sequences = sum(len(pack.samples) for pack in packs)
-        return algo.loss_denominator(num_trained, self.loss_config, num_seqs=num_sequences)
+            denominators = self._local_denominators(arrays)
+        else:
+            counts = zip(arrays["num_trained_tokens"].tolist(), arrays["num_sequences"].tolist(), strict=True)
+            denominators = [algo.loss_denominator(n, self.loss_config, num_seqs=seqs) for n, seqs in counts]
+        return [
+            MiniBatch(
+                microbatches=self.policy.microbatches(packs), num_trained_tokens=num_trained, denominators=denominator
+            )
+            for packs, num_trained, denominator in zip(
+                own, arrays["num_trained_tokens"].tolist(), denominators, strict=True
+            )
+            if num_trained
+        ]
+
+    def _local_denominators(self, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+        """Of each mini-batch, whose samples lie in the packs of all data-parallel ranks."""
+        everyone = [packing.from_arrays(arrays, rank) for rank in range(self.layout.data)]
+        return [
+            local_denominators(list(itertools.chain(*ranks)), self.config.algorithm.local_batch_size)
+            for ranks in zip(*everyone, strict=True)
+        ]
 
     def _choose_uncertain_tokens(self, mini_batch: MiniBatch) -> None:
         """Leave in each micro-batch which tokens have the highest entropies of the mini-batch over all ranks."""

@@ -71,8 +71,8 @@ def assemble(
     """One pack of these documents, in their order; no documents make a dummy pack.
 
     A document's last branch is continued with token 0 to a multiple of `document_multiple_of`: nothing before sees it,
-    and it predicts nothing. What is missing to a multiple of `multiple_of` tokens is added as one document of token 0 that predicts nothing; a
-    dummy pack is such a document alone, so that every rank has something to run.
+    and it predicts nothing. What is missing to a multiple of `multiple_of` tokens is added as one document of token 0 that
+    predicts nothing; a dummy pack is such a document alone, so that every rank has something to run.
     """
     # A segment is a prompt or a completion without its last token: a run of consecutive rows.
     segments: list[np.ndarray] = []

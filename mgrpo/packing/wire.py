@@ -1,8 +1,9 @@
 """A step's packs as a few flat arrays and back, so that they travel without pickling.
 
 The arrays say by themselves how to cut them: `num_micro_batches [mini-batches]`, `dp [1]` and `sizes [packs, 4]` (tokens,
-documents, responses, sequences), packs in the order mini-batch, rank, micro-batch. `num_trained_tokens [mini-batches]`
-counts over all ranks, so that each knows the loss's denominator without seeing the others' packs.
+documents, responses, sequences), packs in the order mini-batch, rank, micro-batch. `num_trained_tokens` and
+`num_sequences`, both `[mini-batches]`, count over all ranks, so that each knows the loss's denominator without looking at
+the others' packs.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ def to_arrays(packs: list[list[list[PackedBatch]]]) -> dict[str, np.ndarray]:
         assert len(counts) == dp and len(set(counts)) == 1, f"ranks with unequal numbers of micro-batches: {counts}"
     flat = [pack for ranks in packs for micro_batches in ranks for pack in micro_batches]
     trained = [sum(int(np.count_nonzero(pack.loss_mask)) for row in ranks for pack in row) for ranks in packs]
+    sequences = [sum(len(pack.samples) for row in ranks for pack in row) for ranks in packs]
     sizes = [[len(p.tokens), len(p.cu_seqlens) - 1, len(p.rows), len(p.response_cu_seqlens) - 1] for p in flat]
     arrays = {
         "dp": np.array([dp], dtype=np.int64),
         "num_micro_batches": np.array([len(ranks[0]) for ranks in packs], dtype=np.int64),
         "num_trained_tokens": np.array(trained, dtype=np.int64),
+        "num_sequences": np.array(sequences, dtype=np.int64),
         "sizes": np.array(sizes, dtype=np.int64).reshape(len(flat), 4),
     }
     for name, (dtype, _, _) in _FIELDS.items():

@@ -54,7 +54,7 @@ class Microbatch:
     logprobs: dict[str, torch.Tensor] = field(default_factory=dict)
     """Scores given earlier by the reference ("ref") or by the policy itself ("old"), on the last stage: `[responses]`."""
     entropy: torch.Tensor | None = None
-    """With the last of these scores, `[responses]`, if the policy `scores_entropy`."""
+    """With the score of the policy that `scores_entropy`, `[responses]`."""
     keep: torch.Tensor | None = None
     """`[responses]`, a factor of the loss's policy term."""
 
@@ -173,7 +173,8 @@ class Policy:
         if self.is_last_stage:
             for microbatch, output in zip(microbatches, done, strict=True):
                 microbatch.logprobs[name] = output[0]
-                microbatch.entropy = output[1] if len(output) > 1 else None
+                if len(output) > 1:
+                    microbatch.entropy = output[1]
 
     def train_step(self, microbatches: Sequence[Microbatch], loss: LossFunction) -> StepResult:
         """Gradients of all micro-batches (equally many on every data-parallel rank), then one optimizer step."""
