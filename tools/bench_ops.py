@@ -372,52 +372,27 @@ def loss_operands(shape: Shape, device: torch.device) -> dict[str, Tensor]:
     }
 
 
-def loss_by_formula(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    cu_seqlens: Tensor,
-) -> tuple[Tensor]:
-    ratio = (logprobs - old_logprobs).clamp(-40, 40).exp()
+def loss_by_formula(logprobs: Tensor, operands: dict[str, Tensor]) -> tuple[Tensor]:
+    old, advantages = operands["old_logprobs"], operands["advantages"]
+    ratio = (logprobs - old).clamp(-40, 40).exp()
     policy = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    rho = (old_logprobs - rollout_logprobs).clamp(-10, 10).exp().clamp(max=2.0)
-    d = (logprobs - ref_logprobs).clamp(-40, 40)
-    return ((weights * (rho * policy + 0.05 * (torch.expm1(-d) + d))).sum(),)
+    rho = (old - operands["rollout_logprobs"]).clamp(-10, 10).exp().clamp(max=2.0)
+    d = (logprobs - operands["ref_logprobs"]).clamp(-40, 40)
+    return ((operands["weights"] * (rho * policy + 0.05 * (torch.expm1(-d) + d))).sum(),)
 
 
-def our_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    cu_seqlens: Tensor,
-) -> tuple[Tensor]:
-    loss, _ = policy_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        weights,
-        cu_seqlens,
-        ref_logprobs=ref_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        beta=0.05,
-        use_rho=True,
-        rho_bounds=(0.0, 2.0, 0.0, 0.0),
-    )
+def our_loss(logprobs: Tensor, operands: dict[str, Tensor]) -> tuple[Tensor]:
+    loss, _ = policy_loss(logprobs, **operands, beta=0.05, use_rho=True, rho_bounds=(0.0, 2.0, 0.0, 0.0))
     return (loss,)
 
 
 def loss_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
     """PPO's clip, KL estimator 2 and truncated importance sampling, from logprobs."""
     operands = loss_operands(shape, device)
+    logprobs, one = operands.pop("logprobs"), torch.ones((), device=device)
     doubles = {name: x.double() if x.is_floating_point() else x for name, x in operands.items()}
-    leaf = doubles["logprobs"].requires_grad_()
-    outputs, gradients = expected(loss_by_formula(**doubles), (torch.ones((), device=device),), (leaf,))
+    leaf = logprobs.double().requires_grad_()
+    outputs, gradients = expected(loss_by_formula(leaf, doubles), (one,), (leaf,))
 
     def errors(got: list[Tensor], got_gradients: list[Tensor]) -> dict[str, float | None]:
         worst = (got_gradients[0] - gradients[0]).abs().max() / gradients[0].abs().max()
@@ -425,10 +400,8 @@ def loss_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
 
     yield Case(
         labels={"dtype": "float32", "entropy": False, "case": "float32, ppo_clip + KL + rho"},
-        arguments=lambda: tuple(
-            x.clone().requires_grad_() if name == "logprobs" else x for name, x in operands.items()
-        ),
-        cotangents=(torch.ones((), device=device),),
+        arguments=lambda: (logprobs.clone().requires_grad_(), operands),
+        cotangents=(one,),
         errors=errors,
         logits_bytes=7 * 4 * shape.tokens,
     )
