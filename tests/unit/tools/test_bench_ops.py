@@ -25,12 +25,14 @@ PACKAGES = {"TRL": "trl", "Liger": "liger_kernel", "Megatron": "megatron"}
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
+    sys.path.insert(0, str(SCRIPT.parent))  # as for a script, which finds its neighbours
     spec = importlib.util.spec_from_file_location("bench_ops", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules["bench_ops"] = module  # where dataclasses look for the module's names
     spec.loader.exec_module(module)
     yield module
-    del sys.modules["bench_ops"]
+    del sys.modules["bench_ops"], sys.modules["bench_ops_methods"]
+    sys.path.remove(str(SCRIPT.parent))
 
 
 @pytest.fixture(scope="module")
