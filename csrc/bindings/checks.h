@@ -15,6 +15,7 @@ namespace mgrpo {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 inline bool same_device(const Tensor& a, const Tensor& b) {
   return a.is_cuda() == b.is_cuda() && a.get_device_index() == b.get_device_index();

@@ -1,13 +1,12 @@
 // The ops of namespace mgrpo: their schemas and contracts, and their CPU side.
 // Built on LibTorch's stable ABI, so that one build runs under every torch from 2.10 on.
 #define TORCH_TARGET_VERSION 0x020a000000000000ULL
-#include "bindings/checks.h"
+#include "bindings/logprob.h"
 #include "bindings/policy_loss.h"
 
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
-#include <tuple>
 
 #include "core/logprob_cpu.h"
 #include "core/policy_loss_cpu.h"
@@ -18,43 +17,22 @@ namespace {
 // Rows that one task takes, so that a task has enough work to be worth handing to a thread.
 int64_t grain_size(int64_t cols) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, cols)); }
 
-Tensor logprob_stats(const Tensor& logits, const Tensor& targets, const OptionalTensor& rows, int64_t vocab_start,
-                     int64_t valid_cols, const Tensor& inv_temp, bool entropy) {
-  Tensor out = new_stats(logits, targets.numel());
-  const StatsArgs args = stats_args(logits, targets, rows, vocab_start, valid_cols, inv_temp, entropy, out);
+void run_stats(const StatsArgs& args, const Tensor&) {
   for (int64_t i = 0; args.rows && i < args.n; ++i)
     STD_TORCH_CHECK(args.rows[i] >= 0 && args.rows[i] < args.slice.tokens, "rows[", i, "]=", args.rows[i],
                     " is outside [0, ", args.slice.tokens, ")");
-  torch::stable::parallel_for(0, args.n, grain_size(valid_cols),
+  torch::stable::parallel_for(0, args.n, grain_size(args.slice.valid_cols),
                               [&](int64_t begin, int64_t end) { cpu::stats(args, begin, end); });
-  return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> logprob_merge(const Tensor& stats, const Tensor& inv_temp) {
-  check_parts(stats);
-  const int64_t n = stats.size(2);
-  Tensor logprob = new_vector(stats, n), entropy = new_vector(stats, n), merged = new_stats(stats, n);
-  const MergeArgs args = merge_args(stats, inv_temp, logprob, entropy, merged);
-  cpu::merge(args, 0, n);
-  return {logprob, entropy, merged};
-}
+void run_merge(const MergeArgs& args, const Tensor&) { cpu::merge(args, 0, args.n); }
 
-void logprob_grad_out(const Tensor& logits, Tensor out, const Tensor& targets, const OptionalTensor& inv_rows,
-                      int64_t vocab_start, int64_t valid_cols, const Tensor& inv_temp, const Tensor& stats,
-                      const Tensor& g_logprob, const OptionalTensor& g_entropy) {
-  const GradArgs args =
-      grad_args(logits, out, targets, inv_rows, vocab_start, valid_cols, inv_temp, stats, g_logprob, g_entropy);
+void run_grad(const GradArgs& args, const Tensor&) {
   for (int64_t row = 0; args.inv_rows && row < args.slice.tokens; ++row)
     STD_TORCH_CHECK(args.inv_rows[row] >= -1 && args.inv_rows[row] < args.n, "inv_rows[", row, "]=", args.inv_rows[row],
                     " is outside [-1, ", args.n, ")");
   torch::stable::parallel_for(0, args.slice.tokens, grain_size(args.slice.cols),
                               [&](int64_t begin, int64_t end) { cpu::grad(args, begin, end); });
-}
-
-void logprob_grad_(Tensor logits, const Tensor& targets, const OptionalTensor& inv_rows, int64_t vocab_start,
-                   int64_t valid_cols, const Tensor& inv_temp, const Tensor& stats, const Tensor& g_logprob,
-                   const OptionalTensor& g_entropy) {
-  logprob_grad_out(logits, logits, targets, inv_rows, vocab_start, valid_cols, inv_temp, stats, g_logprob, g_entropy);
 }
 
 // Sequences must follow each other and cover the tokens, or the kernels would read and write elsewhere.
@@ -116,10 +94,10 @@ STABLE_TORCH_LIBRARY(mgrpo, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mgrpo, CPU, m) {
-  m.impl("logprob_stats", TORCH_BOX(&logprob_stats));
-  m.impl("logprob_merge", TORCH_BOX(&logprob_merge));
-  m.impl("logprob_grad_", TORCH_BOX(&logprob_grad_));
-  m.impl("logprob_grad_out", TORCH_BOX(&logprob_grad_out));
+  m.impl("logprob_stats", TORCH_BOX(&logprob_stats<run_stats>));
+  m.impl("logprob_merge", TORCH_BOX(&logprob_merge<run_merge>));
+  m.impl("logprob_grad_", TORCH_BOX(&logprob_grad_<run_grad>));
+  m.impl("logprob_grad_out", TORCH_BOX(&logprob_grad_out<run_grad>));
   m.impl("policy_loss", TORCH_BOX(&policy_loss<run_policy_loss>));
   m.impl("segment_sums", TORCH_BOX(&segment_sums<run_segment_sums>));
 }

@@ -9,9 +9,7 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
-#include <tuple>
-
-#include "bindings/checks.h"
+#include "bindings/logprob.h"
 #include "bindings/policy_loss.h"
 #include "core/logprob_cuda.h"
 #include "core/policy_loss_cuda.h"
@@ -31,38 +29,19 @@ void check_launch(cudaError_t error, const char* op) {
   STD_TORCH_CHECK(error == cudaSuccess, "mgrpo::", op, ": ", cudaGetErrorString(error));
 }
 
-Tensor logprob_stats(const Tensor& logits, const Tensor& targets, const OptionalTensor& rows, int64_t vocab_start,
-                     int64_t valid_cols, const Tensor& inv_temp, bool entropy) {
+void run_stats(const StatsArgs& args, const Tensor& logits) {
   const DeviceGuard guard(logits.get_device_index());
-  Tensor out = new_stats(logits, targets.numel());
-  const StatsArgs args = stats_args(logits, targets, rows, vocab_start, valid_cols, inv_temp, entropy, out);
   check_launch(cuda::stats(args, current_stream(logits)), "logprob_stats");
-  return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> logprob_merge(const Tensor& stats, const Tensor& inv_temp) {
-  check_parts(stats);
+void run_merge(const MergeArgs& args, const Tensor& stats) {
   const DeviceGuard guard(stats.get_device_index());
-  const int64_t n = stats.size(2);
-  Tensor logprob = new_vector(stats, n), entropy = new_vector(stats, n), merged = new_stats(stats, n);
-  check_launch(cuda::merge(merge_args(stats, inv_temp, logprob, entropy, merged), current_stream(stats)),
-               "logprob_merge");
-  return {logprob, entropy, merged};
+  check_launch(cuda::merge(args, current_stream(stats)), "logprob_merge");
 }
 
-void logprob_grad_out(const Tensor& logits, Tensor out, const Tensor& targets, const OptionalTensor& inv_rows,
-                      int64_t vocab_start, int64_t valid_cols, const Tensor& inv_temp, const Tensor& stats,
-                      const Tensor& g_logprob, const OptionalTensor& g_entropy) {
+void run_grad(const GradArgs& args, const Tensor& logits) {
   const DeviceGuard guard(logits.get_device_index());
-  const GradArgs args =
-      grad_args(logits, out, targets, inv_rows, vocab_start, valid_cols, inv_temp, stats, g_logprob, g_entropy);
   check_launch(cuda::grad(args, current_stream(logits)), "logprob_grad");
-}
-
-void logprob_grad_(Tensor logits, const Tensor& targets, const OptionalTensor& inv_rows, int64_t vocab_start,
-                   int64_t valid_cols, const Tensor& inv_temp, const Tensor& stats, const Tensor& g_logprob,
-                   const OptionalTensor& g_entropy) {
-  logprob_grad_out(logits, logits, targets, inv_rows, vocab_start, valid_cols, inv_temp, stats, g_logprob, g_entropy);
 }
 
 void run_policy_loss(const PolicyLossArgs& args, int64_t, const Tensor& logprobs) {
@@ -78,10 +57,10 @@ void run_segment_sums(const SegmentSumsArgs& args, int64_t, const Tensor& x) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(mgrpo, CUDA, m) {
-  m.impl("logprob_stats", TORCH_BOX(&logprob_stats));
-  m.impl("logprob_merge", TORCH_BOX(&logprob_merge));
-  m.impl("logprob_grad_", TORCH_BOX(&logprob_grad_));
-  m.impl("logprob_grad_out", TORCH_BOX(&logprob_grad_out));
+  m.impl("logprob_stats", TORCH_BOX(&logprob_stats<run_stats>));
+  m.impl("logprob_merge", TORCH_BOX(&logprob_merge<run_merge>));
+  m.impl("logprob_grad_", TORCH_BOX(&logprob_grad_<run_grad>));
+  m.impl("logprob_grad_out", TORCH_BOX(&logprob_grad_out<run_grad>));
   m.impl("policy_loss", TORCH_BOX(&policy_loss<run_policy_loss>));
   m.impl("segment_sums", TORCH_BOX(&segment_sums<run_segment_sums>));
 }

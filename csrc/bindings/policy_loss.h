@@ -9,8 +9,6 @@
 
 namespace mgrpo {
 
-using OptionalTensor = std::optional<Tensor>;
-
 // The vectors' element count and device are those of `like`.
 inline const float* floats(const Tensor& x, const char* name, int64_t numel, const Tensor& like) {
   check_operand(x, name, ScalarType::Float, numel, like);
