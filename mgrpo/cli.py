@@ -1,4 +1,4 @@
-"""The command line: `mgrpo train` and `mgrpo env`. `examples/train_grpo.py` is the train command."""
+"""The command line: `mgrpo train`, `plan`, `convert` and `env`. `examples/train_grpo.py` is the train command."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from mgrpo.config.load import raise_problems, started_ranks
 from mgrpo.config.validate import problems
 
 USAGE = """usage: mgrpo train [--config FILE.yaml] [--name value ...]   (under torchrun for more than one rank)
+       mgrpo plan [--config FILE.yaml] [--gpu H100] ...       memory, time and layouts of a run on paper
+       mgrpo convert hf-to-megatron --hf DIR --out DIR [--tensor_model_parallel_size N ...] [--verify]
+       mgrpo convert megatron-to-hf --checkpoint DIR --out DIR [--hf DIR] [--dtype NAME] [--verify]
        mgrpo env                                            what is installed, and what is missing
 """
 PACKAGES = (
@@ -45,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if words[0] == "train":
         return train_command(words[1:], prog="mgrpo train")
+    if words[0] == "plan":
+        return importlib.import_module("mgrpo.planner.command").plan_command(words[1:])
+    if words[0] == "convert":
+        from mgrpo.conversion import convert_command
+
+        return convert_command(words[1:])
     if words == ["env"]:
         sys.stdout.write("\n".join(environment()) + "\n")
         return 0

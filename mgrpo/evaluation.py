@@ -51,7 +51,7 @@ def summarise(
         **{f"eval/{name}": value for name, value in rewards.items()},
     }
     if generate_s is not None:
-        metrics["eval/actor_tokens_per_second"] = tokens_per_second(groups, generate_s)
+        metrics["time/eval_actor_tokens_per_second"] = tokens_per_second(groups, generate_s)
     if groups and all("correct" in score.parts for group in groups for score in group.scores):
         metrics |= _accuracy(np.stack([_correct(group, scale) for group in groups]))
     return metrics

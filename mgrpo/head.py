@@ -5,7 +5,9 @@ Made in two steps, because the engines take longest to start: `Head(...)` before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from mgrpo.data.sampler import Sampler
 from mgrpo.rewards.compose import add_to_rewards, function_names, score_groups, score_with_functions
 from mgrpo.rewards.pool import VerifierPool
 from mgrpo.rollout.cluster import Cluster
+from mgrpo.rollout.collect import EVALUATION
 from mgrpo.rollout.controller import Controller, Rollouts
 from mgrpo.telemetry.batch import RewardScale
 from mgrpo.telemetry.metrics import MetricsWriter, move_aside
@@ -38,11 +41,20 @@ class Head:
         rows: Sequence[Row],
         held_out: Sequence[Row],
         reward_funcs: Sequence[Callable] = (),
+        resume_from: str | None = None,
     ) -> None:
         self.config, self.rows, self.held_out, self.reward_funcs = config, rows, held_out, reward_funcs
         self.output_dir = Path(config.experiment.output_dir)
         self.output_dir.mkdir(parents=True, exist_ok=True)
-        move_aside(self.output_dir)
+        self.resume_from = resume_from
+        self.stopping = threading.Event()
+        """Set by SIGTERM: the run is to save its state and end."""
+        self.is_training = False
+        """Whether there is a trainer that looks at `stopping`."""
+        self.cursor: dict[str, Any] | None = None
+        """Where the sampler stood before it handed out the prompts of the step that is under way."""
+        if resume_from is None:
+            move_aside(self.output_dir)
         (self.output_dir / "config.yaml").write_text(to_yaml(config))
         self.pool = VerifierPool(
             config.reward.verifier_workers,
@@ -57,9 +69,13 @@ class Head:
         self.cluster = Cluster(config, num_local_learners=num_local_learners)
         self.pool.start()
 
-    def get_ready(self) -> Future[None]:
-        """Tokenise the data and wait for the engines, in a thread; call when torch has been imported."""
-        return self.thread.submit(self._get_ready)
+    def get_ready(self, resumed: Mapping[str, Any] | None = None) -> Future[None]:
+        """Tokenise the data and wait for the engines, in a thread; call when torch has been imported.
+
+        Args:
+            resumed: the trainer's state from the checkpoint that the run continues.
+        """
+        return self.thread.submit(self._get_ready, resumed)
 
     def after(self, future: Future, then: Callable[[Any], Any]) -> Future:
         """`then` of the future's result, in a thread: however long it takes, rank 0 can tell the others it is alive."""
@@ -69,7 +85,7 @@ class Head:
         """Wait for the engines' part of a weight sync, in a thread."""
         return self.thread.submit(self.cluster.finish, calls, what)
 
-    def _get_ready(self) -> None:
+    def _get_ready(self, resumed: Mapping[str, Any] | None) -> None:
         from mgrpo.data.prompts import decode, encode, load_tokenizer, stop_token_ids
 
         config = self.config
@@ -82,6 +98,9 @@ class Head:
         held_out = encode(self.held_out, tokenizer, **limits) if self.held_out else ()
         self.held_out_prompts: list[Prompt] = [held_out.prompt((0, i)) for i in range(len(held_out))]
         self.sampler = Sampler(len(train), config.experiment.seed)
+        if resumed:
+            self.sampler.load_state_dict(resumed["head"]["sampler"])
+            restore_random(resumed["head"]["random"])
         self.controller = Controller(
             config,
             self.cluster,
@@ -91,9 +110,30 @@ class Head:
             keep=self._keep,
             stop_token_ids=stop_token_ids(config.model.model_name_or_path, tokenizer),
         )
-        self.writer = MetricsWriter(self.output_dir)
+        self.writer = MetricsWriter(self.output_dir, resumed_after=resumed and resumed["step"])
         self.cluster.wait_ready()
         self.progress = Progress(config.num_training_steps)
+
+    def prepare(self, *, is_next: bool = True) -> None:
+        """The batch under way has arrived; queue the next step's prompts in the engines, if it `is_next`, without sampling."""
+        self.cursor = None
+        if is_next:
+            self.cursor = self.sampler.state_dict()
+            self.controller.prepare()
+
+    def next_batch(self) -> Future[Rollouts]:
+        """Start sampling the next step."""
+        if self.controller.prepared is None:
+            self.prepare()
+        return self.controller.next_batch()
+
+    def reseed(self, step: int) -> Future[None]:
+        """Begin the engines' random stream of training step `step`."""
+        return self.finish(self.cluster.reseed(step), "seed the sampler")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What only rank 0 knows, as it was when the last step was done: prompts handed out since are handed out again."""
+        return {"sampler": self.cursor or self.sampler.state_dict(), "random": random_states()}
 
     def _score(self, groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
         """Rewards of the user's functions or of the rows' verifiers, and what the completion's length costs."""
@@ -165,8 +205,9 @@ class Head:
         )
 
     def evaluation(self) -> Future[Rollouts]:
-        """Start sampling the held-out prompts."""
+        """Start sampling the held-out prompts, from a random stream that training does not notice."""
         rollout = self.config.rollout
+        self.cluster.finish(self.cluster.reseed(EVALUATION), "seed the sampler")
         return self.controller.evaluate(
             self.held_out_prompts, num_samples=rollout.eval_pass_at_k, temperature=rollout.temperature
         )
@@ -178,6 +219,21 @@ class Head:
         for part in (self.progress, self.writer, self.controller, self.pool, self.cluster):
             if part is not None:
                 part.close()
+
+
+def random_states() -> dict[str, Any]:
+    """Python's and numpy's global random states, which reward functions may use; in JSON."""
+    version, numbers, normal = random.getstate()
+    name, keys, *rest = np.random.get_state()
+    return {"python": [version, list(numbers), normal], "numpy": [name, keys.tolist(), *rest]}
+
+
+def restore_random(states: Mapping[str, Any]) -> None:
+    """Go on where `random_states` was."""
+    version, numbers, normal = states["python"]
+    random.setstate((version, tuple(numbers), normal))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
 def read_data(config: Config, *, need_verifiers: bool) -> tuple[list[Row], list[Row]]:

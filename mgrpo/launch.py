@@ -14,9 +14,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
+from mgrpo.checkpoint.folder import abandon, check_root, latest, split_path
 from mgrpo.config import Config, ConfigError
+from mgrpo.config.derived import state_root
 from mgrpo.config.rules import too_few_prompts
 from mgrpo.config.validate import check, warnings
 from mgrpo.lifetime import die_with_parent
@@ -24,6 +27,7 @@ from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.rollout.engine_args import machine_problems
 
 if TYPE_CHECKING:
+    from mgrpo.head import Head
     from mgrpo.trainer import TrainResult
 
 
@@ -63,7 +67,9 @@ def try_out(config: Config) -> None:
             data=dataclasses.replace(config.data, dataset_mixer_eval_list=()),
             # A model that is always right or always wrong has to do its step, too.
             algorithm=dataclasses.replace(config.algorithm, filter_zero_std_samples=False, active_sampling=False),
-            checkpoint=dataclasses.replace(config.checkpoint, save_final=False),
+            checkpoint=dataclasses.replace(
+                config.checkpoint, save_final=False, checkpoint_state_freq=-1, resume="never"
+            ),
         )
         _start(one_step, rows, [], [])
     if is_head:
@@ -87,9 +93,13 @@ def _start(config: Config, rows: list, held_out: list, functions: list[Callable]
                 rows=rows,
                 held_out=held_out,
                 reward_funcs=functions,
+                resume_from=_resume_from(config),
             )
             # After ray.init, which sets its own handler.
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+            signal.signal(signal.SIGTERM, partial(_end, head))
+        else:
+            # Rank 0 saves the run's state with everyone's help, and says when it is over.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return _run(config, head, rank, world_size)
     finally:
         if head is not None:
@@ -99,6 +109,27 @@ def _start(config: Config, rows: list, held_out: list, functions: list[Callable]
             head.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+
+def _end(head: Head, number: int, frame: object) -> None:
+    """SIGTERM: end when the state is saved; at once when it comes again or nothing has been trained that could be saved."""
+    if head.stopping.is_set() or not head.is_training:
+        sys.exit(128 + number)
+    head.stopping.set()
+
+
+def _resume_from(config: Config) -> str | None:
+    """The checkpoint that the run continues; what its folder has of a later time is turned away from."""
+    root, choice = state_root(config), config.checkpoint.resume
+    if choice == "auto":
+        return latest(root)
+    if choice == "never":
+        abandon(root, after=-1)
+        return None
+    origin, step = split_path(choice)
+    is_own = os.path.realpath(origin.location) == os.path.realpath(root)
+    abandon(root, after=step if is_own else -1)
+    return choice
 
 
 def _check(config: Config, *, functions: list[Callable], dataset: Sequence[Mapping] | None) -> tuple[list, list]:
@@ -126,6 +157,10 @@ def _check(config: Config, *, functions: list[Callable], dataset: Sequence[Mappi
     if not any("model_name_or_path" in problem for problem in problems):
         problems += about_model
     if is_head:
+        try:
+            check_root(state_root(config))
+        except ValueError as err:
+            problems.append(str(err))
         from mgrpo.data.mixing import parse_rows
         from mgrpo.head import read_data
         from mgrpo.rewards.verifiers import find
@@ -187,7 +222,7 @@ def _run(config: Config, head, rank: int, world_size: int) -> TrainResult:
     from mgrpo.parallel import backend
 
     backend.install()
-    from mgrpo.trainer import Trainer
+    from mgrpo.trainer import Stopped, Trainer
 
     gc.freeze()
     gc.enable()
@@ -195,7 +230,11 @@ def _run(config: Config, head, rank: int, world_size: int) -> TrainResult:
     trainer = Trainer(config, head)
     try:
         result = trainer.fit()
+    except Stopped:
+        trainer.close()
+        sys.exit(128 + signal.SIGTERM)
     except BaseException as err:
+        trainer.saver.stop()
         trainer.channel.fail(f"rank {rank}: {err!r}")
         raise
     trainer.close()

@@ -5,6 +5,7 @@ Rank order is Megatron's default "tp-cp-ep-dp-pp": tensor-parallel ranks are nei
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 VOCAB_MULTIPLE = 128
@@ -21,20 +22,67 @@ class Layout:
     context: int = 1
     expert: int = 1
     virtual_pipeline: int = 1
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage; None: as many as the stages in the middle."""
+    last_stage_layers: int | None = None
+    """Layers of the last pipeline stage; None: as many as the stages in the middle."""
     sequence_parallel: bool = False
     zero_stage: int = 1
+    shard_size: int | None = None
+    """ZeRO-3: consecutive data x context ranks that share each parameter; None: all of them."""
 
     @property
     def data(self) -> int:
         """Data-parallel size."""
         return self.world_size // (self.tensor * self.pipeline * self.context)
 
+    @property
+    def expert_tensor(self) -> int:
+        """Ranks that share each expert's matrices: shared out over `expert` ranks, an expert stays whole."""
+        return self.tensor if self.expert == 1 else 1
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.world_size // (self.pipeline * self.expert * self.expert_tensor)
+
+    @property
+    def num_shards(self) -> int:
+        """Data x context ranks that share what `zero_stage` shards."""
+        return self.shard_size or self.data * self.context
+
+    @property
+    def micro_batches_multiple_of(self) -> int:
+        """Interleaved stages take micro-batches in rounds of as many as there are stages."""
+        return self.pipeline if self.virtual_pipeline > 1 else 1
+
     def coordinate(self, rank: int) -> Coordinate:
         """Place of `rank` on every axis."""
         tensor, rest = rank % self.tensor, rank // self.tensor
         context, rest = rest % self.context, rest // self.context
         data, pipeline = rest % self.data, rest // self.data
-        return Coordinate(tensor=tensor, context=context, data=data, pipeline=pipeline)
+        within_stage = rank % (self.world_size // self.pipeline)
+        return Coordinate(
+            tensor=tensor, context=context, data=data, pipeline=pipeline, expert=within_stage % self.expert
+        )
+
+    def chunk_layers(self, num_layers: int, stage: int, chunk: int = 0) -> range:
+        """Layers of one chunk of a pipeline stage; interleaved, chunk c of all stages comes before chunk c + 1 of any."""
+        if self.virtual_pipeline > 1:
+            share = num_layers // (self.pipeline * self.virtual_pipeline)
+            start = (chunk * self.pipeline + stage) * share
+            return range(start, start + share)
+        sizes = self.stage_sizes(num_layers)
+        return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
+
+    def stage_sizes(self, num_layers: int) -> list[int]:
+        """Layers of each pipeline stage."""
+        first, last = self.first_stage_layers, self.last_stage_layers
+        if self.pipeline == 1 or (first is None and last is None):
+            return [num_layers // self.pipeline] * self.pipeline
+        num_middle = self.pipeline - (first is not None) - (last is not None)
+        middle = (num_layers - (first or 0) - (last or 0)) // max(num_middle, 1)
+        return [*([] if first is None else [first]), *[middle] * num_middle, *([] if last is None else [last])]
 
     def problems(self) -> list[str]:
         """What is impossible about this layout by itself, one sentence each."""
@@ -50,14 +98,67 @@ class Layout:
                 f"{self.world_size} learner ranks cannot be split into tensor {self.tensor} x pipeline {self.pipeline} "
                 f"x context {self.context} = {model}; start a multiple of {model} ranks (torchrun --nproc-per-node)"
             )
-        for flag, size in self._sizes().items():
-            if size > 1 and flag in NOT_YET:
-                found.append(f"{flag}={size} is not implemented yet; use 1")
-        if self.zero_stage != 1:
-            found.append(f"zero_stage={self.zero_stage} is not implemented yet; use 1 (the distributed optimizer)")
+            return found
         if self.sequence_parallel and self.tensor == 1:
             found.append("sequence_parallel=true needs tensor_model_parallel_size > 1")
-        return found
+        return [*found, *self._pipeline_problems(), *self._sharing_problems()]
+
+    def _pipeline_problems(self) -> Iterator[str]:
+        ends = {
+            "num_layers_in_first_pipeline_stage": self.first_stage_layers,
+            "num_layers_in_last_pipeline_stage": self.last_stage_layers,
+        }
+        for flag, layers in ends.items():
+            if layers is None:
+                continue
+            if layers < 1:
+                yield f"{flag}={layers} must be at least 1"
+            elif self.pipeline == 1:
+                yield f"{flag}={layers} needs pipeline_model_parallel_size > 1"
+            elif self.virtual_pipeline > 1:
+                yield (
+                    f"{flag}={layers} cannot be combined with virtual_pipeline_model_parallel_size="
+                    f"{self.virtual_pipeline}; use one of the two"
+                )
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            yield (
+                f"virtual_pipeline_model_parallel_size={self.virtual_pipeline} interleaves the stages of a pipeline; it "
+                "needs pipeline_model_parallel_size > 1"
+            )
+
+    def _sharing_problems(self) -> Iterator[str]:
+        """About experts, and about what data-parallel ranks share."""
+        stage = self.world_size // self.pipeline
+        if stage % self.expert:
+            legal = ", ".join(str(size) for size in range(1, stage + 1) if stage % size == 0)
+            yield (
+                f"expert_model_parallel_size={self.expert} does not divide the {stage} ranks of a pipeline stage; "
+                f"choose from {{{legal}}}"
+            )
+            return
+        shared = self.data * self.context
+        if self.zero_stage >= 2 and self.expert > 1 and self.expert_data == 1:
+            yield (
+                f"zero_stage={self.zero_stage} with expert_model_parallel_size={self.expert} leaves no two ranks with the "
+                f"same experts, for which Megatron-FSDP computes wrong gradients; use zero_stage=1, "
+                f"expert_model_parallel_size={self.expert // 2}, or twice as many ranks"
+            )
+        if self.shard_size is None:
+            return
+        legal = ", ".join(str(size) for size in range(2, shared + 1) if shared % size == 0)
+        choices = f"choose from {{{legal}}}" if legal else "leave it out"
+        if self.zero_stage != 3:
+            yield f"fsdp_shard_degree={self.shard_size} needs zero_stage=3, got {self.zero_stage}"
+        elif self.shard_size < 2 or shared % self.shard_size:
+            yield (
+                f"fsdp_shard_degree={self.shard_size} must divide the {shared} data- and context-parallel ranks and be at "
+                f"least 2; {choices}"
+            )
+        elif self.shard_size < shared and self.expert > 1:
+            yield (
+                f"fsdp_shard_degree={self.shard_size} cannot be combined with expert_model_parallel_size={self.expert}; "
+                "leave it out"
+            )
 
     def _sizes(self) -> dict[str, int]:
         return {
@@ -70,9 +171,6 @@ class Layout:
         }
 
 
-NOT_YET = ("context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinate:
     """A rank's place on each axis."""
@@ -81,6 +179,7 @@ class Coordinate:
     context: int
     data: int
     pipeline: int
+    expert: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

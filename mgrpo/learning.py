@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,11 @@ import torch
 import torch.distributed as dist
 
 from mgrpo import algo, packing
+from mgrpo.checkpoint.megatron_folder import model_reader
+from mgrpo.checkpoint.reader import Checkpoint
+from mgrpo.checkpoint.train_state import MASTER, REFERENCE, TrainState
 from mgrpo.config import Config
+from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.parallel import backend
@@ -42,18 +47,31 @@ class MiniBatch:
 class Learner:
     """The policy, its reference, and how they learn from a step's packs."""
 
-    def __init__(self, config: Config, *, shape: ModelShape, layout: Layout, host_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        shape: ModelShape,
+        layout: Layout,
+        host_group: dist.ProcessGroup,
+        checkpoint: Checkpoint | None = None,
+    ) -> None:
         self.config, self.loss_config, self.host_group = config, config.loss, host_group
         self.shape, self.layout = shape, layout
         algorithm = config.algorithm
         self.has_reference = algorithm.beta != 0 or algorithm.log_ref_kl
         self.logits_chunk = self._choose_logits_chunk()
-        self.policy = self._load_policy(
+        self.policy = self._make_policy(
+            config.parallel,
             trains_entropy=algorithm.entropy_coef != 0 or algorithm.use_adaptive_entropy,
             scores_entropy=algorithm.top_entropy_quantile < 1,
         )
+        self.reference = (
+            self._make_policy(replace(config.parallel, moe_enable_routing_replay=False)) if self.has_reference else None
+        )
+        self._load(checkpoint)
         self.policy.prepare_training(config.optimizer, num_optimizer_steps=config.num_optimizer_steps)
-        self.reference = self._load_policy() if self.has_reference else None
+        self.state = TrainState(self.policy, self.reference, group=host_group)
         self.entropy_control = None
         if algorithm.use_adaptive_entropy:
             self.entropy_control = algo.AdaptiveEntropy(
@@ -63,19 +81,45 @@ class Learner:
                 coef_min=algorithm.entropy_coef_min,
                 coef_max=algorithm.entropy_coef_max,
             )
+        if checkpoint:
+            self._restore(checkpoint)
 
-    def _load_policy(self, **entropy: bool) -> Policy:
-        policy = Policy(
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, in JSON; the tensors are in `state`."""
+        return {
+            "optimizer_steps": self.policy.optimizer_steps,
+            "num_updates": self.policy.num_updates,
+            "entropy_control": self.entropy_control and self.entropy_control.state(),
+        }
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        saved = checkpoint.state["learner"]
+        self.policy.optimizer_steps, self.policy.num_updates = saved["optimizer_steps"], saved["num_updates"]
+        if self.entropy_control and saved["entropy_control"]:
+            self.entropy_control = self.entropy_control.with_state(saved["entropy_control"])
+        self.state.restore_optimizer(checkpoint, num_updates=self.policy.num_updates)
+        self.state.restore_random(checkpoint)
+
+    def _load(self, checkpoint: Checkpoint | None) -> None:
+        """Weights from the checkpoint; those that it does not hold, and all without one, from model_name_or_path."""
+        read = model_reader(self.config.model.model_name_or_path, self.shape)
+        self.policy.load(partial(checkpoint.read, MASTER) if checkpoint else read)
+        if self.reference and checkpoint and REFERENCE in checkpoint.kinds:
+            self.reference.load_masters(partial(checkpoint.read, REFERENCE))
+        elif self.reference:
+            self.reference.load(read)
+
+    def _make_policy(self, settings: Parallel, **entropy: bool) -> Policy:
+        return Policy(
             self.shape,
             self.layout,
             dtype=DTYPES[self.config.model.model_dtype],
             seed=self.config.experiment.seed,
             temperature=self.config.rollout.temperature,
+            settings=settings,
             logits_chunk=self.logits_chunk,
             **entropy,
         )
-        policy.load(self.config.model.model_name_or_path)
-        return policy
 
     def _choose_logits_chunk(self) -> int:
         # The smallest device decides for all: ranks that differ would meet in different collectives.
@@ -112,7 +156,7 @@ class Learner:
             if self.reference:
                 self.reference.score(mini_batch.microbatches, "ref")
             if self.scores_itself:
-                self.policy.score(mini_batch.microbatches, "old")
+                self.policy.score(mini_batch.microbatches, "old", records_routing=True)
             if algorithm.top_entropy_quantile < 1:
                 self._choose_uncertain_tokens(mini_batch)
         results = []

@@ -12,31 +12,38 @@ Every learner rank runs `Trainer.fit`; rank 0 also has the `Head` with the contr
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from mgrpo import ops, packing
 from mgrpo.algo.samples import train_samples
+from mgrpo.checkpoint.folder import latest, step_path
 from mgrpo.checkpoint.hf_export import export_hf
+from mgrpo.checkpoint.reader import Checkpoint, open_checkpoint
+from mgrpo.checkpoint.saver import Saver
 from mgrpo.config import Config
+from mgrpo.config.derived import state_root
 from mgrpo.config.validate import layout_of
 from mgrpo.evaluation import summarise
 from mgrpo.head import Head
 from mgrpo.layout import InferLayout
 from mgrpo.learning import Learner
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import ModelShape, read_hf_config, shape_of
 from mgrpo.parallel import backend
 from mgrpo.parallel.attention import shared_prompts_pay
 from mgrpo.parallel.broadcast import Action, Channel
+from mgrpo.parallel.gather import gather_values
 from mgrpo.policy.policy import StepResult
 from mgrpo.rollout.controller import Rollouts
 from mgrpo.sync.channel import Sender, connect_store, open_store
@@ -50,6 +57,10 @@ PATIENCE_S = 60.0
 """A learner that hears nothing from rank 0 for this long, heartbeats included, gives up."""
 MAX_SKIPPED = 3
 """Steps with a non-finite gradient in a row that end the run."""
+
+
+class Stopped(Exception):
+    """The run was asked to end (SIGTERM), and its state is saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,32 +98,67 @@ class Trainer:
         self.host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.experiment.backend_timeout))
         self.layout = layout_of(config, dist.get_world_size())
         self.shape = shape_of(read_hf_config(config.model.model_name_or_path))
-        self.learner = Learner(config, shape=self.shape, layout=self.layout, host_group=self.host_group)
+        checkpoint = self.open_checkpoint(head and head.resume_from)
+        self.learner = Learner(
+            config, shape=self.shape, layout=self.layout, host_group=self.host_group, checkpoint=checkpoint
+        )
         self.policy = self.learner.policy
+        self.saver = Saver(
+            state_root(config),
+            dist.get_rank(),
+            dist.get_world_size(),
+            keep_last_n=config.checkpoint.keep_last_n_checkpoints,
+            asynchronous=config.checkpoint.checkpoint_async,
+            timeout_s=60 * config.experiment.backend_timeout,
+        )
+        self.done = 0
+        """Training steps."""
+        self.is_followed_up = False
+        """Whether evaluation and export after step `done` are done, too."""
         self.version = 0
         self.skipped = 0
         self.num_excluded = 0
+        self.before: dict[str, float] = {}
+        self.resumed = checkpoint and checkpoint.state
+        if self.resumed:
+            self.load_state_dict(self.resumed)
+            checkpoint.close()
         # Ranks load at their own speed; from here on nobody keeps rank 0 waiting for long.
         dist.barrier(group=self.host_group)
 
     def fit(self) -> TrainResult:
-        """The whole run."""
+        """The whole run, or the rest of a run that left a checkpoint.
+
+        Raises:
+            Stopped: after SIGTERM, when the state has been saved.
+        """
         config = self.config
-        self.wait_for(self.head and self.head.get_ready())
+        self.wait_for(self.head and self.head.get_ready(self.resumed))
         self.connect_engines()
         self.sync()
-        before = self.evaluate("before training")
-        done = 0
-        for step in range(1, config.num_training_steps + 1):
-            if not self.step(step):
-                break
-            done = step
-            if self.evaluates_after(step):
-                self.evaluate(f"step {step}", before, step)
-            if _is_due(step, config.checkpoint.save_freq) and step < config.num_training_steps:
-                self.export(step)
-        after = self.evaluate("after training", before, done)
-        exported = self.export(done) if config.checkpoint.save_final else None
+        if self.head:
+            self.head.is_training = True
+        if self.head and self.resumed:
+            self.head.progress.say(
+                f"continues from {self.head.resume_from}, {self.done} of {config.num_training_steps} steps are done"
+            )
+        try:
+            if not self.resumed:
+                self.before = self.evaluate("before training")
+            elif not self.is_followed_up:
+                self.follow_up(self.done)
+            for step in range(self.done + 1, config.num_training_steps + 1):
+                if not self.step(step):
+                    break
+                self.follow_up(step)
+                if _is_due(step, config.checkpoint.checkpoint_state_freq):
+                    self.save()
+            after = self.evaluate("after training", self.before, self.done)
+        except Stopped:
+            if self.done > (self.resumed["step"] if self.resumed else 0):
+                self.save()
+            raise
+        exported = self.export(self.done) if config.checkpoint.save_final else None
         if self.head:
             self.head.writer.close()
             draw_reward_curve(
@@ -120,14 +166,22 @@ class Trainer:
                 self.output_dir / "reward_curve.png",
                 title=f"{config.experiment.exp_name}: reward during training",
             )
-            self.head.progress.finish(before=before or None, after=after or None)
+            self.head.progress.finish(before=self.before or None, after=after or None)
         return TrainResult(
             output_dir=self.output_dir,
-            steps=done,
-            before=before,
+            steps=self.done,
+            before=self.before,
             after=after,
             exported=exported,
         )
+
+    def follow_up(self, step: int) -> None:
+        """What is due after a training step: an evaluation, an export."""
+        if self.evaluates_after(step):
+            self.evaluate(f"step {step}", self.before, step)
+        if _is_due(step, self.config.checkpoint.save_freq) and step < self.config.num_training_steps:
+            self.export(step)
+        self.is_followed_up = True
 
     def step(self, step: int) -> bool:
         """Sample, score, train on every mini-batch and epoch, and give the engines the new weights.
@@ -135,9 +189,9 @@ class Trainer:
         False when there was nothing to sample: every prompt is solved for good (`no_resampling_pass_rate`).
         """
         clock = _Clock()
-        batch = self.wait_for(self.head and self.head.controller.next_batch(), self.pack)
-        if self.head and step < self.config.num_training_steps and not self.evaluates_after(step):
-            self.head.controller.prepare()
+        batch = self.wait_for(self.head and self.head.next_batch(), self.pack, may_stop=True)
+        if self.head:
+            self.head.prepare(is_next=step < self.config.num_training_steps and not self.evaluates_after(step))
         arrays = self.channel.arrays(batch and batch.arrays)
         if not arrays["num_sampled"]:
             if self.head:
@@ -150,9 +204,12 @@ class Trainer:
         if _is_due(step, self.config.algorithm.ref_policy_update_freq or 0):
             self.learner.update_reference()
         clock.split("train")
+        self.done, self.is_followed_up = step, False
         if any(result.is_finite for result in results):
             self.version += 1
             self.sync(check=self.version == 1 or _is_due(step, self.config.engine.weight_sync_check_every))
+        else:
+            self.wait_for(self.head and self.head.reseed(step + 1))
         clock.split("sync")
         if self.head:
             self.report(step, batch, results, measured, clock)
@@ -162,18 +219,28 @@ class Trainer:
         """Whether an evaluation follows training step `step`, the last one's apart."""
         return _is_due(step, self.config.experiment.local_eval_every) and step < self.config.num_training_steps
 
-    def wait_for(self, future: Future | None, then: Callable[[Any], Any] = lambda result: result) -> Any:
+    def wait_for(
+        self, future: Future | None, then: Callable[[Any], Any] = lambda result: result, *, may_stop: bool = False
+    ) -> Any:
         """Wait for rank 0's `future`; returns `then` of its result there, None on the others.
 
         While it lasts rank 0 tells the others that it is alive; when it or `then` fails, all ranks end with its message.
+        With `may_stop` all ranks raise Stopped when rank 0 has been asked to end.
         """
         if self.head is None:
-            while self.channel.action() is Action.HEARTBEAT:
+            while (action := self.channel.action()) is Action.HEARTBEAT:
                 pass
+            if action is Action.STOP:
+                raise Stopped
             return None
         done = self.head.after(future, then)
         while not wait([done], timeout=HEARTBEAT_S).done:
+            if may_stop and self.head.stopping.is_set():
+                break
             self.channel.action(Action.HEARTBEAT)
+        if may_stop and self.head.stopping.is_set():
+            self.channel.action(Action.STOP)
+            raise Stopped
         try:
             result = done.result()
         except Exception as err:
@@ -210,6 +277,7 @@ class Trainer:
                 num_mini_batches=algorithm.num_mini_batches,
                 multiple_of=multiple,
                 document_multiple_of=document_multiple,
+                micro_batches_multiple_of=self.layout.micro_batches_multiple_of,
                 share_prompts=share_prompts,
                 cost=packing.Cost.of_width(self.shape.hidden),
                 epoch=epoch,
@@ -227,8 +295,77 @@ class Trainer:
         if self.skipped >= MAX_SKIPPED:
             raise RuntimeError(
                 f"{MAX_SKIPPED} steps in a row had a gradient that is not finite, and were skipped; lower learning_rate="
-                f"{self.config.optimizer.learning_rate:g} or look at the rewards; exports lie in {self.output_dir / 'hf'}"
+                f"{self.config.optimizer.learning_rate:g} or look at the rewards; {self._last_good()}"
             )
+
+    def _last_good(self) -> str:
+        newest = latest(state_root(self.config))
+        if newest:
+            return f"the last good checkpoint is {newest}, continue from it with --resume {newest}"
+        return f"exports lie in {self.output_dir / 'hf'}; there is no checkpoint, set checkpoint_state_freq"
+
+    def save(self) -> None:
+        """Write the state of the whole run, from which it, or one on another layout, continues exactly."""
+        token = self.channel.arrays({"token": np.frombuffer(secrets.token_bytes(8), np.uint8)} if self.head else None)
+        state = self.state_dict() if self.head else {}
+        self.saver.save(
+            self.done,
+            self.learner.state.parts(),
+            state,
+            self.learner.state.full_shapes(),
+            token["token"].tobytes().hex(),
+        )
+        if not self.config.checkpoint.checkpoint_async:
+            dist.barrier(group=self.host_group)
+        if self.head:
+            self.head.progress.say(f"state of step {self.done}: {step_path(self.saver.root, self.done)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rank 0: all that is no tensor, in JSON."""
+        return {
+            "step": self.done,
+            "is_followed_up": self.is_followed_up,
+            "policy_version": self.version,
+            "skipped": self.skipped,
+            "num_excluded": self.num_excluded,
+            "before": self.before,
+            "model": asdict(self.shape),
+            "model_name_or_path": str(Path(self.config.model.model_name_or_path).absolute()),
+            "learner": self.learner.state_dict(),
+            "head": self.head.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.done, self.is_followed_up = state["step"], state["is_followed_up"]
+        self.version, self.skipped = state["policy_version"], state["skipped"]
+        self.num_excluded, self.before = state["num_excluded"], state["before"]
+
+    def open_checkpoint(self, path: str | None) -> Checkpoint | None:
+        """The checkpoint that rank 0 says this run continues, once its files have been compared with their checksums.
+
+        Raises:
+            ValueError: it is damaged, or of another model; on all ranks, whoever noticed.
+        """
+        told = self.channel.arrays({"path": np.frombuffer((path or "").encode(), np.uint8)} if self.head else None)
+        path = told["path"].tobytes().decode()
+        if not path:
+            return None
+        checkpoint, problem = None, ""
+        try:
+            checkpoint = open_checkpoint(path)
+            checkpoint.verify(dist.get_rank(), dist.get_world_size())
+            if ModelShape.from_dict(checkpoint.state["model"]) != self.shape:
+                problem = f"{path} is of another model than {self.config.model.model_name_or_path}; resume with its own"
+        except (ValueError, OSError) as err:
+            problem = str(err)
+        problems = gather_values(
+            torch.frombuffer(bytearray(problem.encode() + b"\n"), dtype=torch.uint8), self.host_group
+        )
+        found = problems.numpy().tobytes().decode().split("\n")
+        if any(found):
+            raise ValueError(next(filter(None, found)))
+        return checkpoint
 
     def connect_engines(self) -> None:
         """Plan the weight sync and form one transfer group with each engine."""
@@ -242,7 +379,8 @@ class Trainer:
             port = int(self.channel.arrays()["port"])
             store = connect_store(host, port, settings.weight_sync_timeout)
         self.sender = Sender(
-            self.policy.parameters.boxes(),
+            self.policy.boxes(),
+            holdings=self.policy.holdings(self.host_group),
             model=self.shape,
             train_layout=self.layout,
             infer_layout=InferLayout(engines=settings.vllm_num_engines, tensor=settings.vllm_tensor_parallel_size),
@@ -271,7 +409,7 @@ class Trainer:
 
     def sync(self, *, check: bool = False) -> None:
         """Give every engine the present weights; with `check`, prove by digests that it holds exactly these."""
-        receiving = self.head and self.head.cluster.receive_weights(self.version, check)
+        receiving = self.head and self.head.cluster.receive_weights(self.version, check, step=self.done + 1)
         with self.engines_first(receiving):
             self.sender.send(self.version)
         if check:
@@ -295,9 +433,10 @@ class Trainer:
         """Sample the held-out prompts; metrics on rank 0, nothing elsewhere or without held-out data."""
         if not self.config.data.dataset_mixer_eval_list:
             return {}
-        rollouts: Rollouts | None = self.wait_for(self.head and self.head.evaluation())
+        rollouts: Rollouts | None = self.wait_for(self.head and self.head.evaluation(), may_stop=True)
         if self.head is None:
             return {}
+        self.head.reseed(self.done + 1).result()
         metrics = summarise(rollouts.groups, scale=self.head.reward_scale, generate_s=rollouts.generate_s)
         self.head.writer.write(step, {"policy_version": self.version, **metrics, "time/eval": rollouts.generate_s})
         self.head.progress.evaluation(metrics, when=when, before=before)
@@ -337,7 +476,7 @@ class Trainer:
             "optim/steps": len(results),
             "optim/skipped_steps": sum(not result.is_finite for result in results),
             "sync/bytes": self.sender.plan.bytes_moved,
-            "learner_tokens_per_second_step": sum(len(sample.tokens) for sample in batch.samples)
+            "time/learner_tokens_per_second_step": sum(len(sample.tokens) for sample in batch.samples)
             / sum(seconds.values()),
             "time/generate": rollouts.generate_s,
             "time/score": rollouts.score_s,
@@ -350,6 +489,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leave all process groups; every rank must call."""
+        self.saver.close()
         dist.barrier(group=self.host_group)
         backend.leave_process_groups()
 

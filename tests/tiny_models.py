@@ -2,21 +2,77 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
 VOCAB = 125
 """Not a multiple of anything, so that padding of the vocabulary is always at work."""
 
+MOE = {"head_dim": 32, "num_experts_per_tok": 2}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 5, "final_logit_softcapping": 1.5}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 100.0}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    # Class, and what makes a small model a proper member: windows and original positions shorter than the samples are.
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "mixtral": ("Mixtral", {**MOE, "num_local_experts": 4}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),  # not hidden / heads
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**MOE, "num_experts": 4, "moe_intermediate_size": 40, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 1.0}),
+    "gemma3_text": (
+        "Gemma3",
+        {
+            **GEMMA,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e3},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+            },
+        },
+    ),
+}
+
 
 def save_tiny(
-    folder: Path, family: str, *, layers: int = 4, heads: int = 4, kv_heads: int = 2, tied: bool = False
+    folder: Path,
+    family: str,
+    *,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    tied: bool = False,
+    **settings: Any,
 ) -> Path:
-    """Write a random model to `folder/<family>`; every parameter, norms and biases too, is drawn at random."""
+    """Write a random model to a folder below `folder`; every parameter, norms and biases too, is drawn at random.
+
+    Args:
+        settings: further fields of the family's transformers config.
+    """
     import transformers
 
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
+    name, own = FAMILIES[family]
+    own = own | settings
+    if "layer_types" in own:
+        own["layer_types"] = (own["layer_types"] * layers)[:layers]
     shape = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -30,16 +86,16 @@ def save_tiny(
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    if family == "qwen3":
-        shape["head_dim"] = 32  # not hidden / heads
     torch.manual_seed(len(family) + layers)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**shape))
+    config_name = f"{name}TextConfig" if family == "gemma3_text" else f"{name}Config"
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, config_name)(**shape | own))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter.normal_(std=0.1)
-            if "norm" in parameter_name:
+            if "norm" in parameter_name and "gemma" not in family:  # Gemma's multiply by 1 + weight
                 parameter.add_(1.0)
-    target = folder / f"{family}-{layers}-{heads}-{kv_heads}-{tied}"
+    mark = f"-{zlib.crc32(repr(sorted(settings.items())).encode()):08x}" if settings else ""
+    target = folder / f"{family}-{layers}-{heads}-{kv_heads}-{tied}{mark}"
     model.save_pretrained(target)
     return target
 
@@ -49,3 +105,10 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def saved_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every gradient under the name that its weight has in a checkpoint; transformers keeps all experts in one tensor."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, {name: parameter.grad for name, parameter in model.named_parameters()})

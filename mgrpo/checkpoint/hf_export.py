@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from mgrpo.models.table import Box, hf_tensors, training_boxes
+from mgrpo.models.table import Box, hf_tensors
 from mgrpo.policy.policy import Policy
 
 FILE_BYTES = 4 << 30
@@ -43,8 +43,8 @@ def export_hf(policy: Policy, source: str | Path, folder: str | Path, *, group: 
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    held = dict(policy.parameters.boxes())
-    owners = _owners(training_boxes(policy.shape, policy.layout))
+    held = dict(policy.boxes())
+    owners = _owners(policy.holdings(group))
     files = _files(hf_tensors(policy.shape), policy.dtype.itemsize)
     weight_map = {}
     for number, names in enumerate(files, start=1):
@@ -102,7 +102,7 @@ def _gather(
     everything = Box(name, (0,) * len(shape), shape)
     for box, owner in owners.items():
         if rank == owner:
-            part = held[box].to("cpu").contiguous()
+            part = held[box].to("cpu", dtype).contiguous()
             if rank != 0:
                 dist.send(part, 0, group=group)
         if rank == 0:

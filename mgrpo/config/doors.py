@@ -86,7 +86,7 @@ _SET_BY_TRANSFORMERS = (
 """Fields that TrainingArguments fills in by itself."""
 
 
-_DRIFTED = ("use_bias_correction_kl",)
+_DRIFTED = ("use_bias_correction_kl", "gradient_checkpointing")
 """Fields whose default has changed without a preset to tell the versions apart."""
 
 

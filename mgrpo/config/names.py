@@ -68,7 +68,6 @@ CODE = "there is no code verifier yet; rows that name one are refused, too"
 RUBRIC = "rubrics do not exist"
 TRACKING = "Weights & Biases is not connected; metrics.jsonl and TensorBoard events are written to output_dir"
 HUB = "nothing is pushed to the Hub; the trained model lies in output_dir/hf"
-STATE = "checkpoints of the training state do not exist yet; save_freq exports the model"
 BEAKER = "jobs on Beaker are not launched; hf/step_N holds each exported model"
 ADAPTER = "adapters are not trained here: all weights are"
 QUANT = "weights are not quantised here; model_dtype is bfloat16 or float32"
@@ -77,11 +76,6 @@ TRUNCATED = (
 )
 SERVER = "a run starts its own engines (vllm_num_engines, vllm_tensor_parallel_size) and attaches to no server"
 ROPE = "positions are read from the model's config.json"
-RECOMPUTE = (
-    "activations are not recomputed yet: the result would be the same, the memory is not; cut the model further with "
-    "tensor_model_parallel_size and pipeline_model_parallel_size"
-)
-FSDP = "sharding weights and gradients does not exist yet; zero_stage=1 splits the optimizer"
 TOKENIZER = "the tokenizer is the one in model_name_or_path"
 LEGACY_BATCH = "use num_unique_prompts_rollout, num_samples_per_prompt_rollout and num_mini_batches"
 CACHE = "prepared data is not cached: an edited file is an edited dataset"
@@ -108,8 +102,8 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         refused("auto_find_batch_size", TRL, bool, (False,), "pack_length bounds the memory of a micro-batch"),
         refused("cache_dataset_only", OI, bool, (False,), "prepared data is not cached, there is nothing to make in advance"),
         alias("ddp_timeout", TRL, "backend_timeout", "seconds to minutes, rounded up", int),
-        refused("resume_from_checkpoint", BOTH, str | None, (None, "false", "False", ""), "a run cannot be resumed yet"),
-        no_effect("ignore_data_skip", TRL, bool, (False,), "a run cannot be resumed yet"),
+        alias("resume_from_checkpoint", BOTH, "resume", "true: auto; false: as if it were not given", str | None),
+        no_effect("ignore_data_skip", TRL, bool, (False,), "a resumed run goes on with the prompts that it would have had"),
         no_effect("restore_callback_states_from_checkpoint", TRL, bool, (False,), "there are no callbacks"),
         no_effect("do_train", TRL, bool, (True, False), "the trainer of TRL does not read it either"),
         no_effect("do_predict", TRL, bool, (True, False), "the trainer of TRL does not read it either"),
@@ -262,11 +256,11 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         no_effect("tf32", TRL, bool | None, (None,), "torch's own setting stays"),
         no_effect("attn_implementation", OI, str | None, (None,), "attention follows the machine, and never crosses from one document of a pack to the next"),
         no_effect("use_cache", BOTH, bool | None, (None, False), "training keeps no key-value cache"),
-        refused("gradient_checkpointing", BOTH, bool, (False,), RECOMPUTE),
-        no_effect("gradient_checkpointing_kwargs", TRL, JSON | None, (None,), "activations are not recomputed yet"),
-        refused("activation_memory_budget", OI, float, (1.0,), RECOMPUTE),
-        no_effect("activation_checkpointing_mode", OI, str, ("budget",), "activation_memory_budget=1.0 recomputes nothing"),
-        no_effect("activation_checkpointing_modules", OI, WORDS | None, (None,), "activation_memory_budget=1.0 recomputes nothing"),
+        alias("gradient_checkpointing", BOTH, "recompute_granularity", "true: full; false: none, unless another name says more", bool),
+        no_effect("gradient_checkpointing_kwargs", TRL, JSON | None, (None,), "Megatron recomputes; there is nothing to choose"),
+        alias("activation_memory_budget", OI, "recompute_granularity", "1: none; from 0.5 on selective, which drops what recompute_modules computes, by default about 0.6 of a layer's activations; below 0.5 full, which keeps a layer's input only", float),
+        alias("activation_checkpointing_mode", OI, "recompute_granularity", "budget: as activation_memory_budget says; full: full; selected_...: refused, OLMo-core's modules have no counterparts", Literal["budget", "full", "selected_blocks", "selected_modules", "selected_ops"]),
+        no_effect("activation_checkpointing_modules", OI, WORDS | None, (None,), "these are modules of OLMo-core; recompute_modules names those that can be recomputed here"),
         no_effect("compile_model", OI, bool, (True, False), "the model runs as Megatron builds it"),
         no_effect("torch_compile", TRL, bool, (False,), "the model runs as Megatron builds it"),
         no_effect("torch_compile_backend", TRL, str | None, (None,), "the model runs as Megatron builds it"),
@@ -274,7 +268,7 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         refused("model_init_kwargs", TRL, JSON | None, (None, "{}"), "settings of the model have names of their own, for example model_dtype"),
         no_effect("disable_dropout", TRL, bool, (True, False), "there is never any dropout: it would make the ratio differ from 1"),
         refused("cast_lm_head_to_fp32", TRL, bool, (False,), "the head computes in model_dtype, its log-softmax in float32; use model_dtype float32"),
-        no_effect("router_aux_loss_coef", TRL, float | None, (None, 0.001, 0.0), "no model with experts can be trained yet"),
+        refused("router_aux_loss_coef", TRL, float | None, (None, 0.001, 0.0), "there is no auxiliary loss: routers learn from the rewards alone; TRL's default, 0.001, is accepted and ignored"),
         refused("config_name", OI, str | None, (None,), "config.json of model_name_or_path is read"),
         no_effect("low_cpu_mem_usage", OI, bool, (True, False), "each rank reads its own slices only"),
         refused("rope_scaling_factor", OI, float | None, (None,), ROPE),
@@ -314,20 +308,19 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
     "parallel": (
         alias("per_device_train_batch_size", BOTH, "num_unique_prompts_rollout num_mini_batches local_batch_size", f"TRL: sequences, {BATCH}; Open Instruct: packs of a micro-batch, of which there is 1", int),
         alias("actor_num_gpus_per_node", OLD, "num_learners_per_node"),
-        alias("deepspeed_stage", OI, "zero_stage", "of Megatron's optimizers: stage 1 is the distributed one"),
-        alias("sequence_parallel_size", OI, "context_parallel_size", "Ulysses: ranks that share each sequence. Not sequence_parallel, which splits activations over tensor ranks"),
+        alias("deepspeed_stage", OI, "zero_stage", "the same numbers; 1 is Megatron's distributed optimizer, 2 and 3 are Megatron-FSDP"),
+        alias("sequence_parallel_size", OI, "context_parallel_size cp_comm_type", "Ulysses: ranks that share each sequence, and exchange it for heads: a2a, which the heads of a tensor rank must divide by; cp_comm_type=all_gather has no such rule. Not sequence_parallel, which splits activations over tensor ranks"),
         alias("cp_degree", OI, "context_parallel_size", type=int | None),
-        no_effect("cp_strategy", OI, Literal["llama3", "zig_zag", "ulysses"], ("llama3", "zig_zag", "ulysses"), "sequences are not split yet (context_parallel_size)"),
-        no_effect("deepspeed_zpg", OI, int, (1, 8), "a secondary partition exists with ZeRO-3 only"),
-        refused("deepspeed_offload_param", OI, bool, (False,), "weights stay on the GPU; cut the model further with tensor_model_parallel_size and pipeline_model_parallel_size"),
-        refused("deepspeed_offload_optimizer", OI, bool, (False,), "the optimizer stays on the GPU; more data-parallel ranks make each one's share smaller"),
-        no_effect("deepspeed_checkpoint_load_universal", OI, bool, (True, False), STATE),
-        refused("deepspeed", TRL, JSON | None, (None, ""), "learners are Megatron's; zero_stage has DeepSpeed's numbers"),
-        refused("fsdp", TRL, WORDS | None, (None, (), ("False",), ("false",)), FSDP),
-        no_effect("fsdp_config", TRL, JSON | None, (None,), FSDP),
-        refused("fsdp_shard_degree", OI, int | None, (None,), FSDP),
-        refused("fsdp_num_replicas", OI, int | None, (None,), FSDP),
-        refused("parallelism_config", TRL, JSON | None, (None,), "the axes are tensor_model_parallel_size, pipeline_model_parallel_size and context_parallel_size"),
+        alias("cp_strategy", OI, "cp_comm_type", "llama3 and zig_zag: all_gather; ulysses: a2a; each rank always has an early and a late stretch of a sequence, in zig-zag order", Literal["llama3", "zig_zag", "ulysses"]),
+        alias("deepspeed_zpg", OI, "fsdp_shard_degree", "with stage 3 only; 1: off. So many ranks share all of a model's state, where ZeRO++ has a second copy of the weights among them", int),
+        refused("deepspeed_offload_param", OI, bool, (False,), "weights stay on the GPU; share them with zero_stage=3, tensor_model_parallel_size or pipeline_model_parallel_size"),
+        alias("deepspeed_offload_optimizer", OI, "optimizer_cpu_offload", "with stage 1 only"),
+        no_effect("deepspeed_checkpoint_load_universal", OI, bool, (True, False), "a training state is resumed in any layout as it is"),
+        refused("deepspeed", TRL, JSON | None, (None, ""), "learners are Megatron's; zero_stage has DeepSpeed's numbers, optimizer_cpu_offload moves the optimizer's states"),
+        alias("fsdp", TRL, "zero_stage", "true and full_shard: 3; shard_grad_op: 2; hybrid_shard: 3, with fsdp_shard_degree; auto_wrap says nothing, layers are the unit; others are refused", WORDS | None),
+        alias("fsdp_config", TRL, "zero_stage recompute_granularity", "with fsdp=true reshard_after_forward says 3 or 2; activation_checkpointing: full; cpu_offload is refused, other keys have no effect", JSON | None),
+        alias("fsdp_num_replicas", OI, "fsdp_shard_degree", "data- and context-parallel ranks / replicas, with zero_stage=3", int | None),
+        refused("parallelism_config", TRL, JSON | None, (None,), "the axes are tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size and expert_model_parallel_size"),
         no_effect("accelerator_config", TRL, JSON | None, (None,), "accelerate is not used"),
         no_effect("ddp_backend", TRL, str | None, (None,), "gloo on CPU, NCCL on GPUs"),
         no_effect("ddp_find_unused_parameters", TRL, bool | None, (None,), "gradients are reduced by Megatron"),
@@ -363,15 +356,11 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         alias("save_steps", TRL, "save_freq", "optimizer steps, turned into training steps", float),
         alias("save_strategy", TRL, "save_freq", "no: -1; steps: every save_steps", Literal["no", "steps", "epoch", "best"]),
         alias("beaker_eval_freq", OLD, "save_freq", "nothing is evaluated on Beaker"),
-        no_effect("save_total_limit", TRL, int | None, (None,), "no exported model is deleted; export less often with save_freq"),
-        no_effect("keep_last_n_checkpoints", OI, int, (-1, 3), f"{STATE}, and no export is deleted"),
-        refused("checkpoint_state_freq", OI, int, (-1, 0), STATE),
-        refused("checkpoint_state_dir", OI, str | None, (None,), STATE),
-        refused("gs_checkpoint_state_dir", OI, str | None, (None,), STATE),
-        refused("gs_bucket_path", OI, str | None, (None,), STATE),
+        alias("save_total_limit", TRL, "keep_last_n_checkpoints", "none, 0 or less: -1; of training states, no exported model is deleted", int | None),
+        alias("gs_bucket_path", OI, "gs_checkpoint_state_dir", "the bucket, then checkpoint_state_dir", str | None),
         no_effect("checkpointing_steps", OI, int | str | None, (500, None), UNUSED),
         no_effect("ephemeral_save_interval", OI, int | None, (None,), UNUSED),
-        no_effect("save_only_model", TRL, bool, (True,), "only the model is saved"),
+        no_effect("save_only_model", TRL, bool, (True,), "save_freq exports the model, checkpoint_state_freq saves the training state"),
         no_effect("save_on_each_node", TRL, bool, (False,), "each exported model is written once"),
         refused("load_best_model_at_end", TRL, bool, (False,), "the last model is exported; hf/step_N holds the earlier ones"),
         no_effect("metric_for_best_model", TRL, str | None, (None,), "the last model is exported"),
@@ -446,8 +435,9 @@ _OPEN_INSTRUCT = """
     kl_estimator loss_denominator num_epochs num_mini_batches use_rho_correction rho_clamp_lower_bound rho_clamp_upper_bound
     rho_mask_lower_bound rho_mask_upper_bound rho_mask_tv_divergence use_vllm_logprobs alpha ref_policy_update_freq
     mask_truncated_completions filter_zero_std_samples active_sampling no_resampling_pass_rate learning_rate lr_scheduler_type
-    warm_up_steps warmup_ratio weight_decay max_grad_norm num_learners_per_node pack_length vllm_num_engines
-    vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_enforce_eager vllm_enable_prefix_caching save_freq
+    warm_up_steps warmup_ratio weight_decay max_grad_norm num_learners_per_node fsdp_shard_degree pack_length
+    vllm_num_engines vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_enforce_eager vllm_enable_prefix_caching save_freq
+    checkpoint_state_freq checkpoint_state_dir gs_checkpoint_state_dir keep_last_n_checkpoints
 """
 _TRL = """
     seed output_dir temperature beta delta sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg
@@ -458,7 +448,9 @@ _TRL = """
 """
 _MEGATRON = """
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
-    virtual_pipeline_model_parallel_size sequence_parallel
+    virtual_pipeline_model_parallel_size num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage cp_comm_type
+    sequence_parallel optimizer_cpu_offload optimizer_offload_fraction use_precision_aware_optimizer exp_avg_dtype
+    exp_avg_sq_dtype recompute_granularity recompute_modules moe_enable_routing_replay
 """
 _OWNERS = tuple((source, frozenset(names.split())) for source, names in ((OI, _OPEN_INSTRUCT), (TRL, _TRL), ("Megatron", _MEGATRON)))  # fmt: skip
 

@@ -40,6 +40,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "rho_clamp_upper_bound": 0.0,
         "rho_mask_level": "sequence_sum",
         "rho_mask_upper_bound": 3.0,
+        "recompute_granularity": "full",
     },
 }
 """Values of settings by preset."""

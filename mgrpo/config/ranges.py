@@ -99,6 +99,10 @@ RANGES = {
     "context_parallel_size": ONE_OR_MORE,
     "expert_model_parallel_size": ONE_OR_MORE,
     "virtual_pipeline_model_parallel_size": ONE_OR_MORE,
+    "num_layers_in_first_pipeline_stage": ONE_OR_MORE,
+    "num_layers_in_last_pipeline_stage": ONE_OR_MORE,
+    "fsdp_shard_degree": ONE_OR_MORE,
+    "optimizer_offload_fraction": Range(low=0, high=1, low_open=True),
     "pack_length": ONE_OR_MORE,
     "logits_chunk": NOT_NEGATIVE,
     "vllm_num_engines": ONE_OR_MORE,
@@ -111,6 +115,8 @@ RANGES = {
     "weight_sync_timeout": ONE_OR_MORE,
     "weight_sync_check_every": NOT_NEGATIVE,
     "save_freq": ANY,
+    "checkpoint_state_freq": ANY,
+    "keep_last_n_checkpoints": Range(low=-1),
 }
 """Range of every field that holds a number; one that may also be none or auto is not judged then."""
 

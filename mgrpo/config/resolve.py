@@ -19,7 +19,14 @@ from mgrpo.config.schema import Config
 
 PRESET, FILE, FLAG = 1, 2, 3
 """Ranks of those who can say something; a default has rank 0."""
-LOUD = ("sequence_parallel_size", "max_prompt_length", "rho_mask_sequence_level")
+LOUD = (
+    "sequence_parallel_size",
+    "max_prompt_length",
+    "rho_mask_sequence_level",
+    "activation_memory_budget",
+    "cp_strategy",
+    "deepspeed_zpg",
+)
 """Aliases whose note is worth a line in every run: the same word means something else elsewhere."""
 
 
@@ -127,6 +134,11 @@ class Resolution:
         for axis in axes:
             model *= self.value(axis)
         return self.world_size // model if model > 0 and self.world_size >= model and not self.world_size % model else None  # fmt: skip
+
+    @property
+    def sharing(self) -> int | None:
+        """Data x context ranks, among which ZeRO shares; None for a layout that does not divide."""
+        return self.data_parallel and self.data_parallel * self.value("context_parallel_size")
 
     @property
     def optimizer_steps_a_step(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 from collections.abc import Callable, Iterator
 
 from mgrpo.config.ranges import POSITIVE
@@ -85,6 +87,44 @@ def _pack_length(config: Config) -> Iterator[str]:
         )
 
 
+RECOMPUTABLE = ("core_attn", "mlp", "moe")
+
+
+def _recompute_modules(config: Config) -> Iterator[str]:
+    modules, granularity = config.parallel.recompute_modules, config.parallel.recompute_granularity
+    for module in modules:
+        if module not in RECOMPUTABLE:
+            near = difflib.get_close_matches(module, RECOMPUTABLE, n=1)
+            advice = f"did you mean {near[0]}?" if near else "name some of these"
+            yield f"recompute_modules={module} must be of {', '.join(RECOMPUTABLE)}; {advice}"
+    if granularity == "selective" and not modules:
+        yield f"recompute_granularity=selective recomputes nothing without recompute_modules; name some of {', '.join(RECOMPUTABLE)}"
+
+
+def _optimizer_memory(config: Config) -> Iterator[str]:
+    stage, is_precision_aware = config.parallel.zero_stage, config.parallel.use_precision_aware_optimizer
+    if config.parallel.optimizer_cpu_offload and stage != 1:
+        yield (
+            f"optimizer_cpu_offload=true needs zero_stage=1 (Megatron's distributed optimizer), got {stage}; "
+            f"use zero_stage=1, or zero_stage={stage} without it"
+        )
+    if is_precision_aware and stage == 0:
+        yield "use_precision_aware_optimizer=true needs a zero_stage of at least 1, got 0"
+    if is_precision_aware and config.parallel.optimizer_cpu_offload:
+        yield (
+            "use_precision_aware_optimizer=true cannot be combined with optimizer_cpu_offload=true, whose optimizer keeps "
+            "float32 moments on host and device; leave one of the two out"
+        )
+
+
+def _shared_prompts(config: Config) -> Iterator[str]:
+    if config.parallel.shared_prompt_packing is True and config.parallel.context_parallel_size > 1:
+        yield (
+            "shared_prompt_packing=true cannot be combined with context_parallel_size="
+            f"{config.parallel.context_parallel_size}, whose ranks share each document; use auto or false"
+        )
+
+
 def _num_steps(config: Config) -> Iterator[str]:
     if config.num_training_steps < 1:
         yield (
@@ -108,6 +148,37 @@ def _mini_batches(config: Config) -> Iterator[str]:
         )
 
 
+def _states(config: Config) -> Iterator[str]:
+    own = config.checkpoint
+    for name in ("checkpoint_state_dir", "gs_checkpoint_state_dir"):
+        folder = getattr(own, name)
+        if folder == "":
+            yield f"{name} is empty; name a folder or leave it out"
+        elif folder and name.startswith("gs_") and not folder.startswith("gs://"):
+            yield f"{name}={folder} must begin with gs://; checkpoint_state_dir takes folders and other URLs"
+        elif folder and own.checkpoint_state_freq <= 0:
+            yield f"{name}={folder} needs checkpoint_state_freq above 0, got {own.checkpoint_state_freq}; or leave it out"
+            break
+    if own.keep_last_n_checkpoints == 0:
+        yield "keep_last_n_checkpoints=0 would keep no state; give 1 or more, -1 for all, or checkpoint_state_freq=-1"
+
+
+def _resume(config: Config) -> Iterator[str]:
+    path = config.checkpoint.resume
+    if path in ("auto", "never"):
+        return
+    step = re.search(r"(?:^|/)step_([0-9]{1,18})/*$", path)
+    if not step:
+        yield f"resume={path} must be auto, never, or the path of a training state, .../checkpoints/step_N"
+    elif "://" not in path and not os.path.isdir(path):
+        yield f"resume={path} is not a folder; check the path (it is used as given, ~ is not expanded)"
+    elif int(step[1]) > config.num_training_steps:
+        yield (
+            f"resume={path} is step {int(step[1])}, but the run has {config.num_training_steps} training steps; "
+            "raise total_episodes"
+        )
+
+
 def too_few_prompts(config: Config, num_prompts: int) -> list[str]:
     """Whether `num_prompts` training rows fill a step."""
     wanted = config.rollout.num_unique_prompts_rollout
@@ -119,6 +190,7 @@ def too_few_prompts(config: Config, num_prompts: int) -> list[str]:
     ]
 
 
+STATE_FIELDS = ("checkpoint_state_freq", "checkpoint_state_dir", "gs_checkpoint_state_dir", "keep_last_n_checkpoints")
 BATCH_FIELDS = ("num_unique_prompts_rollout", "num_samples_per_prompt_rollout")
 
 RULES: tuple[Rule, ...] = (
@@ -144,7 +216,12 @@ RULES: tuple[Rule, ...] = (
         ),
         _pack_length,
     ),
+    (("recompute_modules", "recompute_granularity"), _recompute_modules),
+    (("zero_stage", "optimizer_cpu_offload", "use_precision_aware_optimizer"), _optimizer_memory),
+    (("shared_prompt_packing", "context_parallel_size"), _shared_prompts),
     ((*BATCH_FIELDS, "total_episodes", "num_epochs", "num_mini_batches", "warm_up_steps", "warmup_ratio"), _num_steps),
     ((*BATCH_FIELDS, "num_mini_batches"), _mini_batches),
+    (STATE_FIELDS, _states),
+    ((*BATCH_FIELDS, "total_episodes", "resume"), _resume),
 )
 """Questions about several fields, each with the fields that must be sound before it is asked."""

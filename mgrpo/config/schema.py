@@ -237,21 +237,48 @@ class Parallel:
     pipeline_model_parallel_size: int = 1
     """Stages the layers are cut into."""
     context_parallel_size: int = 1
-    """Ranks that share each sequence; only 1 exists so far."""
+    """Ranks that share each sequence."""
+    cp_comm_type: Literal["all_gather", "a2a"] = "all_gather"
+    """How they attend to each other's tokens: gather keys and values, or exchange sequence for heads (Ulysses), of which
+    each tensor rank then needs a multiple of context_parallel_size."""
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts; only 1 exists so far."""
+    """Ranks that share the experts of a mixture-of-experts model, among those of a pipeline stage."""
     virtual_pipeline_model_parallel_size: int = 1
-    """Interleaved chunks a stage; only 1 exists so far."""
+    """Chunks of layers a stage, interleaved: smaller bubbles, more messages."""
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first stage; none: as many as the others."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last stage; none: as many as the others."""
     sequence_parallel: bool | Literal["auto"] = "auto"
     """Megatron's sequence parallelism: split activations between layers over the tensor ranks; auto = tensor size > 1."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """1: optimizer states are split over data-parallel ranks; 0, 2 and 3 do not exist yet."""
+    """What data-parallel ranks share instead of repeat, as in DeepSpeed: 0 nothing, 1 the optimizer's states (Megatron's
+    distributed optimizer), 2 gradients, too, 3 parameters, too (Megatron-FSDP)."""
+    fsdp_shard_degree: int | None = None
+    """With zero_stage=3: neighbouring ranks that share each parameter; the rest are replicas (HSDP). none: all share."""
+    optimizer_cpu_offload: bool = False
+    """Keep the optimizer's states in host memory and update there; needs zero_stage=1."""
+    optimizer_offload_fraction: float = 1.0
+    """Share of the states that go there."""
+    use_precision_aware_optimizer: bool = False
+    """Keep Adam's moments in exp_avg_dtype and exp_avg_sq_dtype; needs Transformer Engine."""
+    exp_avg_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Type of Adam's first moment with use_precision_aware_optimizer."""
+    exp_avg_sq_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Type of Adam's second moment with use_precision_aware_optimizer."""
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass instead of kept: none, those of recompute_modules, whole layers."""
+    recompute_modules: tuple[str, ...] = ("core_attn", "mlp")
+    """With recompute_granularity=selective: core_attn, mlp, moe."""
+    moe_enable_routing_replay: bool = False
+    """Train on the experts that were chosen when the policy scored the batch before its first update."""
     pack_length: int = 512
     """Most tokens in a pack, the unit of a micro-batch."""
     logits_chunk: int | Literal["auto"] = "auto"
     """Columns of the LM head computed at a time: 0 computes all at once; auto = 0 where the logits fit, else 16384."""
     shared_prompt_packing: bool | Literal["auto"] = "auto"
-    """Put a group into a pack as one prompt with branches instead of repeating the prompt; auto = on CPU, where it saves work."""
+    """Put a group into a pack as one prompt with branches instead of repeating the prompt; auto = on CPU, where it saves work.
+    Not with context_parallel_size above 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +315,19 @@ class Checkpoint:
     """Steps between exports of the model in Hugging Face format; 0 or less: only at the end."""
     save_final: bool = True
     """Export the trained model at the end."""
+    checkpoint_state_freq: int = -1
+    """Steps between saves of the whole training state, from which a run resumes in any layout; 0 or less: none."""
+    checkpoint_state_dir: str | None = None
+    """Folder of these states, or a URL such as s3://bucket/run; none: output_dir/checkpoints."""
+    gs_checkpoint_state_dir: str | None = None
+    """The same on Google Cloud Storage, gs://bucket/run; wins over checkpoint_state_dir."""
+    keep_last_n_checkpoints: int = 3
+    """Newest states that stay; -1: all."""
+    checkpoint_async: bool = False
+    """Write a state in the background, from a copy in host memory."""
+    resume: str = "auto"
+    """auto: go on from the newest complete state of this run, if there is one; never: start anew; or the path of a state,
+    .../checkpoints/step_N."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ in `ranges`, `rules`, `loss_rules` and `model_rules`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,10 +15,12 @@ from mgrpo.config.derived import derive, layout_of
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import describe, fits, flat, settings
 from mgrpo.config.loss_rules import LOSS_RULES, weight_problems
-from mgrpo.config.model_rules import model_problems, size_of
+from mgrpo.config.model_rules import model_problems, num_experts, size_of
 from mgrpo.config.ranges import POSITIVE, RANGES, REASONS
+from mgrpo.config.resolve import shown
 from mgrpo.config.rules import REWARD_SWITCHES, RULES, pairs, reward_problems
 from mgrpo.config.schema import Config
+from mgrpo.layout import Layout
 
 __all__ = ["RANGES", "check", "layout_of", "problems", "warnings"]
 
@@ -27,6 +30,9 @@ LAYOUT_FIELDS = (
     "context_parallel_size",
     "expert_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "fsdp_shard_degree",
     "sequence_parallel",
     "zero_stage",
 )
@@ -104,16 +110,14 @@ def warnings(
     found = [
         *_data_warnings(config),
         *_loss_warnings(config),
+        *_state_warnings(config),
         *_idle(config, num_reward_funcs),
         *_layout_warnings(config, world_size),
+        *_model_warnings(config, hf_config),
     ]
     if config.optimizer.warmup_ratio > 0 and config.optimizer.warm_up_steps > 0:
         found.append(
             f"warm_up_steps={config.optimizer.warm_up_steps} is not used, warmup_ratio={config.optimizer.warmup_ratio} wins"
-        )
-    if (size_of(hf_config, "hidden_size") or 0) >= 2048 and config.optimizer.learning_rate > 5e-6:
-        found.append(
-            f"learning_rate={config.optimizer.learning_rate} is high for a model of this size; 5e-7 to 2e-6 is usual"
         )
     return found
 
@@ -157,7 +161,7 @@ def _derived_problems(config: Config, world_size: int) -> Iterator[str]:
     expected, actual = config.provenance.expected, derive(config, world_size=world_size)
     if expected.get("world_size", world_size) != world_size and not config.parallel.num_learners_per_node:
         yield (
-            f"world_size={expected['world_size']} is what the batch was computed for, but {world_size} learner ranks were "
+            f"world_size={expected['world_size']} is what batch and layout were computed for, but {world_size} learner ranks were "
             f"started; start {expected['world_size']} (torchrun --nproc-per-node) or leave world_size out"
         )
     nodes = len(config.parallel.num_learners_per_node)
@@ -207,6 +211,16 @@ def _loss_warnings(config: Config) -> Iterator[str]:
         yield "num_samples_per_prompt_rollout=1: the baseline is the mean of the batch, as in REINFORCE"
 
 
+def _state_warnings(config: Config) -> Iterator[str]:
+    own = config.checkpoint
+    is_folder_of_bucket = "gs_bucket_path" in config.provenance.sources.get("gs_checkpoint_state_dir", "")
+    if own.gs_checkpoint_state_dir and own.checkpoint_state_dir and not is_folder_of_bucket:
+        yield (
+            f"checkpoint_state_dir={own.checkpoint_state_dir} is not used, training states go to "
+            f"gs_checkpoint_state_dir={own.gs_checkpoint_state_dir}"
+        )
+
+
 _RHO = (
     "rho_level rho_clamp_lower_bound rho_clamp_upper_bound rho_mask_level rho_mask_lower_bound rho_mask_upper_bound "
     "rho_mask_tv_divergence"
@@ -215,6 +229,11 @@ _ADAPTIVE = "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target
 _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     (_RHO, "use_rho_correction=true", lambda c: c.algorithm.use_rho_correction),
     (_ADAPTIVE, "use_adaptive_entropy=true", lambda c: c.algorithm.use_adaptive_entropy),
+    (
+        "keep_last_n_checkpoints checkpoint_async",
+        "checkpoint_state_freq above 0",
+        lambda c: c.checkpoint.checkpoint_state_freq > 0,
+    ),
     ("alpha", "ref_policy_update_freq", lambda c: c.algorithm.ref_policy_update_freq is not None),
     ("reshuffle_mini_batches", "num_epochs above 1", lambda c: c.algorithm.num_epochs > 1),
     ("active_sampling_max_rounds", "active_sampling=true", lambda c: c.algorithm.active_sampling),
@@ -225,6 +244,28 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "warm_up_steps warmup_ratio",
         "another lr_scheduler_type, constant_with_warmup for example",
         lambda c: c.optimizer.lr_scheduler_type != "constant",
+    ),
+    ("cp_comm_type", "context_parallel_size above 1", lambda c: c.parallel.context_parallel_size > 1),
+    (
+        "recompute_modules",
+        "recompute_granularity=selective",
+        lambda c: c.parallel.recompute_granularity == "selective",
+    ),
+    ("optimizer_offload_fraction", "optimizer_cpu_offload=true", lambda c: c.parallel.optimizer_cpu_offload),
+    (
+        "exp_avg_dtype exp_avg_sq_dtype",
+        "use_precision_aware_optimizer=true",
+        lambda c: c.parallel.use_precision_aware_optimizer,
+    ),
+    (
+        "moe_enable_routing_replay",
+        "a second optimizer step on the same batch (num_epochs, num_mini_batches)",
+        lambda c: c.algorithm.num_epochs * c.algorithm.num_mini_batches > 1,
+    ),
+    (
+        "moe_enable_routing_replay",
+        "use_vllm_logprobs=false, because the policy does not score the batch",
+        lambda c: not c.algorithm.use_vllm_logprobs,
     ),
 )
 """Settings, and what they need to have an effect."""
@@ -237,7 +278,7 @@ def _idle(config: Config, num_reward_funcs: int) -> Iterator[str]:
     for names, condition, holds in _NEEDS:
         idle = [name for name in names.split() if name in given and values[name] != settings()[name].default]
         if idle and not holds(config):
-            yield f"{', '.join(f'{name}={values[name]}' for name in idle)} has no effect without {condition}"
+            yield f"{', '.join(f'{name}={shown(values[name])}' for name in idle)} has no effect without {condition}"
     replaced = [
         name for name in given if settings()[name].section == "reward" and values[name] != settings()[name].default
     ]
@@ -254,17 +295,38 @@ def _layout_warnings(config: Config, world_size: int) -> Iterator[str]:
             f"leave some of {layout.data} data-parallel ranks without work"
         )
     elif layout.pipeline > 1 and config.batch_size < layout.data * parts * layout.pipeline:
+        interleaved = "interleaved stages take that many at a time, so the rest are empty"
         yield (
             f"{config.batch_size} completions a step make fewer micro-batches than pipeline_model_parallel_size="
-            f"{layout.pipeline} on each of {layout.data} data-parallel ranks; its stages wait for each other"
+            f"{layout.pipeline} on each of {layout.data} data-parallel ranks; "
+            f"{interleaved if layout.virtual_pipeline > 1 else 'its stages wait for each other'}"
         )
-    if layout.sequence_parallel and config.parallel.pack_length % layout.tensor:
+    length, multiple = config.parallel.pack_length, _pack_multiple(layout)
+    if length % multiple:
         yield (
-            f"pack_length={config.parallel.pack_length} is rounded up to a multiple of tensor_model_parallel_size="
-            f"{layout.tensor}"
+            f"pack_length={length} is rounded up to {-(-length // multiple) * multiple}, a multiple of {multiple}: every "
+            "context-parallel and, under sequence parallelism, tensor-parallel rank takes an equal share of a pack"
         )
     if any(count % layout.tensor for count in config.parallel.num_learners_per_node):
         yield (
             f"tensor_model_parallel_size={layout.tensor} does not divide every entry of num_learners_per_node="
             f"{' '.join(map(str, config.parallel.num_learners_per_node))}: some matrices are shared across nodes, which is slow"
         )
+
+
+def _pack_multiple(layout: Layout) -> int:
+    """What the tokens of a pack are a multiple of: a context rank takes two stretches of every document, equally long."""
+    document = 2 * layout.context if layout.context > 1 else 1
+    return math.lcm(document, layout.context * (layout.tensor if layout.sequence_parallel else 1))
+
+
+def _model_warnings(config: Config, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
+    if hf_config is None:
+        return
+    if (size_of(hf_config, "hidden_size") or 0) >= 2048 and config.optimizer.learning_rate > 5e-6:
+        yield f"learning_rate={config.optimizer.learning_rate} is high for a model of this size; 5e-7 to 2e-6 is usual"
+    if not num_experts(hf_config):
+        if config.parallel.moe_enable_routing_replay:
+            yield "moe_enable_routing_replay=true has no effect on a model without experts"
+        if config.parallel.recompute_granularity == "selective" and "moe" in config.parallel.recompute_modules:
+            yield "recompute_modules: moe has no effect on a model without experts"

@@ -1,26 +1,44 @@
 """The shape of a model, read from a Hugging Face config.json, for the families we can build exactly.
 
 What cannot be built exactly is refused with its reason: a silently different model is worse than an error.
+
+A family is one entry of `FAMILIES`: what transformers assumes where config.json is silent, and a small function from the
+config to those fields of `ModelShape` in which the family differs from a Llama. Tensor names that no family has yet go
+into `table`, modules that none has yet into `policy.architecture`; `tests/unit/models/test_checkpoints.py` and
+`tests/dist/test_families.py` compare the result with transformers.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from mgrpo.models.rope import Rope, read_rope, rope_parameters, rope_problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Llama3Rope:
-    """Llama 3's RoPE scaling; Megatron fixes the other numbers of the formula."""
+class Experts:
+    """A mixture of experts in place of the MLP."""
 
-    factor: float
+    count: int
+    top_k: int
+    ffn: int
+    """Intermediate size of one expert."""
+    normalised: bool
+    """Whether the weights of the chosen experts add up to 1."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have a plain MLP nevertheless."""
+    names: Literal["mlp", "block_sparse_moe"] = "mlp"
+    """How the checkpoint calls them, see `table`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What Megatron, the rule table and the engines need to know of a dense decoder."""
+    """What Megatron, the rule table and the engines need to know of a decoder."""
 
     family: str
     num_layers: int
@@ -31,15 +49,195 @@ class ModelShape:
     ffn: int
     vocab: int
     max_positions: int
-    norm_eps: float
-    rope_theta: float
-    rope_scaling: Llama3Rope | None
     tied: bool
-    qkv_bias: bool
-    qk_norm: bool
+    norm_eps: float
+    norms: Literal["before", "after", "around"] = "before"
+    """Where attention and MLP have their norms: on their input, on their output ahead of the residual sum, on both."""
+    zero_centred_norms: bool = False
+    """Norms multiply by 1 + weight."""
+    qkv_bias: bool = False
+    qk_norm: Literal["head", "whole"] | None = None
+    """Queries and keys are normalised, each head by itself or all of a token's heads together."""
+    ropes: tuple[Rope, ...]
+    """For each layer."""
+    windows: tuple[int | None, ...]
+    """For each layer: how many tokens a token sees, itself included; None: all before it."""
+    attention_scale: float
+    """Multiplies queries x keys."""
+    attention_softcap: float | None = None
+    """Scores are `cap * tanh(score / cap)`."""
+    logit_softcap: float | None = None
+    """The same for the LM head's logits."""
+    embedding_scale: float = 1.0
+    """Multiplies embeddings, not the tied LM head; rounded to the embeddings' dtype."""
+    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    """Of the gate, which multiplies the up projection."""
+    experts: Experts | None = None
+
+    @property
+    def rope_kinds(self) -> tuple[Rope, ...]:
+        """The different ones among `ropes`."""
+        return tuple(dict.fromkeys(self.ropes))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer is a mixture of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ModelShape:
+        """The inverse of `dataclasses.asdict`, also after JSON."""
+        experts = values["experts"]
+        parts = {
+            "ropes": tuple(Rope(**rope) for rope in values["ropes"]),
+            "windows": tuple(values["windows"]),
+            "experts": experts and Experts(**experts | {"dense_layers": tuple(experts["dense_layers"])}),
+        }
+        return cls(**values | parts)
 
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+HfConfig = Mapping[str, Any]
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One `model_type` of transformers: in what it differs from a Llama."""
+
+    fields: Callable[[HfConfig], dict[str, Any]] = lambda hf: {}
+    """Fields of `ModelShape`."""
+    layer_types: Callable[[HfConfig], Sequence[str]] = lambda hf: [FULL] * hf["num_hidden_layers"]
+    """What each layer attends to, everything or its window."""
+    defaults: HfConfig = field(default_factory=dict)
+    """What transformers assumes where config.json is silent."""
+    windowed_rope: Callable[[HfConfig], HfConfig] | None = None
+    """RoPE of layers with a window, where config.json has one record for all; None: that of the others."""
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    """Key and value of config.json; the engines know no other."""
+
+
+def _all_sliding(hf: HfConfig) -> list[str]:
+    return [SLIDING] * hf["num_hidden_layers"]
+
+
+def _qwen_layer_types(hf: HfConfig) -> Sequence[str]:
+    """The later layers have the window, if any."""
+    layers = range(hf["num_hidden_layers"])
+    if not hf.get("use_sliding_window"):
+        return [FULL] * len(layers)
+    return hf.get("layer_types") or [SLIDING if layer >= hf["max_window_layers"] else FULL for layer in layers]
+
+
+def _qwen_moe_layer_types(hf: HfConfig) -> list[str]:
+    return [SLIDING if hf.get("use_sliding_window") else FULL] * hf["num_hidden_layers"]
+
+
+def _every(period: int, hf: HfConfig) -> Sequence[str]:
+    """As listed, else: every so many layers one attends to everything."""
+    layers = range(hf["num_hidden_layers"])
+    return hf.get("layer_types") or [SLIDING if (layer + 1) % period else FULL for layer in layers]
+
+
+def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
+    step, dense = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or ()
+    experts = Experts(
+        count=hf.get("num_local_experts") or hf["num_experts"],
+        top_k=hf["num_experts_per_tok"],
+        ffn=hf["moe_intermediate_size"],
+        normalised=hf["norm_topk_prob"],
+        dense_layers=tuple(layer for layer in range(hf["num_hidden_layers"]) if layer in dense or (layer + 1) % step),
+    )
+    return {"qk_norm": "head", "experts": experts}
+
+
+def _mixtral(hf: HfConfig) -> dict[str, Any]:
+    experts = Experts(
+        count=hf["num_local_experts"],
+        top_k=hf["num_experts_per_tok"],
+        ffn=hf["intermediate_size"],
+        normalised=True,
+        names="block_sparse_moe",
+    )
+    return {"experts": experts}
+
+
+def _olmo(hf: HfConfig) -> dict[str, Any]:
+    return {"norms": "after", "qk_norm": "whole"}
+
+
+def _gemma(hf: HfConfig) -> dict[str, Any]:
+    return {
+        "norms": "around",
+        "zero_centred_norms": True,
+        "attention_scale": hf["query_pre_attn_scalar"] ** -0.5,
+        "logit_softcap": hf.get("final_logit_softcapping"),
+        "embedding_scale": hf["hidden_size"] ** 0.5,
+        "activation": "gelu_pytorch_tanh",
+    }
+
+
+def _gemma2(hf: HfConfig) -> dict[str, Any]:
+    return {**_gemma(hf), "attention_softcap": hf["attn_logit_softcapping"]}
+
+
+def _gemma3(hf: HfConfig) -> dict[str, Any]:
+    return {**_gemma(hf), "qk_norm": "head"}
+
+
+QWEN = {"sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32_768}
+MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
+OLMO = {"rms_norm_eps": 1e-5}
+GEMMA = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+GELU = ("hidden_activation", "gelu_pytorch_tanh")
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(layer_types=_all_sliding, defaults={**MISTRAL, "sliding_window": 4096}),
+    "mixtral": Family(
+        _mixtral,
+        _all_sliding,
+        {**MISTRAL, "sliding_window": None, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts_per_tok": 2},
+    ),
+    "qwen2": Family(lambda hf: {"qkv_bias": True}, _qwen_layer_types, {**QWEN, "num_key_value_heads": 32}),
+    "qwen3": Family(
+        lambda hf: {"qk_norm": "head"}, _qwen_layer_types, {**QWEN, "num_key_value_heads": 32, "head_dim": 128}
+    ),
+    "qwen3_moe": Family(
+        _qwen3_moe,
+        _qwen_moe_layer_types,
+        {**QWEN, "num_key_value_heads": 4, "decoder_sparse_step": 1, "norm_topk_prob": False, "num_experts_per_tok": 8},
+    ),
+    "olmo2": Family(_olmo, defaults=OLMO),
+    "olmo3": Family(
+        _olmo,
+        partial(_every, 4),
+        {**OLMO, "rope_theta": 500_000.0, "sliding_window": 4096},
+        windowed_rope=lambda hf: {"rope_theta": 500_000.0},
+    ),
+    "gemma2": Family(
+        _gemma2,
+        partial(_every, 2),
+        {
+            **GEMMA,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        activation=GELU,
+    ),
+    "gemma3_text": Family(
+        _gemma3,
+        lambda hf: _every(hf.get("sliding_window_pattern", 6), hf),
+        {**GEMMA, "max_position_embeddings": 131_072, "rope_theta": 1e6},
+        windowed_rope=lambda hf: {"rope_theta": hf.get("rope_local_base_freq", 10_000.0)},
+        activation=GELU,
+    ),
+}
+NOT_BUILT = {"gemma3": "it has an image encoder; give the text model alone, model_type 'gemma3_text'"}
 
 
 def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
@@ -55,64 +253,86 @@ def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not valid JSON: {err}") from err
 
 
-def shape_of(hf: dict[str, Any]) -> ModelShape:
+def shape_of(hf: HfConfig) -> ModelShape:
     """The model's shape; every reason why it cannot be built exactly goes into one ValueError."""
-    family = hf.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(f"model_type={family!r} is not supported; supported families: {', '.join(FAMILIES)}")
-    missing = [
-        key
-        for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-        if key not in hf
-    ]
+    name = hf.get("model_type")
+    if name not in FAMILIES:
+        reason = f": {NOT_BUILT[name]}" if name in NOT_BUILT else ""
+        raise ValueError(f"model_type={name!r} is not supported{reason}; supported families: {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    hf = {**family.defaults, **hf}
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    missing = [key for key in needed if key not in hf]
     if missing:
-        raise ValueError(f"config.json of a {family} model lacks {', '.join(missing)}")
-    refused = []
-    if hf.get("hidden_act", "silu") != "silu":
-        refused.append(f"hidden_act={hf['hidden_act']!r} (expected 'silu')")
-    if hf.get("mlp_bias"):
-        refused.append("mlp_bias=true")
-    if hf.get("attention_bias"):
-        refused.append("attention_bias=true (its output projection has a bias)")
-    if hf.get("use_sliding_window"):
-        refused.append("use_sliding_window=true")
-    if hf.get("quantization_config"):
-        refused.append("quantization_config (export the weights unquantised)")
-    theta, scaling, problem = _rope(hf)
-    if problem:
-        refused.append(problem)
+        raise ValueError(f"config.json of a {name} model lacks {', '.join(missing)}")
+    try:
+        fields, layer_types = family.fields(hf), family.layer_types(hf)
+    except KeyError as err:
+        raise ValueError(f"config.json of a {name} model lacks {err.args[0]}") from err
+    ropes = {kind: _rope_parameters(hf, kind, family) for kind in dict.fromkeys(layer_types)}
+    refused = list(_problems(hf, family, fields, layer_types, ropes))
     if refused:
-        raise ValueError(f"this {family} model cannot be built exactly: {'; '.join(refused)}")
-    heads = hf["num_attention_heads"]
-    return ModelShape(
-        family=family,
-        num_layers=hf["num_hidden_layers"],
-        hidden=hf["hidden_size"],
-        heads=heads,
-        kv_heads=hf.get("num_key_value_heads") or heads,
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-        ffn=hf["intermediate_size"],
-        vocab=hf["vocab_size"],
-        max_positions=hf.get("max_position_embeddings", 2048),
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tied=bool(hf.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-    )
+        raise ValueError(f"this {name} model cannot be built exactly: {'; '.join(refused)}")
+    heads, max_positions = hf["num_attention_heads"], hf.get("max_position_embeddings", 2048)
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    read = {kind: read_rope(parameters, max_positions=max_positions) for kind, parameters in ropes.items()}
+    common = {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden": hf["hidden_size"],
+        "heads": heads,
+        "kv_heads": hf.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "ffn": hf["intermediate_size"],
+        "vocab": hf["vocab_size"],
+        "max_positions": max_positions,
+        "tied": bool(hf.get("tie_word_embeddings", False)),
+        "norm_eps": hf.get("rms_norm_eps", 1e-6),
+        "ropes": tuple(read[kind] for kind in layer_types),
+        "windows": _windows(hf, layer_types),
+        "attention_scale": head_dim**-0.5,
+    }
+    return ModelShape(family=name, **common | fields)
 
 
-def _rope(hf: dict[str, Any]) -> tuple[float, Llama3Rope | None, str]:
-    """Base and scaling, from either spelling: `rope_theta` + `rope_scaling`, or transformers 5's `rope_parameters`."""
-    rope = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
-    theta = float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if float(rope.get("partial_rotary_factor") or 1.0) != 1.0:
-        return theta, None, f"partial_rotary_factor={rope['partial_rotary_factor']}"
-    if kind == "default":
-        return theta, None, ""
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind == "llama3" and all(rope.get(key) == value for key, value in fixed.items()):
-        return theta, Llama3Rope(factor=float(rope["factor"])), ""
-    return theta, None, f"RoPE scaling {rope} (expected none, or llama3 with {fixed})"
+def _windows(hf: HfConfig, layer_types: Sequence[str]) -> tuple[int | None, ...]:
+    return tuple(hf.get("sliding_window") if kind == SLIDING else None for kind in layer_types)
+
+
+def _rope_parameters(hf: HfConfig, layer_type: str, family: Family) -> dict[str, Any]:
+    is_listed = layer_type in (hf.get("rope_parameters") or {})
+    if layer_type == SLIDING and family.windowed_rope is not None and not is_listed:
+        return dict(family.windowed_rope(hf))
+    return rope_parameters(hf, layer_type)
+
+
+def _problems(
+    hf: HfConfig,
+    family: Family,
+    fields: Mapping[str, Any],
+    layer_types: Sequence[str],
+    ropes: Mapping[str, Mapping[str, Any]],
+) -> Iterator[str]:
+    key, expected = family.activation
+    if hf.get(key, expected) != expected:
+        yield f"{key}={hf[key]!r} (expected {expected!r})"
+    if hf.get("mlp_bias"):
+        yield "mlp_bias=true"
+    if hf.get("attention_bias"):
+        yield "attention_bias=true (its output projection has a bias)"
+    if hf.get("use_bidirectional_attention"):
+        yield "use_bidirectional_attention=true"
+    if hf.get("attn_logit_softcapping") and "attention_softcap" not in fields:
+        yield "attn_logit_softcapping (transformers and vLLM do not apply it in this family)"
+    if hf.get("quantization_config"):
+        yield "quantization_config (export the weights unquantised)"
+    experts = fields.get("experts")
+    if experts and experts.top_k == 1 and experts.normalised:
+        yield "num_experts_per_tok=1 with weights that add up to 1 (the router would have no gradient)"
+    unknown = sorted({*layer_types, *(hf.get("layer_types") or ())} - {FULL, SLIDING})
+    if unknown:
+        yield f"layer_types {', '.join(unknown)} (expected {FULL} or {SLIDING})"
+    elif len(layer_types) != hf["num_hidden_layers"]:
+        yield f"{len(layer_types)} layer_types for num_hidden_layers={hf['num_hidden_layers']}"
+    elif _windows(hf, hf.get("layer_types") or layer_types) != _windows(hf, layer_types):
+        yield "layer_types (layers of this family attend alike)"
+    yield from dict.fromkeys(problem for parameters in ropes.values() for problem in rope_problems(parameters))

@@ -12,7 +12,8 @@ describes a layout. Pure: no torch, no processes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from mgrpo.layout import VOCAB_MULTIPLE, InferLayout, Layout
 from mgrpo.models.family import ModelShape
@@ -63,11 +64,49 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class FlatPiece:
+    """A box inside a run of a parameter's elements: `run[start : start + size].view(shape)[region]`."""
+
+    box: Box
+    start: int
+    shape: Shape
+    region: tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LocalParameter:
     """One Megatron parameter on one rank. Rows that no piece covers are vocabulary padding."""
 
     shape: Shape
     pieces: tuple[Piece, ...]
+    is_copy: bool = False
+    """The LM head of a tied model's last stage, which is the first stage's embedding once more."""
+
+    def run(self, start: int, stop: int) -> Iterator[FlatPiece]:
+        """What elements `start` to `stop` hold, counted row by row: the shard of an optimizer that knows no rows.
+
+        Each box lies in a partial first row, whole rows, or a partial last row.
+        """
+        width = self.shape[1] if len(self.shape) == 2 else 1
+        first_whole, last_whole = -(-start // width), stop // width
+        if first_whole > last_whole:
+            cuts = [(start, stop)]
+        else:
+            cuts = [(start, first_whole * width), (first_whole * width, last_whole * width), (last_whole * width, stop)]
+        for begin, end in cuts:
+            if begin == end:
+                continue
+            rows = max((end - begin) // width, 1)
+            corner = (begin // width, begin % width)[: len(self.shape)]
+            part = Box("", corner, (rows, (end - begin) // rows)[: len(self.shape)])
+            for piece in self.pieces:
+                common = part.intersect(Box("", piece.local, piece.box.shape))
+                if common is not None:
+                    box_start = tuple(
+                        a - b + c for a, b, c in zip(common.start, piece.local, piece.box.start, strict=True)
+                    )
+                    box = Box(piece.box.name, box_start, common.shape)
+                    yield FlatPiece(box, begin - start, part.shape, common.within(part))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,78 +180,128 @@ class Grouped:
 Rule = Replicated | Split | Stacked | Grouped
 
 
+NORMS = {
+    "before": {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"},
+    "after": {"post_attention_layernorm": "self_attn_bda.norm", "post_feedforward_layernorm": "mlp_bda.norm"},
+    "around": {
+        "input_layernorm": "input_layernorm",
+        "post_attention_layernorm": "self_attn_bda.norm",
+        "pre_feedforward_layernorm": "pre_mlp_layernorm",
+        "post_feedforward_layernorm": "mlp_bda.norm",
+    },
+}
+"""A layer's norms by their place (`ModelShape.norms`): HF's name and Megatron's."""
+
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+EXPERT_MATRICES = {"mlp": GATE_UP_DOWN, "block_sparse_moe": ("w1", "w3", "w2")}
+"""Gate, up and down projection of an expert by `Experts.names`."""
+
+
 def hf_tensors(model: ModelShape) -> dict[str, Shape]:
-    """Name and shape of every tensor of the HF checkpoint, in its order. A tied model has no lm_head."""
-    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    """Name and shape of every tensor of the HF checkpoint. A tied model has no lm_head."""
+    widths = {"q": model.heads * model.head_dim, "k": model.kv_heads * model.head_dim}
+    widths["v"] = widths["k"]
     tensors: dict[str, Shape] = {"model.embed_tokens.weight": (model.vocab, model.hidden)}
     for layer in range(model.num_layers):
         at = f"model.layers.{layer}."
-        tensors[at + "input_layernorm.weight"] = (model.hidden,)
-        for name, rows in (("q", query), ("k", key), ("v", key)):
+        for name, rows in widths.items():
             tensors[at + f"self_attn.{name}_proj.weight"] = (rows, model.hidden)
             if model.qkv_bias:
                 tensors[at + f"self_attn.{name}_proj.bias"] = (rows,)
             if model.qk_norm and name != "v":
-                tensors[at + f"self_attn.{name}_norm.weight"] = (model.head_dim,)
-        tensors[at + "self_attn.o_proj.weight"] = (model.hidden, query)
-        tensors[at + "post_attention_layernorm.weight"] = (model.hidden,)
-        tensors[at + "mlp.gate_proj.weight"] = (model.ffn, model.hidden)
-        tensors[at + "mlp.up_proj.weight"] = (model.ffn, model.hidden)
-        tensors[at + "mlp.down_proj.weight"] = (model.hidden, model.ffn)
+                tensors[at + f"self_attn.{name}_norm.weight"] = (rows if model.qk_norm == "whole" else model.head_dim,)
+        tensors[at + "self_attn.o_proj.weight"] = (model.hidden, widths["q"])
+        for name in NORMS[model.norms]:
+            tensors[at + f"{name}.weight"] = (model.hidden,)
+        if model.has_experts(layer):
+            moe = f"{at}{model.experts.names}."
+            tensors[moe + "gate.weight"] = (model.experts.count, model.hidden)
+            for expert in range(model.experts.count):
+                matrices = EXPERT_MATRICES[model.experts.names]
+                tensors |= _mlp_tensors(f"{moe}experts.{expert}.", matrices, model.hidden, model.experts.ffn)
+        else:
+            tensors |= _mlp_tensors(at + "mlp.", GATE_UP_DOWN, model.hidden, model.ffn)
     tensors["model.norm.weight"] = (model.hidden,)
     if not model.tied:
         tensors["lm_head.weight"] = (model.vocab, model.hidden)
     return tensors
 
 
+def _mlp_tensors(at: str, matrices: tuple[str, str, str], hidden: int, ffn: int) -> dict[str, Shape]:
+    shapes = ((ffn, hidden), (ffn, hidden), (hidden, ffn))
+    return {f"{at}{name}.weight": shape for name, shape in zip(matrices, shapes, strict=True)}
+
+
+def _mlp_rules(at: str, hf_at: str, matrices: tuple[str, str, str] = GATE_UP_DOWN) -> dict[str, Rule]:
+    gate, up, down = (f"{hf_at}{name}.weight" for name in matrices)
+    return {at + "linear_fc1.weight": Stacked((gate, up)), at + "linear_fc2.weight": Split(down, dim=1)}
+
+
 def _layer_rules(model: ModelShape, layer: int) -> dict[str, Rule]:
-    """Megatron's parameters of one layer."""
+    """Megatron's parameters of one layer, its experts apart."""
     at = f"model.layers.{layer}."
 
     def qkv(kind: str) -> Grouped:
         return Grouped(tuple(f"{at}self_attn.{name}_proj.{kind}" for name in "qkv"), model.kv_heads)
 
     rules: dict[str, Rule] = {
-        "input_layernorm.weight": Replicated(at + "input_layernorm.weight"),
         "self_attention.linear_qkv.weight": qkv("weight"),
         "self_attention.linear_proj.weight": Split(at + "self_attn.o_proj.weight", dim=1),
-        "pre_mlp_layernorm.weight": Replicated(at + "post_attention_layernorm.weight"),
-        "mlp.linear_fc1.weight": Stacked((at + "mlp.gate_proj.weight", at + "mlp.up_proj.weight")),
-        "mlp.linear_fc2.weight": Split(at + "mlp.down_proj.weight", dim=1),
     }
+    for hf_name, name in NORMS[model.norms].items():
+        rules[f"{name}.weight"] = Replicated(f"{at}{hf_name}.weight")
+    if model.has_experts(layer):
+        rules["mlp.router.weight"] = Replicated(f"{at}{model.experts.names}.gate.weight")
+    else:
+        rules |= _mlp_rules("mlp.", at + "mlp.")
     if model.qkv_bias:
         rules["self_attention.linear_qkv.bias"] = qkv("bias")
     if model.qk_norm:
-        rules["self_attention.q_layernorm.weight"] = Replicated(at + "self_attn.q_norm.weight")
-        rules["self_attention.k_layernorm.weight"] = Replicated(at + "self_attn.k_norm.weight")
+        rule = Split if model.qk_norm == "whole" else Replicated
+        rules["self_attention.q_layernorm.weight"] = rule(at + "self_attn.q_norm.weight")
+        rules["self_attention.k_layernorm.weight"] = rule(at + "self_attn.k_norm.weight")
     return rules
 
 
-def stage_layers(model: ModelShape, layout: Layout, stage: int) -> range:
-    """Layers of a pipeline stage."""
-    share = model.num_layers // layout.pipeline
-    return range(stage * share, (stage + 1) * share)
+def _expert_rules(model: ModelShape, layer: int, layout: Layout, expert_rank: int) -> dict[str, Rule]:
+    """The experts of one layer that a rank holds."""
+    if not model.has_experts(layer):
+        return {}
+    names, share = model.experts.names, model.experts.count // layout.expert
+    rules: dict[str, Rule] = {}
+    for expert in range(expert_rank * share, (expert_rank + 1) * share):
+        hf_at = f"model.layers.{layer}.{names}.experts.{expert}."
+        rules |= _mlp_rules(f"mlp.experts.local_experts.{expert}.", hf_at, EXPERT_MATRICES[names])
+    return rules
 
 
 def local_parameters(model: ModelShape, layout: Layout, rank: int) -> dict[str, LocalParameter]:
-    """Every Megatron parameter that `rank` holds; layer numbers count from 0 over the whole model."""
+    """Every Megatron parameter that `rank` holds; layers and experts are counted from 0 over the whole model."""
     place = layout.coordinate(rank)
-    vocab = {"multiple": VOCAB_MULTIPLE}
-    rules: dict[str, Rule] = {}
-    if place.pipeline == 0:
-        rules["embedding.word_embeddings.weight"] = Split("model.embed_tokens.weight", **vocab)
-    for layer in stage_layers(model, layout, place.pipeline):
-        for name, rule in _layer_rules(model, layer).items():
-            rules[f"decoder.layers.{layer}.{name}"] = rule
-    if place.pipeline == layout.pipeline - 1:
-        rules["decoder.final_layernorm.weight"] = Replicated("model.norm.weight")
-        if not model.tied:
-            rules["output_layer.weight"] = Split("lm_head.weight", **vocab)
-        elif layout.pipeline > 1:
-            # The last stage of a tied model keeps its own copy of the embedding as the LM head.
-            rules["output_layer.weight"] = Split("model.embed_tokens.weight", **vocab)
     tensors = hf_tensors(model)
-    return {name: rule.place(tensors, place.tensor, layout.tensor) for name, rule in rules.items()}
+    parameters: dict[str, LocalParameter] = {}
+
+    def add(name: str, rule: Rule) -> None:
+        parameters[name] = rule.place(tensors, place.tensor, layout.tensor)
+
+    if place.pipeline == 0:
+        add("embedding.word_embeddings.weight", Split("model.embed_tokens.weight", multiple=VOCAB_MULTIPLE))
+    for chunk in range(layout.virtual_pipeline):
+        for layer in layout.chunk_layers(model.num_layers, place.pipeline, chunk):
+            at = f"decoder.layers.{layer}."
+            for name, rule in _layer_rules(model, layer).items():
+                add(at + name, rule)
+            for name, rule in _expert_rules(model, layer, layout, place.expert).items():
+                expert_tensor = place.tensor if layout.expert_tensor > 1 else 0
+                parameters[at + name] = rule.place(tensors, expert_tensor, layout.expert_tensor)
+    if place.pipeline == layout.pipeline - 1:
+        add("decoder.final_layernorm.weight", Replicated("model.norm.weight"))
+        if not model.tied:
+            add("output_layer.weight", Split("lm_head.weight", multiple=VOCAB_MULTIPLE))
+        elif layout.pipeline > 1:
+            add("output_layer.weight", Split("model.embed_tokens.weight", multiple=VOCAB_MULTIPLE))
+            parameters["output_layer.weight"] = replace(parameters["output_layer.weight"], is_copy=True)
+    return parameters
 
 
 def training_boxes(model: ModelShape, layout: Layout) -> list[list[Box]]:
@@ -244,14 +333,14 @@ def _engine_parameter(
     name: str, tensors: dict[str, Shape], model: ModelShape, worker: int, workers: int
 ) -> LocalParameter:
     kind = name.split(".")[-2]
-    if "norm" in kind:
+    if "norm" in kind or kind == "gate":
         return Replicated(name).place(tensors, worker, workers)
     if kind in ("embed_tokens", "lm_head"):
         return Split(name, multiple=ENGINE_VOCAB_MULTIPLE).place(tensors, worker, workers)
     if kind in ("k_proj", "v_proj") and model.kv_heads < workers:
         # Fewer key-value heads than workers: neighbours hold copies of one head.
         return Split(name).place(tensors, worker * model.kv_heads // workers, model.kv_heads)
-    return Split(name, dim=1 if kind in ("o_proj", "down_proj") else 0).place(tensors, worker, workers)
+    return Split(name, dim=1 if kind in ("o_proj", "down_proj", "w2") else 0).place(tensors, worker, workers)
 
 
 def _replace(shape: Shape, dim: int, value: int) -> Shape:

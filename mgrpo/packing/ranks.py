@@ -30,14 +30,15 @@ def balance(
     dp: int,
     num_mini_batches: int = 1,
     multiple_of: int = 1,
+    micro_batches_multiple_of: int = 1,
     cost: Cost | None = None,
     epoch: int = 0,
     seed: int = 0,
 ) -> list[list[Packs]]:
     """Indices of `lengths` as [mini-batch][data-parallel rank][micro-batch].
 
-    All ranks of a mini-batch have the same number of micro-batches, the fewest found to fit and at least one, costly
-    ones first; an empty list stands for a dummy pack. Exactly `num_mini_batches` parts come out; see `mini_batches`.
+    All ranks of a mini-batch have the same number of micro-batches, the fewest found to fit and at least one, rounded up
+    to a multiple of `micro_batches_multiple_of`, costly ones first; an empty list stands for a dummy pack. Exactly `num_mini_batches` parts come out; see `mini_batches`.
 
     Args:
         pack_length: most tokens in a pack, including the padding to a multiple of `multiple_of`.
@@ -51,7 +52,7 @@ def balance(
     cost = cost or Cost()
     costs = [cost.of(length) for length in lengths]
     parts = mini_batches(lengths, num_mini_batches, epoch=epoch, seed=seed)
-    return [_to_ranks(members, lengths, costs, limit, dp) for members in parts]
+    return [_to_ranks(members, lengths, costs, limit, dp, micro_batches_multiple_of) for members in parts]
 
 
 def mini_batches(lengths: Sequence[int], num_mini_batches: int, *, epoch: int = 0, seed: int = 0) -> list[list[int]]:
@@ -82,10 +83,12 @@ def _spread(order: Iterable[int], sizes: Sequence[float], num_bins: int) -> Pack
     return [sorted(members) for members in bins]
 
 
-def _to_ranks(members: list[int], lengths: list[int], costs: list[float], limit: int, dp: int) -> list[Packs]:
+def _to_ranks(
+    members: list[int], lengths: list[int], costs: list[float], limit: int, dp: int, micro_batches_multiple_of: int
+) -> list[Packs]:
     """[rank][micro-batch] of one mini-batch: the best of three first assignments, improved by exchanges."""
     packs = fewest_packs(members, lengths, limit, count_in=dp)
-    count = max(1, -(-len(packs) // dp))
+    count = max(1, -(-len(packs) // (dp * micro_batches_multiple_of))) * micro_batches_multiple_of
     found = [
         _to_cheapest(members, lengths, costs, limit, dp, count),
         _deal(packs, costs, dp, count),

@@ -32,6 +32,7 @@ def pack_step(
     multiple_of: int,
     share_prompts: bool | Literal["auto"],
     document_multiple_of: int = 1,
+    micro_batches_multiple_of: int = 1,
     cost: Cost | None = None,
     epoch: int = 0,
     seed: int = 0,
@@ -40,6 +41,7 @@ def pack_step(
 
     Args:
         multiple_of, document_multiple_of: what the tokens of a pack and of each document are padded to, see `multiples`.
+        micro_batches_multiple_of: what the number of micro-batches is a multiple of, `Layout.micro_batches_multiple_of`.
         share_prompts: see `documents`.
         cost: of a document, default `Cost()`.
         epoch, seed: which partition into mini-batches, see `mini_batches`.
@@ -63,6 +65,7 @@ def pack_step(
         dp=dp,
         num_mini_batches=num_mini_batches,
         multiple_of=multiple_of,
+        micro_batches_multiple_of=micro_batches_multiple_of,
         cost=cost,
         epoch=epoch,
         seed=seed,

@@ -19,6 +19,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch.distributed import DeviceMesh
 
 CPU = torch.device("cpu")
 
@@ -34,6 +35,13 @@ REBOUND: tuple[tuple[str, str, str], ...] = (
     ("optimizer.clip_grads", "torch", "norms on device 'cuda', Tensor.type()"),
     ("models.common.embeddings.rope_utils", "torch", "pinned memory, which a CPU build refuses"),
     ("jit", "jit_fuser", "torch.compile would run a C++ compiler in every rank"),
+    (
+        "transformer.moe.moe_utils",
+        "maybe_move_tensor_to_cpu",
+        "asks is_cuda before it makes the numpy sizes of a split",
+    ),
+    ("distributed.fsdp.mcore_fsdp_adapter", "TELinear", "a mock without Transformer Engine, which isinstance refuses"),
+    ("distributed.fsdp.mcore_fsdp_adapter", "DeviceMesh", "meshes of device type 'cuda'"),
 )
 
 
@@ -76,6 +84,27 @@ def leave_process_groups() -> None:
 
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """This rank's random states by name, each `[n]` uint8: torch's, the device's, and Megatron's of every axis."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    states = {"cpu": torch.get_rng_state()}
+    if has_cuda():
+        states["cuda"] = torch.cuda.get_rng_state(device())
+    return states | {f"tracker/{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+
+
+def set_random_states(states: dict[str, torch.Tensor]) -> None:
+    """Go on where `random_states` was."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    torch.set_rng_state(states["cpu"])
+    if has_cuda():
+        torch.cuda.set_rng_state(states["cuda"], device())
+    trackers = {name.removeprefix("tracker/"): s for name, s in states.items() if name.startswith("tracker/")}
+    get_cuda_rng_tracker().set_states(trackers)
 
 
 def transformer_settings() -> dict[str, Any]:
@@ -174,6 +203,16 @@ class _Device(metaclass=_DeviceType):
     """torch.device to which "cuda" and f"cuda:{torch.cuda.current_device()}" mean the CPU."""
 
 
+class _Mesh(DeviceMesh):
+    @staticmethod
+    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+        return DeviceMesh.from_group(group, "cpu", *args, **kwargs)
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def _on_cpu(factory: Any) -> Any:
     @functools.wraps(factory)
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -218,6 +257,13 @@ class _ImportHook(importlib.abc.MetaPathFinder):
         if names.get("torch") is torch:
             names["torch"] = self.stand_in
         names.update({name: fake for name, fake in _BY_NAME.items() if name in names})
+        if names.get("DeviceMesh") is DeviceMesh:
+            names["DeviceMesh"] = _Mesh
+        if not isinstance(names.get("TELinear", type), type):
+            names["TELinear"] = type("TELinear", (), {})
+        if module.__name__ == "megatron.core.transformer.moe.moe_utils":
+            names["maybe_move_tensor_to_cpu"] = _on_host
+            names.setdefault("te_general_gemm", None)  # read there without Transformer Engine, too
         if module.__name__ == "megatron.core.jit":
             module.disable_jit_fuser()
         if module.__name__ == "megatron.core.tensor_parallel.random":

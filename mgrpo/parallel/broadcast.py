@@ -26,6 +26,8 @@ class Action(enum.IntEnum):
     """It has not yet, but is alive."""
     ERROR = 2
     """The run is over; a message follows."""
+    STOP = 3
+    """The run saves its state and ends."""
 
 
 class Channel:

@@ -1,20 +1,24 @@
-"""Bytes a learner rank holds: parameters, gradients, optimizer states, and the logits of one micro-batch.
+"""Bytes a learner rank holds from the first step to the last: parameters, gradients, optimizer states; and its logits.
 
-What is counted is what Megatron allocates once, by the rule table that also loads the weights. Activations, allocator
-fragmentation, NCCL's buffers and engines on the same device are not: `choose_logits_chunk` leaves half for them.
+What is counted is what Megatron allocates once, by the rule table that also loads the weights. Activations are in
+`activations`, engines in `engine`; `plan` adds up.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from typing import Literal
 
+from mgrpo.config.schema import Parallel
 from mgrpo.layout import VOCAB_MULTIPLE, Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import local_parameters
 
 FP32_BYTES = 4
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGITS_CHUNK = 16_384
 """Most columns at a time where logits do not fit: 0.5 GiB in bf16 for 16,384 tokens, and still wide GEMMs."""
 
@@ -27,34 +31,150 @@ class StateBytes:
     gradients: int
     """The fp32 buffer that micro-batches add to and data-parallel ranks reduce."""
     optimizer: int
-    """This rank's share: two fp32 moments, and an fp32 master of weights that are not fp32."""
+    """This rank's share: two moments and an fp32 master, which fp32 weights are themselves up to ZeRO-1."""
     reference: int
-    """The reference model's parameters."""
+    """The reference model's parameters, and an fp32 copy of them where the reference moves."""
+    unsharded: int = 0
+    """ZeRO-2 and 3: the whole gradients and parameters of the layers that are being computed."""
+    update: int = 0
+    """Present only while the optimizer steps: one fp32 temporary of its share (torch's AdamW over all tensors at once)."""
+    host: int = 0
+    """Optimizer states in host memory."""
+
+    @property
+    def total(self) -> int:
+        """All that stays on the device."""
+        return self.parameters + self.gradients + self.optimizer + self.reference + self.unsharded
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Numbers of weights on one rank. Experts are apart: other ranks share them."""
+
+    dense: int
+    experts: int
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(self.dense + other.dense, self.experts + other.experts)
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """What a rank would hold if there were one pipeline stage, part by part; vocabulary padding included."""
+
+    layers: tuple[Elements, ...]
+    embedding: int
+    head: int
+    """0 in a tied model, whose embedding it is."""
+    norm: int
+    """The final one."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.parameters + self.gradients + self.optimizer + self.reference
+        return sum(layer.total for layer in self.layers) + self.embedding + self.head + self.norm
+
+
+@lru_cache(maxsize=256)
+def holdings(shape: ModelShape, *, tensor: int, expert: int) -> Holdings:
+    """By the rule table; equal on the ranks of a stage."""
+    one_stage = Layout(world_size=tensor * expert, tensor=tensor, expert=expert)
+    layers = [Elements(0, 0)] * shape.num_layers
+    rest = {"embedding": 0, "output_layer": 0, "decoder": 0}
+    for name, parameter in local_parameters(shape, one_stage, 0).items():
+        size = math.prod(parameter.shape)
+        if name.startswith("decoder.layers."):
+            layer = int(name.split(".")[2])
+            layers[layer] += Elements(0, size) if ".experts." in name else Elements(size, 0)
+        else:
+            rest[name.partition(".")[0]] += size
+    return Holdings(layers=tuple(layers), embedding=rest["embedding"], head=rest["output_layer"], norm=rest["decoder"])
+
+
+def stage_layers(layout: Layout, num_layers: int, stage: int) -> list[int]:
+    """Layers of all chunks of a pipeline stage."""
+    chunks = range(layout.virtual_pipeline)
+    return list(chain.from_iterable(layout.chunk_layers(num_layers, stage, chunk) for chunk in chunks))
+
+
+def stage_elements(shape: ModelShape, layout: Layout, *, stage: int) -> Elements:
+    """Weights that one rank of a pipeline stage holds; a tied model's last stage has the embedding once more."""
+    held = holdings(shape, tensor=layout.tensor, expert=layout.expert)
+    found = sum((held.layers[layer] for layer in stage_layers(layout, shape.num_layers, stage)), Elements(0, 0))
+    ends = held.embedding if stage == 0 else 0
+    if stage == layout.pipeline - 1:
+        is_copy = shape.tied and layout.pipeline > 1
+        ends += held.norm + (held.embedding if is_copy else held.head)
+    return found + Elements(ends, 0)
 
 
 def num_parameters(shape: ModelShape, layout: Layout, *, stage: int) -> int:
     """Elements that one rank of a pipeline stage holds, vocabulary padding included; equal on the stage's ranks."""
-    first_rank = stage * layout.world_size // layout.pipeline
-    return sum(math.prod(parameter.shape) for parameter in local_parameters(shape, layout, first_rank).values())
+    return stage_elements(shape, layout, stage=stage).total
 
 
 def state_bytes(
-    shape: ModelShape, layout: Layout, *, stage: int, dtype_bytes: int, has_reference: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    stage: int,
+    dtype_bytes: int,
+    has_reference: bool = False,
+    reference_moves: bool = False,
+    settings: Parallel | None = None,
 ) -> StateBytes:
-    """One rank of a pipeline stage under the distributed optimizer (ZeRO-1)."""
-    held = num_parameters(shape, layout, stage=stage)
-    fp32_copies = 2 if dtype_bytes == FP32_BYTES else 3
+    """One rank of a pipeline stage under `layout.zero_stage` (ZeRO, arXiv:1910.02054).
+
+    The optimizer's states are shared from stage 1 on, gradients from 2, parameters with 3: those of experts by the ranks
+    that hold the same experts, all others by the data x context ranks.
+
+    Args:
+        reference_moves: the reference is updated, for which it has an fp32 copy.
+        settings: where the optimizer's states lie and in which type.
+    """
+    held = stage_elements(shape, layout, stage=stage)
+    settings = settings or Parallel()
+
+    def share(is_shared: bool) -> int:
+        if not is_shared:
+            return held.total
+        return -(-held.dense // layout.num_shards) - (-held.experts // layout.expert_data)
+
+    stepped = share(layout.zero_stage >= 1)
+    # Megatron-FSDP keeps an fp32 master of fp32 weights, too.
+    has_master = dtype_bytes != FP32_BYTES or layout.zero_stage >= 2
+    optimizer = stepped * (FP32_BYTES * has_master + _moment_bytes(settings))
+    on_host = int(optimizer * settings.optimizer_offload_fraction) if settings.optimizer_cpu_offload else 0
     return StateBytes(
-        parameters=held * dtype_bytes,
-        gradients=held * FP32_BYTES,
-        optimizer=-(-held // layout.data) * fp32_copies * FP32_BYTES,
-        reference=held * dtype_bytes if has_reference else 0,
+        parameters=share(layout.zero_stage == 3) * dtype_bytes,
+        gradients=share(layout.zero_stage >= 2) * FP32_BYTES,
+        optimizer=optimizer - on_host,
+        reference=held.total * (dtype_bytes + FP32_BYTES * reference_moves) if has_reference else 0,
+        unsharded=_unsharded_bytes(shape, layout, stage=stage, dtype_bytes=dtype_bytes),
+        update=int(stepped * FP32_BYTES * (optimizer - on_host) / optimizer),
+        host=on_host,
     )
+
+
+def _moment_bytes(settings: Parallel) -> int:
+    """Of Adam's two moments, a weight."""
+    if settings.use_precision_aware_optimizer:
+        return DTYPE_BYTES[settings.exp_avg_dtype] + DTYPE_BYTES[settings.exp_avg_sq_dtype]
+    return 2 * FP32_BYTES
+
+
+def _unsharded_bytes(shape: ModelShape, layout: Layout, *, stage: int, dtype_bytes: int) -> int:
+    """Two layers whole, the one being computed and the next or the one before: fp32 gradients, with ZeRO-3 weights."""
+    if layout.zero_stage < 2:
+        return 0
+    held = holdings(shape, tensor=layout.tensor, expert=layout.expert)
+    largest = max(held.layers[layer].total for layer in stage_layers(layout, shape.num_layers, stage))
+    return 2 * largest * (FP32_BYTES + (dtype_bytes if layout.zero_stage == 3 else 0))
 
 
 def logits_bytes(tokens: int, *, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
@@ -79,8 +199,9 @@ def choose_logits_chunk(
 ) -> int:
     """Columns of the LM head to compute at a time; 0 computes all at once.
 
-    A number is taken as given. "auto" is 0 when the logits of a whole pack fit into half of what the last stage's states
-    leave of the device, else `LOGITS_CHUNK` or a quarter of the shard. An estimate: a pack has fewer response rows than tokens, so the logits are
+    A number is taken as given. "auto" is 0 for a model that caps its logits, whose chunks nobody caps, and when the
+    logits of a rank's share of a pack fit into half of what the last stage's states leave of the device, else
+    `LOGITS_CHUNK` or a quarter of the shard. An estimate: a pack has fewer response rows than tokens, so the logits are
     rather over- than underestimated; activations are not counted and have the other half, which long packs without
     recomputation can exceed whatever is chosen here.
 
@@ -92,8 +213,11 @@ def choose_logits_chunk(
     """
     if setting != "auto":
         return setting
+    if shape.logit_softcap is not None:
+        return 0
     states = state_bytes(shape, layout, stage=layout.pipeline - 1, dtype_bytes=dtype_bytes, has_reference=has_reference)
-    logits = logits_bytes(pack_length, shape=shape, layout=layout, dtype_bytes=dtype_bytes)
+    rows = -(-pack_length // layout.context)
+    logits = logits_bytes(rows, shape=shape, layout=layout, dtype_bytes=dtype_bytes)
     if 2 * logits <= device_bytes - states.total:
         return 0
     # At least four chunks, or little is saved.

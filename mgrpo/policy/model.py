@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -21,25 +18,35 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mgrpo import ops
+from mgrpo.config.schema import Parallel
 from mgrpo.layout import VOCAB_MULTIPLE, Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.parallel import backend
-from mgrpo.parallel.attention import PackedAttention, PackedDocuments, PackedRotary, RMSNorm
+from mgrpo.parallel.attention import PackedDocuments, PackedRotary
+from mgrpo.parallel.context import whole_responses
+from mgrpo.policy.architecture import block, transformer_config
+from mgrpo.policy.rotary import frequencies
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseRows:
-    """Which outputs of a pack are scored, and against which tokens."""
+    """Which outputs of a pack are scored, and against which tokens; of those a context-parallel rank holds, `own` of them."""
 
     rows: torch.Tensor
-    """`[responses]` int64."""
+    """`[own]` int64, among the rank's tokens."""
     targets: torch.Tensor
-    """`[responses]` int64."""
+    """`[own]` int64."""
     temperature: float
+    places: torch.Tensor | None = None
+    """`[own]` int64: which of the pack's responses these are; None: all of them, in order."""
+    num_responses: int = 0
+    """Of the whole pack."""
 
 
 class ResponseModel(GPTModel):
     """GPTModel whose last stage returns log-probability and entropy of response tokens: `[2, responses]` float32.
+
+    Context-parallel ranks, which each hold some of the tokens, all return all of them.
 
     Without gradients, which is scoring, there is an entropy only if `scores_entropy`, else `[1, responses]`; it has a
     gradient only if `trains_entropy`, which costs time.
@@ -50,14 +57,25 @@ class ResponseModel(GPTModel):
     """
 
     def __init__(
-        self, *args: Any, vocab: int, logits_chunk: int, trains_entropy: bool, scores_entropy: bool, **kwargs: Any
+        self,
+        *args: Any,
+        shape: ModelShape,
+        logits_chunk: int,
+        trains_entropy: bool,
+        scores_entropy: bool,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.logits_chunk = logits_chunk
+        if logits_chunk and shape.logit_softcap:
+            raise ValueError(
+                f"logits_chunk={logits_chunk} needs a model without final_logit_softcapping, this one has "
+                f"{shape.logit_softcap:g}; use 0"
+            )
+        self.shape, self.logits_chunk = shape, logits_chunk
         self.trains_entropy, self.scores_entropy = trains_entropy, scores_entropy
         shard = self.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
         self.vocab_start = shard * parallel_state.get_tensor_model_parallel_rank()
-        self.valid_cols = min(max(vocab - self.vocab_start, 0), shard)
+        self.valid_cols = min(max(shape.vocab - self.vocab_start, 0), shard)
 
     def forward(
         self,
@@ -67,9 +85,20 @@ class ResponseModel(GPTModel):
         documents: PackedDocuments,
         response: ResponseRows,
     ) -> torch.Tensor:
-        """tokens and positions `[1, tokens]`; all ranks of a data-parallel slice call with the same pack."""
+        """tokens and positions `[1, own tokens]`; all ranks of a data-parallel slice call with the same pack."""
         self._response = response
         return super().forward(tokens, positions, None, packed_seq_params=documents)
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple:
+        embeddings, *rest = super()._preprocess(*args, **kwargs)
+        if self.shape.embedding_scale != 1 and embeddings is not None:
+            embeddings = embeddings * embeddings.new_tensor(self.shape.embedding_scale)
+        return embeddings, *rest
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits as the model means them, from those of its LM head."""
+        cap = self.shape.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _postprocess(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if not self.post_process:
@@ -103,86 +132,63 @@ class ResponseModel(GPTModel):
             head.sequence_parallel = False
             logits, _ = head(hidden_states, weight=weight)
             head.sequence_parallel = sequence_parallel
-            logprobs, entropy = ops.token_logprobs(logits.squeeze(1), response.targets, inplace=has_gradient, **options)
+            logits = self.capped(logits.squeeze(1))
+            logprobs, entropy = ops.token_logprobs(logits, response.targets, inplace=has_gradient, **options)
         if entropy is None:
-            return logprobs[None]
-        return torch.stack((logprobs, entropy if self.trains_entropy else entropy.detach()))
+            values = logprobs[None]
+        else:
+            values = torch.stack((logprobs, entropy if self.trains_entropy else entropy.detach()))
+        return values if response.places is None else whole_responses(values, response.places, response.num_responses)
 
 
-def _finalize_without_scaling(model: list[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
-    """Sum gradients over the axes. The loss is already divided by its global denominator: no count divides it again."""
-    finalize_model_grads(model, None, **kwargs)
+def build(
+    shape: ModelShape, layout: Layout, dtype: torch.dtype, *, settings: Parallel | None = None, **head: Any
+) -> list[ResponseModel]:
+    """The chunks of the model that this rank holds, weights unset; `head` as in `ResponseModel`. Every rank must call.
+
+    One chunk, unless pipeline stages are interleaved.
+    """
+    config = transformer_config(shape, layout, dtype, settings)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return [
+        _build_chunk(
+            config,
+            block(config, shape, layout.chunk_layers(shape.num_layers, stage, chunk), settings),
+            shape,
+            has_embedding=stage == 0 and chunk == 0,
+            has_head=stage == layout.pipeline - 1 and chunk == layout.virtual_pipeline - 1,
+            chunk=chunk if layout.virtual_pipeline > 1 else None,
+            **head,
+        )
+        for chunk in range(layout.virtual_pipeline)
+    ]
 
 
-def transformer_config(shape: ModelShape, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's description of the model on this layout."""
-    return TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.ffn,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        sequence_parallel=layout.sequence_parallel,
-        # Packs differ in length: stages exchange shapes first.
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
-        calculate_per_token_loss=True,
-        finalize_model_grads_func=_finalize_without_scaling,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        autocast_dtype=None,
-        enable_autocast=False,
-        perform_initialization=False,
-        **backend.transformer_settings(),
-    )
-
-
-def build(shape: ModelShape, layout: Layout, dtype: torch.dtype, **head: Any) -> ResponseModel:
-    """The stage of the model that this rank holds, weights unset; `head` as in `ResponseModel`. Every rank must call."""
-    config = transformer_config(shape, layout, dtype)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if shape.qk_norm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
+def _build_chunk(
+    config: TransformerConfig,
+    layers: TransformerBlockSubmodules,
+    shape: ModelShape,
+    *,
+    has_embedding: bool,
+    has_head: bool,
+    chunk: int | None,
+    **head: Any,
+) -> ResponseModel:
     model = ResponseModel(
         config,
-        TransformerBlockSubmodules(layer_specs=[layer] * (shape.num_layers // layout.pipeline), layer_norm=RMSNorm),
+        layers,
         vocab_size=-(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         max_sequence_length=shape.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=has_embedding,
+        post_process=has_head,
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
-        vocab=shape.vocab,
+        vp_stage=chunk,
+        shape=shape,
         **head,
     )
-    model.rotary_pos_emb = PackedRotary(
-        kv_channels=shape.head_dim,
-        rotary_percent=1.0,
-        rotary_base=shape.rope_theta,
-        rope_scaling=shape.rope_scaling is not None,
-        rope_scaling_factor=shape.rope_scaling.factor if shape.rope_scaling else 8.0,
-        use_cpu_initialization=True,
-    )
+    model.rotary_pos_emb = PackedRotary(torch.stack([frequencies(rope, shape.head_dim) for rope in shape.rope_kinds]))
     _mark_tensor_parallel(model)
     return model.to(backend.device())
 

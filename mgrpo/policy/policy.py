@@ -7,27 +7,28 @@ denominator, and Megatron is told not to divide again. Every method is collectiv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mgrpo.config.schema import Optimizer as OptimizerSettings
+from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
-from mgrpo.parallel import backend
+from mgrpo.models.table import Box
+from mgrpo.parallel import axes, backend
 from mgrpo.parallel.attention import PackedDocuments, describe
+from mgrpo.policy import holdings, shards
 from mgrpo.policy.model import ResponseRows, build
+from mgrpo.policy.routing import Routing, RoutingReplay
 from mgrpo.policy.schedule import learning_rate
-from mgrpo.policy.weights import ShardedParameters
+from mgrpo.policy.weights import Read, ShardedParameters
 from mgrpo.types import PackedBatch
 
 
@@ -57,6 +58,8 @@ class Microbatch:
     """With the score of the policy that `scores_entropy`, `[responses]`."""
     keep: torch.Tensor | None = None
     """`[responses]`, a factor of the loss's policy term."""
+    routing: Routing = field(default_factory=dict)
+    """Which experts were chosen in the score that recorded it; replayed in training."""
 
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, Microbatch], tuple[torch.Tensor, Any]]
@@ -86,58 +89,83 @@ class Policy:
         dtype: torch.dtype,
         seed: int,
         temperature: float,
+        settings: Parallel | None = None,
         logits_chunk: int = 0,
         trains_entropy: bool = False,
         scores_entropy: bool = False,
     ) -> None:
         self.shape, self.layout, self.dtype, self.temperature = shape, layout, dtype, temperature
+        self.parallel = settings or Parallel()
         if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline)
-            tensor_parallel.model_parallel_cuda_manual_seed(seed)
+            axes.make_groups(layout, seed=seed)
         self.rank = torch.distributed.get_rank()
         self.place = layout.coordinate(self.rank)
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
-        # Ranks that only differ in their tensor coordinate measure the same.
-        self.measures = self.is_last_stage and self.place.tensor == 0
-        self.model: torch.nn.Module = build(
+        # Ranks that only differ in their tensor or context coordinate measure the same.
+        self.measures = self.is_last_stage and self.place.tensor == 0 and self.place.context == 0
+        self.chunks: list[torch.nn.Module] = build(
             shape,
             layout,
             dtype,
+            settings=self.parallel,
             logits_chunk=logits_chunk,
             trains_entropy=trains_entropy,
             scores_entropy=scores_entropy,
         )
-        self.parameters = ShardedParameters(self.model, shape, layout, self.rank)
+        self.routing = RoutingReplay(self.chunks)
+        self.parameters = ShardedParameters(self.chunks, shape, layout, self.rank)
         self.optimizer = None
         self._masters: dict[str, torch.Tensor] = {}
 
-    def load(self, model_dir: str | Path) -> None:
-        """Read the weights from a Hugging Face folder. Call before `prepare_training`."""
-        self.parameters.load(model_dir)
+    def load(self, read: Read) -> None:
+        """Fill this rank's weights with the boxes that `read` gives. Call before `prepare_training`."""
+        self.parameters.load(read)
+
+    def load_masters(self, read: Read) -> None:
+        """As `load`, keeping the values also in float32, which `move_towards` goes on from."""
+        self.load(read)
+        for name, place in self.parameters.places.items():
+            master = self._masters[name] = torch.zeros(place.shape, device=backend.device())
+            for piece in place.pieces:
+                master[piece.region] = read(piece.box).to(master)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether `move_towards` was called."""
+        return bool(self._masters)
+
+    def master_boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Every box of the float32 copies that `move_towards` keeps, a tied head's copy of the embedding apart."""
+        for name, place in self.parameters.places.items():
+            if not place.is_copy:
+                for piece in place.pieces:
+                    yield piece.box, self._masters[name][piece.region]
 
     def prepare_training(self, settings: OptimizerSettings, *, num_optimizer_steps: int) -> None:
-        """Make gradient buffers and the distributed optimizer (ZeRO-1)."""
-        self.settings, self.num_optimizer_steps, self.optimizer_steps = settings, num_optimizer_steps, 0
-        self.model = DistributedDataParallel(
-            self.model.config,
-            DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-            self.model,
-        )
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.learning_rate,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.adam_beta1,
-                adam_beta2=settings.adam_beta2,
-                adam_eps=settings.adam_epsilon,
-                clip_grad=settings.max_grad_norm,
-                bf16=self.dtype is torch.bfloat16,
-                params_dtype=self.dtype,
-                use_distributed_optimizer=True,
-            ),
-            [self.model],
-        )
+        """Make gradient buffers and the optimizer, sharded as `layout.zero_stage` says."""
+        self.settings, self.num_optimizer_steps = settings, num_optimizer_steps
+        self.optimizer_steps = self.num_updates = 0
+        names = {parameter: name for name, parameter in self.parameters.live.items()}
+        self.chunks = shards.wrap(self.chunks, self.layout)
+        self.optimizer = shards.make_optimizer(self.chunks, self.layout, self.dtype, settings, self.parallel)
+        self.shards = shards.shards(self.optimizer, self.chunks, names)
+
+    def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Every box of an HF tensor that this rank holds, with the live view of it; float32 masters where it holds
+        nothing else of a parameter whole (ZeRO-2 and 3).
+        """
+        if self.optimizer is None or self.layout.zero_stage < 2:
+            yield from self.parameters.boxes()
+            return
+        for shard in self.shards:
+            place = self.parameters.places[shard.name]
+            if not place.is_copy:
+                yield from shard.boxes(place, shard.main)
+
+    def holdings(self, group: torch.distributed.ProcessGroup) -> list[list[Box]]:
+        """For each rank the boxes that its `boxes` gives. All ranks of `group`, on the CPU, must call."""
+        own = [(0, box) for box, _ in self.boxes()]
+        return [[box for _, box in held] for held in holdings.everyones(own, self.shape, group)]
 
     def microbatches(self, packs: Sequence[PackedBatch]) -> list[Microbatch]:
         """Move packs of this rank's data-parallel slice to the device."""
@@ -148,14 +176,17 @@ class Policy:
 
         made = []
         for pack in packs:
-            documents = describe(pack.cu_seqlens, pack.positions, pack.branches)
+            documents = describe(
+                pack.cu_seqlens, pack.positions, pack.branches, rank=self.place.context, size=self.layout.context
+            )
+            tokens = pack.tokens[documents.share.tokens]
             made.append(
                 Microbatch(
                     pack=pack,
-                    tokens=to_device(pack.tokens)[None],
+                    tokens=to_device(tokens)[None],
                     positions=documents.positions[None],
                     documents=documents,
-                    response=ResponseRows(to_device(pack.rows), to_device(pack.targets), self.temperature),
+                    response=self._response_rows(pack, documents),
                     loss_inputs=LossInputs(
                         to_device(pack.advantages, np.float32),
                         to_device(pack.loss_mask, np.bool_),
@@ -166,9 +197,31 @@ class Policy:
             )
         return made
 
+    def _response_rows(self, pack: PackedBatch, documents: PackedDocuments) -> ResponseRows:
+        device = backend.device()
+        rows, targets = torch.from_numpy(pack.rows).long(), torch.from_numpy(pack.targets).long()
+        if documents.own is None:
+            return ResponseRows(rows.to(device), targets.to(device), self.temperature)
+        here = torch.full((len(pack.tokens),), -1)
+        here[documents.share.tokens] = torch.arange(len(documents.share.tokens))
+        places = (here[rows] >= 0).nonzero()[:, 0]
+        return ResponseRows(
+            here[rows[places]].to(device),
+            targets[places].to(device),
+            self.temperature,
+            places=places.to(device),
+            num_responses=len(rows),
+        )
+
     @torch.no_grad()
-    def score(self, microbatches: Sequence[Microbatch], name: str) -> None:
-        """Log-probabilities under the present weights, left in `microbatch.logprobs[name]` on the last stage."""
+    def score(self, microbatches: Sequence[Microbatch], name: str, *, records_routing: bool = False) -> None:
+        """Log-probabilities under the present weights, left in `microbatch.logprobs[name]` on the last stage.
+
+        With `records_routing` a later `train_step` on these micro-batches replays the experts chosen here, if the model
+        was built for it (`moe_enable_routing_replay`).
+        """
+        if records_routing:
+            self.routing.record()
         done = self._run(microbatches, lambda output, batch: output, forward_only=True)
         if self.is_last_stage:
             for microbatch, output in zip(microbatches, done, strict=True):
@@ -178,7 +231,8 @@ class Policy:
 
     def train_step(self, microbatches: Sequence[Microbatch], loss: LossFunction) -> StepResult:
         """Gradients of all micro-batches (equally many on every data-parallel rank), then one optimizer step."""
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def weigh(output: torch.Tensor, microbatch: Microbatch) -> tuple[torch.Tensor, Any]:
@@ -206,7 +260,7 @@ class Policy:
 
     @torch.no_grad()
     def move_towards(self, other: Policy, alpha: float) -> None:
-        """These weights <- alpha x the other's + (1 - alpha) x these, each rank for the shards it holds; no collective.
+        """These weights <- alpha x the other's + (1 - alpha) x these, each rank for the shards it holds.
 
         Kept in fp32 between calls: in bf16 a small alpha would be rounded away.
         """
@@ -214,31 +268,64 @@ class Policy:
             if name not in self._masters:
                 self._masters[name] = own.data.float()
             master = self._masters[name]
-            master.lerp_(other.parameters.live[name].data.float(), alpha)
+            master.lerp_(other.parameter(name).float(), alpha)
             own.data.copy_(master)
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """One local parameter, whole; under ZeRO-2 and 3 all ranks that share it must call."""
+        if self.optimizer is None or self.layout.zero_stage < 2:
+            return self.parameters.live[name].data
+        run = next((shard.main for shard in self.shards if shard.name == name), torch.zeros(0, device=backend.device()))
+        return shards.gather(run, self.parameters.places[name].shape, shards.data_parallel_group(name, self.layout))
 
     def _update_weights(self) -> float:
         """Clip and step, unless the global gradient norm, which is returned, is not finite."""
         self.optimizer.prepare_grads()
+        self._sum_tied_gradients()
         grad_norm = float(self.optimizer.get_grad_norm())
         if math.isfinite(grad_norm):
             if self.settings.max_grad_norm > 0:
-                for part in self.optimizer.chained_optimizers:
+                for part in shards.parts(self.optimizer):
                     clip_grad_by_total_norm_fp32(part.get_parameters(), self.settings.max_grad_norm, grad_norm)
             self.optimizer.step_with_ready_grads()
+            self.num_updates += 1
         return grad_norm
+
+    def _sum_tied_gradients(self) -> None:
+        """Under ZeRO-2 and 3: add up what the first and the last stage's copy of a tied embedding collected."""
+        if not self.shape.tied or self.layout.pipeline == 1 or self.layout.zero_stage < 2:
+            return
+        name = next(
+            (n for n in ("embedding.word_embeddings.weight", "output_layer.weight") if n in self.parameters.live), ""
+        )
+        if not name:
+            return
+        own = next((shard for shard in self.shards if shard.name == name), None)
+        run = own.gradient if own else torch.zeros(0, device=backend.device())
+        group = shards.data_parallel_group(name, self.layout)
+        whole = shards.gather(run, self.parameters.places[name].shape, group)
+        torch.distributed.all_reduce(whole, group=parallel_state.get_embedding_group())
+        if own:
+            run.copy_(whole.view(-1)[own.start : own.start + len(run)])
 
     def _run(self, microbatches: Sequence[Microbatch], use: Callable, *, forward_only: bool) -> list:
         """Megatron's schedule over the micro-batches; on the last stage the list of what `use(output, microbatch)` gives."""
 
+        number = {id(chunk): index for index, chunk in enumerate(self.chunks)}
+
         def forward_step(batches, model):
             microbatch = next(batches)
+            chunk = number[id(model)]
+            if not forward_only and chunk in microbatch.routing:
+                self.routing.replay(chunk, microbatch.routing[chunk])
             output = model(
                 microbatch.tokens,
                 microbatch.positions,
                 documents=microbatch.documents,
                 response=microbatch.response,
             )
+            if self.routing.is_recording:
+                microbatch.routing[chunk] = self.routing.recorded(chunk)
 
             def finish(output: torch.Tensor, non_loss_data: bool = False):
                 used = use(output, microbatch)
@@ -249,13 +336,18 @@ class Policy:
 
             return output, finish
 
-        return get_forward_backward_func()(
+        # One stage's chunks are called in turn, each through the same micro-batches.
+        iterators = [iter(microbatches) for _ in self.chunks]
+        is_interleaved = len(self.chunks) > 1
+        done = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(microbatches),
-            model=self.model,
+            data_iterator=iterators if is_interleaved else iterators[0],
+            model=self.chunks if is_interleaved else self.chunks[0],
             num_microbatches=len(microbatches),
             seq_length=1,  # Stages exchange the real shapes (variable_seq_lengths).
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        self.routing.choose_freely()
+        return done

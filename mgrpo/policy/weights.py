@@ -6,7 +6,7 @@ Reading opens the checkpoint's files and copies just the slices that the rule ta
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,10 +14,10 @@ from safetensors import safe_open
 
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Box, LocalParameter, hf_tensors, local_parameters, stage_layers
+from mgrpo.models.table import Box, LocalParameter, hf_tensors, local_parameters
 
 
-def _tensor_files(model_dir: Path) -> dict[str, Path]:
+def tensor_files(model_dir: Path) -> dict[str, Path]:
     """Which file of the checkpoint holds each tensor."""
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
@@ -33,18 +33,57 @@ def _tensor_files(model_dir: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), single)
 
 
+Read = Callable[[Box], torch.Tensor]
+"""Gives the values of one box of an HF tensor, from wherever they are kept."""
+
+
+def checkpoint_reader(model_dir: str | Path, shape: ModelShape) -> Read:
+    """Reads boxes from the safetensors files of a Hugging Face folder; no more than the box is read.
+
+    Raises:
+        ValueError: tensors are missing, or have another shape than config.json implies.
+    """
+    model_dir = Path(model_dir)
+    files = tensor_files(model_dir)
+    expected = hf_tensors(shape)
+    missing = sorted(expected.keys() - files.keys())
+    if missing:
+        raise ValueError(f"{model_dir} lacks {len(missing)} tensors, the first are {missing[:3]}")
+    open_files: dict[Path, safe_open] = {}
+
+    def read(box: Box) -> torch.Tensor:
+        path = files[box.name]
+        if path not in open_files:
+            open_files[path] = safe_open(path, framework="pt")
+        source = open_files[path].get_slice(box.name)
+        if tuple(source.get_shape()) != expected[box.name]:
+            raise ValueError(
+                f"{path}: {box.name} has shape {source.get_shape()}, config.json implies {list(expected[box.name])}"
+            )
+        return source[tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
+
+    return read
+
+
 class ShardedParameters:
     """This rank's live parameters, seen as boxes of HF tensors through the rule table."""
 
-    def __init__(self, model: torch.nn.Module, shape: ModelShape, layout: Layout, rank: int) -> None:
+    def __init__(self, chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout, rank: int) -> None:
         self.shape, self.layout = shape, layout
-        first_layer = stage_layers(shape, layout, layout.coordinate(rank).pipeline).start
-        live = {_global_name(name, first_layer): parameter for name, parameter in model.named_parameters()}
+        place = layout.coordinate(rank)
+        first_expert = place.expert * shape.experts.count // layout.expert if shape.experts else 0
+        live = {
+            global_name(
+                name, layout.chunk_layers(shape.num_layers, place.pipeline, number).start, first_expert
+            ): parameter
+            for number, chunk in enumerate(chunks)
+            for name, parameter in chunk.named_parameters()
+        }
         self.places = local_parameters(shape, layout, rank)
         if live.keys() != self.places.keys():
             raise AssertionError(f"model and rule table differ in {sorted(live.keys() ^ self.places.keys())}")
-        for name, place in self.places.items():
-            assert tuple(live[name].shape) == place.shape, (name, tuple(live[name].shape), place.shape)
+        for name, local in self.places.items():
+            assert tuple(live[name].shape) == local.shape, (name, tuple(live[name].shape), local.shape)
         self.live = live
 
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -54,39 +93,23 @@ class ShardedParameters:
                 yield piece.box, self.live[name].data[piece.region]
 
     @torch.no_grad()
-    def load(self, model_dir: str | Path) -> None:
-        """Read this rank's slices from a Hugging Face folder; padding rows become 0."""
-        model_dir = Path(model_dir)
-        files = _tensor_files(model_dir)
-        expected = hf_tensors(self.shape)
-        missing = sorted(expected.keys() - files.keys())
-        if missing:
-            raise ValueError(f"{model_dir} lacks {len(missing)} tensors, the first are {missing[:3]}")
-        open_files: dict[Path, safe_open] = {}
+    def load(self, read: Read) -> None:
+        """Fill every piece of this rank with what `read` gives for its box; padding rows become 0."""
         for name, place in self.places.items():
             self._clear_padding(name, place)
             for piece in place.pieces:
-                path = files[piece.box.name]
-                if path not in open_files:
-                    open_files[path] = safe_open(path, framework="pt")
-                source = open_files[path].get_slice(piece.box.name)
-                if tuple(source.get_shape()) != expected[piece.box.name]:
-                    raise ValueError(
-                        f"{path}: {piece.box.name} has shape {source.get_shape()}, "
-                        f"config.json implies {list(expected[piece.box.name])}"
-                    )
-                region = tuple(slice(a, a + n) for a, n in zip(piece.box.start, piece.box.shape, strict=True))
-                self.live[name].data[piece.region].copy_(source[region])
+                self.live[name].data[piece.region].copy_(read(piece.box))
 
     def _clear_padding(self, name: str, place: LocalParameter) -> None:
         if sum(piece.box.size for piece in place.pieces) < self.live[name].numel():
             self.live[name].data.zero_()
 
 
-def _global_name(name: str, first_layer: int) -> str:
-    """Megatron counts layers within a stage; the table counts them over the model."""
-    head, mark, tail = name.partition("decoder.layers.")
-    if not mark:
-        return name
-    number, _, rest = tail.partition(".")
-    return f"{head}{mark}{int(number) + first_layer}.{rest}"
+def global_name(name: str, first_layer: int, first_expert: int) -> str:
+    """Megatron counts layers within a chunk and experts within a rank; the table counts them over the model."""
+    for mark, first in (("decoder.layers.", first_layer), ("local_experts.", first_expert)):
+        head, found, tail = name.partition(mark)
+        if found:
+            number, _, rest = tail.partition(".")
+            name = f"{head}{mark}{int(number) + first}.{rest}"
+    return name

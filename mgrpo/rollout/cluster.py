@@ -151,12 +151,19 @@ class Cluster:
         """Have one engine join its transfer group; the learners must join at the same time. See `finish`."""
         return [self.engines[engine].join.remote(invitation)]
 
-    def receive_weights(self, version: int, check: bool) -> list[Any]:
-        """Have all engines receive what the learners send now; with `check` they report digests. See `finish`."""
+    def receive_weights(self, version: int, check: bool, step: int) -> list[Any]:
+        """Have all engines receive what the learners send now; with `check` they report digests. See `finish`.
+
+        They sample training step `step` with them: its random stream is its own, whatever was sampled before.
+        """
         return [
-            engine.receive_weights.remote(version, check, sampler_seed(self.seed, version, number))
+            engine.receive_weights.remote(version, check, sampler_seed(self.seed, step, number))
             for number, engine in enumerate(self.engines)
         ]
+
+    def reseed(self, step: int) -> list[Any]:
+        """Begin the random stream of training step `step`, or of an evaluation (`EVALUATION`). See `finish`."""
+        return [engine.seed.remote(sampler_seed(self.seed, step, number)) for number, engine in enumerate(self.engines)]
 
     def finish(self, calls: list[Any], what: str, timeout_s: float | None = None) -> None:
         """Wait for the engines' part of a weight sync, by default for `weight_sync_timeout` seconds."""

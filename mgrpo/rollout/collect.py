@@ -15,13 +15,18 @@ Decode = Callable[[Sequence[np.ndarray]], list[str]]
 """Token arrays -> texts."""
 
 
-def sampler_seed(run_seed: int, version: int, engine: int) -> int:
-    """A 62-bit seed of its own for every (run, policy version, engine).
+EVALUATION = -1
+"""Evaluations draw from one stream, whenever they run: it changes only with the seed of the run."""
 
-    An engine's sampler is seeded with each sync and draws for all rows of a batch from one stream: no two prompts, steps
-    or samples share their randomness, a run repeats, and vLLM's slow path of one generator a request stays unused.
+
+def sampler_seed(run_seed: int, step: int, engine: int) -> int:
+    """A 62-bit seed of its own for every (run, training step, engine).
+
+    An engine's sampler is seeded before each step and draws for all rows of a batch from one stream: no two prompts, steps
+    or samples share their randomness, a run repeats, also when it was resumed, and vLLM's slow path of one generator a
+    request stays unused.
     """
-    words = f"{run_seed}/{version}/{engine}".encode()
+    words = f"{run_seed}/{step}/{engine}".encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 2
 
 

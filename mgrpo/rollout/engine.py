@@ -37,6 +37,7 @@ class EngineActor:
         self.engine: Any = None
         self.numbers = itertools.count()
         self.is_stale = False
+        self.version = UNSYNCED
         self.batches: dict[int, asyncio.Future[list[Any]]] = {}
 
     async def start(self, args: dict[str, Any]) -> None:
@@ -64,22 +65,29 @@ class EngineActor:
         request = WeightTransferInitRequest(init_info={"invitation": invitation})
         await self._while_alive(self.engine.init_weight_transfer_engine(request))
 
+    async def seed(self, seed: int) -> None:
+        """Seed the sampler; the weights stay."""
+        await self._while_alive(self.pausing)
+        await self._update({"seed": seed})
+
     async def receive_weights(self, version: int, check: bool, seed: int) -> None:
         """Take over the weights that the learners are sending, and seed the sampler. After a failure nothing is sampled."""
+        await self._while_alive(self.pausing)
+        self.is_stale, self.version = True, version
+        await self._update({"seed": seed, "version": version, "check": check})
+        self.is_stale = False
+
+    async def _update(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        update = WeightTransferUpdateRequest(update_info={"version": version, "check": check, "seed": seed})
-        await self._while_alive(self.pausing)
-        self.is_stale = True
         # The engine core takes these in the order in which they are sent; waiting for each answer would cost two trips.
         await self._while_alive(
             asyncio.gather(
                 self.engine.start_weight_update(),
-                self.engine.update_weights(update),
-                self.engine.finish_weight_update(weight_version=str(version)),
+                self.engine.update_weights(WeightTransferUpdateRequest(update_info=info)),
+                self.engine.finish_weight_update(weight_version=str(self.version)),
             )
         )
-        self.is_stale = False
 
     async def queue(self, batch: int, tokens: np.ndarray, cu_seqlens: np.ndarray, sampling: Sampling) -> None:
         """Queue prompts as batch number `batch`; nothing runs before `generate`.

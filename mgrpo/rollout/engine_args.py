@@ -9,6 +9,8 @@ import glob
 import os
 import shutil
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from mgrpo.config.schema import Config
@@ -35,12 +37,17 @@ def serving_gpus() -> list[str]:
 def machine_problems(config: Config, *, num_local_learners: int, head_dim: int) -> list[str]:
     """What this machine cannot do for this run, one sentence each."""
     gpus, settings = serving_gpus(), config.engine
-    if not gpus:
-        if head_dim in CPU_HEAD_DIMS:
-            return []
-        known = ", ".join(map(str, CPU_HEAD_DIMS))
-        return [f"the model's head_dim={head_dim} is not served by vLLM on a CPU; it knows {known}"]
     found = []
+    if config.parallel.use_precision_aware_optimizer and find_spec("transformer_engine") is None:
+        found.append(
+            "use_precision_aware_optimizer=true needs Transformer Engine, which is not installed; "
+            "pip install transformer_engine[pytorch], or leave it out"
+        )
+    if not gpus:
+        if head_dim not in CPU_HEAD_DIMS:
+            known = ", ".join(map(str, CPU_HEAD_DIMS))
+            found.append(f"the model's head_dim={head_dim} is not served by vLLM on a CPU; it knows {known}")
+        return found
     if config.model.model_dtype == "float32":
         found.append("model_dtype=float32 cannot be trained on a GPU: flash attention takes bfloat16; use bfloat16")
     needed, left = settings.vllm_num_engines * settings.vllm_tensor_parallel_size, len(gpus) - num_local_learners
@@ -59,6 +66,8 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     args: dict[str, Any] = {
         "model": config.model.model_name_or_path,
         "dtype": config.model.model_dtype,
+        # A Megatron folder's weights reach an engine as all later ones do: it serves nothing before its first sync.
+        "load_format": "dummy" if (Path(config.model.model_name_or_path) / "megatron.json").is_file() else "auto",
         "max_model_len": config.data.max_prompt_token_length + config.rollout.response_length,
         "max_num_seqs": settings.vllm_max_num_seqs,
         "tensor_parallel_size": settings.vllm_tensor_parallel_size,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, astuple
 from datetime import timedelta
 from typing import Any
 
@@ -74,7 +74,8 @@ class Sender:
     """A training rank's end of all channels. Every learner rank makes one and calls the same methods in the same order.
 
     Args:
-        boxes: every box this rank holds with the live view of it (`policy.parameters.boxes()`).
+        boxes: every box this rank holds with the live view of it (`policy.boxes()`).
+        holdings: for each training rank the boxes it holds (`policy.holdings(group)`).
         dtype: the engines' weight type; weights are cast to it on the way.
         store: the key-value server of `open_store` / `connect_store`.
     """
@@ -83,6 +84,7 @@ class Sender:
         self,
         boxes: Iterable[tuple[Box, torch.Tensor]],
         *,
+        holdings: Sequence[Sequence[Box]],
         model: ModelShape,
         train_layout: Layout,
         infer_layout: InferLayout,
@@ -100,7 +102,7 @@ class Sender:
         self.model, self.train_layout, self.infer_layout = model, train_layout, infer_layout
         self.rank, self.dtype, self.store, self.host, self.port = rank, dtype, store, host, port
         self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
-        self.plan: ReshardPlan = plan(model, train_layout, infer_layout, itemsize=dtype.itemsize)
+        self.plan: ReshardPlan = plan(model, train_layout, infer_layout, itemsize=dtype.itemsize, holdings=holdings)
         self.outgoing = self.plan.sent_by(rank)
         self.groups: dict[int, dist.ProcessGroup] = {}
         self.device = next(iter(self.held.values()))[0][1].device
@@ -113,8 +115,11 @@ class Sender:
             "engine": engine,
             "generation": generation,
             "model": asdict(self.model),
-            "train_layout": asdict(self.train_layout),
-            "infer_layout": asdict(self.infer_layout),
+            "num_learners": self.train_layout.world_size,
+            "incoming": [
+                {source: [astuple(box) for box in boxes] for source, boxes in self.plan.received_by(worker).items()}
+                for worker in range(engine * self.infer_layout.tensor, (engine + 1) * self.infer_layout.tensor)
+            ],
             "bucket_bytes": self.bucket_bytes,
             "timeout_s": self.timeout_s,
         }
@@ -223,13 +228,14 @@ class Receiver:
             self.targets.setdefault(box.name, []).append((box, view))
         view = next(iter(self.targets.values()))[0][1]
         self.dtype, self.device = view.dtype, view.device
-        self.model = model_from(invitation["model"])
-        self.train_layout = Layout(**invitation["train_layout"])
-        self.infer_layout = InferLayout(**invitation["infer_layout"])
+        self.model = ModelShape.from_dict(invitation["model"])
         self.engine, self.worker = invitation["engine"], worker
         self.timeout_s = invitation["timeout_s"]
-        self.plan = plan(self.model, self.train_layout, self.infer_layout, itemsize=self.dtype.itemsize)
-        incoming = self.plan.received_by(self.engine * self.infer_layout.tensor + worker)
+        num_learners, workers = invitation["num_learners"], invitation["incoming"]
+        incoming = {
+            int(source): [Box(name, tuple(start), tuple(shape)) for name, start, shape in boxes]
+            for source, boxes in workers[worker].items()
+        }
         self._check_targets(incoming)
         self.queues = {
             source: buckets(boxes, itemsize=self.dtype.itemsize, bucket_bytes=invitation["bucket_bytes"])
@@ -239,8 +245,8 @@ class Receiver:
         self.group = join_group(
             self.store,
             name=group_name(self.engine, invitation["generation"]),
-            rank=self.train_layout.world_size + worker,
-            size=self.train_layout.world_size + self.infer_layout.tensor,
+            rank=num_learners + worker,
+            size=num_learners + len(workers),
             timeout_s=self.timeout_s,
             device=self.device,
             host=invitation["host"],
@@ -305,11 +311,3 @@ def group_name(engine: int, generation: int) -> str:
 def digest_key(engine: int, worker: int, version: int) -> str:
     """Where a worker leaves its digests."""
     return f"digest/{engine}/{worker}/{version}"
-
-
-def model_from(values: dict[str, Any]) -> ModelShape:
-    """A ModelShape from its `asdict`."""
-    from mgrpo.models.family import Llama3Rope
-
-    scaling = values["rope_scaling"]
-    return ModelShape(**{**values, "rope_scaling": Llama3Rope(**scaling) if scaling else None})

@@ -45,18 +45,27 @@ class ReshardPlan:
         return boxes
 
 
-def plan(model: ModelShape, train_layout: Layout, infer_layout: InferLayout, *, itemsize: int = 2) -> ReshardPlan:
+def plan(
+    model: ModelShape,
+    train_layout: Layout,
+    infer_layout: InferLayout,
+    *,
+    itemsize: int = 2,
+    holdings: Sequence[Sequence[Box]] | None = None,
+) -> ReshardPlan:
     """Reshard a model from training ranks to the workers of all engines.
 
     Args:
         itemsize: bytes of one weight on the wire, in the engines' dtype.
+        holdings: for each training rank the boxes it holds; by default what the layout says, which ZeRO-2 and 3 divide
+            further.
     """
     workers = engine_boxes(model, infer_layout) * infer_layout.engines
     names = {box.name for boxes in workers for box in boxes}
     missing = hf_tensors(model).keys() ^ names
     if missing:
         raise AssertionError(f"the engines' boxes do not cover exactly the model: {sorted(missing)[:3]}")
-    return reshard(training_boxes(model, train_layout), workers, itemsize=itemsize)
+    return reshard(holdings or training_boxes(model, train_layout), workers, itemsize=itemsize)
 
 
 def reshard(sources: Sequence[Sequence[Box]], destinations: Sequence[Sequence[Box]], *, itemsize: int) -> ReshardPlan:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgrpo.models.table import Box
@@ -20,6 +21,37 @@ from mgrpo.sync.channel import Receiver
 BACKEND = "mgrpo"
 ASKED = "MGRPO_ENGINE"
 """Set to "1" in the environment of an engine's processes."""
+CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+
+
+def plain_experts(
+    output: torch.Tensor,
+    tokens: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    activation: str,
+    *args: Any,
+) -> None:
+    """vLLM's `cpu_fused_moe`, expert after expert, on the weights as its loader left them.
+
+    Args:
+        output, tokens: `[tokens, hidden]`.
+        gate_up, down: `[experts, 2 * ffn, hidden]`, `[experts, hidden, ffn]`.
+        weights, experts: `[tokens, top_k]`.
+    """
+    if activation != "silu" or gate_up_bias is not None or down_bias is not None:
+        raise NotImplementedError(f"experts with biases or activation {activation!r} on a CPU")
+    output.zero_()
+    for expert in experts.unique().tolist():
+        rows, choices = (experts == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(tokens[rows], gate_up[expert]).chunk(2, dim=-1)
+        done = F.linear(F.silu(gate) * up, down[expert])
+        output.index_add_(0, rows, (done * weights[rows, choices, None]).to(output.dtype))
+
 
 REBOUND: tuple[tuple[str, str, Any, str], ...] = (
     # (module, name, value, why)
@@ -30,6 +62,8 @@ REBOUND: tuple[tuple[str, str, Any, str], ...] = (
         lambda *args, **kwargs: False,
         "the same for the kernels vLLM prefers for bf16 on AMX machines",
     ),
+    (CPU_EXPERTS, "cpu_prepack_moe_weight", lambda weight, isa: weight, "the same for the weights of experts"),
+    (CPU_EXPERTS, "cpu_fused_moe", plain_experts, "computes with them; vLLM's kernel needs them packed"),
 )
 
 
@@ -65,9 +99,11 @@ def _engine_class() -> type:
 
     @dataclass
     class Update(WeightTransferUpdateInfo):
-        version: int
-        check: bool
         seed: int
+        """For the sampler, from here on."""
+        version: int | None = None
+        """Of the weights that are being sent; None: none are, only the sampler is seeded."""
+        check: bool = False
 
     class ReshardEngine(WeightTransferEngine[Invitation, Update]):
         """Receives exactly this worker's slices, in place."""
@@ -95,7 +131,8 @@ def _engine_class() -> type:
 
         @torch.no_grad()
         def receive_weights(self, update_info: Update) -> None:
-            self.receiver.receive(update_info.version)
+            if update_info.version is not None:
+                self.receiver.receive(update_info.version)
             torch.manual_seed(update_info.seed)
             if update_info.check:
                 self.receiver.report_digests(update_info.version)
@@ -129,12 +166,13 @@ class _RecordCopies(TorchDispatchMode):
 
 def live_boxes(model: torch.nn.Module, shape: dict[str, Any]) -> list[tuple[Box, torch.Tensor]]:
     """Every slice of an HF tensor that this worker's live weights hold, found by asking vLLM's own loader."""
+    from mgrpo.models.family import ModelShape
     from mgrpo.models.table import hf_tensors
-    from mgrpo.sync.channel import model_from
 
     dtype = next(model.parameters()).dtype
     stand_ins = {
-        name: torch.empty(size, dtype=dtype, device="meta") for name, size in hf_tensors(model_from(shape)).items()
+        name: torch.empty(size, dtype=dtype, device="meta")
+        for name, size in hf_tensors(ModelShape.from_dict(shape)).items()
     }
     by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in stand_ins.items()}
     with torch.no_grad(), _RecordCopies() as record:

@@ -87,7 +87,7 @@ def batch_metrics(
         **_packing(samples, packs),
         **_filtering(kept, dropped, scale, num_excluded_prompts),
         **_policy_versions(kept, policy_version),
-        "val/actor_tokens_per_second": tokens_per_second(sampled, generate_s),
+        "time/actor_tokens_per_second": tokens_per_second(sampled, generate_s),
     }
 
 

@@ -1,6 +1,7 @@
 """Metrics of a run on disk: one JSON object a step in metrics.jsonl, the same numbers as TensorBoard scalars.
 
-Rank 0 owns one writer. A run never appends to another run's files: those are moved aside first.
+Rank 0 owns one writer. A run never appends to another run's files: those are moved aside first. A run that continues from
+a checkpoint appends to its own, without the steps after the checkpoint, which it does again.
 """
 
 from __future__ import annotations
@@ -19,15 +20,22 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends metrics to `<output_dir>/metrics.jsonl` and `<output_dir>/tensorboard/`."""
+    """Appends metrics to `<output_dir>/metrics.jsonl` and `<output_dir>/tensorboard/`.
 
-    def __init__(self, output_dir: str | Path) -> None:
+    Args:
+        resumed_after: the step after which this run continues the one whose files these are; see `cut_off`.
+    """
+
+    def __init__(self, output_dir: str | Path, *, resumed_after: int | None = None) -> None:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        move_aside(folder)
+        if resumed_after is None:
+            move_aside(folder)
+        else:
+            cut_off(folder, after=resumed_after)
         self.path = folder / "metrics.jsonl"
         self._lines = self.path.open("a", encoding="utf-8")
-        self._events = open_events(folder / "tensorboard")
+        self._events = open_events(folder / "tensorboard", resumed_after)
 
     def write(self, step: int, metrics: Mapping[str, float | list[int]]) -> None:
         """Record one step; the line is complete on disk when this returns. NaN and infinities become null.
@@ -72,10 +80,27 @@ def move_aside(folder: Path) -> None:
     logger.warning("%s held an earlier run; its metrics are now metrics.jsonl.%d", folder, number)
 
 
-def open_events(folder: Path) -> EventFile | None:
+def cut_off(folder: Path, *, after: int) -> None:
+    """Take the steps after step `after`, and a line that was cut short, out of metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= after:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    shortened = path.with_suffix(".jsonl.partial")
+    shortened.write_text("".join(kept), encoding="utf-8")
+    os.replace(shortened, path)
+
+
+def open_events(folder: Path, resumed_after: int | None = None) -> EventFile | None:
     """A TensorBoard event file in `folder`, or None and one note when tensorboard is not installed."""
     try:
-        return EventFile(folder)
+        return EventFile(folder, resumed_after)
     except ImportError as err:
         logger.warning("no TensorBoard files: %s; pip install tensorboard", err)
         return None
@@ -84,8 +109,8 @@ def open_events(folder: Path) -> EventFile | None:
 class EventFile:
     """TensorBoard's record format, written in the calling thread: the file is complete after every step."""
 
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+    def __init__(self, folder: Path, resumed_after: int | None = None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -95,6 +120,10 @@ class EventFile:
         self._file: BinaryIO = (folder / name).open("wb")
         self._records = RecordWriter(self._file)
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if resumed_after is not None:
+            # TensorBoard drops what earlier files say of this step and later ones.
+            start = SessionLog(status=SessionLog.START)
+            self._append(Event(wall_time=time.time(), step=resumed_after + 1, session_log=start))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record every scalar at `step`."""

@@ -167,7 +167,7 @@ def step_line(history: History) -> str:
         _named("kl", latest.get("objective/kl2_avg"), "{:.4f}"),
         _named("entropy", latest.get("policy/entropy_avg"), "{:.2f}"),
         _step_time(latest),
-        _named("tok/s", latest.get("val/actor_tokens_per_second"), "{:,.0f}"),
+        _named("tok/s", latest.get("time/actor_tokens_per_second"), "{:,.0f}"),
     ]
     remaining = history.remaining_s()
     if remaining is not None and history.step < history.total_steps:
@@ -289,7 +289,7 @@ def panel(history: History) -> RenderableType:
     seconds = _row(
         ("step", _shown(latest.get("time/total"), "{:.2f} s")),
         *((phase, _shown(latest.get(f"time/{phase}"), "{:.2f}")) for phase in PHASES),
-        ("tokens/s", _shown(latest.get("val/actor_tokens_per_second"), "{:,.0f}")),
+        ("tokens/s", _shown(latest.get("time/actor_tokens_per_second"), "{:,.0f}")),
     )
     return Panel(
         Group(head, reward, numbers, seconds), title="GRPO", title_align="left", border_style="dim", expand=False

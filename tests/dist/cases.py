@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,10 +13,22 @@ import torch.distributed as dist
 
 from mgrpo import algo, packing
 from mgrpo.config.loss import LossConfig
-from mgrpo.config.schema import Optimizer
+from mgrpo.config.schema import Optimizer, Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.types import TrainSample
+
+
+def forget_groups() -> None:
+    """Leave the groups of the case before: each has a thread of its own, and hundreds of them bring a machine down."""
+    from megatron.core import parallel_state
+    from torch.distributed.distributed_c10d import _world
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    gc.collect()
+    for group in [group for group in _world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
 
 
 def make_policy(
@@ -22,13 +37,14 @@ def make_policy(
     temperature: float = 0.8,
     logits_chunk: int = 0,
     dtype: torch.dtype = torch.float32,
+    settings: dict[str, Any] | None = None,
+    checkpoint: tuple[Any, str] | None = None,
 ):
-    """A policy on `layout`, after clearing the groups of the case before."""
-    from megatron.core import parallel_state
-
+    """A policy on `layout`, after clearing the groups of the case before; weights of a (checkpoint, kind) if given."""
     from mgrpo.policy.policy import Policy
+    from mgrpo.policy.weights import checkpoint_reader
 
-    parallel_state.destroy_model_parallel()
+    forget_groups()
     policy = Policy(
         shape_of(read_hf_config(model_dir)),
         Layout(world_size=dist.get_world_size(), **layout),
@@ -36,20 +52,28 @@ def make_policy(
         seed=1,
         temperature=temperature,
         logits_chunk=logits_chunk,
+        settings=Parallel(**(settings or {})),
     )
-    policy.load(model_dir)
+    policy.load(
+        partial(checkpoint[0].read, checkpoint[1]) if checkpoint else checkpoint_reader(model_dir, policy.shape)
+    )
     return policy
 
 
 def own_packs(policy, samples: list[TrainSample], *, share_prompts: bool, pack_length: int):
     """Packs of this rank for one mini-batch, and the tokens trained over all ranks."""
+    document_multiple, multiple = packing.multiples(
+        context=policy.layout.context, tensor=policy.layout.tensor, sequence_parallel=policy.layout.sequence_parallel
+    )
     packs = packing.pack_step(
         samples,
-        pack_length=pack_length,
+        pack_length=-(-pack_length // multiple) * multiple,
         dp=policy.layout.data,
         num_mini_batches=1,
-        multiple_of=policy.layout.tensor if policy.layout.sequence_parallel else 1,
-        share_prompts=share_prompts,
+        multiple_of=multiple,
+        document_multiple_of=document_multiple,
+        micro_batches_multiple_of=policy.layout.micro_batches_multiple_of,
+        share_prompts=share_prompts and policy.layout.context == 1,
     )
     arrays = packing.to_arrays(packs)
     return packing.from_arrays(arrays, policy.place.data)[0], int(arrays["num_trained_tokens"][0])
@@ -63,12 +87,13 @@ def gradients(
     share_prompts: bool = True,
     pack_length: int = 64,
     logits_chunk: int = 0,
+    settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One training step: loss, logprobs by sample, gradient norm and every gradient as boxes of HF tensors."""
-    policy = make_policy(model_dir, layout, logits_chunk=logits_chunk)
+    policy = make_policy(model_dir, layout, logits_chunk=logits_chunk, settings=settings)
     head_calls = []
     if policy.is_last_stage:
-        policy.model.output_layer.register_forward_hook(lambda *call: head_calls.append(1))
+        policy.chunks[-1].output_layer.register_forward_hook(lambda *call: head_calls.append(1))
     policy.prepare_training(Optimizer(learning_rate=0.0, max_grad_norm=0.0), num_optimizer_steps=1)
     packs, num_trained = own_packs(policy, samples, share_prompts=share_prompts, pack_length=pack_length)
     microbatches = policy.microbatches(packs)
@@ -92,14 +117,13 @@ def gradients(
             int(sample): (logprobs[a:b].tolist(), entropy[a:b].tolist())
             for sample, a, b in zip(batch.pack.samples, cuts[:-1], cuts[1:], strict=True)
         }
-        return result.loss, (float(result.loss), by_sample)
+        return result.loss, (float(result.loss.detach()), by_sample)
 
     result = policy.train_step(microbatches, grpo_loss)
-    gather_gradient_shards(policy.model)
     boxes = [
-        (box, policy.parameters.live[name].main_grad[piece.region].clone().numpy())
-        for name, place in policy.parameters.places.items()
-        for piece, box in ((piece, piece.box) for piece in place.pieces)
+        (box, gradient.clone().numpy())
+        for shard in policy.shards
+        for box, gradient in shard.boxes(policy.parameters.places[shard.name], shard.gradient)
     ]
     return {
         "loss": sum(loss for loss, _ in result.measured),
@@ -108,21 +132,9 @@ def gradients(
         "gradients": boxes,
         "place": policy.place,
         "is_last_stage": policy.is_last_stage,
+        "measures": policy.measures,
         "head_calls": len(head_calls),
     }
-
-
-def gather_gradient_shards(model) -> None:
-    """Under the distributed optimizer each data-parallel rank holds one reduced shard of every bucket: complete them."""
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if group.size() == 1:
-        return
-    for buffer in model.buffers:
-        for bucket in buffer.buckets:
-            shards = list(bucket.grad_data.chunk(group.size()))
-            dist.all_gather(shards, shards[group.rank()].clone(), group=group)
 
 
 def trained_export(model_dir: str, layout: dict[str, Any], samples: list[TrainSample], folder: str, steps: int) -> None:
@@ -149,7 +161,8 @@ def send_weights(
 
     policy = make_policy(model_dir, layout)
     sender = Sender(
-        policy.parameters.boxes(),
+        policy.boxes(),
+        holdings=policy.holdings(dist.group.WORLD),
         model=policy.shape,
         train_layout=policy.layout,
         infer_layout=InferLayout(engines=1, tensor=1),
@@ -203,7 +216,10 @@ def response_logits(model_dir: str, layout: dict[str, Any], samples: list[TrainS
     (microbatch,) = policy.microbatches(packs)
     captured = []
     if policy.is_last_stage:
-        policy.model.output_layer.register_forward_hook(lambda layer, args, output: captured.append(output[0][:, 0]))
+        model = policy.chunks[-1]
+        model.output_layer.register_forward_hook(
+            lambda layer, args, output: captured.append(model.capped(output[0][:, 0]))
+        )
     policy.score([microbatch], "old")
     cuts = microbatch.pack.response_cu_seqlens
     by_sample = {
@@ -235,6 +251,7 @@ class FakeHead:
     """Stands for rank 0's other half where a test hands the trainer its rollouts itself."""
 
     reward_weights: ClassVar[dict] = {}
+    resume_from = None
 
 
 def learn(
@@ -245,15 +262,12 @@ def learn(
     steps: int = 2,
 ) -> dict[str, float]:
     """`Learner.learn` on given rollouts: metrics of the last step, and the model in `folder`."""
-    from megatron.core import parallel_state
-
     from mgrpo.checkpoint.hf_export import export_hf
     from mgrpo.config import from_values
     from mgrpo.rollout.controller import Rollouts
     from mgrpo.trainer import Trainer
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    forget_groups()
     config = from_values(settings | {"model_name_or_path": model_dir, "model_dtype": "float32"})
     is_head = dist.get_rank() == 0
     trainer = Trainer(config, FakeHead() if is_head else None)
@@ -268,15 +282,12 @@ def learn(
 
 def rates(model_dir: str, settings: dict[str, Any], is_empty: list[int]) -> list[float]:
     """Learning rate at the start of each step that trains, given which steps have no group to train on."""
-    from megatron.core import parallel_state
-
     from mgrpo.config import from_values
     from mgrpo.rollout.controller import Rollouts
     from mgrpo.trainer import Trainer
     from tests.dist.test_learning import scored_groups
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    forget_groups()
     trainer = Trainer(from_values(settings | {"model_name_or_path": model_dir, "model_dtype": "float32"}), FakeHead())
     found = []
     for empty in is_empty:
@@ -317,3 +328,159 @@ def decayed(model_dir: str, weight_decay: float, on_vectors: bool = False) -> di
     }
     vectors = [c for n, c in change.items() if before[n].dim() == 1]
     return {"vectors": max(vectors), "matrices": min(c for n, c in change.items() if before[n].dim() == 2)}
+
+
+def train_steps(
+    model_dir: str,
+    layout: dict[str, Any],
+    samples: list[TrainSample],
+    steps: int = 5,
+    settings: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    save_to: str | None = None,
+    save_after: int = 0,
+    resume_from: str | None = None,
+) -> dict[str, Any]:
+    """Losses and gradient norms of several optimizer steps, and the bytes this rank holds after them.
+
+    With `save_to` the state is saved after `save_after` steps; with `resume_from` the steps after a save are done.
+    """
+    from mgrpo.checkpoint.reader import open_checkpoint
+    from mgrpo.checkpoint.saver import Saver
+    from mgrpo.checkpoint.train_state import MASTER, TrainState
+
+    checkpoint = open_checkpoint(resume_from) if resume_from else None
+    policy = make_policy(
+        model_dir,
+        layout,
+        dtype=getattr(torch, dtype),
+        settings=settings,
+        checkpoint=checkpoint and (checkpoint, MASTER),
+    )
+    # A large epsilon keeps Adam from blowing up the rounding of gradients near 0.
+    policy.prepare_training(Optimizer(learning_rate=1e-2, adam_epsilon=1e-2), num_optimizer_steps=steps)
+    state = TrainState(policy, None, group=dist.group.WORLD)
+    done = 0
+    if checkpoint:
+        done = policy.optimizer_steps = checkpoint.step
+        policy.num_updates = done
+        state.restore_optimizer(checkpoint, num_updates=done)
+        state.restore_random(checkpoint)
+    packs, num_trained = own_packs(policy, samples, share_prompts=True, pack_length=64)
+
+    def loss(logprobs, entropy, batch):
+        own = -(logprobs * batch.loss_inputs.loss_mask).sum() / num_trained
+        return own, float(own.detach())
+
+    losses, norms = [], []
+    for step in range(done, steps):
+        result = policy.train_step(policy.microbatches(packs), loss)
+        total = torch.tensor(sum(result.measured) if policy.measures else 0.0, dtype=torch.float64)
+        dist.all_reduce(total)
+        losses.append(float(total))
+        norms.append(result.grad_norm)
+        if save_to and step + 1 == save_after:
+            saver = Saver(save_to, dist.get_rank(), dist.get_world_size())
+            saver.save(step + 1, state.parts(), {"step": step + 1}, state.full_shapes(), "0123456789abcdef")
+            dist.barrier()
+    return {"losses": losses, "grad_norms": norms, "bytes": held_bytes(policy)}
+
+
+def held_bytes(policy) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer states that this rank keeps between steps."""
+    from torch.distributed.tensor import DTensor
+
+    def size(tensors) -> int:
+        storages = {}
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+        return sum(storages.values())
+
+    parameters, gradients, states = [], [], []
+    for chunk in policy.chunks:
+        parameters += list(chunk.parameters())
+        if policy.layout.zero_stage < 2:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                gradients.append(buffer.grad_data)
+        else:
+            for group in chunk.param_and_grad_buffer.parameter_groups:
+                gradients.append(group.main_grad_buffer.data)
+                if group.model_weight_buffer is not None:
+                    parameters.append(group.model_weight_buffer.data)
+    live = [tensor for tensor in parameters if not isinstance(tensor, DTensor)]
+    kept = {tensor.untyped_storage().data_ptr() for tensor in live}
+    for shard in policy.shards:
+        states += [shard.moment("exp_avg"), shard.moment("exp_avg_sq")]
+        if shard.main.untyped_storage().data_ptr() not in kept:
+            states.append(shard.main)
+    return {"parameters": size(live), "gradients": size(gradients), "optimizer": size(states)}
+
+
+def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
+    """`gradients` with one thing broken."""
+    from unittest.mock import patch
+
+    from megatron.core.tensor_parallel import layers
+
+    from mgrpo.models import table
+    from mgrpo.parallel import context
+    from mgrpo.policy import model
+    from mgrpo.policy.policy import Policy
+
+    def doubled(*args, **kwargs):
+        return reduce(*args, **kwargs) * 2
+
+    def swapped(self, tensors, rank, size):
+        return place(table.Stacked(self.names[::-1]), tensors, rank, size)
+
+    def own_only(x, group=None):
+        return gather(x, tensor_parallel_output_grad=False, group=group)
+
+    def without_first(values, places, num_responses):
+        cut = values.detach().clone()
+        cut[:, 1:] = values[:, 1:]
+        return whole(cut, places, num_responses)
+
+    # The package has a function of the module's name.
+    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    reduce, place = layers.reduce_from_tensor_model_parallel_region, table.Stacked.place
+    gather, whole = context.gather_from_sequence_parallel_region, model.whole_responses
+    broken = {
+        "doubled_all_reduce": patch.object(layers, "reduce_from_tensor_model_parallel_region", doubled),
+        "missing_sequence_parallel_sum": patch.object(
+            finalize, "_allreduce_non_tensor_model_parallel_grads", lambda *args: None
+        ),
+        "swapped_gate_and_up": patch.object(table.Stacked, "place", swapped),
+        "missing_context_sum": patch.object(context, "gather_from_sequence_parallel_region", own_only),
+        "boundary_token_untrained": patch.object(model, "whole_responses", without_first),
+        "missing_tied_sum": patch.object(Policy, "_sum_tied_gradients", lambda self: None),
+    }[sabotage]
+    with broken:
+        return gradients(**arguments)
+
+
+def routing(model_dir: str, layout: dict[str, Any], samples: list[TrainSample], replays: bool) -> dict[str, Any]:
+    """How many choices of experts differ between the score before an update and the training pass after it."""
+    policy = make_policy(model_dir, layout, settings={"moe_enable_routing_replay": True})
+    policy.prepare_training(Optimizer(learning_rate=0.05), num_optimizer_steps=2)
+    packs, num_trained = own_packs(policy, samples, share_prompts=True, pack_length=512)
+    microbatches = policy.microbatches(packs)
+    chosen: list[torch.Tensor] = []
+    routers = [module for chunk in policy.chunks for module in chunk.modules() if hasattr(module, "router_replay")]
+    for router in routers:
+        router.register_forward_hook(lambda module, args, output: chosen.append(output[1].clone()))
+
+    def loss(logprobs, entropy, batch):
+        return -logprobs.sum() / num_trained, float(logprobs.detach().sum())
+
+    policy.score(microbatches, "old", records_routing=True)
+    before, chosen[:] = list(chosen), []
+    if not replays:
+        for microbatch in microbatches:
+            microbatch.routing.clear()
+    policy.train_step(microbatches, loss)
+    chosen.clear()
+    result = policy.train_step(microbatches, loss)
+    changed = sum(int((a != b).sum()) for a, b in zip(before, chosen, strict=True))
+    return {"changed": changed, "loss": sum(result.measured)}

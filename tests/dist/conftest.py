@@ -12,7 +12,9 @@ def run_ranks():
     pools: dict[int, RankPool] = {}
 
     def start(world_size: int, function, **arguments) -> RankPool:
-        if world_size not in pools or not pools[world_size].is_alive:
+        if world_size in pools and not pools[world_size].is_usable:
+            pools.pop(world_size).close()
+        if world_size not in pools:
             pools[world_size] = RankPool(world_size)
         return pools[world_size].start(function, **arguments)
 

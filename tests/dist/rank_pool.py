@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 TIMEOUT_S = 120
+MOST_THREADS = 300
+"""Of a rank; hundreds in each of four ranks bring a small machine down."""
 
 
 def _rank_main(rank: int, world_size: int, port: int, pipe: Any) -> None:
-    import os
-
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from mgrpo.parallel import backend
 
@@ -25,9 +27,10 @@ def _rank_main(rank: int, world_size: int, port: int, pipe: Any) -> None:
             return
         module, name, arguments = job
         try:
-            pipe.send((True, getattr(importlib.import_module(module), name)(**arguments)))
+            value = getattr(importlib.import_module(module), name)(**arguments)
+            pipe.send((True, value, len(os.listdir("/proc/self/task"))))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc(), 0))
 
 
 class RankPool:
@@ -41,6 +44,7 @@ class RankPool:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.pipes, self.processes = [], []
+        self.is_worn = False
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_rank_main, args=(rank, world_size, port, theirs), daemon=True)
@@ -61,7 +65,8 @@ class RankPool:
             if not pipe.poll(TIMEOUT_S):
                 self.kill()
                 raise AssertionError(f"rank {rank} did not answer within {TIMEOUT_S} s")
-            worked, value = pipe.recv()
+            worked, value, num_threads = pipe.recv()
+            self.is_worn |= num_threads > MOST_THREADS
             if not worked:
                 self.kill()
                 raise AssertionError(f"rank {rank} failed:\n{value}")
@@ -72,9 +77,15 @@ class RankPool:
     def is_alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
 
+    @property
+    def is_usable(self) -> bool:
+        """False also when it has collected threads: groups in which Megatron-FSDP was used never go away."""
+        return self.is_alive and not self.is_worn
+
     def close(self) -> None:
         for pipe in self.pipes:
-            pipe.send(None)
+            with contextlib.suppress(OSError):
+                pipe.send(None)
         for process in self.processes:
             process.join(10)
         self.kill()

@@ -81,8 +81,15 @@ def test_all_problems_come_at_once():
         assert field in text
 
 
-@pytest.mark.parametrize("flag", ["--context_parallel_size", "--expert_model_parallel_size", "--zero_stage"])
-def test_what_does_not_exist_yet_is_refused_by_name(flag):
-    """An accepted flag that does nothing is worse than none."""
-    value = "3" if flag == "--zero_stage" else "2"
-    assert "not implemented yet" in message(flag, value)
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--expert_model_parallel_size", "3"), "choose from {1, 2}"),
+        (("--expert_model_parallel_size", "2"), "expert_model_parallel_size=2 needs a mixture-of-experts model"),
+        (("--fsdp_shard_degree", "2"), "fsdp_shard_degree=2 needs zero_stage=3"),
+        (("--virtual_pipeline_model_parallel_size", "2"), "needs pipeline_model_parallel_size > 1"),
+    ],
+)
+def test_an_impossible_layout_is_refused_with_what_is_possible(flags, words):
+    """Process groups that cannot be formed end in an assertion deep inside Megatron, after the engines have started."""
+    assert words in message(*flags)

@@ -28,9 +28,9 @@ ROOMS = {
     "planner": {"models", "config"} | BASE,
     "policy": {"parallel", "models", "ops", "config"} | BASE,
     "sync": {"models"} | BASE,
-    "checkpoint": {"policy", "models"} | BASE,
+    "checkpoint": {"policy", "parallel", "models", "config"} | BASE,
 }
-LEADERS = {"trainer", "learning", "head", "launch", "evaluation", "cli"}
+LEADERS = {"trainer", "learning", "head", "launch", "evaluation", "conversion", "agreement", "cli"}
 """Top-level modules that may import every room."""
 HEAVY = {
     "megatron": {"parallel", "policy", "checkpoint"},

@@ -134,8 +134,8 @@ def test_lengths_and_speed():
     groups = [group([1.0, 0.0], [1, 4]), group([0.0, 0.0], [2, 3])]
     metrics = summarise(groups, generate_s=0.5)
     assert [metrics[f"eval/sequence_lengths{end}"] for end in ("", "_min", "_max")] == [2.5, 1, 4]
-    assert metrics["eval/actor_tokens_per_second"] == pytest.approx(28)
-    assert "eval/actor_tokens_per_second" not in summarise(groups)
+    assert metrics["time/eval_actor_tokens_per_second"] == pytest.approx(28)
+    assert "time/eval_actor_tokens_per_second" not in summarise(groups)
 
 
 def test_without_verifiers_nothing_is_correct():

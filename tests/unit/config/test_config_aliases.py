@@ -107,10 +107,49 @@ def problems_of(values, **options):
         ({"deepspeed_stage": 3}, {"zero_stage": 3}),
         (
             {"deepspeed_stage": 3, "sequence_parallel_size": 2},
+            {"zero_stage": 3, "context_parallel_size": 2, "cp_comm_type": "a2a"},
+        ),
+        (
+            {"deepspeed_stage": 3, "sequence_parallel_size": 2, "cp_comm_type": "all_gather"},
             {"zero_stage": 3, "context_parallel_size": 2},
         ),
         ({"sequence_parallel_size": 1}, {}),
         ({"cp_degree": 2}, {"context_parallel_size": 2}),
+        ({"cp_degree": 2, "cp_strategy": "llama3"}, {"context_parallel_size": 2}),
+        ({"cp_degree": 2, "cp_strategy": "zig_zag"}, {"context_parallel_size": 2}),
+        ({"cp_degree": 2, "cp_strategy": "ulysses"}, {"context_parallel_size": 2, "cp_comm_type": "a2a"}),
+        ({"deepspeed_stage": 0}, {"zero_stage": 0}),
+        ({"deepspeed_stage": 2, "deepspeed_zpg": 8}, {"zero_stage": 2}),
+        ({"deepspeed_stage": 3, "deepspeed_zpg": 1}, {"zero_stage": 3}),
+        ({"deepspeed_offload_optimizer": True}, {"optimizer_cpu_offload": True}),
+        ({"fsdp": "full_shard auto_wrap"}, {"zero_stage": 3}),
+        ({"fsdp": ["shard_grad_op", "auto_wrap"]}, {"zero_stage": 2}),
+        ({"fsdp": "hybrid_shard", "fsdp_shard_degree": 2}, {"zero_stage": 3, "fsdp_shard_degree": 2}),
+        ({"fsdp": True}, {"zero_stage": 3}),
+        ({"fsdp": True, "fsdp_config": {"reshard_after_forward": False, "xla": False}}, {"zero_stage": 2}),
+        (
+            {"fsdp": True, "fsdp_config": {"fsdp_activation_checkpointing": "true"}},
+            {"zero_stage": 3, "recompute_granularity": "full"},
+        ),
+        ({"fsdp": "false", "fsdp_config": {"cpu_offload": True}}, {}),
+        ({"gradient_checkpointing": True}, {"recompute_granularity": "full"}),
+        ({"gradient_checkpointing": False}, {}),
+        (
+            {"gradient_checkpointing": False, "recompute_granularity": "selective"},
+            {"recompute_granularity": "selective"},
+        ),
+        ({"gradient_checkpointing": True, "activation_memory_budget": 1}, {"recompute_granularity": "full"}),
+        ({"gradient_checkpointing": False, "activation_memory_budget": 0.5}, {"recompute_granularity": "selective"}),
+        ({"activation_memory_budget": 1}, {}),
+        ({"activation_memory_budget": 0.99}, {"recompute_granularity": "selective"}),
+        ({"activation_memory_budget": 0.5}, {"recompute_granularity": "selective"}),
+        ({"activation_memory_budget": 0.49}, {"recompute_granularity": "full"}),
+        ({"activation_memory_budget": 0}, {"recompute_granularity": "full"}),
+        ({"activation_checkpointing_mode": "budget"}, {}),
+        (
+            {"activation_checkpointing_mode": "full", "activation_memory_budget": 0.9},
+            {"recompute_granularity": "full"},
+        ),
         ({"actor_num_gpus_per_node": [8, 8]}, {"num_learners_per_node": (8, 8)}),
         ({"max_completion_length": 128}, {"response_length": 128}),
         (
@@ -211,14 +250,80 @@ def test_the_batch_of_trl_becomes_prompts_and_mini_batches(given, ranks, prompts
     assert config.algorithm.local_batch_size == (given.get("per_device_train_batch_size", 8) if in_trl else 8)
 
 
-def test_the_batch_holds_for_the_ranks_it_was_computed_for(tmp_path):
-    """A config made on a login node for 1 rank and started on 8 would have another batch than the script says."""
+@pytest.fixture
+def model(tmp_path):
+    """Settings of a run that lacks nothing."""
     (tmp_path / "config.json").write_text("{}")
-    base = {"model_name_or_path": str(tmp_path), "dataset_mixer_list": ["a", "1.0"]}
-    config = from_values(base | {"generation_batch_size": 64, "num_generations": 8}, world_size=2)
+    return {"model_name_or_path": str(tmp_path), "dataset_mixer_list": ["a", "1.0"]}
+
+
+def test_the_batch_holds_for_the_ranks_it_was_computed_for(model):
+    """A config made on a login node for 1 rank and started on 8 would have another batch than the script says."""
+    config = from_values(model | {"generation_batch_size": 64, "num_generations": 8}, world_size=2)
     assert problems(config, world_size=2) == []
     (found,) = problems(config, world_size=4)
-    assert found.startswith("world_size=2 is what the batch was computed for, but 4 learner ranks were started")
+    assert found.startswith("world_size=2 is what batch and layout were computed for, but 4 learner ranks were started")
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "degree"),
+    [
+        ({"deepspeed_zpg": 8}, 16, 8),
+        ({"deepspeed_zpg": 8}, 8, 8),
+        ({"deepspeed_zpg": 8}, 6, None),
+        ({"deepspeed_zpg": 1}, 16, None),
+        # Tensor and pipeline ranks hold other parameters, context ranks the same.
+        ({"deepspeed_zpg": 8, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 16, None),
+        ({"deepspeed_zpg": 4, "tensor_model_parallel_size": 2, "context_parallel_size": 2}, 16, 4),
+        ({"fsdp_num_replicas": 2}, 8, 4),
+        ({"fsdp_num_replicas": 1}, 8, 8),
+        ({"fsdp_num_replicas": 1}, 1, None),
+        ({"fsdp_num_replicas": 2, "fsdp_shard_degree": 4}, 8, 4),
+        ({"fsdp_num_replicas": 2, "tensor_model_parallel_size": 2, "context_parallel_size": 2}, 16, 4),
+        ({"fsdp_shard_degree": 2}, 8, 2),
+    ],
+)
+def test_replicas_become_ranks_that_share_a_parameter(model, given, ranks, degree):
+    """Too few would not hold the model, too many would send it over the slow links the script wants to spare."""
+    config = from_values(model | {"deepspeed_stage": 3} | given, world_size=ranks)
+    assert config.parallel.fsdp_shard_degree == degree
+    assert problems(config, world_size=ranks) == []
+
+
+def test_the_number_of_replicas_holds_for_the_ranks_it_was_computed_for(model):
+    """Two replicas of 8 ranks are groups of 4: on 4 ranks there would be one."""
+    config = from_values(model | {"zero_stage": 3, "fsdp_num_replicas": 2}, world_size=8)
+    (found,) = problems(config, world_size=4)
+    assert found.startswith("world_size=8 is what batch and layout were computed for, but 4 learner ranks were started")
+
+
+def test_a_flag_with_the_number_of_replicas_wins_over_a_file_with_their_size(tmp_path):
+    """The product rule is for one author; a sweep overrides the file by whichever name it knows."""
+    path = tmp_path / "run.yaml"
+    path.write_text("zero_stage: 3\nfsdp_shard_degree: 8\n")
+    config = parse([str(path), "--fsdp_num_replicas", "4"], world_size=8)
+    assert config.parallel.fsdp_shard_degree == 2
+    assert parse([str(path), "--gradient_checkpointing", "false"]).parallel.recompute_granularity == "none"
+    path.write_text("preset: trl_main\n")
+    assert parse([str(path)]).parallel.recompute_granularity == "full"
+    assert parse([str(path), "--gradient_checkpointing", "false"]).parallel.recompute_granularity == "none"
+
+
+def test_a_share_that_cannot_be_had_is_told(model):
+    """Without a line the owner would look for groups of 8 in the traffic of 4 ranks."""
+    config = from_values({"deepspeed_stage": 3, "deepspeed_zpg": 8}, world_size=4)
+    assert config.notes[0] == (
+        "deepspeed_zpg=8 is more than the 4 data- and context-parallel ranks, so all of them share each parameter"
+    )
+    assert from_values({"deepspeed_zpg": 4}).notes == ("deepspeed_zpg has no effect without deepspeed_stage=3",)
+    assert from_values({"deepspeed_zpg": 8}).notes == ()
+    (note,) = from_values({"activation_memory_budget": 0.7}).notes
+    assert note.startswith(
+        "activation_memory_budget -> recompute_granularity (selective); 1: none; from 0.5 on selective"
+    )
+    (note,) = from_values({"cp_strategy": "zig_zag"}).notes
+    assert note.endswith("each rank always has an early and a late stretch of a sequence, in zig-zag order")
+    assert from_values({"fsdp_config": {"version": 2}}).notes == ("fsdp_config has no effect without fsdp",)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +355,35 @@ def test_the_batch_holds_for_the_ranks_it_was_computed_for(tmp_path):
         ({"save_steps": 0.1}, "save_steps=0.1 is a share of the run; give save_freq"),
         ({"eval_steps": "inf"}, "eval_steps=inf must be a finite number of steps"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size=2 needs deepspeed_stage=3"),
+        (
+            {"fsdp_num_replicas": 3, "world_size": 8},
+            "fsdp_num_replicas=3 does not divide the 8 data- and context-parallel ranks; choose from {1, 2, 4, 8}",
+        ),
+        ({"fsdp_num_replicas": 0}, "fsdp_num_replicas=0 does not divide the 1 data- and context-parallel ranks"),
+        (
+            {"fsdp_num_replicas": 4, "fsdp_shard_degree": 4, "world_size": 8},
+            "fsdp_shard_degree=4 x fsdp_num_replicas=4 must be the 8 data- and context-parallel ranks; leave one of the",
+        ),
+        (
+            {"fsdp": "hybrid_shard"},
+            "fsdp=hybrid_shard does not say how many ranks share each parameter; give --fsdp_shard",
+        ),
+        (
+            {"fsdp": "no_shard"},
+            "fsdp=no_shard is refused: choose from full_shard, shard_grad_op, hybrid_shard; zero_stage=0",
+        ),
+        (
+            {"fsdp": "full_shard offload"},
+            "fsdp=offload is refused: choose from full_shard, shard_grad_op, hybrid_shard; weights",
+        ),
+        ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "optimizer_cpu_offload moves the optimizer's states"),
+        ({"fsdp": True, "fsdp_config": "fsdp.json"}, "fsdp_config=fsdp.json must be a JSON object"),
+        ({"activation_memory_budget": 1.5}, "activation_memory_budget=1.5 must be in [0, 1]"),
+        ({"activation_memory_budget": "nan"}, "activation_memory_budget=nan must be in [0, 1]"),
+        (
+            {"activation_checkpointing_mode": "selected_modules"},
+            "activation_checkpointing_mode=selected_modules is refused: OLMo-core's modules have no counterparts here; use",
+        ),
         (
             {"eval_on_step_0": True, "local_eval_every": -1},
             "eval_on_step_0=true needs local_eval_every above 0, got -1",
@@ -294,6 +428,20 @@ def test_what_the_other_trainer_refuses_is_refused_in_its_words(given, words):
         ({"loss_type": "grpo", "masked_mean_axis": None}, "masked_mean_axis means aggregation=token"),
         ({"max_completion_length": 9, "response_length": 8}, "max_completion_length means response_length=9"),
         ({"deepspeed_stage": 2, "zero_stage": 1}, "deepspeed_stage means zero_stage=2"),
+        ({"deepspeed_stage": 2, "fsdp": "full_shard"}, "fsdp means zero_stage=3, but deepspeed_stage means 2, too"),
+        (
+            {"gradient_checkpointing": True, "activation_memory_budget": 0.5},
+            "activation_memory_budget means recompute_granularity=selective, but gradient_checkpointing means full, too",
+        ),
+        (
+            {"gradient_checkpointing": True, "recompute_granularity": "selective"},
+            "gradient_checkpointing means recompute_granularity=full",
+        ),
+        ({"cp_strategy": "ulysses", "cp_comm_type": "all_gather"}, "cp_strategy means cp_comm_type=a2a"),
+        (
+            {"deepspeed_stage": 3, "deepspeed_zpg": 4, "fsdp_shard_degree": 2},
+            "deepspeed_zpg means fsdp_shard_degree=4",
+        ),
         (
             {"truncated_importance_sampling_ratio_cap": 2, "rho_clamp_upper_bound": 3},
             "truncated_importance_sampling_ratio_cap means rho_clamp_upper_bound=2",
@@ -411,7 +559,8 @@ def test_each_alias_is_told_once_with_its_value():
     assert config.notes == (
         "num_iterations -> num_epochs (2)",
         "epsilon -> clip_lower (0.3), clip_higher (0.3)",
-        "sequence_parallel_size -> context_parallel_size (1); Ulysses: ranks that share each sequence. Not "
+        "sequence_parallel_size -> context_parallel_size (1); Ulysses: ranks that share each sequence, and exchange it for "
+        "heads: a2a, which the heads of a tensor rank must divide by; cp_comm_type=all_gather has no such rule. Not "
         "sequence_parallel, which splits activations over tensor ranks",
         "max_prompt_length -> max_prompt_token_length (99); longer prompts are left out and counted, where TRL cuts them "
         "from the left",
@@ -420,9 +569,9 @@ def test_each_alias_is_told_once_with_its_value():
 
 def test_a_problem_with_a_setting_names_the_alias_that_gave_it():
     """`clip_lower must be ...` says nothing to someone who wrote epsilon."""
-    found = problems(from_values({"epsilon": 1.5, "deepspeed_stage": 3}), world_size=1)
+    found = problems(from_values({"epsilon": 1.5, "deepspeed_offload_optimizer": True, "zero_stage": 3}), world_size=1)
     assert "clip_lower=1.5 must be in [0, 1) (clip_lower was given as epsilon)" in found
-    assert any(line.endswith("(zero_stage was given as deepspeed_stage)") for line in found)
+    assert any(line.endswith("(optimizer_cpu_offload was given as deepspeed_offload_optimizer)") for line in found)
 
 
 def test_the_dump_says_who_set_what_and_loads_back(tmp_path):

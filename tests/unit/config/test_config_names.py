@@ -81,7 +81,8 @@ PEERS = {
     "TRL: of TrainingArguments": """
         per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps lr_scheduler_type warmup_ratio
         weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon seed save_steps save_total_limit eval_strategy
-        report_to push_to_hub gradient_checkpointing deepspeed fsdp warmup_steps per_device_eval_batch_size eval_steps
+        report_to push_to_hub gradient_checkpointing gradient_checkpointing_kwargs deepspeed fsdp
+        fsdp_config warmup_steps per_device_eval_batch_size eval_steps
         save_strategy output_dir run_name fp16 optim ddp_timeout data_seed resume_from_checkpoint""",
     "TRL: later": """
         importance_sampling_level sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg

@@ -42,8 +42,13 @@ RULES = [
     ("R2", {"loss_denominator": "0"}, "loss_denominator='0' must be token or a finite number above 0"),
     ("R2", {"loss_denominator": "nan"}, "loss_denominator='nan' must be token or"),
     ("R2", {"loss_denominator": "many"}, "loss_denominator='many' must be token or"),
-    ("R3", {"checkpoint_state_dir": "/states"}, "checkpoint_state_dir=/states is refused: checkpoints of the training"),
-    ("R3", {"checkpoint_state_freq": 200}, "checkpoint_state_freq=200 is refused: checkpoints of the training state"),
+    ("R3", {"checkpoint_state_dir": "/states"}, "checkpoint_state_dir=/states needs checkpoint_state_freq above"),
+    ("R3", {"checkpoint_state_dir": "/s", "checkpoint_state_freq": 0}, "needs checkpoint_state_freq above 0, got 0"),
+    ("R3", {"gs_checkpoint_state_dir": "gs://b/s"}, "gs_checkpoint_state_dir=gs://b/s needs checkpoint_state"),
+    ("R3", {"gs_bucket_path": "gs://b", "checkpoint_state_dir": "s"}, "checkpoint_state_dir=s needs checkpoint"),
+    ("R3", {"checkpoint_state_freq": 5, "checkpoint_state_dir": ""}, "checkpoint_state_dir is empty; name a folder"),
+    ("R3", {"keep_last_n_checkpoints": 0}, "keep_last_n_checkpoints=0 would keep no state"),
+    ("R3", {"keep_last_n_checkpoints": -2}, "keep_last_n_checkpoints=-2 must be at least -1"),
     ("R5", {"load_ref_policy": False}, "beta=0.05 needs the reference model, but load_ref_policy=false"),
     ("R5", {"load_ref_policy": False, "beta": 0, "log_ref_kl": True}, "log_ref_kl=true needs the reference model"),
     ("R5", {"ref_policy_update_freq": 4, "beta": 0}, "ref_policy_update_freq=4 updates a reference model that beta=0"),
@@ -88,7 +93,13 @@ RULES = [
         },
         "rho_mask_lower_bound=0.1 would drop the smallest divergences",
     ),
-    ("R14", {"gs_bucket_path": "s3://x"}, "gs_bucket_path=s3://x is refused"),
+    ("R14", {"gs_bucket_path": "s3://x"}, "gs_bucket_path=s3://x must begin with gs://"),
+    ("R14", {"gs_bucket_path": "gs://x"}, "gs_bucket_path=gs://x needs checkpoint_state_dir, the folder in it"),
+    (
+        "R14",
+        {"gs_checkpoint_state_dir": "/states", "checkpoint_state_freq": 5},
+        "gs_checkpoint_state_dir=/states must begin with gs://",
+    ),
     ("R18", {"tensor_model_parallel_size": 2}, "1 learner ranks cannot be split into tensor 2"),
     (
         "R18",
@@ -96,7 +107,7 @@ RULES = [
         "num_learners_per_node=8 8 asks for 16 learner ranks, but 1 were started",
     ),
     ("R18", {"num_learners_per_node": [0, 1]}, "num_learners_per_node=0 1 must be numbers above 0"),
-    ("R18", {"world_size": 4}, "world_size=4 is what the batch was computed for, but 1 learner ranks were started"),
+    ("R18", {"world_size": 4}, "world_size=4 is what batch and layout were computed for, but 1 learner ranks were"),
     (
         "R18",
         {"num_nodes": 3, "num_learners_per_node": [1]},
@@ -109,14 +120,56 @@ RULES = [
     ("R22", {"repetition_penalty": 1.1}, "repetition_penalty=1.1 is refused"),
     ("R22", {"vllm_structured_outputs_regex": "a*"}, "vllm_structured_outputs_regex=a* is refused"),
     ("R24", {"single_gpu_mode": True}, "single_gpu_mode=true is refused"),
-    ("R25", {"resume_from_checkpoint": "x"}, "resume_from_checkpoint=x is refused: a run cannot be resumed yet"),
+    ("R25", {"resume_from_checkpoint": "x"}, "resume=x must be auto, never, or the path of a training state"),
+    ("R25", {"resume": "no/such/step_3"}, "resume=no/such/step_3 is not a folder; check the path"),
+    ("R25", {"resume": "gs://b/step_2000"}, "is step 2000, but the run has 1562 training steps; raise total_episodes"),
     ("R25", {"num_training_steps": 3}, "num_training_steps=3 follows from other settings and is 1562; leave it out"),
     ("R26", {"reward_weights": [1, 2]}, "reward_weights has 2 entries for 0 reward functions"),
     ("R26", {"reward_weights": ["nan"]}, "reward_weights=nan must be finite numbers"),
     ("R27", {"kl_estimator": 4}, "kl_estimator must be one of 0, 1, 2, 3, got '4'"),
-    ("R28", {"fsdp_shard_degree": 4}, "fsdp_shard_degree=4 is refused"),
+    ("R28", {"fsdp_shard_degree": 4}, "fsdp_shard_degree=4 needs zero_stage=3, got 1"),
+    ("R28", {"fsdp_num_replicas": 3}, "fsdp_num_replicas=3 does not divide the 1 data- and context-parallel ranks"),
     ("R31", {"deepspeed_stage": 4}, "deepspeed_stage must be one of 0, 1, 2, 3, got '4'"),
-    ("R32", {"deepspeed_stage": 3, "deepspeed_zpg": 5}, "zero_stage=3 is not implemented yet; use 1"),
+    ("R32", {"deepspeed_stage": 3, "deepspeed_zpg": 5}, "(fsdp_shard_degree was given as deepspeed_zpg)"),
+    ("R32", {"deepspeed_stage": 3, "deepspeed_zpg": 0}, "fsdp_shard_degree=0 must be at least 1"),
+    ("MoE", {"router_aux_loss_coef": 0.01}, "router_aux_loss_coef=0.01 is refused: there is no auxiliary loss"),
+    ("offload", {"deepspeed_offload_param": True}, "deepspeed_offload_param=true is refused: weights stay on the GPU"),
+    ("offload", {"optimizer_offload_fraction": 0}, "optimizer_offload_fraction=0.0 must be in (0, 1]"),
+    *(
+        (
+            "offload",
+            {"optimizer_cpu_offload": True, "zero_stage": stage},
+            f"optimizer_cpu_offload=true needs zero_stage=1 (Megatron's distributed optimizer), got {stage}; "
+            f"use zero_stage=1, or zero_stage={stage} without it",
+        )
+        for stage in (0, 2, 3)
+    ),
+    (
+        "precision",
+        {"use_precision_aware_optimizer": True, "zero_stage": 0},
+        "use_precision_aware_optimizer=true needs a zero_stage of at least 1, got 0",
+    ),
+    (
+        "precision",
+        {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True},
+        "use_precision_aware_optimizer=true cannot be combined with optimizer_cpu_offload=true",
+    ),
+    ("precision", {"exp_avg_dtype": "fp8"}, "exp_avg_dtype must be one of float32, float16, bfloat16, got 'fp8'"),
+    (
+        "recompute",
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "core_attention"]},
+        "recompute_modules=core_attention must be of core_attn, mlp, moe; did you mean core_attn?",
+    ),
+    ("recompute", {"recompute_modules": "mpl"}, "did you mean mlp?"),
+    ("recompute", {"recompute_modules": "head"}, "recompute_modules=head must be of core_attn, mlp, moe"),
+    (
+        "recompute",
+        {"recompute_granularity": "selective", "recompute_modules": []},
+        "recompute_granularity=selective recomputes nothing without recompute_modules; name some of core_attn",
+    ),
+    ("layers", {"num_layers_in_first_pipeline_stage": 0}, "num_layers_in_first_pipeline_stage=0 must be at least 1"),
+    ("layers", {"num_layers_in_last_pipeline_stage": 3}, "needs pipeline_model_parallel_size > 1"),
+    ("chunks", {"virtual_pipeline_model_parallel_size": 0}, "virtual_pipeline_model_parallel_size=0 must be at"),
     (
         "R34",
         {"policy_loss": "vespo", "use_rho_correction": True, "rho_level": "sequence_sum"},
@@ -190,6 +243,13 @@ def test_a_rule_fires_on_its_mistake_alone(model, rule, values, words):
         {"async_steps": 0, "inflight_updates": False, "vllm_sync_backend": "nccl", "gather_whole_model": True},
         {"r1_style_format_reward": 0.5, "apply_r1_style_format_reward": True},
         {"eval_top_p": 1.0, "top_k": 0, "min_p": None, "use_vllm": True, "deepspeed_zpg": 8},
+        {"zero_stage": 0},
+        {"zero_stage": 2, "gradient_checkpointing": True},
+        {"deepspeed_stage": 3, "deepspeed_zpg": 8, "router_aux_loss_coef": 0.001},
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+        {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "zero_stage": 2},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
+        {"shared_prompt_packing": True},
     ],
 )
 def test_what_is_sound_is_accepted(model, values):
@@ -207,6 +267,33 @@ def test_a_batch_smaller_than_the_ranks_is_refused(model):
     """Ranks without a completion would train on nothing in every step."""
     (found,) = found_in(model, {"num_unique_prompts_rollout": 2, "num_samples_per_prompt_rollout": 2}, world_size=8)
     assert found.startswith("4 completions a step")
+
+
+def test_shared_prompts_and_context_parallel_ranks_are_refused_together(model):
+    """Packing would refuse them too, but after the engines have started and sampled a batch."""
+    found = found_in(model, {"shared_prompt_packing": True, "context_parallel_size": 2}, world_size=2)
+    assert found == [
+        "shared_prompt_packing=true cannot be combined with context_parallel_size=2, whose ranks share each document; use "
+        "auto or false"
+    ]
+    for value in (False, "auto"):
+        assert found_in(model, {"shared_prompt_packing": value, "context_parallel_size": 2}, world_size=2) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks"),
+    [
+        ({"context_parallel_size": 2, "cp_comm_type": "a2a"}, 4),
+        ({"expert_model_parallel_size": 4}, 4),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, 4),
+        ({"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 3}, 2),
+        ({"zero_stage": 3, "fsdp_shard_degree": 2, "context_parallel_size": 2}, 4),
+        ({"sequence_parallel_size": 2, "deepspeed_stage": 3}, 4),
+    ],
+)
+def test_every_axis_is_open(model, values, ranks):
+    """A rule that is left over from when an axis did not exist would keep it closed."""
+    assert found_in(model, values, world_size=ranks) == []
 
 
 def test_a_dataset_smaller_than_a_step_is_refused():

@@ -10,6 +10,7 @@ from mgrpo.config import Config, ConfigError, from_values
 from mgrpo.config.fields import alternatives, build, flat, settings
 from mgrpo.config.validate import RANGES, check, layout_of, problems, warnings
 from mgrpo.layout import Layout
+from mgrpo.packing.step import multiples
 
 SMALL = {"num_attention_heads": 9, "num_key_value_heads": 3}
 FULL = SMALL | {"hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152, "num_hidden_layers": 30}
@@ -81,7 +82,7 @@ def test_the_bare_defaults_lack_a_model_and_data_and_nothing_else():
         ({"model_name_or_path": "/no/such"}, "model_name_or_path=/no/such is not a folder"),
         ({"model_name_or_path": "~/model"}, "~ is not expanded"),
         ({"output_dir": ""}, "output_dir is empty"),
-        ({"zero_stage": 3}, "zero_stage=3 is not implemented yet"),
+        ({"zero_stage": 2, "fsdp_shard_degree": 1}, "fsdp_shard_degree=1 needs zero_stage=3, got 2"),
         ({"context_parallel_size": 2}, "cannot be split into tensor 1 x pipeline 1 x context 2"),
         ({"sequence_parallel": True}, "sequence_parallel=true needs tensor_model_parallel_size > 1"),
     ],
@@ -297,13 +298,48 @@ def test_the_layout_follows_the_parallel_section():
             "the baseline is the mean of the batch",
         ),
         ({"alpha": 0.3}, "alpha=0.3 has no effect without ref_policy_update_freq"),
-        ({"rho_mask_upper_bound": 3.0}, "rho_mask_upper_bound=3.0 has no effect without use_rho_correction=true"),
+        ({"rho_mask_upper_bound": 3.0}, "rho_mask_upper_bound=3 has no effect without use_rho_correction=true"),
         (
             {"policy_loss": "reinforce", "ratio_level": "sequence"},
             "ratio_level=sequence has no effect without a policy",
         ),
         ({"lr_scheduler_type": "constant", "warm_up_steps": 3}, "warm_up_steps=3 has no effect without another lr_"),
-        ({"tensor_model_parallel_size": 2, "pack_length": 513}, "pack_length=513 is rounded up to a multiple of"),
+        (
+            {"tensor_model_parallel_size": 2, "pack_length": 513},
+            "pack_length=513 is rounded up to 514, a multiple of 2:",
+        ),
+        ({"context_parallel_size": 2, "pack_length": 513}, "pack_length=513 is rounded up to 516, a multiple of 4:"),
+        ({"cp_strategy": "ulysses"}, "cp_comm_type=a2a has no effect without context_parallel_size above 1"),
+        (
+            {"recompute_granularity": "full", "recompute_modules": ["mlp", "moe"]},
+            "recompute_modules=mlp moe has no effect without recompute_granularity=selective",
+        ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
+            "recompute_modules: moe has no effect on a model without experts",
+        ),
+        (
+            {"optimizer_offload_fraction": 0.5},
+            "optimizer_offload_fraction=0.5 has no effect without optimizer_cpu_offload=true",
+        ),
+        (
+            {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"},
+            "exp_avg_dtype=bfloat16, exp_avg_sq_dtype=bfloat16 has no effect without use_precision_aware_optimizer=true",
+        ),
+        (
+            {"moe_enable_routing_replay": True, "num_epochs": 2},
+            "moe_enable_routing_replay=true has no effect on a model without experts",
+        ),
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+                "num_mini_batches": 16,
+                "num_samples_per_prompt_rollout": 1,
+                "filter_zero_std_samples": False,
+            },
+            "interleaved stages take that many at a time, so the rest are empty",
+        ),
         ({"tensor_model_parallel_size": 2, "num_learners_per_node": [1, 1]}, "some matrices are shared across nodes"),
         (
             {
@@ -326,6 +362,42 @@ def test_what_is_probably_not_meant_is_a_warning(model, values, words):
     found = warnings(config, **context)
     assert [words in sentence for sentence in found].count(True) == 1
     assert len(found) == 1 or values["num_samples_per_prompt_rollout"] == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_epochs": 2}, None),
+        ({"num_mini_batches": 2}, None),
+        ({}, "without a second optimizer step on the same batch (num_epochs, num_mini_batches)"),
+        ({"num_epochs": 2, "use_vllm_logprobs": True}, "without use_vllm_logprobs=false"),
+    ],
+)
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_routing_is_replayed_where_there_is_something_to_replay(values, words, key):
+    """The first update sees the weights that chose the experts: replaying their choice changes nothing."""
+    config = from_values({"moe_enable_routing_replay": True} | values)
+    found = warnings(config, world_size=1, hf_config={key: 8})
+    assert len(found) == (words is not None)
+    assert all(words in sentence for sentence in found)
+
+
+@pytest.mark.parametrize("context", [1, 2, 3, 4])
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_the_reported_pack_length_is_the_packers(context, tensor):
+    """The rule is said twice, because the config imports no packing: a note with another number would mislead."""
+    for sequence_parallel in {False, tensor > 1}:
+        values = {
+            "context_parallel_size": context,
+            "tensor_model_parallel_size": tensor,
+            "sequence_parallel": sequence_parallel,
+            "pack_length": 601,
+        }
+        _, multiple = multiples(context=context, tensor=tensor, sequence_parallel=sequence_parallel)
+        found = [line for line in warnings(from_values(values), world_size=12 * tensor) if "rounded" in line]
+        expected = -(-601 // multiple) * multiple
+        assert len(found) == (expected != 601)
+        assert all(f"up to {expected}, a multiple of {multiple}:" in line for line in found)
 
 
 def test_settings_that_need_reward_functions_or_must_not_have_them():

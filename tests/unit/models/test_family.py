@@ -2,20 +2,188 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from typing import Any
+
 import pytest
 
-from mgrpo.models.family import Llama3Rope, read_hf_config, shape_of
+from mgrpo.models.family import FAMILIES, Experts, ModelShape, read_hf_config, shape_of
+from mgrpo.models.rope import Rope
 
-QWEN2 = {
-    "model_type": "qwen2",
-    "num_hidden_layers": 2,
+SMALL = {
+    "num_hidden_layers": 8,
     "hidden_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 96,
     "vocab_size": 125,
-    "rope_theta": 1e6,
 }
+QWEN2 = {"model_type": "qwen2", "rope_theta": 1e6} | SMALL
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "attention_factor": 1.2079441541679836,
+}
+HUB: dict[str, dict[str, Any]] = {
+    # As published: sizes apart, all keys that say how the model computes, in the spelling of their day.
+    "llama 3.2": {
+        "model_type": "llama",
+        "rope_theta": 5e5,
+        "rope_scaling": LLAMA3,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 16,
+    },
+    "mistral 7B v0.1": {
+        "model_type": "mistral",
+        "sliding_window": 4096,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+    },
+    "mistral 7B v0.3": {
+        "model_type": "mistral",
+        "sliding_window": None,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
+    "mixtral 8x7B": {
+        "model_type": "mixtral",
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "max_position_embeddings": 32768,
+    },
+    "qwen2.5 7B": {
+        "model_type": "qwen2",
+        "rope_theta": 1e6,
+        "sliding_window": 131072,
+        "use_sliding_window": False,
+        "max_window_layers": 28,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+    },
+    "qwen2 with windows": {
+        "model_type": "qwen2",
+        "rope_theta": 1e6,
+        "sliding_window": 1024,
+        "use_sliding_window": True,
+        "max_window_layers": 5,
+    },
+    "qwen3 8B, stretched": {
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        "max_position_embeddings": 131072,
+    },
+    "qwen3 30B-A3B": {
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "rope_theta": 1e6,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+        "moe_intermediate_size": 24,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "use_sliding_window": False,
+        "max_position_embeddings": 40960,
+    },
+    "olmo 2 7B": {
+        "model_type": "olmo2",
+        "rope_theta": 500000,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+    "olmo 3 7B": {
+        "model_type": "olmo3",
+        "rope_theta": 500000,
+        "rope_scaling": YARN,
+        "sliding_window": 4096,
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2,
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-6,
+    },
+    "gemma 2 2B": {
+        "model_type": "gemma2",
+        "head_dim": 32,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+    },
+    "gemma 3 1B": {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": 32768,
+    },
+    "gemma 3 with linear RoPE": {
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_config_means_what_transformers_reads(name):
+    """Silent keys, old spellings and patterns of layers: transformers writes them all out, and the engines go by it."""
+    import transformers
+
+    config = HUB[name] | SMALL
+    written = transformers.AutoConfig.for_model(**config).to_dict()
+    assert shape_of(config) == shape_of(json.loads(json.dumps(written)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_those_of_transformers(family):
+    """A key that config.json leaves out has the family's value, not a Llama's."""
+    import transformers
+
+    experts = {"mixtral": {"num_local_experts": 4}, "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24}}
+    config = {"model_type": family} | SMALL | experts.get(family, {})
+    del config["num_key_value_heads"]
+    written = transformers.AutoConfig.for_model(**config).to_dict()
+    assert shape_of(config) == shape_of(json.loads(json.dumps(written)))
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_shape_survives_the_way_to_the_engines(name):
+    """Engines compute the same plan from it: a list in the place of a tuple is another shape."""
+    shape = shape_of(HUB[name] | SMALL)
+    assert ModelShape.from_dict(json.loads(json.dumps(asdict(shape)))) == shape
+    assert hash(ModelShape.from_dict(asdict(shape))) == hash(shape)
 
 
 def test_both_spellings_of_rope_are_read():
@@ -25,44 +193,63 @@ def test_both_spellings_of_rope_are_read():
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}
     }
     assert old == shape_of(new)
-    assert old.rope_theta == 1e6
+    assert old.ropes == (Rope(theta=1e6),) * 8
 
 
-def test_llama3_scaling_is_read_when_megatron_can_do_it():
-    """Megatron fixes all numbers of the formula but the factor."""
-    rope = {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    assert shape_of(QWEN2 | {"model_type": "llama", "rope_scaling": rope}).rope_scaling == Llama3Rope(factor=32.0)
-    with pytest.raises(ValueError, match="RoPE scaling"):
-        shape_of(QWEN2 | {"model_type": "llama", "rope_scaling": rope | {"high_freq_factor": 8.0}})
+def test_layers_differ_where_the_family_says_so():
+    """By hand, for the two families with different layers: every sixth layer of Gemma 3, every fourth of OLMo 3."""
+    gemma = shape_of(HUB["gemma 3 1B"] | SMALL)
+    assert gemma.windows == (512,) * 5 + (None,) + (512,) * 2
+    assert [rope.theta for rope in gemma.ropes] == [1e4] * 5 + [1e6] + [1e4] * 2
+    olmo = shape_of(HUB["olmo 3 7B"] | SMALL)
+    assert olmo.windows == ((4096,) * 3 + (None,)) * 2
+    assert olmo.ropes[0] == Rope(theta=5e5)
+    assert olmo.ropes[3].scaling == "yarn"
+    assert shape_of(HUB["qwen2 with windows"] | SMALL).windows == (None,) * 5 + (1024,) * 3
+
+
+def test_experts_are_where_the_config_says():
+    """Every second layer, but not layer 3."""
+    experts = shape_of(HUB["qwen3 30B-A3B"] | SMALL).experts
+    assert experts == Experts(count=16, top_k=4, ffn=24, normalised=True, dense_layers=(0, 2, 3, 4, 6))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mixtral"}, "supported families: llama, qwen2, qwen3"),
-        ({"use_sliding_window": True}, "use_sliding_window=true"),
+        ({"model_type": "deepseek_v3"}, "supported families: llama, mistral, mixtral, qwen2, qwen3, "),
+        ({"model_type": "gemma3"}, "it has an image encoder; give the text model alone, model_type 'gemma3_text'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        ({"mlp_bias": True}, "mlp_bias=true"),
         ({"attention_bias": True}, "attention_bias=true"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "RoPE scaling"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "RoPE scaling 'dynamic'"),
+        ({"rope_scaling": {"type": "llama3", "factor": 4}}, "RoPE scaling 'llama3' without low_freq_factor, high_fr"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 4}, r"layer_types \(layers of this family attend"),
+        ({"layer_types": ["chunked_attention"] * 8}, "layer_types chunked_attention"),
+        ({"model_type": "olmo3", "layer_types": ["full_attention"] * 7}, "7 layer_types for num_hidden_layers=8"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1},
+            "num_experts_per_tok=1 with weights that add up to 1",
+        ),
+        ({"model_type": "qwen3_moe"}, "config.json of a qwen3_moe model lacks num_experts"),
     ],
 )
 def test_what_cannot_be_built_exactly_is_refused(change, words):
     """A silently different model learns something else."""
     with pytest.raises(ValueError, match=words):
-        shape_of(QWEN2 | change)
+        shape_of(QWEN2 | {"sliding_window": 4} | change)
 
 
 def test_all_reasons_come_at_once():
     """One reason a start wastes a start each."""
-    with pytest.raises(ValueError, match=r"mlp_bias.*use_sliding_window"):
-        shape_of(QWEN2 | {"mlp_bias": True, "use_sliding_window": True})
+    with pytest.raises(ValueError, match=r"mlp_bias.*quantization_config.*RoPE scaling"):
+        shape_of(QWEN2 | {"mlp_bias": True, "quantization_config": {"bits": 4}, "rope_scaling": {"type": "longrope"}})
 
 
 def test_missing_folder_is_named(tmp_path):

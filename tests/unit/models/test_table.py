@@ -23,12 +23,21 @@ MODELS = {
     "qwen3": HF,
     "qwen2-tied": HF | {"model_type": "qwen2", "tie_word_embeddings": True},
     "llama-1kv": HF | {"model_type": "llama", "num_key_value_heads": 1},
+    "olmo3": HF | {"model_type": "olmo3", "num_key_value_heads": 8},
+    "gemma2-tied": HF | {"model_type": "gemma2"},
+    "mixtral": HF | {"model_type": "mixtral", "num_local_experts": 4},
+    "qwen3_moe": HF
+    | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
 }
 LAYOUTS = [
     Layout(world_size=1),
     Layout(world_size=4, tensor=4),
     Layout(world_size=8, tensor=2, pipeline=2),
     Layout(world_size=4, pipeline=4),
+    Layout(world_size=2, pipeline=2, virtual_pipeline=2),
+    Layout(world_size=2, pipeline=2, first_stage_layers=1),
+    Layout(world_size=8, tensor=2, expert=4, sequence_parallel=True),
+    Layout(world_size=8, pipeline=2, context=2, expert=2),
 ]
 
 
@@ -39,6 +48,12 @@ def counts(model, boxes: list[Box]) -> dict[str, np.ndarray]:
     return held
 
 
+def is_whole(model, tensor: str) -> bool:
+    """Whether every tensor rank holds all of it: norms and routers, but not a norm of whole projections."""
+    is_split_norm = model.qk_norm == "whole" and ("q_norm" in tensor or "k_norm" in tensor)
+    return ("norm" in tensor and not is_split_norm) or tensor.endswith(("mlp.gate.weight", "moe.gate.weight"))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_ranks_hold_everything_once_a_replica(name, layout):
@@ -46,8 +61,10 @@ def test_training_ranks_hold_everything_once_a_replica(name, layout):
     model = shape_of(MODELS[name])
     held = counts(model, [box for boxes in training_boxes(model, layout) for box in boxes])
     for tensor, number in held.items():
-        expected = layout.data
-        if "norm" in tensor:
+        expected = layout.data * layout.context
+        if ".experts." in tensor:
+            expected = layout.expert_data
+        elif is_whole(model, tensor):
             expected *= layout.tensor
         if tensor == "model.embed_tokens.weight" and model.tied and layout.pipeline > 1:
             expected *= 2
@@ -62,7 +79,7 @@ def test_engine_workers_hold_everything(name, workers):
     held = counts(model, [box for boxes in engine_boxes(model, InferLayout(tensor=workers)) for box in boxes])
     for tensor, number in held.items():
         copies = 1
-        if "norm" in tensor:
+        if is_whole(model, tensor) or "norm" in tensor:
             copies = workers
         elif "k_proj" in tensor or "v_proj" in tensor:
             copies = max(workers // model.kv_heads, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,53 +36,57 @@ def pack() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), positions, branches
 
 
-def both(attention, kv_heads: int, device: str) -> tuple:
-    """The attention, its operands, and the pack with a dense and with a block mask."""
+def operands(kv_heads: int, device: str) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(0)
-    cu_seqlens, positions, branches = pack()
-    packed = attention.describe(cu_seqlens, positions, branches)
-    document = np.repeat(np.arange(len(cu_seqlens) - 1), np.diff(cu_seqlens))
-    flexible = dataclasses.replace(
-        packed, block_mask=attention.branch_block_mask(document, branches, torch.device(device))
-    )
-    operands = tuple(torch.randn(len(branches), heads, 16, device=device) for heads in (4, kv_heads, kv_heads))
-    return attention.PackedAttention(SimpleNamespace(kv_channels=16)), operands, [packed, flexible]
+    return tuple(torch.randn(len(pack()[1]), heads, 16, device=device) for heads in (4, kv_heads, kv_heads))
+
+
+MODELS = [{}, {"window": 4}, {"softcap": 0.7}, {"window": 4, "softcap": 0.7, "scale": 0.4}]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_flex_attention_equals_the_padded_call(attention, kv_heads: int) -> None:
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_flex_attention_equals_the_padded_call(attention, kv_heads: int, model: dict) -> None:
     """On CUDA a completion would read its siblings' tokens, and train on what it never saw when it was sampled."""
-    attend, operands, packs = both(attention, kv_heads, "cpu")
-    dense, flexible = (attend(*operands, packed_seq_params=packed) for packed in packs)
-    torch.testing.assert_close(flexible, dense, rtol=1e-5, atol=1e-5)
+    core = attention.PackedAttention(SimpleNamespace(kv_channels=16), **model)
+    packed = attention.describe(*pack())
+    flexible = core._flex(*operands(kv_heads, "cpu"), packed.whole)
+    padded = core(*operands(kv_heads, "cpu"), packed_seq_params=packed)
+    torch.testing.assert_close(flexible.flatten(1), padded, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device; FlexAttention has no backward on the CPU")
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_gradients_of_flex_attention_equal_the_padded_call(attention, kv_heads: int) -> None:
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_gradients_of_flex_attention_equal_the_padded_call(attention, kv_heads: int, model: dict) -> None:
     """The backward of the compiled kernel, with the same mask as the dense one."""
-    core, operands, (packed, flexible) = both(attention, kv_heads, "cuda")
-    dense = dataclasses.replace(
-        packed,
-        block_mask=None,
-        mask=torch.from_numpy(
-            attention._branch_mask(packed.padded_rows.cpu().numpy(), pack()[2], 3, packed.max_seqlen_q)
-        ).cuda(),
-    )
-    leaves = [operand.requires_grad_() for operand in operands]
+    core = attention.PackedAttention(SimpleNamespace(kv_channels=16), **model)
+    packed = attention.describe(*pack())
+    leaves = [operand.requires_grad_() for operand in operands(kv_heads, "cuda")]
     results = []
-    for attend, described in ((core._padded, dense), (core._flex, flexible)):
-        out = attend(*leaves, described)
+    for out in (core._padded(*leaves, packed, packed.whole), core._flex(*leaves, packed.whole)):
         results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
-    for got, expected in zip(*results, strict=True):
+    for expected, got in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_capped_scores_by_hand(attention) -> None:
+    """Three tokens, one head: tanh before the mask and the softmax."""
+    cu_seqlens, positions = np.array([0, 3], dtype=np.int32), np.arange(3)
+    query, key, value = (torch.randn(3, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    core = attention.PackedAttention(SimpleNamespace(kv_channels=16), window=2, softcap=0.5)
+    got = core(query, key, value, packed_seq_params=attention.describe(cu_seqlens, positions, np.zeros(3, dtype=int)))
+    for row in range(3):
+        seen = slice(max(row - 1, 0), row + 1)
+        scores = 0.5 * torch.tanh((key[seen, 0] @ query[row, 0]) / 4 / 0.5)
+        torch.testing.assert_close(got[row], scores.softmax(0) @ value[seen, 0])
 
 
 def test_a_branch_does_not_see_its_siblings(attention) -> None:
     """The mask itself, by hand: the second completion's first token sees the prompt and itself."""
     cu_seqlens, positions, branches = pack()
-    mask = attention.describe(cu_seqlens, positions, branches).mask
+    mask = attention.describe(cu_seqlens, positions, branches).whole.mask(None)
     assert mask[0, 0, 8].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4, 8]
     assert mask[1, 0, 3].nonzero()[:, 0].tolist() == [0, 1, 2, 3]

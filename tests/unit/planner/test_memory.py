@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
+from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
-from mgrpo.models.family import shape_of
-from mgrpo.planner.memory import LOGITS_CHUNK, choose_logits_chunk, logits_bytes, num_parameters, state_bytes
+from mgrpo.models.family import Experts, shape_of
+from mgrpo.models.table import local_parameters
+from mgrpo.planner.memory import (
+    LOGITS_CHUNK,
+    choose_logits_chunk,
+    logits_bytes,
+    num_parameters,
+    stage_elements,
+    state_bytes,
+)
 
 GIB = 1 << 30
 # Qwen2.5-7B. A layer: q 3584 x 3584 + 3584, k and v 3584 x 512 + 512 each, o 3584 x 3584, three 3584 x 18944 of the
@@ -26,6 +36,7 @@ QWEN_7B = shape_of(
 )
 LAYER, EMBEDDING, NORM = 233_057_792, 544_997_376, 3584
 ONE = Layout(world_size=1)
+EXPERTS = Experts(count=16, top_k=2, ffn=1280, normalised=True, dense_layers=(0, 3))
 
 
 def choose(setting: int | str = "auto", **changes) -> int:
@@ -101,6 +112,12 @@ def test_auto_chunks_where_not_even_the_states_fit() -> None:
     assert choose(layout=ONE, pack_length=512) == LOGITS_CHUNK
 
 
+def test_auto_never_chunks_capped_logits() -> None:
+    """The chunked head has no logits to cap, and refuses such a model."""
+    capped = dataclasses.replace(QWEN_7B, logit_softcap=30.0)
+    assert choose(shape=capped, layout=ONE, pack_length=512) == 0
+
+
 def test_auto_changes_at_exactly_half_of_what_is_left() -> None:
     """The rule in the docstring is the rule."""
     states = state_bytes(QWEN_7B, ONE, stage=0, dtype_bytes=2).total
@@ -119,3 +136,76 @@ def test_auto_looks_at_the_last_stage() -> None:
     fits = {"layout": layout, "pack_length": 1000}
     assert choose(**fits, device_bytes=last + 2 * logits) == 0
     assert choose(**fits, device_bytes=last + 2 * logits - 1) == LOGITS_CHUNK
+
+
+def test_each_zero_stage_shares_what_it_names() -> None:
+    """Sharing counted where there is none, and a run that was promised to fit dies in its first step."""
+    p, ranks = 7_615_616_512, Layout(world_size=8)
+    held = {
+        zero: state_bytes(QWEN_7B, dataclasses.replace(ranks, zero_stage=zero), stage=0, dtype_bytes=2)
+        for zero in range(4)
+    }
+    assert [(s.parameters, s.gradients, s.optimizer) for s in held.values()] == [
+        (2 * p, 4 * p, 12 * p),
+        (2 * p, 4 * p, 12 * p // 8),
+        (2 * p, 4 * p // 8, 12 * p // 8),
+        (2 * p // 8, 4 * p // 8, 12 * p // 8),
+    ]
+    # Two layers whole: with ZeRO-2 their gradients, with ZeRO-3 their weights, too.
+    assert [s.unsharded for s in held.values()] == [0, 0, 2 * 4 * LAYER, 2 * 6 * LAYER]
+
+
+def test_context_ranks_share_and_replicas_do_not() -> None:
+    """ZeRO goes over data x context ranks; with a shard size, over so many of them."""
+    p = 7_615_616_512
+    context = state_bytes(QWEN_7B, Layout(world_size=8, context=4), stage=0, dtype_bytes=2)
+    assert context.optimizer == 12 * p // 8
+    replicas = Layout(world_size=8, zero_stage=3, shard_size=4)
+    assert state_bytes(QWEN_7B, replicas, stage=0, dtype_bytes=2).parameters == 2 * p // 4
+
+
+def test_offload_and_small_moments_shrink_the_optimizer() -> None:
+    """12 bytes a weight on one rank: half of them in host memory, or 4 + 2 + 2 with bf16 moments."""
+    p = 7_615_616_512
+    half = Parallel(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+    offloaded = state_bytes(QWEN_7B, ONE, stage=0, dtype_bytes=2, settings=half)
+    assert (offloaded.optimizer, offloaded.host) == (6 * p, 6 * p)
+    small = Parallel(use_precision_aware_optimizer=True, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
+    assert state_bytes(QWEN_7B, ONE, stage=0, dtype_bytes=2, settings=small).optimizer == 8 * p
+
+
+def test_a_reference_that_moves_has_an_fp32_copy() -> None:
+    """It is kept from the first update of the reference on, and would come as a surprise then."""
+    moving = state_bytes(QWEN_7B, ONE, stage=0, dtype_bytes=2, has_reference=True, reference_moves=True)
+    assert moving.reference == 6 * 7_615_616_512
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({}, {"world_size": 8, "tensor": 2, "pipeline": 4}),
+        ({"tied": True, "vocab": 151_999}, {"world_size": 8, "tensor": 2, "pipeline": 2}),
+        ({"tied": True}, {"world_size": 2, "tensor": 2}),
+        ({}, {"world_size": 4, "pipeline": 2, "virtual_pipeline": 7}),
+        ({}, {"world_size": 4, "pipeline": 4, "first_stage_layers": 5, "last_stage_layers": 7}),
+        ({"experts": EXPERTS}, {"world_size": 8, "pipeline": 2, "expert": 4, "tensor": 2}),
+        ({"experts": EXPERTS}, {"world_size": 4, "pipeline": 2, "tensor": 2}),
+    ],
+)
+def test_every_stage_holds_what_the_rule_table_gives_it(changes: dict, layout: dict) -> None:
+    """Uneven stages, interleaved chunks, experts, padding and a tied copy: the count by layers is the table's."""
+    shape, layout = dataclasses.replace(QWEN_7B, **changes), Layout(**layout)
+    for stage in range(layout.pipeline):
+        rank = stage * layout.world_size // layout.pipeline
+        table = sum(math.prod(place.shape) for place in local_parameters(shape, layout, rank).values())
+        assert num_parameters(shape, layout, stage=stage) == table
+
+
+def test_experts_are_shared_by_those_who_hold_the_same() -> None:
+    """With all ranks of a stage holding different experts, nothing of these is shared: 12 bytes a weight, not 12/8."""
+    shape = dataclasses.replace(QWEN_7B, experts=EXPERTS)
+    layout = Layout(world_size=8, expert=8)
+    held = stage_elements(shape, layout, stage=0)
+    optimizer = state_bytes(shape, layout, stage=0, dtype_bytes=2).optimizer
+    assert held.experts == 26 * 3 * 3584 * 1280 * 16 // 8 and layout.expert_data == 1
+    assert optimizer == 12 * (-(-held.dense // 8) + held.experts)

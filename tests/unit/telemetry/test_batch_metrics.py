@@ -324,7 +324,7 @@ def test_policy_versions_are_a_mean_over_tokens():
 def test_the_engines_speed_counts_a_prompt_once_and_dropped_groups_too():
     """The engines read a prompt once for its group, and what a filter leaves out was sampled all the same."""
     assert tokens_per_second(KEPT, 2.0) == pytest.approx((4 + 2 + 40) / 2)
-    assert measure(KEPT, [group([0.0], lengths=[7])])["val/actor_tokens_per_second"] == pytest.approx((46 + 3 + 7) / 2)
+    assert measure(KEPT, [group([0.0], lengths=[7])])["time/actor_tokens_per_second"] == pytest.approx((46 + 3 + 7) / 2)
     assert math.isnan(tokens_per_second(KEPT, 0.0))
 
 

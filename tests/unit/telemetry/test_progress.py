@@ -25,7 +25,7 @@ def metrics(step, *, reward=1.0):
         "reward": reward,
         "objective/kl2_avg": 0.0012,
         "policy/entropy_avg": 1.25,
-        "val/actor_tokens_per_second": 1234.0,
+        "time/actor_tokens_per_second": 1234.0,
         "time/generate": 3.1,
         "time/score": 0.1,
         "time/train": 1.9,

@@ -1,0 +1,228 @@
+"""The folders of checkpoints: what a folder can do, here and on remote storage, and which checkpoints of a root are whole.
+
+A checkpoint `<root>/step_N` exists if and only if its manifest does. No torch: a run looks here before it starts anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+MANIFEST = "manifest.json"
+ABANDONED = "manifest.abandoned.json"
+"""The manifest's name in a checkpoint that the run has turned away from."""
+_STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
+_log = logging.getLogger(__name__)
+
+
+class Folder(Protocol):
+    """A folder somewhere. Names are of files directly in it; what does not exist raises FileNotFoundError when it is read."""
+
+    location: str
+
+    def child(self, name: str) -> Folder: ...
+
+    def names(self) -> list[str]:
+        """Of everything in it; nothing when it does not exist."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None when there is none."""
+
+    def read(self, name: str) -> bytes: ...
+
+    def create(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
+        """A file to write, on stable storage once the context is left without an error."""
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a file at once: a reader finds the old one or the new one, also after a crash."""
+
+    def remove(self, name: str) -> None:
+        """Delete a file, which may be gone."""
+
+    def remove_all(self) -> None:
+        """Delete the folder."""
+
+    def local_copy(self, name: str, folder: Path) -> Path:
+        """A path on this machine under which the file can be read; `folder` takes the copy where one is needed."""
+
+
+class LocalFolder:
+    """A folder of this machine's file systems, shared or not."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.location = str(path)
+
+    def child(self, name: str) -> LocalFolder:
+        return LocalFolder(self.path / name)
+
+    def names(self) -> list[str]:
+        try:
+            return os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+
+    def size(self, name: str) -> int | None:
+        try:
+            return os.stat(self.path / name).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[BinaryIO]:
+        new = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path in new:
+            _sync(path.parent)
+        with open(self.path / name, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(self.path)
+
+    def replace(self, name: str, data: bytes) -> None:
+        partial = f"{name}.partial-{os.getpid()}"
+        try:
+            with self.create(partial) as file:
+                file.write(data)
+            os.replace(self.path / partial, self.path / name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.remove(partial)
+            raise
+        _sync(self.path)
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def remove_all(self) -> None:
+        shutil.rmtree(self.path)
+
+    def local_copy(self, name: str, folder: Path) -> Path:
+        return self.path / name
+
+
+def open_folder(root: str | Path) -> Folder:
+    """The folder at a path, or at an fsspec URL such as `gs://bucket/run`."""
+    protocol, mark, rest = str(root).partition("://")
+    if not mark:
+        return LocalFolder(root)
+    if protocol in ("file", "local"):
+        return LocalFolder(rest)
+    from mgrpo.checkpoint.remote import RemoteFolder
+
+    return RemoteFolder(str(root))
+
+
+def check_root(root: str | Path) -> None:
+    """Raise ValueError when no checkpoint can be kept at `root`: no driver, no access, a file in its place."""
+    folder = open_folder(root)
+    if not isinstance(folder, LocalFolder):
+        try:
+            folder.names()
+        except Exception as err:  # every driver has errors of its own
+            raise ValueError(f"checkpoints cannot be kept in {root}, which cannot be listed: {err!r}") from err
+        return
+    nearest = next(path for path in (folder.path, *folder.path.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"checkpoints cannot be kept in {root}: {nearest} is a file; name a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"checkpoints cannot be kept in {root}: no permission to write to {nearest}; name another folder"
+        )
+
+
+def step_folder(step: int) -> str:
+    """Name of a step's folder."""
+    return f"step_{step}"
+
+
+def split_path(path: str | Path) -> tuple[Folder, int]:
+    """Root and step of the path of a checkpoint; ValueError for another path."""
+    root, _, name = str(path).rstrip("/").rpartition("/")
+    found = _STEP.fullmatch(name)
+    if not found:
+        steps = complete(path)
+        hint = f"; the newest in it is {step_path(path, steps[-1])}" if steps else ""
+        raise ValueError(f"{path} is no checkpoint, whose folder is called step_N{hint}")
+    return open_folder(root or ("/" if str(path).startswith("/") else ".")), int(found[1])
+
+
+def step_path(root: str | Path, step: int) -> str:
+    """Path or URL of a checkpoint."""
+    return f"{str(root).rstrip('/')}/{step_folder(step)}"
+
+
+def complete(root: str | Path) -> list[int]:
+    """Steps of all complete checkpoints of `root`, ascending."""
+    return _complete(open_folder(root))
+
+
+def latest(root: str | Path) -> str | None:
+    """Path of the newest complete checkpoint of `root`; None when there is none."""
+    steps = complete(root)
+    return step_path(root, steps[-1]) if steps else None
+
+
+def abandon(root: str | Path, *, after: int) -> list[int]:
+    """Take the complete checkpoints beyond step `after` out of the run; which they were. One process must call.
+
+    For a run that does not go on from its newest checkpoint: otherwise that one would be found again by the next resume,
+    and would make rotation delete the new ones. Their manifests are renamed; rotation deletes them in time.
+    """
+    folder = open_folder(root)
+    steps = [step for step in _complete(folder) if step > after]
+    for step in steps:
+        own = folder.child(step_folder(step))
+        own.replace(ABANDONED, own.read(MANIFEST))
+        own.remove(MANIFEST)
+    return steps
+
+
+def rotate(folder: Folder, *, keep_last_n: int) -> None:
+    """Delete all but the newest complete checkpoints (-1: none), and incomplete folders that are older than the newest.
+
+    What cannot be deleted is logged and tried again next time: it is no reason to end a run.
+    """
+    steps = _complete(folder)
+    if not steps:
+        return
+    kept = set(steps if keep_last_n < 0 else steps[-max(keep_last_n, 1) :])
+    for step in _steps(folder):
+        if step < steps[-1] and step not in kept:
+            own = folder.child(step_folder(step))
+            try:
+                own.remove(MANIFEST)  # first, so that half a checkpoint never looks like one
+                own.remove_all()
+            except OSError as err:
+                _log.warning("%s cannot be deleted: %s", own.location, err)
+
+
+def _steps(folder: Folder) -> list[int]:
+    return sorted(int(found[1]) for name in folder.names() if (found := _STEP.fullmatch(name)))
+
+
+def _complete(folder: Folder) -> list[int]:
+    return [step for step in _steps(folder) if folder.child(step_folder(step)).size(MANIFEST) is not None]
+
+
+def _sync(path: Path) -> None:
+    """Bring a folder's entries to stable storage."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as err:
+        if err.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that sync no folders
+            raise
+    finally:
+        os.close(handle)

@@ -1,0 +1,202 @@
+"""A model as a Hugging Face folder: its weights one tensor at a time, and what lies beside them.
+
+Reading is strict, for conversions that must lose nothing: a folder that holds other tensors than its config.json implies
+is refused. Training, which needs no more than its own slices, reads through `policy.weights`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from mgrpo.checkpoint.folder import LocalFolder
+from mgrpo.checkpoint.mapped import MappedFiles
+from mgrpo.checkpoint.shard import write_tensors
+from mgrpo.models.family import ModelShape
+from mgrpo.models.table import Box, Shape, hf_tensors
+from mgrpo.policy.weights import Read, tensor_files
+
+FILE_BYTES = 1 << 30
+"""Size of a file of weights, unless one tensor alone is larger."""
+INDEX, MEGATRON = "model.safetensors.index.json", "megatron.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_BLOCK_BYTES = 2 << 20
+_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+_TEMPLATES = "additional_chat_templates"
+"""A folder that transformers makes for tokenizers with several templates."""
+
+Header = tuple[torch.dtype, Shape]
+Tell = Callable[[int], object]
+"""Is told how many bytes more are written."""
+
+
+class HfFolder:
+    """The weights of a Hugging Face folder.
+
+    Raises:
+        ValueError: a tensor is missing, is not one that `shape` has, or has another shape or a type that cannot be kept.
+    """
+
+    def __init__(self, path: str | Path, shape: ModelShape) -> None:
+        self.path, self._files = Path(path), MappedFiles()
+        listed = tensor_files(self.path)
+        self._places = {name: file for file in dict.fromkeys(listed.values()) for name in self._files.names(file)}
+        self._places |= listed
+        self.shapes = hf_tensors(shape)
+        if missing := sorted(self.shapes.keys() - self._places.keys()):
+            raise ValueError(f"{path} lacks {_some(missing)}")
+        self.dtypes: dict[str, torch.dtype] = {}
+        for name, expected in self.shapes.items():
+            self.dtypes[name], found = self._files.header(self._places[name], name)
+            if found != expected:
+                raise ValueError(
+                    f"{path}: {name} has shape {list(found)}, config.json implies {list(expected)}; correct config.json"
+                )
+        extra = sorted(self._places.keys() - self.shapes.keys())
+        if extra and not (extra == [HEAD] and shape.tied and self._head_is_embedding()):
+            raise ValueError(
+                f"{path} holds {_some(extra)}, which a {shape.family} model with this config.json does not have and a "
+                "conversion would lose; correct config.json, or take it out of the folder"
+            )
+
+    def read(self, box: Box) -> torch.Tensor:
+        """The values of a box."""
+        region = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+        return self._files.read(self._places[box.name], box.name, region)
+
+    def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Every tensor."""
+        for name, shape in self.shapes.items():
+            box = Box(name, (0,) * len(shape), shape)
+            yield box, self.read(box)
+
+    def _head_is_embedding(self) -> bool:
+        """Whether the head that a tied model's folder may hold is its embedding once more, so that nothing is lost with it."""
+        header = self.dtypes[EMBEDDING], self.shapes[EMBEDDING]
+        if self._files.header(self._places[HEAD], HEAD) != header:
+            return False
+        return all(
+            same_bits(self.read(replace(rows, name=HEAD)), self.read(rows)) for rows in row_blocks(EMBEDDING, header)
+        )
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are of one type and shape and equal in every bit: 0 differs from -0, NaN equals itself."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
+
+
+def write_hf(
+    read: Read,
+    shape: ModelShape,
+    dtypes: Mapping[str, torch.dtype],
+    folder: Path,
+    *,
+    file_bytes: int = FILE_BYTES,
+    tell: Tell = lambda num_bytes: None,
+) -> None:
+    """Write weights to a folder, with an index when one file does not hold them. A block of rows at a time is in memory.
+
+    Args:
+        read: gives each tensor's values, which are rounded to its type in `dtypes` where they have another.
+    """
+    tensors = {name: (dtypes[name], full) for name, full in hf_tensors(shape).items()}
+
+    def values(name: str) -> Iterator[torch.Tensor]:
+        for rows in row_blocks(name, tensors[name]):
+            block = read(rows).to(dtypes[name])
+            tell(block.nbytes)
+            yield block
+
+    files = bounded_files(tensors, file_bytes)
+    weight_map = {}
+    for number, names in enumerate(files, start=1):
+        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        with LocalFolder(folder).create(file) as stream:
+            write_tensors(stream, {name: tensors[name] for name in names}, values, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        total = sum(map(header_bytes, tensors.values()))
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        LocalFolder(folder).replace(INDEX, json.dumps(index, indent=1).encode())
+
+
+def row_blocks(name: str, header: Header) -> Iterator[Box]:
+    """A tensor, of at least one dimension, in blocks of whole rows that are small enough to be copied."""
+    dtype, shape = header
+    step = max(_BLOCK_BYTES // max(header_bytes((dtype, shape[1:])), 1), 1)
+    for start in range(0, shape[0], step):
+        yield Box(name, (start, *[0] * (len(shape) - 1)), (min(step, shape[0] - start), *shape[1:]))
+
+
+def header_bytes(header: Header) -> int:
+    """Size of a tensor's values."""
+    return header[0].itemsize * Box("", (), header[1]).size
+
+
+def bounded_files(tensors: Mapping[str, Header], file_bytes: int) -> list[list[str]]:
+    """Names of each file's tensors: in order, as many as `file_bytes` hold, at least one."""
+    files: list[list[str]] = []
+    room = 0
+    for name, header in tensors.items():
+        if header_bytes(header) > room or not files:
+            files.append([])
+            room = file_bytes
+        files[-1].append(name)
+        room -= header_bytes(header)
+    return files
+
+
+def carry(source: Path, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Copy what lies beside the weights: configurations, tokenizer, chat templates, model card, licence.
+
+    Args:
+        dtype: written into config.json; None leaves what stands there.
+    """
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith((*_WEIGHTS, MEGATRON)):
+            shutil.copyfile(path, folder / path.name)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
+    if dtype is not None:
+        config = json.loads((folder / "config.json").read_text())
+        name = str(dtype).removeprefix("torch.")
+        keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+        (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, name), indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `out` when the context is left without an error, and nothing otherwise.
+
+    Raises:
+        ValueError: `out` exists and is not empty.
+    """
+    out = Path(os.path.abspath(out))
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} exists already; name a folder that does not, or empty it")
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    new = [path for path in partial.parents if not path.exists()]
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        os.replace(partial, out)  # an empty folder gives way
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        for path in new:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} tensors ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"

@@ -1,0 +1,67 @@
+"""Safetensors files that are read slice by slice, in memory that stays small however much of them is read.
+
+A file is mapped into memory, and every page of it that was touched counts as this process's until the file is closed. So
+all are closed whenever a certain amount has been read; they open again by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mgrpo.checkpoint.shard import DTYPES
+from mgrpo.models.table import Shape
+
+MAPPED_BYTES = 16 << 20
+
+
+class MappedFiles:
+    """Files that together take `MAPPED_BYTES` of memory, or what one read needs. ValueError names one that is damaged."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, safe_open] = {}
+        self._num_bytes = 0
+
+    def names(self, path: Path) -> list[str]:
+        """Tensors of a file."""
+        return list(self._file(path).keys())
+
+    def header(self, path: Path, name: str) -> tuple[torch.dtype, Shape]:
+        """Type and shape of a tensor."""
+        stored = self._slice(path, name)
+        if stored.get_dtype() not in DTYPES:
+            raise ValueError(f"{path}: {name} has type {stored.get_dtype()}; expected one of {', '.join(DTYPES)}")
+        return DTYPES[stored.get_dtype()], tuple(stored.get_shape())
+
+    def read(self, path: Path, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+        """A copy of a part of a tensor."""
+        shape = self._slice(path, name).get_shape()
+        # Whole rows are touched, however few of their columns are wanted.
+        num_rows = region[0].stop - region[0].start if region else 1
+        num_bytes = num_rows * math.prod(shape[1:]) * self.header(path, name)[0].itemsize
+        if False:
+            self.close()
+        self._num_bytes += num_bytes
+        return self._slice(path, name)[region].clone()
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self._open.clear()
+        self._num_bytes = 0
+
+    def _slice(self, path: Path, name: str):
+        try:
+            return self._file(path).get_slice(name)
+        except SafetensorError as err:
+            raise ValueError(f"{path} has no tensor {name}: {err}") from err
+
+    def _file(self, path: Path) -> safe_open:
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as err:
+                raise ValueError(f"{path} is no complete safetensors file: {err}") from err
+        return self._open[path]

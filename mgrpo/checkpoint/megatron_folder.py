@@ -1,0 +1,303 @@
+"""A model's weights as the ranks of one Megatron layout hold them, in safetensors files that every layout can read.
+
+    config.json, tokenizer, ...          carried along, see `hf_folder`
+    tp_00_pp_000_ep_00-0.safetensors     parameters of the ranks with these coordinates, in files of bounded size
+    megatron.json                        written last: the layout, the model's shape, size and checksum of every file
+
+Names, shapes and contents are those of `models.table.local_parameters`: query, key and value rows interleaved by group,
+gate above up, a padded vocabulary; layers and experts are counted over the whole model. Ranks that differ only in their
+data or context coordinate hold the same and share a file. Where experts are shared out over ranks, an expert does not
+depend on the tensor coordinate and all else does not depend on the expert coordinate: experts are in the files of tp_00,
+all else is in those of ep_00.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mgrpo.checkpoint.boxes import covers
+from mgrpo.checkpoint.folder import LocalFolder
+from mgrpo.checkpoint.hf_folder import FILE_BYTES, MEGATRON, Tell, bounded_files, header_bytes, row_blocks
+from mgrpo.checkpoint.mapped import MappedFiles
+from mgrpo.checkpoint.shard import CODES, write_tensors
+from mgrpo.layout import Layout
+from mgrpo.models.family import ModelShape
+from mgrpo.models.table import Box, LocalParameter, Shape, hf_tensors, local_parameters
+from mgrpo.policy.weights import Read, checkpoint_reader
+
+VERSION = 1
+_AXES = ("tensor", "pipeline", "expert", "virtual_pipeline", "first_stage_layers", "last_stage_layers")
+"""What of a layout decides who holds which weights."""
+_CHUNK_BYTES = 16 << 20
+
+
+def stem(*, tensor: int, pipeline: int, expert: int) -> str:
+    """How the files of these coordinates are called."""
+    return f"tp_{tensor:02d}_pp_{pipeline:03d}_ep_{expert:02d}"
+
+
+def stored_parameters(shape: ModelShape, layout: Layout) -> dict[str, dict[str, LocalParameter]]:
+    """For each stem the parameters in its files. Of `layout` only the axes that share out weights matter.
+
+    Raises:
+        ValueError: they are not the whole model, because something does not divide.
+    """
+    layout = _smallest(layout)
+    stored: dict[str, dict[str, LocalParameter]] = {}
+    for rank in range(layout.world_size):
+        place = layout.coordinate(rank)
+        for name, parameter in local_parameters(shape, layout, rank).items():
+            is_shared_out = "local_experts." in name and layout.expert > 1
+            own = stem(
+                tensor=0 if is_shared_out else place.tensor,
+                pipeline=place.pipeline,
+                expert=place.expert if is_shared_out else 0,
+            )
+            stored.setdefault(own, {}).setdefault(name, parameter)
+    covers(_first_places(stored), hf_tensors(shape))
+    return dict(sorted(stored.items()))
+
+
+def _smallest(layout: Layout) -> Layout:
+    """The same without data and context ranks, except those that experts are shared out over."""
+    ranks = layout.pipeline * math.lcm(layout.tensor, layout.expert)
+    return Layout(world_size=ranks, **{axis: getattr(layout, axis) for axis in _AXES})
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a box of an HF tensor begins in a stored parameter."""
+
+    stem: str
+    name: str
+    local: Shape
+
+
+def _first_places(stored: Mapping[str, Mapping[str, LocalParameter]]) -> dict[Box, _Place]:
+    """For each box one of the parameters that hold it."""
+    places: dict[Box, _Place] = {}
+    for own, parameters in stored.items():
+        for name, parameter in parameters.items():
+            for piece in () if parameter.is_copy else parameter.pieces:
+                places.setdefault(piece.box, _Place(own, name, piece.local))
+    return places
+
+
+def write_megatron(
+    read: Read,
+    shape: ModelShape,
+    layout: Layout,
+    dtypes: Mapping[str, torch.dtype],
+    folder: Path,
+    *,
+    file_bytes: int = FILE_BYTES,
+    tell: Tell = lambda num_bytes: None,
+) -> None:
+    """Write all ranks' parameters to `folder`, block by block of their rows: no more than that is in memory.
+
+    Args:
+        read: gives boxes of HF tensors.
+        dtypes: type of each HF tensor, in which it is kept.
+    Raises:
+        ValueError: tensors that make up one parameter are of different types.
+    """
+    stored = stored_parameters(shape, layout)
+    kept = _parameter_dtypes(stored, dtypes)
+    files: dict[str, dict[str, Any]] = {}
+    places: dict[str, dict[str, str]] = {}
+    for own, parameters in stored.items():
+        headers = {name: (kept[name], parameter.shape) for name, parameter in parameters.items()}
+
+        places[own] = {}
+        for number, names in enumerate(bounded_files(headers, file_bytes)):
+            file = f"{own}-{number}.safetensors"
+            with LocalFolder(folder).create(file) as stream:
+                chosen = {name: headers[name] for name in names}
+                record = write_tensors(stream, chosen, partial(_blocks, parameters, kept, read, tell))
+            files[file] = {"bytes": record.num_bytes, "sha256": record.sha256}
+            places[own] |= dict.fromkeys(names, file)
+    record = {
+        "version": VERSION,
+        "layout": {axis: getattr(layout, axis) for axis in _AXES},
+        "dtype": str(Counter(dtypes.values()).most_common(1)[0][0]).removeprefix("torch."),
+        "model": asdict(shape),
+        "files": files,
+        "parameters": places,
+    }
+    LocalFolder(folder).replace(MEGATRON, json.dumps(record, indent=1).encode())
+
+
+def stored_bytes(shape: ModelShape, layout: Layout, dtypes: Mapping[str, torch.dtype]) -> int:
+    """Size of everything that `write_megatron` writes."""
+    stored = stored_parameters(shape, layout)
+    kept = _parameter_dtypes(stored, dtypes)
+    return sum(
+        header_bytes((kept[name], own.shape)) for parameters in stored.values() for name, own in parameters.items()
+    )
+
+
+def _parameter_dtypes(
+    stored: Mapping[str, Mapping[str, LocalParameter]], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, torch.dtype]:
+    # By name over all ranks: one that holds nothing but padding takes the type of the others.
+    sources: dict[str, dict[torch.dtype, str]] = {}
+    for parameters in stored.values():
+        for name, parameter in parameters.items():
+            for piece in parameter.pieces:
+                sources.setdefault(name, {}).setdefault(dtypes[piece.box.name], piece.box.name)
+    for name, by_dtype in sources.items():
+        if len(by_dtype) > 1:
+            found = " and ".join(
+                f"{source} is {str(dtype).removeprefix('torch.')}" for dtype, source in by_dtype.items()
+            )
+            raise ValueError(
+                f"{found}, but both are parts of Megatron's {name}, which has one type; give them the same"
+            )
+        for dtype, source in by_dtype.items():
+            if dtype not in CODES:
+                raise ValueError(f"{source} has type {dtype}, which safetensors files cannot hold")
+    return {name: next(iter(by_dtype)) for name, by_dtype in sources.items()}
+
+
+def _blocks(
+    parameters: Mapping[str, LocalParameter], dtypes: Mapping[str, torch.dtype], read: Read, tell: Tell, name: str
+) -> Iterator[torch.Tensor]:
+    """A parameter's values, block by block of its rows; those that no piece covers are 0."""
+    parameter, dtype = parameters[name], dtypes[name]
+    for rows in row_blocks("", (dtype, parameter.shape)):
+        values = torch.zeros(rows.shape, dtype=dtype)
+        for piece in parameter.pieces:
+            common = rows.intersect(Box("", piece.local, piece.box.shape))
+            if common is not None:
+                start = tuple(a - b + c for a, b, c in zip(common.start, piece.local, piece.box.start, strict=True))
+                part = read(Box(piece.box.name, start, common.shape))
+                assert part.dtype == dtype, (piece.box, part.dtype, dtype)
+                values[common.within(rows)].copy_(part)
+        tell(values.nbytes)
+        yield values
+
+
+def is_megatron_folder(path: str | Path) -> bool:
+    """Whether a folder holds weights in this format."""
+    return (Path(path) / MEGATRON).is_file()
+
+
+def megatron_reader(folder: str | Path, shape: ModelShape) -> Read:
+    """Reads boxes of HF tensors from a Megatron folder of any layout.
+
+    Raises:
+        ValueError: it is damaged, or of a model with other tensors than `shape` has.
+    """
+    stored = MegatronFolder(folder)
+    if hf_tensors(stored.shape) != hf_tensors(shape):
+        raise ValueError(f"{folder} holds weights of another model than its config.json says; convert the model again")
+    return stored.read
+
+
+def model_reader(folder: str | Path, shape: ModelShape) -> Read:
+    """Reads boxes of HF tensors from a model's folder, Hugging Face's or Megatron's; ValueError as for either."""
+    return (megatron_reader if is_megatron_folder(folder) else checkpoint_reader)(folder, shape)
+
+
+class MegatronFolder:
+    """The weights of a Megatron folder, as boxes of HF tensors.
+
+    Raises:
+        ValueError: it is not what `write_megatron` wrote. Contents are compared with their checksums by `check_sums` only.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path, self._mapped = Path(path), MappedFiles()
+        record = self._record()
+        try:
+            self.shape = ModelShape.from_dict(record["model"])
+            self.layout = _smallest(Layout(world_size=1, **record["layout"]))
+            self._files = {name: (file["bytes"], file["sha256"]) for name, file in record["files"].items()}
+            self._parameters = stored_parameters(self.shape, self.layout)
+            self._file_of = {
+                own: {name: record["parameters"][own][name] for name in parameters}
+                for own, parameters in self._parameters.items()
+            }
+        except (KeyError, TypeError, AttributeError, ValueError) as err:
+            raise self._damaged(f"{MEGATRON} is malformed: {err!r}") from None
+        for name, (num_bytes, _) in self._files.items():
+            found = self.path / name
+            if Path(name).name != name or not found.is_file():
+                raise self._damaged(f"{name} is missing")
+            if found.stat().st_size != num_bytes:
+                raise self._damaged(f"{name} has {found.stat().st_size} bytes instead of {num_bytes}")
+        dtypes = {(own, name): self._dtype(own, name) for own, names in self._parameters.items() for name in names}
+        self._places: dict[str, dict[Box, _Place]] = {name: {} for name in hf_tensors(self.shape)}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for box, place in _first_places(self._parameters).items():
+            self._places[box.name][box] = place
+            if self.dtypes.setdefault(box.name, dtypes[place.stem, place.name]) != dtypes[place.stem, place.name]:
+                raise self._damaged(f"parts of {box.name} have different types")
+
+    @torch.no_grad()
+    def read(self, box: Box) -> torch.Tensor:
+        """The values of a box, put together from the parameters that hold it."""
+        out = torch.empty(box.shape, dtype=self.dtypes[box.name])
+        for held, place in self._places[box.name].items():
+            common = box.intersect(held)
+            if common is not None:
+                starts = [c - b + a for c, b, a in zip(common.start, held.start, place.local, strict=True)]
+                region = tuple(slice(a, a + n) for a, n in zip(starts, common.shape, strict=True))
+                out[common.within(box)].copy_(self._mapped.read(self._path(place.stem, place.name), place.name, region))
+        return out
+
+    def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Everything that is stored but padding; what several ranks hold comes more than once."""
+        for own, parameters in self._parameters.items():
+            for name, parameter in parameters.items():
+                for piece in parameter.pieces:
+                    yield piece.box, self._mapped.read(self._path(own, name), name, piece.region)
+
+    def check_sums(self) -> None:
+        """Compare every file with its checksum; ValueError when one has changed since it was written."""
+        for name, (_, expected) in self._files.items():
+            digest = hashlib.sha256()
+            with open(self.path / name, "rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+            if digest.hexdigest() != expected:
+                raise self._damaged(f"{name} has changed, its checksum is not the one it was written with")
+
+    def _record(self) -> dict[str, Any]:
+        path = self.path / MEGATRON
+        if not path.is_file():
+            raise ValueError(f"{self.path} is no Megatron folder, it has no {MEGATRON}")
+        try:
+            record = json.loads(path.read_text())
+            version = record.get("version")
+        except (ValueError, AttributeError) as err:
+            raise self._damaged(f"{MEGATRON} cannot be read: {err}") from None
+        if version != VERSION:
+            raise ValueError(f"{path} has version {version!r}, this mgrpo reads {VERSION}")
+        return record
+
+    def _path(self, own: str, name: str) -> Path:
+        return self.path / self._file_of[own][name]
+
+    def _dtype(self, own: str, name: str) -> torch.dtype:
+        """Type of a stored parameter, once its shape is what the layout implies."""
+        dtype, found = self._mapped.header(self._path(own, name), name)
+        expected = self._parameters[own][name].shape
+        if found != expected:
+            raise self._damaged(
+                f"{name} in {self._file_of[own][name]} has shape {list(found)} instead of {list(expected)}"
+            )
+        return dtype
+
+    def _damaged(self, what: str) -> ValueError:
+        return ValueError(f"{self.path} is damaged: {what}; convert the model again")

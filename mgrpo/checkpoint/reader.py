@@ -1,0 +1,186 @@
+"""Reading: any box of any tensor of a checkpoint, whatever layout wrote it, from the slices that are needed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from mgrpo.checkpoint.boxes import described
+from mgrpo.checkpoint.folder import MANIFEST, Folder, LocalFolder, complete, split_path, step_folder, step_path
+from mgrpo.checkpoint.manifest import DamagedCheckpoint, Manifest, PieceRecord, TensorRecord
+from mgrpo.checkpoint.mapped import MappedFiles
+from mgrpo.checkpoint.shard import CODES, DTYPES
+from mgrpo.models.table import Box, Shape
+
+_CHUNK_BYTES = 16 << 20
+
+
+def open_checkpoint(path: str | Path, *, cache: str | Path | None = None) -> Checkpoint:
+    """The complete checkpoint at a path or URL `.../step_N`.
+
+    Args:
+        cache: folder that takes the files of a remote checkpoint as they are needed; by default one that is deleted with
+            the checkpoint.
+    Raises:
+        ValueError: there is no complete checkpoint at `path`.
+        DamagedCheckpoint: there is one that is not as it was written.
+    """
+    folder, step = split_path(path)
+    return Checkpoint(folder, step, cache=None if cache is None else Path(cache))
+
+
+class Checkpoint:
+    """A train state on storage. Its files are read when a box is asked for."""
+
+    def __init__(self, root: Folder, step: int, *, cache: Path | None = None) -> None:
+        self.root, self.step = root, step
+        self.path = step_path(root.location, step)
+        self._folder = root.child(step_folder(step))
+        if self._folder.size(MANIFEST) is None:
+            steps = complete(root.location)
+            hint = f"the newest complete one is {step_path(root.location, steps[-1])}" if steps else "none is complete"
+            raise ValueError(f"{self.path} is no complete checkpoint, it has no {MANIFEST}; {hint}")
+        try:
+            self._manifest = Manifest.from_json(self._folder.read(MANIFEST))
+        except ValueError as err:
+            raise self._damaged(str(err)) from err
+        if self._manifest.step != step:
+            raise self._damaged(f"{MANIFEST} is of step {self._manifest.step}")
+        for kind, by_name in self._manifest.tensors.items():
+            for name, own in by_name.items():
+                if own.dtype not in DTYPES:
+                    raise self._damaged(f"{MANIFEST} gives {kind} {name} the type {own.dtype!r}")
+        self._is_remote = not isinstance(root, LocalFolder)
+        self._temporary = None
+        if cache is None and self._is_remote:
+            self._temporary = tempfile.TemporaryDirectory(prefix="mgrpo-checkpoint-")
+            cache = Path(self._temporary.name)
+        self._cache = cache
+        self._local: dict[str, Path] = {}
+        self._mapped = MappedFiles()
+
+    @property
+    def world_size(self) -> int:
+        """Learner ranks of the run that wrote it."""
+        return self._manifest.world_size
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The trainer's own state."""
+        self._verify(self._manifest.state)
+        return json.loads(self._path_of(self._manifest.state).read_bytes())
+
+    @property
+    def kinds(self) -> list[str]:
+        """What is kept of the tensors."""
+        return sorted(self._manifest.tensors)
+
+    def names(self, kind: str) -> list[str]:
+        """Tensors of a kind."""
+        return sorted(self._manifest.tensors.get(kind, ()))
+
+    def shape(self, kind: str, name: str) -> Shape:
+        """Full shape of a tensor."""
+        return self._tensor(kind, name).shape
+
+    def dtype(self, kind: str, name: str) -> torch.dtype:
+        """Type in which a tensor is stored."""
+        return DTYPES[self._tensor(kind, name).dtype]
+
+    @torch.no_grad()
+    def read(self, kind: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The values of one box, put together from the pieces that it meets.
+
+        Args:
+            out: takes the values, in its own type and on its own device; by default a new tensor as stored.
+        """
+        own = self._tensor(kind, box.name)
+        if out is None:
+            out = torch.empty(box.shape, dtype=DTYPES[own.dtype])
+        assert tuple(out.shape) == box.shape, (kind, box, tuple(out.shape))
+        covered = 0
+        for piece in own.pieces:
+            common = box.intersect(piece.box)
+            if common is not None:
+                out[common.within(box)].copy_(self._slice(own, piece, common))
+                covered += common.size
+        if covered != box.size:
+            raise ValueError(f"{kind} {described(box)} reaches beyond its tensor in {self.path}, {list(own.shape)}")
+        return out
+
+    def verify(self, rank: int = 0, world_size: int = 1) -> None:
+        """Compare size and checksum of this rank's share of the files with what was written; DamagedCheckpoint if they differ."""
+        for name in list(self._manifest.files)[rank::world_size]:
+            self._verify(name)
+
+    def close(self) -> None:
+        """Let go of its files; a remote one's copies are deleted."""
+        self._mapped.close()
+        self._local.clear()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _tensor(self, kind: str, name: str) -> TensorRecord:
+        by_name = self._manifest.tensors.get(kind)
+        if by_name is None:
+            raise ValueError(f"{self.path} holds no {kind}, only {', '.join(self.kinds)}")
+        if name not in by_name:
+            raise ValueError(f"{self.path} holds no {kind} of {name}")
+        return by_name[name]
+
+    def _slice(self, own: TensorRecord, piece: PieceRecord, wanted: Box) -> torch.Tensor:
+        path = self._path_of(piece.file)
+        try:
+            dtype, shape = self._mapped.header(path, piece.key)
+            if (dtype, shape) == (DTYPES[own.dtype], piece.box.shape):
+                return self._mapped.read(path, piece.key, wanted.within(piece.box))
+        except (SafetensorError, OSError, ValueError) as err:
+            raise self._damaged(f"{piece.file} cannot be read: {err}") from err
+        raise self._damaged(
+            f"{piece.file}: {piece.key!r} is {CODES[dtype]} {list(shape)}, expected {own.dtype} {list(piece.box.shape)}"
+        )
+
+    def _verify(self, name: str) -> None:
+        path = self._path_of(name)
+        if not self._is_remote:
+            self._check_sum(name, path)
+
+    def _path_of(self, name: str) -> Path:
+        """Where a file lies on this machine; a copy of a remote one is checked when it is made."""
+        if name not in self._local:
+            self._check_size(name)
+            path = self._folder.local_copy(name, self._cache)
+            if self._is_remote:
+                self._check_sum(name, path)
+            self._local[name] = path
+        return self._local[name]
+
+    def _check_size(self, name: str) -> None:
+        found, expected = self._folder.size(name), self._manifest.files[name].num_bytes
+        if found is None:
+            raise self._damaged(f"{name} is missing")
+        if found != expected:
+            how = "truncated" if found < expected else "too long"
+            raise self._damaged(f"{name} is {how}, {found} bytes of {expected}")
+
+    def _check_sum(self, name: str, path: Path) -> None:
+        digest = hashlib.sha256()
+        try:
+            with open(path, "rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+        except OSError as err:
+            raise self._damaged(f"{name} cannot be read: {err}") from err
+        if digest.hexdigest() != self._manifest.files[name].sha256:
+            raise self._damaged(f"{name} has changed, its checksum is not the one it was written with")
+
+    def _damaged(self, what: str) -> DamagedCheckpoint:
+        earlier = [step for step in complete(self.root.location) if step < self.step]
+        previous = step_path(self.root.location, earlier[-1]) if earlier else None
+        return DamagedCheckpoint(f"{self.path} is damaged: {what}", previous=previous)

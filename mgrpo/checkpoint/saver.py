@@ -1,0 +1,232 @@
+"""Saving: every rank writes what it was assigned, rank 0 makes it a checkpoint.
+
+Ranks meet in the file system alone, without collectives, so that all of it can run in a thread beside the training. Every
+file carries the attempt's token in its name: what an attempt that was killed left behind, or still writes, is never mixed
+in, and the step's older checkpoint stays whole until the new manifest takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mgrpo.checkpoint.folder import MANIFEST, Folder, latest, open_folder, rotate, step_folder
+from mgrpo.checkpoint.manifest import FileRecord, Index, PartRecord, check_attempt, merge
+from mgrpo.checkpoint.shard import FILE_BYTES, Hashed, Part, split, write_shard
+from mgrpo.models.table import Shape
+
+_PATIENCE_S = (0.02, 1.0)
+"""First and longest pause between two looks for the other ranks' indexes."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint was not saved. Those before it are as they were."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Save:
+    """One rank's share of one checkpoint, in memory that nobody else changes."""
+
+    step: int
+    attempt: str
+    parts: Sequence[Part]
+    state: bytes
+    full_shapes: Mapping[str, Mapping[str, Shape]]
+
+
+class Saver:
+    """Saves the train states of one run, one at a time; each rank has one.
+
+    Args:
+        root: folder or fsspec URL that holds the checkpoints, reachable by all ranks.
+        keep_last_n: complete checkpoints that stay; -1: all.
+        asynchronous: copy the tensors to host memory and write in a thread.
+        timeout_s: how long rank 0 waits for the other ranks' files.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        rank: int,
+        world_size: int,
+        *,
+        keep_last_n: int = 3,
+        asynchronous: bool = False,
+        timeout_s: float = 1800,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        self.root, self.rank, self.world_size = root, rank, world_size
+        self.keep_last_n, self.asynchronous = keep_last_n, asynchronous
+        self.timeout_s, self.file_bytes = timeout_s, file_bytes
+        self.folder = open_folder(root)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._stopped = threading.Event()
+
+    def save(
+        self,
+        step: int,
+        parts: Sequence[Part],
+        state: Mapping[str, Any],
+        full_shapes: Mapping[str, Mapping[str, Shape]],
+        attempt: str,
+    ) -> None:
+        """Save one checkpoint. Every rank must call; each returns when its own files are written, rank 0 when all are.
+
+        Asynchronous, all return as soon as the tensors are copied; a failure is raised by the next `save` or `wait`.
+
+        Args:
+            parts: what this rank was assigned.
+            state: plain JSON values; only rank 0's is kept.
+            full_shapes: shape of every tensor of the checkpoint by kind and name; only rank 0's is read.
+            attempt: a token that is equal on all ranks and that no other call has had.
+        """
+        self.wait()
+        save = _Save(
+            step=step,
+            attempt=check_attempt(attempt),
+            parts=[_snapshot(part) for part in parts] if self.asynchronous else parts,
+            state=json.dumps(state).encode() if self.rank == 0 else b"",
+            full_shapes=full_shapes,
+        )
+        if not self.asynchronous:
+            self._write(save)
+            return
+        self._thread = threading.Thread(target=self._write_behind, args=(save,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Finish what is under way, at the end of a run."""
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until this rank has written what it was told to; raise what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def stop(self) -> None:
+        """The run ends by an error: wait for nobody, leave a checkpoint under way incomplete."""
+        self._stopped.set()
+
+    def _write_behind(self, save: _Save) -> None:
+        try:
+            self._write(save)
+        except BaseException as err:
+            self._error = err
+
+    def _write(self, save: _Save) -> None:
+        folder = self.folder.child(step_folder(save.step))
+        written: list[str] = []
+        try:
+            index = self._write_own(folder, save, written)
+            if self.rank == 0:
+                self._complete(folder, save, index, written)
+            else:
+                self._announce(folder, index)
+        except Exception as err:
+            self._give_up(folder, save, written, err)
+            raise SaveError(
+                f"rank {self.rank} could not save step {save.step} in {folder.location}: {err}{self._newest()}"
+            ) from err
+
+    def _write_own(self, folder: Folder, save: _Save, written: list[str]) -> Index:
+        """This rank's files; `written` gets their names as they come into being."""
+        files: dict[str, FileRecord] = {}
+        records: list[PartRecord] = []
+        for number, parts in enumerate(split(save.parts, self.file_bytes)):
+            name = f"shard-{self.rank:05d}-{number}-{save.attempt}.safetensors"
+            written.append(name)
+            with folder.create(name) as stream:
+                files[name], own = write_shard(stream, name, parts)
+            records += own
+        return replace(self._blank(save, self.rank), files=files, parts=tuple(records))
+
+    def _complete(self, folder: Folder, save: _Save, own: Index, written: list[str]) -> None:
+        """Rank 0: the trainer's state, everyone's indexes, the manifest; then nothing else stays in the folder."""
+        name = f"state-{save.attempt}.json"
+        written.append(name)
+        with folder.create(name) as stream:
+            hashed = Hashed(stream)
+            hashed.write(save.state)
+        indexes = [own, *self._others(folder, save)]
+        manifest = merge(indexes, state=(name, hashed.record()), full_shapes=save.full_shapes)
+        written.clear()  # from here on they may belong to a checkpoint
+        folder.replace(MANIFEST, manifest.to_json())
+        for other in folder.names():
+            if other != MANIFEST and other not in manifest.files:
+                with contextlib.suppress(OSError):  # left over from an earlier attempt: in nobody's way
+                    folder.remove(other)
+        rotate(self.folder, keep_last_n=self.keep_last_n)
+
+    def _others(self, folder: Folder, save: _Save) -> list[Index]:
+        """The other ranks' indexes, once all are there."""
+        deadline = time.monotonic() + self.timeout_s
+        found: dict[int, Index] = {}
+        missing, pause = set(range(1, self.world_size)), _PATIENCE_S[0]
+        while missing:
+            names = set(folder.names())
+            for rank in sorted(missing):
+                if _index_name(rank, save.attempt) in names:
+                    found[rank] = self._read_index(folder, save, rank)
+            missing -= found.keys()
+            if missing and time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"no index of rank {', '.join(map(str, sorted(missing)))} appeared within {self.timeout_s:g} s; "
+                    "all ranks must write to this one folder"
+                )
+            if missing and self._stopped.wait(pause):
+                raise InterruptedError("the run ends")
+            pause = min(2 * pause, _PATIENCE_S[1])
+        return [found[rank] for rank in sorted(found)]
+
+    def _read_index(self, folder: Folder, save: _Save, rank: int) -> Index:
+        name = _index_name(rank, save.attempt)
+        index = Index.from_json(folder.read(name))
+        if replace(index, files={}, parts=(), error=None) != self._blank(save, rank):
+            raise ValueError(
+                f"{name} is of step {index.step}, rank {index.rank} of {index.world_size}, attempt {index.attempt}"
+            )
+        if index.error is not None:
+            raise RuntimeError(f"rank {rank} failed: {index.error}")
+        return index
+
+    def _blank(self, save: _Save, rank: int) -> Index:
+        return Index(step=save.step, rank=rank, world_size=self.world_size, attempt=save.attempt)
+
+    def _announce(self, folder: Folder, index: Index) -> None:
+        folder.replace(_index_name(index.rank, index.attempt), index.to_json())
+
+    def _give_up(self, folder: Folder, save: _Save, written: list[str], err: Exception) -> None:
+        """Make room again, and tell rank 0 why it need not wait. Both may fail as the writing did."""
+        for name in written:
+            with contextlib.suppress(Exception):
+                folder.remove(name)
+        if self.rank != 0:
+            with contextlib.suppress(Exception):
+                self._announce(folder, replace(self._blank(save, self.rank), error=str(err)))
+
+    def _newest(self) -> str:
+        with contextlib.suppress(Exception):
+            if path := latest(self.root):
+                return f"; the newest complete checkpoint is {path}"
+        return ""
+
+
+def _index_name(rank: int, attempt: str) -> str:
+    return f"shard-{rank:05d}-{attempt}.json"
+
+
+def _snapshot(part: Part) -> Part:
+    return replace(part, tensor=part.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))

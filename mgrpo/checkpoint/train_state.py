@@ -1,0 +1,99 @@
+"""What a learner rank puts into a checkpoint and takes out of it, in slices of HF tensors that no layout knows.
+
+Every layout, ZeRO stage and number of ranks writes the same tensors, so each can continue from any other: masters and
+Adam's moments in float32, the reference model when it has moved, and one step count. Random states are kept by rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from mgrpo.checkpoint.boxes import assign
+from mgrpo.checkpoint.reader import Checkpoint
+from mgrpo.checkpoint.shard import Part
+from mgrpo.models.table import Box, Shape, hf_tensors
+from mgrpo.parallel import backend
+from mgrpo.policy.holdings import everyones
+from mgrpo.policy.policy import Policy
+from mgrpo.policy.shards import MOMENTS, Shard
+
+MASTER, REFERENCE, RANDOM = "master", "reference", "random"
+KINDS = (MASTER, *MOMENTS, REFERENCE)
+
+
+class TrainState:
+    """The tensors of a run's state on this rank: the policy's and, where it moves, the reference's."""
+
+    def __init__(self, policy: Policy, reference: Policy | None, *, group: dist.ProcessGroup) -> None:
+        self.policy, self.reference, self.group = policy, reference, group
+        self.rank = dist.get_rank()
+
+    def parts(self) -> list[Part]:
+        """What this rank has to write: each box is written by one of the ranks that hold it. Every rank must call."""
+        held = list(self._held())
+        own = [(KINDS.index(part.kind), part.box) for part in held]
+        holdings = [
+            [(KINDS[kind], box) for kind, box in boxes] for boxes in everyones(own, self.policy.shape, self.group)
+        ]
+        chosen = assign(holdings, dict.fromkeys(KINDS, 4))[self.rank]
+        return [*(held[index] for index in chosen), *self._random_parts()]
+
+    def full_shapes(self) -> dict[str, dict[str, Shape]]:
+        """Shape of every tensor of the checkpoint, by kind and name. Not collective."""
+        tensors = hf_tensors(self.policy.shape)
+        kinds = (MASTER, *MOMENTS, *((REFERENCE,) if self._reference_moves else ()))
+        random = {
+            _random_name(rank, name): tuple(state.shape)
+            for rank in range(dist.get_world_size())
+            for name, state in backend.random_states().items()
+        }
+        return {kind: dict(tensors) for kind in kinds} | {RANDOM: random}
+
+    def restore_optimizer(self, checkpoint: Checkpoint, *, num_updates: int) -> None:
+        """Masters, moments and Adam's step count; call after `prepare_training`, with weights loaded from `checkpoint`."""
+        for shard in self.policy.shards:
+            for kind, values in self._kinds(shard):
+                for box, view in shard.boxes(self.policy.parameters.places[shard.name], values):
+                    checkpoint.read(kind, box, out=view)
+            shard.set_num_updates(num_updates)
+
+    def restore_random(self, checkpoint: Checkpoint) -> None:
+        """This rank's random states, where the checkpoint was written by as many ranks."""
+        names = set(checkpoint.names(RANDOM))
+        states = backend.random_states()
+        own = {name: _random_name(self.rank, name) for name in states}
+        if checkpoint.world_size == dist.get_world_size() and names.issuperset(own.values()):
+            for name, state in states.items():
+                box = Box(own[name], (0,), tuple(state.shape))
+                states[name] = checkpoint.read(RANDOM, box)
+            backend.set_random_states(states)
+
+    @property
+    def _reference_moves(self) -> bool:
+        return self.reference is not None and self.reference.has_moved
+
+    def _held(self) -> Iterator[Part]:
+        for shard in self.policy.shards:
+            place = self.policy.parameters.places[shard.name]
+            for kind, values in self._kinds(shard) if not place.is_copy else ():
+                for box, view in shard.boxes(place, values):
+                    yield Part(kind, box, view)
+        if self._reference_moves:
+            for box, view in self.reference.master_boxes():
+                yield Part(REFERENCE, box, view)
+
+    def _kinds(self, shard: Shard) -> list[tuple[str, torch.Tensor]]:
+        return [(MASTER, shard.main), *((kind, shard.moment(kind)) for kind in MOMENTS)]
+
+    def _random_parts(self) -> list[Part]:
+        return [
+            Part(RANDOM, Box(_random_name(self.rank, name), (0,), tuple(state.shape)), state)
+            for name, state in backend.random_states().items()
+        ]
+
+
+def _random_name(rank: int, name: str) -> str:
+    return f"{name}.{rank}"

@@ -1,0 +1,396 @@
+"""Conversions of a model between Hugging Face's folders and Megatron's: exact, or refused with nothing written.
+
+A few megabytes at a time pass through memory, whatever the model's size; only the comparison of logits holds it whole.
+The commands are `mgrpo convert hf-to-megatron` and `mgrpo convert megatron-to-hf`, see docs/conversion.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mgrpo.checkpoint.boxes import described
+from mgrpo.checkpoint.hf_folder import (
+    FILE_BYTES,
+    MEGATRON,
+    HfFolder,
+    carry,
+    header_bytes,
+    new_folder,
+    same_bits,
+    write_hf,
+)
+from mgrpo.checkpoint.manifest import DamagedCheckpoint
+from mgrpo.checkpoint.megatron_folder import MegatronFolder, is_megatron_folder, stored_bytes, write_megatron
+from mgrpo.checkpoint.reader import open_checkpoint
+from mgrpo.config import Config
+from mgrpo.config.model_rules import model_problems
+from mgrpo.config.schema import Parallel
+from mgrpo.layout import Layout
+from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
+from mgrpo.models.table import Box, Shape, hf_tensors
+from mgrpo.policy.weights import Read
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOLERANCE = 1e-3
+"""Share of the largest logit by which rounding may set two float32 models apart."""
+MASTER = "master"
+"""What a run's checkpoint calls its weights, in float32."""
+
+
+def hf_to_megatron(
+    hf: str | Path,
+    out: str | Path,
+    layout: Layout,
+    *,
+    file_bytes: int = FILE_BYTES,
+    verify: bool = False,
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Write the model of a Hugging Face folder as the ranks of `layout` hold it.
+
+    Raises:
+        ValueError: it cannot be kept exactly, or cannot be laid out so; nothing is written.
+    """
+    hf = Path(hf)
+    config = read_hf_config(hf)
+    shape = shape_of(config)
+    if problems := list(_layout_problems(config, shape, layout)):
+        raise ValueError("; ".join(problems))
+    with new_folder(Path(out)) as folder:
+        source = HfFolder(hf, shape)
+        with _Report(out, stored_bytes(shape, layout, source.dtypes)) as report:
+            carry(hf, folder)
+            write_megatron(
+                source.read, shape, layout, source.dtypes, folder, file_bytes=file_bytes, tell=report.advance
+            )
+            report.written(folder)
+            if verify:
+                written = MegatronFolder(folder)
+                report.compare(written.boxes(), source.read)
+                written.check_sums()  # padding, too
+                report.compare_logits(folder, hf, tolerance)
+
+
+def megatron_to_hf(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    hf: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = FILE_BYTES,
+    verify: bool = False,
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Write a Hugging Face folder with the weights of a Megatron folder, or of a run's checkpoint `.../step_N`.
+
+    Args:
+        hf: folder that gives configuration and tokenizer; default the Megatron folder itself, or the model that the run
+            began with.
+        dtype: of the written weights; default the Megatron folder's own, or what the configuration says.
+    Raises:
+        ValueError: something is damaged or does not fit together; nothing is written.
+    """
+    with new_folder(Path(out)) as folder:
+        source = (_megatron_source if is_megatron_folder(checkpoint) else _run_source)(checkpoint, hf)
+        dtypes = dict.fromkeys(source.dtypes, dtype) if dtype else source.dtypes
+        with _Report(
+            out, sum(header_bytes((dtypes[name], full)) for name, full in hf_tensors(source.shape).items())
+        ) as report:
+            carry(source.beside, folder, dtype=dtype)
+            write_hf(source.read, source.shape, dtypes, folder, file_bytes=file_bytes, tell=report.advance)
+            report.written(folder)
+            if verify:
+                rounded = ((box, values.to(dtypes[box.name])) for box, values in source.boxes())
+                report.compare(rounded, HfFolder(folder, source.shape).read)
+                report.compare_logits(folder, folder, tolerance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """Weights to export, and the folder with what belongs beside them."""
+
+    beside: Path
+    shape: ModelShape
+    dtypes: Mapping[str, torch.dtype]
+    """In which each tensor is exported."""
+    read: Read
+    boxes: Callable[[], Iterable[tuple[Box, torch.Tensor]]]
+    """Everything that is stored."""
+
+
+def _megatron_source(path: str | Path, hf: str | Path | None) -> _Source:
+    stored, beside = MegatronFolder(path), Path(hf or path)
+    _check_same(hf_tensors(stored.shape), path, beside)
+    stored.check_sums()
+    return _Source(beside=beside, shape=stored.shape, dtypes=stored.dtypes, read=stored.read, boxes=stored.boxes)
+
+
+def _run_source(path: str | Path, hf: str | Path | None) -> _Source:
+    try:
+        checkpoint = open_checkpoint(path)
+    except DamagedCheckpoint:
+        raise
+    except ValueError as err:
+        raise ValueError(f"{path} is neither a Megatron folder (no {MEGATRON}) nor a run's checkpoint: {err}") from err
+    beside = hf or checkpoint.state.get("model_name_or_path")
+    if not beside or not Path(beside).is_dir():
+        where = f"began with {beside}, which is no folder here" if beside else "does not say which model it began with"
+        raise ValueError(f"{path} {where}; give the folder with its config.json and tokenizer: --hf DIR")
+    beside = Path(beside)
+    _check_same({name: checkpoint.shape(MASTER, name) for name in checkpoint.names(MASTER)}, path, beside)
+    checkpoint.verify()
+    config = read_hf_config(beside)
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise ValueError(f"the config.json in {beside} has dtype {name!r}; choose one of {', '.join(DTYPES)}: --dtype")
+    shape, read = shape_of(config), partial(checkpoint.read, MASTER)
+    boxes = [Box(name, (0,) * len(full), full) for name, full in hf_tensors(shape).items()]
+    return _Source(
+        beside=beside,
+        shape=shape,
+        dtypes=dict.fromkeys(hf_tensors(shape), DTYPES[name]),
+        read=read,
+        boxes=lambda: ((box, read(box)) for box in boxes),
+    )
+
+
+def _check_same(tensors: Mapping[str, Shape], path: str | Path, beside: Path) -> None:
+    """That these are the tensors which the configuration in `beside` describes."""
+    expected = hf_tensors(shape_of(read_hf_config(beside)))
+    for name in sorted(tensors.keys() | expected.keys()):
+        found, wanted = (list(own[name]) if name in own else "missing" for own in (tensors, expected))
+        if found != wanted:
+            raise ValueError(
+                f"{path} holds another model than the config.json in {beside} describes: {name} is {found} instead of "
+                f"{wanted}; give the model's own folder: --hf DIR"
+            )
+
+
+def _layout_problems(config: HfConfig, shape: ModelShape, layout: Layout) -> Iterator[str]:
+    """Why the model cannot be laid out so, one sentence each."""
+    if problems := layout.problems():
+        yield from problems
+        return
+    parallel = Parallel(tensor_model_parallel_size=layout.tensor)
+    about_model = model_problems(replace(Config(), parallel=parallel), config)
+    # Every size that it does not divide makes a sentence, all with the same choices.
+    yield from [problem for problem in about_model if problem.startswith("tensor_model_parallel_size=")][:1]
+    yield from _stage_problems(shape.num_layers, layout)
+    if layout.expert > 1 and shape.experts is None:
+        yield f"expert_model_parallel_size={layout.expert} needs a model with experts; use 1"
+    elif shape.experts is not None and shape.experts.count % layout.expert:
+        yield (
+            f"expert_model_parallel_size={layout.expert} does not divide the model's {shape.experts.count} experts; choose "
+            f"from {_divisors(shape.experts.count)}"
+        )
+
+
+def _stage_problems(layers: int, layout: Layout) -> Iterator[str]:
+    ends = {
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+    }
+    given = {flag: size for flag, size in ends.items() if size is not None}
+    if given:
+        middle, rest = layout.pipeline - len(given), layers - sum(given.values())
+        if rest < middle or (rest % middle if middle else rest):
+            yield (
+                f"{' and '.join(f'{flag}={size}' for flag, size in given.items())} leave {rest} of {layers} layers to {middle} "
+                "other pipeline stages, which take equally many, at least one each"
+            )
+        return
+    if layers % layout.pipeline:
+        yield (
+            f"pipeline_model_parallel_size={layout.pipeline} does not divide num_hidden_layers={layers}; choose from "
+            f"{_divisors(layers)}, or give num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
+        )
+    elif layers % (layout.pipeline * layout.virtual_pipeline):
+        yield (
+            f"virtual_pipeline_model_parallel_size={layout.virtual_pipeline} x pipeline_model_parallel_size="
+            f"{layout.pipeline} does not divide num_hidden_layers={layers}; choose it from "
+            f"{_divisors(layers // layout.pipeline)}"
+        )
+
+
+def _divisors(number: int) -> str:
+    return f"{{{', '.join(str(size) for size in range(1, number + 1) if number % size == 0)}}}"
+
+
+class _Report:
+    """Tells how far a conversion is, and what it was like."""
+
+    def __init__(self, out: str | Path, num_bytes: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.out, self.num_bytes = out, num_bytes
+        self.start, self.memory_before = time.monotonic(), _memory_bytes("VmRSS")
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.task = self.progress.add_task("writing", total=num_bytes)
+
+    def __enter__(self) -> _Report:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def advance(self, num_bytes: int) -> None:
+        """So many bytes more."""
+        self.progress.advance(self.task, num_bytes)
+
+    def written(self, folder: Path) -> None:
+        """All weights are in `folder`."""
+        num_files = len(list(folder.glob("*.safetensors")))
+        peak = _memory_bytes("VmHWM")
+        print(
+            f"{self.out}: {self.num_bytes / 1e6:,.1f} MB of weights in {num_files} {'files' if num_files > 1 else 'file'}, "
+            f"{time.monotonic() - self.start:.1f} s, peak memory {peak / 1e6:,.0f} MB, of which "
+            f"{(peak - self.memory_before) / 1e6:,.0f} MB for the conversion"
+        )
+
+    def compare(self, boxes: Iterable[tuple[Box, torch.Tensor]], read: Read) -> None:
+        """Every box bit by bit; ValueError names the first that differs."""
+        self.progress.reset(self.task, description="comparing", total=None)
+        names, num_bytes = set(), 0
+        for box, values in boxes:
+            if not same_bits(values, read(box)):
+                raise ValueError(f"{described(box)} does not come back as it was; nothing is written")
+            names.add(box.name)
+            num_bytes += values.nbytes
+            self.progress.advance(self.task, values.nbytes)
+        print(f"verified: {len(names)} tensors, {num_bytes / 1e6:,.1f} MB, equal in every bit")
+
+    def compare_logits(self, model: Path, hf: Path, tolerance: float) -> None:
+        """Training's model from the folder `model` against transformers' from `hf`; ValueError when they differ."""
+        from mgrpo.agreement import compare_logits
+
+        self.progress.reset(self.task, description="computing logits", total=None)
+        found = compare_logits(model, hf)
+        differ = (
+            f"logits of {found.rows} tokens differ from transformers' by at most {found.difference:.2g}, the largest is"
+        )
+        if not found.within(tolerance):
+            raise ValueError(
+                f"{differ} {found.largest:.3g}: more than --tolerance {tolerance:g} allows; nothing is written"
+            )
+        print(f"verified: {differ} {found.largest:.3g}; peak memory {_memory_bytes('VmHWM') / 1e6:,.0f} MB")
+
+
+def _memory_bytes(field: str) -> int:
+    """This process's resident memory, now ("VmRSS") or at its highest ("VmHWM"); where /proc is missing, the latter."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def convert_command(argv: Sequence[str]) -> int:
+    """`mgrpo convert hf-to-megatron ...` or `mgrpo convert megatron-to-hf ...`."""
+    commands = {"hf-to-megatron": hf_to_megatron_command, "megatron-to-hf": megatron_to_hf_command}
+    if argv and argv[0] in commands:
+        return commands[argv[0]](argv[1:], prog=f"mgrpo convert {argv[0]}")
+    asked = bool(argv) and argv[0] in ("-h", "--help")
+    (sys.stdout if asked else sys.stderr).write(f"usage: mgrpo convert {{{'|'.join(commands)}}} ...\n")
+    return 0 if asked else 2
+
+
+def hf_to_megatron_command(argv: Sequence[str], *, prog: str) -> int:
+    """0 when the folder was written, 1 when it was refused."""
+    parser = _parser(prog, "Writes a Hugging Face model as the ranks of a Megatron layout hold it; exact, or refused.")
+    parser.add_argument(
+        "--hf", metavar="DIR", required=True, help="Hugging Face folder: config.json, safetensors, tokenizer"
+    )
+    _add_common(parser)
+    for axis, (flag, text) in _LAYOUT_FLAGS.items():
+        default = None if axis.endswith("_layers") else 1
+        parser.add_argument(f"--{flag}", dest=axis, type=int, default=default, metavar="N", help=text)
+    args = parser.parse_args(argv)
+    sizes = {axis: getattr(args, axis) for axis in _LAYOUT_FLAGS}
+    ranks = max(args.pipeline, 1) * math.lcm(max(args.tensor, 1), max(args.expert, 1))
+    layout = Layout(world_size=ranks, **sizes)
+    return _run(prog, partial(hf_to_megatron, args.hf, args.out, layout, **_common(args)))
+
+
+_LAYOUT_FLAGS = {
+    "tensor": ("tensor_model_parallel_size", "ranks that share every matrix"),
+    "pipeline": ("pipeline_model_parallel_size", "pipeline stages"),
+    "expert": ("expert_model_parallel_size", "ranks that experts are shared out over"),
+    "virtual_pipeline": ("virtual_pipeline_model_parallel_size", "chunks of each pipeline stage"),
+    "first_stage_layers": ("num_layers_in_first_pipeline_stage", "layers of the first stage, where it differs"),
+    "last_stage_layers": ("num_layers_in_last_pipeline_stage", "layers of the last stage, where it differs"),
+}
+"""What can be chosen of a layout: its flag, as in training, and what it means."""
+
+
+def megatron_to_hf_command(argv: Sequence[str], *, prog: str) -> int:
+    """0 when the folder was written, 1 when it was refused."""
+    parser = _parser(prog, "Writes a Megatron folder, or the weights of a run's checkpoint, as a Hugging Face folder.")
+    parser.add_argument(
+        "--checkpoint", metavar="DIR", required=True, help="Megatron folder, or a run's OUTPUT_DIR/checkpoints/step_N"
+    )
+    _add_common(parser)
+    parser.add_argument(
+        "--hf", metavar="DIR", help="folder with config.json and tokenizer; default what the checkpoint brings or names"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the written weights; default the model's own")
+    args = parser.parse_args(argv)
+    dtype = args.dtype and DTYPES[args.dtype]
+    return _run(prog, partial(megatron_to_hf, args.checkpoint, args.out, hf=args.hf, dtype=dtype, **_common(args)))
+
+
+def _parser(prog: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder to write; must not exist, or be empty")
+    parser.add_argument(
+        "--max_file_mib",
+        type=_size,
+        default=FILE_BYTES >> 20,
+        metavar="N",
+        help="size of a file of weights (%(default)s)",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare every written tensor bit by bit, and logits with transformers'; holds the whole model in float32",
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help="of the largest logit that they may differ by (%(default)s)"
+    )
+
+
+def _common(args: argparse.Namespace) -> dict[str, Any]:
+    return {"file_bytes": args.max_file_mib << 20, "verify": args.verify, "tolerance": args.tolerance}
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
+    return int(text)
+
+
+def _run(prog: str, convert: Callable[[], None]) -> int:
+    try:
+        convert()
+    except (ValueError, OSError) as err:
+        sys.stderr.write(f"{prog}: {err}\n")
+        return 1
+    return 0

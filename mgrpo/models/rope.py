@@ -1,0 +1,103 @@
+"""Rotary position embeddings as a Hugging Face config.json describes them. Pure: the angles are computed in policy/.
+
+Two spellings are read: `rope_theta` + `rope_scaling`, and transformers 5's `rope_parameters`, which is one record for the
+whole model or one for each type of layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+SCALINGS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Frequencies `theta ** (-2 i / head_dim)`, some of them divided by `factor` so that more positions fit in.
+
+    linear divides all. llama3 and yarn divide those that turn less than `slow` times within `original_positions`, keep
+    those that turn more than `fast` times, and blend in between: llama3 by the number of turns, yarn by the index i.
+    """
+
+    theta: float
+    scaling: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_positions: int = 0
+    slow: float = 0.0
+    fast: float = 0.0
+    whole_indices: bool = True
+    """yarn: the blend begins and ends at whole indices."""
+    attention_factor: float = 1.0
+    """yarn: rotated queries and rotated keys are multiplied by this."""
+
+
+def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> dict[str, Any]:
+    """The record that holds for layers of this type, in either spelling, `rope_theta` included."""
+    new = hf.get("rope_parameters") or {}
+    own = (new[layer_type] or {}) if layer_type in new else {**(hf.get("rope_scaling") or {}), **new}
+    common = {"rope_theta": hf.get("rope_theta") or 10_000.0, "partial_rotary_factor": hf.get("partial_rotary_factor")}
+    return common | own
+
+
+def rope_problems(parameters: Mapping[str, Any]) -> Iterator[str]:
+    """Why these embeddings cannot be built exactly."""
+    scaling = _scaling(parameters)
+    if scaling not in SCALINGS:
+        yield f"RoPE scaling {scaling!r} (expected one of {', '.join(SCALINGS)})"
+        return
+    if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
+        yield f"partial_rotary_factor={parameters['partial_rotary_factor']}"
+    needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "linear": ("factor",), "yarn": ("factor",)}
+    missing = [key for key in needed.get(scaling, ()) if parameters.get(key) is None]
+    if missing:
+        yield f"RoPE scaling {scaling!r} without {', '.join(missing)}"
+
+
+def read_rope(parameters: Mapping[str, Any], *, max_positions: int) -> Rope:
+    """A record without `rope_problems`."""
+    scaling, theta = _scaling(parameters), float(parameters["rope_theta"])
+    if scaling == "default":
+        return Rope(theta=theta)
+    factor = float(parameters["factor"])
+    if scaling == "linear":
+        return Rope(theta=theta, scaling="linear", factor=factor)
+    original = int(parameters.get("original_max_position_embeddings") or max_positions)
+    if scaling == "llama3":
+        return Rope(
+            theta=theta,
+            scaling="llama3",
+            factor=factor,
+            original_positions=original,
+            slow=float(parameters["low_freq_factor"]),
+            fast=float(parameters["high_freq_factor"]),
+        )
+    return Rope(
+        theta=theta,
+        scaling="yarn",
+        factor=factor,
+        original_positions=original,
+        slow=float(parameters.get("beta_slow") or 1),
+        fast=float(parameters.get("beta_fast") or 32),
+        whole_indices=bool(parameters.get("truncate", True)),
+        attention_factor=_attention_factor(parameters, factor),
+    )
+
+
+def _scaling(parameters: Mapping[str, Any]) -> str:
+    return parameters.get("rope_type") or parameters.get("type") or "default"
+
+
+def _attention_factor(parameters: Mapping[str, Any], factor: float) -> float:
+    """yarn's temperature, as given or as its paper recommends (arXiv:2309.00071, section 3.4)."""
+
+    def recommended(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return recommended(parameters["mscale"]) / recommended(parameters["mscale_all_dim"])
+    return recommended(1.0)

@@ -1,0 +1,22 @@
+"""Megatron's process groups for a layout."""
+
+from __future__ import annotations
+
+from megatron.core import parallel_state, tensor_parallel
+
+from mgrpo.layout import Layout
+
+
+def make_groups(layout: Layout, *, seed: int) -> None:
+    """Make the groups of every axis and seed their random states. Every learner rank must call, once a process."""
+    parallel_state.initialize_model_parallel(
+        layout.tensor,
+        layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        num_distributed_optimizer_instances=layout.data * layout.context // layout.num_shards,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

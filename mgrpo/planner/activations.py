@@ -1,0 +1,240 @@
+"""Bytes that a forward pass keeps for its backward pass, on one learner rank.
+
+The terms are those of Korthikanti et al. (arXiv:2205.05198, section 4) for the layers that are trained here: packs (one
+sequence of `pack_length` tokens in the place of sequence x micro-batch), grouped queries, flash attention, which keeps no
+scores, SwiGLU, RMSNorm, experts, no dropout. Per token of a layer, in elements, with q = heads x head_dim / tp,
+k = kv_heads x head_dim / tp, f = ffn / tp, h = hidden:
+
+    residual stream   2h   (inputs of the norms that come first)
+    norms' outputs    2h   (inputs of the qkv and of the first MLP projection)
+    attention         3q + 3k + 4 head_dim   (qkv as it left its projection, rotated q and k, sines and cosines, output)
+    MLP               3f   (gate and up together 2f, their product f)
+
+`2h` are split over tensor ranks under sequence parallelism, all tokens over context ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from mgrpo.config.schema import Parallel
+from mgrpo.layout import Layout
+from mgrpo.models.family import ModelShape
+from mgrpo.planner.memory import FP32_BYTES, padded_vocab, stage_layers
+
+INDEX_BYTES = 8
+"""int64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerActivations:
+    """Bytes that one layer keeps, by what the recomputation modules can drop."""
+
+    stream: int
+    """The layer's input and the input of its second half."""
+    norms: int
+    """Outputs of the two norms; module layernorm."""
+    attention: int
+    """What attention and its projections need, whatever is recomputed."""
+    scores: int
+    """The logarithms of attention's denominators; module core_attn, which with flash attention saves little."""
+    mlp: int
+    """Between the MLP's projections; module mlp, or moe for experts."""
+    layer_input: int
+    """All that full recomputation keeps."""
+
+    @property
+    def total(self) -> int:
+        """Without recomputation."""
+        return self.stream + self.norms + self.attention + self.scores + self.mlp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageActivations:
+    """Peak of one rank of a pipeline stage."""
+
+    kept: int
+    """Of all micro-batches in flight."""
+    recomputed: int
+    """Of the layer whose forward is being repeated."""
+    working: int
+    """Gradients inside the layer that is in its backward pass, and its gathered input."""
+    in_flight: float
+    """Micro-batches whose activations are kept at once, in units of the whole stage."""
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return self.kept + self.recomputed + self.working
+
+
+@cache
+def layer_activations(
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    has_experts: bool,
+    pack_length: int,
+    dtype_bytes: int,
+    settings: Parallel,
+    fused: bool = True,
+) -> LayerActivations:
+    """One layer, one pack, one rank.
+
+    Args:
+        fused: norms, SwiGLU and attention keep only what CUDA's kernels and Megatron's fusions keep. On a CPU a norm keeps
+            its input and its normalised input, in fp32, SwiGLU each of its factors (of experts, its product, too), and
+            attention its padded operands beside the others.
+    """
+    tokens = -(-pack_length // layout.context)
+    split_tokens = -(-tokens // layout.tensor) if layout.sequence_parallel else tokens
+    stream = split_tokens * shape.hidden * dtype_bytes
+    num_norms = 4 if shape.norms == "around" else 2
+    return LayerActivations(
+        stream=num_norms * _norm(split_tokens, shape.hidden, dtype_bytes, fused),
+        norms=2 * stream,
+        attention=_attention(shape, layout, tokens, dtype_bytes, settings, fused),
+        scores=_scores(shape, layout, tokens, dtype_bytes, settings, fused),
+        mlp=_experts(shape, layout, split_tokens, dtype_bytes, fused)
+        if has_experts
+        else tokens * (shape.ffn // layout.tensor) * dtype_bytes * (3 if fused else 5),
+        layer_input=stream,
+    )
+
+
+def _norm(rows: int, width: int, dtype_bytes: int, fused: bool) -> int:
+    """Input and one fp32 factor a row; on a CPU the normalised input, too, and both in fp32."""
+    return rows * (width * dtype_bytes if fused else 2 * width * FP32_BYTES) + rows * FP32_BYTES
+
+
+def _scores(shape: ModelShape, layout: Layout, tokens: int, dtype_bytes: int, settings: Parallel, fused: bool) -> int:
+    heads, kv_heads = _local_heads(shape, layout)
+    kept = tokens * heads * FP32_BYTES
+    if fused:
+        return kept
+    # On a CPU queries, keys, values and output once more, padded to equal documents.
+    keys_of = layout.context if settings.cp_comm_type == "all_gather" else 1
+    return kept + tokens * 2 * (heads + kv_heads * keys_of) * shape.head_dim * dtype_bytes
+
+
+def _local_heads(shape: ModelShape, layout: Layout) -> tuple[int, int]:
+    return shape.heads // layout.tensor, max(shape.kv_heads // layout.tensor, 1)
+
+
+def _attention(
+    shape: ModelShape, layout: Layout, tokens: int, dtype_bytes: int, settings: Parallel, fused: bool
+) -> int:
+    heads, kv_heads = _local_heads(shape, layout)
+    query, key = heads * shape.head_dim, kv_heads * shape.head_dim
+    if layout.context == 1:
+        # The values are a view of the qkv projection's output, which keeps all of it.
+        elements = 3 * query + 3 * key
+    elif settings.cp_comm_type == "all_gather":
+        # Keys and values of the whole pack, in the order of its tokens.
+        elements = 2 * query + 2 * key * layout.context
+    else:
+        # All tokens, a share of the heads; the output once more after the exchange back.
+        elements = 3 * query + 2 * key
+    found = tokens * (elements + 4 * shape.head_dim) * dtype_bytes
+    if shape.qk_norm:
+        norms = _norm(tokens * heads, shape.head_dim, dtype_bytes, fused)
+        # The keys' input is part of the qkv projection's output where that is kept anyway.
+        norms += tokens * kv_heads * FP32_BYTES if fused else _norm(tokens * kv_heads, shape.head_dim, 4, False)
+        found += norms
+    return found
+
+
+def _experts(shape: ModelShape, layout: Layout, split_tokens: int, dtype_bytes: int, fused: bool) -> int:
+    """Router, tokens in the order of their experts, and the experts' SwiGLU; experts are assumed to get equal shares."""
+    experts = shape.experts
+    copies = split_tokens * experts.top_k
+    # With tensor-parallel experts every rank has all ranks' tokens and a share of the width.
+    rows, ffn = copies * layout.expert_tensor, experts.ffn // layout.expert_tensor
+    # Probabilities and the map of all experts, chosen experts with their scores, and the places of the copies.
+    router = split_tokens * experts.count * (FP32_BYTES + 1) + copies * 2 * (FP32_BYTES + INDEX_BYTES)
+    per_row = shape.hidden * dtype_bytes + ffn * dtype_bytes * (3 if fused else 6)
+    return router + rows * (per_row + FP32_BYTES)
+
+
+def kept_bytes(layer: LayerActivations, *, has_experts: bool, settings: Parallel) -> int:
+    """What one layer keeps between its forward and its backward pass."""
+    if settings.recompute_granularity == "full":
+        return layer.layer_input
+    return layer.total - dropped_bytes(layer, has_experts=has_experts, settings=settings)
+
+
+def dropped_bytes(layer: LayerActivations, *, has_experts: bool, settings: Parallel) -> int:
+    """What one layer computes again in its backward pass."""
+    if settings.recompute_granularity == "none":
+        return 0
+    if settings.recompute_granularity == "full":
+        return layer.total
+    modules = settings.recompute_modules
+    has_mlp = ("moe" if has_experts else "mlp") in modules
+    return layer.scores * ("core_attn" in modules) + layer.norms * ("layernorm" in modules) + layer.mlp * has_mlp
+
+
+def chunks_in_flight(layout: Layout, *, stage: int, num_micro_batches: int) -> int:
+    """Forward passes of a chunk whose backward is still to come, at most.
+
+    1F1B (arXiv:2104.04473, section 2.2): pipeline - stage. Interleaved (Megatron's schedule): twice the distance to the
+    last stage, one round of all stages for each chunk but the last, and the pass being computed.
+    """
+    stages, chunks = layout.pipeline, layout.virtual_pipeline
+    if chunks == 1:
+        return min(stages - stage, num_micro_batches)
+    return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, num_micro_batches * chunks)
+
+
+def stage_activations(
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    stage: int,
+    pack_length: int,
+    dtype_bytes: int,
+    settings: Parallel,
+    num_micro_batches: int,
+    fused: bool = True,
+) -> StageActivations:
+    """Peak over a training step of one rank; the LM head's logits are apart, see `memory.logits_bytes`."""
+    layers = {
+        kind: layer_activations(
+            shape,
+            layout,
+            has_experts=kind,
+            pack_length=pack_length,
+            dtype_bytes=dtype_bytes,
+            settings=settings,
+            fused=fused,
+        )
+        for kind in {shape.has_experts(layer) for layer in range(shape.num_layers)}
+    }
+    held = [shape.has_experts(layer) for layer in stage_layers(layout, shape.num_layers, stage)]
+    kept = sum(kept_bytes(layers[kind], has_experts=kind, settings=settings) for kind in held)
+    in_flight = chunks_in_flight(layout, stage=stage, num_micro_batches=num_micro_batches) / layout.virtual_pipeline
+    total = int(kept * in_flight)
+    stream = next(iter(layers.values())).layer_input
+    if stage == layout.pipeline - 1:
+        # The final norm, and the head's input, which is not split.
+        rows = -(-pack_length // layout.context)
+        split_rows = rows // layout.tensor if layout.sequence_parallel else rows
+        total += _norm(split_rows, shape.hidden, dtype_bytes, fused) + rows * shape.hidden * dtype_bytes
+    else:
+        total += int(stream * in_flight * layout.virtual_pipeline)  # what was sent to the next stage
+    return StageActivations(
+        kept=total,
+        recomputed=max(dropped_bytes(layers[kind], has_experts=kind, settings=settings) for kind in set(held)),
+        working=max(layers[kind].mlp for kind in set(held))
+        + 2 * stream * (layout.tensor if layout.sequence_parallel else 1),
+        in_flight=in_flight,
+    )
+
+
+def logits_working_bytes(rows: int, *, shape: ModelShape, layout: Layout, dtype_bytes: int, logits_chunk: int) -> int:
+    """The LM head on the last stage: whole logits, or one chunk of columns and the fp32 gradient of its input."""
+    columns = padded_vocab(shape) // layout.tensor
+    if not logits_chunk:
+        return rows * columns * dtype_bytes
+    return rows * (min(logits_chunk, columns) * dtype_bytes + shape.hidden * (FP32_BYTES + dtype_bytes))

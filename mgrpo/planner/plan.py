@@ -1,0 +1,311 @@
+"""A run on paper: who holds which GPU, memory of the fullest learner and of an engine, and where a step's time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from mgrpo.config.derived import layout_of
+from mgrpo.config.schema import Config
+from mgrpo.layout import Layout
+from mgrpo.models.family import ModelShape
+from mgrpo.planner.activations import StageActivations, logits_working_bytes, stage_activations
+from mgrpo.planner.engine import EngineMemory, GenerationTime, engine_memory, generation_time
+from mgrpo.planner.hardware import GIB, Cluster
+from mgrpo.planner.memory import DTYPE_BYTES, StateBytes, choose_logits_chunk, holdings, state_bytes
+from mgrpo.planner.timing import LearnerTime, learner_time, num_micro_batches, sync_seconds
+from mgrpo.planner.work import (
+    Passes,
+    Workload,
+    forward_flops,
+    generation_flops,
+    has_reference,
+    passes_of,
+    workload_of,
+)
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSplit:
+    """Learners and engines have GPUs of their own."""
+
+    learners: int
+    engines: int
+    """GPUs of all engines."""
+    idle: int
+    """Below 0: that many are missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """One learner rank of a pipeline stage, in bytes."""
+
+    stage: int
+    states: StateBytes
+    activations: StageActivations
+    logits: int
+    sync: int
+    """Buckets in flight during a weight sync, when there are no activations."""
+    fragmentation: int
+    reserved: int
+
+    @property
+    def training(self) -> int:
+        """What comes and goes with micro-batches."""
+        return self.activations.total + self.logits + self.fragmentation
+
+    @property
+    def transient(self) -> int:
+        """The largest of what is never there at the same time: a micro-batch, an optimizer step, a weight sync."""
+        return max(self.training, self.states.update, self.sync)
+
+    @property
+    def total(self) -> int:
+        """Peak."""
+        return self.states.total + self.transient + self.reserved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that is known of a run before it starts."""
+
+    config: Config
+    shape: ModelShape
+    layout: Layout
+    cluster: Cluster
+    split: GpuSplit
+    work: Workload
+    passes: Passes
+    logits_chunk: int
+    stages: tuple[StageMemory, ...]
+    engine: EngineMemory
+    learners: LearnerTime
+    generation: GenerationTime | None
+    """None where an engine cannot hold one sequence of full length."""
+    sync_s: float
+
+    @cached_property
+    def worst(self) -> StageMemory:
+        """The stage whose ranks need most."""
+        return max(self.stages, key=lambda stage: stage.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether learners and engines fit into their GPUs, and the GPUs into the cluster."""
+        return not list(self.shortages())
+
+    def shortages(self) -> Iterator[str]:
+        """What does not fit, a sentence each that opens with what to change."""
+        memory = self.cluster.gpu.memory_bytes
+        if self.split.idle < 0:
+            yield (
+                f"num_learners_per_node and vllm_num_engines x vllm_tensor_parallel_size ask for {self.split.learners} + "
+                f"{self.split.engines} GPUs, the cluster has {self.cluster.num_gpus}; give more nodes or fewer of them"
+            )
+        if self.worst.total > memory:
+            yield (
+                f"learners: {self.worst.total / GIB:.1f} of {memory / GIB:.0f} GiB on each rank of stage {self.worst.stage}; "
+                f"{self._relief()}"
+            )
+        if self.engine.longest_sequences < 1:
+            yield (
+                f"vllm_tensor_parallel_size={self.config.engine.vllm_tensor_parallel_size}: weights of "
+                f"{self.engine.weights / GIB:.1f} GiB leave {max(self.engine.cache, 0) / GIB:.1f} GiB for the KV cache, too "
+                f"little for one sequence of {self.engine.longest} tokens; use more workers an engine"
+            )
+
+    def _relief(self) -> str:
+        if self.worst.sync == self.worst.transient:
+            megabytes = self.config.engine.weight_sync_bucket_mb
+            return f"a weight sync takes most of it, lower weight_sync_bucket_mb={megabytes}"
+        return "see the layouts below, or use more learners"
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase of a step."""
+        return {
+            "generate": self.generation.total if self.generation else 0.0,
+            "score": sum(self.learners.scoring.values()),
+            "train": sum(self.learners.training.values()),
+            "sync": self.sync_s,
+        }
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: the phases in turn, or side by side where generation runs ahead (async_steps)."""
+        seconds = self.phases
+        if self.config.rollout.async_steps:
+            return max(seconds["generate"], seconds["score"] + seconds["train"]) + seconds["sync"]
+        return sum(seconds.values())
+
+    @property
+    def causes(self) -> dict[tuple[str, str], float]:
+        """Seconds by (phase, cause); the largest is the bottleneck."""
+        found = {("train", cause): seconds for cause, seconds in self.learners.training.items()}
+        found |= {("score", cause): seconds for cause, seconds in self.learners.scoring.items()}
+        if self.generation:
+            parts = ("prefill", "weights", "cache", "exchange", "overhead")
+            found |= {("generate", part): getattr(self.generation, part) for part in parts}
+        return found | {("sync", "weights"): self.sync_s}
+
+    @property
+    def bottleneck(self) -> tuple[str, str]:
+        """The phase that takes longest (side by side: that the other side waits for), and its largest cause."""
+        phases = self.phases
+        if self.config.rollout.async_steps and phases["generate"] <= phases["score"] + phases["train"]:
+            del phases["generate"]
+        phase = max(phases, key=phases.get)
+        causes = {key: seconds for key, seconds in self.causes.items() if key[0] == phase}
+        return max(causes, key=causes.get)
+
+    @property
+    def training_flops(self) -> float:
+        """Of a step: forward and backward passes and scores, without what recomputation repeats."""
+        passes = 3 * self.passes.train + self.passes.reference + self.passes.old
+        return passes * forward_flops(self.shape, self.work).total
+
+    @property
+    def generation_flops(self) -> float:
+        """Of a step: prefill and decoding."""
+        return generation_flops(self.shape, self.work).total
+
+    @property
+    def learner_utilisation(self) -> float:
+        """Model operations of training and scoring over what the learners' GPUs could do in that time (MFU)."""
+        return self.training_flops / self.learners.total / self.split.learners / (self.cluster.gpu.tflops * 1e12)
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Of a weight or an activation."""
+        return DTYPE_BYTES[self.config.model.model_dtype]
+
+    @property
+    def model_bytes(self) -> int:
+        """All weights in the run's dtype."""
+        return holdings(self.shape, tensor=1, expert=1).total * self.dtype_bytes
+
+
+def plan_run(config: Config, shape: ModelShape, cluster: Cluster, *, num_learners: int) -> Plan:
+    """The plan of a sound `config` on `num_learners` learner ranks; whether it fits is for the reader to see."""
+    layout = layout_of(config, num_learners)
+    work, passes = workload_of(config, cluster.assumed), passes_of(config)
+    settings, engines = config.parallel, config.engine
+    dtype_bytes = DTYPE_BYTES[config.model.model_dtype]
+    logits_chunk = choose_logits_chunk(
+        settings.logits_chunk,
+        shape=shape,
+        layout=layout,
+        dtype_bytes=dtype_bytes,
+        pack_length=settings.pack_length,
+        has_reference=has_reference(config),
+        device_bytes=cluster.gpu.memory_bytes,
+    )
+    stages = tuple(
+        stage_memory(config, shape, layout, cluster, work, stage=stage, logits_chunk=logits_chunk)
+        for stage in range(layout.pipeline)
+    )
+    worst = max(stages, key=lambda stage: stage.total)
+    longest = config.data.max_prompt_token_length + config.rollout.response_length
+    engine = engine_memory(shape, engines, cluster, longest=longest, dtype_bytes=dtype_bytes)
+    num_engine_gpus = engines.vllm_num_engines * engines.vllm_tensor_parallel_size
+    plan = Plan(
+        config=config,
+        shape=shape,
+        layout=layout,
+        cluster=cluster,
+        split=GpuSplit(
+            learners=num_learners,
+            engines=num_engine_gpus,
+            idle=cluster.num_gpus - num_learners - num_engine_gpus,
+        ),
+        work=work,
+        passes=passes,
+        logits_chunk=logits_chunk,
+        stages=stages,
+        engine=engine,
+        learners=learner_time(
+            config,
+            shape,
+            layout,
+            work,
+            passes,
+            worst.states,
+            cluster,
+            logits_chunk=logits_chunk,
+            dtype_bytes=dtype_bytes,
+        ),
+        generation=generation_time(shape, engines, engine, work, cluster, dtype_bytes=dtype_bytes),
+        sync_s=0.0,
+    )
+    seconds = sync_seconds(
+        plan.model_bytes,
+        engines=engines.vllm_num_engines,
+        workers=engines.vllm_tensor_parallel_size,
+        learners=num_learners,
+        cluster=cluster,
+    )
+    return replace(plan, sync_s=seconds)
+
+
+def stage_memory(
+    config: Config,
+    shape: ModelShape,
+    layout: Layout,
+    cluster: Cluster,
+    work: Workload,
+    *,
+    stage: int,
+    logits_chunk: int,
+) -> StageMemory:
+    """Peak of one rank of a pipeline stage, part by part."""
+    settings, assumed = config.parallel, cluster.assumed
+    dtype_bytes = DTYPE_BYTES[config.model.model_dtype]
+    activations = stage_activations(
+        shape,
+        layout,
+        stage=stage,
+        pack_length=settings.pack_length,
+        dtype_bytes=dtype_bytes,
+        settings=settings,
+        num_micro_batches=num_micro_batches(
+            layout,
+            work,
+            pack_length=settings.pack_length,
+            pack_fill=assumed.pack_fill,
+            parts=config.algorithm.num_mini_batches,
+        ),
+    )
+    # A pack has fewer response rows than tokens: an upper bound.
+    rows = -(-settings.pack_length // layout.context)
+    logits = logits_working_bytes(rows, shape=shape, layout=layout, dtype_bytes=dtype_bytes, logits_chunk=logits_chunk)
+    if stage != layout.pipeline - 1:
+        logits = 0
+    return StageMemory(
+        stage=stage,
+        states=state_bytes(
+            shape,
+            layout,
+            stage=stage,
+            dtype_bytes=dtype_bytes,
+            has_reference=has_reference(config),
+            reference_moves=config.algorithm.ref_policy_update_freq is not None,
+            settings=settings,
+        ),
+        activations=activations,
+        logits=logits,
+        sync=_sync_bytes(config, shape, layout, dtype_bytes),
+        fragmentation=int(assumed.fragmentation * (activations.total + logits)),
+        reserved=int(assumed.reserved_gib * GIB),
+    )
+
+
+def _sync_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
+    """One bucket for each worker that a rank sends to, but never more than its even part of everything sent."""
+    engines = config.engine
+    weights = holdings(shape, tensor=1, expert=1).total
+    part = weights * dtype_bytes * engines.vllm_num_engines // layout.world_size
+    num_workers = engines.vllm_num_engines * engines.vllm_tensor_parallel_size
+    return min(num_workers * engines.weight_sync_bucket_mb * MIB, part)

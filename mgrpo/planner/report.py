@@ -1,0 +1,338 @@
+"""The plan as a user reads it: the verdict first, then memory, time, traffic and other layouts; and all of it as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mgrpo.planner.activations import stage_activations
+from mgrpo.planner.hardware import GIB
+from mgrpo.planner.plan import Plan, StageMemory
+from mgrpo.planner.suggest import Suggestion
+from mgrpo.planner.traffic import AXES, span_of
+
+SHOWN_STAGES = 4
+PHASES = {"generate": "generation", "score": "scoring", "train": "training", "sync": "weight sync"}
+CAUSES = {
+    "generate": {
+        "prefill": "computing prompts",
+        "weights": "decoding: weights",
+        "cache": "decoding: keys and values",
+        "exchange": "decoding: all-reduces",
+        "overhead": "decoding: around the model",
+    },
+    "sync": {"weights": "sending weights"},
+    "train": {
+        "compute": "matrix products",
+        "recompute": "matrix products again (recompute)",
+        "bubble": "stages waiting (pipeline bubble)",
+        "tensor": "tensor-parallel collectives",
+        "context": "context-parallel exchange",
+        "expert": "expert all-to-all",
+        "pipeline": "messages between stages",
+        "data": "gradient and parameter collectives",
+        "optimizer": "optimizer update",
+    },
+}
+CAUSES["score"] = CAUSES["train"]
+ADVICE = {
+    ("generate", "prefill"): "more engines, or vllm_enable_prefix_caching",
+    ("generate", "weights"): "more sequences at once, or engines with more workers",
+    ("generate", "cache"): "more engines",
+    ("generate", "exchange"): "engines with fewer workers",
+    ("generate", "overhead"): "more sequences at once, or more of them a step",
+    ("sync", "weights"): "a faster network, or fewer engines with more workers",
+    ("train", "compute"): "more learners",
+    ("score", "compute"): "more learners, or beta 0",
+    ("train", "recompute"): "a layout that keeps activations",
+    ("train", "bubble"): "fewer stages, or virtual_pipeline_model_parallel_size",
+}
+"""What shortens the largest cause of the longest phase; for the rest, another layout."""
+
+
+def show(plan: Plan, suggestions: Sequence[Suggestion]) -> None:
+    """Print everything."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=120)
+    console.print(verdict(plan), style="bold green" if plan.fits else "bold red")
+    for line in _summary(plan):
+        console.print(line)
+    for table in (_memory(plan), _engine(plan), _time(plan), _traffic(plan)):
+        console.print()
+        console.print(table)
+    if suggestions:
+        console.print()
+        console.print(_layouts(plan, suggestions))
+    console.print()
+    console.print(
+        "Sizes are counted; lengths, efficiencies and reserves are assumptions, so times are estimates and nothing here was "
+        "measured: docs/planning.md"
+    )
+
+
+def verdict(plan: Plan) -> str:
+    """Whether it fits, in one line for each reason."""
+    shortages = list(plan.shortages())
+    if shortages:
+        return "\n".join(f"does not fit: {sentence}" for sentence in shortages)
+    memory, engine = plan.cluster.gpu.memory_bytes, plan.engine
+    return (
+        f"fits: {_gib(plan.worst.total)} of {memory / GIB:.0f} GiB on the worst learner (stage {plan.worst.stage}); "
+        f"an engine caches {engine.longest_sequences} sequences of {engine.longest} tokens at once"
+    )
+
+
+def _summary(plan: Plan) -> Iterator[str]:
+    cluster, engines, split = plan.cluster, plan.config.engine, plan.split
+    if plan.generation:
+        phase, cause = plan.bottleneck
+        yield (
+            f"about {plan.step_s:.{0 if plan.step_s >= 10 else 1}f} s a step; bottleneck: {PHASES[phase]} ({plan.phases[phase] / plan.step_s:.0%}), most of "
+            f"it {CAUSES[phase][cause]}; what helps: {ADVICE.get((phase, cause), 'another layout')}"
+        )
+    yield (
+        f"{plan.config.model.model_name_or_path}: {_billions(plan.model_bytes / plan.dtype_bytes)} weights, "
+        f"{plan.config.model.model_dtype}; {plan.work.sequences} completions a step, assumed mean "
+        f"{plan.work.prompt_tokens:.0f} + {plan.work.response_tokens:.0f} tokens"
+    )
+    yield (
+        f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}: {split.learners} learners, {split.engines} for "
+        f"{engines.vllm_num_engines} engines of {engines.vllm_tensor_parallel_size}, {max(split.idle, 0)} idle"
+    )
+    yield (
+        f"learners: {_layout_text(plan)}; packs of {plan.config.parallel.pack_length} tokens, "
+        f"{plan.learners.num_micro_batches} micro-batches a rank"
+        + (f", LM head {plan.logits_chunk} columns at a time" if plan.logits_chunk else "")
+    )
+    yield (
+        f"a step computes {plan.training_flops:.2e} operations in training and scoring (MFU {plan.learner_utilisation:.0%}) "
+        f"and {plan.generation_flops:.2e} in generation"
+    )
+
+
+def _layout_text(plan: Plan) -> str:
+    layout, settings = plan.layout, plan.config.parallel
+    parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}"]
+    if layout.virtual_pipeline > 1:
+        parts[-1] += f" (x {layout.virtual_pipeline} chunks)"
+    parts += [f"CP {layout.context}"] if layout.context > 1 else []
+    parts += [f"EP {layout.expert}"] if plan.shape.experts else []
+    parts += [f"DP {layout.data}"]
+    return f"{' x '.join(parts)}, ZeRO {layout.zero_stage}, recompute {settings.recompute_granularity}"
+
+
+def _memory(plan: Plan) -> Table:
+    """Parts of a learner GPU, a column for each stage or for the first, the worst and the last."""
+    stages = list(plan.stages)
+    if len(stages) > SHOWN_STAGES:
+        shown = {0, plan.worst.stage, len(stages) - 1}
+        stages = [stage for stage in stages if stage.stage in shown]
+    table = Table(title="memory of a learner GPU, GiB", title_justify="left", title_style="bold")
+    table.add_column("part")
+    for stage in stages:
+        is_worst = stage.stage == plan.worst.stage and len(plan.stages) > 1
+        table.add_column(f"stage {stage.stage}{' (worst)' if is_worst else ''}", justify="right")
+    for group in (_lasting, _passing):
+        for name, values in group(stages):
+            if any(values):
+                table.add_row(name, *map(_gib, values))
+        table.add_section()
+    table.add_row("peak", *(_gib(stage.total) for stage in stages), style="bold")
+    table.add_section()
+    settings = plan.config.parallel
+    for recompute in ("none", "selective", "full"):
+        totals = (_activations(plan, stage.stage, recompute) for stage in stages)
+        modules = f" {' '.join(settings.recompute_modules)}" if recompute == "selective" else ""
+        used = " (used)" if recompute == settings.recompute_granularity else ""
+        table.add_row(f"activations, recompute {recompute}{modules}{used}", *map(_gib, totals), style="dim")
+    if plan.worst.states.host:
+        table.add_row("in host memory", *(_gib(stage.states.host) for stage in stages), style="dim")
+    return table
+
+
+def _lasting(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]:
+    yield "parameters", [stage.states.parameters for stage in stages]
+    yield "gradients (fp32)", [stage.states.gradients for stage in stages]
+    yield "optimizer", [stage.states.optimizer for stage in stages]
+    yield "reference model", [stage.states.reference for stage in stages]
+    yield "whole layers (ZeRO 2, 3)", [stage.states.unsharded for stage in stages]
+    yield "CUDA, NCCL, libraries (assumed)", [stage.reserved for stage in stages]
+
+
+def _passing(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]:
+    """Never at once: the largest of the three is part of the peak."""
+    yield "largest of: training", [stage.training for stage in stages]
+    yield "              activations", [stage.activations.total for stage in stages]
+    yield "              logits", [stage.logits for stage in stages]
+    yield "              fragmentation (assumed)", [stage.fragmentation for stage in stages]
+    yield "            optimizer step", [stage.states.update for stage in stages]
+    yield "            weight sync (buckets)", [stage.sync for stage in stages]
+
+
+def _activations(plan: Plan, stage: int, recompute: str) -> int:
+    settings = dataclasses.replace(plan.config.parallel, recompute_granularity=recompute)
+    return stage_activations(
+        plan.shape,
+        plan.layout,
+        stage=stage,
+        pack_length=settings.pack_length,
+        dtype_bytes=plan.dtype_bytes,
+        settings=settings,
+        num_micro_batches=plan.learners.num_micro_batches,
+    ).total
+
+
+def _engine(plan: Plan) -> Table:
+    engine, settings = plan.engine, plan.config.engine
+    table = Table(title="memory of an engine GPU, GiB", title_justify="left", title_style="bold")
+    for column in ("weights", "workspace (assumed)", "KV cache", "a token", "sequences of full length"):
+        table.add_column(column, justify="right")
+    running = f"{engine.longest_sequences} (vllm_max_num_seqs {settings.vllm_max_num_seqs})"
+    per_token = f"{engine.cache_bytes_per_token / 1024:.0f} KiB"
+    table.add_row(_gib(engine.weights), _gib(engine.workspace), _gib(max(engine.cache, 0)), per_token, running)
+    return table
+
+
+def _time(plan: Plan) -> Table:
+    table = Table(title="time of a step, s (estimate)", title_justify="left", title_style="bold")
+    table.add_column("phase")
+    table.add_column("cause")
+    table.add_column("s", justify="right")
+    table.add_column("share", justify="right")
+    for phase, seconds in plan.phases.items():
+        if not seconds:
+            continue
+        table.add_row(PHASES[phase], "", f"{seconds:.1f}", f"{seconds / plan.step_s:.0%}", style="bold")
+        for (own_phase, cause), part in plan.causes.items():
+            if own_phase == phase and phase != "sync" and part >= 0.005 * plan.step_s:
+                table.add_row("", CAUSES[phase][cause], f"{part:.1f}", f"{part / plan.step_s:.0%}")
+    table.add_section()
+    how = "generation beside training" if plan.config.rollout.async_steps else "one phase after the other"
+    table.add_row("step", how, f"{plan.step_s:.1f}", "", style="bold")
+    return table
+
+
+def _traffic(plan: Plan) -> Table:
+    table = Table(title="sent in a step", title_justify="left", title_style="bold")
+    for column in ("", "GB", "by", "link", "assumed GB/s"):
+        table.add_column(column, justify="right" if column.endswith(("GB", "GB/s")) else "left")
+    cluster = plan.cluster
+    for axis in AXES:
+        sent = getattr(plan.learners.traffic, axis)
+        if not sent:
+            continue
+        span = span_of(plan.layout, axis)
+        link = "in the node" if span <= cluster.gpus_per_node else "network"
+        table.add_row(axis, f"{sent / 1e9:.1f}", "each learner", link, f"{cluster.link_bytes_s(span) / 1e9:.0f}")
+    engines = plan.config.engine.vllm_num_engines
+    link = "in the node" if cluster.num_gpus <= cluster.gpus_per_node else "network"
+    table.add_row(
+        "weight sync",
+        f"{plan.model_bytes * engines / 1e9:.1f}",
+        "all learners together",
+        link,
+        f"{cluster.link_bytes_s(cluster.num_gpus) / 1e9:.0f}",
+    )
+    return table
+
+
+def _layouts(plan: Plan, suggestions: Sequence[Suggestion]) -> Table:
+    title = (
+        f"layouts of {plan.split.learners} learners that fit, best first (docs/planning.md says how they are ranked)"
+    )
+    table = Table(title=title, title_justify="left", title_style="bold")
+    names = (
+        "",
+        "TP",
+        "PP",
+        "chunks",
+        "CP",
+        "EP",
+        "DP",
+        "ZeRO",
+        "recompute",
+        "GiB",
+        "step s",
+        "learners s",
+        "why: their time is",
+    )
+    for name in names:
+        table.add_column(name, justify="left" if name.startswith(("recompute", "why")) else "right")
+    for number, suggestion in enumerate(suggestions, start=1):
+        table.add_row(str(number), *_layout_row(suggestion))
+    table.add_section()
+    table.add_row("now", *_layout_row(Suggestion.of(plan)), style="bold" if plan.fits else "bold red")
+    return table
+
+
+def _layout_row(suggestion: Suggestion) -> tuple[str, ...]:
+    plan, layout = suggestion.plan, suggestion.plan.layout
+    axes = (
+        layout.tensor,
+        layout.pipeline,
+        layout.virtual_pipeline,
+        layout.context,
+        layout.expert,
+        layout.data,
+        layout.zero_stage,
+    )
+    return (
+        *map(str, axes),
+        plan.config.parallel.recompute_granularity,
+        _gib(plan.worst.total),
+        f"{plan.step_s:.1f}",
+        f"{plan.learners.total:.1f}",
+        suggestion.why,
+    )
+
+
+def _billions(count: float) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 1e8 else f"{count / 1e6:.2f} million"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}" if size >= 0.05 * GIB or not size else f"{size / GIB:.2f}"
+
+
+def as_json(plan: Plan, suggestions: Sequence[Suggestion]) -> dict[str, Any]:
+    """Everything that is shown, in bytes, seconds and operations."""
+    return {
+        "fits": plan.fits,
+        "problems": list(plan.shortages()),
+        "model": plan.config.model.model_name_or_path,
+        "cluster": dataclasses.asdict(plan.cluster),
+        "gpus": dataclasses.asdict(plan.split),
+        "workload": dataclasses.asdict(plan.work),
+        "layout": dataclasses.asdict(plan.layout) | {"data": plan.layout.data},
+        "logits_chunk": plan.logits_chunk,
+        "learners": [
+            dataclasses.asdict(stage) | {"total": stage.total, "activations_total": stage.activations.total}
+            for stage in plan.stages
+        ],
+        "engine": dataclasses.asdict(plan.engine) | {"longest_sequences": plan.engine.longest_sequences},
+        "flops": {"training": plan.training_flops, "generation": plan.generation_flops},
+        "sent_bytes": dataclasses.asdict(plan.learners.traffic)
+        | {"sync": plan.model_bytes * plan.config.engine.vllm_num_engines},
+        "seconds": {
+            "step": plan.step_s,
+            "phases": plan.phases,
+            "causes": [{"phase": phase, "cause": cause, "s": s} for (phase, cause), s in plan.causes.items()],
+        },
+        "bottleneck": dict(zip(("phase", "cause"), plan.bottleneck, strict=True)),
+        "layouts": [
+            dataclasses.asdict(suggestion.plan.layout)
+            | {
+                "data": suggestion.plan.layout.data,
+                "recompute_granularity": suggestion.plan.config.parallel.recompute_granularity,
+                "bytes": suggestion.plan.worst.total,
+                "step_s": suggestion.plan.step_s,
+                "why": suggestion.why,
+            }
+            for suggestion in suggestions
+        ],
+    }

@@ -1,0 +1,178 @@
+"""What a training step computes: tokens and floating-point operations, by the usual count of two a weight and token.
+
+A forward pass is `2 x active weights` operations a token, and in attention `4 x heads x head_dim` a pair of a query and a
+key that it sees; a backward pass twice that (Narayanan et al., arXiv:2104.04473, appendix; attention counted causally).
+The LM head runs on response tokens only. Sampling, norms, softmaxes and the loss are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from mgrpo.config.schema import Config, Parallel
+from mgrpo.layout import Layout
+from mgrpo.models.family import ModelShape
+from mgrpo.planner.hardware import Assumptions, Flops
+from mgrpo.planner.memory import holdings, padded_vocab, stage_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One training step's batch; lengths are means."""
+
+    prompts: int
+    sequences: int
+    """Completions: prompts x samples."""
+    prompt_tokens: float
+    response_tokens: float
+    longest_response: int
+    shares_prompts: bool
+    """A group's prompt is computed once in training."""
+
+    @property
+    def length(self) -> float:
+        """Tokens of a sequence."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def trained_tokens(self) -> float:
+        """Tokens of one forward pass over the batch."""
+        prompts = self.prompts if self.shares_prompts else self.sequences
+        return prompts * self.prompt_tokens + self.sequences * self.response_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """How often a step goes over its batch."""
+
+    train: int
+    """Forward and backward: num_epochs."""
+    reference: int
+    """Forward, of the reference model."""
+    old: int
+    """Forward, for the policy's own logprobs before its first update."""
+    optimizer_steps: int
+
+
+def workload_of(config: Config, assumed: Assumptions) -> Workload:
+    """The batch that `config` asks for, with mean lengths as assumed."""
+    return Workload(
+        prompts=config.rollout.num_unique_prompts_rollout,
+        sequences=config.batch_size,
+        prompt_tokens=config.data.max_prompt_token_length * assumed.prompt_share,
+        response_tokens=config.rollout.response_length * assumed.response_share,
+        longest_response=config.rollout.response_length,
+        shares_prompts=config.parallel.shared_prompt_packing is True,
+    )
+
+
+def passes_of(config: Config) -> Passes:
+    """How often this run's learners go over a batch."""
+    own = config.algorithm
+    updates = own.num_epochs * own.num_mini_batches
+    scores_itself = (updates > 1 and not own.use_vllm_logprobs) or own.top_entropy_quantile < 1
+    return Passes(
+        train=own.num_epochs, reference=int(has_reference(config)), old=int(scores_itself), optimizer_steps=updates
+    )
+
+
+def has_reference(config: Config) -> bool:
+    """Whether a reference model is loaded."""
+    return config.algorithm.beta != 0 or config.algorithm.log_ref_kl
+
+
+@cache
+def active_weights(shape: ModelShape) -> tuple[int, ...]:
+    """For each layer, the weights a token meets: of the experts only those it is sent to."""
+    share = shape.experts.top_k / shape.experts.count if shape.experts else 0
+    return tuple(layer.dense + int(layer.experts * share) for layer in holdings(shape, tensor=1, expert=1).layers)
+
+
+def seen_pairs(length: float, window: int | None) -> float:
+    """Pairs of a query and a key in causal attention over one document, at most `window` keys a query."""
+    reach = min(length, window) if window else length
+    return length * reach - reach * reach / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFlops:
+    """One layer's forward pass over the batch, in the parts that may be computed again."""
+
+    core: Flops
+    """Queries x keys and scores x values."""
+    mlp: Flops
+    rest: Flops
+
+    @property
+    def total(self) -> Flops:
+        """All of it."""
+        return self.core + self.mlp + self.rest
+
+
+@cache
+def layer_flops(shape: ModelShape, work: Workload) -> tuple[LayerFlops, ...]:
+    """For each layer, one forward pass of all ranks together over the batch."""
+    found = []
+    for layer, weights in enumerate(active_weights(shape)):
+        pairs = work.sequences * seen_pairs(work.length, shape.windows[layer])
+        if work.shares_prompts:
+            pairs -= (work.sequences - work.prompts) * seen_pairs(work.prompt_tokens, shape.windows[layer])
+        experts = shape.experts if shape.has_experts(layer) else None
+        mlp = 3 * shape.hidden * (experts.ffn * experts.top_k if experts else shape.ffn)
+        mlp_flops = 2 * mlp * work.trained_tokens
+        found.append(
+            LayerFlops(
+                core=Flops(4 * shape.heads * shape.head_dim * pairs),
+                mlp=Flops(experts=mlp_flops) if experts else Flops(mlp_flops),
+                rest=Flops(2 * (weights - mlp) * work.trained_tokens),
+            )
+        )
+    return tuple(found)
+
+
+def head_flops(shape: ModelShape, work: Workload) -> Flops:
+    """The LM head's forward pass over all response tokens."""
+    return Flops(2 * shape.hidden * padded_vocab(shape) * work.sequences * work.response_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFlops:
+    """One forward pass over the batch, of all ranks of a pipeline stage together; a backward pass is twice as much."""
+
+    forward: Flops
+    repeated: Flops
+    """What recomputation adds to a backward pass."""
+
+
+def stage_flops(
+    shape: ModelShape, layout: Layout, work: Workload, settings: Parallel, *, stage: int, logits_chunk: int
+) -> StageFlops:
+    """The layers of a stage, and the head on the last."""
+    layers = layer_flops(shape, work)
+    own = stage_layers(layout, shape.num_layers, stage)
+    forward = sum((layers[layer].total for layer in own), Flops())
+    repeated = sum((_repeated(layers[layer], shape.has_experts(layer), settings) for layer in own), Flops())
+    if stage == layout.pipeline - 1:
+        forward += head_flops(shape, work)
+        repeated += head_flops(shape, work) * bool(logits_chunk)
+    return StageFlops(forward=forward, repeated=repeated)
+
+
+def _repeated(layer: LayerFlops, has_experts: bool, settings: Parallel) -> Flops:
+    if settings.recompute_granularity == "none":
+        return Flops()
+    if settings.recompute_granularity == "full":
+        return layer.total
+    modules = settings.recompute_modules
+    return layer.core * ("core_attn" in modules) + layer.mlp * (("moe" if has_experts else "mlp") in modules)
+
+
+def forward_flops(shape: ModelShape, work: Workload) -> Flops:
+    """One forward pass of the whole model over the batch."""
+    return sum((layer.total for layer in layer_flops(shape, work)), head_flops(shape, work))
+
+
+def generation_flops(shape: ModelShape, work: Workload) -> Flops:
+    """Prefill and decoding: as one forward pass in which no prompt is shared."""
+    return forward_flops(shape, replace(work, shares_prompts=False))

@@ -1,0 +1,161 @@
+"""A model's shape and layout in Megatron's terms: its configuration, and the modules each layer is made of."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mgrpo.config.schema import Parallel
+from mgrpo.layout import Layout
+from mgrpo.models.family import ModelShape
+from mgrpo.parallel import backend
+from mgrpo.parallel.attention import PackedAttention, RotaryAttention
+from mgrpo.parallel.context import core_attention
+from mgrpo.parallel.norms import HeadsNorm, NormThenAdd, RMSNorm
+
+
+def transformer_config(
+    shape: ModelShape, layout: Layout, dtype: torch.dtype, settings: Parallel | None = None
+) -> TransformerConfig:
+    """Megatron's description of the model on this layout; `settings` say what is recomputed and replayed."""
+    return TransformerConfig(
+        **(backend.transformer_settings() | _model_settings(shape)),
+        **_axes(layout),
+        **_recompute_settings(settings or Parallel()),
+        moe_enable_routing_replay=bool(shape.experts and settings and settings.moe_enable_routing_replay),
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=_finalize_without_scaling,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        autocast_dtype=None,
+        enable_autocast=False,
+        perform_initialization=False,
+    )
+
+
+def _model_settings(shape: ModelShape) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_eps,
+        "layernorm_zero_centered_gamma": shape.zero_centred_norms,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.qkv_bias,
+        # It makes Megatron sum the gradients of these norms over tensor ranks, also without sequence parallelism; the
+        # weights of a norm of whole projections are split instead.
+        "qk_layernorm": shape.qk_norm == "head",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    if shape.activation == "gelu_pytorch_tanh":
+        # Megatron's fused kernels have no name for this one.
+        settings |= {"activation_func": partial(F.gelu, approximate="tanh"), "bias_activation_fusion": False}
+    if shape.experts:
+        settings |= {
+            "num_moe_experts": shape.experts.count,
+            "moe_ffn_hidden_size": shape.experts.ffn,
+            "moe_router_topk": shape.experts.top_k,
+            # Softmax over all experts, whose chosen weights then add up to 1, is softmax over the chosen ones.
+            "moe_router_pre_softmax": not shape.experts.normalised,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
+        }
+    return settings
+
+
+def _axes(layout: Layout) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "sequence_parallel": layout.sequence_parallel,
+        # Packs differ in length: stages exchange shapes first.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    if layout.virtual_pipeline > 1:
+        settings |= {
+            "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
+            # With two stages the neighbour before and behind is one rank: in a batch their messages are mixed up.
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+    return settings
+
+
+def _recompute_settings(settings: Parallel) -> dict[str, Any]:
+    if settings.recompute_granularity == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if settings.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(settings.recompute_modules)}
+    return {}
+
+
+def _finalize_without_scaling(model: list[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Sum gradients over the axes. The loss is already divided by its global denominator: no count divides it again."""
+    if model[0].ddp_config.use_megatron_fsdp and kwargs.get("pg_collection"):
+        # First and last stage shard their copies of a tied embedding differently; the policy adds these gradients up.
+        kwargs["pg_collection"] = copy.copy(kwargs["pg_collection"])
+        kwargs["pg_collection"].embd = SimpleNamespace(size=lambda: 1)
+    finalize_model_grads(model, None, **kwargs)
+
+
+def block(
+    config: TransformerConfig, shape: ModelShape, layers: range, settings: Parallel | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of one chunk of a stage."""
+    attention = core_attention((settings or Parallel()).cp_comm_type)
+    return TransformerBlockSubmodules(
+        layer_specs=[_layer(config, shape, layer, attention) for layer in layers], layer_norm=RMSNorm
+    )
+
+
+def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[PackedAttention]) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm", num_experts=shape.experts.count if shape.has_experts(layer) else None
+    )
+    parts, rope = spec.submodules, shape.ropes[layer]
+    has_inner, has_outer = shape.norms != "after", shape.norms != "before"
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if has_inner else IdentityOp
+    if has_outer:
+        parts.self_attn_bda = parts.mlp_bda = ModuleSpec(NormThenAdd, params={"config": config})
+    parts.self_attention.module = RotaryAttention
+    parts.self_attention.params["rope"] = shape.rope_kinds.index(rope)
+    attention = parts.self_attention.submodules
+    attention.core_attention = partial(
+        core,
+        # Of queries and keys that are both multiplied by a factor.
+        scale=shape.attention_scale * rope.attention_factor**2,
+        window=shape.windows[layer],
+        softcap=shape.attention_softcap,
+    )
+    if shape.qk_norm == "head":
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    elif shape.qk_norm == "whole":
+        attention.q_layernorm = ModuleSpec(HeadsNorm, params={"heads": shape.heads})
+        attention.k_layernorm = ModuleSpec(HeadsNorm, params={"heads": shape.kv_heads})
+    return spec

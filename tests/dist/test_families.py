@@ -1,0 +1,106 @@
+"""Every family, and every way to scale RoPE, against transformers: logits and gradients, on one rank and on two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.dist import cases
+from tests.dist.test_layouts import LOSS, SAMPLES, check, oracle, run
+from tests.dist.test_logits import compare
+from tests.tiny_models import FAMILIES, VOCAB, save_tiny
+
+TENSOR = {"tensor": 2, "sequence_parallel": True}
+STAGES = {"pipeline": 2}
+NEW = [name for name in FAMILIES if name not in ("llama", "qwen2", "qwen3")]
+"""Families that `test_layouts` does not compare."""
+
+
+def scaled(**rope: Any) -> dict[str, Any]:
+    """The samples are up to 16 tokens long."""
+    return {"rope_parameters": {"rope_theta": 100.0} | rope}
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3 RoPE": (
+        "llama",
+        scaled(
+            rope_type="llama3",
+            factor=6.0,
+            low_freq_factor=0.5,
+            high_freq_factor=3.0,
+            original_max_position_embeddings=8,
+        ),
+    ),
+    "yarn RoPE": (
+        "llama",
+        scaled(
+            rope_type="yarn",
+            factor=4.0,
+            beta_fast=0.9,
+            beta_slow=0.1,
+            truncate=False,
+            original_max_position_embeddings=8,
+        ),
+    ),
+    "linear RoPE": ("llama", scaled(rope_type="linear", factor=3.0)),
+    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "mixtral with windows": ("mixtral", {"sliding_window": 4}),
+    "qwen3_moe, weights as they are": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
+    "gemma2, tied": ("gemma2", {"tied": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    families = {name: save_tiny(folder, name, layers=2) for name in FAMILIES}
+    variants = {name: save_tiny(folder, family, layers=2, **own) for name, (family, own) in VARIANTS.items()}
+    return families | variants | {"gemma3_text, deep": save_tiny(folder, "gemma3_text")}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
+def test_logits_of_every_family_equal_transformers(run_ranks, folders, name):
+    """A window, norm, cap or angle that is slightly other trains a slightly other model, and nothing says so."""
+    samples = cases.random_samples(seed=3, groups=3, group_size=2)
+    for world_size, layout in ((1, {}), (2, TENSOR), (2, STAGES)):
+        compare(run_ranks, folders[name], world_size, layout, samples, VOCAB, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_gradients_of_every_family_equal_transformers(run_ranks, folders, name):
+    """Logits may be right with a gradient that stops at a norm, misses the router, or is not summed over tensor ranks."""
+    truth = oracle(folders[name], SAMPLES, LOSS)
+    for world_size, layout in ((1, {}), (2, TENSOR)):
+        check(run(run_ranks, folders, name, world_size, layout), truth)
+
+
+def test_a_norm_of_whole_projections_needs_no_sequence_parallelism(run_ranks, folders):
+    """Megatron sums the gradients of norms of queries and keys over tensor ranks by their name; these are split."""
+    check(run(run_ranks, folders, "olmo3", 2, {"tensor": 2}), oracle(folders["olmo3"], SAMPLES, LOSS))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_gradients_do_not_depend_on_where_experts_are(run_ranks, folders, name):
+    """Experts of another rank are named, loaded and reduced apart from the rest of the model."""
+    check(run(run_ranks, folders, name, 2, {"expert": 2}), oracle(folders[name], SAMPLES, LOSS))
+
+
+def test_layers_know_their_place_in_interleaved_stages(run_ranks, folders):
+    """Windows and angles differ from layer to layer: a layer that counts from its chunk takes its neighbour's."""
+    name, layout = "gemma3_text, deep", {"pipeline": 2, "virtual_pipeline": 2}
+    check(run(run_ranks, folders, name, 2, layout), oracle(folders[name], SAMPLES, LOSS))
+
+
+@pytest.mark.parametrize("cp_comm_type", ["all_gather", "a2a"])
+def test_windows_and_caps_hold_over_context_parallel_ranks(run_ranks, folders, cp_comm_type):
+    """Queries that see only their own rank's stretch, or a whole document, do not see their window."""
+    options = {"settings": {"cp_comm_type": cp_comm_type}}
+    check(run(run_ranks, folders, "gemma2", 2, {"context": 2}, **options), oracle(folders["gemma2"], SAMPLES, LOSS))
+
+
+def test_recomputed_layers_take_the_same_angles(run_ranks, folders):
+    """Recomputation hands a layer's inputs through Megatron's checkpointing, two kinds of angles among them."""
+    options = {"settings": {"recompute_granularity": "full"}}
+    check(run(run_ranks, folders, "gemma3_text", 1, {}, **options), oracle(folders["gemma3_text"], SAMPLES, LOSS))

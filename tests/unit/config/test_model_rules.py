@@ -1,0 +1,136 @@
+"""How a model can be cut: every impossible cut is named with the sizes that are possible."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgrpo.config import from_values
+from mgrpo.config.model_rules import model_problems
+
+DENSE = {
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "hidden_size": 512,
+    "intermediate_size": 768,
+    "vocab_size": 1024,
+    "num_hidden_layers": 24,
+}
+QWEN_MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 90, "intermediate_size": 100}
+MIXTRAL = DENSE | {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 90}
+
+
+def found(hf_config, **values):
+    return list(model_problems(from_values(values), hf_config))
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "values", "sentence"),
+    [
+        (
+            DENSE | {"model_type": "olmo3"},
+            {"tensor_model_parallel_size": 8},
+            "tensor_model_parallel_size=8 does not divide num_key_value_heads=4; choose from {1, 2, 4}",
+        ),
+        (
+            DENSE,
+            {"pipeline_model_parallel_size": 5},
+            "pipeline_model_parallel_size=5 does not divide num_hidden_layers=24; choose from {1, 2, 3, 4, 6, 8, 12, 24}",
+        ),
+        (
+            DENSE,
+            {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 4},
+            "virtual_pipeline_model_parallel_size=4 does not divide the 6 layers of a stage (num_hidden_layers=24 / "
+            "pipeline_model_parallel_size=4); choose from {1, 2, 3, 6}",
+        ),
+        (
+            DENSE,
+            {"pipeline_model_parallel_size": 4, "num_layers_in_first_pipeline_stage": 4},
+            "num_layers_in_first_pipeline_stage=4 leaves 20 of num_hidden_layers=24 to the other 3 stages, which need equal "
+            "shares; for num_layers_in_first_pipeline_stage choose from {3, 6, 9, 12}",
+        ),
+        (
+            DENSE,
+            {
+                "pipeline_model_parallel_size": 2,
+                "num_layers_in_first_pipeline_stage": 10,
+                "num_layers_in_last_pipeline_stage": 13,
+            },
+            "num_layers_in_first_pipeline_stage=10 + num_layers_in_last_pipeline_stage=13 leaves 1 of num_hidden_layers=24 "
+            "to the other 0 stages, which need equal shares; for num_layers_in_first_pipeline_stage choose from {11}",
+        ),
+        (
+            DENSE,
+            {"context_parallel_size": 8, "cp_comm_type": "a2a", "tensor_model_parallel_size": 2},
+            "context_parallel_size=8 does not divide the 2 of num_key_value_heads=4 that each tensor rank holds, as "
+            "cp_comm_type=a2a needs; choose from {1, 2}, or use all_gather",
+        ),
+        (
+            DENSE,
+            {"expert_model_parallel_size": 2},
+            "expert_model_parallel_size=2 needs a mixture-of-experts model, this one has no experts; use 1",
+        ),
+        (
+            QWEN_MOE,
+            {"expert_model_parallel_size": 3},
+            "expert_model_parallel_size=3 does not divide the model's 8 experts; choose from {1, 2, 4, 8}",
+        ),
+        (
+            QWEN_MOE,
+            {"tensor_model_parallel_size": 2, "sequence_parallel": False},
+            "sequence_parallel=false with tensor_model_parallel_size=2 cannot train a mixture of experts; use true or auto",
+        ),
+        (
+            QWEN_MOE,
+            {"tensor_model_parallel_size": 4},
+            "tensor_model_parallel_size=4 does not divide moe_intermediate_size=90; choose from {1, 2}",
+        ),
+        (
+            MIXTRAL,
+            {"tensor_model_parallel_size": 4},
+            "tensor_model_parallel_size=4 does not divide intermediate_size=90; choose from {1, 2}",
+        ),
+        (
+            MIXTRAL,
+            {"vllm_tensor_parallel_size": 4},
+            "vllm_tensor_parallel_size=4 does not divide intermediate_size=90; choose from {1, 2}",
+        ),
+        (
+            DENSE | {"final_logit_softcapping": 30.0},
+            {"logits_chunk": 4096},
+            "logits_chunk=4096 cannot be combined with the model's final_logit_softcapping=30.0; use 0 or auto",
+        ),
+    ],
+)
+def test_an_impossible_cut_is_named_with_the_possible_ones(hf_config, values, sentence):
+    """Megatron asserts deep inside a constructor, on every rank, without the number to try next."""
+    assert sentence in found(hf_config, **values)
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "values"),
+    [
+        (DENSE, {"tensor_model_parallel_size": 8}),
+        (DENSE | {"model_type": "olmo3"}, {"tensor_model_parallel_size": 4}),
+        (DENSE, {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 3}),
+        (DENSE, {"pipeline_model_parallel_size": 4, "num_layers_in_first_pipeline_stage": 3}),
+        (
+            DENSE,
+            {
+                "pipeline_model_parallel_size": 4,
+                "num_layers_in_first_pipeline_stage": 5,
+                "num_layers_in_last_pipeline_stage": 3,
+            },
+        ),
+        (DENSE, {"context_parallel_size": 8, "cp_comm_type": "all_gather"}),
+        (DENSE, {"context_parallel_size": 4, "cp_comm_type": "a2a"}),
+        # Experts that are shared out stay whole, and no layer has an MLP of intermediate_size.
+        (QWEN_MOE, {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}),
+        (MIXTRAL, {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 8}),
+        (DENSE | {"final_logit_softcapping": 30.0}, {"logits_chunk": "auto"}),
+        (DENSE, {"logits_chunk": 4096}),
+    ],
+)
+def test_a_possible_cut_is_not_refused(hf_config, values):
+    """A rule that is stricter than the model costs memory or speed on somebody's machine."""
+    assert found(hf_config, **values) == []

@@ -1,0 +1,118 @@
+"""Activations against the paper's formula and against schedules worked out by hand; `test_real_bytes` measures them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mgrpo.config.schema import Parallel
+from mgrpo.layout import Layout
+from mgrpo.models.family import shape_of
+from mgrpo.planner.activations import chunks_in_flight, layer_activations, logits_working_bytes, stage_activations
+
+# GPT-3 175B (arXiv:2205.05198, table 3) with SwiGLU: 3 matrices of 8/3 h are as many weights as 2 of 4 h.
+GPT_175B = shape_of(
+    {
+        "model_type": "llama",
+        "num_hidden_layers": 96,
+        "hidden_size": 12288,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 96,
+        "intermediate_size": 32768,
+        "vocab_size": 51200,
+        "tie_word_embeddings": False,
+    }
+)
+TOKENS = 2048
+
+
+def one_layer(layout: Layout, **settings) -> int:
+    layer = layer_activations(
+        GPT_175B, layout, has_experts=False, pack_length=TOKENS, dtype_bytes=2, settings=Parallel(**settings)
+    )
+    return layer.total
+
+
+def stage(layout: Layout, number: int = 0, count: int = 64, **settings):
+    return stage_activations(
+        GPT_175B,
+        layout,
+        stage=number,
+        pack_length=TOKENS,
+        dtype_bytes=2,
+        settings=Parallel(**settings),
+        num_micro_batches=count,
+    )
+
+
+def test_a_layer_keeps_about_what_the_paper_says() -> None:
+    """Without scores and dropout masks the paper has 34 - 2 = 32 bytes x tokens x hidden; SwiGLU and RoPE keep an eighth more.
+
+    By hand: 2 (2h + 2h) + 2 (6h) attention + 2 x 3 x 8/3 h = 36, and sines, cosines, logs and norm factors.
+    """
+    unit = TOKENS * 12288
+    assert one_layer(Layout(world_size=1)) == 36 * unit + TOKENS * (2 * 4 * 128 + 4 * 96 + 2 * 4)
+    assert 1.1 < one_layer(Layout(world_size=1)) / (32 * unit) < 1.15
+
+
+def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> None:
+    """Section 4.2: tensor ranks split all but 10 of 34 bytes; sequence parallelism those, too."""
+    whole = one_layer(Layout(world_size=1))
+    tensor = one_layer(Layout(world_size=8, tensor=8))
+    both = one_layer(Layout(world_size=8, tensor=8, sequence_parallel=True))
+    assert tensor - both == 7 * 8 * TOKENS * 12288 // 8 + 7 * TOKENS  # norms' inputs and outputs, one fp32 factor a row
+    assert both == pytest.approx(whole / 8, rel=0.02)  # sines and cosines are not split
+
+
+def test_recomputation_keeps_less_in_the_order_of_its_price() -> None:
+    """Full keeps each layer's input and one layer whole; selective drops the modules it names."""
+    layout = Layout(world_size=1)
+    none, full = stage(layout), stage(layout, recompute_granularity="full")
+    selective = stage(layout, recompute_granularity="selective", recompute_modules=("mlp",))
+    head = 2 * TOKENS * 12288 * 2 + 4 * TOKENS
+    assert full.kept == 96 * TOKENS * 12288 * 2 + head
+    assert full.recomputed == one_layer(layout)
+    assert none.kept - selective.kept == 96 * selective.recomputed == 96 * TOKENS * 3 * 32768 * 2
+    assert full.total < selective.total < none.total
+
+
+def test_1f1b_keeps_one_micro_batch_for_each_stage_behind() -> None:
+    """The first of p stages holds p, the last 1, and never more than there are."""
+    layout = Layout(world_size=4, pipeline=4)
+    assert [chunks_in_flight(layout, stage=n, num_micro_batches=9) for n in range(4)] == [4, 3, 2, 1]
+    assert [chunks_in_flight(layout, stage=n, num_micro_batches=2) for n in range(4)] == [2, 2, 2, 1]
+
+
+def test_interleaving_keeps_the_papers_factor_more() -> None:
+    """arXiv:2205.05198, section 4.2.3: 1 + (p - 1) / (p m) times as much on the first stage, with m chunks a stage."""
+    plain, chunks = Layout(world_size=8, pipeline=8), Layout(world_size=8, pipeline=8, virtual_pipeline=3)
+    assert chunks_in_flight(chunks, stage=0, num_micro_batches=64) / 3 == pytest.approx(8 * (1 + 7 / 24))
+    assert stage(chunks).in_flight / stage(plain).in_flight == pytest.approx(1 + 7 / 24)
+
+
+def test_context_ranks_share_the_tokens_but_not_the_gathered_keys() -> None:
+    """All-gathered keys and values are those of the whole pack, which is what limits long packs; exchanged heads are not."""
+    grouped = dataclasses.replace(GPT_175B, kv_heads=8)
+    keep = {
+        comm: layer_activations(
+            grouped,
+            Layout(world_size=4, context=4),
+            has_experts=False,
+            pack_length=TOKENS,
+            dtype_bytes=2,
+            settings=Parallel(cp_comm_type=comm),
+        ).attention
+        for comm in ("all_gather", "a2a")
+    }
+    own, key = TOKENS // 4, 8 * 128
+    assert keep["all_gather"] == own * 2 * (2 * 12288 + 4 * 128) + TOKENS * 2 * key * 2
+    assert keep["a2a"] == own * 2 * (3 * 12288 + 2 * key + 4 * 128)
+
+
+def test_logits_are_whole_or_one_chunk() -> None:
+    """With `logits_chunk` neither the forward nor the backward pass holds more columns."""
+    layout = Layout(world_size=8, tensor=8)
+    options = {"shape": GPT_175B, "layout": layout, "dtype_bytes": 2}
+    assert logits_working_bytes(100, logits_chunk=0, **options) == 100 * 6400 * 2
+    assert logits_working_bytes(100, logits_chunk=1600, **options) == 100 * (1600 * 2 + 12288 * 6)

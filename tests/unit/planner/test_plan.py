@@ -1,0 +1,195 @@
+"""The whole plan: the shipped configurations, other trainers' published step times, and suggested layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgrpo.config import from_values, load_file
+from mgrpo.config.derived import layout_of
+from mgrpo.config.validate import problems, warnings
+from mgrpo.models.family import shape_of
+from mgrpo.planner.command import shipped_config
+from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Cluster
+from mgrpo.planner.memory import state_bytes
+from mgrpo.planner.plan import Plan, plan_run
+from mgrpo.planner.suggest import suggest
+from mgrpo.planner.timing import learner_time
+from mgrpo.planner.work import forward_flops, passes_of
+from tests.unit.planner.test_activations import GPT_175B
+from tests.unit.planner.test_work import BATCH
+
+CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
+SHIPPED = {"7b_8gpu": (1, 7_615_616_512), "32b_16x8": (16, 32_763_876_352), "30b_a3b_4x8": (4, 30_532_122_624)}
+"""Nodes of 8 GPUs, and the weights that the model's safetensors files say they hold."""
+QWEN3_32B = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 64,
+    "hidden_size": 5120,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 25600,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+
+
+def shipped_plan(name: str, **changes: Any) -> tuple[Plan, dict[str, Any]]:
+    """A shipped configuration on the cluster that its name promises."""
+    config = load_file(CONFIGS / f"{name}.yaml", world_size=1)
+    hf_config = json.loads(shipped_config(config.model.model_name_or_path).read_text())
+    cluster = Cluster(gpu=GPUS["H100"], nodes=SHIPPED[name][0])
+    if changes:
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **changes))
+    learners = sum(config.parallel.num_learners_per_node)
+    return plan_run(config, shape_of(hf_config), cluster, num_learners=learners), hf_config
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_configuration_is_legal_and_fits(name: str) -> None:
+    """Nobody here has the GPUs to find out otherwise; every GPU is used and a tenth of each stays free."""
+    plan, hf_config = shipped_plan(name)
+    learners = plan.split.learners
+    assert problems(plan.config, world_size=learners, hf_config=hf_config) == []
+    assert warnings(plan.config, world_size=learners, hf_config=hf_config) == []
+    assert plan.model_bytes == 2 * SHIPPED[name][1]
+    assert plan.fits and plan.split.idle == 0
+    assert plan.worst.total < 0.9 * 80 * GIB
+    assert plan.engine.longest_sequences >= 32
+
+
+def published(values: dict[str, Any], hf: dict[str, Any], response_share: float) -> Plan:
+    """NeMo RL's GRPO runs on H100: 64 prompts x 32 samples of at most 4096 tokens, logprobs of policy and reference."""
+    config = from_values(
+        {
+            "num_unique_prompts_rollout": 64,
+            "num_samples_per_prompt_rollout": 32,
+            "max_prompt_token_length": 256,
+            "response_length": 3840,
+            "pack_length": 4096,
+            "beta": 0.01,
+            "vllm_gpu_memory_utilization": 0.8,
+            "total_episodes": 2048,
+            **values,
+        }
+    )
+    cluster = Cluster(gpu=GPUS["H100"], nodes=8, assumed=Assumptions(response_share=response_share))
+    learners = values["num_learners_per_node"]
+    return plan_run(config, shape_of(hf), cluster, num_learners=sum(learners))
+
+
+def test_step_times_are_near_those_that_others_publish() -> None:
+    """docs.nvidia.com/nemo/rl, performance summary of v0.7: with other kernels, but the same work on the same GPUs.
+
+    161 s with generation beside training on 32 + 32 GPUs (Qwen3-32B) and 141 s on 16 + 16 (Qwen3-30B-A3B). An estimate
+    that is off by a factor would send people to the wrong cluster.
+    """
+    dense = published(
+        {
+            "num_learners_per_node": [8] * 4,
+            "tensor_model_parallel_size": 4,
+            "pipeline_model_parallel_size": 4,
+            "vllm_num_engines": 8,
+            "vllm_tensor_parallel_size": 4,
+            "num_mini_batches": 2,
+        },
+        QWEN3_32B,
+        0.814,
+    )
+    moe = published(
+        {
+            "num_learners_per_node": [8] * 2,
+            "pipeline_model_parallel_size": 2,
+            "expert_model_parallel_size": 8,
+            "vllm_num_engines": 8,
+            "vllm_tensor_parallel_size": 2,
+        },
+        json.loads((CONFIGS / "models" / "qwen3-30b-a3b.json").read_text()),
+        0.8,
+    )
+    for plan, seconds in ((dense, 161), (moe, 141)):
+        phases = plan.phases
+        beside = max(phases["generate"], phases["score"] + phases["train"]) + phases["sync"]
+        assert beside == pytest.approx(seconds, rel=0.35)
+
+
+def test_training_times_are_near_megatrons_own() -> None:
+    """GPT-3 175B on 64 A100, 1F1B with 3 chunks, sequence parallelism: 13.75 s a step (arXiv:2205.05198, table 5)."""
+    config = from_values(
+        {
+            "tensor_model_parallel_size": 8,
+            "pipeline_model_parallel_size": 8,
+            "virtual_pipeline_model_parallel_size": 3,
+            "pack_length": 2048,
+            "beta": 0.0,
+        }
+    )
+    layout = layout_of(config, 64)
+    cluster = Cluster(gpu=GPUS["A100-80"], nodes=8, assumed=Assumptions(pack_fill=1.0))
+    states = state_bytes(GPT_175B, layout, stage=0, dtype_bytes=2)
+    time = learner_time(
+        config, GPT_175B, layout, BATCH, passes_of(config), states, cluster, logits_chunk=0, dtype_bytes=2
+    )
+    assert time.num_micro_batches == 64
+    assert time.total == pytest.approx(13.75, rel=0.25)
+    busy = sum(seconds for cause, seconds in time.training.items() if cause not in ("bubble", "optimizer"))
+    assert time.training["bubble"] == pytest.approx(busy * 7 / (64 * 3))
+    assert 3 * forward_flops(GPT_175B, BATCH).total / 64 / 13.75 == pytest.approx(0.514 * 312e12, rel=0.03)
+
+
+def test_peak_is_the_sum_of_what_is_there_at_once() -> None:
+    """Activations, an optimizer step and a weight sync come one after the other; the rest lasts."""
+    plan, _ = shipped_plan("32b_16x8")
+    for stage in plan.stages:
+        passing = max(stage.activations.total + stage.logits + stage.fragmentation, stage.sync, stage.states.update)
+        assert stage.total == stage.states.total + passing + 4 * GIB
+    assert plan.stages[0].logits == 0 < plan.stages[1].logits
+    # One bucket of 64 MiB for each of 64 workers.
+    assert plan.worst.sync == 64 * 64 * 2**20
+
+
+def test_phases_add_up_unless_generation_runs_ahead() -> None:
+    """With async_steps the slower side counts, and its cause is the bottleneck."""
+    plan, _ = shipped_plan("7b_8gpu")
+    assert plan.step_s == pytest.approx(sum(plan.causes.values())) == pytest.approx(sum(plan.phases.values()))
+    ahead = dataclasses.replace(
+        plan, config=dataclasses.replace(plan.config, rollout=dataclasses.replace(plan.config.rollout, async_steps=1))
+    )
+    phases = plan.phases
+    assert ahead.step_s == max(phases["generate"], phases["score"] + phases["train"]) + phases["sync"]
+    assert ahead.bottleneck[0] == max(("generate", "train"), key=lambda phase: phases[phase])
+
+
+def test_what_does_not_fit_is_said() -> None:
+    """Each shortage has its sentence: learners, engines, GPUs."""
+    plan, _ = shipped_plan("7b_8gpu", tensor_model_parallel_size=1, recompute_granularity="none")
+    (sentence,) = plan.shortages()
+    assert sentence.startswith("learners: ") and not plan.fits
+    small = dataclasses.replace(plan.cluster, gpu=GPUS["L40S"], nodes=1, gpus_per_node=4)
+    settings = dataclasses.replace(plan.config.engine, vllm_gpu_memory_utilization=0.4)
+    config = dataclasses.replace(plan.config, engine=settings)
+    starts = [s.split(":")[0] for s in plan_run(config, plan.shape, small, num_learners=4).shortages()]
+    assert starts[0].startswith("num_learners_per_node") and starts[1:] == ["learners", "vllm_tensor_parallel_size=1"]
+
+
+def test_suggested_layouts_fit_are_legal_and_ordered() -> None:
+    """A suggestion that the run would refuse, or that is slower than what one has, is worse than none."""
+    plan, hf_config = shipped_plan("7b_8gpu")
+    found = suggest(plan.config, plan.shape, plan.cluster, num_learners=4, count=4, hf_config=hf_config)
+    assert len(found) == 4
+    for suggestion in found:
+        assert suggestion.plan.fits
+        assert problems(suggestion.plan.config, world_size=4, hf_config=hf_config) == []
+        assert suggestion.why.startswith("compute")
+    seconds = [suggestion.plan.step_s for suggestion in found]
+    assert all(later >= 0.98 * earlier for earlier, later in itertools.pairwise(seconds))
+    assert seconds[0] <= 1.02 * plan.step_s
+    axes = {(s.plan.layout.tensor, s.plan.layout.pipeline, s.plan.layout.context, s.plan.layout.expert) for s in found}
+    assert len(axes) == 4

@@ -1,0 +1,117 @@
+"""Operations and bytes of a step against the papers' formulas and hand-worked cases."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from mgrpo.config import from_values
+from mgrpo.config.schema import Parallel
+from mgrpo.layout import Layout
+from mgrpo.models.family import shape_of
+from mgrpo.planner.memory import num_parameters
+from mgrpo.planner.traffic import Traffic, backward_traffic, data_traffic, forward_traffic, recompute_traffic
+from mgrpo.planner.work import Workload, active_weights, forward_flops, passes_of, seen_pairs, stage_flops
+from tests.unit.planner.test_activations import GPT_175B
+
+MODELS = Path(__file__).parents[3] / "examples" / "configs" / "models"
+MOE = shape_of(json.loads((MODELS / "qwen3-30b-a3b.json").read_text()))
+BATCH = Workload(
+    prompts=64,
+    sequences=64,
+    prompt_tokens=0.0,
+    response_tokens=2048.0,
+    longest_response=2048,
+    shares_prompts=False,
+)
+
+
+def test_operations_are_the_papers() -> None:
+    """72 B L s h^2 (1 + s / 6h + V / 12 L h) a step (arXiv:2205.05198, appendix A), attention there not causal: half of it."""
+    b, s, h, layers, vocab = 64, 2048, 12288, 96, 51200
+    paper = 72 * b * layers * s * h**2 * (1 + s / (12 * h) + vocab / (12 * layers * h))
+    assert 3 * forward_flops(GPT_175B, BATCH).total == pytest.approx(paper, rel=1e-3)
+
+
+def test_a_token_meets_its_own_experts_only() -> None:
+    """Qwen3-30B-A3B has its name from 3.3 billion active weights, embedding and head included."""
+    ends = 2 * 151_936 * 2048
+    assert num_parameters(MOE, Layout(world_size=1), stage=0) == 30_532_122_624
+    assert sum(active_weights(MOE)) + ends == pytest.approx(3.35e9, rel=0.01)
+    assert forward_flops(MOE, BATCH).experts == 64 * 2048 * 2 * 48 * 8 * 3 * 2048 * 768
+
+
+def test_windows_and_shared_prompts_are_not_computed_twice() -> None:
+    """4 queries see 1 + 2 + 3 + 4 keys, about 4^2 / 2; with a window of 2 about 2 each; a prompt only once."""
+    assert seen_pairs(4, None) == seen_pairs(4, 9) == 8
+    assert seen_pairs(4, 2) == 4 * 2 - 2
+    groups = dataclasses.replace(BATCH, prompts=8, prompt_tokens=1000.0)
+    shared = dataclasses.replace(groups, shares_prompts=True)
+    assert groups.trained_tokens - shared.trained_tokens == 56 * 1000
+    saved = forward_flops(GPT_175B, groups).total - forward_flops(GPT_175B, shared).total
+    weights = 2 * sum(active_weights(GPT_175B))
+    assert saved == pytest.approx(56 * (weights * 1000 + 4 * 12288 * 96 * 1000**2 / 2))
+
+
+def test_recomputation_repeats_what_it_names() -> None:
+    """Full is one more forward pass of the layers; the head is repeated only by its chunks."""
+    layout = Layout(world_size=2, pipeline=2)
+
+    def repeated(granularity: str, stage: int = 0, chunk: int = 0, modules: tuple[str, ...] = ("mlp",)) -> float:
+        settings = Parallel(recompute_granularity=granularity, recompute_modules=modules)
+        return stage_flops(GPT_175B, layout, BATCH, settings, stage=stage, logits_chunk=chunk).repeated.total
+
+    tokens, forward = 64 * 2048, stage_flops(GPT_175B, layout, BATCH, Parallel(), stage=0, logits_chunk=0).forward.total
+    assert repeated("none") == 0 and repeated("full") == forward
+    assert repeated("selective") == 48 * 2 * 3 * 12288 * 32768 * tokens
+    assert repeated("selective", modules=("core_attn",)) == 48 * 4 * 12288 * 64 * 2048**2 / 2
+    assert repeated("none", stage=1, chunk=1600) == 2 * 12288 * 51200 * tokens
+
+
+def test_passes_follow_the_algorithm() -> None:
+    """A pass over the batch too many or too few is a quarter of the training time."""
+    base = {"num_unique_prompts_rollout": 8, "beta": 0.0}
+    assert dataclasses.astuple(passes_of(from_values(base))) == (1, 0, 0, 1)
+    several = from_values(base | {"beta": 0.1, "num_epochs": 2, "num_mini_batches": 4})
+    assert dataclasses.astuple(passes_of(several)) == (2, 1, 1, 8)
+    engine = from_values(base | {"num_mini_batches": 4, "use_vllm_logprobs": True})
+    assert passes_of(engine).old == 0
+
+
+def test_tensor_ranks_send_the_stream_four_times_a_layer() -> None:
+    """An all-gather and a reduce-scatter around attention and around the MLP; saved inputs are gathered once more."""
+    layout = Layout(world_size=8, tensor=8, sequence_parallel=True)
+    forward = forward_traffic(GPT_175B, layout, Parallel(), stage=0, tokens=2048, dtype_bytes=2)
+    assert forward == Traffic(tensor=96 * 4 * 7 / 8 * 2048 * 12288 * 2)
+    assert backward_traffic(forward, layout).tensor == 1.5 * forward.tensor
+    assert recompute_traffic(forward, Parallel(recompute_granularity="full")) == forward
+    assert recompute_traffic(forward, Parallel(recompute_granularity="selective")) == Traffic()
+
+
+def test_experts_pipelines_and_contexts_send_what_the_formulas_say() -> None:
+    """The three axes whose messages grow with the tokens beside tensor parallelism."""
+    layout = Layout(world_size=8, expert=8)
+    expert = forward_traffic(MOE, layout, Parallel(), stage=0, tokens=1000, dtype_bytes=2)
+    assert expert == Traffic(expert=48 * 2 * 7 / 8 * 1000 * 8 * 2048 * 2)
+    chunks = Layout(world_size=4, pipeline=4, virtual_pipeline=2)
+    assert forward_traffic(MOE, chunks, Parallel(), stage=0, tokens=1000, dtype_bytes=2).pipeline == 2 * 1000 * 2048 * 2
+    context = Layout(world_size=4, context=4)
+    gathered = forward_traffic(MOE, context, Parallel(), stage=0, tokens=1000, dtype_bytes=2)
+    assert gathered.context == 48 * 3 * 250 * 2 * (4 * 128) * 2
+    exchanged = forward_traffic(MOE, context, Parallel(cp_comm_type="a2a"), stage=0, tokens=1000, dtype_bytes=2)
+    assert exchanged.context == 48 * 3 / 4 * 250 * (2 * 4096 + 2 * 512) * 2
+
+
+def test_data_ranks_send_gradients_and_parameters() -> None:
+    """fp32 gradients are scattered and bf16 parameters gathered: 6 bytes a weight; ZeRO-3 does so in every micro-batch."""
+    weights = num_parameters(GPT_175B, Layout(world_size=1), stage=0) * 3 / 4
+    sent = {
+        zero: data_traffic(
+            GPT_175B, Layout(world_size=4, zero_stage=zero), stage=0, dtype_bytes=2, num_micro_batches=5
+        ).data
+        for zero in range(4)
+    }
+    assert sent == {0: 8 * weights, 1: 6 * weights, 2: (5 * 4 + 2) * weights, 3: 5 * (4 + 2 * 2) * weights}

@@ -1,0 +1,307 @@
+"""Every parallel layout against one rank: log-probabilities, loss, and the gradient of every parameter.
+
+    python tools/parity.py                          # the whole matrix on 4 gloo ranks (or GPUs)
+    python tools/parity.py tp2+sp cp2xtp2+zero3     # these layouts, on every model they fit
+    python tools/parity.py --markdown docs/parity.md
+
+A layout is its axes joined by x (tp, pp, vpp, cp, ep, dp), then options joined by +: sp, zero0 to zero3, shard2 (HSDP),
+first1 / last1 (layers of the first or last stage), a2a, full / selective (recompute), chunked (LM head by columns),
+unpacked, packs512. What is missing from the number of ranks is data parallel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.dist import cases
+from tests.dist.rank_pool import RankPool
+from tests.tiny_models import save_tiny
+
+LOSS = {"beta": 0.05, "kl_estimator": 2, "clip_lower": 0.2, "clip_higher": 0.28}
+SAMPLES = cases.random_samples(seed=0)
+LOGPROB_LIMIT, LOSS_LIMIT, GRADIENT_LIMIT = 2e-5, 2e-6, 3e-5
+"""Largest absolute difference of a logprob and of the loss, and of a gradient relative to its tensor's largest."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {"family": "qwen2"},
+    "qwen3 (QK norm)": {"family": "qwen3"},
+    "llama, tied": {"family": "llama", "tied": True},
+    "qwen3-moe": {"family": "qwen3_moe"},
+}
+_DENSE, _MOE = ("qwen2", "qwen3 (QK norm)", "llama, tied"), ("qwen3-moe",)
+
+MATRIX: dict[str, tuple[str, ...]] = {
+    "dp1": (*_DENSE, *_MOE),
+    "dp1+unpacked": _DENSE,
+    "dp1+packs512": _DENSE,
+    "dp1+full": (*_DENSE, *_MOE),
+    "dp1+selective": _DENSE,
+    "tp2": _DENSE,
+    "tp2+sp": (*_DENSE, *_MOE),
+    "pp2": (*_DENSE, *_MOE),
+    "cp2": (*_DENSE, *_MOE),
+    "cp2+a2a": ("qwen2",),
+    "dp2": (*_DENSE, *_MOE),
+    "dp2+zero0": _DENSE,
+    "dp2+zero2": _DENSE,
+    "dp2+zero3": _DENSE,
+    "ep2": _MOE,
+    "pp2xvpp2": (*_DENSE, *_MOE),
+    "pp2+first1": _DENSE,
+    "tp2+sp+full": ("qwen2",),
+    "pp2+full": ("qwen2",),
+    "tp2+chunked": ("qwen2",),
+    "tp4+sp": ("qwen2",),
+    "pp4": _DENSE,
+    "tp2xpp2": _DENSE,
+    "tp2xpp2+sp": (*_DENSE, *_MOE),
+    "tp2xpp2xvpp2+sp": ("qwen2", "llama, tied"),
+    "cp2xtp2": _DENSE,
+    "cp2xtp2+sp": (*_DENSE, *_MOE),
+    "cp2xpp2": _DENSE,
+    "cp2xdp2": _DENSE,
+    "cp2xdp2+zero3": ("qwen2",),
+    "cp4": ("qwen2",),
+    "tp2xdp2+sp": _DENSE,
+    "tp2xdp2+sp+zero0": ("qwen2",),
+    "tp2xdp2+sp+zero2": _DENSE,
+    "tp2xdp2+sp+zero3": _DENSE,
+    "pp2xdp2": _DENSE,
+    "pp2xdp2+zero2": ("qwen2", "llama, tied"),
+    "pp2xdp2+zero3": ("qwen2", "llama, tied"),
+    "pp2xvpp2xdp2": ("qwen2",),
+    "dp4": ("qwen2",),
+    "dp4+zero3": ("qwen2",),
+    "dp4+zero3+shard2": ("qwen2",),
+    "ep2xtp2+sp": _MOE,
+    "ep2xpp2": _MOE,
+    "ep2xcp2": _MOE,
+    "ep2xdp4": _MOE,
+    "ep2xdp4+zero3": _MOE,
+    "ep4xdp4": _MOE,
+}
+"""The published matrix: which models each layout is shown on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One layout and how the batch is cut."""
+
+    name: str
+    ranks: int
+    layout: dict[str, Any]
+    options: dict[str, Any]
+
+
+def parse(name: str) -> Case:
+    """A layout from its name; a ValueError says what is not understood."""
+    axes, *marks = name.split("+")
+    sizes = {}
+    for axis in axes.split("x"):
+        match = re.fullmatch(r"(tp|pp|vpp|cp|ep|dp)(\d+)", axis)
+        if match is None:
+            raise ValueError(f"{name}: {axis!r} is not an axis; write for example tp2xpp2+sp")
+        sizes[match[1]] = int(match[2])
+    layout: dict[str, Any] = {
+        field: sizes[axis]
+        for axis, field in (
+            ("tp", "tensor"),
+            ("pp", "pipeline"),
+            ("vpp", "virtual_pipeline"),
+            ("cp", "context"),
+            ("ep", "expert"),
+        )
+        if axis in sizes
+    }
+    model = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
+    data = sizes.get("dp") or max(sizes.get("ep", 1) // (sizes.get("tp", 1) * sizes.get("cp", 1)), 1)
+    if sizes.get("ep", 1) > 1 and "dp" not in sizes and len(sizes) > 1:
+        data = max(4 // model, 1)
+    options: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    for mark in marks:
+        kind, number = re.fullmatch(r"(a2a|[a-z]+)(\d*)", mark).groups() if mark else ("", "")
+        number = int(number or 0)
+        match kind:
+            case "sp":
+                layout["sequence_parallel"] = True
+            case "zero":
+                layout["zero_stage"] = number
+            case "shard":
+                layout["shard_size"] = number
+            case "first" | "last" as end:
+                layout[f"{end}_stage_layers"] = number
+            case "a2a":
+                settings["cp_comm_type"] = "a2a"
+            case "full" | "selective" as granularity:
+                settings["recompute_granularity"] = granularity
+            case "chunked":
+                options["logits_chunk"] = 17
+            case "unpacked":
+                options |= {"share_prompts": False, "pack_length": 16}
+            case "packs":
+                options["pack_length"] = number
+            case _:
+                raise ValueError(f"{name}: {mark!r} is not an option")
+    return Case(name, model * data, layout, options | {"settings": settings})
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far one layout is from one rank."""
+
+    logprob: float
+    loss: float
+    gradient: float
+    """Relative to the largest element of its tensor."""
+    parameter: str
+    """The tensor that has it; the global norm is compared too."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Within the limits."""
+        return self.logprob <= LOGPROB_LIMIT and self.loss <= LOSS_LIMIT and self.gradient <= GRADIENT_LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Loss, logprobs by sample, and whole gradients, put together from all ranks."""
+
+    loss: float
+    logprobs: dict[int, np.ndarray]
+    gradients: dict[str, np.ndarray]
+    grad_norms: list[float]
+    """Global gradient norm, as each rank reports it."""
+    spread: float
+    """Largest relative difference between two ranks' copies of one gradient."""
+
+
+def collect(ranks: list[dict[str, Any]], shapes: dict[str, tuple[int, ...]]) -> Outcome:
+    """Put together what the ranks measured; an element that nobody holds is a ValueError."""
+    whole = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
+    spread = 0.0
+    for rank in ranks:
+        for box, gradient in rank["gradients"]:
+            place = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+            seen = whole[box.name][place]
+            both = ~np.isnan(seen)
+            if both.any():
+                spread = max(spread, float(np.abs(seen - gradient)[both].max() / (np.abs(gradient).max() + 1e-12)))
+            whole[box.name][place] = gradient
+    missing = [name for name, gradient in whole.items() if np.isnan(gradient).any()]
+    if missing:
+        raise ValueError(f"no rank has the gradient of {missing[:3]} whole")
+    last = [rank for rank in ranks if rank["measures"]]
+    return Outcome(
+        loss=sum(rank["loss"] for rank in last),
+        logprobs={n: np.array(values) for rank in last for n, (values, _) in rank["samples"].items()},
+        gradients=whole,
+        grad_norms=[rank["grad_norm"] for rank in ranks],
+        spread=spread,
+    )
+
+
+def compare(outcome: Outcome, reference: Outcome) -> Difference:
+    """The largest differences; samples must be the same."""
+    assert outcome.logprobs.keys() == reference.logprobs.keys(), "some sample was not trained"
+    logprob = max(float(np.abs(outcome.logprobs[n] - values).max()) for n, values in reference.logprobs.items())
+    norm = reference.grad_norms[0]
+    errors = {
+        "(between ranks)": outcome.spread,
+        "(global norm)": max(abs(other / norm - 1) for other in outcome.grad_norms),
+    }
+    for name, expected in reference.gradients.items():
+        errors[name] = float(np.abs(outcome.gradients[name] - expected).max() / (np.abs(expected).max() + 1e-12))
+    parameter = max(errors, key=lambda name: errors[name])
+    return Difference(logprob, abs(outcome.loss - reference.loss), errors[parameter], parameter)
+
+
+def run(pools: dict[int, RankPool], case: Case, folder: Path, shapes: dict[str, tuple[int, ...]]) -> Outcome:
+    """Measure one case on its ranks."""
+    if case.ranks in pools and not pools[case.ranks].is_usable:
+        pools.pop(case.ranks).close()
+    if case.ranks not in pools:
+        pools[case.ranks] = RankPool(case.ranks)
+    arguments = {"model_dir": str(folder), "layout": case.layout, "samples": SAMPLES, "loss": LOSS, **case.options}
+    return collect(pools[case.ranks].start(cases.gradients, **arguments).results(), shapes)
+
+
+def report(rows: Iterable[tuple[str, str, int, Difference | str]]) -> str:
+    """The table in Markdown."""
+    lines = [
+        "| layout | ranks | model | max logprob difference | loss difference | worst gradient | its parameter | verdict |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for layout, model, ranks, found in rows:
+        if isinstance(found, str):
+            lines.append(f"| {layout} | {ranks} | {model} | | | | {found} | **fails** |")
+        else:
+            verdict = "equal" if found.is_equal else "**differs**"
+            lines.append(
+                f"| {layout} | {ranks} | {model} | {found.logprob:.1e} | {found.loss:.1e} | {found.gradient:.1e} | "
+                f"{found.parameter if not found.is_equal else ''} | {verdict} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    from mgrpo.models.family import read_hf_config, shape_of
+    from mgrpo.models.table import hf_tensors
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layouts", nargs="*", help="names of layouts; none: the whole matrix")
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), help="on these models only")
+    parser.add_argument("--markdown", type=Path, help="also write the table into this file, between its markers")
+    options = parser.parse_args()
+    wanted = {name: MATRIX.get(name, tuple(MODELS)) for name in options.layouts} or MATRIX
+    parsed = [parse(name) for name in wanted]
+    pools: dict[int, RankPool] = {}
+    rows: list[tuple[str, str, int, Difference | str]] = []
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        for model, arguments in MODELS.items():
+            chosen = [case for case in parsed if model in wanted[case.name]]
+            if not chosen or (options.models and model not in options.models):
+                continue
+            folder = save_tiny(Path(scratch), **arguments)
+            shapes = hf_tensors(shape_of(read_hf_config(folder)))
+            reference = run(pools, parse("dp1"), folder, shapes)
+            for case in chosen:
+                try:
+                    found: Difference | str = compare(run(pools, case, folder, shapes), reference)
+                except (AssertionError, ValueError, OSError, EOFError) as err:
+                    found = str(err).strip().splitlines()[-1][:160]
+                rows.append((case.name, model, case.ranks, found))
+                print(report(rows[-1:]).splitlines()[-1], flush=True)
+        for pool in pools.values():
+            if pool.is_alive:
+                pool.close()
+    order = list(wanted)
+    rows.sort(key=lambda row: order.index(row[0]))
+    table = report(rows)
+    equal = sum(not isinstance(found, str) and found.is_equal for *_, found in rows)
+    summary = (
+        f"{equal} of {len(rows)} cases equal one rank, {len(wanted)} layouts, {time.perf_counter() - started:.0f} s"
+    )
+    print(f"\n{table}\n\n{summary}")
+    if options.markdown:
+        head, begin, rest = options.markdown.read_text().partition("<!-- matrix -->\n")
+        _, end, tail = rest.partition("<!-- end of matrix -->")
+        options.markdown.write_text(f"{head}{begin}{table}\n\n{summary}.\n{end}{tail}")
+    return 0 if equal == len(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
