@@ -104,9 +104,8 @@ def megatron_to_hf(
     with new_folder(Path(out)) as folder:
         source = (_megatron_source if is_megatron_folder(checkpoint) else _run_source)(checkpoint, hf)
         dtypes = dict.fromkeys(source.dtypes, dtype) if dtype else source.dtypes
-        with _Report(
-            out, sum(header_bytes((dtypes[name], full)) for name, full in hf_tensors(source.shape).items())
-        ) as report:
+        num_bytes = sum(header_bytes((dtypes[name], full)) for name, full in hf_tensors(source.shape).items())
+        with _Report(out, num_bytes) as report:
             carry(source.beside, folder, dtype=dtype)
             write_hf(source.read, source.shape, dtypes, folder, file_bytes=file_bytes, tell=report.advance)
             report.written(folder)

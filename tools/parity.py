@@ -39,35 +39,41 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3 (QK norm)": {"family": "qwen3"},
     "llama, tied": {"family": "llama", "tied": True},
     "qwen3-moe": {"family": "qwen3_moe"},
+    "olmo-3": {"family": "olmo3"},
+    "gemma-3": {"family": "gemma3_text"},
 }
-_DENSE, _MOE = ("qwen2", "qwen3 (QK norm)", "llama, tied"), ("qwen3-moe",)
+_DENSE, _MOE, _OTHERS = ("qwen2", "qwen3 (QK norm)", "llama, tied"), ("qwen3-moe",), ("olmo-3", "gemma-3")
 
 MATRIX: dict[str, tuple[str, ...]] = {
     "dp1": (*_DENSE, *_MOE),
     "dp1+unpacked": _DENSE,
     "dp1+packs512": _DENSE,
     "dp1+full": (*_DENSE, *_MOE),
-    "dp1+selective": _DENSE,
+    "dp1+selective": (*_DENSE, *_MOE),
     "tp2": _DENSE,
-    "tp2+sp": (*_DENSE, *_MOE),
-    "pp2": (*_DENSE, *_MOE),
-    "cp2": (*_DENSE, *_MOE),
+    "tp2+sp": (*_DENSE, *_MOE, *_OTHERS),
+    "pp2": (*_DENSE, *_MOE, *_OTHERS),
+    "cp2": (*_DENSE, *_MOE, *_OTHERS),
     "cp2+a2a": ("qwen2",),
     "dp2": (*_DENSE, *_MOE),
     "dp2+zero0": _DENSE,
     "dp2+zero2": _DENSE,
-    "dp2+zero3": _DENSE,
+    "dp2+zero3": (*_DENSE, *_OTHERS),
     "ep2": _MOE,
-    "pp2xvpp2": (*_DENSE, *_MOE),
+    "pp2xvpp2": (*_DENSE, *_MOE, *_OTHERS),
     "pp2+first1": _DENSE,
     "tp2+sp+full": ("qwen2",),
     "pp2+full": ("qwen2",),
     "tp2+chunked": ("qwen2",),
+    "tp4": ("qwen2",),
     "tp4+sp": ("qwen2",),
     "pp4": _DENSE,
     "tp2xpp2": _DENSE,
-    "tp2xpp2+sp": (*_DENSE, *_MOE),
+    "tp2xpp2+sp": (*_DENSE, *_MOE, *_OTHERS),
     "tp2xpp2xvpp2+sp": ("qwen2", "llama, tied"),
+    "tp2xpp2+sp+last1": ("llama, tied",),
+    "cp2xdp2+a2a+full": ("gemma-3",),
+    "cp2xpp2+full": ("olmo-3",),
     "cp2xtp2": _DENSE,
     "cp2xtp2+sp": (*_DENSE, *_MOE),
     "cp2xpp2": _DENSE,
@@ -88,6 +94,9 @@ MATRIX: dict[str, tuple[str, ...]] = {
     "ep2xtp2+sp": _MOE,
     "ep2xpp2": _MOE,
     "ep2xcp2": _MOE,
+    "ep2xcp2xtp2+sp": _MOE,
+    "ep2xtp2xpp2+sp": _MOE,
+    "ep4xtp2+sp": _MOE,
     "ep2xdp4": _MOE,
     "ep2xdp4+zero3": _MOE,
     "ep4xdp4": _MOE,
@@ -265,7 +274,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="*", choices=list(MODELS), help="on these models only")
     parser.add_argument("--markdown", type=Path, help="also write the table into this file, between its markers")
     options = parser.parse_args()
-    wanted = {name: MATRIX.get(name, tuple(MODELS)) for name in options.layouts} or MATRIX
+    wanted = {name: MATRIX.get(name, _DENSE) for name in options.layouts} or MATRIX
     parsed = [parse(name) for name in wanted]
     pools: dict[int, RankPool] = {}
     rows: list[tuple[str, str, int, Difference | str]] = []

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from mgrpo.checkpoint.folder import LocalFolder
 from mgrpo.checkpoint.mapped import MappedFiles
@@ -46,7 +47,10 @@ class HfFolder:
 
     def __init__(self, path: str | Path, shape: ModelShape) -> None:
         self.path, self._files = Path(path), MappedFiles()
-        listed = tensor_files(self.path)
+        try:
+            listed = tensor_files(self.path)
+        except SafetensorError as err:
+            raise ValueError(f"{path}: model.safetensors is no complete safetensors file: {err}") from err
         self._places = {name: file for file in dict.fromkeys(listed.values()) for name in self._files.names(file)}
         self._places |= listed
         self.shapes = hf_tensors(shape)

@@ -42,7 +42,7 @@ class MappedFiles:
         # Whole rows are touched, however few of their columns are wanted.
         num_rows = region[0].stop - region[0].start if region else 1
         num_bytes = num_rows * math.prod(shape[1:]) * self.header(path, name)[0].itemsize
-        if False:
+        if self._num_bytes + num_bytes > MAPPED_BYTES:
             self.close()
         self._num_bytes += num_bytes
         return self._slice(path, name)[region].clone()

@@ -88,7 +88,7 @@ def _first_places(stored: Mapping[str, Mapping[str, LocalParameter]]) -> dict[Bo
     places: dict[Box, _Place] = {}
     for own, parameters in stored.items():
         for name, parameter in parameters.items():
-            for piece in () if parameter.is_copy else parameter.pieces:
+            for piece in parameter.pieces:
                 places.setdefault(piece.box, _Place(own, name, piece.local))
     return places
 

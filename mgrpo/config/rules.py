@@ -108,6 +108,11 @@ def _optimizer_memory(config: Config) -> Iterator[str]:
             f"optimizer_cpu_offload=true needs zero_stage=1 (Megatron's distributed optimizer), got {stage}; "
             f"use zero_stage=1, or zero_stage={stage} without it"
         )
+    if is_precision_aware and config.checkpoint.checkpoint_state_freq > 0:
+        yield (
+            "use_precision_aware_optimizer=true cannot be combined with checkpoint_state_freq="
+            f"{config.checkpoint.checkpoint_state_freq}: its float32 weights are not saved yet; turn one of them off"
+        )
     if is_precision_aware and stage == 0:
         yield "use_precision_aware_optimizer=true needs a zero_stage of at least 1, got 0"
     if is_precision_aware and config.parallel.optimizer_cpu_offload:
@@ -217,7 +222,10 @@ RULES: tuple[Rule, ...] = (
         _pack_length,
     ),
     (("recompute_modules", "recompute_granularity"), _recompute_modules),
-    (("zero_stage", "optimizer_cpu_offload", "use_precision_aware_optimizer"), _optimizer_memory),
+    (
+        ("zero_stage", "optimizer_cpu_offload", "use_precision_aware_optimizer", "checkpoint_state_freq"),
+        _optimizer_memory,
+    ),
     (("shared_prompt_packing", "context_parallel_size"), _shared_prompts),
     ((*BATCH_FIELDS, "total_episodes", "num_epochs", "num_mini_batches", "warm_up_steps", "warmup_ratio"), _num_steps),
     ((*BATCH_FIELDS, "num_mini_batches"), _mini_batches),

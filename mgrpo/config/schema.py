@@ -32,7 +32,7 @@ class Experiment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     model_name_or_path: str | None = None
-    """Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer files."""
+    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer files), or what mgrpo convert made of one."""
     model_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of weights and activations in training and in the engines; the optimizer always keeps float32."""
     load_ref_policy: bool = True

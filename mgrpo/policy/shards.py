@@ -21,7 +21,7 @@ from mgrpo.config.schema import Optimizer as OptimizerSettings
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.table import Box, LocalParameter
-from mgrpo.parallel import fsdp
+from mgrpo.parallel import backend, fsdp
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -103,7 +103,11 @@ def make_optimizer(
     settings: OptimizerSettings,
     parallel: Parallel,
 ) -> MegatronOptimizer:
-    """Adam over the wrapped chunks. Every rank must call."""
+    """Adam over the wrapped chunks. Every rank must call.
+
+    Without CUDA the states lie in host memory anyway, and offloading them means nothing.
+    """
+    offloads = parallel.optimizer_cpu_offload and backend.has_cuda()
     moments = {name: getattr(torch, getattr(parallel, f"{name}_dtype")) for name in MOMENTS}
     return get_megatron_optimizer(
         OptimizerConfig(
@@ -117,8 +121,8 @@ def make_optimizer(
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=layout.zero_stage > 0,
-            optimizer_cpu_offload=parallel.optimizer_cpu_offload,
-            optimizer_offload_fraction=parallel.optimizer_offload_fraction if parallel.optimizer_cpu_offload else 0.0,
+            optimizer_cpu_offload=offloads,
+            optimizer_offload_fraction=parallel.optimizer_offload_fraction if offloads else 0.0,
             use_precision_aware_optimizer=parallel.use_precision_aware_optimizer,
             **{f"{name}_dtype": moment for name, moment in moments.items()},
         ),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib
 from functools import partial
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import torch
@@ -152,6 +154,18 @@ def trained_export(model_dir: str, layout: dict[str, Any], samples: list[TrainSa
     export_hf(policy, model_dir, folder, group=dist.new_group(backend="gloo"))
 
 
+def make_sharded_policy(model_dir: str, layout: dict[str, Any]):
+    """A policy that holds what it holds in training: ZeRO shards come with the optimizer."""
+    policy = make_policy(model_dir, layout)
+    policy.prepare_training(Optimizer(), num_optimizer_steps=1)
+    return policy
+
+
+def holdings(model_dir: str, layout: dict[str, Any]) -> list[list[Any]]:
+    """For each rank the boxes that it holds in training."""
+    return make_sharded_policy(model_dir, layout).holdings(dist.group.WORLD)
+
+
 def send_weights(
     model_dir: str, layout: dict[str, Any], port: int, generation: int, version: int, bucket_bytes: int = 1 << 14
 ) -> dict[str, Any]:
@@ -159,7 +173,7 @@ def send_weights(
     from mgrpo.layout import InferLayout
     from mgrpo.sync.channel import Sender, connect_store
 
-    policy = make_policy(model_dir, layout)
+    policy = make_sharded_policy(model_dir, layout)
     sender = Sender(
         policy.boxes(),
         holdings=policy.holdings(dist.group.WORLD),
@@ -251,7 +265,13 @@ class FakeHead:
     """Stands for rank 0's other half where a test hands the trainer its rollouts itself."""
 
     reward_weights: ClassVar[dict] = {}
-    resume_from = None
+
+    def __init__(self, resume_from: str | None = None) -> None:
+        self.resume_from = resume_from
+        self.progress = Mock()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
 
 def learn(
@@ -260,8 +280,14 @@ def learn(
     groups: list,
     folder: str,
     steps: int = 2,
-) -> dict[str, float]:
-    """`Learner.learn` on given rollouts: metrics of the last step, and the model in `folder`."""
+    save_after: int = 0,
+    resume_from: str | None = None,
+) -> dict[str, Any]:
+    """`Learner.learn` on given rollouts: metrics of the last step, and the model in `folder`.
+
+    With `save_after` the state is saved after so many steps, in the config's `output_dir`; with `resume_from` only the
+    steps after a save are done. "state" is what no export shows, at the time of the save or just after it was loaded.
+    """
     from mgrpo.checkpoint.hf_export import export_hf
     from mgrpo.config import from_values
     from mgrpo.rollout.controller import Rollouts
@@ -270,14 +296,41 @@ def learn(
     forget_groups()
     config = from_values(settings | {"model_name_or_path": model_dir, "model_dtype": "float32"})
     is_head = dist.get_rank() == 0
-    trainer = Trainer(config, FakeHead() if is_head else None)
-    for _ in range(steps):
+    trainer = Trainer(config, FakeHead(resume_from) if is_head else None)
+    state = hidden_state(trainer)
+    for step in range(trainer.done + 1, steps + 1):
         rollouts = Rollouts(groups=groups, dropped=[], generate_s=0, score_s=0)
         arrays = trainer.channel.arrays(trainer.pack(rollouts).arrays if is_head else None)
         results = trainer.learner.learn(arrays)
         metrics = trainer.learner.reduce(results)
+        if config.algorithm.ref_policy_update_freq:
+            trainer.learner.update_reference()
+        trainer.done = step
+        if step == save_after:
+            torch.rand(dist.get_rank() + 1)  # ranks of one state would not show whose was loaded
+            trainer.save()
+            state = hidden_state(trainer)
     export_hf(trainer.policy, model_dir, folder, group=trainer.host_group)
-    return metrics | {"steps": len(results), "grad_norm": results[-1].grad_norm if results else 0.0}
+    grad_norm = results[-1].grad_norm if results else 0.0
+    return metrics | {"steps": len(results), "grad_norm": grad_norm, "state": state}
+
+
+def hidden_state(trainer: Any) -> dict[str, Any]:
+    """Random states, Adam's step counts, and the reference's weights and float32 copies on this rank, as digests."""
+    from mgrpo.parallel import backend
+
+    def digest(tensor: torch.Tensor) -> str:
+        return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+    reference = trainer.learner.reference
+    return {
+        "random": {name: digest(state) for name, state in backend.random_states().items()},
+        "adam": sorted({float(shard.optimizer.state[shard.parameter].get("step", 0)) for shard in trainer.policy.shards}),
+        "reference": {name: digest(p.data) for name, p in reference.parameters.live.items()} if reference else {},
+        "masters": {str(box): digest(view) for box, view in reference.master_boxes()}
+        if reference and reference.has_moved
+        else {},
+    }
 
 
 def rates(model_dir: str, settings: dict[str, Any], is_empty: list[int]) -> list[float]:

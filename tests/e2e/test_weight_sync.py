@@ -12,6 +12,7 @@ import torch
 from mgrpo.config import from_values
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.table import Box, training_boxes
 from mgrpo.rollout.cluster import Cluster
 from mgrpo.rollout.engine import Sampling
 from mgrpo.sync.channel import Sender, open_store
@@ -21,15 +22,24 @@ from tests.tiny_models import load_hf, save_tiny
 
 SAMPLING = Sampling(num_samples=4, max_tokens=16, temperature=0.7, stop_token_ids=(2,))
 GREEDY = Sampling(num_samples=1, max_tokens=24, temperature=0.0, stop_token_ids=(2,))
-LAYOUTS = [{"tensor": 2}, {"pipeline": 2}, {}]
+LAYOUTS = {
+    "llama": [{"tensor": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"zero_stage": 3}, {"context": 2}],
+    "qwen3_moe": [{"expert": 2}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}],
+}
 HOST = "127.0.0.1"
 
 
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def family(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def models(tmp_path_factory, family):
     """The weights an engine starts with, and those it is sent. Tied: the LM head is the embedding."""
     folder = tmp_path_factory.mktemp("models")
-    sent = save_tiny(folder / "sent", "llama", heads=2, tied=True)  # vLLM on CPU has no heads of size 16
+    # vLLM on CPU has no heads of size 16
+    sent = save_tiny(folder / "sent", family, **({"heads": 2, "tied": True} if family == "llama" else {}))
     torch.manual_seed(123)
     model = load_hf(sent)
     with torch.no_grad():
@@ -67,11 +77,13 @@ def store():
     return open_store(HOST, 60)
 
 
-def test_engine_after_sync_equals_a_freshly_loaded_one(clusters, models, store, run_ranks):  # noqa: F811
+def test_engine_after_sync_equals_a_freshly_loaded_one(clusters, models, store, family, run_ranks):  # noqa: F811
     """Tokens and logprobs to the bit, from every training layout; a stale tied LM head or a misplaced row shows here."""
     truth = sample(clusters, 1)
     assert not np.array_equal(sample(clusters, 0)["logprobs"], truth["logprobs"])
-    for version, layout in enumerate(LAYOUTS, start=1):
+    for version, layout in enumerate(LAYOUTS[family], start=1):
+        holdings = run_ranks(2, cases.holdings, model_dir=str(models["sent"]), layout=layout)[0]
+        sender = make_sender(models["sent"], layout, store, holdings)
         for model in ("start", "sent"):  # away from the truth and back, so that no layout profits from the one before
             pool = run_ranks.start(
                 2,
@@ -82,7 +94,7 @@ def test_engine_after_sync_equals_a_freshly_loaded_one(clusters, models, store, 
                 generation=2 * version + (model == "sent"),
                 version=version,
             )
-            invitation = make_sender(models[model], layout, store).invitation(0, 2 * version + (model == "sent"))
+            invitation = sender.invitation(0, 2 * version + (model == "sent"))
             clusters.finish(clusters.join(0, invitation), "join")
             clusters.finish([clusters.engines[0].receive_weights.remote(version, True, 0)], "receive weights")
             reports = pool.results()
@@ -90,18 +102,17 @@ def test_engine_after_sync_equals_a_freshly_loaded_one(clusters, models, store, 
             assert (got["policy_versions"] == version).all()
             # Every byte moved once, and the engine's digests are the ranks' digests.
             assert sum(report["sent"] for report in reports) == reports[0]["lower_bound"] == reports[0]["bytes_moved"]
-            make_sender(models[model], layout, store).compare(version, torch.tensor(reports[0]["digests"]))
+            sender.compare(version, torch.tensor(reports[0]["digests"]))
         np.testing.assert_array_equal(got["tokens"], truth["tokens"])
         np.testing.assert_array_equal(got["logprobs"], truth["logprobs"])
 
 
-def make_sender(model_dir, layout, store) -> Sender:
+def make_sender(model_dir, layout, store, holdings) -> Sender:
     """Rank 0's end without weights: for invitations and comparisons."""
     shape = shape_of(read_hf_config(model_dir))
-    from mgrpo.models.table import Box
-
     return Sender(
         [(Box("x", (0,), (1,)), torch.zeros(1))],
+        holdings=holdings,
         model=shape,
         train_layout=Layout(world_size=2, **layout),
         infer_layout=InferLayout(engines=1, tensor=1),
@@ -130,7 +141,9 @@ def test_engine_logprobs_equal_transformers(clusters, models):
 
 def test_a_sender_that_never_comes_is_named(clusters, models, store):
     """A sync that cannot finish must end within its time and say whom it waited for."""
-    sender = make_sender(models["sent"], {}, store)
+    layout = Layout(world_size=2)
+    holdings = training_boxes(shape_of(read_hf_config(models["sent"])), layout)
+    sender = make_sender(models["sent"], {}, store, holdings)
     invitation = sender.invitation(0, 999) | {"timeout_s": 5}
     with pytest.raises(RuntimeError, match="could not join"):
         clusters.finish(clusters.join(0, invitation), "join the weight-transfer group")

@@ -20,6 +20,15 @@ def test_megatron_still_has_what_the_cpu_stand_in_replaces(module, name, why):
         assert names["torch"].cuda.current_device().type == "cpu"
 
 
+def test_megatron_fsdp_still_finds_its_mesh_where_it_is_mended():
+    """Without the names ZeRO-2 and 3 lay their mesh over all pipeline stages again."""
+    backend.install()
+    from mgrpo.parallel import fsdp
+
+    for module, name, why in fsdp.REBOUND:
+        assert hasattr(importlib.import_module(f"megatron.core.{module}"), name), f"{module}.{name} is gone: {why}"
+
+
 @pytest.mark.parametrize(("module", "name", "value", "why"), vllm_plugin.REBOUND)
 def test_vllm_still_has_what_the_plugin_replaces(module, name, value, why):
     """Without the name vLLM packs its weights again: writes in place are lost and digests prove nothing."""

@@ -41,6 +41,7 @@ SPECIAL = {
 EXPERT = {
     "ep2": Layout(world_size=2, expert=2),
     "tp2 ep2": Layout(world_size=2, tensor=2, expert=2),
+    "tp4 ep2": Layout(world_size=4, tensor=4, expert=2),
     "tp2 pp2 ep4": Layout(world_size=8, tensor=2, pipeline=2, expert=4),
 }
 CARRIED = {
@@ -150,17 +151,16 @@ def test_every_bit_comes_back_from_experts_that_are_shared_out(model, tmp_path, 
     there_and_back(model(family), EXPERT[name], tmp_path)
 
 
-def test_nothing_but_small_replicated_parameters_is_stored_twice(model, tmp_path):
+@pytest.mark.parametrize("name", EXPERT)
+def test_nothing_large_is_stored_twice(model, name):
     """Dense weights once an expert rank would multiply a large model by ep."""
-    layout = EXPERT["tp2 pp2 ep4"]
-    hf_to_megatron(model("qwen3_moe"), tmp_path / "megatron", layout)
-    stored = [
-        name for parameters in stored_parameters(shape(model("qwen3_moe")), layout).values() for name in parameters
-    ]
-    twice = {name for name in stored if stored.count(name) > 1}
-    assert any("local_experts" in name for name in stored)
+    layout = EXPERT[name]
+    stored = stored_parameters(shape(model("qwen3_moe")), layout).values()
+    names = [name for parameters in stored for name in parameters]
+    twice = {name for name in names if names.count(name) > 1}
+    assert any("local_experts" in name for name in names)
     assert not any("local_experts" in name for name in twice)
-    assert max(stored.count(name) for name in twice) == layout.tensor
+    assert all(names.count(name) == layout.tensor for name in twice)
 
 
 def shape(folder: Path):
@@ -360,6 +360,12 @@ BAD_LAYOUTS = [
 def test_layout_that_does_not_divide_the_model_is_refused(model, tmp_path, family, layout, words):
     """The error names the flag and what would do."""
     refused(tmp_path / "out", lambda: hf_to_megatron(model(family), tmp_path / "out", layout), words)
+
+
+def test_rows_that_no_rank_would_hold_are_noticed(model):
+    """Whatever was asked beforehand: what the ranks hold must add up to the model."""
+    with pytest.raises(ValueError, match="elements are there"):
+        stored_parameters(shape(model("llama")), layout_of(3))
 
 
 def test_folder_with_something_in_it_is_refused(model, tmp_path):

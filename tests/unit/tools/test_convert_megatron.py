@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,8 @@ for family in sys.argv[1:]:
     cut = ["--tensor_model_parallel_size", "2", "--pipeline_model_parallel_size", "2"]
     print(family, hf_to_megatron_command(["--hf", family, "--out", family + ".m", "--verify", *cut], prog=""), flush=True)
     print(family, megatron_to_hf_command(["--checkpoint", family + ".m", "--out", family + ".h", "--verify"], prog=""))
+rounded = ["--checkpoint", family + ".m", "--out", "rounded", "--dtype", "bfloat16", "--verify"]
+print("rounded", megatron_to_hf_command(rounded, prog=""))
 """
 
 
@@ -47,7 +51,8 @@ def test_logits_of_every_family_equal_transformers(tmp_path):
     for family in FAMILIES:
         assert done.stdout.count(f"{family} 0\n") == 2, (family, done.stdout[-2000:], done.stderr[-3000:])
         assert (tmp_path / f"{family}.h" / "model.safetensors").is_file()
-    assert done.stdout.count("equal in every bit") == 2 * len(FAMILIES)
+    assert "rounded 0\n" in done.stdout
+    assert done.stdout.count("equal in every bit") == 2 * len(FAMILIES) + 1
 
 
 def test_logits_that_differ_leave_nothing(hf, tmp_path):
@@ -81,6 +86,11 @@ def test_programs_convert_there_and_back(hf, tmp_path):
         (hf_to_megatron_command, ["--hf", "hf", "--out", "hf"], "exists already"),
         (
             hf_to_megatron_command,
+            ["--hf", "cut", "--out", "out"],
+            "cut: model.safetensors is no complete safetensors file",
+        ),
+        (
+            hf_to_megatron_command,
             ["--hf", "hf", "--out", "out", "--expert_model_parallel_size", "0"],
             "must be at least 1",
         ),
@@ -91,10 +101,12 @@ def test_programs_convert_there_and_back(hf, tmp_path):
 def test_mistakes_end_in_one_sentence(hf, tmp_path, monkeypatch, capsys, command, arguments, words):
     """Not in a traceback, and not in half a folder."""
     monkeypatch.chdir(tmp_path)
+    shutil.copytree("hf", "cut")
+    os.truncate("cut/model.safetensors", 100_000)
     assert command(arguments, prog="convert") == 1
     error = capsys.readouterr().err
     assert error.startswith("convert: ") and words in error and error.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "hf"]
 
 
 def test_package_has_the_same_commands(hf, tmp_path, capsys):
