@@ -1,10 +1,11 @@
 # make quickstart   install into .venv and watch GRPO raise a small model's accuracy
 # make test         the tests (installs what is missing); make test-all adds the slow ones
+# make parity       every parallel layout against one rank, into docs/parity.md
 VENV ?= .venv
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.txt csrc/*/*)
 LAUNCH := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(VENV)/bin/torchrun --master-addr 127.0.0.1
 
-.PHONY: quickstart test test-all lint bench install clean
+.PHONY: quickstart test test-all lint bench parity install clean
 install: $(VENV)/.installed
 
 $(VENV)/.installed: requirements/install.sh requirements/cpu.txt requirements/gpu.txt $(NATIVE)
@@ -31,6 +32,9 @@ lint: $(VENV)/.installed-dev
 bench: $(VENV)/.installed
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(VENV)/bin/python tools/bench_ops.py
 	$(VENV)/bin/python tools/bench_loop.py
+
+parity: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(VENV)/bin/python tools/parity.py --markdown docs/parity.md
 
 clean:
 	rm -rf build output *.egg-info mgrpo/*.so $(VENV)/.installed $(VENV)/.installed-dev
