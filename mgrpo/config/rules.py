@@ -101,6 +101,21 @@ def _recompute_modules(config: Config) -> Iterator[str]:
         yield f"recompute_granularity=selective recomputes nothing without recompute_modules; name some of {', '.join(RECOMPUTABLE)}"
 
 
+def _routing_replay(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    if not parallel.moe_enable_routing_replay or parallel.pipeline_model_parallel_size == 1:
+        return
+    recomputes = parallel.recompute_granularity == "full" or (
+        parallel.recompute_granularity == "selective" and "moe" in parallel.recompute_modules
+    )
+    if recomputes:
+        yield (
+            "moe_enable_routing_replay=true cannot be combined with pipeline_model_parallel_size="
+            f"{parallel.pipeline_model_parallel_size} and recomputed routers, which would follow another pack's choices; "
+            "use recompute_granularity=selective with recompute_modules core_attn"
+        )
+
+
 def _optimizer_memory(config: Config) -> Iterator[str]:
     stage, is_precision_aware = config.parallel.zero_stage, config.parallel.use_precision_aware_optimizer
     if config.parallel.optimizer_cpu_offload and stage != 1:
@@ -222,6 +237,15 @@ RULES: tuple[Rule, ...] = (
         _pack_length,
     ),
     (("recompute_modules", "recompute_granularity"), _recompute_modules),
+    (
+        (
+            "moe_enable_routing_replay",
+            "pipeline_model_parallel_size",
+            "recompute_granularity",
+            "recompute_modules",
+        ),
+        _routing_replay,
+    ),
     (
         ("zero_stage", "optimizer_cpu_offload", "use_precision_aware_optimizer", "checkpoint_state_freq"),
         _optimizer_memory,

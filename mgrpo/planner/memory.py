@@ -169,12 +169,17 @@ def _moment_bytes(settings: Parallel) -> int:
 
 
 def _unsharded_bytes(shape: ModelShape, layout: Layout, *, stage: int, dtype_bytes: int) -> int:
-    """Two layers whole, the one being computed and the next or the one before: fp32 gradients, with ZeRO-3 weights."""
+    """What is whole at a time: fp32 gradients, and with ZeRO-3 weights.
+
+    Two layers, the one being computed and the next or the one before, and what is in no layer, embedding, final norm and
+    head, which Megatron-FSDP does not give back.
+    """
     if layout.zero_stage < 2:
         return 0
     held = holdings(shape, tensor=layout.tensor, expert=layout.expert)
-    largest = max(held.layers[layer].total for layer in stage_layers(layout, shape.num_layers, stage))
-    return 2 * largest * (FP32_BYTES + (dtype_bytes if layout.zero_stage == 3 else 0))
+    layers = [held.layers[layer].total for layer in stage_layers(layout, shape.num_layers, stage)]
+    outside = stage_elements(shape, layout, stage=stage).total - sum(layers)
+    return (2 * max(layers) + outside) * (FP32_BYTES + (dtype_bytes if layout.zero_stage == 3 else 0))
 
 
 def logits_bytes(tokens: int, *, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:

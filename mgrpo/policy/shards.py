@@ -85,10 +85,13 @@ def wrap(chunks: Sequence[torch.nn.Module], layout: Layout) -> list[torch.nn.Mod
     config.data_parallel_sharding_strategy = "optim_grads" if layout.zero_stage == 2 else "optim_grads_params"
     config.overlap_grad_reduce = True
     config.overlap_param_gather = layout.zero_stage == 3
-    # Gathered ahead at a time: the layer in use and the next; Megatron's own default is a billion elements at least.
-    config.suggested_communication_unit_size = 2 * max(
+    largest_layer = max(
         sum(parameter.numel() for parameter in layer.parameters()) for chunk in chunks for layer in chunk.decoder.layers
     )
+    # Or ZeRO-2 would have all gradients whole at once, in one bucket.
+    config.bucket_size = largest_layer
+    # Gathered ahead at a time: the layer in use and the next; Megatron's own default is a billion elements at least.
+    config.suggested_communication_unit_size = 2 * largest_layer
     wrapped = [fsdp.FullyShardedDataParallel(chunk.config, config, chunk) for chunk in chunks]
     # Replicas (HSDP) add up their gradients after the last micro-batch only if the schedule says which one it is.
     no_sync = [chunk.no_sync for chunk in wrapped]

@@ -151,8 +151,9 @@ def test_each_zero_stage_shares_what_it_names() -> None:
         (2 * p, 4 * p // 8, 12 * p // 8),
         (2 * p // 8, 4 * p // 8, 12 * p // 8),
     ]
-    # Two layers whole: with ZeRO-2 their gradients, with ZeRO-3 their weights, too.
-    assert [s.unsharded for s in held.values()] == [0, 0, 2 * 4 * LAYER, 2 * 6 * LAYER]
+    # Two layers and what is in none: with ZeRO-2 their gradients are whole, with ZeRO-3 their weights, too.
+    whole = 2 * LAYER + p - QWEN_7B.num_layers * LAYER
+    assert [s.unsharded for s in held.values()] == [0, 0, 4 * whole, 6 * whole]
 
 
 def test_context_ranks_share_and_replicas_do_not() -> None:
