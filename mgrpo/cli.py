@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
@@ -38,6 +39,8 @@ PACKAGES = (
 SWITCHES = ("--show_config", "--dry_run")
 """Words of the train command that are no settings."""
 INSTALL = "sh requirements/install.sh VENV"
+RANK_0_FIRST_S = 30.0
+"""How long the other ranks leave it to rank 0 to say what is wrong."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
-    """Parse, train, and turn a configuration error into one message, printed by rank 0 only."""
+    """Parse, train, and turn a configuration error into one message, which is rank 0's to print.
+
+    torchrun ends all ranks as soon as one has ended. The others are faster, because they read no data: they wait to be
+    ended, and speak only when rank 0 has found nothing wrong.
+    """
     is_head = os.environ.get("RANK", "0") == "0"
     try:
         config = parse([word for word in argv if word not in SWITCHES], prog=prog, defer=True)
@@ -74,8 +81,9 @@ def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
 
         (try_out if "--dry_run" in argv else train)(config)
     except ConfigError as err:
-        if is_head:
-            sys.stderr.write(f"mgrpo: {err}\n")
+        if not is_head:
+            time.sleep(RANK_0_FIRST_S)
+        sys.stderr.write(f"mgrpo: {err}\n" if is_head else f"mgrpo: rank {os.environ['RANK']}: {err}\n")
         return 2
     return 0
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from mgrpo.checkpoint.folder import abandon, lies_in
 from mgrpo.config import Config, to_yaml
-from mgrpo.config.derived import derive
+from mgrpo.config.derived import derive, state_root
 from mgrpo.data.mixing import Row, read_rows
 from mgrpo.data.sampler import Sampler
 from mgrpo.rewards.compose import add_to_rewards, function_names, score_groups, score_with_functions
@@ -25,7 +26,7 @@ from mgrpo.rollout.cluster import Cluster
 from mgrpo.rollout.collect import EVALUATION
 from mgrpo.rollout.controller import Controller, Rollouts
 from mgrpo.telemetry.batch import RewardScale
-from mgrpo.telemetry.metrics import MetricsWriter, move_aside
+from mgrpo.telemetry.metrics import MetricsWriter
 from mgrpo.telemetry.progress import Progress
 from mgrpo.types import Prompt, RolloutGroup, ScoredGroup
 
@@ -53,9 +54,8 @@ class Head:
         """Whether there is a trainer that looks at `stopping`."""
         self.cursor: dict[str, Any] | None = None
         """Where the sampler stood before it handed out the prompts of the step that is under way."""
-        if resume_from is None:
-            move_aside(self.output_dir)
-        (self.output_dir / "config.yaml").write_text(to_yaml(config))
+        self.random: dict[str, Any] | None = None
+        """The random states before the batch that is under way, which reward functions may be changing."""
         self.pool = VerifierPool(
             config.reward.verifier_workers,
             config.reward.verifier_timeout,
@@ -110,13 +110,25 @@ class Head:
             keep=self._keep,
             stop_token_ids=stop_token_ids(config.model.model_name_or_path, tokenizer),
         )
-        self.writer = MetricsWriter(self.output_dir, resumed_after=resumed and resumed["step"])
+        self._open_output(resumed)
         self.cluster.wait_ready()
         self.progress = Progress(config.num_training_steps)
 
+    def _open_output(self, resumed: Mapping[str, Any] | None) -> None:
+        """The run's files. Nothing of an earlier run is touched before: the start may have failed."""
+        root = state_root(self.config)
+        goes_on = resumed is not None and lies_in(self.resume_from, root)
+        self.writer = MetricsWriter(
+            self.output_dir,
+            resumed_after=resumed["step"] if goes_on else None,
+            num_lines=resumed["head"]["num_lines"] if goes_on else 0,
+        )
+        (self.output_dir / "config.yaml").write_text(to_yaml(self.config))
+        abandon(root, after=resumed["step"] if goes_on else -1)
+
     def prepare(self, *, is_next: bool = True) -> None:
         """The batch under way has arrived; queue the next step's prompts in the engines, if it `is_next`, without sampling."""
-        self.cursor = None
+        self.cursor = self.random = None
         if is_next:
             self.cursor = self.sampler.state_dict()
             self.controller.prepare()
@@ -125,6 +137,7 @@ class Head:
         """Start sampling the next step."""
         if self.controller.prepared is None:
             self.prepare()
+        self.random = random_states()
         return self.controller.next_batch()
 
     def reseed(self, step: int) -> Future[None]:
@@ -133,7 +146,11 @@ class Head:
 
     def state_dict(self) -> dict[str, Any]:
         """What only rank 0 knows, as it was when the last step was done: prompts handed out since are handed out again."""
-        return {"sampler": self.cursor or self.sampler.state_dict(), "random": random_states()}
+        return {
+            "sampler": self.cursor or self.sampler.state_dict(),
+            "random": self.random or random_states(),
+            "num_lines": self.writer.num_lines,
+        }
 
     def _score(self, groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
         """Rewards of the user's functions or of the rows' verifiers, and what the completion's length costs."""
@@ -204,13 +221,20 @@ class Head:
             format_reward=reward.r1_style_format_reward,
         )
 
-    def evaluation(self) -> Future[Rollouts]:
-        """Start sampling the held-out prompts, from a random stream that training does not notice."""
+    def evaluation(self, *, next_step: int) -> Future[Rollouts]:
+        """Sample the held-out prompts from a random stream that training does not notice: that of `next_step` comes after."""
+        self.random = random_states()
+        return self.thread.submit(self._evaluate, next_step)
+
+    def _evaluate(self, next_step: int) -> Rollouts:
         rollout = self.config.rollout
         self.cluster.finish(self.cluster.reseed(EVALUATION), "seed the sampler")
-        return self.controller.evaluate(
+        rollouts = self.controller.evaluate(
             self.held_out_prompts, num_samples=rollout.eval_pass_at_k, temperature=rollout.temperature
-        )
+        ).result()
+        self.cluster.finish(self.cluster.reseed(next_step), "seed the sampler")
+        self.random = None
+        return rollouts
 
     def close(self) -> None:
         """End every process that this rank started."""

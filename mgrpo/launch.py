@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mgrpo.checkpoint.folder import abandon, check_root, latest, split_path
+from mgrpo.checkpoint.folder import check_complete, check_root, latest, split_path
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import state_root
 from mgrpo.config.rules import too_few_prompts
@@ -68,7 +68,12 @@ def try_out(config: Config) -> None:
             # A model that is always right or always wrong has to do its step, too.
             algorithm=dataclasses.replace(config.algorithm, filter_zero_std_samples=False, active_sampling=False),
             checkpoint=dataclasses.replace(
-                config.checkpoint, save_final=False, checkpoint_state_freq=-1, resume="never"
+                config.checkpoint,
+                save_final=False,
+                checkpoint_state_freq=-1,
+                checkpoint_state_dir=None,
+                gs_checkpoint_state_dir=None,
+                resume="never",
             ),
         )
         _start(one_step, rows, [], [])
@@ -107,8 +112,8 @@ def _start(config: Config, rows: list, held_out: list, functions: list[Callable]
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             head.close()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _end(head: Head, number: int, frame: object) -> None:
@@ -119,17 +124,9 @@ def _end(head: Head, number: int, frame: object) -> None:
 
 
 def _resume_from(config: Config) -> str | None:
-    """The checkpoint that the run continues; what its folder has of a later time is turned away from."""
-    root, choice = state_root(config), config.checkpoint.resume
-    if choice == "auto":
-        return latest(root)
-    if choice == "never":
-        abandon(root, after=-1)
-        return None
-    origin, step = split_path(choice)
-    is_own = os.path.realpath(origin.location) == os.path.realpath(root)
-    abandon(root, after=step if is_own else -1)
-    return choice
+    """The checkpoint that the run continues."""
+    choice = config.checkpoint.resume
+    return latest(state_root(config)) if choice == "auto" else None if choice == "never" else choice
 
 
 def _check(config: Config, *, functions: list[Callable], dataset: Sequence[Mapping] | None) -> tuple[list, list]:
@@ -159,6 +156,9 @@ def _check(config: Config, *, functions: list[Callable], dataset: Sequence[Mappi
     if is_head:
         try:
             check_root(state_root(config))
+            is_path = config.checkpoint.resume not in ("auto", "never")
+            if is_path and not any(problem.startswith("resume=") for problem in problems):
+                check_complete(*split_path(config.checkpoint.resume))
         except ValueError as err:
             problems.append(str(err))
         from mgrpo.data.mixing import parse_rows

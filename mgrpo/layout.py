@@ -52,6 +52,11 @@ class Layout:
         return self.shard_size or self.data * self.context
 
     @property
+    def sharding(self) -> int:
+        """The ZeRO stage that runs: a rank that shares with nobody runs stage 1 for 2 and 3, whose gradients are wrong there."""
+        return self.zero_stage if self.data * self.context > 1 else min(self.zero_stage, 1)
+
+    @property
     def micro_batches_multiple_of(self) -> int:
         """Interleaved stages take micro-batches in rounds of as many as there are stages."""
         return self.pipeline if self.virtual_pipeline > 1 else 1

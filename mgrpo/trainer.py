@@ -32,7 +32,7 @@ from mgrpo.checkpoint.folder import latest, step_path
 from mgrpo.checkpoint.hf_export import export_hf
 from mgrpo.checkpoint.reader import Checkpoint, open_checkpoint
 from mgrpo.checkpoint.saver import Saver
-from mgrpo.config import Config
+from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import state_root
 from mgrpo.config.validate import layout_of
 from mgrpo.evaluation import summarise
@@ -119,6 +119,8 @@ class Trainer:
         self.skipped = 0
         self.num_excluded = 0
         self.before: dict[str, float] = {}
+        self.saved = 0
+        """The step of the newest saved state."""
         self.resumed = checkpoint and checkpoint.state
         if self.resumed:
             self.load_state_dict(self.resumed)
@@ -135,7 +137,7 @@ class Trainer:
         config = self.config
         self.wait_for(self.head and self.head.get_ready(self.resumed))
         self.connect_engines()
-        self.sync()
+        self.sync(check=True)
         if self.head:
             self.head.is_training = True
         if self.head and self.resumed:
@@ -155,7 +157,8 @@ class Trainer:
                     self.save()
             after = self.evaluate("after training", self.before, self.done)
         except Stopped:
-            if self.done > (self.resumed["step"] if self.resumed else 0):
+            # That optimizer's state cannot be saved, with SIGTERM as little as without.
+            if self.done > self.saved and not self.config.parallel.use_precision_aware_optimizer:
                 self.save()
             raise
         exported = self.export(self.done) if config.checkpoint.save_final else None
@@ -207,7 +210,7 @@ class Trainer:
         self.done, self.is_followed_up = step, False
         if any(result.is_finite for result in results):
             self.version += 1
-            self.sync(check=self.version == 1 or _is_due(step, self.config.engine.weight_sync_check_every))
+            self.sync(check=_is_due(step, self.config.engine.weight_sync_check_every))
         else:
             self.wait_for(self.head and self.head.reseed(step + 1))
         clock.split("sync")
@@ -291,7 +294,8 @@ class Trainer:
 
     def end_if_stuck(self, results: Sequence[StepResult]) -> None:
         """End the run after a few steps in a row with a gradient that is not finite."""
-        self.skipped = 0 if all(result.is_finite for result in results) else self.skipped + 1
+        if results:
+            self.skipped = 0 if all(result.is_finite for result in results) else self.skipped + 1
         if self.skipped >= MAX_SKIPPED:
             raise RuntimeError(
                 f"{MAX_SKIPPED} steps in a row had a gradient that is not finite, and were skipped; lower learning_rate="
@@ -306,6 +310,10 @@ class Trainer:
 
     def save(self) -> None:
         """Write the state of the whole run, from which it, or one on another layout, continues exactly."""
+        if self.config.checkpoint.checkpoint_async:
+            # Whoever has written its share of the one before must not wait for rank 0 on the impatient channel.
+            self.saver.wait()
+            dist.barrier(group=self.host_group)
         token = self.channel.arrays({"token": np.frombuffer(secrets.token_bytes(8), np.uint8)} if self.head else None)
         state = self.state_dict() if self.head else {}
         self.saver.save(
@@ -317,6 +325,7 @@ class Trainer:
         )
         if not self.config.checkpoint.checkpoint_async:
             dist.barrier(group=self.host_group)
+        self.saved = self.done
         if self.head:
             self.head.progress.say(f"state of step {self.done}: {step_path(self.saver.root, self.done)}")
 
@@ -338,6 +347,7 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
         self.done, self.is_followed_up = state["step"], state["is_followed_up"]
+        self.saved = self.done
         self.version, self.skipped = state["policy_version"], state["skipped"]
         self.num_excluded, self.before = state["num_excluded"], state["before"]
 
@@ -345,7 +355,7 @@ class Trainer:
         """The checkpoint that rank 0 says this run continues, once its files have been compared with their checksums.
 
         Raises:
-            ValueError: it is damaged, or of another model; on all ranks, whoever noticed.
+            ConfigError: it is damaged, or of another model; on all ranks, whoever noticed.
         """
         told = self.channel.arrays({"path": np.frombuffer((path or "").encode(), np.uint8)} if self.head else None)
         path = told["path"].tobytes().decode()
@@ -364,7 +374,7 @@ class Trainer:
         )
         found = problems.numpy().tobytes().decode().split("\n")
         if any(found):
-            raise ValueError(next(filter(None, found)))
+            raise ConfigError([next(filter(None, found))])
         return checkpoint
 
     def connect_engines(self) -> None:
@@ -433,10 +443,11 @@ class Trainer:
         """Sample the held-out prompts; metrics on rank 0, nothing elsewhere or without held-out data."""
         if not self.config.data.dataset_mixer_eval_list:
             return {}
-        rollouts: Rollouts | None = self.wait_for(self.head and self.head.evaluation(), may_stop=True)
+        rollouts: Rollouts | None = self.wait_for(
+            self.head and self.head.evaluation(next_step=self.done + 1), may_stop=True
+        )
         if self.head is None:
             return {}
-        self.head.reseed(self.done + 1).result()
         metrics = summarise(rollouts.groups, scale=self.head.reward_scale, generate_s=rollouts.generate_s)
         self.head.writer.write(step, {"policy_version": self.version, **metrics, "time/eval": rollouts.generate_s})
         self.head.progress.evaluation(metrics, when=when, before=before)

@@ -46,6 +46,7 @@ _DENSE, _MOE, _OTHERS = ("qwen2", "qwen3 (QK norm)", "llama, tied"), ("qwen3-moe
 
 MATRIX: dict[str, tuple[str, ...]] = {
     "dp1": (*_DENSE, *_MOE),
+    "dp1+zero3": _DENSE,
     "dp1+unpacked": _DENSE,
     "dp1+packs512": _DENSE,
     "dp1+full": (*_DENSE, *_MOE),
@@ -65,6 +66,8 @@ MATRIX: dict[str, tuple[str, ...]] = {
     "tp2+sp+full": ("qwen2",),
     "pp2+full": ("qwen2",),
     "tp2+chunked": ("qwen2",),
+    "tp2+zero2": ("qwen2",),
+    "pp2+zero3": ("llama, tied",),
     "tp4": ("qwen2",),
     "tp4+sp": ("qwen2",),
     "pp4": _DENSE,

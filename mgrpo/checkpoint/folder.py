@@ -163,6 +163,23 @@ def step_path(root: str | Path, step: int) -> str:
     return f"{str(root).rstrip('/')}/{step_folder(step)}"
 
 
+def lies_in(path: str | Path, root: str | Path) -> bool:
+    """Whether the checkpoint at `path` is one of `root`'s."""
+    origin, _ = split_path(path)
+    here = open_folder(root)
+    if isinstance(origin, LocalFolder) and isinstance(here, LocalFolder):
+        return origin.path.resolve() == here.path.resolve()
+    return origin.location.rstrip("/") == here.location.rstrip("/")
+
+
+def check_complete(root: Folder, step: int) -> None:
+    """Raise ValueError, with the newest one that is, when the checkpoint of step `step` is not complete."""
+    if root.child(step_folder(step)).size(MANIFEST) is None:
+        steps = _complete(root)
+        hint = f"the newest complete one is {step_path(root.location, steps[-1])}" if steps else "none is complete"
+        raise ValueError(f"{step_path(root.location, step)} is no complete checkpoint, it has no {MANIFEST}; {hint}")
+
+
 def complete(root: str | Path) -> list[int]:
     """Steps of all complete checkpoints of `root`, ascending."""
     return _complete(open_folder(root))

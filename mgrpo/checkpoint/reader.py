@@ -12,7 +12,16 @@ import torch
 from safetensors import SafetensorError
 
 from mgrpo.checkpoint.boxes import described
-from mgrpo.checkpoint.folder import MANIFEST, Folder, LocalFolder, complete, split_path, step_folder, step_path
+from mgrpo.checkpoint.folder import (
+    MANIFEST,
+    Folder,
+    LocalFolder,
+    check_complete,
+    complete,
+    split_path,
+    step_folder,
+    step_path,
+)
 from mgrpo.checkpoint.manifest import DamagedCheckpoint, Manifest, PieceRecord, TensorRecord
 from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.shard import CODES, DTYPES
@@ -42,10 +51,7 @@ class Checkpoint:
         self.root, self.step = root, step
         self.path = step_path(root.location, step)
         self._folder = root.child(step_folder(step))
-        if self._folder.size(MANIFEST) is None:
-            steps = complete(root.location)
-            hint = f"the newest complete one is {step_path(root.location, steps[-1])}" if steps else "none is complete"
-            raise ValueError(f"{self.path} is no complete checkpoint, it has no {MANIFEST}; {hint}")
+        check_complete(root, step)
         try:
             self._manifest = Manifest.from_json(self._folder.read(MANIFEST))
         except ValueError as err:

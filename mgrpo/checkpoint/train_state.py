@@ -32,7 +32,13 @@ class TrainState:
         self.rank = dist.get_rank()
 
     def parts(self) -> list[Part]:
-        """What this rank has to write: each box is written by one of the ranks that hold it. Every rank must call."""
+        """What this rank has to write: each box is written by one of the ranks that hold it. Every rank must call.
+
+        Raises:
+            ValueError: the optimizer does not show its float32 weights.
+        """
+        if self.policy.parallel.use_precision_aware_optimizer:
+            raise ValueError("the state of use_precision_aware_optimizer=true cannot be saved yet; turn it off")
         held = list(self._held())
         own = [(KINDS.index(part.kind), part.box) for part in held]
         holdings = [
@@ -53,7 +59,15 @@ class TrainState:
         return {kind: dict(tensors) for kind in kinds} | {RANDOM: random}
 
     def restore_optimizer(self, checkpoint: Checkpoint, *, num_updates: int) -> None:
-        """Masters, moments and Adam's step count; call after `prepare_training`, with weights loaded from `checkpoint`."""
+        """Masters, moments and Adam's step count; call after `prepare_training`, with weights loaded from `checkpoint`.
+
+        Raises:
+            ValueError: the optimizer keeps its states where they cannot be put back.
+        """
+        if self.policy.parallel.optimizer_cpu_offload and backend.has_cuda():
+            raise ValueError(
+                f"{checkpoint.path} cannot be continued with optimizer_cpu_offload=true yet; continue without it"
+            )
         for shard in self.policy.shards:
             for kind, values in self._kinds(shard):
                 for box, view in shard.boxes(self.policy.parameters.places[shard.name], values):

@@ -123,11 +123,13 @@ def _optimizer_memory(config: Config) -> Iterator[str]:
             f"optimizer_cpu_offload=true needs zero_stage=1 (Megatron's distributed optimizer), got {stage}; "
             f"use zero_stage=1, or zero_stage={stage} without it"
         )
-    if is_precision_aware and config.checkpoint.checkpoint_state_freq > 0:
-        yield (
-            "use_precision_aware_optimizer=true cannot be combined with checkpoint_state_freq="
-            f"{config.checkpoint.checkpoint_state_freq}: its float32 weights are not saved yet; turn one of them off"
-        )
+    frequency = config.checkpoint.checkpoint_state_freq
+    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if getattr(config.parallel, name) and frequency > 0:
+            yield (
+                f"{name}=true cannot be combined with checkpoint_state_freq={frequency}: a run cannot go on from its state "
+                "yet; turn one of them off"
+            )
     if is_precision_aware and stage == 0:
         yield "use_precision_aware_optimizer=true needs a zero_stage of at least 1, got 0"
     if is_precision_aware and config.parallel.optimizer_cpu_offload:

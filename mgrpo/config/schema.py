@@ -306,7 +306,7 @@ class Engine:
     weight_sync_timeout: int = 120
     """Seconds one weight sync may take before the run ends, naming who was waited for."""
     weight_sync_check_every: int = 50
-    """Compare a digest of every weight in trainer and engines on step 1 and every so many steps; 0: on step 1 only."""
+    """Compare a digest of every weight in trainer and engines before the first step and every so many; 0: then only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

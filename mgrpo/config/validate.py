@@ -307,6 +307,11 @@ def _layout_warnings(config: Config, world_size: int) -> Iterator[str]:
             f"pack_length={length} is rounded up to {-(-length // multiple) * multiple}, a multiple of {multiple}: every "
             "context-parallel and, under sequence parallelism, tensor-parallel rank takes an equal share of a pack"
         )
+    if layout.sharding != layout.zero_stage:
+        yield (
+            f"zero_stage={layout.zero_stage} has no two data- or context-parallel ranks to share anything; it runs as "
+            f"zero_stage={layout.sharding}, which takes the same memory"
+        )
     if any(count % layout.tensor for count in config.parallel.num_learners_per_node):
         yield (
             f"tensor_model_parallel_size={layout.tensor} does not divide every entry of num_learners_per_node="

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 from mgrpo.packing.bins import token_limit
 from mgrpo.packing.cost import Cost
 from mgrpo.packing.document import assemble, document_length, documents
-from mgrpo.packing.ranks import balance
+from mgrpo.packing.ranks import balance, mini_batches
 from mgrpo.types import PackedBatch, TrainSample
 
 
@@ -55,33 +56,37 @@ def pack_step(
             )
         share_prompts = False
     limit = token_limit(pack_length, multiple_of)
-    grouped = documents(samples, share_prompts=share_prompts, pack_length=limit, cost=cost)
-    if len(grouped) < num_mini_batches:  # a group each would leave optimizer steps with nothing to train on
-        grouped = documents(samples, share_prompts=False, pack_length=limit)
-    lengths = [document_length(samples, members, multiple_of=document_multiple_of) for members in grouped]
-    plan = balance(
-        lengths,
-        pack_length,
-        dp=dp,
-        num_mini_batches=num_mini_batches,
-        multiple_of=multiple_of,
-        micro_batches_multiple_of=micro_batches_multiple_of,
-        cost=cost,
-        epoch=epoch,
-        seed=seed,
-    )
-    return [
-        [
-            [
-                assemble(
-                    samples,
-                    [grouped[index] for index in chosen],
-                    multiple_of=multiple_of,
-                    document_multiple_of=document_multiple_of,
-                )
-                for chosen in micro_batches
-            ]
-            for micro_batches in ranks
+    packs = []
+    for members in _mini_batches(samples, num_mini_batches, epoch=epoch, seed=seed):
+        own = [samples[index] for index in members]
+        grouped = [
+            [members[number] for number in chosen]
+            for chosen in documents(own, share_prompts=share_prompts, pack_length=limit, cost=cost)
         ]
-        for ranks in plan
-    ]
+        (ranks,) = balance(
+            [document_length(samples, chosen, multiple_of=document_multiple_of) for chosen in grouped],
+            pack_length,
+            dp=dp,
+            multiple_of=multiple_of,
+            micro_batches_multiple_of=micro_batches_multiple_of,
+            cost=cost,
+        )
+        padded = partial(assemble, samples, multiple_of=multiple_of, document_multiple_of=document_multiple_of)
+        packs.append([[padded([grouped[index] for index in chosen]) for chosen in row] for row in ranks])
+    return packs
+
+
+def _mini_batches(samples: Sequence[TrainSample], num_mini_batches: int, *, epoch: int, seed: int) -> list[list[int]]:
+    """Which samples train in which optimizer step: whole groups, or single samples where there are too few of them.
+
+    By the samples alone: it is the same whatever the layout pads and whether prompts are shared.
+    """
+    by_group: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        by_group.setdefault(sample.group, []).append(index)
+    units = list(by_group.values())
+    if len(units) < num_mini_batches:
+        units = [[index] for index in range(len(samples))]
+    lengths = [sum(document_length(samples, [index]) for index in members) for members in units]
+    parts = mini_batches(lengths, num_mini_batches, epoch=epoch, seed=seed)
+    return [sorted(index for number in part for index in units[number]) for part in parts]

@@ -145,14 +145,14 @@ def state_bytes(
             return held.total
         return -(-held.dense // layout.num_shards) - (-held.experts // layout.expert_data)
 
-    stepped = share(layout.zero_stage >= 1)
+    stepped = share(layout.sharding >= 1)
     # Megatron-FSDP keeps an fp32 master of fp32 weights, too.
-    has_master = dtype_bytes != FP32_BYTES or layout.zero_stage >= 2
+    has_master = dtype_bytes != FP32_BYTES or layout.sharding >= 2
     optimizer = stepped * (FP32_BYTES * has_master + _moment_bytes(settings))
     on_host = int(optimizer * settings.optimizer_offload_fraction) if settings.optimizer_cpu_offload else 0
     return StateBytes(
-        parameters=share(layout.zero_stage == 3) * dtype_bytes,
-        gradients=share(layout.zero_stage >= 2) * FP32_BYTES,
+        parameters=share(layout.sharding == 3) * dtype_bytes,
+        gradients=share(layout.sharding >= 2) * FP32_BYTES,
         optimizer=optimizer - on_host,
         reference=held.total * (dtype_bytes + FP32_BYTES * reference_moves) if has_reference else 0,
         unsharded=_unsharded_bytes(shape, layout, stage=stage, dtype_bytes=dtype_bytes),
@@ -174,12 +174,12 @@ def _unsharded_bytes(shape: ModelShape, layout: Layout, *, stage: int, dtype_byt
     Two layers, the one being computed and the next or the one before, and what is in no layer, embedding, final norm and
     head, which Megatron-FSDP does not give back.
     """
-    if layout.zero_stage < 2:
+    if layout.sharding < 2:
         return 0
     held = holdings(shape, tensor=layout.tensor, expert=layout.expert)
     layers = [held.layers[layer].total for layer in stage_layers(layout, shape.num_layers, stage)]
     outside = stage_elements(shape, layout, stage=stage).total - sum(layers)
-    return (2 * max(layers) + outside) * (FP32_BYTES + (dtype_bytes if layout.zero_stage == 3 else 0))
+    return (2 * max(layers) + outside) * (FP32_BYTES + (dtype_bytes if layout.sharding == 3 else 0))
 
 
 def logits_bytes(tokens: int, *, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:

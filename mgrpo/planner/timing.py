@@ -93,7 +93,7 @@ def learner_time(
     training["bubble"] = bubble * sum(training.values())
     shared = _link_seconds(update * passes.optimizer_steps, layout, cluster).get("data", 0.0)
     # Megatron-FSDP (ZeRO-2 and 3) sends while it computes; only what takes longer is waited for.
-    hidden = training["compute"] + training["recompute"] if layout.zero_stage >= 2 else 0.0
+    hidden = training["compute"] + training["recompute"] if layout.sharding >= 2 else 0.0
     training["data"] = max(shared - hidden, 0.0)
     training["optimizer"] = passes.optimizer_steps * _optimizer_seconds(shape, layout, states, cluster, stage=stage)
 

@@ -116,7 +116,7 @@ def data_traffic(shape: ModelShape, layout: Layout, *, stage: int, dtype_bytes: 
 def _ring(held: Elements, layout: Layout) -> float:
     """Elements that a rank sends when each rank's share is gathered."""
     dense, experts = layout.data * layout.context, layout.expert_data
-    if layout.zero_stage == 3:
+    if layout.sharding == 3:
         dense, experts = layout.num_shards, min(experts, layout.num_shards)
     return held.dense * (dense - 1) / dense + held.experts * (experts - 1) / experts
 

@@ -154,7 +154,7 @@ class Policy:
         """Every box of an HF tensor that this rank holds, with the live view of it; float32 masters where it holds
         nothing else of a parameter whole (ZeRO-2 and 3).
         """
-        if self.optimizer is None or self.layout.zero_stage < 2:
+        if self.optimizer is None or self.layout.sharding < 2:
             yield from self.parameters.boxes()
             return
         for shard in self.shards:
@@ -273,7 +273,7 @@ class Policy:
 
     def parameter(self, name: str) -> torch.Tensor:
         """One local parameter, whole; under ZeRO-2 and 3 all ranks that share it must call."""
-        if self.optimizer is None or self.layout.zero_stage < 2:
+        if self.optimizer is None or self.layout.sharding < 2:
             return self.parameters.live[name].data
         run = next((shard.main for shard in self.shards if shard.name == name), torch.zeros(0, device=backend.device()))
         return shards.gather(run, self.parameters.places[name].shape, shards.data_parallel_group(name, self.layout))
@@ -286,14 +286,19 @@ class Policy:
         if math.isfinite(grad_norm):
             if self.settings.max_grad_norm > 0:
                 for part in shards.parts(self.optimizer):
-                    clip_grad_by_total_norm_fp32(part.get_parameters(), self.settings.max_grad_norm, grad_norm)
+                    clip_grad_by_total_norm_fp32(
+                        part.get_parameters(),
+                        self.settings.max_grad_norm,
+                        grad_norm,
+                        use_decoupled_grad=part.config.use_precision_aware_optimizer,
+                    )
             self.optimizer.step_with_ready_grads()
             self.num_updates += 1
         return grad_norm
 
     def _sum_tied_gradients(self) -> None:
         """Under ZeRO-2 and 3: add up what the first and the last stage's copy of a tied embedding collected."""
-        if not self.shape.tied or self.layout.pipeline == 1 or self.layout.zero_stage < 2:
+        if not self.shape.tied or self.layout.pipeline == 1 or self.layout.sharding < 2:
             return
         name = next(
             (n for n in ("embedding.word_embeddings.weight", "output_layer.weight") if n in self.parameters.live), ""

@@ -75,16 +75,16 @@ def wrap(chunks: Sequence[torch.nn.Module], layout: Layout) -> list[torch.nn.Mod
     """Gradient buffers around the model's chunks, sharded as the stage says. Every rank must call."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=layout.zero_stage > 0,
+        use_distributed_optimizer=layout.sharding > 0,
         num_distributed_optimizer_instances=layout.data * layout.context // layout.num_shards,
     )
-    if layout.zero_stage < 2:
+    if layout.sharding < 2:
         return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
     fsdp.install()
     config.use_megatron_fsdp = True
-    config.data_parallel_sharding_strategy = "optim_grads" if layout.zero_stage == 2 else "optim_grads_params"
+    config.data_parallel_sharding_strategy = "optim_grads" if layout.sharding == 2 else "optim_grads_params"
     config.overlap_grad_reduce = True
-    config.overlap_param_gather = layout.zero_stage == 3
+    config.overlap_param_gather = layout.sharding == 3
     largest_layer = max(
         sum(parameter.numel() for parameter in layer.parameters()) for chunk in chunks for layer in chunk.decoder.layers
     )
@@ -123,7 +123,7 @@ def make_optimizer(
             clip_grad=settings.max_grad_norm,
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
-            use_distributed_optimizer=layout.zero_stage > 0,
+            use_distributed_optimizer=layout.sharding > 0,
             optimizer_cpu_offload=offloads,
             optimizer_offload_fraction=parallel.optimizer_offload_fraction if offloads else 0.0,
             use_precision_aware_optimizer=parallel.use_precision_aware_optimizer,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,7 +53,7 @@ class Cluster:
         free = gpus[num_local_learners:] if self.owned else gpus
         self._reaper: subprocess.Popen | None = None
         try:
-            with _without_launcher_variables():
+            with _without_launcher_variables(), _sigterm_blocked():
                 self.ray = self._start_ray(free)
                 self.start_engines(config)
         except BaseException:
@@ -200,6 +201,8 @@ class Cluster:
             for engine in self.engines:
                 ray.kill(engine)
             ray.shutdown()
+            # It has set SIGTERM to its default, which would cut the rest of the clean-up short.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
             self.ray = None
         if self._reaper is not None:
             self._reaper.stdin.close()
@@ -214,6 +217,20 @@ def _cause(err: BaseException) -> str:
     """The last line that says what happened: Ray prints whole tracebacks."""
     lines = [line.strip() for line in str(err).splitlines() if line.strip()]
     return f"{type(err).__name__}: {lines[-1] if lines else 'no message'}"
+
+
+@contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """What is started within never gets SIGTERM, which launchers send to whole process groups and jobs.
+
+    Rank 0 alone obeys it: it ends the step and saves the state first, and needs Ray, the engines and all its own threads
+    for that. Ray would end it 10 seconds after its control store has gone.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -23,16 +23,19 @@ class MetricsWriter:
     """Appends metrics to `<output_dir>/metrics.jsonl` and `<output_dir>/tensorboard/`.
 
     Args:
-        resumed_after: the step after which this run continues the one whose files these are; see `cut_off`.
+        resumed_after: the step after which this run continues the one whose files these are; None: a new run.
+        num_lines: lines that this run had written when it was at that step; those after them are taken out.
     """
 
-    def __init__(self, output_dir: str | Path, *, resumed_after: int | None = None) -> None:
+    def __init__(self, output_dir: str | Path, *, resumed_after: int | None = None, num_lines: int = 0) -> None:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        self.num_lines = 0
+        """Lines of metrics.jsonl."""
         if resumed_after is None:
             move_aside(folder)
         else:
-            cut_off(folder, after=resumed_after)
+            self.num_lines = cut_off(folder, num_lines)
         self.path = folder / "metrics.jsonl"
         self._lines = self.path.open("a", encoding="utf-8")
         self._events = open_events(folder / "tensorboard", resumed_after)
@@ -49,6 +52,7 @@ class MetricsWriter:
         }
         self._lines.write(json.dumps({"step": int(step), **values}, allow_nan=False) + "\n")
         self._lines.flush()
+        self.num_lines += 1
         if self._events is not None:
             scalars = {name: value for name, value in values.items() if isinstance(value, (int, float))}
             self._events.write(step, scalars)
@@ -80,21 +84,20 @@ def move_aside(folder: Path) -> None:
     logger.warning("%s held an earlier run; its metrics are now metrics.jsonl.%d", folder, number)
 
 
-def cut_off(folder: Path, *, after: int) -> None:
-    """Take the steps after step `after`, and a line that was cut short, out of metrics.jsonl."""
+def cut_off(folder: Path, num_lines: int) -> int:
+    """Take what follows the first `num_lines` lines, and a line that was cut short, out of metrics.jsonl; lines that stay.
+
+    Lines and not steps: an evaluation has the step it came after, and may have been written after the checkpoint.
+    """
     path = folder / "metrics.jsonl"
     if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            if line.endswith("\n") and json.loads(line)["step"] <= after:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue
+        return 0
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    kept = [f"{line}\n" for line in lines[:num_lines]]
     shortened = path.with_suffix(".jsonl.partial")
     shortened.write_text("".join(kept), encoding="utf-8")
     os.replace(shortened, path)
+    return len(kept)
 
 
 def open_events(folder: Path, resumed_after: int | None = None) -> EventFile | None:

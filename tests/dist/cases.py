@@ -325,7 +325,9 @@ def hidden_state(trainer: Any) -> dict[str, Any]:
     reference = trainer.learner.reference
     return {
         "random": {name: digest(state) for name, state in backend.random_states().items()},
-        "adam": sorted({float(shard.optimizer.state[shard.parameter].get("step", 0)) for shard in trainer.policy.shards}),
+        "adam": sorted(
+            {float(shard.optimizer.state[shard.parameter].get("step", 0)) for shard in trainer.policy.shards}
+        ),
         "reference": {name: digest(p.data) for name, p in reference.parameters.live.items()} if reference else {},
         "masters": {str(box): digest(view) for box, view in reference.master_boxes()}
         if reference and reference.has_moved
@@ -453,7 +455,7 @@ def held_bytes(policy) -> dict[str, int]:
     parameters, gradients, states = [], [], []
     for chunk in policy.chunks:
         parameters += list(chunk.parameters())
-        if policy.layout.zero_stage < 2:
+        if policy.layout.sharding < 2:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 gradients.append(buffer.grad_data)
         else:

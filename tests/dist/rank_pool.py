@@ -16,7 +16,13 @@ MOST_THREADS = 300
 
 
 def _rank_main(rank: int, world_size: int, port: int, pipe: Any) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in place.items()})
     from mgrpo.parallel import backend
 

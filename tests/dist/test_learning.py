@@ -51,6 +51,11 @@ def scored_groups(rewards: float | None = None) -> list[ScoredGroup]:
     return groups
 
 
+def measured(result: dict) -> dict[str, float]:
+    """What `cases.learn` gives without the state, which every layout keeps in its own way."""
+    return {name: value for name, value in result.items() if name != "state"}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("models"), "qwen2")
@@ -107,7 +112,7 @@ def test_the_trained_model_does_not_depend_on_the_layout(
     )
     metrics, expected = truth[num_mini_batches]
     for rank in ranks:
-        assert rank == pytest.approx(metrics, rel=2e-3, abs=2e-5)
+        assert measured(rank) == pytest.approx(measured(metrics), rel=2e-3, abs=2e-5)
     trained = load_hf(tmp_path / "hf")
     for (name, a), b in zip(expected.named_parameters(), trained.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=5e-4, rtol=0, msg=name)
@@ -156,7 +161,7 @@ def test_every_loss_is_the_same_in_every_layout(run_ranks, model, tmp_path, vari
     assert all((parameter - start[name]).abs().max() > 1e-4 for name, parameter in truth.items())
     for metrics, parameters in results[1:]:
         for rank in metrics:
-            assert rank == pytest.approx(expected, rel=2e-3, abs=2e-5)
+            assert measured(rank) == pytest.approx(measured(expected), rel=2e-3, abs=2e-5)
         for name, parameter in truth.items():
             torch.testing.assert_close(parameters[name], parameter, atol=5e-4, rtol=0, msg=name)
 

@@ -12,7 +12,17 @@ from tests.tiny_models import save_tiny
 from tools import parity
 
 SUBSET = {
-    "qwen2": ("cp2+a2a", "pp2+first1", "tp4+sp", "cp2xtp2+sp", "tp2xdp2+sp+zero3", "dp4+zero3+shard2", "dp1+unpacked"),
+    "qwen2": (
+        "cp2+a2a",
+        "pp2+first1",
+        "tp4+sp",
+        "cp2xtp2+sp",
+        "tp2xdp2+sp+zero3",
+        "dp4+zero3+shard2",
+        "dp1+unpacked",
+        "dp1+zero3",
+        "tp2+zero2",
+    ),
     "qwen3 (QK norm)": ("tp2", "tp2+sp", "cp2xpp2", "dp2+zero2", "dp1+selective"),
     "llama, tied": ("pp2xvpp2", "tp2xpp2xvpp2+sp", "pp2xdp2+zero3", "cp2xdp2", "dp2+zero0", "tp2+sp+full"),
     "qwen3-moe": ("ep2", "ep2xtp2+sp", "ep2xpp2", "ep2xcp2", "ep2xdp4+zero3", "tp2xpp2+sp"),

@@ -16,21 +16,32 @@ ROOT = Path(__file__).parents[2]
 
 
 class Run:
-    """`torchrun examples/train_grpo.py` in a session of its own, output in a file."""
+    """`torchrun examples/train_grpo.py` in a session of its own, output in a file.
 
-    def __init__(self, folder: Path, flags: Sequence[str], *, ranks: int = 2) -> None:
+    Args:
+        program: another one than the example, and words before its flags.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        flags: Sequence[str],
+        *,
+        ranks: int = 2,
+        program: Sequence[str] = ("examples/train_grpo.py",),
+    ) -> None:
         self.log = folder / "log.txt"
         self.output_dir = folder / "out"
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1",
-            "examples/train_grpo.py", "--config", "examples/configs/quickstart.yaml", "--output_dir", str(self.output_dir),
+            *program, "--config", "examples/configs/quickstart.yaml", "--output_dir", str(self.output_dir),
             *flags,
         ]  # fmt: skip
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
-            stdout=self.log.open("w"),
+            stdout=self.log.open("a"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env=environment,

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.e2e.launching import ROOT
+from tests.e2e.launching import ROOT, Run
 
 QUICKSTART = ["--config", "examples/configs/quickstart.yaml"]
 
@@ -93,3 +93,13 @@ def test_all_problems_come_at_once():
 def test_an_impossible_layout_is_refused_with_what_is_possible(flags, words):
     """Process groups that cannot be formed end in an assertion deep inside Megatron, after the engines have started."""
     assert words in message(*flags)
+
+
+def test_the_message_is_not_lost_when_other_ranks_are_faster(tmp_path):
+    """torchrun ends rank 0, which still reads data, when rank 1 has noticed and ended; nobody would say what was wrong."""
+    run = Run(tmp_path, ["--learning_rate", "-1"])
+    try:
+        assert run.wait(60) != 0
+        assert "mgrpo: 1 problem" in run.text() and "learning_rate=-1" in run.text(), run.text()
+    finally:
+        run.end()

@@ -220,3 +220,18 @@ def test_the_sizes_offered_are_legal():
         offered = [int(size) for size in re.search(r"{(.*)}", sentence)[1].split(", ")]
         assert len(offered) > 3
         assert all(make(size).problems() == [] for size in offered)
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage"),
+    [
+        (Layout(world_size=1, zero_stage=3), 1),
+        (Layout(world_size=2, tensor=2, zero_stage=2), 1),
+        (Layout(world_size=2, zero_stage=3), 3),
+        (Layout(world_size=2, context=2, zero_stage=2), 2),
+        (Layout(world_size=1, zero_stage=0), 0),
+    ],
+)
+def test_who_shares_with_nobody_shards_nothing(layout, stage):
+    """Megatron-FSDP's gradients are wrong in a group of one, and Adam hides it."""
+    assert layout.sharding == stage

@@ -7,7 +7,18 @@ import os
 
 import pytest
 
-from mgrpo.checkpoint.folder import LocalFolder, abandon, check_root, complete, latest, open_folder, rotate
+from mgrpo.checkpoint.folder import (
+    LocalFolder,
+    abandon,
+    check_complete,
+    check_root,
+    complete,
+    latest,
+    lies_in,
+    open_folder,
+    rotate,
+    split_path,
+)
 from mgrpo.checkpoint.reader import open_checkpoint
 from tests.unit.checkpoint.states import assert_holds, make_values, save
 
@@ -136,3 +147,32 @@ def test_a_root_without_permission_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ValueError, match="no permission to write to"):
         check_root(tmp_path / "checkpoints")
+
+
+def test_a_checkpoint_is_known_as_the_runs_own_however_it_is_written(tmp_path, monkeypatch):
+    """Another run's is begun anew from; one taken for it would cost the run its metrics and later checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for path in (
+        "run/step_3",
+        "./run/step_3/",
+        f"{tmp_path}/run/step_3",
+        "link/step_3",
+        f"file://{tmp_path}/run/step_3",
+    ):
+        assert lies_in(path, "run"), path
+        assert lies_in(path, tmp_path / "run"), path
+    for path in ("run2/step_3", "step_3", "run/run/step_3", "memory://run/step_3"):
+        assert not lies_in(path, "run"), path
+    assert lies_in("memory://a/run/step_3", "memory://a/run/")
+    assert not lies_in("memory://a/run2/step_3", "memory://a/run")
+
+
+def test_an_incomplete_checkpoint_is_refused_before_anything_starts(root):
+    """A misspelt path that is noticed after the engines have started costs minutes."""
+    save(root, 4, make_values(4))
+    leave_incomplete(root, 7)
+    check_complete(*split_path(f"{root}/step_4"))
+    with pytest.raises(ValueError, match=r"step_7 is no complete checkpoint.*the newest complete one is .*step_4"):
+        check_complete(*split_path(f"{root}/step_7"))

@@ -13,7 +13,6 @@ from mgrpo.packing import (
     document_length,
     documents,
     from_arrays,
-    mini_batches,
     multiples,
     pack_step,
     to_arrays,
@@ -244,23 +243,43 @@ def test_shared_prompts_are_refused_where_documents_are_split():
     assert pack.branches.max() == 1 and len(pack.cu_seqlens) == 3
 
 
-def test_epochs_train_the_same_samples_in_other_mini_batches():
+GROUPS = [(3, [4, 5, 6]), (2, [3, 4, 5, 6]), (5, [7, 1, 2]), (9, [8, 2]), (1, [1, 1, 1, 9]), (4, [5, 5])]
+
+
+def memberships(samples, *, epoch=0, **options) -> list[list[int]]:
+    """Which samples train in each of three mini-batches."""
+    defaults = {"pack_length": 64, "dp": 2, "num_mini_batches": 3, "multiple_of": 1, "share_prompts": False, "seed": 4}
+    packs = pack_step(samples, epoch=epoch, **defaults | options)
+    return [sorted(int(i) for row in ranks for pack in row for i in pack.samples) for ranks in packs]
+
+
+def test_epochs_train_the_same_groups_in_other_mini_batches():
     """Every sample once an epoch; the trainer routes each sample's old logprobs by `samples`."""
-    samples = make_samples([(3, [4, 5, 6]), (2, [3, 4, 5, 6]), (5, [7, 1, 2])])
-    lengths = [document_length(samples, [index]) for index in range(10)]
+    samples = make_samples(GROUPS)
+    found = [memberships(samples, epoch=epoch) for epoch in range(4)]
+    for parts in found:
+        assert sorted(index for part in parts for index in part) == list(range(len(samples)))
+        for part in parts:
+            groups = {samples[index].group for index in part}
+            assert part == [index for index, sample in enumerate(samples) if sample.group in groups]
+    assert len({str(parts) for parts in found}) > 1
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"share_prompts": True},
+        {"dp": 4},
+        {"multiple_of": 8, "document_multiple_of": 4},
+        {"multiple_of": 16, "document_multiple_of": 8, "dp": 1},
+        {"pack_length": 32, "micro_batches_multiple_of": 2},
+    ],
+)
+def test_mini_batches_do_not_depend_on_the_layout(layout):
+    """A run that goes on with more context ranks would take other optimizer steps, and no test of one step would show it."""
+    samples = make_samples(GROUPS)
     for epoch in range(3):
-        packs = pack_step(
-            samples,
-            pack_length=32,
-            dp=2,
-            num_mini_batches=3,
-            multiple_of=1,
-            share_prompts=False,
-            epoch=epoch,
-            seed=4,
-        )
-        found = [sorted(int(i) for row in ranks for pack in row for i in pack.samples) for ranks in packs]
-        assert found == mini_batches(lengths, 3, epoch=epoch, seed=4)
+        assert memberships(samples, epoch=epoch, **layout) == memberships(samples, epoch=epoch)
 
 
 @property_test

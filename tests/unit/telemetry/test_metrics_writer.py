@@ -88,3 +88,42 @@ def test_closing_twice_is_harmless(tmp_path):
     writer = MetricsWriter(tmp_path)
     writer.close()
     writer.close()
+
+
+def test_a_run_that_goes_on_drops_what_came_after_its_checkpoint(tmp_path):
+    """Steps done again, an evaluation of the checkpoint's own step that came later, and half a line stood there twice."""
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(0, {"eval/scores": 0.1})
+        writer.write(1, {"scores": 0.2})
+        saved = writer.num_lines
+        writer.write(1, {"eval/scores": 0.3})
+        writer.write(2, {"scores": 0.4})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 3, "sco')
+    for _ in range(2):
+        with MetricsWriter(tmp_path, resumed_after=1, num_lines=saved) as writer:
+            assert writer.num_lines == saved
+            writer.write(1, {"eval/scores": 0.5})
+    assert lines_of(path) == [
+        {"step": 0, "eval/scores": 0.1},
+        {"step": 1, "scores": 0.2},
+        {"step": 1, "eval/scores": 0.5},
+    ]
+
+
+def test_a_run_that_goes_on_in_an_empty_folder_begins_its_own_lines(tmp_path):
+    """Checkpoints may lie elsewhere than the metrics, and outlive them."""
+    with MetricsWriter(tmp_path, resumed_after=4, num_lines=5) as writer:
+        writer.write(5, {"scores": 0.5})
+        assert writer.num_lines == 1
+    with MetricsWriter(tmp_path, resumed_after=5, num_lines=1) as writer:
+        writer.write(6, {"scores": 0.6})
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [5, 6]
+
+
+def test_a_line_cut_short_before_the_checkpoints_last_one_is_dropped(tmp_path):
+    """After a power cut metrics.jsonl may be shorter than it was when the checkpoint was written."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    with MetricsWriter(tmp_path, resumed_after=3, num_lines=3) as writer:
+        writer.write(4, {})
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 4]

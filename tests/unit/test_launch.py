@@ -1,0 +1,54 @@
+"""What a run does, and must not do, before it starts anything."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mgrpo import launch
+from mgrpo.checkpoint.folder import complete
+from mgrpo.config import ConfigError, load_file
+from mgrpo.config.derived import state_root
+from tests.unit.checkpoint.states import make_values, save
+
+
+@pytest.fixture
+def config(tmp_path):
+    loaded = load_file("examples/configs/quickstart.yaml")
+    return dataclasses.replace(
+        loaded,
+        parallel=dataclasses.replace(loaded.parallel, tensor_model_parallel_size=1),
+        experiment=dataclasses.replace(loaded.experiment, output_dir=str(tmp_path / "out")),
+    )
+
+
+def with_checkpoint(config, **settings):
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, **settings))
+
+
+def test_a_dry_run_keeps_away_from_the_runs_checkpoints(config, tmp_path, monkeypatch):
+    """It starts anew, which turns older checkpoints away: those of the real run would never be found again."""
+    started = []
+    monkeypatch.setattr(launch, "_check", lambda *args, **kwargs: ([], []))
+    monkeypatch.setattr(launch, "_start", lambda config, *rest: started.append(config))
+    for settings in ({}, {"checkpoint_state_dir": str(tmp_path / "a")}, {"gs_checkpoint_state_dir": "gs://bucket/run"}):
+        real = with_checkpoint(config, **settings)
+        launch.try_out(real)
+        root = state_root(started[-1])
+        assert root != state_root(real)
+        assert root.startswith(started[-1].experiment.output_dir)
+
+
+def test_a_checkpoint_that_is_not_there_is_a_problem_of_the_configuration(config, tmp_path):
+    """Said with the others, before Ray, engines and torch are started; and nothing is turned away for it."""
+    root = tmp_path / "out" / "checkpoints"
+    save(root, 6, make_values(6))
+    (root / "step_4").mkdir()
+    for path, words in (
+        (root / "step_4", f"^1 problem .*\n.*the newest complete one is {root}/step_6"),
+        (root / "step_5", "^1 problem .*\n.*is not a folder"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            launch.train(with_checkpoint(config, resume=str(path)))
+    assert complete(root) == [6]
