@@ -91,12 +91,12 @@ def test_mini_batches_and_epochs_are_optimizer_steps(truth, model):
         (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
         (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "logits_chunk": 24}, 2),
         (2, {"pipeline_model_parallel_size": 2}, 2),
-        # Which samples meet in a mini-batch depends on the number of data-parallel ranks: there is one here.
-        (2, {}, 1),
-        (4, {"tensor_model_parallel_size": 2}, 1),
+        (2, {"context_parallel_size": 2}, 2),
+        (2, {}, 2),
+        (4, {"tensor_model_parallel_size": 2}, 2),
         (4, {"pipeline_model_parallel_size": 2}, 1),
     ],
-    ids=["tp2+sp", "tp2+sp+chunked", "pp2", "dp2", "tp2xdp2", "pp2xdp2"],
+    ids=["tp2+sp", "tp2+sp+chunked", "pp2", "cp2", "dp2", "tp2xdp2", "pp2xdp2"],
 )
 def test_the_trained_model_does_not_depend_on_the_layout(
     run_ranks, truth, model, tmp_path, world_size, layout, num_mini_batches
