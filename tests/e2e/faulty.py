@@ -89,7 +89,7 @@ class Fault:
         if self.name.startswith("kill "):
             os.kill(os.getpid(), signal.SIGKILL)
         os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(2)  # until it has come to every rank
+        time.sleep(12)  # longer than Ray would live without its control store, had that got the signal, too
         if self.name.startswith("stop twice "):
             os.kill(os.getppid(), signal.SIGTERM)
             time.sleep(300)

@@ -114,7 +114,7 @@ def copied(uninterrupted, tmp_path):
 
 def test_a_run_that_dies_in_the_middle_of_a_save_goes_on_as_if_it_had_not(uninterrupted, tmp_path):
     """Half a checkpoint that is taken for a whole one, or a prompt that is lost or drawn twice, makes another run."""
-    dead = fail(tmp_path, fault="kill save, half a file", step=6)
+    dead = fail(tmp_path, fault="kill save, no manifest", step=6)
     assert "SIGKILL" in dead.text(), dead.text()[-3000:]
     assert complete(dead.output_dir / "checkpoints") == [3]
     run = finish(tmp_path)
@@ -132,7 +132,7 @@ DEATHS = [
     ("optimizer", 5, 3),
     ("sync", 6, 3),
     ("after the evaluation", 4, 3),
-    ("save, no manifest", 6, 3),
+    ("save, half a file", 6, 3),
     ("rotation", 6, 6),
     ("after the line", 7, 6),
     ("after the evaluation", 8, 6),

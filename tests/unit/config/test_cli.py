@@ -40,12 +40,17 @@ def test_show_config_reports_what_is_refused(capsys):
     assert captured.out == "" and "use_peft=true is refused" in captured.err
 
 
-def test_only_rank_0_speaks(monkeypatch, capsys):
-    """The same text from 96 ranks hides itself."""
+def test_rank_0_speaks_first(monkeypatch, capsys):
+    """The same text from 96 ranks hides itself: the others wait for torchrun to end them, and say who they are if it does not."""
     monkeypatch.setenv("RANK", "1")
+    waited = []
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
     assert cli.train_command(["--show_config"]) == 0
+    assert capsys.readouterr() == ("", "") and not waited
     assert cli.train_command(["--no_such_flag"]) == 2
-    assert capsys.readouterr() == ("", "")
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("mgrpo: rank 1: ")
+    assert waited == [cli.RANK_0_FIRST_S]
 
 
 def test_the_help_of_mgrpo_names_its_commands(capsys):
