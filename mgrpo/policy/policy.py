@@ -199,7 +199,7 @@ class Policy:
 
     def _response_rows(self, pack: PackedBatch, documents: PackedDocuments) -> ResponseRows:
         device = backend.device()
-        rows, targets = torch.from_numpy(pack.rows).long(), torch.from_numpy(pack.targets).long()
+        rows, targets = (torch.from_numpy(array.astype(np.int64)) for array in (pack.rows, pack.targets))
         if documents.own is None:
             return ResponseRows(rows.to(device), targets.to(device), self.temperature)
         here = torch.full((len(pack.tokens),), -1)
