@@ -113,8 +113,6 @@ class PackedDocuments(PackedSeqParams):
     """`[own]` int64: which tokens of the pack these are; None: all."""
     gathered: torch.Tensor | None = None
     """`[tokens]` int64: where each token lies when the ranks' parts are laid end to end; None with `own`."""
-    key_rows: torch.Tensor | None = None
-    """`[tokens]` int64: place of each token in the padded `[documents * max_seqlen]`."""
     whole: Queries | None = None
     """All tokens as queries."""
     share: Queries | None = None
@@ -185,7 +183,6 @@ def describe(
     cu = torch.from_numpy(cu_seqlens.astype(np.int32)).to(device)
     # RoPE is told of one document as long as the pack: PackedRotary has already looked up each token's own position.
     one = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
-    document = np.repeat(np.arange(len(lengths)), lengths)
     places = (cu_seqlens, positions, branches)
     whole = share = Queries(np.arange(num_tokens), *places, are_all=True)
     own = gathered = None
@@ -204,7 +201,6 @@ def describe(
         positions=to_device(positions[share.tokens]),
         own=own,
         gathered=gathered,
-        key_rows=to_device(document * longest + np.arange(num_tokens) - cu_seqlens[:-1][document]),
         whole=whole,
         share=share,
     )
@@ -236,8 +232,20 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedDocuments,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """query `[tokens, heads/tp, dim]`, key and value `[tokens, kv_heads/tp, dim]` -> `[tokens, heads/tp * dim]`."""
-        return self.attend(query, key, value, packed_seq_params, packed_seq_params.whole).flatten(1)
+        """query `[own, heads/tp, dim]`, key and value `[own, kv_heads/tp, dim]` -> `[own, heads/tp * dim]`.
+
+        All context-parallel ranks must call, each with the tokens that it holds.
+        """
+        pack = packed_seq_params
+        if pack.own is None:
+            return self.attend(query, key, value, pack, pack.whole).flatten(1)
+        return self.attend_over_context(query, key, value, pack).flatten(1)
+
+    def attend_over_context(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments
+    ) -> torch.Tensor:
+        """As `forward`, where other ranks hold tokens, too; -> `[own, heads, dim]`. See `context`."""
+        raise NotImplementedError
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments, queries: Queries
@@ -260,8 +268,8 @@ class PackedAttention(MegatronModule):
 
         out = self._attend_padded(
             padded(query, queries.rows, queries.longest),
-            padded(key, pack.key_rows, pack.max_seqlen_kv),
-            padded(value, pack.key_rows, pack.max_seqlen_kv),
+            padded(key, pack.whole.rows, pack.max_seqlen_kv),
+            padded(value, pack.whole.rows, pack.max_seqlen_kv),
             queries.mask(self.window),
         )
         return out.transpose(1, 2).flatten(0, 1).index_select(0, queries.rows)

@@ -7,8 +7,6 @@ rank's, and the loss sees whole documents (`whole_responses`), so that no bounda
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (
@@ -23,43 +21,21 @@ from mgrpo.parallel.attention import PackedAttention, PackedDocuments
 class GatheredAttention(PackedAttention):
     """Own queries over everyone's keys and values; the gradient of these is summed where they came from."""
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: Any = None,
-        *,
-        packed_seq_params: PackedDocuments,
-        **kwargs: Any,
+    def attend_over_context(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments
     ) -> torch.Tensor:
-        """As in `PackedAttention`, of the own tokens. All context-parallel ranks must call."""
-        pack = packed_seq_params
-        if pack.own is None:
-            return super().forward(query, key, value, packed_seq_params=pack)
         group = parallel_state.get_context_parallel_group()
         both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=group)
         key, value = both.index_select(0, pack.gathered).unbind(1)
-        return self.attend(query, key, value, pack, pack.share).flatten(1)
+        return self.attend(query, key, value, pack, pack.share)
 
 
 class UlyssesAttention(PackedAttention):
     """All tokens, a share of the heads: heads and key-value heads of a tensor rank must divide by the context size."""
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: Any = None,
-        *,
-        packed_seq_params: PackedDocuments,
-        **kwargs: Any,
+    def attend_over_context(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments
     ) -> torch.Tensor:
-        """As in `PackedAttention`, of the own tokens. All context-parallel ranks must call."""
-        pack = packed_seq_params
-        if pack.own is None:
-            return super().forward(query, key, value, packed_seq_params=pack)
         group = parallel_state.get_context_parallel_group()
         size = group.size()
 
@@ -70,7 +46,7 @@ class UlyssesAttention(PackedAttention):
         out = self.attend(all_tokens(query), all_tokens(key), all_tokens(value), pack, pack.whole)
         by_rank = out.index_select(0, pack.gathered.argsort())
         parts = all_to_all(group, by_rank.contiguous()).unflatten(0, (size, -1))
-        return parts.transpose(0, 1).flatten(1)
+        return parts.transpose(0, 1).flatten(1, 2)
 
 
 def core_attention(cp_comm_type: str) -> type[PackedAttention]:

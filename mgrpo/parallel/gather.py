@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 
 def gather_values(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """All ranks' `[n]` of one dtype on the CPU, in rank order; n differs and may be 0. Every rank of `group` must call."""
-    lengths = torch.zeros(group.size(), dtype=torch.int64)
+    """All ranks' `[n]` of one dtype, in rank order; n differs and may be 0. Every rank of `group` must call."""
+    lengths = torch.zeros(group.size(), dtype=torch.int64, device=values.device)
     lengths[group.rank()] = len(values)
     dist.all_reduce(lengths, group=group)
     padded = values.new_zeros(group.size(), max(int(lengths.max()), 1))

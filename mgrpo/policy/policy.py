@@ -24,10 +24,12 @@ from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box
 from mgrpo.parallel import axes, backend
 from mgrpo.parallel.attention import PackedDocuments, describe
+from mgrpo.parallel.gather import gather_values
 from mgrpo.policy import holdings, shards
 from mgrpo.policy.model import ResponseRows, build
 from mgrpo.policy.routing import Routing, RoutingReplay
 from mgrpo.policy.schedule import learning_rate
+from mgrpo.policy.shards import Shard
 from mgrpo.policy.weights import Read, ShardedParameters
 from mgrpo.types import PackedBatch
 
@@ -131,7 +133,7 @@ class Policy:
 
     @property
     def has_moved(self) -> bool:
-        """Whether `move_towards` was called."""
+        """Whether there are float32 copies: `move_towards` was called, now or before the state that was loaded."""
         return bool(self._masters)
 
     def master_boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -275,8 +277,19 @@ class Policy:
         """One local parameter, whole; under ZeRO-2 and 3 all ranks that share it must call."""
         if self.optimizer is None or self.layout.sharding < 2:
             return self.parameters.live[name].data
-        run = next((shard.main for shard in self.shards if shard.name == name), torch.zeros(0, device=backend.device()))
-        return shards.gather(run, self.parameters.places[name].shape, shards.data_parallel_group(name, self.layout))
+        own = self._shard(name)
+        return self._whole(name, own.main if own else None)
+
+    def _shard(self, name: str) -> Shard | None:
+        """This rank's shard of a parameter; None where it has no element of it."""
+        return next((shard for shard in self.shards if shard.name == name), None)
+
+    def _whole(self, name: str, run: torch.Tensor | None) -> torch.Tensor:
+        """A parameter, or its gradient, from the runs of all ranks that share it, which must all call."""
+        if run is None:
+            run = torch.zeros(0, device=backend.device())
+        whole = gather_values(run, shards.data_parallel_group(name, self.layout))
+        return whole.view(self.parameters.places[name].shape)
 
     def _update_weights(self) -> float:
         """Clip and step, unless the global gradient norm, which is returned, is not finite."""
@@ -305,13 +318,11 @@ class Policy:
         )
         if not name:
             return
-        own = next((shard for shard in self.shards if shard.name == name), None)
-        run = own.gradient if own else torch.zeros(0, device=backend.device())
-        group = shards.data_parallel_group(name, self.layout)
-        whole = shards.gather(run, self.parameters.places[name].shape, group)
+        own = self._shard(name)
+        whole = self._whole(name, own.gradient if own else None)
         torch.distributed.all_reduce(whole, group=parallel_state.get_embedding_group())
         if own:
-            run.copy_(whole.view(-1)[own.start : own.start + len(run)])
+            own.gradient.copy_(whole.view(-1)[own.start : own.start + len(own.main)])
 
     def _run(self, microbatches: Sequence[Microbatch], use: Callable, *, forward_only: bool) -> list:
         """Megatron's schedule over the micro-batches; on the last stage the list of what `use(output, microbatch)` gives."""

@@ -5,6 +5,7 @@ Megatron keeps these runs in a different place for each of its optimizers; the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,10 +66,8 @@ class Shard:
     def boxes(self, place: LocalParameter, values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
         """`values [n]` of this run as boxes of HF tensors, each with its view."""
         for piece in place.run(self.start, self.start + len(values)):
-            size = 1
-            for length in piece.shape:
-                size *= length
-            yield piece.box, values[piece.start : piece.start + size].view(piece.shape)[piece.region]
+            run = values[piece.start : piece.start + math.prod(piece.shape)]
+            yield piece.box, run.view(piece.shape)[piece.region]
 
 
 def wrap(chunks: Sequence[torch.nn.Module], layout: Layout) -> list[torch.nn.Module]:
@@ -199,15 +198,3 @@ def data_parallel_group(name: str, layout: Layout) -> dist.ProcessGroup:
     if "local_experts" in name and layout.expert > 1:
         return parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=is_partial)
     return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=is_partial)
-
-
-def gather(run: torch.Tensor, shape: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
-    """A parameter of `shape` from the runs `[n]` that the ranks of `group` hold, in their order; all of them must call."""
-    lengths = torch.zeros(group.size(), dtype=torch.int64, device=run.device)
-    lengths[group.rank()] = len(run)
-    dist.all_reduce(lengths, group=group)
-    padded = run.new_zeros(group.size(), int(lengths.max()))
-    own = padded[group.rank()].clone()
-    own[: len(run)] = run
-    dist.all_gather(list(padded.unbind()), own, group=group)
-    return torch.cat([row[:n] for row, n in zip(padded, lengths.tolist(), strict=True)]).view(shape)
