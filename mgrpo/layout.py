@@ -5,6 +5,7 @@ Rank order is Megatron's default "tp-cp-ep-dp-pp": tensor-parallel ranks are nei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -60,6 +61,21 @@ class Layout:
     def micro_batches_multiple_of(self) -> int:
         """Interleaved stages take micro-batches in rounds of as many as there are stages."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
+
+    @property
+    def document_multiple_of(self) -> int:
+        """A context rank holds two stretches of every document, an early and a late one, so that causal attention is even work."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
+    def pack_multiple_of(self) -> int:
+        """Context ranks take equal shares of a pack, which sequence parallelism splits over the tensor ranks."""
+        shares = self.context * (self.tensor if self.sequence_parallel else 1)
+        return math.lcm(self.document_multiple_of, shares)
+
+    def round_up(self, pack_length: int) -> int:
+        """The length of a pack on these axes."""
+        return -(-pack_length // self.pack_multiple_of) * self.pack_multiple_of
 
     def coordinate(self, rank: int) -> Coordinate:
         """Place of `rank` on every axis."""

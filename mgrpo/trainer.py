@@ -267,19 +267,16 @@ class Trainer:
         share_prompts = parallel.shared_prompt_packing
         if share_prompts == "auto" and not shared_prompts_pay():
             share_prompts = False
-        document_multiple, multiple = packing.multiples(
-            context=self.layout.context, tensor=self.layout.tensor, sequence_parallel=self.layout.sequence_parallel
-        )
         packs = [
             mini_batch
             for epoch in range(algorithm.num_epochs if algorithm.reshuffle_mini_batches else 1)
             for mini_batch in packing.pack_step(
                 samples,
-                pack_length=-(-parallel.pack_length // multiple) * multiple,
+                pack_length=self.layout.round_up(parallel.pack_length),
                 dp=self.layout.data,
                 num_mini_batches=algorithm.num_mini_batches,
-                multiple_of=multiple,
-                document_multiple_of=document_multiple,
+                multiple_of=self.layout.pack_multiple_of,
+                document_multiple_of=self.layout.document_multiple_of,
                 micro_batches_multiple_of=self.layout.micro_batches_multiple_of,
                 share_prompts=share_prompts,
                 cost=packing.Cost.of_width(self.shape.hidden),

@@ -6,6 +6,7 @@ Ragged data is flat with cumulative lengths: `cu_seqlens [n + 1]` int32 starts a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +28,12 @@ class Prompt:
     """Names of the verifiers that score its completions."""
     ground_truths: tuple[object, ...]
     """One JSON value a verifier."""
+    query: str = ""
+    """The prompt without its template, for judges: "role: content" lines, or the text itself."""
+    source: str | tuple[dict[str, str], ...] = ""
+    """What the row's own `prompt` held, for reward functions: text, or messages."""
+    columns: Mapping[str, object] = field(default_factory=dict)
+    """The row's other columns, for reward functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +50,8 @@ class Completion:
     """"stop" or "length", as the engine reports it."""
     text: str
     """Decoded once, without special tokens."""
+    used_tool_well: bool = False
+    """Whether it called a tool, which answered without an error and in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

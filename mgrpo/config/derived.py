@@ -28,7 +28,7 @@ class Derived:
     num_optimizer_steps: int
     """num_training_steps x num_epochs x num_mini_batches: the horizon of the learning rate."""
     max_model_length: int
-    """Most tokens in a sequence: max_prompt_token_length + response_length."""
+    """Most tokens in a sequence: max_prompt_token_length + response_length, or eval_response_length if that is more."""
     max_possible_score: float
     """Highest reward of a completion with one verifier."""
 
@@ -47,7 +47,8 @@ def derive(config: Config, *, world_size: int) -> Derived:
         completions_per_optimizer_step=-(-config.batch_size // config.algorithm.num_mini_batches),
         num_training_steps=config.num_training_steps,
         num_optimizer_steps=config.num_optimizer_steps,
-        max_model_length=config.data.max_prompt_token_length + config.rollout.response_length,
+        max_model_length=config.data.max_prompt_token_length
+        + max(config.rollout.response_length, config.rollout.eval_response_length or 0),
         max_possible_score=reward.verification_reward * reward.apply_verifiable_reward
         + reward.r1_style_format_reward * has_format_reward,
     )

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, Literal
 
 from mgrpo.config.provenance import Provenance
-from mgrpo.config.schema import Config
+from mgrpo.config.schema import Config, JSONObject
 
 Text = str | tuple[str, ...] | None
 """What a file or a flag says: one word, a list of words, or nothing (YAML's null)."""
@@ -48,7 +48,7 @@ class Setting:
     @property
     def is_mapping(self) -> bool:
         """Whether a file may hold a mapping for it."""
-        return any(typing.get_origin(kind) is dict for kind in alternatives(self.type))
+        return any(kind is JSONObject or typing.get_origin(kind) is dict for kind in alternatives(self.type))
 
     @property
     def is_switch(self) -> bool:
@@ -120,7 +120,7 @@ def read(text: Text, expected: Any) -> object:
         if isinstance(text, str):
             return text
     elif isinstance(text, str):
-        return text if expected is str else _read_word(text.strip(), expected)
+        return text if expected in (str, JSONObject) else _read_word(text.strip(), expected)
     raise ValueError(text)
 
 
@@ -172,6 +172,8 @@ def fits(value: object, expected: Any) -> bool:
         return isinstance(value, tuple) and all(fits(entry, item) for entry in value)
     if typing.get_origin(expected) is Literal:
         return any(type(value) is type(choice) and value == choice for choice in typing.get_args(expected))
+    if expected is JSONObject:
+        return isinstance(value, str)
     if expected in (int, float):
         return isinstance(value, (int, float) if expected is float else int) and not isinstance(value, bool)
     return isinstance(value, expected)
@@ -188,7 +190,14 @@ def describe(expected: Any) -> str:
         return "a JSON object"
     if typing.get_origin(expected) is tuple:
         return f"a list of {LISTED[typing.get_args(expected)[0]]}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    words = {
+        JSONObject: "a JSON object",
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "none",
+    }
     return words[expected]
 
 

@@ -225,8 +225,7 @@ def _read_node(name: str, node: yaml.Node, where: str, layer: Layer, problems: l
         _take(name, None if is_null else str(node.value), where, layer, problems)
         return
     elif isinstance(node, yaml.MappingNode):
-        text = " ".join(yaml.serialize(node).split())
-        layer.values[name] = text if node.value else "{}"
+        layer.values[name] = read(json.dumps(yaml.SafeLoader("").construct_document(node)), setting.type)
         return
     elif all(isinstance(item, yaml.ScalarNode) for item in node.value):
         _take(name, tuple(item.value for item in node.value), where, layer, problems)

@@ -116,20 +116,20 @@ def weight_problems(config: Config, num_reward_funcs: int) -> Iterator[str]:
     weights = config.algorithm.reward_weights
     if config.algorithm.advantage_normalization_type == "gdpo" and not num_reward_funcs:
         yield (
-            "advantage_normalization_type=gdpo weighs the reward functions that a caller brings (reward_funcs of "
-            "mgrpo.train), of which there are none; choose standard, centered or batch_std"
+            "advantage_normalization_type=gdpo weighs reward functions (reward_funcs), of which there are none; choose "
+            "standard, centered or batch_std"
         )
     if config.algorithm.no_resampling_pass_rate is not None and num_reward_funcs:
         yield (
             f"no_resampling_pass_rate={config.algorithm.no_resampling_pass_rate:g} is a share of the highest reward, which "
-            "reward functions of the caller's do not have; leave it out"
+            "reward functions do not have; leave it out"
         )
     if not all(math.isfinite(weight) for weight in weights):
         yield f"reward_weights={' '.join(map(str, weights))} must be finite numbers"
     elif weights and len(weights) != num_reward_funcs:
         yield (
-            f"reward_weights has {len(weights)} entries for {num_reward_funcs} reward functions (reward_funcs of "
-            "mgrpo.train); give one for each, or none"
+            f"reward_weights has {len(weights)} entries for {num_reward_funcs} reward functions "
+            "(reward_funcs); give one for each, or none"
         )
 
 

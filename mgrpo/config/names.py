@@ -63,9 +63,7 @@ def refused(name: str, source: str, type: Any, plain: tuple[object, ...], note: 
 
 # Reasons that several names share.
 TOOLS = "tools and environments do not exist yet"
-JUDGE = "no verifier asks a language model; rows that name one are refused, too"
-CODE = "there is no code verifier yet; rows that name one are refused, too"
-RUBRIC = "rubrics do not exist"
+RUBRIC = "rubrics do not evolve; verifier rubric judges by those of its row"
 TRACKING = "Weights & Biases is not connected; metrics.jsonl and TensorBoard events are written to output_dir"
 HUB = "nothing is pushed to the Hub; the trained model lies in output_dir/hf"
 BEAKER = "jobs on Beaker are not launched; hf/step_N holds each exported model"
@@ -76,9 +74,9 @@ TRUNCATED = (
 )
 SERVER = "a run starts its own engines (vllm_num_engines, vllm_tensor_parallel_size) and attaches to no server"
 ROPE = "positions are read from the model's config.json"
-TOKENIZER = "the tokenizer is the one in model_name_or_path"
+TOKENIZER = "the tokenizer is the one in tokenizer_name_or_path, else in model_name_or_path"
 LEGACY_BATCH = "use num_unique_prompts_rollout, num_samples_per_prompt_rollout and num_mini_batches"
-CACHE = "prepared data is not cached: an edited file is an edited dataset"
+CACHE = "the name of prepared data is computed from all that it is made of"
 CONTINUOUS = "only vLLM generates here"
 UNUSED = "unused by Open Instruct's GRPO, too"
 BATCH = "TRL's batch arithmetic, see below"
@@ -100,7 +98,6 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         refused("num_train_epochs", TRL, float, (), "passes over the data are counted in completions: set total_episodes to passes x rows x num_samples_per_prompt_rollout, or max_steps"),
         alias("max_steps", BOTH, "total_episodes", "TRL: optimizer steps of the run; Open Instruct: calls of tools, which do not exist yet (5 is accepted)", int),
         refused("auto_find_batch_size", TRL, bool, (False,), "pack_length bounds the memory of a micro-batch"),
-        refused("cache_dataset_only", OI, bool, (False,), "prepared data is not cached, there is nothing to make in advance"),
         alias("ddp_timeout", TRL, "backend_timeout", "seconds to minutes, rounded up", int),
         alias("resume_from_checkpoint", BOTH, "resume", "true: auto; false: as if it were not given", str | None),
         no_effect("ignore_data_skip", TRL, bool, (False,), "a resumed run goes on with the prompts that it would have had"),
@@ -121,8 +118,6 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         no_effect("eval_priority", OI, str, ("normal",), BEAKER),
         no_effect("eval_workspace", OI, str, ("ai2/tulu-3-results",), BEAKER),
         no_effect("eval_on_step_0", OI, bool, (False,), "held-out data is always evaluated before training, without a save"),
-        refused("eval_top_p", OI, float | None, (None, 1.0), TRUNCATED),
-        refused("eval_response_length", OI, int | None, (None,), "evaluation uses response_length"),
         alias("eval_strategy", TRL, "local_eval_every", "no: -1; steps: every eval_steps", Literal["no", "steps", "epoch"]),
         alias("eval_steps", TRL, "local_eval_every", "optimizer steps, turned into training steps", float | None),
         no_effect("eval_on_start", TRL, bool, (False, True), "held-out data is always evaluated before training"),
@@ -183,8 +178,7 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         refused("min_p", TRL, float | None, (None, 0.0), TRUNCATED),
         refused("repetition_penalty", TRL, float, (1.0,), "it changes the distribution that the trainer computes"),
         refused("generation_kwargs", TRL, JSON | None, (None, "{}"), "settings of the engine have names of their own"),
-        refused("stop_strings", OI, WORDS | None, (None, ()), "completions end at the tokens of generation_config.json only"),
-        refused("stop_token", OLD, str | None, ("eos", None), "completions end at the tokens of generation_config.json only"),
+        refused("stop_token", OLD, str | None, ("eos", None), "name the texts that end a completion in stop_strings"),
         refused("inflight_updates", OI, bool, (False,), "weights change between steps only, so a completion has one policy"),
         refused("vllm_guided_decoding_regex", TRL, str | None, (None,), TRUNCATED),
         refused("vllm_structured_outputs_regex", TRL, str | None, (None,), TRUNCATED),
@@ -194,8 +188,6 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         refused("use_transformers_continuous_batching", TRL, bool, (False,), CONTINUOUS),
         refused("use_transformers_paged", TRL, bool, (False,), CONTINUOUS),
         no_effect("transformers_continuous_batching_config", TRL, JSON | None, (None,), CONTINUOUS),
-        refused("save_traces", OI, bool, (False,), "rollouts are not written to files yet"),
-        no_effect("rollouts_save_path", OI, str | None, (None,), "rollouts are not written to files yet"),
         no_effect("inference_batch_size", OLD, int | None, (None,), "vllm_max_num_seqs bounds what an engine works on"),
         refused("local_rollout_batch_size", OLD, int, (), LEGACY_BATCH),
         refused("local_rollout_forward_batch_size", OLD, int, (), LEGACY_BATCH),
@@ -205,45 +197,28 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         alias("add_r1_style_format_reward", OLD, "apply_r1_style_format_reward"),
         alias("penalty_reward_value", OLD, "non_stop_penalty_value"),
         derived("max_possible_score", OI, float | None, "verification_reward if verifiable + r1_style_format_reward if additive; a value given must agree"),
-        refused("remap_verifier", OI, str | None, (None,), "write the verifier's name into the rows' dataset column"),
         no_effect("reward_aggregator", OI, Literal["last", "sum"], ("last", "sum"), "a completion has one turn"),
-        refused("reward_model_multiplier", OLD, float, (), "there is no reward model; give reward_funcs to mgrpo.train"),
-        refused("llm_judge_model", OI, str | None, ("azure/gpt-4o-mini-standard", None), JUDGE),
-        refused("llm_judge_max_tokens", OI, int, (2048,), JUDGE),
-        refused("llm_judge_max_context_length", OI, int, (8192,), JUDGE),
-        refused("llm_judge_temperature", OI, float, (1.0,), JUDGE),
-        refused("llm_judge_timeout", OI, int, (60,), JUDGE),
-        refused("code_api_url", OI, str | None, (None, "http://localhost:1234/test_program"), CODE),
-        refused("code_max_execution_time", OI, float, (1.0,), CODE),
-        refused("code_pass_rate_reward_threshold", OI, float, (0.0,), CODE),
-        refused("code_apply_perf_penalty", OI, bool, (False,), CODE),
-        refused("max_length_verifier_max_length", OI, int, (32768,), "there is no verifier of lengths; see overlong_cache_length"),
+        refused("reward_model_multiplier", OLD, float, (), "name the reward model in reward_funcs, and its weight in reward_weights"),
+        alias("reward_model_name_or_path", TRL, "reward_funcs", "the folder of a sequence-classification model, as one of reward_funcs", str | None),
         refused("apply_evolving_rubric_reward", OI, bool, (False,), RUBRIC),
         no_effect("max_active_rubrics", OI, int, (5,), RUBRIC),
         no_effect("cache_evolving_rubric_data_dir", OI, str | None, (None,), RUBRIC),
     ),
     "data": (
-        alias("max_prompt_length", TRL, "max_prompt_token_length pack_length", "longer prompts are left out and counted, where TRL cuts them from the left", int | None),
+        alias("max_prompt_length", TRL, "max_prompt_token_length overlong_prompt_policy pack_length", "longer prompts are cut from the left, as in TRL", int | None),
         alias("chat_template", OLD, "chat_template_name"),
         no_effect("max_seq_length", OI, int | None, (None, 4096), f"max_prompt_token_length and response_length bound a sequence; {UNUSED}"),
         refused("dataset_transform_fn", OI, WORDS, (("rlvr_tokenize_v1", "rlvr_max_length_filter_v1"),), "rows are always templated, tokenised and filtered by length"),
-        no_effect("dataset_cache_mode", OI, str, ("local",), CACHE),
-        no_effect("dataset_local_cache_dir", OI, str, ("local_dataset_cache",), CACHE),
+        refused("dataset_cache_mode", OI, str, ("local",), "prepared data is cached in dataset_local_cache_dir; nothing is pushed to the Hub"),
         no_effect("dataset_config_hash", OI, str | None, (None,), CACHE),
         no_effect("dataset_config_eval_hash", OI, str | None, (None,), CACHE),
-        no_effect("dataset_skip_cache", OI, bool, (True, False), CACHE),
-        refused("system_prompt_override_file", OI, str | None, (None,), "write the system prompt into the rows' messages"),
-        refused("shuffle_dataset", TRL, bool, (True,), "prompts are shuffled anew every epoch"),
-        no_effect("remove_unused_columns", TRL, bool, (False,), "reward functions get prompts, completions, completion_ids and ground_truth"),
+        refused("remove_unused_columns", TRL, bool, (False,), "reward functions get every column of the data"),
         no_effect("label_names", TRL, WORDS | None, (None, ()), "there are no label columns"),
-        refused("chat_template_kwargs", TRL, JSON | None, (None, "{}"), "the chat template gets messages only"),
         no_effect("dataloader_drop_last", TRL, bool, (False,), "an epoch's end is no batch's end: none is dropped"),
         no_effect("dataloader_num_workers", TRL, int, (0,), "prompts are tokenised once, at the start"),
         no_effect("dataloader_pin_memory", TRL, bool, (True, False), "prompts are tokenised once, at the start"),
         no_effect("dataloader_persistent_workers", TRL, bool, (False,), "prompts are tokenised once, at the start"),
         no_effect("dataloader_prefetch_factor", TRL, int | None, (None,), "prompts are tokenised once, at the start"),
-        no_effect("ground_truths_key", OI, str, ("ground_truth",), "the column is called ground_truth"),
-        no_effect("sft_messages_key", OI, str, ("messages",), "the column is called messages"),
     ),
     "model": (
         refused("model_revision", OI, str | None, (None, "main"), "a folder has no revisions; download the one you mean"),
@@ -287,13 +262,11 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         no_effect("bnb_4bit_quant_type", OI, str, ("nf4",), QUANT),
         no_effect("use_bnb_nested_quant", OI, bool, (False,), QUANT),
         refused("neftune_noise_alpha", TRL, float | None, (None,), "noise in the embeddings makes trainer and engine two policies"),
-        refused("tokenizer_name_or_path", OI, str | None, (None,), TOKENIZER),
-        refused("tokenizer_name", OLD, str | None, (None,), TOKENIZER),
+        alias("tokenizer_name", OLD, "tokenizer_name_or_path"),
         refused("tokenizer_revision", OI, str | None, (None, "main"), TOKENIZER),
         refused("trust_remote_code", BOTH, bool, (False,), "code that comes with a checkpoint is never run"),
         refused("use_fast", OI, bool, (True,), TOKENIZER),
         no_effect("use_slow_tokenizer", OI, bool, (False,), "ignored by Open Instruct, too"),
-        refused("add_bos", OI, bool, (False,), "the chat template writes the special tokens"),
         refused("get_tokenizer_fn", OI, str, ("get_tokenizer_tulu_v2_2",), TOKENIZER),
         no_effect("tokenizer_files_hash", OI, str | None, (None,), TOKENIZER),
     ),
@@ -385,7 +358,6 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         refused("max_tool_calls", OLD, int, (5,), TOOLS),
         refused("max_tool_calling_iterations", TRL, int | None, (None,), TOOLS),
         refused("per_turn_max_tokens", OI, int | None, (None,), TOOLS),
-        refused("only_reward_good_outputs", OI, bool, (False,), TOOLS),
         no_effect("pass_tools_to_chat_template", OI, bool, (True, False), TOOLS),
         refused("pool_size", OI, int | None, (None,), TOOLS),
         refused("search_api_endpoint", OLD, str | None, (None,), TOOLS),
@@ -437,14 +409,19 @@ _OPEN_INSTRUCT = """
     mask_truncated_completions filter_zero_std_samples active_sampling no_resampling_pass_rate learning_rate lr_scheduler_type
     warm_up_steps warmup_ratio weight_decay max_grad_norm num_learners_per_node fsdp_shard_degree pack_length
     vllm_num_engines vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_enforce_eager vllm_enable_prefix_caching save_freq
-    checkpoint_state_freq checkpoint_state_dir gs_checkpoint_state_dir keep_last_n_checkpoints
+    checkpoint_state_freq checkpoint_state_dir gs_checkpoint_state_dir keep_last_n_checkpoints cache_dataset_only eval_top_p
+    eval_response_length stop_strings save_traces rollouts_save_path remap_verifier llm_judge_model llm_judge_max_tokens
+    llm_judge_max_context_length llm_judge_temperature llm_judge_timeout code_api_url code_max_execution_time
+    code_pass_rate_reward_threshold code_apply_perf_penalty max_length_verifier_max_length dataset_local_cache_dir
+    dataset_skip_cache system_prompt_override_file ground_truths_key sft_messages_key tokenizer_name_or_path add_bos
+    only_reward_good_outputs
 """
 _TRL = """
     seed output_dir temperature beta delta sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg
     vespo_lambda_neg off_policy_mask_threshold entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max
     entropy_coef_delta entropy_target top_entropy_quantile mask_truncated_completions reward_weights learning_rate
     lr_scheduler_type warmup_ratio weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon vllm_tensor_parallel_size
-    vllm_gpu_memory_utilization
+    vllm_gpu_memory_utilization shuffle_dataset chat_template_kwargs reward_funcs
 """
 _MEGATRON = """
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
@@ -457,6 +434,8 @@ _OWNERS = tuple((source, frozenset(names.split())) for source, names in ((OI, _O
 SPELLINGS: dict[str, dict[object, str]] = {
     "max_grad_norm": {None: "0"},
     "chat_template_name": {None: "auto"},
+    "chat_template_kwargs": {None: "{}"},
+    "eval_top_p": {None: "1.0"},
 }
 """What other trainers write for a value that is spelled differently here."""
 

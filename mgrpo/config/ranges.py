@@ -49,10 +49,24 @@ RANGES = {
     "temperature": POSITIVE,
     "async_steps": NOT_NEGATIVE,
     "eval_pass_at_k": ONE_OR_MORE,
+    "eval_temperature": NOT_NEGATIVE,
+    "eval_top_p": Range(low=0, high=1, low_open=True),
+    "eval_response_length": ONE_OR_MORE,
+    "dataset_num_proc": NOT_NEGATIVE,
     "rollout_timeout": ONE_OR_MORE,
     "verification_reward": POSITIVE,
     "r1_style_format_reward": POSITIVE,
     "non_stop_penalty_value": ANY,
+    "max_length_verifier_max_length": ONE_OR_MORE,
+    "code_max_execution_time": POSITIVE,
+    "code_pass_rate_reward_threshold": Range(low=0, high=1),
+    "code_sandbox_memory_mb": Range(low=64),
+    "llm_judge_max_tokens": ONE_OR_MORE,
+    "llm_judge_max_context_length": ONE_OR_MORE,
+    "llm_judge_temperature": NOT_NEGATIVE,
+    "llm_judge_timeout": ONE_OR_MORE,
+    "remote_verifier_concurrency": ONE_OR_MORE,
+    "verifier_memory_mb": Range(low=256),
     "verifier_timeout": POSITIVE,
     "verifier_workers": ONE_OR_MORE,
     "clip_lower": SHARE,
@@ -121,7 +135,6 @@ RANGES = {
 """Range of every field that holds a number; one that may also be none or auto is not judged then."""
 
 REASONS = {
-    "chat_template_name": "the template is the tokenizer's own, chat_template in the model folder's tokenizer_config.json",
     "model_dtype": "float16 needs loss scaling, which does not exist here",
     "temperature": "the training logits are divided by it",
 }

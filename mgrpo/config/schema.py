@@ -7,10 +7,13 @@ A default stands here and nowhere else; `None` means off unless the docstring sa
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, NewType
 
 from mgrpo.config.loss import Level, LossConfig
 from mgrpo.config.provenance import Provenance
+
+JSONObject = NewType("JSONObject", str)
+"""The text of a JSON object; a YAML file may hold a mapping for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,8 @@ class Experiment:
     """Steps between evaluations on the held-out prompts; 0 or less evaluates only before and after training."""
     backend_timeout: int = 120
     """Minutes a collective between learners may take."""
+    cache_dataset_only: bool = False
+    """Prepare the data, say what came of it, and end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +54,33 @@ class Data:
     """Split of each training dataset: one for all, or one each."""
     dataset_mixer_eval_list_splits: tuple[str, ...] = ("test",)
     """Split of each held-out dataset: one for all, or one each."""
+    ground_truths_key: str = "ground_truth"
+    """Column of what the verifier compares with."""
+    sft_messages_key: str = "messages"
+    """Column of the messages."""
     max_prompt_token_length: int = 256
-    """Longer prompts are left out (and counted), never cut."""
-    chat_template_name: Literal["auto", "none"] = "auto"
-    """auto: rows with `messages` use the tokenizer's chat template; none: their contents are joined as plain text."""
+    """Longer prompts meet overlong_prompt_policy."""
+    overlong_prompt_policy: Literal["filter", "truncate_left", "error"] = "filter"
+    """filter: they are left out, and counted; truncate_left: their last tokens stay; error: the run does not start."""
+    tokenizer_name_or_path: str | None = None
+    """Folder of the tokenizer; none: the model's."""
+    chat_template_name: str = "auto"
+    """For rows with `messages`: auto is the tokenizer's own template, none joins the contents as plain text; else one of the
+    names in docs/data.md or the path of a Jinja file."""
+    chat_template_kwargs: JSONObject = JSONObject("{}")
+    """Further variables of the template, a JSON object, for example {"enable_thinking": false}."""
+    add_bos: bool = False
+    """Begin every prompt with the tokenizer's bos token; an error where the template writes it already."""
+    system_prompt_override_file: str | None = None
+    """File with the system prompt of every row, in place of its own."""
+    shuffle_dataset: bool = True
+    """Shuffle the prompts anew every epoch; false: in the order of the data."""
+    dataset_local_cache_dir: str | None = None
+    """Folder of prepared data; none: mgrpo/datasets in the user's cache folder."""
+    dataset_skip_cache: bool = False
+    """Prepare the data even if that was done before."""
+    dataset_num_proc: int = 0
+    """Processes that prepare large data; 0: one for each core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +95,20 @@ class Rollout:
     """Sampling temperature, also the divisor of the training logits."""
     async_steps: int = 0
     """Steps that generation may run ahead of training; only 0 (synchronous, repeatable) exists so far."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a completion, and stay in it; the model's own stop tokens always do."""
     eval_pass_at_k: int = 1
     """Completions sampled for each held-out prompt."""
+    eval_temperature: float | None = None
+    """Sampling temperature of evaluations; none: temperature; 0: greedy."""
+    eval_top_p: float = 1.0
+    """Evaluations sample from the likeliest tokens that make up this share."""
+    eval_response_length: int | None = None
+    """Most tokens in a completion of an evaluation; none: response_length."""
+    save_traces: bool = False
+    """Write every completion that is trained on to rollouts_save_path."""
+    rollouts_save_path: str | None = None
+    """Folder for completions; none: output_dir/rollouts."""
     rollout_timeout: int = 3600
     """Seconds that one step's generation may take before the run ends with an error."""
 
@@ -89,6 +129,49 @@ class Reward:
     """Overwrite the reward of completions that did not stop by themselves."""
     non_stop_penalty_value: float = 0.0
     """The reward they get."""
+    remap_verifier: str | None = None
+    """old=new: rows that name verifier old use verifier new."""
+    verifier_weights: tuple[str, ...] = ()
+    """name=weight, ...: weights of verifiers whose scores are added up; 1 for the others."""
+    only_reward_good_outputs: bool = False
+    """Verify only completions that used a tool with success."""
+    reward_funcs: tuple[str, ...] = ()
+    """Reward functions in place of verifiers: package.module.function, file.py:function, one of TRL's six names, or the folder
+    of a sequence-classification model. reward_weights weighs them."""
+    verifier_modules: tuple[str, ...] = ()
+    """Python modules with verifiers of your own, found by their names."""
+    max_length_verifier_max_length: int = 32768
+    """Tokens by which a length must miss for a score of 0, in the verifiers max_length and up_to_max_length."""
+    code_api_url: str | None = None
+    """URL of a code service, .../test_program; none: CODE_API_URL of the environment, else a sandbox on this machine."""
+    code_max_execution_time: float = 1.0
+    """Seconds a test of a program may take."""
+    code_pass_rate_reward_threshold: float = 0.0
+    """A program that passes a smaller share of its tests scores 0."""
+    code_apply_perf_penalty: bool = False
+    """A passed test counts less, the longer it took."""
+    code_sandbox_memory_mb: int = 1024
+    """MiB of memory a program may take in the sandbox of this machine."""
+    code_sandbox_accept_risk: bool = False
+    """Run programs even where this machine cannot isolate them."""
+    llm_judge_model: str | None = None
+    """Model that judges; hosted_vllm/NAME and azure/NAME find their servers in the environment, see docs/rewards.md."""
+    llm_judge_base_url: str | None = None
+    """OpenAI-compatible endpoint of the judge, for example http://localhost:8000/v1."""
+    llm_judge_max_tokens: int = 2048
+    """Most tokens of a judgement."""
+    llm_judge_max_context_length: int = 8192
+    """Tokens of the judge's context; a longer answer is shortened in its middle."""
+    llm_judge_temperature: float = 1.0
+    """Temperature of the judge."""
+    llm_judge_timeout: int = 60
+    """Seconds one judgement may take."""
+    rubric_judge_model: str | None = None
+    """Model that judges the criteria of rubrics; none: RUBRIC_JUDGE_MODEL of the environment, else llm_judge_model."""
+    remote_verifier_concurrency: int = 64
+    """Calls of judges and code services under way at once."""
+    verifier_memory_mb: int = 2048
+    """MiB of memory of a verifier process."""
     verifier_timeout: float = 10.0
     """Seconds a verifier may spend on one completion before it is killed and the completion has no score."""
     verifier_workers: int = 1

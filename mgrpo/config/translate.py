@@ -312,6 +312,8 @@ def lengths(r: Resolution) -> None:
     for alias, target in aliases.items():
         if r.peer(alias) is not None:
             r.put(target, r.peer(alias), alias)
+            if alias == "max_prompt_length":
+                r.put("overlong_prompt_policy", "truncate_left", alias, weak=True)
         elif alias in r.peers:
             r.problems.append(f"{alias}=none: a length needs a bound here; give --{target} N")
     need = sum(map(r.value, aliases.values()))

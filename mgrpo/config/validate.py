@@ -7,7 +7,6 @@ in `ranges`, `rules`, `loss_rules` and `model_rules`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,9 +17,9 @@ from mgrpo.config.loss_rules import LOSS_RULES, weight_problems
 from mgrpo.config.model_rules import model_problems, num_experts, size_of
 from mgrpo.config.ranges import POSITIVE, RANGES, REASONS
 from mgrpo.config.resolve import shown
+from mgrpo.config.reward_rules import REWARD_RULES
 from mgrpo.config.rules import REWARD_SWITCHES, RULES, pairs, reward_problems
 from mgrpo.config.schema import Config
-from mgrpo.layout import Layout
 
 __all__ = ["RANGES", "check", "layout_of", "problems", "warnings"]
 
@@ -73,7 +72,7 @@ def problems(
         world_size: learner ranks, torchrun's WORLD_SIZE.
         hf_config: the model's config.json; without it nothing is said about how the model splits.
         has_dataset: the caller brings training data of its own, so `dataset_mixer_list` may be empty.
-        num_reward_funcs: rewards that the caller brings.
+        num_reward_funcs: rewards that the caller brings, in place of those of reward_funcs.
     """
     by_field = _field_problems(config)
     found = list(by_field.values())
@@ -82,9 +81,11 @@ def problems(
     def sound(*names: str) -> bool:
         return not unsound & set(names)
 
-    for names, rule in (*RULES, *LOSS_RULES):
+    for names, rule in (*RULES, *LOSS_RULES, *REWARD_RULES):
         if sound(*names):
             found.extend(rule(config))
+    if sound("reward_funcs"):
+        num_reward_funcs = num_reward_funcs or len(config.reward.reward_funcs)
     if sound("dataset_mixer_list") and not config.data.dataset_mixer_list and not has_dataset:
         found.append("dataset_mixer_list is empty; name the training data: --dataset_mixer_list PATH 1.0")
     if sound(*REWARD_SWITCHES) and not num_reward_funcs:
@@ -284,6 +285,9 @@ def _idle(config: Config, num_reward_funcs: int) -> Iterator[str]:
     ]
     if num_reward_funcs and replaced:
         yield f"reward functions of the caller's replace {', '.join(sorted(replaced))}"
+    replaced = [name for name in replaced if name in ("verification_reward", *REWARD_SWITCHES[1:])]
+    if config.reward.reward_funcs and not num_reward_funcs and replaced:
+        yield f"reward_funcs replace {', '.join(sorted(replaced))}"
 
 
 def _layout_warnings(config: Config, world_size: int) -> Iterator[str]:
@@ -301,10 +305,10 @@ def _layout_warnings(config: Config, world_size: int) -> Iterator[str]:
             f"{layout.pipeline} on each of {layout.data} data-parallel ranks; "
             f"{interleaved if layout.virtual_pipeline > 1 else 'its stages wait for each other'}"
         )
-    length, multiple = config.parallel.pack_length, _pack_multiple(layout)
+    length, multiple = config.parallel.pack_length, layout.pack_multiple_of
     if length % multiple:
         yield (
-            f"pack_length={length} is rounded up to {-(-length // multiple) * multiple}, a multiple of {multiple}: every "
+            f"pack_length={length} is rounded up to {layout.round_up(length)}, a multiple of {multiple}: every "
             "context-parallel and, under sequence parallelism, tensor-parallel rank takes an equal share of a pack"
         )
     if layout.sharding != layout.zero_stage:
@@ -317,12 +321,6 @@ def _layout_warnings(config: Config, world_size: int) -> Iterator[str]:
             f"tensor_model_parallel_size={layout.tensor} does not divide every entry of num_learners_per_node="
             f"{' '.join(map(str, config.parallel.num_learners_per_node))}: some matrices are shared across nodes, which is slow"
         )
-
-
-def _pack_multiple(layout: Layout) -> int:
-    """What the tokens of a pack are a multiple of: a context rank takes two stretches of every document, equally long."""
-    document = 2 * layout.context if layout.context > 1 else 1
-    return math.lcm(document, layout.context * (layout.tensor if layout.sequence_parallel else 1))
 
 
 def _model_warnings(config: Config, hf_config: Mapping[str, Any] | None) -> Iterator[str]:

@@ -8,7 +8,7 @@ from mgrpo.packing.bins import pack
 from mgrpo.packing.cost import Cost
 from mgrpo.packing.document import assemble, document_length, documents
 from mgrpo.packing.ranks import balance, mini_batches
-from mgrpo.packing.step import multiples, pack_step
+from mgrpo.packing.step import pack_step
 from mgrpo.packing.wire import from_arrays, to_arrays
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "documents",
     "from_arrays",
     "mini_batches",
-    "multiples",
     "pack",
     "pack_step",
     "to_arrays",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
@@ -12,16 +11,6 @@ from mgrpo.packing.cost import Cost
 from mgrpo.packing.document import assemble, document_length, documents
 from mgrpo.packing.ranks import balance, mini_batches
 from mgrpo.types import PackedBatch, TrainSample
-
-
-def multiples(*, context: int, tensor: int, sequence_parallel: bool) -> tuple[int, int]:
-    """What the tokens of a document, and those of a pack, have to be a multiple of on these axes.
-
-    A context rank holds two stretches of every document, an early and a late one, so that causal attention is even work;
-    under sequence parallelism its share of the pack is split over the tensor ranks.
-    """
-    document = 2 * context if context > 1 else 1
-    return document, math.lcm(document, context * tensor if sequence_parallel else context)
 
 
 def pack_step(
@@ -41,7 +30,7 @@ def pack_step(
     """Packs as [mini-batch][data-parallel rank][micro-batch]; every sample is in exactly one, see `balance`.
 
     Args:
-        multiple_of, document_multiple_of: what the tokens of a pack and of each document are padded to, see `multiples`.
+        multiple_of, document_multiple_of: what the tokens of a pack and of each document are padded to, see `Layout`.
         micro_batches_multiple_of: what the number of micro-batches is a multiple of, `Layout.micro_batches_multiple_of`.
         share_prompts: see `documents`.
         cost: of a document, default `Cost()`.

@@ -64,16 +64,13 @@ def make_policy(
 
 def own_packs(policy, samples: list[TrainSample], *, share_prompts: bool, pack_length: int):
     """Packs of this rank for one mini-batch, and the tokens trained over all ranks."""
-    document_multiple, multiple = packing.multiples(
-        context=policy.layout.context, tensor=policy.layout.tensor, sequence_parallel=policy.layout.sequence_parallel
-    )
     packs = packing.pack_step(
         samples,
-        pack_length=-(-pack_length // multiple) * multiple,
+        pack_length=policy.layout.round_up(pack_length),
         dp=policy.layout.data,
         num_mini_batches=1,
-        multiple_of=multiple,
-        document_multiple_of=document_multiple,
+        multiple_of=policy.layout.pack_multiple_of,
+        document_multiple_of=policy.layout.document_multiple_of,
         micro_batches_multiple_of=policy.layout.micro_batches_multiple_of,
         share_prompts=share_prompts and policy.layout.context == 1,
     )

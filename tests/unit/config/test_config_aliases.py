@@ -154,7 +154,12 @@ def problems_of(values, **options):
         ({"max_completion_length": 128}, {"response_length": 128}),
         (
             {"max_completion_length": 1024, "max_prompt_length": 512},
-            {"response_length": 1024, "max_prompt_token_length": 512, "pack_length": 1536},
+            {
+                "response_length": 1024,
+                "max_prompt_token_length": 512,
+                "pack_length": 1536,
+                "overlong_prompt_policy": "truncate_left",
+            },
         ),
         (
             {"max_completion_length": 1024, "pack_length": 4096},
@@ -388,7 +393,6 @@ def test_a_share_that_cannot_be_had_is_told(model):
             {"eval_on_step_0": True, "local_eval_every": -1},
             "eval_on_step_0=true needs local_eval_every above 0, got -1",
         ),
-        ({"eval_top_p": 0}, "eval_top_p=0 must be in (0, 1]"),
         ({"loss_type": "cispo"}, "loss_type=cispo needs epsilon_high"),
         ({"loss_type": "cispo", "epsilon": 0.2}, "--epsilon_high 5.0"),
         ({"max_prompt_length": None}, "max_prompt_length=none: a length needs a bound here"),
@@ -562,8 +566,8 @@ def test_each_alias_is_told_once_with_its_value():
         "sequence_parallel_size -> context_parallel_size (1); Ulysses: ranks that share each sequence, and exchange it for "
         "heads: a2a, which the heads of a tensor rank must divide by; cp_comm_type=all_gather has no such rule. Not "
         "sequence_parallel, which splits activations over tensor ranks",
-        "max_prompt_length -> max_prompt_token_length (99); longer prompts are left out and counted, where TRL cuts them "
-        "from the left",
+        "max_prompt_length -> max_prompt_token_length (99), overlong_prompt_policy (truncate_left); longer prompts are cut "
+        "from the left, as in TRL",
     )
 
 

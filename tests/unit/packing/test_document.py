@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mgrpo.layout import Layout
 from mgrpo.packing import (
     Cost,
     assemble,
     document_length,
     documents,
     from_arrays,
-    multiples,
     pack_step,
     to_arrays,
 )
@@ -188,15 +188,15 @@ def test_a_tree_that_fits_only_without_padding_is_taken_apart():
 def test_documents_are_padded_as_context_and_tensor_ranks_require(groups, context, tensor, dp):
     """A context rank takes two stretches of every document: without the padding they would not be of equal length."""
     samples = make_samples(groups)
-    document, pack_of = multiples(context=context, tensor=tensor, sequence_parallel=tensor > 1)
+    layout = Layout(world_size=context * tensor, context=context, tensor=tensor, sequence_parallel=tensor > 1)
     packs = pack_step(
         samples,
         pack_length=48,
         dp=dp,
         num_mini_batches=1,
-        multiple_of=pack_of,
+        multiple_of=layout.pack_multiple_of,
         share_prompts="auto",
-        document_multiple_of=document,
+        document_multiple_of=layout.document_multiple_of,
     )
     seen = []
     for pack in (pack for micro_batches in packs[0] for pack in micro_batches):
@@ -213,7 +213,8 @@ def test_documents_are_padded_as_context_and_tensor_ranks_require(groups, contex
 )
 def test_multiples_of_hand_worked_layouts(context, tensor, sequence_parallel, expected):
     """Too small a multiple stops in the model's first layer, too large a one pads every document of every step."""
-    assert multiples(context=context, tensor=tensor, sequence_parallel=sequence_parallel) == expected
+    layout = Layout(world_size=context * tensor, context=context, tensor=tensor, sequence_parallel=sequence_parallel)
+    assert (layout.document_multiple_of, layout.pack_multiple_of) == expected
 
 
 def test_padding_of_a_document_has_the_hand_worked_layout():
