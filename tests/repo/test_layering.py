@@ -21,7 +21,8 @@ ROOMS = {
     "algo": {"ops", "config"} | BASE,
     "packing": {"config"} | BASE,
     "data": {"config"} | BASE,
-    "rewards": {"config"} | BASE,
+    "rewards": {"sandbox", "config"} | BASE,
+    "sandbox": {"config"} | BASE,
     "rollout": {"config"} | BASE,
     "telemetry": {"config"} | BASE,
     "parallel": {"config"} | BASE,
@@ -30,7 +31,10 @@ ROOMS = {
     "sync": {"models"} | BASE,
     "checkpoint": {"policy", "parallel", "models", "config"} | BASE,
 }
-LEADERS = {"trainer", "learning", "head", "launch", "evaluation", "conversion", "agreement", "cli"}
+LEADERS = {
+    "trainer", "states", "learning", "head", "inputs", "scoring", "launch", "evaluation", "evaluate", "conversion", "agreement",
+    "cli",
+}  # fmt: skip
 """Top-level modules that may import every room."""
 HEAVY = {
     "megatron": {"parallel", "policy", "checkpoint"},

@@ -1,0 +1,116 @@
+"""What the walls of this machine are worth, found out by a program that tries to get through them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mgrpo.sandbox.zygote import Walls
+
+_WALLS = {
+    "user": "namespaces inside a user namespace",
+    "root": "namespaces by the rights of root",
+    "none": "no namespaces",
+}
+_HOW_TO_GET_WALLS = (
+    "Allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, on Ubuntu "
+    "kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt seccomp=unconfined --security-opt "
+    "apparmor=unconfined), or run the service on a machine that has them and name it in code_api_url. Or accept that programs "
+    "can reach what this user can: code_sandbox_accept_risk=true in a run, --accept_risk for the service"
+)
+_PROBE = """
+import ctypes, json, os, socket, sys
+
+marker, port, prober = input(), int(input()), int(input())
+
+def works(action, *arguments):
+    try:
+        action(*arguments)
+    except OSError:
+        return False
+    return True
+
+def is_there(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+def connect():
+    with socket.socket() as client:
+        client.settimeout(5)
+        client.connect(("127.0.0.1", port))
+
+libc = ctypes.CDLL(None)
+capabilities = (ctypes.c_uint32 * 6)()
+libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), capabilities)
+folders = ("/", "/usr/lib", os.path.dirname(os.__file__), "/dev", "/var/tmp")
+print(json.dumps({
+    "processes": not is_there(prober),
+    "files": not os.path.exists(marker) and not any(works(open, f + "/mgrpo-probe", "w") for f in folders),
+    "network": not works(connect),
+    "unprivileged": os.getuid() != 0 and not works(os.setuid, 0) and not any(capabilities),
+    "system_calls": libc.prctl(21, 0, 0, 0, 0) == 2,
+}))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Isolation:
+    """Which layers hold. Limits on time, memory, processes and files always do."""
+
+    walls: Walls
+    processes: bool
+    """Programs see no process but their own, and none of theirs outlives them."""
+    files: bool
+    """Programs see no file but Python's, and write only in memory that vanishes."""
+    network: bool
+    unprivileged: bool
+    """Programs run as a user without rights."""
+    system_calls: bool
+    """A filter refuses system calls that programs do not need."""
+    reasons: tuple[str, ...] = field(default=())
+    """Why better walls could not be raised."""
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Layers without which programs are not run, unless the risk is accepted."""
+        return tuple(layer for layer in ("processes", "files", "network") if not getattr(self, layer))
+
+    def describe(self) -> str:
+        """One line for the start of a service."""
+        layers = {
+            "own processes only": self.processes,
+            "own files only": self.files,
+            "no network": self.network,
+            "unprivileged user": self.unprivileged,
+            "system call filter": self.system_calls,
+            "resource limits": True,
+        }
+        active = ", ".join(layer for layer, is_active in layers.items() if is_active)
+        absent = ", ".join(layer for layer, is_active in layers.items() if not is_active)
+        why = "".join(f"; {reason}" for reason in self.reasons)
+        return f"{_WALLS[self.walls]}; active: {active}; missing: {absent or 'nothing'}{why}"
+
+    def refuse_if_missing(self, *, accept_risk: bool) -> None:
+        if self.missing and not accept_risk:
+            raise ValueError(
+                f"this machine cannot isolate untrusted programs ({self.describe()}), so they are not run. {_HOW_TO_GET_WALLS}"
+            )
+
+
+def probe(walls: Walls, run: Callable[[str, str], str | None], reasons: tuple[str, ...]) -> Isolation:
+    """Have `run(program, stdin)`, which returns what the program prints, try what a program must not be able to do."""
+    with tempfile.NamedTemporaryFile() as marker, socket.create_server(("127.0.0.1", 0)) as server:
+        os.chmod(marker.name, 0o644)
+        printed = run(_PROBE, f"{marker.name}\n{server.getsockname()[1]}\n{os.getpid()}\n")
+    if printed is None:
+        raise RuntimeError(f"the program that probes the sandbox failed (walls: {walls}); its limits may be too tight")
+    return Isolation(walls=walls, reasons=reasons, **json.loads(printed))

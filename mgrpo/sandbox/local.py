@@ -1,0 +1,52 @@
+"""The sandboxes of this process, behind the app of the service: whoever asks for the same limits shares one."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mgrpo.sandbox.sandbox import Sandbox
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+@dataclass(slots=True)
+class _Loan:
+    app: FastAPI
+    sandbox: Sandbox
+    borrowers: int = 0
+
+
+_loans: dict[tuple[int, bool], _Loan] = {}
+_lock = threading.Lock()
+
+
+def borrow_app(memory_mb: int, *, accept_risk: bool) -> FastAPI:
+    """The app over a started sandbox, until `give_back_app`. ValueError where this machine cannot isolate programs."""
+    from mgrpo.sandbox.app import create_app
+
+    with _lock:
+        loan = _loans.get((memory_mb, accept_risk))
+        if loan is None:
+            sandbox = Sandbox(memory_mb=memory_mb, accept_risk=accept_risk)
+            try:
+                sandbox.start()
+            except BaseException:
+                sandbox.close()
+                raise
+            loan = _loans[memory_mb, accept_risk] = _Loan(create_app(sandbox), sandbox)
+        loan.borrowers += 1
+        return loan.app
+
+
+def give_back_app(memory_mb: int, *, accept_risk: bool) -> None:
+    """The last borrower ends the sandbox."""
+    with _lock:
+        loan = _loans[memory_mb, accept_risk]
+        loan.borrowers -= 1
+        if loan.borrowers:
+            return
+        del _loans[memory_mb, accept_risk]
+    loan.sandbox.close()

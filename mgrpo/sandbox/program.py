@@ -1,0 +1,148 @@
+"""The last of our code before an untrusted program: it takes over a fresh process, runs the program, and never returns.
+
+An assert test shares the interpreter with the program, which can therefore forge its verdict if it knows this file. What is
+done here makes the cheap tricks fail: the test and the secret that a verdict needs come only when the program's own top level
+has ended, what is needed after it was looked up before it, and names of builtins are put back. The verdict of a stdio test is
+made outside, of what was printed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import importlib
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+import time
+from dataclasses import dataclass
+from types import CodeType, ModuleType
+from typing import NoReturn, TextIO
+
+FAILED_TO_LOAD = 3
+"""Exit status of a program whose top level fails in an assert test, or that does not compile."""
+FAILED = 1
+_TEST_HEAD = struct.Struct("<16sI")
+VERDICT = struct.Struct("<16sd")
+"""What an assert test that passes sends: the secret that came with it, and its seconds."""
+
+_STAR_MODULES = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
+)
+"""What programs of code data sets take for imported, in Open Instruct's order: later names hide earlier ones."""
+_MODULES = _STAR_MODULES[:-2]
+_RECURSION_LIMIT = 50_000
+_star_names: dict[str, object] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a fresh process is to run, and the descriptors that it talks through."""
+
+    source: str
+    channel: int | None
+    """Of an assert test: the program's end of the talk with the supervisor; None for a stdio test."""
+    token: bytes
+    """Says over the channel that the program's top level has ended."""
+
+    def run(self) -> NoReturn:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        random.seed(0)
+        if self.channel is None:
+            _run_script(self.source)
+        else:
+            _run_assert(self.source, self.channel, self.token)
+
+
+def pass_test(channel: socket.socket, secret: bytes, test: bytes) -> None:
+    """Give a program whose top level has ended its test. The supervisor's side of `_run_assert`."""
+    channel.sendall(_TEST_HEAD.pack(secret, len(test)) + test)
+
+
+def prepare_names() -> None:
+    """Look up the names that a script finds defined, before the first one runs."""
+    for name in _STAR_MODULES:
+        module = importlib.import_module(name)
+        public = getattr(module, "__all__", None) or [key for key in vars(module) if not key.startswith("_")]
+        _star_names.update((key, getattr(module, key)) for key in public)
+    _star_names.update((name, sys.modules[name]) for name in _MODULES)
+
+
+def _run_assert(source: str, channel: int, token: bytes) -> NoReturn:
+    """Run the top level, ask for the test, run it in the program's names, and say whether it raised nothing."""
+    read, write, leave, clock, execute, compiled = os.read, os.write, os._exit, time.perf_counter, exec, compile
+    unpack, pack, untrace, unprofile = _TEST_HEAD.unpack, VERDICT.pack, sys.settrace, sys.setprofile
+    whole, put_back, true_builtins = bytearray, builtins.__dict__.update, dict(builtins.__dict__)
+    head_size = _TEST_HEAD.size
+    module = ModuleType("program")
+    sys.modules["program"] = module
+    names = module.__dict__
+    names["__builtins__"] = builtins
+    try:
+        execute(compiled(source, "<program>", "exec", 0, True), names)
+    except BaseException:
+        leave(FAILED_TO_LOAD)
+    try:
+        untrace(None)
+        unprofile(None)
+        put_back(true_builtins)
+        names["__builtins__"] = builtins
+        write(channel, token)
+        data = whole()
+        while len(data) < head_size:
+            data += read(channel, head_size - len(data)) or leave(FAILED)
+        secret, length = unpack(data)
+        data = whole()
+        while len(data) < length:
+            data += read(channel, length - len(data)) or leave(FAILED)
+        test = data.decode("utf-8", "surrogatepass")
+        started = clock()
+        execute(compiled(test, "<test>", "exec", 0, True), names)
+        write(channel, pack(secret, clock() - started))
+    except BaseException:
+        leave(FAILED)
+    leave(0)
+
+
+def _run_script(source: str) -> NoReturn:
+    """Run the source as a script with stdin and stdout. Ending by SystemExit is as good as by the last line."""
+    streams = {
+        "stdin": open(0, encoding="utf-8", errors="surrogatepass", closefd=False),  # noqa: SIM115
+        "stdout": open(1, "w", encoding="utf-8", errors="surrogatepass", closefd=False),  # noqa: SIM115
+        "stderr": open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False),  # noqa: SIM115
+    }
+    module = ModuleType("__main__")
+    vars(module).update(_star_names, **streams, __builtins__=builtins)
+    sys.modules["__main__"] = module
+    for name, stream in streams.items():
+        setattr(sys, name, stream)
+    sys.setrecursionlimit(_RECURSION_LIMIT)
+    try:
+        code = compile(source, "<program>", "exec", dont_inherit=True)
+    except BaseException:
+        os._exit(FAILED_TO_LOAD)
+    os._exit(_ending(code, vars(module), (sys.stdout, streams["stdout"])))
+
+
+def _ending(code: CodeType, names: dict[str, object], outputs: tuple[TextIO, TextIO]) -> int:
+    """Run the code and what an interpreter does after it: wait for threads, call what asked for it, flush."""
+    status = 0
+    try:
+        exec(code, names)
+    except SystemExit:
+        pass
+    except BaseException:
+        status = FAILED
+    with contextlib.suppress(BaseException):
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        atexit._run_exitfuncs()
+    for output in (sys.stdout, *outputs):
+        with contextlib.suppress(BaseException):
+            output.flush()
+    return status

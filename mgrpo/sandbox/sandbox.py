@@ -1,0 +1,191 @@
+"""The sandbox: as many slots as the machine has cores, each with a thread that owns it; programs wait for a free one."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from mgrpo.sandbox.cases import StdioTest
+from mgrpo.sandbox.isolation import Isolation, probe
+from mgrpo.sandbox.outputs import same_output
+from mgrpo.sandbox.slot import Result, SandboxError, Slot
+from mgrpo.sandbox.supervisor import Order
+from mgrpo.sandbox.zygote import Walls
+
+_log = logging.getLogger(__name__)
+
+_PROBE_LIMIT_S = 30.0
+# Printed beyond twice what is expected, it cannot be right; white space at line ends has this much room.
+_SPARE_OUTPUT = 2**20
+_ALL_WALLS: tuple[Walls, ...] = ("user", "root", "none")
+
+
+class Verdicts(NamedTuple):
+    """Of one program, in the order of its tests."""
+
+    results: list[int]
+    """1 where a test passed, else 0."""
+    runtimes: list[float]
+    """Seconds of each test; -1 where it did not come to an end of its own, or an assertion failed."""
+
+
+class Sandbox:
+    """Runs programs against tests. Safe to use from many threads; `close` ends everything it has started."""
+
+    def __init__(
+        self,
+        *,
+        memory_mb: int = 1024,
+        num_slots: int | None = None,
+        accept_risk: bool = False,
+        walls: Sequence[Walls] | None = None,
+    ) -> None:
+        """Starts nothing yet. `walls` are tried in this order, all kinds unless given; `num_slots` is the number of cores."""
+        self.num_slots = num_slots or len(os.sched_getaffinity(0))
+        self._memory_bytes = memory_mb * 2**20
+        self._accept_risk = accept_risk
+        self._walls = tuple(walls or _ALL_WALLS)
+        self._isolation: Isolation | None = None
+        self._start_lock = threading.Lock()
+        # The kernel ends a slot together with the thread that started it, so each thread has one of its own.
+        self._threads = ThreadPoolExecutor(max_workers=self.num_slots, thread_name_prefix="sandbox")
+        self._own = threading.local()
+        self._slots: set[Slot] = set()
+        self._numbers = itertools.count()
+        self._is_closed = False
+
+    def start(self) -> Isolation:
+        """Find out what isolates programs here. ValueError where too little does and the risk is not accepted."""
+        with self._start_lock:
+            if self._isolation is None:
+                isolation = self._threads.submit(self._try_walls).result()
+                isolation.refuse_if_missing(accept_risk=self._accept_risk)
+                _log.log(logging.WARNING if isolation.missing else logging.INFO, "sandbox: %s", isolation.describe())
+                self._isolation = isolation
+            return self._isolation
+
+    def run_asserts(self, program: str, tests: Sequence[str], limit_s: float) -> Future[Verdicts]:
+        """Each test is executed in a fresh process after the program. `limit_s` bounds both together."""
+        self.start()
+        order = self._order(limit_s, num_tests=len(tests), is_stdio=False, output_bytes=0)
+        return self._threads.submit(self._assert_verdicts, order, program, tests)
+
+    def run_stdio(self, program: str, tests: Sequence[StdioTest], limit_s: float) -> Future[Verdicts]:
+        """The program is run as a script for each test. `limit_s` counts in whole seconds, rounded up."""
+        self.start()
+        output_bytes = (
+            2 * max((len(test.output.encode("utf-8", "replace")) for test in tests), default=0) + _SPARE_OUTPUT
+        )
+        order = self._order(math.ceil(limit_s), num_tests=len(tests), is_stdio=True, output_bytes=output_bytes)
+        return self._threads.submit(self._stdio_verdicts, order, program, tests)
+
+    def close(self) -> None:
+        """End every process. Programs that are under way have no verdict."""
+        self._is_closed = True
+        for slot in list(self._slots):
+            slot.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for slot in list(self._slots):
+            slot.close()
+        self._slots.clear()
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _order(self, limit_s: float, *, num_tests: int, is_stdio: bool, output_bytes: int) -> Order:
+        return Order(
+            is_stdio=is_stdio,
+            num_tests=num_tests,
+            test_limit_s=limit_s,
+            run_limit_s=run_limit_s(limit_s),
+            output_bytes=output_bytes,
+            memory_bytes=self._memory_bytes,
+        )
+
+    def _assert_verdicts(self, order: Order, program: str, tests: Sequence[str]) -> Verdicts:
+        results = self._run(order, program, tests)
+        return Verdicts([int(result.passed) for result in results], [result.seconds for result in results])
+
+    def _stdio_verdicts(self, order: Order, program: str, tests: Sequence[StdioTest]) -> Verdicts:
+        results = self._run(order, program, [test.input for test in tests])
+        passed = [
+            int(result.passed and same_output(_text(result.output), test.output))
+            for result, test in zip(results, tests, strict=True)
+        ]
+        return Verdicts(passed, [result.seconds for result in results])
+
+    def _run(self, order: Order, program: str, tests: Sequence[str]) -> list[Result]:
+        """In a slot's thread."""
+        slot: Slot | None = getattr(self._own, "slot", None)
+        if slot is None:
+            assert self._isolation is not None
+            slot = self._open_slot(self._isolation.walls)
+        try:
+            return slot.run(order, program, tests)
+        except BaseException:
+            self._close_slot(slot)
+            raise
+
+    def _open_slot(self, walls: Walls) -> Slot:
+        slot = self._own.slot = Slot(next(self._numbers), walls)
+        self._slots.add(slot)
+        if self._is_closed:
+            slot.kill()
+        return slot
+
+    def _close_slot(self, slot: Slot) -> None:
+        self._own.slot = None
+        self._slots.discard(slot)
+        slot.close()
+
+    def _try_walls(self) -> Isolation:
+        """In a slot's thread: the first walls that hold, or the last ones."""
+        reasons: list[str] = []
+        for walls in self._walls:
+            try:
+                slot = self._open_slot(walls)
+            except SandboxError as err:
+                reasons.append(f"{walls}: {err}")
+                continue
+
+            def run(program: str, stdin: str, slot: Slot = slot) -> str | None:
+                order = self._order(_PROBE_LIMIT_S, num_tests=1, is_stdio=True, output_bytes=_SPARE_OUTPUT)
+                result = slot.run(order, program, [stdin])[0]
+                return _text(result.output) if result.passed else None
+
+            try:
+                isolation = probe(walls, run, tuple(reasons))
+            except BaseException:
+                self._close_slot(slot)
+                raise
+            if not isolation.missing or walls == self._walls[-1]:
+                return isolation
+            reasons.append(f"{walls}: in vain for {', '.join(isolation.missing)}")
+            self._close_slot(slot)
+        raise SandboxError(f"no process for programs can be started: {'; '.join(reasons)}")
+
+
+def run_limit_s(limit_s: float) -> float:
+    """Seconds for all tests of a program: less than its caller waits for an answer (`client_limit_s`)."""
+    return 0.8 * client_limit_s(limit_s)
+
+
+def client_limit_s(limit_s: float) -> float:
+    """Seconds that a caller waits for an answer: Open Instruct's rule."""
+    return max(30.0, min(300.0, 10 * limit_s))
+
+
+def _text(output: bytes) -> str:
+    try:
+        return output.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return output.decode("utf-8", "replace")

@@ -1,0 +1,97 @@
+"""A filter of system calls, where the machine has libseccomp: what a program for a test never needs is refused.
+
+It narrows what of the kernel a program can reach, and stands in for the network namespace where there is none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import tempfile
+
+from mgrpo.sandbox import kernel
+
+_ALLOW = 0x7FFF0000
+_ERRNO = 0x00050000
+_NOT_EQUAL = 1
+_MASKED_EQUAL = 7
+_AF_UNIX = 1
+
+_REFUSED = (
+    # namespaces, mounts and roots
+    *("unshare", "setns", "mount", "umount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree"),
+    *("fsopen", "fsconfig", "fsmount", "fspick", "mount_setattr", "name_to_handle_at", "open_by_handle_at"),
+    # other processes
+    *("ptrace", "process_vm_readv", "process_vm_writev", "kcmp", "process_madvise", "pidfd_getfd"),
+    # the kernel itself
+    *("bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register"),
+    *("add_key", "request_key", "keyctl", "init_module", "finit_module", "delete_module", "kexec_load"),
+    *("kexec_file_load", "reboot", "swapon", "swapoff", "syslog", "acct", "quotactl", "iopl", "ioperm"),
+    *("settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "sethostname", "setdomainname", "vhangup"),
+    # memory that belongs to no process, which the limits do not see
+    *("memfd_create", "memfd_secret", "shmget", "msgget", "mq_open"),
+)
+_NAMESPACE_FLAGS = (
+    kernel.CLONE_NEWNS,
+    kernel.CLONE_NEWUTS,
+    kernel.CLONE_NEWIPC,
+    kernel.CLONE_NEWUSER,
+    kernel.CLONE_NEWPID,
+    kernel.CLONE_NEWNET,
+    0x02000000,  # CLONE_NEWCGROUP
+)
+
+
+class _Comparison(ctypes.Structure):
+    _fields_ = (
+        ("argument", ctypes.c_uint),
+        ("operator", ctypes.c_int),
+        ("first", ctypes.c_uint64),
+        ("second", ctypes.c_uint64),
+    )
+
+
+def filter_program() -> bytes:
+    """The filter in the kernel's language, for `kernel.filter_system_calls`; OSError where there is no libseccomp."""
+    library = ctypes.CDLL("libseccomp.so.2")
+    library.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
+    if not context:
+        raise OSError(errno.ENOSYS, "seccomp_init failed")
+    try:
+        rules = _Rules(library, context)
+        for name in _REFUSED:
+            rules.refuse(name)
+        rules.refuse("socket", _Comparison(0, _NOT_EQUAL, _AF_UNIX, 0))
+        # A limit of another process may be set only by number 0, oneself.
+        rules.refuse("prlimit64", _Comparison(0, _NOT_EQUAL, 0, 0))
+        for flag in _NAMESPACE_FLAGS:
+            rules.refuse("clone", _Comparison(0, _MASKED_EQUAL, flag, flag))
+        # Its flags lie in memory, where a filter cannot look; the C library falls back on clone.
+        rules.refuse("clone3", error=errno.ENOSYS)
+        with tempfile.TemporaryFile() as file:
+            _check(library.seccomp_export_bpf(context, ctypes.c_int(file.fileno())), "seccomp_export_bpf")
+            file.seek(0)
+            return file.read()
+    finally:
+        library.seccomp_release(context)
+
+
+class _Rules:
+    def __init__(self, library: ctypes.CDLL, context: ctypes.c_void_p) -> None:
+        self._library, self._context = library, context
+
+    def refuse(self, name: str, *comparisons: _Comparison, error: int = errno.EPERM) -> None:
+        number = self._library.seccomp_syscall_resolve_name(name.encode())
+        if number < 0:  # unknown to this library or this processor
+            return
+        array = (_Comparison * len(comparisons))(*comparisons)
+        action, count = ctypes.c_uint32(_ERRNO | error), ctypes.c_uint(len(comparisons))
+        result = self._library.seccomp_rule_add_array(self._context, action, ctypes.c_int(number), count, array)
+        _check(result, f"the rule for {name}")
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        raise OSError(-result, f"{what} failed: {os.strerror(-result)}")

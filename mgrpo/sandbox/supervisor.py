@@ -1,0 +1,238 @@
+"""Watches one program through its tests, from inside its walls but with the rights to end it.
+
+Within walls this is the first process of a namespace of processes: it can kill all others at once, and when it ends nothing of
+the program is left. Without walls it adopts what the program leaves behind, and hunts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgrpo.lifetime import adopt_orphans, kill_descendants
+from mgrpo.sandbox import kernel, wire
+from mgrpo.sandbox.limits import Limits
+from mgrpo.sandbox.program import FAILED_TO_LOAD, VERDICT, Job, pass_test
+from mgrpo.sandbox.walls import SCRATCH, become_unprivileged, enter_private_run, mount_scratch
+from mgrpo.sandbox.watch import Event, Watch
+from mgrpo.sandbox.wire import Wire
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+# A top level that is too slow twice in a row is too slow; once may be the machine's fault.
+_SLOW_LOADS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One program and the bounds of its run."""
+
+    is_stdio: bool
+    num_tests: int
+    test_limit_s: float
+    """For loading the program and running one test."""
+    run_limit_s: float
+    """For all tests together; those that are not run by then have failed."""
+    output_bytes: int
+    """A program that prints more has failed."""
+    memory_bytes: int
+
+    @classmethod
+    def read(cls, text: bytes) -> Order:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What a slot's processes run in."""
+
+    has_walls: bool
+    scratch: str
+    """The program's folder: within walls a file system of its own, otherwise a real folder, made anew for each test."""
+    program_id: int
+    """The user that programs run as, where this process has the right to choose."""
+    filter: bytes | None
+    """Of system calls."""
+
+
+class Supervisor:
+    """One program's run. It forks a process for each test; the child must leave every frame of this object at once."""
+
+    def __init__(self, cell: Cell, order: Order, source: str, owner: Wire) -> None:
+        self._cell, self._order, self._source, self._owner = cell, order, source, owner
+        self._own_memory: int | None = None
+        self._slow_loads = 0
+        self._is_hopeless = False
+
+    def supervise(self) -> Job | None:
+        """Run the tests in turn. None when that is done; in a forked child, what it is to run."""
+        self._prepare()
+        ends_at = time.monotonic() + self._order.run_limit_s
+        for _ in range(self._order.num_tests):
+            if self._is_hopeless or time.monotonic() > ends_at:
+                self._owner.send(wire.GIVEN_UP)
+                break
+            self._clear_scratch()
+            job = self._stdio_test() if self._order.is_stdio else self._assert_test()
+            if job is not None:
+                return job
+            self._kill_the_rest()
+        return None
+
+    def _prepare(self) -> None:
+        if not self._cell.has_walls:
+            adopt_orphans()
+        elif enter_private_run(self._cell.program_id):
+            self._own_memory = _private_bytes("self")
+
+    def _assert_test(self) -> Job | None:
+        ours, theirs = socket.socketpair()
+        token, secret = os.urandom(16), os.urandom(16)
+        pid = os.fork()
+        if pid == 0:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            self._become_program([nothing, nothing, nothing, theirs.detach()], ours)
+            return Job(source=self._source, channel=3, token=token)
+        theirs.close()
+        with ours, Watch(pid, self._order.test_limit_s, self._is_greedy) as watch:
+            if watch.hear(ours, len(token)) != token:
+                self._note_failed_load(watch.last)
+                self._owner.send(wire.FAILED, wire.timed(-1.0))
+                return None
+            with watch.paused():
+                test = self._ask_for_test()
+            began = time.monotonic()
+            ours.settimeout(max(watch.left_s, 0.001))
+            # A program that does not read its test has failed it.
+            with contextlib.suppress(OSError):
+                pass_test(ours, secret, test)
+            said = watch.hear(ours, VERDICT.size)
+            if len(said) == VERDICT.size and VERDICT.unpack(said)[0] == secret:
+                # The time is the program's own word, but it cannot be more than there was.
+                seconds = min(max(VERDICT.unpack(said)[1], 0.0), time.monotonic() - began)
+                self._owner.send(wire.PASSED, wire.timed(seconds))
+            else:
+                self._owner.send(wire.FAILED, wire.timed(-1.0))
+        return None
+
+    def _stdio_test(self) -> Job | None:
+        stdin = _file_in_memory(self._ask_for_test())
+        output, stdout = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            self._become_program([stdin, stdout, os.open(os.devnull, os.O_WRONLY)])
+            return Job(source=self._source, channel=None, token=b"")
+        os.close(stdin)
+        os.close(stdout)
+        with Watch(pid, self._order.test_limit_s, self._is_greedy) as watch:
+            printed = watch.collect(output, self._order.output_bytes)
+            seconds = watch.seconds
+            exit_code = watch.exit_code() if watch.last is Event.ENDED else None
+        os.close(output)
+        self._is_hopeless = exit_code == FAILED_TO_LOAD
+        if exit_code == 0 and printed is not None:
+            self._owner.send(wire.PASSED, wire.timed(seconds, printed))
+        else:
+            self._owner.send(wire.FAILED, wire.timed(-1.0))
+        return None
+
+    def _ask_for_test(self) -> bytes:
+        self._owner.send(wire.WANT)
+        return self._owner.expect(wire.TEST)
+
+    def _note_failed_load(self, how: Event) -> None:
+        """What fails to load fails for every test."""
+        self._slow_loads = self._slow_loads + 1 if how is Event.LATE else 0
+        self._is_hopeless = how is not Event.LATE or self._slow_loads >= _SLOW_LOADS
+
+    def _become_program(self, descriptors: list[int], *unused: socket.socket) -> None:
+        """In a forked child: keep only these descriptors, as 0, 1, ..., and no rights."""
+        os.setsid()
+        for end in (self._owner.socket, *unused):
+            end.detach()  # closed below; the object must not close another of the same number later
+        copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, len(descriptors) + 10) for descriptor in descriptors]
+        for number, copy in enumerate(copies):
+            os.dup2(copy, number)
+        os.closerange(len(descriptors), os.sysconf("SC_OPEN_MAX"))
+        cpu_s = math.ceil(self._order.test_limit_s) + 1
+        Limits(memory_bytes=self._order.memory_bytes, cpu_s=cpu_s).apply()
+        become_unprivileged(self._cell.program_id)
+        if self._cell.filter is not None:
+            kernel.filter_system_calls(self._cell.filter)
+        kernel.set_dumpable(True)
+        os.chdir(self._cell.scratch)
+
+    def _is_greedy(self) -> bool:
+        """Whether the program's processes together hold more memory than one may have."""
+        if self._own_memory is None:
+            return False
+        held = 0
+        for entry in os.listdir("/proc"):
+            if entry.isdecimal() and entry != "1":
+                # A fork starts with this process's memory, which it shares.
+                held += max(_private_bytes(entry) - self._own_memory, 0)
+        return held > self._order.memory_bytes
+
+    def _kill_the_rest(self) -> None:
+        """End and bury whatever the test has left behind."""
+        if not self._cell.has_walls:
+            hunt_down_children()
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+
+    def _clear_scratch(self) -> None:
+        scratch = self._cell.scratch
+        if not self._cell.has_walls:
+            remove_folder(scratch)
+            os.makedirs(scratch, mode=0o700, exist_ok=True)
+            if os.geteuid() == 0:
+                os.chown(scratch, self._cell.program_id, self._cell.program_id)
+        elif os.listdir(SCRATCH):
+            kernel.unmount(SCRATCH)
+            mount_scratch(self._cell.program_id)
+
+
+def hunt_down_children() -> None:
+    """End and bury all that descends from this process, which adopts orphans."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            kill_descendants(os.getpid())
+            os.waitpid(-1, 0)
+
+
+def remove_folder(folder: str) -> None:
+    """With all that a program has put there: nested deeper than Python recurses, and without rights for its owner."""
+    if os.path.isdir(folder):
+        subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL, check=False)
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
+
+
+def _file_in_memory(data: bytes) -> int:
+    """A file that can be read and sought, and changed by nobody."""
+    descriptor = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return descriptor
+
+
+def _private_bytes(process: str) -> int:
+    """Memory that the process shares with no file."""
+    try:
+        resident, shared = Path(f"/proc/{process}/statm").read_text().split()[1:3]
+    except (OSError, ValueError):
+        return 0
+    return (int(resident) - int(shared)) * _PAGE

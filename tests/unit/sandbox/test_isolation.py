@@ -1,0 +1,197 @@
+"""What isolates programs on this machine is found out by trying, and too little of it is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mgrpo.sandbox.cases import StdioTest
+from mgrpo.sandbox.isolation import Isolation
+from mgrpo.sandbox.sandbox import Sandbox
+
+PLENTY_S = 20.0
+
+
+def test_all_layers_hold_where_namespaces_do(sandbox):
+    """The report at the start of a service is what its owner trusts."""
+    isolation = sandbox.start()
+    assert isolation.walls in ("user", "root") and isolation.missing == () and isolation.unprivileged
+    assert "own processes only, own files only, no network, unprivileged user" in isolation.describe()
+    for slot in sandbox._slots:
+        for kind in ("net", "mnt", "uts"):
+            assert os.readlink(f"/proc/{slot.pid}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
+
+
+def test_a_machine_without_walls_is_refused_unless_the_risk_is_accepted():
+    """Without namespaces a program can read and destroy whatever the service's user can."""
+    with Sandbox(num_slots=1, walls=["none"]) as sandbox, pytest.raises(ValueError, match="accept_risk") as refusal:
+        sandbox.start()
+    assert "code_sandbox_accept_risk=true" in str(refusal.value) and "missing: own processes only" in str(refusal.value)
+    with Sandbox(num_slots=1, walls=["none"]) as sandbox, pytest.raises(ValueError, match="accept_risk"):
+        sandbox.run_asserts("", ["assert True"], PLENTY_S)
+
+
+def test_walls_that_cannot_be_raised_are_named():
+    """Who reads that his machine is refused needs to know what to change."""
+    isolation = Isolation(
+        walls="none",
+        processes=False,
+        files=False,
+        network=True,
+        unprivileged=True,
+        system_calls=False,
+        reasons=("user: unshare: Operation not permitted",),
+    )
+    assert isolation.missing == ("processes", "files")
+    with pytest.raises(ValueError, match="unshare: Operation not permitted"):
+        isolation.refuse_if_missing(accept_risk=False)
+    isolation.refuse_if_missing(accept_risk=True)
+
+
+def test_programs_run_without_walls_where_the_risk_is_accepted(tmp_path, monkeypatch):
+    """The limits hold, stragglers are hunted, and the scratch folder goes."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    tmp_path.chmod(0o755)
+    for folder in tmp_path.parents:
+        if folder.stat().st_uid == os.getuid() and folder.stat().st_mode & 0o011 == 0:
+            monkeypatch.setattr("tempfile.tempdir", None)
+    daemon = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n    time.sleep(1000)\n  os._exit(0)\n"
+    daemon += "open('left', 'w').write('x')\nprint('right')"
+    with Sandbox(num_slots=1, walls=["none"], accept_risk=True, memory_mb=256) as sandbox:
+        before = _descendants()
+        for _ in range(2):
+            verdicts = sandbox.run_stdio(daemon, [StdioTest("", "right"), StdioTest("", "wrong")], PLENTY_S).result()
+            assert verdicts.results == [1, 0]
+        deep = "import os\nfor _ in range(2000):\n  os.mkdir('d', 0o700)\n  os.chdir('d')\nos.chmod('..', 0)"
+        assert sandbox.run_asserts(deep, ["assert True"] * 2, PLENTY_S).result().results == [1, 1]
+        assert sandbox.run_asserts("x = bytearray(2**29)", ["assert True"], PLENTY_S).result().results == [0]
+        assert sandbox.run_asserts("def f():\n while 1: pass", ["f()", "assert 1"], 1.0).result().results == [0, 1]
+        assert len(_descendants() - before) == 1  # the slot's own
+        assert all(list(folder.iterdir()) == [] for folder in tmp_path.iterdir())
+    assert _descendants() <= before and list(tmp_path.iterdir()) == []
+
+
+def test_an_ordinary_user_has_the_same_walls(sandbox):
+    """Most machines run the service as somebody; then there is one number for supervisor and program."""
+    script = """assert os.geteuid() == 4711
+hostile = '''if True:
+    import os, resource
+    for attempt in ("open('/etc/passwd')", "open('/proc/1/mem')", "open('/x', 'w')", "open(os.__file__, 'a')",
+                    "os.setuid(0)", "os.readlink('/proc/1/fd/0')",
+                    "resource.prlimit(1, resource.RLIMIT_NOFILE, (1, 1))"):
+        try: exec(attempt)
+        except OSError: pass
+        else: print("got through", attempt)
+    os.kill(1, 9)
+    print("right")
+'''
+with Sandbox(num_slots=1) as sandbox:
+    isolation = sandbox.start()
+    verdicts = sandbox.run_stdio(hostile, [StdioTest("", "right")] * 2, 20.0).result()
+exposed = '''if True:
+    import os
+    try: open(f"/proc/{os.getppid()}/mem")
+    except OSError: print("right")
+'''
+with Sandbox(num_slots=1, walls=["none"], accept_risk=True) as sandbox:
+    memory = sandbox.run_stdio(exposed, [StdioTest("", "right")], 20.0).result()
+print(json.dumps([isolation.walls, isolation.missing, isolation.unprivileged, verdicts.results, memory.results]))
+"""
+    assert json.loads(_run_as_somebody(script)) == ["user", [], True, [1, 1], [1]]
+
+
+def test_a_machine_that_forbids_namespaces_is_refused(sandbox):
+    """Containers do; there the first hostile program would have the run of the container, tokens and all."""
+    script = """
+Path("/proc/sys/user/max_user_namespaces").write_text("0")
+kernel.drop_capabilities()
+with Sandbox(num_slots=1) as sandbox:
+    try: sandbox.start()
+    except ValueError as err: refusal = str(err)
+with Sandbox(num_slots=1, accept_risk=True) as sandbox:
+    isolation = sandbox.start()
+    verdicts = sandbox.run_asserts("", ["assert True", "assert False"], 20.0).result()
+print(json.dumps([refusal, isolation.walls, isolation.missing, verdicts.results]))
+"""
+    refusal, *accepted = json.loads(_run_as_somebody(script))
+    assert "user: [Errno 28] unshare" in refusal and "root: [Errno 1] unshare" in refusal and "--accept_risk" in refusal
+    assert accepted[0] == "none" and accepted[1][:2] == ["processes", "files"] and accepted[2] == [1, 0]
+
+
+def test_programs_die_with_the_service(sandbox):
+    """A service that is killed cannot clean up, and a program that it ran would go on for ever."""
+    script = """if True:
+        import time
+        from mgrpo.sandbox.sandbox import Sandbox
+        sandbox = Sandbox(num_slots=1)
+        sandbox.start()
+        sandbox.run_asserts("import os\\nos.fork()\\nwhile True: pass", ["assert True"], 300.0)
+        time.sleep(1000)
+    """
+    with subprocess.Popen([sys.executable, "-c", script]) as service:
+        # The slot, its fork, the supervisor, the program and its fork.
+        _wait_until(lambda: len(_descendants(service.pid)) >= 5)
+        started = _descendants(service.pid)
+        os.kill(service.pid, signal.SIGKILL)
+    _wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started))
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _run_as_somebody(script: str) -> str:
+    """What a script prints that runs as a user without rights, in a user namespace."""
+    prelude = """
+import json, os
+from pathlib import Path
+from mgrpo.sandbox import kernel
+from mgrpo.sandbox.cases import StdioTest
+from mgrpo.sandbox.sandbox import Sandbox
+
+def become_somebody():
+    user, group = os.getuid(), os.getgid()
+    kernel.unshare(kernel.CLONE_NEWUSER)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"4711 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"4711 {group} 1")
+
+if os.fork() == 0:
+    become_somebody()
+    kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
+    os._exit(0)
+if os.wait()[1] != 0:
+    raise SystemExit(77)
+become_somebody()
+"""
+    done = subprocess.run([sys.executable, "-c", prelude + script], capture_output=True, text=True, timeout=120)
+    if done.returncode == 77:
+        pytest.skip("this machine has no user namespace within a user namespace")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _descendants(of: int | None = None) -> set[int]:
+    """All processes below one, this one unless said otherwise."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found, new = set(), {of or os.getpid()}
+    while new:
+        new = {pid for pid, parent in parents.items() if parent in new}
+        found |= new
+    return found
