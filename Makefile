@@ -12,7 +12,7 @@ $(VENV)/.installed: requirements/install.sh requirements/cpu.txt requirements/gp
 	sh requirements/install.sh $(VENV)
 	touch $@
 
-$(VENV)/.installed-dev: requirements/dev.txt $(VENV)/.installed
+$(VENV)/.installed-dev: requirements/dev.txt requirements/judge.txt $(VENV)/.installed
 	sh requirements/install.sh $(VENV) dev
 	touch $@
 

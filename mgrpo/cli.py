@@ -1,4 +1,4 @@
-"""The command line: `mgrpo train`, `plan`, `convert` and `env`. `examples/train_grpo.py` is the train command."""
+"""The command line: `mgrpo train`, `eval`, `report`, `plan`, `convert` and `env`. `examples/train_grpo.py` is the train command."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from mgrpo.config.load import raise_problems, started_ranks
 from mgrpo.config.validate import problems
 
 USAGE = """usage: mgrpo train [--config FILE.yaml] [--name value ...]   (under torchrun for more than one rank)
+       mgrpo eval [--config FILE.yaml] --model_name_or_path DIR ...   a model on the held-out prompts; one process
+       mgrpo code-server [--port 1234] ...                  the sandbox for programs, as a service
+       mgrpo report DIR                                     a run's report.html anew
        mgrpo plan [--config FILE.yaml] [--gpu H100] ...       memory, time and layouts of a run on paper
        mgrpo convert hf-to-megatron --hf DIR --out DIR [--tensor_model_parallel_size N ...] [--verify]
        mgrpo convert megatron-to-hf --checkpoint DIR --out DIR [--hf DIR] [--dtype NAME] [--verify]
@@ -51,6 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if words[0] == "train":
         return train_command(words[1:], prog="mgrpo train")
+    if words[0] == "eval":
+        return importlib.import_module("mgrpo.evaluate").eval_command(words[1:])
+    if words[0] == "code-server":
+        return importlib.import_module("mgrpo.sandbox.server").serve_command(words[1:])
+    if words[0] == "report":
+        return importlib.import_module("mgrpo.telemetry.report").report_command(words[1:])
     if words[0] == "plan":
         return importlib.import_module("mgrpo.planner.command").plan_command(words[1:])
     if words[0] == "convert":

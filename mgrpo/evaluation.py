@@ -1,8 +1,12 @@
-"""What an evaluation says: accuracy, rewards and lengths of completions for held-out prompts."""
+"""What an evaluation says: accuracy, rewards and lengths of completions for held-out prompts.
+
+Evaluations in training and `mgrpo eval` measure with these functions, from the same random stream.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import PurePosixPath
 
 import numpy as np
 
@@ -20,11 +24,15 @@ from mgrpo.telemetry.batch import (
 )
 from mgrpo.types import ScoredGroup
 
-__all__ = ["mean_score", "pass_at_k", "summarise"]
+__all__ = ["correctness", "mean_score", "pass_at_k", "short_names", "summarise"]
 
 
 def summarise(
-    groups: Sequence[ScoredGroup], *, scale: RewardScale | None = None, generate_s: float | None = None
+    groups: Sequence[ScoredGroup],
+    *,
+    scale: RewardScale | None = None,
+    sources: Sequence[str] = (),
+    generate_s: float | None = None,
 ) -> dict[str, float]:
     """Metrics of an evaluation, all of them numbers.
 
@@ -32,11 +40,12 @@ def summarise(
     one: a right answer that misses the format or was cut off is not correct where these cost reward. One without a score
     is wrong. `eval/pass_at_1` is the mean over prompts of the share of correct completions, `eval/pass_at_{n}`, with n
     completions a prompt, the share of prompts with at least one. Without verifiers nothing is correct or wrong, and
-    there is no pass@k.
+    there is no pass@k. Held-out data of several sources, or with several verifiers, are also measured apart.
 
     Args:
         groups: the same number of completions in each.
         scale: see `batch_metrics`; None also leaves out what only verifiers have.
+        sources: the short name of each group's dataset; empty: they are not told apart.
         generate_s: seconds the engines took; None leaves out their speed.
     """
     mean, least, most = mean_min_max(completion_lengths(groups))
@@ -52,9 +61,33 @@ def summarise(
     }
     if generate_s is not None:
         metrics["time/eval_actor_tokens_per_second"] = tokens_per_second(groups, generate_s)
-    if groups and all("correct" in score.parts for group in groups for score in group.scores):
-        metrics |= _accuracy(np.stack([_correct(group, scale) for group in groups]))
+    flags = correctness(groups, scale)
+    correct = None if flags is None or not groups else np.array(flags)
+    if correct is not None:
+        metrics |= _accuracy(correct)
+    for kind, names in (("source", [{name} for name in sources]), ("verifier", _verifiers(groups))):
+        if len(set().union(*names)) > 1:
+            metrics |= _apart(kind, names, groups, correct)
     return metrics
+
+
+def correctness(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> list[list[bool]] | None:
+    """Whether each completion of each group is correct; None where the user's functions decide."""
+    if not all("correct" in score.parts for group in groups for score in group.scores):
+        return None
+    return [_correct(group, scale).tolist() for group in groups]
+
+
+def short_names(paths: Iterable[str]) -> list[str]:
+    """A name without a slash for each dataset: the end of its path, as little as tells all of them apart."""
+    paths = list(paths)
+    parts = {path: _parts(path) for path in paths}
+    names: dict[str, str] = {}
+    for path, own in parts.items():
+        others = [other for key, other in parts.items() if key != path]
+        length = next((n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others)), len(own))
+        names[path] = "-".join(own[-length:])
+    return [names[path] for path in paths]
 
 
 def pass_at_k(num_correct: np.ndarray, num_samples: int, k: int) -> np.ndarray:
@@ -73,6 +106,11 @@ def pass_at_k(num_correct: np.ndarray, num_samples: int, k: int) -> np.ndarray:
     return 1.0 - np.where(i > num_samples - np.asarray(num_correct)[:, None], 1.0 - k / i, 1.0).prod(axis=1)
 
 
+def _pass_rates(correct: np.ndarray) -> dict[str, float]:
+    """Of `[prompts, n]` bool: the share of correct completions, and of prompts with one."""
+    return {"pass_at_1": float(correct.mean()), f"pass_at_{correct.shape[1]}": float(correct.any(axis=1).mean())}
+
+
 def _correct(group: ScoredGroup, scale: RewardScale | None) -> np.ndarray:
     """`[group]` bool."""
     correct = np.array([score.parts["correct"] == 1.0 for score in group.scores])
@@ -82,7 +120,32 @@ def _correct(group: ScoredGroup, scale: RewardScale | None) -> np.ndarray:
 def _accuracy(correct: np.ndarray) -> dict[str, float]:
     """pass@k for k = 1, 2, 4, ... from `[prompts, n]` bool."""
     n = correct.shape[1]
-    metrics = {"eval/pass_at_1": float(correct.mean()), f"eval/pass_at_{n}": float(correct.any(axis=1).mean())}
+    metrics = {f"eval/{name}": value for name, value in _pass_rates(correct).items()}
     for k in (1 << power for power in range(n.bit_length())):
         metrics[f"eval/pass_at_{k}_unbiased"] = float(pass_at_k(correct.sum(axis=1), n, k).mean())
     return metrics
+
+
+def _apart(
+    kind: str, names: Sequence[set[str]], groups: Sequence[ScoredGroup], correct: np.ndarray | None
+) -> dict[str, float]:
+    """Accuracy and mean reward of the groups that bear each name; a group may bear several."""
+    metrics: dict[str, float] = {}
+    for name in sorted(set().union(*names)):
+        own = [number for number, borne in enumerate(names) if name in borne]
+        prefix = f"eval/by_{kind}/{name}"
+        metrics[f"{prefix}/scores"] = mean_score([reward for number in own for reward in groups[number].rewards])
+        if correct is not None:
+            metrics |= {f"{prefix}/{key}": value for key, value in _pass_rates(correct[own]).items()}
+    return metrics
+
+
+def _verifiers(groups: Sequence[ScoredGroup]) -> list[set[str]]:
+    return [{name.lower() for name in group.group.prompt.verifiers} for group in groups]
+
+
+def _parts(path: str) -> tuple[str, ...]:
+    """Folders and name of a dataset, the ending apart."""
+    pure = PurePosixPath(path)
+    whole = pure.with_suffix("") if pure.suffix in (".jsonl", ".json", ".parquet") else pure
+    return tuple(part for part in whole.parts if part not in ("/", "..")) or (path.replace("/", "-") or "data",)

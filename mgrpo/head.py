@@ -5,6 +5,9 @@ Made in two steps, because the engines take longest to start: `Head(...)` before
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import logging
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,17 +21,22 @@ import numpy as np
 from mgrpo.checkpoint.folder import abandon, lies_in
 from mgrpo.config import Config, to_yaml
 from mgrpo.config.derived import derive, state_root
-from mgrpo.data.mixing import Row, read_rows
+from mgrpo.config.reward_rules import remapped
+from mgrpo.config.rules import too_few_prompts
 from mgrpo.data.sampler import Sampler
-from mgrpo.rewards.compose import add_to_rewards, function_names, score_groups, score_with_functions
-from mgrpo.rewards.pool import VerifierPool
+from mgrpo.evaluation import correctness, short_names, summarise
+from mgrpo.inputs import Inputs
 from mgrpo.rollout.cluster import Cluster
-from mgrpo.rollout.collect import EVALUATION
+from mgrpo.rollout.collect import EVALUATION, sampler_seed
 from mgrpo.rollout.controller import Controller, Rollouts
-from mgrpo.telemetry.batch import RewardScale
+from mgrpo.scoring import Scoring
 from mgrpo.telemetry.metrics import MetricsWriter
 from mgrpo.telemetry.progress import Progress
-from mgrpo.types import Prompt, RolloutGroup, ScoredGroup
+from mgrpo.telemetry.report import write_report
+from mgrpo.telemetry.samples import EvaluationTables, Traces
+from mgrpo.types import Prompt, ScoredGroup
+
+_log = logging.getLogger(__name__)
 
 
 class Head:
@@ -39,12 +47,11 @@ class Head:
         config: Config,
         *,
         num_local_learners: int,
-        rows: Sequence[Row],
-        held_out: Sequence[Row],
-        reward_funcs: Sequence[Callable] = (),
+        inputs: Inputs,
         resume_from: str | None = None,
     ) -> None:
-        self.config, self.rows, self.held_out, self.reward_funcs = config, rows, held_out, reward_funcs
+        """Start Ray, the engines and the verifiers."""
+        self.config, self.inputs = config, inputs
         self.output_dir = Path(config.experiment.output_dir)
         self.output_dir.mkdir(parents=True, exist_ok=True)
         self.resume_from = resume_from
@@ -56,18 +63,16 @@ class Head:
         """Where the sampler stood before it handed out the prompts of the step that is under way."""
         self.random: dict[str, Any] | None = None
         """The random states before the batch that is under way, which reward functions may be changing."""
-        self.pool = VerifierPool(
-            config.reward.verifier_workers,
-            config.reward.verifier_timeout,
-            verifiers=sorted({name for row in [*rows, *held_out] for name in row.verifiers}),
-        )
+        self.scoring = Scoring(config, inputs.functions, inputs.verifiers(config))
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="head")
         self.follower = ThreadPoolExecutor(max_workers=1, thread_name_prefix="follower")
         self.controller: Controller | None = None
         self.writer: MetricsWriter | None = None
         self.progress: Progress | None = None
+        self.tables: EvaluationTables | None = None
+        self.traces: Traces | None = None
         self.cluster = Cluster(config, num_local_learners=num_local_learners)
-        self.pool.start()
+        self.scoring.start()
 
     def get_ready(self, resumed: Mapping[str, Any] | None = None) -> Future[None]:
         """Tokenise the data and wait for the engines, in a thread; call when torch has been imported.
@@ -86,33 +91,42 @@ class Head:
         return self.thread.submit(self.cluster.finish, calls, what)
 
     def _get_ready(self, resumed: Mapping[str, Any] | None) -> None:
-        from mgrpo.data.prompts import decode, encode, load_tokenizer, stop_token_ids
+        from mgrpo.data.templates import missing_stop_strings
+        from mgrpo.data.tokenizer import decode, load_tokenizer, stop_token_ids
 
         config = self.config
-        tokenizer = load_tokenizer(config.model.model_name_or_path)
-        limits = {
-            "max_prompt_token_length": config.data.max_prompt_token_length,
-            "chat_template_name": config.data.chat_template_name,
-        }
-        train = encode(self.rows, tokenizer, **limits)
-        held_out = encode(self.held_out, tokenizer, **limits) if self.held_out else ()
-        self.held_out_prompts: list[Prompt] = [held_out.prompt((0, i)) for i in range(len(held_out))]
-        self.sampler = Sampler(len(train), config.experiment.seed)
+        self.tokenizer = load_tokenizer(config.data.tokenizer_name_or_path or config.model.model_name_or_path)
+        train = self.inputs.train.encode(self.tokenizer) if len(self.inputs.train) else None
+        held_out = self.inputs.held_out.encode(self.tokenizer) if len(self.inputs.held_out) else ()
+        self.held_out_prompts = [self._remapped(held_out.prompt((0, i))) for i in range(len(held_out))]
+        self.held_out_sources = short_names(held_out.source_of(i) for i in range(len(held_out))) if held_out else []
+        """The dataset of each held-out prompt."""
+        if train is not None:
+            if problems := too_few_prompts(config, len(train)):
+                raise ValueError(problems[0])
+            self.sampler = Sampler(len(train), config.experiment.seed, shuffle=config.data.shuffle_dataset)
+        stop_ids = stop_token_ids(config.model.model_name_or_path, self.tokenizer)
         if resumed:
             self.sampler.load_state_dict(resumed["head"]["sampler"])
             restore_random(resumed["head"]["random"])
         self.controller = Controller(
             config,
             self.cluster,
-            next_prompts=lambda n: [train.prompt(prompt_id) for prompt_id in self.sampler.take(n)],
-            decode=partial(decode, tokenizer),
-            score=self._score,
+            next_prompts=lambda n: [self._remapped(train.prompt(prompt_id)) for prompt_id in self.sampler.take(n)],
+            decode=partial(decode, self.tokenizer),
+            score=self.scoring.score,
             keep=self._keep,
-            stop_token_ids=stop_token_ids(config.model.model_name_or_path, tokenizer),
+            stop_token_ids=stop_ids,
         )
         self._open_output(resumed)
         self.cluster.wait_ready()
         self.progress = Progress(config.num_training_steps)
+        for text in missing_stop_strings(
+            config.data.chat_template_name,
+            stop_strings=config.rollout.stop_strings,
+            stop_tokens=self.tokenizer.convert_ids_to_tokens(stop_ids),
+        ):
+            self.progress.say(f"chat_template_name={config.data.chat_template_name} goes with --stop_strings '{text}'")
 
     def _open_output(self, resumed: Mapping[str, Any] | None) -> None:
         """The run's files. Nothing of an earlier run is touched before: the start may have failed."""
@@ -124,6 +138,15 @@ class Head:
             num_lines=resumed["head"]["num_lines"] if goes_on else 0,
         )
         (self.output_dir / "config.yaml").write_text(to_yaml(self.config))
+        rollout = self.config.rollout
+        resumed_after = resumed["step"] if goes_on else None
+        self.tables = EvaluationTables(self.output_dir / "rollouts", resumed_after=resumed_after)
+        if rollout.save_traces:
+            self.traces = Traces(
+                rollout.rollouts_save_path or self.output_dir / "rollouts",
+                derive(self.config, world_size=1).run_name,
+                resumed_after=resumed_after,
+            )
         abandon(root, after=resumed["step"] if goes_on else -1)
 
     def prepare(self, *, is_next: bool = True) -> None:
@@ -152,29 +175,12 @@ class Head:
             "num_lines": self.writer.num_lines,
         }
 
-    def _score(self, groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
-        """Rewards of the user's functions or of the rows' verifiers, and what the completion's length costs."""
-        algorithm, limit = self.config.algorithm, self.config.rollout.response_length
-        if self.reward_funcs:
-            scored = score_with_functions(groups, self.reward_funcs, algorithm.reward_weights)
-        else:
-            scored = score_groups(groups, self.pool, self.config.reward)
-        if algorithm.overlong_cache_length is None:
-            return scored
-        from mgrpo.algo import overlong_penalty
-
-        return [
-            add_to_rewards(
-                group,
-                "overlong",
-                overlong_penalty(
-                    np.array([len(completion.tokens) for completion in group.group.completions]),
-                    max_length=limit,
-                    cache_length=algorithm.overlong_cache_length,
-                ),
-            )
-            for group in scored
-        ]
+    def _remapped(self, prompt: Prompt) -> Prompt:
+        """The prompt with the verifier that `remap_verifier` puts in place of another."""
+        if not (pair := remapped(self.config.reward.remap_verifier)):
+            return prompt
+        names = tuple(pair[1] if name.lower() == pair[0] else name for name in prompt.verifiers)
+        return dataclasses.replace(prompt, verifiers=names)
 
     def _keep(self, groups: Sequence[ScoredGroup]) -> list[bool]:
         """Which groups have something to learn from; prompts that are solved for good are not sampled again."""
@@ -184,7 +190,7 @@ class Head:
         if not groups:
             return []
         rewards = np.stack([group.rewards for group in groups])
-        scale = self.reward_scale
+        scale = self.scoring.scale
         if algorithm.no_resampling_pass_rate is not None and scale is not None:
             shares = np.array([scale.shares(group) for group in groups])
             solved = solved_for_good(shares, pass_rate=algorithm.no_resampling_pass_rate)
@@ -198,49 +204,67 @@ class Head:
         # Functions that differ may add up to the same reward; each has an advantage of its own.
         by_function = [
             np.array([[score.parts[name] for score in group.scores] for group in groups])
-            for name in self.reward_weights
+            for name in self.scoring.weights
         ]
         return np.any([has_spread(values) for values in by_function], axis=0).tolist()
 
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        """Weight of each of the user's reward functions, and of what the length costs, by name."""
-        algorithm, names = self.config.algorithm, function_names(self.reward_funcs)
-        weights = dict(zip(names, algorithm.reward_weights or [1.0] * len(names), strict=True))
-        return weights | {"overlong": 1.0} if weights and algorithm.overlong_cache_length is not None else weights
+    def save_tokenizer(self, folder: Path) -> None:
+        """Put into an exported model the tokenizer and the chat template that it was trained with, where they are not its own."""
+        from mgrpo.data.templates import find_template
 
-    @property
-    def reward_scale(self) -> RewardScale | None:
-        """What rewards are measured in; nothing where the user's functions decide."""
-        if self.reward_funcs:
-            return None
-        reward = self.config.reward
-        return RewardScale(
-            max_possible_score=derive(self.config, world_size=1).max_possible_score,
-            verification_reward=reward.verification_reward if reward.apply_verifiable_reward else 0.0,
-            format_reward=reward.r1_style_format_reward,
-        )
+        data = self.config.data
+        template = find_template(data.chat_template_name, self.tokenizer) if data.chat_template_name != "auto" else None
+        if data.tokenizer_name_or_path is None and template is None:
+            return
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.chat_template = template or tokenizer.chat_template
+        tokenizer.save_pretrained(folder)
 
     def evaluation(self, *, next_step: int) -> Future[Rollouts]:
-        """Sample the held-out prompts from a random stream that training does not notice: that of `next_step` comes after."""
+        """Sample the held-out prompts from random streams that training does not notice: that of `next_step` comes after."""
         self.random = random_states()
         return self.thread.submit(self._evaluate, next_step)
 
     def _evaluate(self, next_step: int) -> Rollouts:
-        rollout = self.config.rollout
+        seed = sampler_seed(self.config.experiment.seed, EVALUATION, 0)
         self.cluster.finish(self.cluster.reseed(EVALUATION), "seed the sampler")
-        rollouts = self.controller.evaluate(
-            self.held_out_prompts, num_samples=rollout.eval_pass_at_k, temperature=rollout.temperature
-        ).result()
+        # Reward functions may draw from Python's and numpy's own states, too.
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        rollouts = self.controller.evaluate(self.held_out_prompts).result()
+        restore_random(self.random)
         self.cluster.finish(self.cluster.reseed(next_step), "seed the sampler")
         self.random = None
         return rollouts
 
+    def record_evaluation(self, step: int, rollouts: Rollouts, *, policy_version: int | None) -> dict[str, float]:
+        """Metrics of the evaluation after training step `step`, written beside its samples and into the report."""
+        metrics = summarise(
+            rollouts.groups,
+            scale=self.scoring.scale,
+            sources=self.held_out_sources,
+            generate_s=rollouts.generate_s,
+        )
+        version = {} if policy_version is None else {"policy_version": policy_version}
+        self.writer.write(step, {**version, **metrics, "time/eval": rollouts.generate_s})
+        self.tables.write(step, rollouts.groups, correctness(rollouts.groups, self.scoring.scale))
+        self.write_report()
+        return metrics
+
+    def write_report(self) -> None:
+        """Bring the run's report.html up to date; a page is no reason to end a run."""
+        try:
+            write_report(self.output_dir)
+        except Exception as err:
+            _log.warning("no report: %s: %s", type(err).__name__, err)
+
     def close(self) -> None:
         """End every process that this rank started."""
+        self.inputs.train.cancel()
+        self.inputs.held_out.cancel()
         for thread in (self.thread, self.follower):
             thread.shutdown(wait=False, cancel_futures=True)
-        for part in (self.progress, self.writer, self.controller, self.pool, self.cluster):
+        for part in (self.progress, self.writer, self.controller, self.scoring, self.cluster):
             if part is not None:
                 part.close()
 
@@ -258,14 +282,3 @@ def restore_random(states: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(numbers), normal))
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-
-
-def read_data(config: Config, *, need_verifiers: bool) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows, checked; needs neither tokenizer nor engines."""
-    data = config.data
-    return (
-        read_rows(data.dataset_mixer_list, data.dataset_mixer_list_splits, need_verifiers=need_verifiers),
-        read_rows(data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits, need_verifiers=need_verifiers)
-        if data.dataset_mixer_eval_list
-        else [],
-    )

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,27 +28,33 @@ from mgrpo.rollout.engine_args import machine_problems
 
 if TYPE_CHECKING:
     from mgrpo.head import Head
+    from mgrpo.inputs import Inputs
     from mgrpo.trainer import TrainResult
 
 
 def train(
     config: Config,
     *,
-    reward_funcs: Sequence[Callable] | Callable | None = None,
-    dataset: Sequence[Mapping] | None = None,
-) -> TrainResult:
+    reward_funcs: Sequence[str | Callable] | str | Callable | None = None,
+    dataset: Iterable[Mapping] | None = None,
+) -> TrainResult | None:
     """Train a model: the same as the command line. Under torchrun every rank must call it; alone it is one rank.
 
     Args:
-        reward_funcs: called on rank 0 instead of the rows' verifiers, `f(prompts=, completions=, completion_ids=,
-            ground_truth=) -> list[float | None]`; several are added up, each times its entry of `reward_weights`.
-        dataset: rows in the form of a JSONL file, instead of `dataset_mixer_list`.
+        reward_funcs: called on rank 0 in place of the rows' verifiers and of the configuration's `reward_funcs`,
+            `f(prompts, completions, completion_ids, **columns) -> list[float | None]` as in TRL; several are added up,
+            each times its entry of `reward_weights`.
+        dataset: rows in the form of a JSONL file, or a `datasets.Dataset`, instead of `dataset_mixer_list`.
+    Returns:
+        None with `cache_dataset_only`, which ends when the data are prepared.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
     """
-    functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or ())
-    rows, held_out = _check(config, functions=functions, dataset=dataset)
-    return _start(config, rows, held_out, functions)
+    functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs or ())
+    inputs = _check(config, functions=functions, dataset=dataset)
+    if config.experiment.cache_dataset_only:
+        return _prepare_data(config, inputs)
+    return _start(config, inputs)
 
 
 def try_out(config: Config) -> None:
@@ -56,7 +62,7 @@ def try_out(config: Config) -> None:
 
     All data are read and checked; no evaluation is run. Every rank must call it.
     """
-    rows, _ = _check(config, functions=[], dataset=None)
+    inputs = _check(config, functions=[], dataset=None)
     is_head = _rank() == 0
     with tempfile.TemporaryDirectory(prefix="mgrpo-dry-run-") if is_head else nullcontext("unused") as folder:
         one_step = dataclasses.replace(
@@ -64,7 +70,7 @@ def try_out(config: Config) -> None:
             experiment=dataclasses.replace(
                 config.experiment, total_episodes=config.batch_size, output_dir=folder, local_eval_every=-1
             ),
-            data=dataclasses.replace(config.data, dataset_mixer_eval_list=()),
+            data=dataclasses.replace(config.data, dataset_mixer_eval_list=(), dataset_mixer_eval_list_splits=("test",)),
             # A model that is always right or always wrong has to do its step, too.
             algorithm=dataclasses.replace(config.algorithm, filter_zero_std_samples=False, active_sampling=False),
             checkpoint=dataclasses.replace(
@@ -76,16 +82,29 @@ def try_out(config: Config) -> None:
                 resume="never",
             ),
         )
-        _start(one_step, rows, [], [])
+        _start(one_step, inputs)
     if is_head:
         print("dry run: configuration, data, layout and one step are sound; nothing was kept")
 
 
-def _start(config: Config, rows: list, held_out: list, functions: list[Callable]) -> TrainResult:
+def _prepare_data(config: Config, inputs: Inputs | None) -> None:
+    """Tokenise the data into the cache, and say what came of it."""
+    if inputs is None:
+        return
+    from mgrpo.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.data.tokenizer_name_or_path or config.model.model_name_or_path)
+    for name, mixture in (("training", inputs.train), ("held-out", inputs.held_out)):
+        if len(mixture):
+            prompts = mixture.encode(tokenizer)
+            print(f"{name} data: {len(prompts)} prompts, {prompts.num_left_out} left out, in {prompts.folder}")
+
+
+def _start(config: Config, inputs: Inputs | None) -> TrainResult:
     rank, world_size = _rank(), _world_size()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
-    _prepare_environment()
+    prepare_environment()
     head = None
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -95,9 +114,7 @@ def _start(config: Config, rows: list, held_out: list, functions: list[Callable]
             head = Head(
                 config,
                 num_local_learners=_num_local_learners(),
-                rows=rows,
-                held_out=held_out,
-                reward_funcs=functions,
+                inputs=inputs,
                 resume_from=_resume_from(config),
             )
             # After ray.init, which sets its own handler.
@@ -129,8 +146,8 @@ def _resume_from(config: Config) -> str | None:
     return latest(state_root(config)) if choice == "auto" else None if choice == "never" else choice
 
 
-def _check(config: Config, *, functions: list[Callable], dataset: Sequence[Mapping] | None) -> tuple[list, list]:
-    """Configuration on every rank, data on rank 0, all problems in one error."""
+def _check(config: Config, *, functions: list[str | Callable], dataset: Iterable[Mapping] | None) -> Inputs | None:
+    """Configuration on every rank, on rank 0 data and rewards too, which it returns; all problems in one error."""
     world_size, is_head = _world_size(), _rank() == 0
     problems = []
     hf_config, about_model = None, []
@@ -140,7 +157,7 @@ def _check(config: Config, *, functions: list[Callable], dataset: Sequence[Mappi
         about_model = machine_problems(config, num_local_learners=_num_local_learners(), head_dim=head_dim)
     except ValueError as err:
         about_model = [str(err)]
-    rows, held_out = [], []
+    inputs = None
     try:
         check(
             config,
@@ -161,31 +178,19 @@ def _check(config: Config, *, functions: list[Callable], dataset: Sequence[Mappi
                 check_complete(*split_path(config.checkpoint.resume))
         except ValueError as err:
             problems.append(str(err))
-        from mgrpo.data.mixing import parse_rows
-        from mgrpo.head import read_data
-        from mgrpo.rewards.verifiers import find
+        from mgrpo.inputs import read_inputs
 
-        try:
-            need_verifiers = config.reward.apply_verifiable_reward and not functions
-            rows, held_out = read_data(config, need_verifiers=need_verifiers)
-            if dataset is not None:
-                rows = parse_rows(dataset, source="dataset", need_verifiers=need_verifiers)
-            problems += too_few_prompts(config, len(rows)) if rows else []
-        except ValueError as err:
-            problems.append(str(err))
-        for name in sorted({name for row in [*rows, *held_out] for name in row.verifiers}):
-            try:
-                find(name)
-            except ValueError as err:
-                origin = next(row.origin for row in [*rows, *held_out] if name in row.verifiers)
-                problems.append(f"{err} (first seen in {origin})")
+        inputs, found = read_inputs(config, functions=functions, dataset=dataset)
+        problems += [problem for problem in found if problem not in problems]
+        if inputs and len(inputs.train):
+            problems += too_few_prompts(config, len(inputs.train))
     if problems:
         raise ConfigError(problems)
     if is_head:
         context = {"world_size": world_size, "hf_config": hf_config, "num_reward_funcs": len(functions)}
-        for sentence in (*config.notes, *warnings(config, **context)):
+        for sentence in (*config.notes, *warnings(config, **context), *inputs.notes(config)):
             print(f"mgrpo: {sentence}", file=sys.stderr)
-    return rows, held_out
+    return inputs
 
 
 def _rank() -> int:
@@ -200,7 +205,7 @@ def _num_local_learners() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _prepare_environment() -> None:
+def prepare_environment() -> None:
     """Set what must be set before torch is imported; what the user has set stays."""
     defaults = {
         # Spinning OpenMP threads on a busy machine make a matmul 20 times slower.
@@ -234,7 +239,7 @@ def _run(config: Config, head, rank: int, world_size: int) -> TrainResult:
         trainer.close()
         sys.exit(128 + signal.SIGTERM)
     except BaseException as err:
-        trainer.saver.stop()
+        trainer.states.stop()
         trainer.channel.fail(f"rank {rank}: {err!r}")
         raise
     trainer.close()

@@ -12,7 +12,6 @@ Every learner rank runs `Trainer.fit`; rank 0 also has the `Head` with the contr
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -23,29 +22,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from mgrpo import ops, packing
 from mgrpo.algo.samples import train_samples
-from mgrpo.checkpoint.folder import latest, step_path
 from mgrpo.checkpoint.hf_export import export_hf
-from mgrpo.checkpoint.reader import Checkpoint, open_checkpoint
-from mgrpo.checkpoint.saver import Saver
-from mgrpo.config import Config, ConfigError
-from mgrpo.config.derived import state_root
+from mgrpo.config import Config
 from mgrpo.config.validate import layout_of
-from mgrpo.evaluation import summarise
 from mgrpo.head import Head
 from mgrpo.layout import InferLayout
 from mgrpo.learning import Learner
-from mgrpo.models.family import ModelShape, read_hf_config, shape_of
+from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.parallel import backend
 from mgrpo.parallel.attention import shared_prompts_pay
 from mgrpo.parallel.broadcast import Action, Channel
-from mgrpo.parallel.gather import gather_values
 from mgrpo.policy.policy import StepResult
 from mgrpo.rollout.controller import Rollouts
+from mgrpo.states import States
 from mgrpo.sync.channel import Sender, connect_store, open_store
 from mgrpo.telemetry.batch import batch_metrics
 from mgrpo.telemetry.curve import draw_reward_curve
@@ -98,19 +91,12 @@ class Trainer:
         self.host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.experiment.backend_timeout))
         self.layout = layout_of(config, dist.get_world_size())
         self.shape = shape_of(read_hf_config(config.model.model_name_or_path))
-        checkpoint = self.open_checkpoint(head and head.resume_from)
+        self.states = States(config, self.channel, self.host_group)
+        checkpoint = self.states.open(head and head.resume_from, self.shape)
         self.learner = Learner(
             config, shape=self.shape, layout=self.layout, host_group=self.host_group, checkpoint=checkpoint
         )
         self.policy = self.learner.policy
-        self.saver = Saver(
-            state_root(config),
-            dist.get_rank(),
-            dist.get_world_size(),
-            keep_last_n=config.checkpoint.keep_last_n_checkpoints,
-            asynchronous=config.checkpoint.checkpoint_async,
-            timeout_s=60 * config.experiment.backend_timeout,
-        )
         self.done = 0
         """Training steps."""
         self.is_followed_up = False
@@ -169,6 +155,7 @@ class Trainer:
                 self.output_dir / "reward_curve.png",
                 title=f"{config.experiment.exp_name}: reward during training",
             )
+            self.head.write_report()
             self.head.progress.finish(before=self.before or None, after=after or None)
         return TrainResult(
             output_dir=self.output_dir,
@@ -192,6 +179,8 @@ class Trainer:
         False when there was nothing to sample: every prompt is solved for good (`no_resampling_pass_rate`).
         """
         clock = _Clock()
+        if self.head:
+            self.head.scoring.done = step - 1
         batch = self.wait_for(self.head and self.head.next_batch(), self.pack, may_stop=True)
         if self.head:
             self.head.prepare(is_next=step < self.config.num_training_steps and not self.evaluates_after(step))
@@ -261,7 +250,7 @@ class Trainer:
             normalization=algorithm.advantage_normalization_type,
             ddof=algorithm.advantage_ddof,
             eps=algorithm.advantage_eps,
-            reward_weights=self.head.reward_weights,
+            reward_weights=self.head.scoring.weights,
             mask_truncated=algorithm.mask_truncated_completions,
         )
         share_prompts = parallel.shared_prompt_packing
@@ -296,35 +285,15 @@ class Trainer:
         if self.skipped >= MAX_SKIPPED:
             raise RuntimeError(
                 f"{MAX_SKIPPED} steps in a row had a gradient that is not finite, and were skipped; lower learning_rate="
-                f"{self.config.optimizer.learning_rate:g} or look at the rewards; {self._last_good()}"
+                f"{self.config.optimizer.learning_rate:g} or look at the rewards; {self.states.last_good()}"
             )
 
-    def _last_good(self) -> str:
-        newest = latest(state_root(self.config))
-        if newest:
-            return f"the last good checkpoint is {newest}, continue from it with --resume {newest}"
-        return f"exports lie in {self.output_dir / 'hf'}; there is no checkpoint, set checkpoint_state_freq"
-
     def save(self) -> None:
-        """Write the state of the whole run, from which it, or one on another layout, continues exactly."""
-        if self.config.checkpoint.checkpoint_async:
-            # Whoever has written its share of the one before must not wait for rank 0 on the impatient channel.
-            self.saver.wait()
-            dist.barrier(group=self.host_group)
-        token = self.channel.arrays({"token": np.frombuffer(secrets.token_bytes(8), np.uint8)} if self.head else None)
-        state = self.state_dict() if self.head else {}
-        self.saver.save(
-            self.done,
-            self.learner.state.parts(),
-            state,
-            self.learner.state.full_shapes(),
-            token["token"].tobytes().hex(),
-        )
-        if not self.config.checkpoint.checkpoint_async:
-            dist.barrier(group=self.host_group)
+        """Write the state of the whole run."""
+        place = self.states.save(self.done, self.learner, self.state_dict() if self.head else {})
         self.saved = self.done
         if self.head:
-            self.head.progress.say(f"state of step {self.done}: {step_path(self.saver.root, self.done)}")
+            self.head.progress.say(f"state of step {self.done}: {place}")
 
     def state_dict(self) -> dict[str, Any]:
         """Rank 0: all that is no tensor, in JSON."""
@@ -347,32 +316,6 @@ class Trainer:
         self.saved = self.done
         self.version, self.skipped = state["policy_version"], state["skipped"]
         self.num_excluded, self.before = state["num_excluded"], state["before"]
-
-    def open_checkpoint(self, path: str | None) -> Checkpoint | None:
-        """The checkpoint that rank 0 says this run continues, once its files have been compared with their checksums.
-
-        Raises:
-            ConfigError: it is damaged, or of another model; on all ranks, whoever noticed.
-        """
-        told = self.channel.arrays({"path": np.frombuffer((path or "").encode(), np.uint8)} if self.head else None)
-        path = told["path"].tobytes().decode()
-        if not path:
-            return None
-        checkpoint, problem = None, ""
-        try:
-            checkpoint = open_checkpoint(path)
-            checkpoint.verify(dist.get_rank(), dist.get_world_size())
-            if ModelShape.from_dict(checkpoint.state["model"]) != self.shape:
-                problem = f"{path} is of another model than {self.config.model.model_name_or_path}; resume with its own"
-        except (ValueError, OSError) as err:
-            problem = str(err)
-        problems = gather_values(
-            torch.frombuffer(bytearray(problem.encode() + b"\n"), dtype=torch.uint8), self.host_group
-        )
-        found = problems.numpy().tobytes().decode().split("\n")
-        if any(found):
-            raise ConfigError([next(filter(None, found))])
-        return checkpoint
 
     def connect_engines(self) -> None:
         """Plan the weight sync and form one transfer group with each engine."""
@@ -445,8 +388,7 @@ class Trainer:
         )
         if self.head is None:
             return {}
-        metrics = summarise(rollouts.groups, scale=self.head.reward_scale, generate_s=rollouts.generate_s)
-        self.head.writer.write(step, {"policy_version": self.version, **metrics, "time/eval": rollouts.generate_s})
+        metrics = self.head.record_evaluation(step, rollouts, policy_version=self.version)
         self.head.progress.evaluation(metrics, when=when, before=before)
         return metrics
 
@@ -454,6 +396,8 @@ class Trainer:
         """Write the model in Hugging Face format."""
         folder = self.output_dir / "hf" / f"step_{step}"
         export_hf(self.policy, self.config.model.model_name_or_path, folder, group=self.host_group)
+        if self.head:
+            self.head.save_tokenizer(folder)
         return folder
 
     def report(
@@ -470,13 +414,14 @@ class Trainer:
             policy_version=self.version - any(result.is_finite for result in results),
             num_excluded_prompts=num_excluded - self.num_excluded,
             generate_s=rollouts.generate_s,
-            scale=self.head.reward_scale,
+            scale=self.head.scoring.scale,
         )
         self.num_excluded = num_excluded
         metrics = {
             "policy_version": self.version,
             "episode": step * self.config.batch_size,
             **sampled,
+            **self.head.scoring.metrics(),
             **measured,
             "val/num_step_tokens": sum(len(pack.tokens) for pack in batch.packs),
             "optim/grad_norm": results[-1].grad_norm if results else 0.0,
@@ -493,11 +438,14 @@ class Trainer:
             "time/total": sum(seconds.values()),
         }
         self.head.writer.write(step, metrics)
+        if self.head.traces:
+            advantages = [sample.advantage for sample in batch.samples]
+            self.head.traces.write(step, rollouts.groups, rollouts.dropped, advantages)
         self.head.progress.update(step, metrics)
 
     def close(self) -> None:
         """Leave all process groups; every rank must call."""
-        self.saver.close()
+        self.states.close()
         dist.barrier(group=self.host_group)
         backend.leave_process_groups()
 

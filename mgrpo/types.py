@@ -70,6 +70,8 @@ class Score:
     """Final scalar; NaN means no score could be given, and the sample leaves the group's statistics."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named ingredients for metrics, for example {"integer": 1.0, "format": 0.0}."""
+    extras: Mapping[str, object] = field(default_factory=dict)
+    """What reward functions noted of it, for tables of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

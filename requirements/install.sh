@@ -33,6 +33,8 @@ fi
 if [ "${2:-}" = dev ]; then
     echo "mgrpo: installing the development packages"
     $pip install --no-deps -r "$here/dev.txt"
+    # The tests ask vLLM's own server as a judge; on a GPU machine vllm has brought all it needs.
+    if [ "$cuda" = 0 ]; then $pip install --no-deps -r "$here/judge.txt"; fi
 fi
 echo "mgrpo: building the extension"
 MGRPO_CUDA=$cuda $pip install --no-deps --no-build-isolation -e "$here/.."

@@ -47,8 +47,7 @@ def derive(config: Config, *, world_size: int) -> Derived:
         completions_per_optimizer_step=-(-config.batch_size // config.algorithm.num_mini_batches),
         num_training_steps=config.num_training_steps,
         num_optimizer_steps=config.num_optimizer_steps,
-        max_model_length=config.data.max_prompt_token_length
-        + max(config.rollout.response_length, config.rollout.eval_response_length or 0),
+        max_model_length=config.max_model_length,
         max_possible_score=reward.verification_reward * reward.apply_verifiable_reward
         + reward.r1_style_format_reward * has_format_reward,
     )

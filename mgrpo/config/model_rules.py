@@ -45,7 +45,7 @@ def model_problems(config: Config, hf_config: HfConfig) -> Iterator[str]:
             "use 0 or auto"
         )
     positions = size_of(hf_config, "max_position_embeddings")
-    longest = config.data.max_prompt_token_length + config.rollout.response_length
+    longest = config.max_model_length
     if positions and longest > positions:
         yield (
             f"max_prompt_token_length + response_length = {longest} is more than the model's "

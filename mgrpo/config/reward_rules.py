@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -52,22 +51,6 @@ def _good_outputs(config: Config) -> Iterator[str]:
         )
 
 
-def _template_kwargs(config: Config) -> Iterator[str]:
-    text = config.data.chat_template_kwargs
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        yield f'chat_template_kwargs={text} must be a JSON object, for example {{"enable_thinking": false}}'
-
-
-def _system_prompt(config: Config) -> Iterator[str]:
-    path = config.data.system_prompt_override_file
-    if path is not None and not os.path.isfile(path):
-        yield f"system_prompt_override_file={path} is not a file; check the path (it is used as given, ~ is not expanded)"
-
-
 def _tokenizer(config: Config) -> Iterator[str]:
     path = config.data.tokenizer_name_or_path
     if path is not None and not os.path.isdir(path):
@@ -91,8 +74,6 @@ def _greedy(config: Config) -> Iterator[str]:
 REWARD_RULES: tuple[Rule, ...] = (
     (("remap_verifier", "verifier_weights"), _verifiers),
     (("only_reward_good_outputs",), _good_outputs),
-    (("chat_template_kwargs",), _template_kwargs),
-    (("system_prompt_override_file",), _system_prompt),
     (("tokenizer_name_or_path",), _tokenizer),
     (("stop_strings",), _stop_strings),
     (("eval_temperature", "eval_pass_at_k"), _greedy),

@@ -440,6 +440,12 @@ class Config:
         return self.experiment.total_episodes // self.batch_size
 
     @property
+    def max_model_length(self) -> int:
+        """Tokens of the longest sequence in an engine."""
+        rollout = self.rollout
+        return self.data.max_prompt_token_length + max(rollout.response_length, rollout.eval_response_length or 0)
+
+    @property
     def num_optimizer_steps(self) -> int:
         """Optimizer steps of the run, the horizon of the learning-rate schedule."""
         return self.num_training_steps * self.algorithm.num_epochs * self.algorithm.num_mini_batches

@@ -35,7 +35,7 @@ LAYOUT_FIELDS = (
     "sequence_parallel",
     "zero_stage",
 )
-MODEL_FIELDS = ("vllm_tensor_parallel_size", "max_prompt_token_length", "response_length")
+MODEL_FIELDS = ("vllm_tensor_parallel_size", "max_prompt_token_length", "response_length", "eval_response_length")
 
 
 def check(

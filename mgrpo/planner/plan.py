@@ -208,8 +208,7 @@ def plan_run(config: Config, shape: ModelShape, cluster: Cluster, *, num_learner
         for stage in range(layout.pipeline)
     )
     worst = max(stages, key=lambda stage: stage.total)
-    longest = config.data.max_prompt_token_length + config.rollout.response_length
-    engine = engine_memory(shape, engines, cluster, longest=longest, dtype_bytes=dtype_bytes)
+    engine = engine_memory(shape, engines, cluster, longest=config.max_model_length, dtype_bytes=dtype_bytes)
     num_engine_gpus = engines.vllm_num_engines * engines.vllm_tensor_parallel_size
     plan = Plan(
         config=config,

@@ -1,20 +1,50 @@
 """Scores of completions: named verifiers, run in killable worker processes, and the rules that make a reward of them.
 
-`verifiers` scores one text, `worker` is the program it runs in, `pool` keeps the workers, `compose` builds rewards.
+`verifier` says what one is, `verifiers/` holds them, `catalog` finds them by name; `worker` is the program they run in,
+`pool` keeps the workers, `remote` asks servers, `scorer` is all of that behind one call; `compose` builds rewards of
+scores, `functions` of the user's own functions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 
-def verify(name: str, completion: str, ground_truth: object, **context: object) -> float:
-    """Score of one completion by the verifier called `name`, in a worker process under time and memory limits.
 
-    `context` is what a caller knows besides (the prompt, say); no verifier of today reads it.
-    The first call starts the worker, which lives as long as this process.
+def verify(
+    name: str,
+    completion: str,
+    ground_truth: object,
+    *,
+    prompt: str = "",
+    completion_ids: Sequence[int] | None = None,
+    num_tokens: int | None = None,
+    query: str | None = None,
+    tokenized_prediction: Sequence[int] | None = None,
+    **settings: object,
+) -> float:
+    """Score of one completion by the verifier called `name`, under time and memory limits.
 
+    The first call starts a worker process, which lives as long as this one.
+
+    Args:
+        name: see docs/rewards.md; case does not matter.
+        ground_truth: one JSON value, as the row's `ground_truth`.
+        prompt: what the completion answers, for judges. `query` is Open Instruct's word for it.
+        completion_ids: token ids of the completion, for the verifiers of lengths; or their number as `num_tokens`.
+            `tokenized_prediction` is Open Instruct's word for the ids.
+        settings: fields of the reward section of the configuration, for example `code_api_url`.
     Returns:
-        The score, or NaN where none could be given (time, memory, a crash, a ground truth the verifier cannot read).
+        The score, or NaN where none could be given (time, memory, a crash, a server that fails, a ground truth that the
+        verifier cannot read).
+    Raises:
+        ValueError: no verifier is called `name`.
+        TypeError: no setting is called so.
     """
-    from mgrpo.rewards.pool import Item, shared_pool
+    from mgrpo.config.schema import Reward
+    from mgrpo.rewards.pool import Item
+    from mgrpo.rewards.scorer import shared_scorer
 
-    return shared_pool().verify_many([Item(name, completion, ground_truth)])[0]
+    ids = tokenized_prediction if completion_ids is None else completion_ids
+    count = num_tokens if ids is None else len(ids)
+    item = Item(name, completion, ground_truth, query or prompt, count)
+    return shared_scorer(Reward(**settings)).verify_many([item])[0]

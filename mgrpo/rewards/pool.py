@@ -6,24 +6,19 @@ score, the worker is replaced, and the items behind it are asked again.
 
 from __future__ import annotations
 
-import atexit
-import functools
-import json
+import dataclasses
 import logging
 import os
 import selectors
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import NamedTuple
 
-from mgrpo.rewards.verifiers import find
+from mgrpo.config.schema import Reward
+from mgrpo.rewards.catalog import find
+from mgrpo.rewards.process import Item, Worker
 
 _log = logging.getLogger(__name__)
 
@@ -38,14 +33,6 @@ _LOGGED_PER_VERIFIER = 3
 NO_SCORE = float("nan")
 
 
-class Item(NamedTuple):
-    """One completion to score."""
-
-    verifier: str
-    completion: str
-    ground_truth: object
-
-
 class VerifierPool:
     """Scores items in worker processes; one thread at a time is served, the others wait."""
 
@@ -53,7 +40,13 @@ class VerifierPool:
     """Items without a score since the start, by verifier."""
 
     def __init__(
-        self, num_workers: int, timeout_s: float, memory_mb: int = 2048, *, verifiers: Sequence[str] = ()
+        self,
+        num_workers: int,
+        timeout_s: float,
+        memory_mb: int = 2048,
+        *,
+        verifiers: Sequence[str] = (),
+        settings: Reward | None = None,
     ) -> None:
         """Nothing is started yet. `verifiers` are loaded at the start; others when they are first asked for."""
         if num_workers < 1:
@@ -66,6 +59,7 @@ class VerifierPool:
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._memory_mb = memory_mb
+        self._settings = dataclasses.asdict(settings or Reward())
         self._verifiers = list(dict.fromkeys(name.lower() for name in verifiers))
         self._own_process()
 
@@ -111,7 +105,7 @@ class VerifierPool:
     def _own_process(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._failed_starts = 0
         # The kernel ends a worker when the thread that started it ends (`lifetime`), so they all come from one thread
         # that lives as long as the pool, whoever calls.
@@ -131,9 +125,9 @@ class VerifierPool:
         while len(self._workers) < self._num_workers:
             self._workers.append(self._spawn())
 
-    def _spawn(self) -> _Worker:
-        worker = self._spawner.submit(_Worker).result()
-        worker.load(self._verifiers, memory_mb=self._memory_mb)
+    def _spawn(self) -> Worker:
+        worker = self._spawner.submit(Worker).result()
+        worker.load(self._verifiers, self._settings, memory_mb=self._memory_mb)
         return worker
 
     def _kill_all(self) -> None:
@@ -146,7 +140,7 @@ class VerifierPool:
         self._verifiers += new
         if new:
             for worker in self._workers:
-                worker.load(new)
+                worker.load(new, self._settings)
         self._start()
         batch = _Batch(items)
         with selectors.DefaultSelector() as selector:
@@ -166,7 +160,7 @@ class VerifierPool:
                         self._workers[place] = self._spawn()
         return batch.scores
 
-    def _bury(self, worker: _Worker, batch: _Batch) -> None:
+    def _bury(self, worker: Worker, batch: _Batch) -> None:
         """End a worker that hangs or is dead: its first unanswered item has no score, the others wait again."""
         timed_out = not worker.is_over
         worker.end()
@@ -181,7 +175,7 @@ class VerifierPool:
             batch.set(culprit, self._no_score(batch.items[culprit], why))
         batch.take_back(worker)
 
-    def _take_answers(self, worker: _Worker, batch: _Batch) -> None:
+    def _take_answers(self, worker: Worker, batch: _Batch) -> None:
         for answer in worker.answers():
             if "ready" in answer:
                 worker.num_loading -= 1
@@ -200,7 +194,7 @@ class VerifierPool:
             _log.warning("verifier %s gave no score for %.60r...: %s%s", name, item.completion, why, last)
         return NO_SCORE
 
-    def _deadline(self, worker: _Worker) -> float:
+    def _deadline(self, worker: Worker) -> float:
         """When the worker must have said something."""
         if worker.num_loading:
             return worker.heard_at + _START_LIMIT_S
@@ -210,7 +204,7 @@ class VerifierPool:
         first = min(self._deadline(worker) for worker in self._workers)
         return None if first == float("inf") else max(0.0, first - time.monotonic()) + 0.001
 
-    def _start_failure(self, worker: _Worker, timed_out: bool) -> str:
+    def _start_failure(self, worker: Worker, timed_out: bool) -> str:
         how = f"was not ready after {_START_LIMIT_S:g} s" if timed_out else f"{worker.ending} before it was ready"
         return (
             f"a verifier worker {how}, {_STARTS_BEFORE_GIVING_UP} times in a row "
@@ -227,14 +221,14 @@ class _Batch:
         self.num_missing = len(items)
         self._waiting = deque(range(len(items)))
 
-    def top_up(self, worker: _Worker) -> None:
+    def top_up(self, worker: Worker) -> None:
         """Ask the worker as many items as it may hold; refilled by halves, to write seldom."""
         if len(worker.asked) > _ITEMS_AHEAD // 2 or not self._waiting:
             return
         indices = [self._waiting.popleft() for _ in range(min(_ITEMS_AHEAD - len(worker.asked), len(self._waiting)))]
         worker.ask([(index, self.items[index]) for index in indices])
 
-    def take_back(self, worker: _Worker) -> None:
+    def take_back(self, worker: Worker) -> None:
         """What the worker did not get to is asked again, first."""
         self._waiting.extendleft(reversed(worker.asked))
         worker.asked.clear()
@@ -244,117 +238,7 @@ class _Batch:
         self.num_missing -= 1
 
 
-class _Worker:
-    """One worker process and what is on the way to and from it. Its pipes never block."""
-
-    def __init__(self) -> None:
-        package_parent = str(Path(__file__).resolve().parents[2])
-        search_path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
-        # PYTHONSAFEPATH (Python 3.11) keeps a file math.py or json.py in the working directory from being imported by the
-        # worker. A session of its own keeps Ctrl-C away (the pool ends it) and lets a kill reach what a verifier started.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mgrpo.rewards.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            # Not the secrets of the run: what it reads is untrusted.
-            env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-            | {"PYTHONPATH": search_path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._to = self.process.stdin.fileno()
-        self._from = self.process.stdout.fileno()
-        os.set_blocking(self._to, False)
-        os.set_blocking(self._from, False)
-        self._outgoing = bytearray()
-        self._incoming = b""
-        self.asked: deque[int] = deque()
-        """Items without an answer, in the order they were asked."""
-        self.num_loading = 0
-        """Load requests without an answer."""
-        self.heard_at = time.monotonic()
-        """When the worker last said something, or was given work when it had none."""
-        self.is_over = False
-        """Its output has ended."""
-
-    @property
-    def ending(self) -> str:
-        """How the process ended, in words."""
-        code = self.process.returncode
-        return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-    def load(self, verifiers: Sequence[str], *, memory_mb: int | None = None) -> None:
-        self._mark_busy()
-        self.num_loading += 1
-        self._send({"verifiers": list(verifiers), "memory_mb": memory_mb})
-        self._write()
-
-    def ask(self, items: Sequence[tuple[int, Item]]) -> None:
-        self._mark_busy()
-        for index, item in items:
-            self._send({"id": index, **item._asdict()})
-            self.asked.append(index)
-        self._write()
-
-    def exchange(self) -> None:
-        """Move what the pipes take and give now."""
-        self._write()
-        self._read()
-
-    def answers(self) -> list[dict]:
-        """What the worker has said since the last call."""
-        *lines, self._incoming = self._incoming.split(b"\n")
-        if lines:
-            self.heard_at = time.monotonic()
-        return [json.loads(line) for line in lines]
-
-    def events(self) -> dict[int, int]:
-        """Its descriptors and what to wait for on each now; 0 is nothing."""
-        return {self._from: selectors.EVENT_READ, self._to: selectors.EVENT_WRITE if self._outgoing else 0}
-
-    def end(self) -> None:
-        """Kill the process with all it started, and read the answers it gave before; a second call does nothing."""
-        if self.process.stdout.closed:
-            return
-        # Not waited for yet, so the number cannot have gone to another process.
-        if self.process.returncode is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._read()
-        self.close_pipes()
-
-    def close_pipes(self) -> None:
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-    def _mark_busy(self) -> None:
-        if not self.asked and not self.num_loading:
-            self.heard_at = time.monotonic()
-
-    def _send(self, message: dict) -> None:
-        self._outgoing += json.dumps(message).encode() + b"\n"
-
-    def _write(self) -> None:
-        try:
-            while self._outgoing:
-                del self._outgoing[: os.write(self._to, self._outgoing[: 1 << 16])]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            # It died; its output, which ends now, says when the pool sees it.
-            self._outgoing.clear()
-
-    def _read(self) -> None:
-        try:
-            while chunk := os.read(self._from, 1 << 16):
-                self._incoming += chunk
-            self.is_over = True
-        except BlockingIOError:
-            pass
-
-
-def _watch(selector: selectors.BaseSelector, worker: _Worker) -> None:
+def _watch(selector: selectors.BaseSelector, worker: Worker) -> None:
     """Have the selector wait for what the worker's pipes have to do now."""
     for descriptor, events in worker.events().items():
         watched = descriptor in selector.get_map()
@@ -364,7 +248,7 @@ def _watch(selector: selectors.BaseSelector, worker: _Worker) -> None:
             selector.unregister(descriptor)
 
 
-def _unwatch(selector: selectors.BaseSelector, worker: _Worker) -> None:
+def _unwatch(selector: selectors.BaseSelector, worker: Worker) -> None:
     for descriptor in worker.events():
         if descriptor in selector.get_map():
             selector.unregister(descriptor)
@@ -372,13 +256,3 @@ def _unwatch(selector: selectors.BaseSelector, worker: _Worker) -> None:
 
 def _new_spawner() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="verifier-spawner")
-
-
-@functools.lru_cache(maxsize=1)
-def shared_pool() -> VerifierPool:
-    """The pool behind `mgrpo.rewards.verify`: one worker, the default limits of the configuration."""
-    from mgrpo.config.schema import Reward
-
-    pool = VerifierPool(num_workers=1, timeout_s=Reward().verifier_timeout)
-    atexit.register(pool.close)
-    return pool

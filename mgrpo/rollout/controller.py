@@ -6,15 +6,18 @@ What other rooms do for it comes in as callables: the next prompts, decoding, sc
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+
 from mgrpo.config.schema import Config
 from mgrpo.rollout.cluster import Cluster
-from mgrpo.rollout.collect import Decode, split_evenly, to_arrays, to_groups
+from mgrpo.rollout.collect import EVALUATION, Decode, split_evenly, to_arrays, to_groups
 from mgrpo.rollout.engine import Sampling
 from mgrpo.types import Prompt, RolloutGroup, ScoredGroup
 
@@ -43,6 +46,18 @@ class Batch:
     shares: list[Sequence[Prompt]]
     """By engine."""
     num_samples: int
+
+
+def prompt_seeds(run_seed: int, prompts: Sequence[Prompt], stream: int) -> np.ndarray:
+    """`[prompts]` int64: a seed of its own for every prompt of a run; `stream` tells evaluations from training.
+
+    With stop strings the engine's core hears a moment late that a completion has ended, and its row stays in the batch that
+    long: were all rows drawn from one stream, the others' samples would depend on that moment.
+    """
+    words = (f"{run_seed}/{stream}/{prompt.id[0]}/{prompt.id[1]}".encode() for prompt in prompts)
+    return np.array(
+        [int.from_bytes(hashlib.blake2b(word, digest_size=8).digest(), "little") >> 2 for word in words], np.int64
+    )
 
 
 class Controller:
@@ -80,9 +95,9 @@ class Controller:
         batch, self.prepared = self.prepared, None
         return self.thread.submit(self._collect_kept, batch)
 
-    def evaluate(self, prompts: Sequence[Prompt], *, num_samples: int, temperature: float) -> Future[Rollouts]:
-        """Groups for held-out prompts."""
-        return self.thread.submit(self._collect, self._queue(prompts, num_samples, temperature))
+    def evaluate(self, prompts: Sequence[Prompt]) -> Future[Rollouts]:
+        """Groups for held-out prompts, sampled as the settings of evaluations say."""
+        return self.thread.submit(self._collect, self._queue(prompts, self._evaluation(), EVALUATION))
 
     def close(self) -> None:
         """Stop taking work; a generation that is under way is left to the engines' end."""
@@ -90,23 +105,37 @@ class Controller:
 
     def _queue_training(self, num_prompts: int) -> Batch:
         rollout = self.config.rollout
-        prompts = self.next_prompts(num_prompts)
-        return self._queue(prompts, rollout.num_samples_per_prompt_rollout, rollout.temperature)
-
-    def _queue(self, prompts: Sequence[Prompt], num_samples: int, temperature: float) -> Batch:
         sampling = Sampling(
-            num_samples=num_samples,
-            max_tokens=self.config.rollout.response_length,
-            temperature=temperature,
+            num_samples=rollout.num_samples_per_prompt_rollout,
+            max_tokens=rollout.response_length,
+            temperature=rollout.temperature,
             stop_token_ids=self.stop_token_ids,
+            stop_strings=rollout.stop_strings,
         )
+        return self._queue(self.next_prompts(num_prompts), sampling)
+
+    def _evaluation(self) -> Sampling:
+        rollout = self.config.rollout
+        return Sampling(
+            num_samples=rollout.eval_pass_at_k,
+            max_tokens=rollout.eval_response_length or rollout.response_length,
+            temperature=rollout.temperature if rollout.eval_temperature is None else rollout.eval_temperature,
+            stop_token_ids=self.stop_token_ids,
+            top_p=rollout.eval_top_p,
+            stop_strings=rollout.stop_strings,
+        )
+
+    def _queue(self, prompts: Sequence[Prompt], sampling: Sampling, stream: int = 0) -> Batch:
         batch = Batch(
             number=next(self.numbers),
             shares=split_evenly(prompts, len(self.cluster.engines)),
-            num_samples=num_samples,
+            num_samples=sampling.num_samples,
         )
         for engine, share in zip(self.cluster.engines, batch.shares, strict=True):
-            engine.queue.remote(batch.number, *to_arrays(share), sampling)
+            words = [batch.number, *to_arrays(share), sampling]
+            if sampling.stop_strings:
+                words.append(prompt_seeds(self.config.experiment.seed, share, stream))
+            engine.queue.remote(*words)
         return batch
 
     def _collect_kept(self, batch: Batch) -> Rollouts:

@@ -28,6 +28,9 @@ class Sampling:
     temperature: float
     """0 is greedy."""
     stop_token_ids: tuple[int, ...]
+    top_p: float = 1.0
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a completion, and stay in it; only for engines that were started with a tokenizer."""
 
 
 class EngineActor:
@@ -89,7 +92,14 @@ class EngineActor:
             )
         )
 
-    async def queue(self, batch: int, tokens: np.ndarray, cu_seqlens: np.ndarray, sampling: Sampling) -> None:
+    async def queue(
+        self,
+        batch: int,
+        tokens: np.ndarray,
+        cu_seqlens: np.ndarray,
+        sampling: Sampling,
+        seeds: np.ndarray | None = None,
+    ) -> None:
         """Queue prompts as batch number `batch`; nothing runs before `generate`.
 
         So a batch can be queued while the learners still train on the one before, and what the scheduler and the sampler do
@@ -97,12 +107,13 @@ class EngineActor:
 
         Args:
             tokens: prompts end to end, `[sum(len)]` int32, cut by `cu_seqlens [prompts + 1]`.
+            seeds: `[prompts]` int64, one random stream a prompt; None: all draw from the sampler's.
         """
         queued = self._batch(batch)
         try:
             await self._while_alive(self.pausing)
             prompts = [tokens[a:b].tolist() for a, b in itertools.pairwise(cu_seqlens.tolist())]
-            queued.set_result(await self._while_alive(self._add(prompts, sampling)))
+            queued.set_result(await self._while_alive(self._add(prompts, sampling, seeds)))
         except Exception as err:
             queued.set_exception(err)
 
@@ -135,23 +146,45 @@ class EngineActor:
         """The requests of a batch, once they are queued."""
         return self.batches.setdefault(batch, asyncio.get_running_loop().create_future())
 
-    async def _add(self, prompts: list[list[int]], sampling: Sampling) -> list[Any]:
+    async def _add(self, prompts: list[list[int]], sampling: Sampling, seeds: np.ndarray | None) -> list[Any]:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            n=sampling.num_samples,
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=list(sampling.stop_token_ids),
-            logprobs=0,
-            detokenize=False,
-            skip_clone=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        settings = {
+            "n": sampling.num_samples,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": sampling.max_tokens,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "logprobs": 0,
+            "skip_clone": True,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+            **_stopping(sampling.stop_strings),
+        }
+        if seeds is None:
+            params = [SamplingParams(**settings)] * len(prompts)
+        else:
+            params = [SamplingParams(**settings, seed=seed) for seed in seeds.tolist()]
         add = self.engine.add_request
-        return [await add(str(next(self.numbers)), tokens_input(prompt), params) for prompt in prompts]
+        return [
+            await add(str(next(self.numbers)), tokens_input(prompt), own)
+            for prompt, own in zip(prompts, params, strict=True)
+        ]
+
+
+def _stopping(strings: tuple[str, ...]) -> dict[str, Any]:
+    """What vLLM is told to look for in the text as it grows."""
+    if not strings:
+        return {"detokenize": False}
+    return {
+        "stop": list(strings),
+        "include_stop_str_in_output": True,
+        # "<|im_end|>" may be a special token.
+        "skip_special_tokens": False,
+        # Once it has a tokenizer vLLM would end at this one's eos, too; stop_token_ids alone decide.
+        "ignore_eos": True,
+    }
 
 
 async def _last_outputs(requests: list[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mgrpo.config.derived import derive
 from mgrpo.config.schema import Config
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -48,7 +49,7 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int) 
             known = ", ".join(map(str, CPU_HEAD_DIMS))
             found.append(f"the model's head_dim={head_dim} is not served by vLLM on a CPU; it knows {known}")
         return found
-    if config.model.model_dtype == "float32":
+    if config.model.model_dtype == "float32" and num_local_learners:
         found.append("model_dtype=float32 cannot be trained on a GPU: flash attention takes bfloat16; use bfloat16")
     needed, left = settings.vllm_num_engines * settings.vllm_tensor_parallel_size, len(gpus) - num_local_learners
     if settings.ray_address is None and needed > left:
@@ -62,22 +63,24 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int) 
 
 def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs, except for the weight-transfer backend."""
-    settings = config.engine
+    settings, stop_strings = config.engine, config.rollout.stop_strings
     args: dict[str, Any] = {
         "model": config.model.model_name_or_path,
         "dtype": config.model.model_dtype,
         # A Megatron folder's weights reach an engine as all later ones do: it serves nothing before its first sync.
         "load_format": "dummy" if (Path(config.model.model_name_or_path) / "megatron.json").is_file() else "auto",
-        "max_model_len": config.data.max_prompt_token_length + config.rollout.response_length,
+        "max_model_len": derive(config, world_size=1).max_model_length,
         "max_num_seqs": settings.vllm_max_num_seqs,
         "tensor_parallel_size": settings.vllm_tensor_parallel_size,
         "enable_prefix_caching": settings.vllm_enable_prefix_caching,
         # The trainer's definition: log-softmax of the logits divided by the temperature.
         "logprobs_mode": "processed_logprobs",
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not stop_strings,
         "disable_log_stats": True,
         "seed": 0,  # each sync seeds the sampler anew
     }
+    if stop_strings:
+        args["tokenizer"] = config.data.tokenizer_name_or_path or config.model.model_name_or_path
     if on_gpu:
         args["gpu_memory_utilization"] = settings.vllm_gpu_memory_utilization
         args["enforce_eager"] = settings.vllm_enforce_eager

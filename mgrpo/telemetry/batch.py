@@ -6,8 +6,8 @@ cannot be measured, a mean of nothing or a score that could not be given, is NaN
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,10 +36,14 @@ class RewardScale:
     """Reward for the full score of one verifier; 0 when verifiers are off."""
     format_reward: float
     """Reward for the format, where it is asked for."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weight of a verifier whose weight is not 1."""
 
     def highest(self, group: ScoredGroup) -> float:
-        """Highest reward of this prompt's completions: each verifier after the first can earn its reward too."""
-        return self.max_possible_score + self.verification_reward * max(len(group.group.prompt.verifiers) - 1, 0)
+        """Highest reward of this prompt's completions: each verifier earns its weight's share."""
+        verifiers = group.group.prompt.verifiers
+        weight = sum(self.weights.get(name.lower(), 1.0) for name in verifiers) if verifiers else 1.0
+        return self.max_possible_score + self.verification_reward * (weight - 1)
 
     def shares(self, group: ScoredGroup) -> np.ndarray:
         """`[group]`: rewards by the highest one, NaN without a score or a highest one above 0.
@@ -102,7 +106,7 @@ def reward_metrics(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> 
     if scale is None:
         return metrics
     metrics |= {f"objective/{name}_correct_rate": _share(_known(given[name]) > 0) for name in judges}
-    verified = scale.verification_reward * _known(_verifier_sums(groups))
+    verified = scale.verification_reward * _known(_verifier_sums(groups, scale.weights))
     if verified.size:
         metrics["objective/verifiable_reward"] = mean_score(verified)
         metrics["objective/verifiable_correct_rate"] = _share(verified > 0)
@@ -325,13 +329,13 @@ def _verifiers(groups: Sequence[ScoredGroup]) -> list[str]:
     return sorted(named & {name for group in groups for score in group.scores for name in score.parts})
 
 
-def _verifier_sums(groups: Sequence[ScoredGroup]) -> list[float]:
-    """What the verifiers of its row gave each completion, together; nothing where none was asked."""
+def _verifier_sums(groups: Sequence[ScoredGroup], weights: Mapping[str, float]) -> list[float]:
+    """What the verifiers of its row gave each completion, weighed and together; nothing where none was asked."""
     sums = []
     for group in groups:
         names = {name.lower() for name in group.group.prompt.verifiers}
         for score in group.scores:
-            given = [value for name, value in score.parts.items() if name in names]
+            given = [weights.get(name, 1.0) * value for name, value in score.parts.items() if name in names]
             if given:
                 sums.append(sum(given))
     return sums

@@ -87,7 +87,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("frac_reward_zero_std", TRL, "share", "of these groups, those whose rewards are equal up to rounding"),
         left_out("objective/rlhf_reward", OLD, "scores - beta x KL; both are logged: scores, loss/kl_avg"),
         alias("objective/non_score_reward", OLD, "loss/kl_avg", f"-beta x KL; {_SUM}"),
-        logged("objective/verifiable_reward", OI, "reward", "verification_reward x sum of the row's verifiers, before format and stop rules"),
+        logged("objective/verifiable_reward", OI, "reward", "verification_reward x weighted sum of the row's verifiers, before format and stop rules"),
         logged("objective/verifiable_correct_rate", OI, "share", "completions for which that is above 0; objective/correct_reward is the strict one"),
         logged("objective/{verifier}_reward", OI, "score", "mean of what the verifier, or the user's reward function, itself gave; Open Instruct: times verification_reward"),
         logged("objective/{verifier}_correct_rate", OI, "share", "of the completions it scored, those with a score above 0"),
@@ -100,6 +100,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("rewards/{verifier}/std", TRL, "score", "standard deviation (n - 1) of what the verifier or reward function gave"),
         logged("val/no_score_rate", OWN, "share", "of all completions sampled, those without a score; they train nothing"),
         logged("unsolved_batch_size_ratio", OI, "share", "of the scored completions, those whose reward, what its length costs apart, is below the highest possible one of its row: more with several verifiers"),
+    ),
+    "Judges and reward functions": (
+        logged("objective/{verifier}_cost", OWN, "dollars", "what a judge has cost since the start, by the list prices of known models"),
+        logged("objective/{verifier}_prompt_tokens", OWN, "tokens", "that a judge has read since the start"),
+        logged("objective/{verifier}_completion_tokens", OWN, "tokens", "that a judge has written since the start"),
+        logged("objective/{verifier}_requests", OWN, "requests", "sent to a judge since the start, repeated ones among them"),
+        logged("custom/{name}", OWN, "any", "what reward functions gave to log_metric in the step, its mean"),
     ),
     "Lengths": (
         logged("val/sequence_lengths", OI, "tokens", "mean length of the completions trained on"),
@@ -252,9 +259,18 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("eval/objective/{verifier}_error_rate", OWN, "share", "as objective/{verifier}_error_rate"),
         logged("eval/rewards/{verifier}/std", TRL, "score", "as rewards/{verifier}/std"),
         logged("eval/val/format_scores", OI, "reward", "as val/format_scores"),
+        *(
+            logged(f"eval/by_{kind}/{{{kind}}}/{name}", OWN, unit, meaning + whose)
+            for kind, whose in (("source", "the prompts of one dataset, where there are several"), ("verifier", "the prompts that name this verifier, where there are several"))
+            for name, unit, meaning in (
+                ("scores", "reward", "mean reward of "),
+                ("pass_at_1", "share", "as eval/pass_at_1, of "),
+                ("pass_at_{n}", "share", "as eval/pass_at_{n}, of "),
+            )
+        ),
         alias("eval/actor_tokens_per_second", OI, "time/eval_actor_tokens_per_second"),
         logged("time/eval_actor_tokens_per_second", OWN, "tokens/s", "as time/actor_tokens_per_second, on held-out prompts"),
-        not_yet("sample_completions", OI, "there is no table of samples"),
+        left_out("sample_completions", OI, "a table there; here rollouts/eval_step_N.jsonl, and a choice of it in report.html"),
     ),
     "Tools, environments and rubrics": (
         *(not_yet(f"tools/{{name}}/{what}", OI, _TOOLS) for what in ("avg_calls_per_rollout", "failure_rate", "avg_runtime")),

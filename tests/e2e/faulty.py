@@ -55,7 +55,7 @@ class Fault:
         if self.name == "nan":
             replace("mgrpo.policy.policy:Policy._update_weights", self.with_nan)
             return
-        place = next(place for place in PLACES if self.name.endswith(f" {place}"))
+        place = max((place for place in PLACES if self.name.endswith(f" {place}")), key=len)
         rank, function, number, counts = PLACES[place]
         if os.environ["RANK"] == str(rank):
             replace(function, lambda original: self.planted(original, number, counts))

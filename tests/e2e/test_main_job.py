@@ -71,7 +71,7 @@ def test_everything_a_run_promises_is_written(finished):
 
 def test_exported_model_is_the_one_that_was_measured(finished):
     """Greedy accuracy of the export, by transformers, is in line with the engine's sampled accuracy after training."""
-    from mgrpo.data.prompts import load_tokenizer
+    from mgrpo.data.tokenizer import load_tokenizer
 
     folder = finished.output_dir / "hf" / f"step_{STEPS}"
     model, tokenizer = load_hf(folder), load_tokenizer(folder)

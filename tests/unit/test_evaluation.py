@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgrpo.algo.samples import train_samples
-from mgrpo.evaluation import pass_at_k, summarise
+from mgrpo.config import ConfigError, load_file, parse
+from mgrpo.config.dump import to_yaml
+from mgrpo.config.load import raise_problems
+from mgrpo.config.validate import problems
+from mgrpo.evaluate import evaluate, for_evaluation
+from mgrpo.evaluation import correctness, pass_at_k, short_names, summarise
+from mgrpo.head import Head, random_states, restore_random
 from mgrpo.telemetry.batch import RewardScale
 from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup
 
@@ -19,9 +27,18 @@ NAN = float("nan")
 
 
 def group(
-    rewards: list[float], lengths: list[int] | None = None, parts: list[dict[str, float]] | None = None
+    rewards: list[float],
+    lengths: list[int] | None = None,
+    parts: list[dict[str, float]] | None = None,
+    verifiers: tuple[str, ...] = ("integer",),
 ) -> ScoredGroup:
-    prompt = Prompt(id=(0, 0), tokens=np.array([5, 6], np.int32), text="", verifiers=("integer",), ground_truths=(1,))
+    prompt = Prompt(
+        id=(0, 0),
+        tokens=np.array([5, 6], np.int32),
+        text="",
+        verifiers=verifiers,
+        ground_truths=(1,) * len(verifiers),
+    )
     completions = tuple(
         Completion(
             tokens=np.arange(n, dtype=np.int32),
@@ -143,6 +160,151 @@ def test_without_verifiers_nothing_is_correct():
     metrics = summarise([group([0.3, 0.7], parts=[{"brevity": 0.3}, {"brevity": 0.7}])])
     assert metrics["eval/objective/brevity_reward"] == pytest.approx(0.5)
     assert not [name for name in metrics if "pass_at" in name]
+
+
+def by_name(metrics: dict[str, float], start: str) -> dict[str, float]:
+    return {name.removeprefix(start): value for name, value in metrics.items() if name.startswith(start)}
+
+
+def test_the_parts_of_a_mixture_are_measured_apart():
+    """One number over a mixture hides that a run forgets one of its tasks. Worked by hand; unequal parts."""
+    groups = [group([1.0, 0.0]), group([1.0, 1.0]), group([0.0, NAN])]
+    metrics = summarise(groups, sources=["easy", "easy", "hard"])
+    assert by_name(metrics, "eval/by_source/") == pytest.approx(
+        {
+            "easy/scores": 3 / 4,
+            "easy/pass_at_1": 3 / 4,
+            "easy/pass_at_2": 1.0,
+            "hard/scores": 0.0,
+            "hard/pass_at_1": 0.0,
+            "hard/pass_at_2": 0.0,
+        }
+    )
+    assert by_name(summarise(groups, sources=["easy"] * 3), "eval/by_") == {}
+
+
+def test_each_verifiers_prompts_have_an_accuracy_of_their_own():
+    """A row with two verifiers counts for both; names are compared without case, as the parts of a score are."""
+    both = [{"math": 1.0, "ifeval": 0.5, "correct": 0.0}, {"math": 1.0, "ifeval": 1.0, "correct": 1.0}]
+    groups = [group([1.0, 1.0], verifiers=("MATH",)), group([1.5, 2.0], parts=both, verifiers=("math", "ifeval"))]
+    assert by_name(summarise(groups), "eval/by_verifier/") == pytest.approx(
+        {
+            "math/scores": (1 + 1 + 1.5 + 2) / 4,
+            "math/pass_at_1": 3 / 4,
+            "math/pass_at_2": 1.0,
+            "ifeval/scores": 3.5 / 2,
+            "ifeval/pass_at_1": 1 / 2,
+            "ifeval/pass_at_2": 1.0,
+        }
+    )
+
+
+def test_parts_of_a_mixture_without_verifiers_have_rewards_only():
+    """A user's own functions say nothing about right and wrong."""
+    groups = [
+        group([0.25], parts=[{"brevity": 0.25}], verifiers=()),
+        group([0.75], parts=[{"brevity": 0.75}], verifiers=()),
+    ]
+    metrics = summarise(groups, sources=["a", "b"])
+    assert by_name(metrics, "eval/by_source/") == {"a/scores": 0.25, "b/scores": 0.75}
+    assert correctness(groups, None) is None
+
+
+def test_datasets_are_named_by_as_little_as_tells_them_apart():
+    """The name of a metric has no slash, and two datasets never share one."""
+    assert short_names(["data/heldout.jsonl"]) == ["heldout"]
+    assert short_names(["gsm8k/test.parquet", "math/test.parquet", "gsm8k/test.parquet"]) == [
+        "gsm8k-test",
+        "math-test",
+        "gsm8k-test",
+    ]
+    assert short_names(["allenai/RLVR-GSM", "allenai/RLVR-MATH"]) == ["RLVR-GSM", "RLVR-MATH"]
+    assert short_names(["test.jsonl", "a/test.jsonl", "/b/a/test.jsonl"]) == ["test", "a-test", "b-a-test"]
+    assert not any("/" in name for name in short_names(["", "/", "..", "v1.5/x"]))
+
+
+class FakeEngines:
+    """What `Head.evaluation` needs of cluster and controller; the reward draws from the global random states."""
+
+    def __init__(self):
+        self.streams: list[int] = []
+
+    def reseed(self, step):
+        self.streams.append(step)
+
+    def finish(self, calls, what):
+        assert what == "seed the sampler"
+
+    def evaluate(self, prompts):
+        future = Future()
+        future.set_result((prompts, random.random(), np.random.rand()))
+        return future
+
+
+def test_an_evaluation_leaves_no_trace_in_training_and_does_not_depend_on_it():
+    """A run would be another one for every choice of local_eval_every, and `mgrpo eval` would differ from the run."""
+    head = object.__new__(Head)
+    head.cluster = head.controller = FakeEngines()
+    head.config, head.random = load_file("examples/configs/quickstart.yaml"), None
+    head.held_out_prompts = ["prompt"]
+    with ThreadPoolExecutor(1) as head.thread:
+        before, results = random_states(), []
+        for next_step in (1, 7):
+            random.seed(next_step)
+            np.random.seed(next_step)
+            own = random_states()
+            results.append(head.evaluation(next_step=next_step).result())
+            assert random_states() == own and head.random is None
+        restore_random(before)
+    assert results[0] == results[1]
+    # The stream of evaluations, then that of the step that comes next.
+    assert head.cluster.streams == [-1, 1, -1, 7]
+
+
+def flags(tmp_path, *words: str):
+    return parse(
+        ["--config", "examples/configs/quickstart.yaml", "--output_dir", str(tmp_path / "out"), *words], defer=True
+    )
+
+
+def test_an_evaluation_asks_nothing_of_training(tmp_path):
+    """The configuration of a run on 64 GPUs evaluates its export on one machine; what samples and scores stays."""
+    words = ["--pipeline_model_parallel_size", "4", "--world_size", "64", "--num_training_steps", "120"]
+    config = flags(tmp_path, *words, "--vllm_num_engines", "2", "--temperature", "0.5")
+    config = raise_problems(config)
+    own = for_evaluation(config)
+    assert problems(own, world_size=1, has_dataset=True) == []
+    for section in ("model", "reward", "engine"):
+        assert getattr(own, section) == getattr(config, section)
+    assert own.rollout == config.rollout
+    assert (own.experiment.seed, own.data.dataset_mixer_eval_list) == (1, config.data.dataset_mixer_eval_list)
+    assert own.experiment.output_dir == str(tmp_path / "out" / "eval" / "model")
+    # The dump names a source only for what still has its value.
+    assert "temperature: 0.5  # flag" in to_yaml(own) and "learning_rate: 2.0e-05\n" in to_yaml(own)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dataset_mixer_eval_list", ""], "dataset_mixer_eval_list is empty"),
+        (["--eval_temperature", "0"], "eval_pass_at_k=8 samples of eval_temperature=0 are all the same"),
+        (["--model_name_or_path", "no/such/model"], "model_name_or_path=no/such/model is not a folder"),
+        (["--model_name_or_path", "MEGATRON"], "is a Megatron folder.*export it first: mgrpo convert megatron-to-hf"),
+        (["--model_name_or_path", "STATE"], "is a training state.*export it first: mgrpo convert megatron-to-hf"),
+        (["--learning-rate", "1"], "did you mean --learning_rate"),
+    ],
+)
+def test_what_is_wrong_with_an_evaluation_is_one_sentence_before_anything_starts(tmp_path, words, message):
+    """A stack trace out of an engine after a minute says less."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "megatron.json").write_text("{}")
+    (tmp_path / "step_3").mkdir()
+    (tmp_path / "step_3" / "manifest.json").write_text("{}")
+    places = {"MEGATRON": str(tmp_path / "megatron"), "STATE": str(tmp_path / "step_3")}
+    with pytest.raises(ConfigError, match=message) as raised:
+        evaluate(flags(tmp_path, *[places.get(word, word) for word in words]))
+    assert len(raised.value.problems) == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_prompts_give_no_numbers():

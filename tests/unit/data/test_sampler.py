@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mgrpo.data.sampler import Sampler
 
@@ -92,3 +94,70 @@ def test_with_every_row_excluded_there_is_nothing_to_take() -> None:
     sampler = Sampler(3, seed=0)
     sampler.exclude(range(3))
     assert sampler.take(5) == []
+
+
+def test_without_shuffling_epochs_are_in_the_order_of_the_data() -> None:
+    """For data that are a curriculum."""
+    sampler = Sampler(4, seed=7, shuffle=False)
+    assert sampler.take(6) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+    sampler.exclude([2])
+    resumed = Sampler(4, seed=7, shuffle=False)
+    resumed.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    assert resumed.take(3) == sampler.take(3) == [(1, 3), (2, 0), (2, 1)]
+    with pytest.raises(ValueError, match="saved data order has shuffle_dataset=False, this run has True"):
+        Sampler(4, seed=7).load_state_dict(sampler.state_dict())
+
+
+def test_states_of_before_shuffling_was_a_setting_are_read() -> None:
+    """A run that began then goes on."""
+    sampler = Sampler(8, seed=1)
+    sampler.take(3)
+    state = sampler.state_dict()
+    del state["shuffle"]
+    resumed = Sampler(8, seed=1)
+    resumed.load_state_dict(state)
+    assert resumed.take(9) == sampler.take(9)
+
+
+def test_a_state_does_not_change_when_the_sampler_goes_on() -> None:
+    """It is written by a thread while the next rows are excluded."""
+    sampler = Sampler(8, seed=1)
+    sampler.exclude({1})
+    state = sampler.state_dict()
+    before = json.dumps(state)
+    sampler.take(3)
+    sampler.exclude({2, 3})
+    assert json.dumps(state) == before
+
+
+@settings(deadline=None)
+@given(data=st.data(), num_prompts=st.integers(1, 40), seed=st.integers(0, 3))
+def test_exclusion_is_leaving_rows_out_of_the_stream(data: st.DataObject, num_prompts: int, seed: int) -> None:
+    """Compared with a stream that is filtered one prompt at a time."""
+    sampler, order, position, excluded = Sampler(num_prompts, seed), [], 0, set()
+    plain = Sampler(num_prompts, seed)
+    for _ in range(data.draw(st.integers(1, 8))):
+        new = data.draw(st.sets(st.integers(0, num_prompts - 1), max_size=3))
+        sampler.exclude(new)
+        excluded |= new
+        wanted = data.draw(st.integers(0, num_prompts))
+        expected: list[tuple[int, int]] = []
+        while len(expected) < min(wanted, num_prompts - len(excluded)):
+            if position == len(order):
+                order += plain.take(num_prompts)
+            if order[position][1] not in excluded:
+                expected.append(order[position])
+            position += 1
+        assert sampler.take(wanted) == expected
+
+
+def test_nearly_all_of_a_million_prompts_may_be_excluded() -> None:
+    """Towards its end a run that drops what is solved looks for a few prompts among many; each step waits for it."""
+    sampler = Sampler(10**6, seed=1)
+    left = set(range(0, 10**6, 50_000))
+    sampler.exclude(set(range(10**6)) - left)
+    taken = sampler.take(20)
+    assert {index for _, index in taken} == left and sampler.num_excluded == 10**6 - 20
+    resumed = Sampler(10**6, seed=1)
+    resumed.load_state_dict(sampler.state_dict())
+    assert resumed.take(20) == sampler.take(20)

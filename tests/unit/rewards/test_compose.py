@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.compose import has_r1_format, score_groups, score_with_functions
+from mgrpo.rewards.compose import has_r1_format, score_groups
 from mgrpo.rewards.pool import Item
 from mgrpo.types import Completion, Prompt, RolloutGroup, Score
 
@@ -164,49 +164,6 @@ def test_the_format_check_is_linear_in_hostile_text() -> None:
     began = time.perf_counter()
     assert not has_r1_format("</think><answer>" * 20_000)
     assert time.perf_counter() - began < 0.5
-
-
-def test_functions_get_columns_and_their_sum_is_the_reward() -> None:
-    """Reward functions written for TRL must see what they see there."""
-    seen: dict[str, object] = {}
-
-    def length(completions: list[str], **kwargs: object) -> list[float | None]:
-        seen.update(kwargs)
-        return [float(len(text)) for text in completions]
-
-    def sometimes(completion_ids: list[list[int]], completions: list[str], **_: object) -> list[float | None]:
-        return [None if text == "bb" else -1.0 for text in completions]
-
-    def never(prompts: list[str], **_: object) -> list[float | None]:
-        return [None] * len(prompts)
-
-    groups = [_group("a", "bb"), _group("ccc", scores=(1, 2), verifiers=("x", "y"))]
-    scored = score_with_functions(groups, [length, sometimes, never])
-    assert [list(group.rewards) for group in scored] == [[0.0, 2.0], [2.0]]
-    assert seen == {
-        "prompts": ["2+3="] * 3,
-        "completion_ids": [[7, 8]] * 3,
-        "ground_truth": [1.0, 1.0, [1, 2]],
-    }
-    assert scored[0].scores[0].parts["length"] == 1.0 and math.isnan(scored[0].scores[1].parts["sometimes"])
-    assert all(math.isnan(reward) for group in score_with_functions(groups, [never]) for reward in group.rewards)
-
-
-def test_functions_of_one_name_keep_their_own_parts() -> None:
-    """Two lambdas would otherwise count once."""
-    (scored,) = score_with_functions([_group("a")], [lambda **_: [1.0], lambda **_: [2.0]])
-    assert scored.scores[0] == Score(reward=3.0, parts={"<lambda>": 1.0, "<lambda>_2": 2.0})
-
-
-@pytest.mark.parametrize(("returned", "found"), [([1.0], "1 values"), (None, "None"), ([1.0] * 3, "3 values")])
-def test_a_function_of_the_wrong_length_is_named(returned: object, found: str) -> None:
-    """Rewards beside the wrong completions would train noise."""
-
-    def short(**_: object) -> object:
-        return returned
-
-    with pytest.raises(ValueError, match=f"reward function short returned {found} for 2 completions"):
-        score_with_functions([_group("a", "b")], [short])
 
 
 def test_importing_the_worker_loads_nothing_heavy() -> None:

@@ -2,66 +2,132 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from mgrpo.rewards import verifiers, verify
-from mgrpo.rewards.pool import Item, VerifierPool
+from mgrpo.config.schema import Reward
+from mgrpo.rewards import catalog, verify
+from mgrpo.rewards.pool import VerifierPool
+from mgrpo.rewards.process import Item
 
 GOOD = Item("integer", "5", 5)
 BAD_VERIFIERS = """
-import ctypes, os, signal, sys, time
-from mgrpo.rewards import verifiers
+import ctypes, os, signal, subprocess, sys, time
+from mgrpo.rewards.verifier import Answer, Verifier
 
-def hang(completion, ground_truth):
-    while True:
-        pass
 
-def sleep_deaf(completion, ground_truth):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(1000)
+class Hang(Verifier):
+    name = "hang"
 
-def crash(completion, ground_truth):
-    ctypes.string_at(0)
+    def score(self, answer: Answer) -> float:
+        while True:
+            pass
 
-def eat_memory(completion, ground_truth):
-    return float(len(bytearray(2**30)))
 
-def chatter(completion, ground_truth):
-    print('{"id": 0, "score": 77}')
-    os.write(1, b"noise\\n" * 100)
-    sys.stdout.flush()
-    assert sys.stdin.read() == ""
-    return 1.0
+class SleepDeaf(Verifier):
+    name = "sleep_deaf"
 
-def leave(completion, ground_truth):
-    sys.exit("bye")
+    def score(self, answer: Answer) -> float:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
 
-def nan(completion, ground_truth):
-    return float("nan")
 
-verifiers.VERIFIERS.update(
-    hang=hang, sleep_deaf=sleep_deaf, crash=crash, eat_memory=eat_memory, chatter=chatter, leave=leave, nan=nan
-)
+class Crash(Verifier):
+    name = "crash"
+
+    def score(self, answer: Answer) -> float:
+        ctypes.string_at(0)
+
+
+class EatMemory(Verifier):
+    name = "eat_memory"
+
+    def score(self, answer: Answer) -> float:
+        return float(len(bytearray(2**30)))
+
+
+class Chatter(Verifier):
+    name = "chatter"
+
+    def score(self, answer: Answer) -> float:
+        print('{"id": 0, "score": 77}')
+        os.write(1, b"noise\\n" * 100)
+        sys.stdout.flush()
+        assert sys.stdin.read() == ""
+        return 1.0
+
+
+class Leave(Verifier):
+    name = "leave"
+
+    def score(self, answer: Answer) -> float:
+        sys.exit("bye")
+
+
+class Nan(Verifier):
+    name = "nan"
+
+    def score(self, answer: Answer) -> float:
+        return float("nan")
+
+
+class LeaveProcesses(Verifier):
+    name = "leave_processes"
+
+    def score(self, answer: Answer) -> float:
+        # A daemon: its parent ends at once, in a session of its own.
+        subprocess.run(["setsid", "--fork", "sleep", "4711"])
+        subprocess.Popen(["sleep", "4711"])
+        return 1.0
+
+
+class ForkForEver(Verifier):
+    name = "fork_for_ever"
+
+    def score(self, answer: Answer) -> float:
+        for _ in range(20):
+            if os.fork() == 0:
+                os.setsid()
+                for _ in range(3):
+                    os.fork()
+                time.sleep(4711)
+        time.sleep(4711)
+
+
+class UseProcess(Verifier):
+    name = "use_process"
+
+    def score(self, answer: Answer) -> float:
+        return float(subprocess.run(["echo", "1"], capture_output=True).stdout)
+
+
+class Secrets(Verifier):
+    name = "secrets"
+
+    def score(self, answer: Answer) -> float:
+        return float("OPENAI_API_KEY" in os.environ)
 """
+SETTINGS = Reward(verifier_modules=("bad_verifiers",))
 
 
 @pytest.fixture
 def bad_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verifiers that misbehave, in the table of this process and (through Python's own start-up hook) of its workers."""
-    (tmp_path / "sitecustomize.py").write_text(BAD_VERIFIERS)
+    """Verifiers that misbehave, as a module of the user's own."""
+    (tmp_path / "bad_verifiers.py").write_text(BAD_VERIFIERS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    before = dict(verifiers.VERIFIERS)
-    exec(BAD_VERIFIERS, {})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(catalog, "_added", {})
+    catalog.add_modules(SETTINGS.verifier_modules)
     yield
-    verifiers.VERIFIERS.clear()
-    verifiers.VERIFIERS.update(before)
+    del sys.modules["bad_verifiers"]
 
 
 def _around(item: Item) -> list[Item]:
@@ -74,7 +140,7 @@ def _around(item: Item) -> list[Item]:
 )
 def test_one_bad_item_costs_only_its_own_score(bad_verifiers: None, name: str, num_workers: int) -> None:
     """A verifier that hangs, dies or fails would otherwise stop the run or take a whole step's rewards along."""
-    with VerifierPool(num_workers, timeout_s=0.5, memory_mb=600) as pool:
+    with VerifierPool(num_workers, timeout_s=0.5, memory_mb=600, settings=SETTINGS) as pool:
         scores = pool.verify_many(_around(Item(name, "x", 1)))
         assert math.isnan(scores[40])
         assert scores[:40] + scores[41:] == [1.0] * 80
@@ -85,22 +151,54 @@ def test_one_bad_item_costs_only_its_own_score(bad_verifiers: None, name: str, n
 @pytest.mark.parametrize("name", ["leave", "nan", "eat_memory"])
 def test_a_failing_verifier_does_not_cost_its_worker(bad_verifiers: None, name: str) -> None:
     """Replacing the process on every exception would cost its imports each time."""
-    with VerifierPool(1, timeout_s=10, memory_mb=600) as pool:
+    with VerifierPool(1, timeout_s=10, memory_mb=600, settings=SETTINGS) as pool:
         before = pool.pids
         assert math.isnan(pool.verify_many([Item(name, "x", 1)])[0])
         assert pool.pids == before
 
 
+@pytest.mark.parametrize("name", ["leave_processes", "fork_for_ever"])
+def test_processes_that_a_verifier_leaves_behind_are_ended(bad_verifiers: None, name: str, tmp_path: Path) -> None:
+    """Each of a step's thousands of calls could otherwise leave its daemons on the machine, sessions of their own or not."""
+    with VerifierPool(1, timeout_s=1.5, settings=SETTINGS) as pool:
+        scores = pool.verify_many([GOOD, Item(name, "x", 1), GOOD])
+        assert math.isnan(scores[1]) and scores[0] == scores[2] == 1.0
+        assert _processes_with(str(tmp_path)) == set(pool.pids)
+
+
+def test_a_verifier_may_use_a_program_that_ends(bad_verifiers: None) -> None:
+    """Proof checkers are programs of their own."""
+    with VerifierPool(1, timeout_s=10, settings=SETTINGS) as pool:
+        assert pool.verify_many([Item("use_process", "x", 1)]) == [1.0]
+
+
+def test_a_worker_is_not_told_the_keys_of_the_run(bad_verifiers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads untrusted text must have nothing to give away."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with VerifierPool(1, timeout_s=10, settings=SETTINGS) as pool:
+        assert pool.verify_many([Item("secrets", "x", 1)]) == [0.0]
+
+
+def _processes_with(text: str) -> set[int]:
+    """Processes other than this one that have `text` in their environment."""
+    found = set()
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if process.name.isdigit() and text.encode() in (process / "environ").read_bytes():
+                found.add(int(process.name))
+    return found - {os.getpid()}
+
+
 def test_what_a_verifier_prints_does_not_reach_the_protocol(bad_verifiers: None) -> None:
     """A library that prints would otherwise hand out scores of its own, or block on the pipe."""
-    with VerifierPool(1, timeout_s=5) as pool:
+    with VerifierPool(1, timeout_s=5, settings=SETTINGS) as pool:
         assert pool.verify_many(_around(Item("chatter", "x", 1))) == [1.0] * 81
         assert not pool.errors
 
 
 def test_killing_the_worker_in_mid_batch_costs_one_score(bad_verifiers: None) -> None:
     """The kernel may kill a verifier for memory at any time; the step must go on."""
-    with VerifierPool(1, timeout_s=60) as pool:
+    with VerifierPool(1, timeout_s=60, settings=SETTINGS) as pool:
         assert pool.verify_many([GOOD]) == [1.0]
         first = pool.pids[0]
         threading.Timer(0.5, os.kill, (first, signal.SIGKILL)).start()
@@ -151,7 +249,7 @@ def test_adversarial_mathematics_never_blocks_longer_than_the_limit() -> None:
             slow += math.isnan(scores[1])
             assert scores[0] == scores[2] == 1.0, text[:30]
             assert scores[1] != 1.0, text[:30]
-        assert pool.errors["math"] == slow >= 1
+        assert pool.errors["math"] == slow
 
 
 def test_a_label_the_verifier_cannot_read_is_no_score() -> None:
@@ -173,7 +271,7 @@ def test_long_texts_pass_in_both_directions_without_deadlock() -> None:
 
 def test_a_worker_that_hangs_does_not_block_whoever_writes_to_it(bad_verifiers: None) -> None:
     """Behind a verifier that hangs its pipe fills up: a write that waits for it would wait past the limit, for ever."""
-    with VerifierPool(1, timeout_s=0.5) as pool:
+    with VerifierPool(1, timeout_s=0.5, settings=SETTINGS) as pool:
         scores = pool.verify_many([Item("hang", "x", 1)] + [Item("integer", " " * 100_000 + "5", 5)] * 8)
         assert math.isnan(scores[0]) and scores[1:] == [1.0] * 8
 
@@ -233,7 +331,7 @@ def test_a_busy_worker_ends_with_its_killed_parent(bad_verifiers: None) -> None:
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
-        pool = VerifierPool(1, timeout_s=60)
+        pool = VerifierPool(1, timeout_s=60, settings=SETTINGS)
         pool.verify_many([GOOD])
         os.write(sending, str(pool.pids[0]).encode())
         pool.verify_many([Item("hang", "x", 1)])

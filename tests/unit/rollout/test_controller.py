@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mgrpo.config import from_values
-from mgrpo.rollout.controller import Controller
+from mgrpo.rollout.collect import EVALUATION
+from mgrpo.rollout.controller import Controller, prompt_seeds
 from mgrpo.types import Prompt, Score, ScoredGroup
 
 
@@ -22,7 +23,7 @@ class Engine:
         self.generate = SimpleNamespace(remote=self.answer)
 
     def answer(self, number: int) -> dict[str, np.ndarray]:
-        tokens, cu_seqlens, sampling = self.batches[number]
+        tokens, cu_seqlens, sampling = self.batches[number][:3]
         each = [tokens[a:b] for a, b in itertools.pairwise(cu_seqlens) for _ in range(sampling.num_samples)]
         total = sum(map(len, each))
         return {
@@ -34,6 +35,10 @@ class Engine:
         }
 
 
+def prompt(index: int) -> Prompt:
+    return Prompt(id=(0, index), tokens=np.full(index + 1, index, np.int32), text="", verifiers=(), ground_truths=())
+
+
 def controller(keep, *, num_engines: int = 1, **settings) -> Controller:
     """Four prompts a step, two samples each; prompt i has i + 1 tokens."""
     config = from_values(
@@ -42,11 +47,7 @@ def controller(keep, *, num_engines: int = 1, **settings) -> Controller:
     numbers = itertools.count()
 
     def next_prompts(n: int) -> list[Prompt]:
-        indices = itertools.islice(numbers, n)
-        return [
-            Prompt(id=(0, i), tokens=np.full(i + 1, i, np.int32), text="", verifiers=(), ground_truths=())
-            for i in indices
-        ]
+        return [prompt(i) for i in itertools.islice(numbers, n)]
 
     def score(groups):
         return [ScoredGroup(group=group, scores=(Score(reward=0.0), Score(reward=1.0))) for group in groups]
@@ -111,8 +112,61 @@ def test_active_sampling_gives_up_after_its_rounds() -> None:
 
 def test_an_evaluation_keeps_every_group() -> None:
     """Accuracy over the prompts that are neither all right nor all wrong is no accuracy."""
-    control = controller(lambda groups: [False] * len(groups))
-    prompts = control.next_prompts(5)
-    rollouts = control.evaluate(prompts, num_samples=3, temperature=0.5).result()
+    control = controller(lambda groups: [False] * len(groups), eval_pass_at_k=2)
+    rollouts = control.evaluate(control.next_prompts(5)).result()
     assert indices(rollouts.groups) == [0, 1, 2, 3, 4] and rollouts.dropped == []
-    assert control.cluster.engines[0].batches[0][2].temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # num_samples, max_tokens, temperature, top_p
+        ({}, (2, 64, 0.7, 1.0)),
+        ({"eval_temperature": 0.3, "eval_top_p": 0.9, "eval_response_length": 128}, (2, 128, 0.3, 0.9)),
+        ({"eval_temperature": 0.0, "eval_pass_at_k": 1, "eval_response_length": 16}, (1, 16, 0.0, 1.0)),
+    ],
+)
+def test_evaluations_have_settings_of_their_own_and_training_keeps_its(settings, expected) -> None:
+    """A temperature of 0 is no "not set"; top-p in training would make the ratio of probabilities another one."""
+    control = controller(lambda groups: [True] * len(groups), **{"temperature": 0.7, "eval_pass_at_k": 2, **settings})
+    control.evaluate(control.next_prompts(3)).result()
+    control.next_batch().result()
+    asked, trained = (control.cluster.engines[0].batches[number][2] for number in (0, 1))
+    assert (asked.num_samples, asked.max_tokens, asked.temperature, asked.top_p) == expected
+    assert (trained.num_samples, trained.max_tokens, trained.temperature, trained.top_p) == (2, 64, 0.7, 1.0)
+
+
+def test_without_stop_strings_engines_draw_from_one_stream() -> None:
+    """One generator a request is vLLM's slow path."""
+    control = controller(lambda groups: [True] * len(groups))
+    control.next_batch().result()
+    assert len(control.cluster.engines[0].batches[0]) == 3
+
+
+def test_with_stop_strings_every_prompt_has_its_own_seed_wherever_it_is_sampled() -> None:
+    """How long an ended row stays in the batch is a matter of milliseconds, and must change nobody's samples."""
+    seeds = {}
+    for num_engines in (1, 3):
+        control = controller(lambda groups: [True] * len(groups), num_engines=num_engines, stop_strings=["</answer>"])
+        control.next_batch().result()
+        control.evaluate([prompt(i) for i in range(4)]).result()
+        batches = [engine.batches for engine in control.cluster.engines]
+        assert all(batch[0][2].stop_strings == batch[1][2].stop_strings == ("</answer>",) for batch in batches)
+        seeds[num_engines] = [np.concatenate([batch[number][3] for batch in batches]).tolist() for number in (0, 1)]
+    assert seeds[1] == seeds[3]
+    trained, evaluated = seeds[1]
+    assert len({*trained, *evaluated}) == 8
+
+
+def test_seeds_of_prompts_differ_between_runs_epochs_and_rows() -> None:
+    """Samples of one prompt take neighbouring seeds, so that prompts must lie far apart."""
+    prompts = [
+        Prompt(id=(e, i), tokens=np.zeros(1, np.int32), text="", verifiers=(), ground_truths=())
+        for e in range(3)
+        for i in range(40)
+    ]
+    seeds = np.sort(
+        np.concatenate([prompt_seeds(run, prompts, stream) for run in (1, 2) for stream in (0, EVALUATION)])
+    )
+    assert seeds.dtype == np.int64 and seeds[0] >= 0 and seeds[-1] < 2**62
+    assert np.diff(seeds).min() > 10_000

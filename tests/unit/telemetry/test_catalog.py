@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +116,9 @@ def produced(scale):
         generate_s=1.0,
         scale=scale,
     )
-    return {**step, **summarise(kept, scale=scale, generate_s=1.0)}
+    other = replace(kept[0].group.prompt, verifiers=("math",))
+    mixture = [*kept, replace(kept[0], group=replace(kept[0].group, prompt=other))]
+    return {**step, **summarise(mixture, scale=scale, sources=["a", "b"], generate_s=1.0)}
 
 
 @pytest.mark.parametrize(
@@ -134,9 +137,14 @@ def test_every_metric_of_the_loss_is_in_the_catalog():
 
 
 def test_every_metric_the_trainer_names_is_in_the_catalog():
-    """The keys that `report` and `evaluate` write as literals; `time/...` among them."""
-    trainer = ast.parse((ROOT / "mgrpo" / "trainer.py").read_text())
-    functions = [node for node in ast.walk(trainer) if getattr(node, "name", "") in ("report", "evaluate")]
+    """The keys that `report` and `record_evaluation` write as literals; `time/...` among them."""
+    modules = [ast.parse((ROOT / "mgrpo" / name).read_text()) for name in ("trainer.py", "head.py")]
+    functions = [
+        node
+        for module in modules
+        for node in ast.walk(module)
+        if getattr(node, "name", "") in ("report", "record_evaluation")
+    ]
     names = {
         key.value
         for function in functions
@@ -145,7 +153,7 @@ def test_every_metric_the_trainer_names_is_in_the_catalog():
         for key in node.keys
         if isinstance(key, ast.Constant)
     }
-    assert {"lr", "time/total", "policy_version"} <= names
+    assert {"lr", "time/total", "time/eval", "policy_version"} <= names
     assert sorted(name for name in names if not is_logged(name)) == []
 
 

@@ -1,0 +1,160 @@
+"""Prepared data on disk: folders named by a hash of all that they were made of, whole or not there at all.
+
+A folder is built under a temporary name and renamed; it lists its files with their sizes and checksums, so that one that
+was damaged is noticed, and built again. Any folder may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+import uuid
+import weakref
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+_MANIFEST = "manifest.json"
+_UNFINISHED = "unfinished-"
+_ABANDONED_AFTER_S = 2 * 24 * 3600
+_BLOCK = 2**20
+
+
+class Cache:
+    """Folders of prepared data under one root."""
+
+    def __init__(self, root: str | Path | None = None, *, skip: bool = False) -> None:
+        """`root` defaults to mgrpo/datasets in the user's cache folder. With `skip` nothing is found and nothing is kept."""
+        self._root = Path(root) if root is not None else default_root()
+        self._skip = skip
+        self._scratch: Path | None = None
+
+    def find(self, kind: str, key: Mapping[str, Any]) -> Path | None:
+        """The folder that was made of `key`, if there is a whole one."""
+        folder = self._folder(kind, key)
+        if self._skip or not folder.is_dir():
+            return None
+        problem = _damage(folder, key)
+        if problem is None:
+            return folder
+        _log.warning("prepared data in %s are damaged (%s) and made again", folder, problem)
+        return None
+
+    def new_folder(self) -> Path:
+        """An empty folder to build in, for `keep`."""
+        return _new_folder(self._place())
+
+    def keep(self, folder: Path, kind: str, key: Mapping[str, Any]) -> Path:
+        """Make what was built in `folder` the one for `key`; returns where it is now.
+
+        Another run may have built the same in the meantime: then that one is used.
+        """
+        files = {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(folder.iterdir())}
+        (folder / _MANIFEST).write_text(json.dumps({"made_of": _plain(key), "files": files}, indent=1))
+        if self._skip or folder.parent != self._root:
+            return folder
+        final = self._folder(kind, key)
+        for _ in range(10):
+            try:
+                folder.rename(final)
+                return final
+            except OSError:
+                if not final.is_dir():
+                    raise
+            if _damage(final, key) is None:
+                shutil.rmtree(folder, ignore_errors=True)
+                return final
+            # Moved before it is deleted: a folder that is half deleted must not be found under this name.
+            aside = _new_folder(self._root)
+            with contextlib.suppress(OSError):
+                final.rename(aside / "damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+        return folder
+
+    def _folder(self, kind: str, key: Mapping[str, Any]) -> Path:
+        return self._root / f"{kind}-{digest(key)[:20]}"
+
+    def _place(self) -> Path:
+        """Where folders are built: beside the finished ones, or in one that goes with this object."""
+        if self._scratch is None:
+            is_usable = self._is_usable()
+            if is_usable and not self._skip:
+                return self._root
+            self._scratch = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self._root if is_usable else None))
+            weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+        return self._scratch
+
+    def _is_usable(self) -> bool:
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            if os.access(self._root, os.W_OK | os.X_OK):
+                self._sweep()
+                return True
+            problem = "no permission to write"
+        except OSError as err:
+            problem = str(err)
+        if not self._skip:
+            _log.warning("prepared data cannot be kept in %s (%s); set dataset_local_cache_dir", self._root, problem)
+        return False
+
+    def _sweep(self) -> None:
+        """Delete what killed runs left behind."""
+        for path in self._root.glob(f"{_UNFINISHED}*"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def default_root() -> Path:
+    """$XDG_CACHE_HOME/mgrpo/datasets, by default ~/.cache/mgrpo/datasets."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "mgrpo" / "datasets"
+
+
+def digest(value: object) -> str:
+    """A hash of JSON values that is the same in every process."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _new_folder(parent: Path) -> Path:
+    # Not mkdtemp's, which only its owner may read: a cache may be shared.
+    folder = parent / f"{_UNFINISHED}{uuid.uuid4().hex}"
+    folder.mkdir()
+    return folder
+
+
+def _plain(key: Mapping[str, Any]) -> Any:
+    """As JSON gives it back: tuples are lists."""
+    return json.loads(json.dumps(key))
+
+
+def _damage(folder: Path, key: Mapping[str, Any]) -> str | None:
+    """What is wrong with a folder; None if every byte is as it was written."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        if manifest["made_of"] != _plain(key):
+            return "it was made of something else"
+        for name, (size, checksum) in manifest["files"].items():
+            path = folder / name
+            if path.stat().st_size != size or _checksum(path) != checksum:
+                return f"{name} has changed"
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        return f"{type(err).__name__}: {err}"
+    return None
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return value

@@ -1,0 +1,280 @@
+"""The data of a run, in two steps: `open_data` reads and checks rows, `Mixture.encode` makes prompts of them.
+
+The first needs neither tokenizer nor torch, so that bad data end a run before anything is started; the second runs while
+the engines start. What either has done for large data is in the cache (`cache`) and is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mgrpo.config.schema import Data
+from mgrpo.data.amounts import Entry, entries
+from mgrpo.data.building import Selection, build
+from mgrpo.data.cache import Cache
+from mgrpo.data.checking import MOST_SHOWN
+from mgrpo.data.encoding import Recipe
+from mgrpo.data.prompt_set import PromptSet
+from mgrpo.data.rows import Contract
+from mgrpo.data.sources import Scale, Source, read_dataset, read_source
+from mgrpo.data.templates import check_kwargs, find_template
+from mgrpo.data.tokenizer import fingerprint
+
+_log = logging.getLogger(__name__)
+
+# Part of every key of the cache: another number where the same rows would become other prompts.
+_TRANSFORM_VERSION = 1
+
+
+def open_data(
+    data: Data,
+    *,
+    need_verifiers: bool = True,
+    dataset: Iterable[Mapping] | None = None,
+    scale: Scale | None = None,
+) -> tuple[Mixture, Mixture]:
+    """The training mix and the held-out one, every row read and checked; a mix that is not configured is empty.
+
+    Args:
+        need_verifiers: False for runs that verify nothing: `dataset` is not looked at, there may be no ground truth.
+        dataset: rows to train on, in place of `dataset_mixer_list`.
+        scale: from which size on data are large; None: the defaults, with `dataset_num_proc` processes.
+    Raises:
+        ValueError: all that is wrong; of bad rows the first 20, by file and line.
+    """
+    opening = _Opening(data, need_verifiers, scale or Scale(num_proc=data.dataset_num_proc))
+    if dataset is None:
+        train = opening.read("data mix", data.dataset_mixer_list, data.dataset_mixer_list_splits)
+    else:
+        train = opening.take(dataset)
+    held_out = opening.read("held-out mix", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits)
+    opening.finish()
+    return tuple(
+        Mixture(selection, data, opening.contract, opening.cache, opening.scale) for selection in (train, held_out)
+    )
+
+
+class Mixture:
+    """Checked rows of a mix."""
+
+    def __init__(self, selection: Selection, data: Data, contract: Contract, cache: Cache, scale: Scale) -> None:
+        """Made by `open_data`."""
+        self._selection, self._data, self._contract = selection, data, contract
+        self._cache, self._scale = cache, scale
+        self._cancelled = threading.Event()
+
+    def __len__(self) -> int:
+        """Rows that are taken, prompts over the limit among them."""
+        return sum(self._selection.num_taken)
+
+    @property
+    def verifiers(self) -> dict[str, str]:
+        """Names of the verifiers in the sources that rows are taken of, with the "file:line" of their first use."""
+        found: dict[str, str] = {}
+        for number, num_taken in zip(self._selection.numbers, self._selection.num_taken, strict=True):
+            source = self._selection.sources[number]
+            for name, line in source.summary.verifiers.items() if num_taken else ():
+                found.setdefault(name, source.origin(line))
+        return found
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that at least one row has, those of the prompt left out; for reward functions."""
+        found = dict.fromkeys(name for source in self._selection.sources for name in source.summary.columns)
+        return list(self._contract.columns(found))
+
+    @property
+    def counts(self) -> list[dict[str, Any]]:
+        """For each line of the mix: source, split, amount, rows, taken."""
+        selection = self._selection
+        return [
+            {"source": line.source, "split": line.split, "amount": line.amount, "rows": num_rows, "taken": num_taken}
+            for line, num_rows, num_taken in zip(selection.lines, selection.num_rows, selection.num_taken, strict=True)
+        ]
+
+    def encode(self, tokenizer: Any) -> PromptSet:
+        """Template and tokenize the rows, or find what an earlier run made of them.
+
+        Text prompts are encoded as they are, without special tokens; messages go through the chat template, which writes
+        the special tokens itself. An answer that ends the messages is dropped: it is what the model is to write.
+        """
+        if not len(self):
+            raise ValueError("there are no data; name them in dataset_mixer_list")
+        selection, recipe = self._selection, self._recipe(tokenizer)
+        key = {
+            "version": _TRANSFORM_VERSION,
+            "sources": [source.key for source in selection.sources],
+            "taken": [list(pair) for pair in zip(selection.numbers, selection.num_taken, strict=True)],
+            "tokenizer": fingerprint(tokenizer),
+            "recipe": recipe.to_json(),
+        }
+        folder = self._cache.find("prompts", key)
+        if folder is None:
+            folder = self._cache.new_folder()
+            try:
+                build(folder, selection, recipe, tokenizer, self._scale, cancelled=self._cancelled)
+                folder = self._cache.keep(folder, "prompts", key)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+        # The same content may have been prepared under other names.
+        prompts = PromptSet(folder, recipe, selection.sources, named=self.counts)
+        _warn_of_long_prompts(prompts.statistics)
+        return prompts
+
+    def cancel(self) -> None:
+        """End an `encode` that runs in another thread: it raises `Cancelled` within seconds."""
+        self._cancelled.set()
+
+    def _recipe(self, tokenizer: Any) -> Recipe:
+        data, template = self._data, None
+        sources = self._selection.sources
+        conversation = next(
+            (s.origin(s.summary.first_conversation) for s in sources if s.summary.first_conversation), None
+        )
+        if conversation is not None:
+            try:
+                template = find_template(data.chat_template_name, tokenizer)
+            except ValueError as err:
+                raise ValueError(f"{conversation} has messages: {err}") from err
+        return Recipe(
+            template=template,
+            template_kwargs=_template_kwargs(data.chat_template_kwargs),
+            add_bos=data.add_bos,
+            system_prompt=_system_prompt(data.system_prompt_override_file),
+            max_tokens=data.max_prompt_token_length,
+            overlong=data.overlong_prompt_policy,
+            contract=self._contract,
+        )
+
+
+class _Opening:
+    """Reads each source once, and gathers what is wrong with any of them."""
+
+    def __init__(self, data: Data, need_verifiers: bool, scale: Scale) -> None:
+        self.scale = scale
+        self.cache = Cache(data.dataset_local_cache_dir, skip=data.dataset_skip_cache)
+        self.contract = Contract(
+            messages_key=data.sft_messages_key, ground_truths_key=data.ground_truths_key, need_verifiers=need_verifiers
+        )
+        self._sources: dict[tuple[str, str], Source | None] = {}
+        self._failures: list[str] = []
+        self._overrides_system = self._tried(lambda: _system_prompt(data.system_prompt_override_file)) is not None
+        self._tried(lambda: _template_kwargs(data.chat_template_kwargs))
+
+    def read(self, what: str, mixer_list: Sequence[object], splits: Sequence[str]) -> Selection:
+        """The sources of a mix, those that can be read."""
+        lines = self._tried(lambda: entries(mixer_list, splits)) or []
+        selection = self._select(lines, lambda line: read_source(line.source, line.split, **self._options()))
+        if lines and len(selection.lines) == len(lines) and not sum(selection.num_taken):
+            words = " ".join(f"{line.source} {line.amount}" for line in lines)
+            self._failures.append(f"the {what} {words} selects no rows; ask for more")
+        return selection
+
+    def take(self, dataset: Iterable[Mapping]) -> Selection:
+        """The rows that the caller brings."""
+        line = Entry(source="dataset", amount="1.0", split="")
+        return self._select([line], lambda line: read_dataset(dataset, **self._options()))
+
+    def finish(self) -> None:
+        """Raise what is wrong, all of it."""
+        sources = [source for source in self._sources.values() if source is not None]
+        problems, num_bad = list(self._failures), sum(source.summary.num_problems for source in sources)
+        rows = [(source.origin(line), problem) for source in sources for line, problem in source.summary.problems]
+        problems += [f"{origin}: {problem}" for origin, problem in rows[:MOST_SHOWN]]
+        if num_bad > MOST_SHOWN:
+            problems.append(f"... and {num_bad - MOST_SHOWN} more")
+        if num_bad:
+            where = f" in {sources[0].name}" if len(self._sources) == 1 else ""
+            count = "1 malformed row" if num_bad == 1 else f"{num_bad} malformed rows"
+            also = f" and {len(self._failures)} more problems" if self._failures else ""
+            raise ValueError(f"{count}{also}{where}:\n  " + "\n  ".join(problems))
+        if problems:
+            raise ValueError("\n  ".join(problems))
+        for source in sources if not self.contract.need_verifiers else ():
+            if lost := source.summary.lost_columns:
+                _log.warning("reward functions get None for %s of %s: no JSON values", ", ".join(lost), source.name)
+
+    def _select(self, lines: Sequence[Entry], read: Callable[[Entry], Source]) -> Selection:
+        kept: list[tuple[Entry, Source]] = []
+        for line in lines:
+            # A file is the same under every split.
+            place = (line.source, "" if Path(line.source).is_file() else line.split)
+            if place not in self._sources:
+                self._sources[place] = self._tried(lambda line=line: self._checked(read(line)))
+            if (source := self._sources[place]) is not None and source.summary.num_rows:
+                line.warn_if_few(source.summary.num_rows)
+                kept.append((line, source))
+        unique = {id(source): source for _, source in kept}
+        return Selection(
+            lines=tuple(line for line, _ in kept),
+            sources=tuple(unique.values()),
+            numbers=tuple(list(unique).index(id(source)) for _, source in kept),
+        )
+
+    def _checked(self, source: Source) -> Source:
+        if not source.summary.num_rows and not source.summary.num_problems:
+            raise ValueError(f"{source.name} has no rows")
+        if self._overrides_system and source.summary.first_text is not None:
+            raise ValueError(
+                "system_prompt_override_file needs rows with messages, "
+                f"and {source.origin(source.summary.first_text)} has a text prompt"
+            )
+        return source
+
+    def _options(self) -> dict[str, Any]:
+        return {"contract": self.contract, "cache": self.cache, "scale": self.scale}
+
+    def _tried(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except (ValueError, OSError) as err:
+            self._failures.append(str(err))
+            return None
+
+
+def _system_prompt(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        text = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as err:
+        raise ValueError(f"system_prompt_override_file={path} cannot be read: {err}") from err
+    if not text:
+        raise ValueError(f"system_prompt_override_file={path} is empty; expected the system prompt")
+    return text
+
+
+def _template_kwargs(text: str) -> dict[str, Any]:
+    try:
+        kwargs = json.loads(text)
+    except ValueError as err:
+        raise ValueError(f"chat_template_kwargs={text} is no JSON: {err}") from err
+    if not isinstance(kwargs, dict):
+        raise ValueError(
+            f'chat_template_kwargs={text}; expected a JSON object, for example {{"enable_thinking": false}}'
+        )
+    check_kwargs(kwargs)
+    return kwargs
+
+
+def _warn_of_long_prompts(statistics: Mapping[str, Any]) -> None:
+    fate = (
+        "cut to their last" if statistics["overlong_prompt_policy"] == "truncate_left" else "left out, having more than"
+    )
+    for part in statistics["sources"]:
+        if part["too_long"]:
+            _log.warning(
+                "%d of %d prompts of %s are %s %d tokens",
+                part["too_long"],
+                part["taken"],
+                part["source"],
+                fate,
+                statistics["max_prompt_token_length"],
+            )

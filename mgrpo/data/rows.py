@@ -1,0 +1,160 @@
+"""What a row must look like, and what its columns mean. Plain JSON values: no files, no tokenizer.
+
+A row has `messages` (a list of {"role", "content"}) or else `prompt` (text, or such a list), `dataset` (the name of a
+verifier, or a list of names) and `ground_truth` (any JSON value; with a list of names, one each). All other columns are for
+reward functions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PROMPT = "prompt"
+VERIFIERS = "dataset"
+
+Message = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """Names of the columns, and what a row must have."""
+
+    messages_key: str = "messages"
+    ground_truths_key: str = "ground_truth"
+    need_verifiers: bool = True
+    """False for runs that verify nothing: `dataset` may be any column, and there may be no ground truth."""
+
+    def check(self, record: object) -> tuple[bool, tuple[str, ...]]:
+        """Whether the row is a conversation, and its verifiers; ValueError says what is wrong with it."""
+        if not isinstance(record, dict):
+            raise ValueError(
+                f"found {shown(record)}, expected an object with {self.messages_key} or prompt, "
+                f"{self.ground_truths_key} and dataset"
+            )
+        prompt, is_own = self._given(record), self.is_own_prompt(record)
+        if isinstance(prompt, list):
+            _check_messages(prompt, key=PROMPT if is_own else self.messages_key)
+        elif not is_own:
+            raise ValueError(f"found {self.messages_key} {shown(prompt)}, expected a list with at least one message")
+        elif isinstance(prompt, str) and prompt:
+            _check_text(prompt)
+        else:
+            keys = ", ".join(map(repr, record)) or "nothing"
+            raise ValueError(
+                f"found prompt {shown(prompt)} among {keys}, expected {self.messages_key} (a list of role and content) "
+                "or prompt (text)"
+            )
+        return isinstance(prompt, list), self.labels(record)[0]
+
+    def prompt(self, record: Mapping[str, object]) -> str | list[Message]:
+        """What the model is asked: text, or messages without the answer that may end them."""
+        prompt = self._given(record)
+        if isinstance(prompt, str):
+            return prompt
+        # Tables give every message the keys of all others, with null.
+        messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
+        return messages[:-1] if len(messages) > 1 and messages[-1]["role"] == "assistant" else messages
+
+    def is_own_prompt(self, record: Mapping[str, object]) -> bool:
+        """Whether the prompt is in the column `prompt`, as TRL has it."""
+        return record.get(self.messages_key) is None
+
+    def labels(self, record: Mapping[str, object]) -> tuple[tuple[str, ...], tuple[object, ...]]:
+        """Verifiers and ground truths, one each; without verifiers the ground truth as it is, where there is one."""
+        names, truth = record.get(VERIFIERS), record.get(self.ground_truths_key)
+        if not self.need_verifiers:
+            return (), () if truth is None else (truth,)
+        if isinstance(names, str) and names:
+            verifiers = (names,)
+        elif isinstance(names, list) and names and all(isinstance(name, str) and name for name in names):
+            verifiers = tuple(names)
+        else:
+            raise ValueError(f"found dataset {shown(names)}, expected the name of a verifier, or a list of names")
+        if truth is None:
+            raise ValueError(f"found no {self.ground_truths_key}, expected what the verifier compares with")
+        if isinstance(names, str) or (len(verifiers) == 1 and not isinstance(truth, list)):
+            return verifiers, (truth,)
+        if not isinstance(truth, list) or len(truth) != len(verifiers):
+            raise ValueError(
+                f"found {self.ground_truths_key} {shown(truth)} for {len(verifiers)} verifiers, "
+                "expected a list with one value each"
+            )
+        return verifiers, tuple(truth)
+
+    def columns(self, record: Mapping[str, object]) -> dict[str, object]:
+        """All columns but the prompt."""
+        return {key: value for key, value in record.items() if key not in (PROMPT, self.messages_key)}
+
+    def to_json(self, record: object) -> tuple[str, list[str]]:
+        """The row as JSON text, and the columns that JSON cannot hold, which are null there.
+
+        Numpy values become lists and numbers, dates ISO text, decimals text. A label or a prompt that cannot be kept is a
+        ValueError.
+        """
+        if isinstance(record, Mapping):
+            record = dict(record)
+        try:
+            return json.dumps(record, default=_plain), []
+        except (TypeError, ValueError, RecursionError) as err:
+            if not isinstance(record, dict):
+                raise ValueError(f"found {type(record).__name__}, expected a row of JSON values ({err})") from err
+        lost = []
+        for key, value in record.items():
+            try:
+                json.dumps({key: value}, default=_plain)
+            except (TypeError, ValueError, RecursionError) as err:
+                if not isinstance(key, str) or key in (PROMPT, VERIFIERS, self.messages_key, self.ground_truths_key):
+                    raise ValueError(f"found {key} {shown(value)}, expected a JSON value ({err})") from err
+                lost.append(key)
+        return json.dumps({key: None if key in lost else value for key, value in record.items()}, default=_plain), lost
+
+    def _given(self, record: Mapping[str, object]) -> object:
+        messages = record.get(self.messages_key)
+        return record.get(PROMPT) if messages is None else messages
+
+
+def shown(value: object) -> str:
+    """A value in an error message."""
+    return repr(value)[:80]
+
+
+def _check_messages(messages: list, *, key: str) -> None:
+    if not messages:
+        raise ValueError(f"found {key} [], expected a list with at least one message")
+    for message in messages:
+        if not (
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+        ):
+            raise ValueError(f'found message {shown(message)}, expected {{"role": text, "content": text}}')
+        _check_text(message["content"])
+
+
+def _check_text(text: str) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as err:
+        raise ValueError(
+            f"found {shown(text[err.start])} in the prompt, half of a character; expected Unicode text"
+        ) from err
+
+
+def _plain(value: object) -> object:
+    """For json.dumps: values of tables that have a natural form in JSON."""
+    import datetime
+    import decimal
+
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is no JSON value")

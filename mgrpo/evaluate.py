@@ -1,0 +1,182 @@
+"""`mgrpo eval`: a model on the held-out prompts of a configuration, with the engines and verifiers of a run and no learner.
+
+The engine loads the exported folder by itself. Everything else is what an evaluation in training does, settings, order of
+the prompts and random streams included, so that the numbers of an export are those of the run that made it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgrpo.checkpoint.folder import MANIFEST
+from mgrpo.config import Config, ConfigError, parse
+from mgrpo.config.fields import flat
+from mgrpo.config.schema import Algorithm, Checkpoint, Optimizer, Parallel
+from mgrpo.config.validate import problems
+from mgrpo.models.family import read_hf_config
+from mgrpo.rollout.engine_args import machine_problems
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mgrpo.inputs import Inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """What an evaluation came to."""
+
+    output_dir: Path
+    """Where metrics.jsonl, rollouts/ and report.html are."""
+    metrics: dict[str, float]
+
+
+def eval_command(argv: Sequence[str]) -> int:
+    """`mgrpo eval`: parse, evaluate, print."""
+    try:
+        result = evaluate(parse(list(argv), prog="mgrpo eval", defer=True))
+    except ConfigError as err:
+        sys.stderr.write(f"mgrpo: {err}\n")
+        return 2
+    from rich.console import Console
+
+    console = Console()
+    console.print(summary(result.metrics))
+    console.print(f"samples and report are in {result.output_dir}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def evaluate(
+    config: Config, *, reward_funcs: Sequence[str | Callable] | str | Callable | None = None
+) -> EvaluationResult:
+    """Sample the held-out prompts with the model of `config` and score them; one process, without torchrun.
+
+    Writes into `output_dir/eval/NAME`, where NAME is the model folder's; what an earlier evaluation left there is renamed.
+
+    Args:
+        reward_funcs: as in `mgrpo.train`.
+    Raises:
+        ConfigError: every problem with the configuration and the data at once, before anything is started.
+    """
+    functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs or ())
+    inputs = _check(config, functions)
+    for sentence in config.notes:
+        print(f"mgrpo: {sentence}", file=sys.stderr)
+    config = for_evaluation(config)
+
+    from mgrpo.head import Head
+    from mgrpo.launch import prepare_environment
+
+    prepare_environment()
+    head = None
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        head = Head(config, num_local_learners=0, inputs=inputs)
+        # After ray.init, which sets its own handler.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        head.get_ready().result()
+        rollouts = head.evaluation(next_step=1).result()
+        step = re.fullmatch(r"step_([0-9]{1,18})", _name(config))
+        metrics = head.record_evaluation(int(step[1]) if step else 0, rollouts, policy_version=None)
+    finally:
+        if head is not None:
+            head.close()
+        signal.signal(signal.SIGTERM, before)
+    return EvaluationResult(output_dir=head.output_dir, metrics=metrics)
+
+
+def for_evaluation(config: Config) -> Config:
+    """`config` without what only training knows, so that no rule of training's stands in the way, in a folder of its own."""
+    rollout = config.rollout
+    longest = config.data.max_prompt_token_length + rollout.response_length
+    changed = dataclasses.replace(
+        config,
+        experiment=dataclasses.replace(
+            config.experiment,
+            total_episodes=config.batch_size,
+            output_dir=str(Path(config.experiment.output_dir) / "eval" / _name(config)),
+        ),
+        data=dataclasses.replace(config.data, dataset_mixer_list=(), dataset_mixer_list_splits=("train",)),
+        rollout=dataclasses.replace(rollout, async_steps=0, save_traces=False),
+        algorithm=Algorithm(
+            overlong_cache_length=config.algorithm.overlong_cache_length,
+            reward_weights=config.algorithm.reward_weights,
+        ),
+        optimizer=Optimizer(),
+        parallel=Parallel(pack_length=longest),
+        checkpoint=Checkpoint(resume="never"),
+    )
+    values = flat(changed)
+    sources = {name: source for name, source in config.provenance.sources.items() if values[name] == flat(config)[name]}
+    return dataclasses.replace(changed, provenance=dataclasses.replace(config.provenance, sources=sources, expected={}))
+
+
+def summary(metrics: Mapping[str, float]) -> Table:
+    """The metrics as a table for a terminal, accuracy first."""
+    from rich.table import Table
+
+    table = Table(title="evaluation")
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    first = [name for name in metrics if name.startswith("eval/pass_at_")]
+    for name in [*first, *(name for name in metrics if name not in first)]:
+        table.add_row(name.removeprefix("eval/"), f"{metrics[name]:.4g}")
+    return table
+
+
+def _name(config: Config) -> str:
+    return Path(config.model.model_name_or_path or "model").absolute().name
+
+
+def _check(config: Config, functions: list[str | Callable]) -> Inputs:
+    """Held-out data and rewards; all problems in one error."""
+    from mgrpo.inputs import read_inputs
+
+    own = for_evaluation(config)
+    hf_config, about_model = _model(own)
+    found = problems(own, world_size=1, hf_config=hf_config, has_dataset=True, num_reward_funcs=len(functions))
+    if unloadable := _unloadable(own.model.model_name_or_path):
+        found = [problem for problem in found if not problem.startswith("model_name_or_path")] + unloadable
+    elif not any(problem.startswith("model_name_or_path") for problem in found):
+        found += about_model
+    if not own.data.dataset_mixer_eval_list:
+        found.append("dataset_mixer_eval_list is empty; name the held-out data: --dataset_mixer_eval_list PATH 1.0")
+    inputs, about_inputs = read_inputs(own, functions=functions)
+    found += about_inputs
+    if found:
+        raise ConfigError(found)
+    return inputs
+
+
+def _model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
+    """The model's config.json, and what keeps this machine from serving it.
+
+    Whatever vLLM serves will do: the model need not be one that can be trained here.
+    """
+    folder = config.model.model_name_or_path or ""
+    try:
+        hf_config = read_hf_config(folder)
+        head_dim = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    except KeyError as err:
+        return None, [f"{folder}/config.json lacks {err}"]
+    except ValueError as err:
+        return None, [str(err)]
+    return hf_config, machine_problems(config, num_local_learners=0, head_dim=head_dim)
+
+
+def _unloadable(model: str | None) -> list[str]:
+    """Whether the folder is one of ours that an engine cannot load by itself."""
+    for mark, kind in (("megatron.json", "a Megatron folder"), (MANIFEST, "a training state")):
+        if model and (Path(model) / mark).is_file():
+            return [
+                f"model_name_or_path={model} is {kind}, which no engine can load by itself; export it first: "
+                f"mgrpo convert megatron-to-hf --checkpoint {model} --out DIR"
+            ]
+    return []

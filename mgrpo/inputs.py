@@ -1,0 +1,105 @@
+"""What a run reads from its user: data, verifiers, templates, reward functions. All that is wrong with them, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mgrpo.config import Config
+from mgrpo.config.reward_rules import remapped
+from mgrpo.data.mixture import open_data
+from mgrpo.data.templates import check_name
+from mgrpo.rewards.catalog import add_modules, find
+
+if TYPE_CHECKING:
+    from mgrpo.data.mixture import Mixture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Rank 0's data and reward functions, checked."""
+
+    train: Mixture
+    """Empty where a model is only evaluated."""
+    held_out: Mixture
+    functions: tuple[str | Callable, ...] = ()
+    """Reward functions, or words that name them; empty: the rows' verifiers decide."""
+
+    def notes(self, config: Config) -> list[str]:
+        """What the verifiers have to say at the start."""
+        if self.functions or not config.reward.apply_verifiable_reward:
+            return []
+        found = [note for name in self.verifiers(config) for note in find(name).notes(config.reward)]
+        return list(dict.fromkeys(found))
+
+    def verifiers(self, config: Config) -> list[str]:
+        """Names of the verifiers that will be asked, in lower case."""
+        return sorted(_asked(self.train, self.held_out, config))
+
+
+def read_inputs(
+    config: Config, *, functions: Sequence[str | Callable] = (), dataset: Iterable[Mapping] | None = None
+) -> tuple[Inputs | None, list[str]]:
+    """The inputs, and every problem with them, one sentence each; None where the data cannot be read.
+
+    Args:
+        functions: what the caller brings in place of the configuration's `reward_funcs`.
+        dataset: training rows that the caller brings.
+    """
+    reward, problems = config.reward, []
+    for check in (
+        lambda: check_name(config.data.chat_template_name),
+        lambda: remapped(reward.remap_verifier),
+        lambda: add_modules(reward.verifier_modules),
+    ):
+        try:
+            check()
+        except ValueError as err:
+            problems.append(str(err))
+    functions = tuple(functions or reward.reward_funcs)
+    if functions:
+        from mgrpo.rewards.function_catalog import check_functions
+
+        problems += check_functions(functions)
+    verifies = reward.apply_verifiable_reward and not functions
+    try:
+        train, held_out = open_data(config.data, need_verifiers=verifies, dataset=dataset)
+    except ValueError as err:
+        return None, [*problems, str(err)]
+    if functions and not problems:
+        problems += _function_problems(functions, train, held_out)
+    if verifies and not problems:
+        problems += _verifier_problems(_asked(train, held_out, config), config)
+    return Inputs(train=train, held_out=held_out, functions=functions), problems
+
+
+def _function_problems(functions: Sequence[str | Callable], train: Mixture, held_out: Mixture) -> list[str]:
+    """Whether the data have what the functions ask for."""
+    from mgrpo.rewards.function_catalog import load_functions
+    from mgrpo.rewards.functions import missing_arguments
+
+    loaded, problems = load_functions(functions, max_completion_length=1), []
+    for mixture in (train, held_out):
+        problems += missing_arguments(loaded, mixture.columns) if len(mixture) else []
+    return list(dict.fromkeys(problems))
+
+
+def _asked(train: Mixture, held_out: Mixture, config: Config) -> dict[str, str]:
+    """Verifiers by name, remapped, with the place where each is named first."""
+    old, new = remapped(config.reward.remap_verifier) or ("", "")
+    found: dict[str, str] = {}
+    for name, origin in (train.verifiers | held_out.verifiers).items():
+        found.setdefault(new if name.lower() == old else name.lower(), origin)
+    return found
+
+
+def _verifier_problems(asked: Mapping[str, str], config: Config) -> list[str]:
+    problems = []
+    for name, origin in asked.items():
+        try:
+            found = find(name).problems(config.reward)
+        except ValueError as err:
+            found = [f"{err} (first seen in {origin})"]
+        problems += [problem for problem in found if problem not in problems]
+    return problems

@@ -1,0 +1,56 @@
+"""Which of a label's constraints a response keeps, strictly or loosely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from mgrpo.rewards.constraints.arguments import bound
+from mgrpo.rewards.constraints.table import CONSTRAINTS, checker_of
+from mgrpo.rewards.verifier import shown
+
+
+def score_instructions(
+    instruction_ids: Sequence[str],
+    kwargs: Sequence[Mapping[str, object] | None],
+    response: str,
+    *,
+    loose: bool = False,
+) -> list[bool]:
+    """Whether the response keeps each constraint.
+
+    Args:
+        instruction_ids: names of constraints of IFEval, Open Instruct or IFBench.
+        kwargs: arguments of each, in the same order; None for no argument.
+        loose: also try the response without its first line, its last, both, and all of these without asterisks.
+    """
+    return kept(bound_instructions(instruction_ids, kwargs), response, loose=loose)
+
+
+def bound_instructions(instruction_ids: object, kwargs: object) -> list[Callable[[str], bool]]:
+    """The constraints of a label with their arguments; ValueError if one is unknown or an argument is not right."""
+    if not isinstance(instruction_ids, (list, tuple)) or not isinstance(kwargs, (list, tuple)):
+        raise ValueError(
+            f"instruction_id={shown(instruction_ids)} and kwargs={shown(kwargs)} must be lists, with one entry a constraint"
+        )
+    if len(instruction_ids) != len(kwargs):
+        raise ValueError(f"{len(instruction_ids)} constraints have {len(kwargs)} kwargs; write one for each")
+    checks: list[Callable[[str], bool]] = []
+    for name, given in zip(instruction_ids, kwargs, strict=True):
+        if given is not None and not isinstance(given, Mapping):
+            raise ValueError(f"{name}: kwargs={shown(given)} is not a mapping of arguments")
+        arguments = {key: value for key, value in (given or {}).items() if value is not None}
+        checks.append(bound(name, checker_of(name, CONSTRAINTS), arguments))
+    return checks
+
+
+def kept(checks: Sequence[Callable[[str], bool]], response: str, *, loose: bool) -> list[bool]:
+    """Whether the response, or one of its variants, passes each check; a variant without text passes none."""
+    variants = [variant for variant in (_loose_variants(response) if loose else [response]) if variant.strip()]
+    return [any(check(variant) for variant in variants) for check in checks]
+
+
+def _loose_variants(response: str) -> list[str]:
+    lines = response.split("\n")
+    shortened = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
+    variants = [response, *shortened]
+    return list(dict.fromkeys([*variants, *(variant.replace("*", "") for variant in variants)]))

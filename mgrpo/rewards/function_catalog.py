@@ -1,0 +1,147 @@
+"""Reward functions by the words that name them on the command line (`reward_funcs`)."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mgrpo.rewards.builtin_functions import BUILTIN
+from mgrpo.rewards.compose import Verifies
+from mgrpo.rewards.functions import RewardFunction
+from mgrpo.rewards.reward_model import RewardModel
+
+_FORMS = (
+    f"give one of {', '.join(BUILTIN)}, package.module.function, file.py:function, or the folder of a "
+    "sequence-classification model"
+)
+
+
+def load_functions(
+    words: Sequence[str | RewardFunction],
+    *,
+    max_completion_length: int,
+    scorer: Verifies | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[RewardFunction]:
+    """The functions that the words name, in their order; `close_functions` when they are done.
+
+    Args:
+        words: see docs/rewards.md; what is a function already stays as it is.
+        max_completion_length: tokens of the longest completion, by which the built-in length functions measure.
+        scorer: where the built-in accuracy functions have answers read; none: workers of their own.
+        chat_template_kwargs: for reward models.
+    Raises:
+        ValueError: what is wrong with each word that names none.
+    """
+    functions, problems = _load_all(words, max_completion_length, scorer, chat_template_kwargs)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return functions
+
+
+def check_functions(words: Sequence[str | RewardFunction]) -> list[str]:
+    """One sentence for each word that names no function; modules are imported, models are not loaded."""
+    return _load_all(words, 1, None, None)[1]
+
+
+def start_functions(functions: Sequence[RewardFunction]) -> None:
+    """Begin to load reward models, without waiting for them; without this call the first scores wait."""
+    for function in functions:
+        if isinstance(function, RewardModel):
+            function.start()
+
+
+def close_functions(functions: Sequence[RewardFunction]) -> None:
+    """End what belongs to the functions: the processes of reward models."""
+    for function in functions:
+        if isinstance(function, RewardModel):
+            function.close()
+
+
+def _load_all(words: Sequence[str | RewardFunction], *settings: Any) -> tuple[list[RewardFunction], list[str]]:
+    """The functions, and one sentence for each word that names none."""
+    functions, problems = [], []
+    for word in words:
+        try:
+            functions.append(_load(word, *settings))
+        except ValueError as err:
+            problems.append(str(err))
+    return functions, problems
+
+
+def _load(
+    word: str | RewardFunction,
+    max_completion_length: int,
+    scorer: Verifies | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> RewardFunction:
+    if not isinstance(word, str):
+        if not callable(word) or inspect.isclass(word):
+            raise ValueError(f"reward_funcs: {word!r:.80} is no function; give functions, or words that name them")
+        return word
+    if word in BUILTIN:
+        return BUILTIN[word](max_completion_length, scorer)
+    path, colon, name = word.rpartition(":")
+    if colon and path.endswith(".py"):
+        if not Path(path).is_file():
+            raise ValueError(f"reward_funcs: {word}: there is no file {Path(path).resolve()}")
+        return _member(word, functools.partial(_file_module, path), name)
+    if Path(word).is_dir():
+        try:
+            return RewardModel(word, chat_template_kwargs=chat_template_kwargs)
+        except ValueError as err:
+            raise ValueError(f"reward_funcs: {err}") from err
+    if word.endswith(".py"):
+        raise ValueError(f"reward_funcs: {word} names a file but no function in it; write {word}:function")
+    module, dot, name = word.rpartition(".")
+    if dot and all(part.isidentifier() for part in word.split(".")):
+        return _member(word, functools.partial(importlib.import_module, module), name)
+    near = difflib.get_close_matches(word, BUILTIN, n=2, cutoff=0.5)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"reward_funcs: {word} names no reward function; {meant}{_FORMS}")
+
+
+def _member(word: str, load: Callable[[], ModuleType], name: str) -> RewardFunction:
+    try:
+        module = load()
+    except ModuleNotFoundError as err:
+        raise ValueError(
+            f"reward_funcs: {word} cannot be imported: there is no module {err.name}; put its folder on PYTHONPATH, or "
+            "write path/to/file.py:function"
+        ) from err
+    # The user's module runs here, and may raise anything.
+    except (Exception, SystemExit) as err:
+        raise ValueError(f"reward_funcs: {word} cannot be imported: {type(err).__name__}: {err}") from err
+    function = getattr(module, name, None)
+    if callable(function) and not inspect.isclass(function):
+        return function
+    others = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+    near = ", ".join(difflib.get_close_matches(name, others, n=3, cutoff=0.0)) or "none"
+    found = "is no function" if hasattr(module, name) else "does not exist"
+    raise ValueError(f"reward_funcs: {word}: {name} {found}; functions there: {near}")
+
+
+def _file_module(path: str) -> ModuleType:
+    """The module that is the file; run once however many of its functions are named."""
+    file = Path(path).resolve()
+    name = f"reward_functions_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

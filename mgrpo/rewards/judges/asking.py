@@ -1,0 +1,96 @@
+"""The bases of the verifiers that ask a language model: what it gets to see, and one client for all its calls."""
+
+from __future__ import annotations
+
+import json
+from typing import ClassVar
+
+from mgrpo.config.schema import Reward
+from mgrpo.rewards.judges.client import ChatClient
+from mgrpo.rewards.judges.context import shorten_both, token_counter
+from mgrpo.rewards.judges.endpoint import FEWEST_TOKENS, SPARE_TOKENS, Endpoint, judge_endpoint, problems
+from mgrpo.rewards.judges.templates import Template
+from mgrpo.rewards.verifier import THINK_END, Answer, RemoteVerifier, single
+
+
+class AskingVerifier(RemoteVerifier):
+    """Asks one model; subclasses say which, and what."""
+
+    def __init__(self, settings: Reward, endpoint: Endpoint, *, temperature: float) -> None:
+        super().__init__(settings)
+        self.client = ChatClient(
+            endpoint,
+            temperature=temperature,
+            max_tokens=settings.llm_judge_max_tokens,
+            timeout_s=settings.llm_judge_timeout,
+            max_connections=settings.remote_verifier_concurrency,
+        )
+
+    @classmethod
+    def problems(cls, settings: Reward) -> list[str]:
+        return problems(settings, [cls.name])
+
+    async def judge(self, template: Template, question: str, completion: str, reference: str) -> float:
+        """The verdict on a completion's final answer; question and answer are shortened where the context is too small."""
+        if template.needs_reference and not reference.strip():
+            raise ValueError(f"ground_truth is empty; {self.name} shows it to the judge as the {template.reference}")
+        question, answer, reference = (
+            _encodable(text) for text in (question, final_answer(completion), reference if template.reference else "")
+        )
+        settings = self.settings
+        count = token_counter(self.client.endpoint.model)
+        prompt_tokens = settings.llm_judge_max_context_length - settings.llm_judge_max_tokens - SPARE_TOKENS
+        room = prompt_tokens - count(template.render("", "", reference))
+        if room < FEWEST_TOKENS:
+            raise ValueError(
+                f"llm_judge_max_context_length={settings.llm_judge_max_context_length} leaves {max(room, 0)} tokens for "
+                f"question and answer beside llm_judge_max_tokens={settings.llm_judge_max_tokens} and the template; raise it"
+            )
+        question, answer = shorten_both(question, answer, room, count)
+        return await self.client.ask(template.render(question, answer, reference), template.read)
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Sums since the start: dollars, tokens and requests of every attempt."""
+        usage = self.client.usage
+        return {
+            "cost": usage.dollars,
+            "prompt_tokens": float(usage.prompt_tokens),
+            "completion_tokens": float(usage.completion_tokens),
+            "requests": float(usage.requests),
+        }
+
+
+class Judge(AskingVerifier):
+    """Scores the final answer by one verdict of `llm_judge_model`; a judge that gives none leaves it without a score."""
+
+    template: ClassVar[Template]
+
+    def __init__(self, settings: Reward) -> None:
+        super().__init__(settings, judge_endpoint(settings), temperature=settings.llm_judge_temperature)
+
+    async def score(self, answer: Answer) -> float:
+        return await self.judge(self.template, answer.prompt, answer.completion, reference_text(answer.ground_truth))
+
+
+def final_answer(completion: str) -> str:
+    """The last `<answer>...</answer>` after the last `</think>`, or all that follows it."""
+    text = completion.replace("<|assistant|>", "").rpartition(THINK_END)[2]
+    before, end, _ = text.rpartition("</answer>")
+    _, start, answer = before.rpartition("<answer>")
+    return (answer if start and end else text).strip()
+
+
+def reference_text(ground_truth: object) -> str:
+    """A label as text: text as it is, none as nothing, anything else as JSON."""
+    label = single(ground_truth)
+    if label is None:
+        return ""
+    return label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
+
+
+def _encodable(text: str) -> str:
+    """The text with a question mark for every half of a character, which no UTF-8 can hold."""
+    return text.encode(errors="replace").decode()

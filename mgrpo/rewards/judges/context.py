@@ -1,0 +1,73 @@
+"""Making a prompt fit into the judge's context: how many tokens a text has, and which part of a long one is left out."""
+
+from __future__ import annotations
+
+import functools
+import math
+import string
+from collections.abc import Callable
+from pathlib import Path
+
+CountTokens = Callable[[str], int]
+
+_WORDS = (string.ascii_letters + " ").encode()
+_ASCII = bytes(range(128))
+
+
+@functools.lru_cache(maxsize=8)
+def token_counter(model: str) -> CountTokens:
+    """Counts with the model's own tokenizer where it lies on this machine (a folder, the hub's cache), else estimates."""
+    file = _tokenizer_file(model)
+    if file is None:
+        return estimate
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def estimate(text: str) -> int:
+    """Tokens of a text, rather too many: two for five letters or spaces, one for any other ASCII, one for two other bytes."""
+    data = text.encode(errors="replace")
+    num_other = len(data.translate(None, _WORDS))
+    num_foreign = len(data.translate(None, _ASCII))
+    return math.ceil(0.4 * (len(data) - num_other) + (num_other - num_foreign) + 0.5 * num_foreign)
+
+
+def shorten_both(question: str, answer: str, room: int, count: CountTokens) -> tuple[str, str]:
+    """Question and answer in `room` tokens together: each keeps half of it, and what the other does not need."""
+    asked, given = count(question), count(answer)
+    if asked + given <= room:
+        return question, answer
+    half = room // 2
+    question = shorten(question, max(half, room - given), count)
+    return question, shorten(answer, room - count(question), count)
+
+
+def shorten(text: str, limit: int, count: CountTokens) -> str:
+    """The text's beginning and end with a note between them, in at most `limit` tokens; "" where the note does not fit."""
+    whole, kept, size = text, len(text), count(text)
+    # In proportion to the excess, which fits after two or three counts; the last per cent of room is not worth more.
+    while size > limit and kept > 0:
+        kept = min(kept - 1, int(0.99 * kept * limit / size))
+        text = _without_middle(whole, kept)
+        size = count(text)
+    return text if size <= limit else ""
+
+
+def _without_middle(text: str, kept: int) -> str:
+    head, tail = (kept + 1) // 2, kept // 2
+    return f"{text[:head]}\n[... {len(text) - kept} characters left out ...]\n{text[len(text) - tail :]}"
+
+
+def _tokenizer_file(model: str) -> Path | None:
+    local = Path(model) / "tokenizer.json"
+    if local.is_file():
+        return local
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(model, "tokenizer.json")
+    except ValueError:  # no name that the hub could know
+        return None
+    return Path(cached) if isinstance(cached, str) else None

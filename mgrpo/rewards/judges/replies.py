@@ -1,0 +1,113 @@
+"""The verdict in a judge's reply. A reply from which two verdicts, or none, can be read is an `Unreadable`.
+
+A judge may quote the answer it judges, and an answer may hold what looks like a verdict. So a verdict counts where the
+whole reply is one JSON object; elsewhere only if everything in the reply that looks like a score says the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+_OBJECTS = json.JSONDecoder(strict=False, object_pairs_hook=lambda pairs: pairs)
+_FENCE = re.compile(r"```[A-Za-z]*")
+_INVALID_ESCAPE = re.compile(r'\\(\\|["/bfnrt]|u[0-9A-Fa-f]{4})|\\')
+_SCORE = re.compile(r"""["']score\\*["']\s*:\s*\\*["']?([^"'\\,}\n]{0,40})""", re.IGNORECASE)
+_REST_OF_OBJECT = re.compile(r"[\\\"'\s}`\]]*")
+_NUMBER = re.compile(r"([-+]?(?:[0-9]{1,9}(?:\.[0-9]{0,18})?|\.[0-9]{1,18}))(?:\s*/\s*([0-9]{1,4}))?")
+_DECISION = re.compile(r"final\s+decision\W{0,12}(yes|no)\b(?!\s*(?:/|or\b))", re.IGNORECASE)
+# A verdict is a few sentences. What is longer is not read at all, rather than slowly.
+_LONGEST = 200_000
+
+
+class Unreadable(ValueError):
+    """A reply without exactly one verdict."""
+
+
+def read_score(reply: str, *, top: float) -> float:
+    """The one SCORE of the reply, between 0 and `top`.
+
+    Numbers, numbers in quotes and "7/10" (of `top` only) are scores; true and false are, where the scale ends at 1.
+    """
+    whole = _score_of_object(_unfenced(reply))
+    if whole is not None:
+        return _number(whole, top)
+    visible = _without_thinking(reply)
+    whole = _score_of_object(visible)
+    if whole is not None:
+        return _number(whole, top)
+    found = [(_number(match.group(1).strip(), top), match.end()) for match in _SCORE.finditer(visible)]
+    if not found:
+        raise Unreadable(f"the reply holds no SCORE: {visible[:200]!r}")
+    values = {value for value, _ in found}
+    if len(values) > 1:
+        raise Unreadable(f"the reply holds several scores, {sorted(values)}: {visible[:200]!r}")
+    if not visible.startswith("{") and not _REST_OF_OBJECT.fullmatch(visible, found[-1][1]):
+        raise Unreadable(f"the reply neither starts nor ends with its verdict: {visible[:200]!r}")
+    return values.pop()
+
+
+def read_decision(reply: str) -> float:
+    """1.0 for "Final Decision: Yes", 0.0 for No."""
+    visible = _without_thinking(reply)
+    decisions = {match.lower() for match in _DECISION.findall(visible)}
+    if len(decisions) != 1:
+        many = "both decisions" if decisions else "no final decision"
+        raise Unreadable(f"the reply holds {many}: {visible[-200:]!r}")
+    return float(decisions == {"yes"})
+
+
+def _without_thinking(reply: str) -> str:
+    """What follows the last `</think>`, without `<answer>` tags or a code fence around it."""
+    _, end, visible = reply.rpartition("</think>")
+    if not end and visible.lstrip().startswith("<think>"):
+        raise Unreadable(f"the reply is only thinking: {visible[:200]!r}")
+    if len(visible) > _LONGEST:
+        raise Unreadable(f"the reply has {len(visible):,} characters")
+    return _unfenced(visible.replace("<answer>", "").replace("</answer>", ""))
+
+
+def _unfenced(text: str) -> str:
+    text = text.strip()
+    if fence := _FENCE.match(text):
+        text = text[fence.end() :].removesuffix("```")
+    return text.strip()
+
+
+def _score_of_object(text: str) -> object:
+    """The SCORE of a text that is one JSON object and nothing else; None for any other text."""
+    if not text.startswith("{") or len(text) > _LONGEST:
+        return None
+    # LaTeX in a string ("\( x \)") is the common fault of judges' JSON.
+    for form in (text, _INVALID_ESCAPE.sub(lambda match: match.group() if match.group(1) else r"\\", text)):
+        try:
+            pairs, end = _OBJECTS.raw_decode(form)
+        except (ValueError, RecursionError):
+            continue
+        scores = [value for key, value in pairs if key.strip().lower() == "score"]
+        if form[end:].strip() or len(scores) != 1:
+            return None
+        return scores[0]
+    return None
+
+
+def _number(value: object, top: float) -> float:
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if match := _NUMBER.fullmatch(word):
+            number = float(match.group(1))
+            if match.group(2) and int(match.group(2)) != top:
+                raise Unreadable(f"SCORE={value!r} is not of {top:g}")
+        elif word in ("true", "false") and top == 1:
+            number = float(word == "true")
+        else:
+            raise Unreadable(f"SCORE={value[:80]!r} is no number")
+    elif isinstance(value, bool) and top == 1:
+        number = float(value)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        number = value
+    else:
+        raise Unreadable(f"SCORE={value!r:.80} is no number")
+    if not 0 <= number <= top:
+        raise Unreadable(f"SCORE={value!r:.80} is not between 0 and {top:g}")
+    return float(number)

@@ -1,0 +1,112 @@
+"""What a verifier is: one small class, `score(answer) -> float`, found by its name (`catalog`).
+
+A verifier runs in a worker process (`worker`), which owns every limit: it needs no timeout and may take no notice of
+memory. A `RemoteVerifier` asks a server and runs in an event loop beside many others (`remote`). A ground truth that it
+cannot read, or a server that does not answer, is an exception: that sample has no score, which is not the same as wrong.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mgrpo.config.schema import Reward
+
+THINK_END = "</think>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One completion, and what there is to judge it by."""
+
+    completion: str
+    ground_truth: object
+    """One JSON value."""
+    prompt: str = ""
+    """The prompt's messages as "role: content" lines, for judges."""
+    num_tokens: int | None = None
+    """Tokens of the completion; None where the caller does not know."""
+
+
+class Verifier(ABC):
+    """Scores answers, usually between 0.0 (wrong) and 1.0 (right)."""
+
+    name: ClassVar[str]
+    """What a row's `dataset` calls it, in lower case."""
+
+    def __init__(self, settings: Reward) -> None:
+        self.settings = settings
+
+    @classmethod
+    def problems(cls, settings: Reward) -> list[str]:
+        """What keeps it from scoring in this run, one sentence each; asked before anything is started."""
+        return []
+
+    @classmethod
+    def notes(cls, settings: Reward) -> list[str]:
+        """What is worth a line at the start of a run that asks it."""
+        return []
+
+    @abstractmethod
+    def score(self, answer: Answer) -> float:
+        """The score; ValueError for a ground truth that it cannot read."""
+
+    def warm_up(self) -> None:  # noqa: B027
+        """Do the imports and whatever else only the first call has to do, before anyone waits for a score."""
+
+
+class RemoteVerifier(ABC):
+    """Scores answers by asking a server; many calls are under way at once."""
+
+    name: ClassVar[str]
+
+    def __init__(self, settings: Reward) -> None:
+        self.settings = settings
+
+    @classmethod
+    def problems(cls, settings: Reward) -> list[str]:
+        """What keeps it from scoring in this run, one sentence each; asked before anything is started."""
+        return []
+
+    @classmethod
+    def notes(cls, settings: Reward) -> list[str]:
+        """What is worth a line at the start of a run that asks it."""
+        return []
+
+    @abstractmethod
+    async def score(self, answer: Answer) -> float:
+        """The score; any exception means that there is none."""
+
+    def metrics(self) -> dict[str, float]:
+        """Sums since the start, by name, for example what a judge has cost."""
+        return {}
+
+    async def close(self) -> None:  # noqa: B027
+        """Give back connections."""
+
+
+def single(ground_truth: object) -> object:
+    """The label itself: data sets made for several verifiers a row wrap a lone label into a list."""
+    if isinstance(ground_truth, list) and len(ground_truth) == 1:
+        return ground_truth[0]
+    return ground_truth
+
+
+def text_of(ground_truth: object) -> str:
+    """A lone label as text."""
+    label = single(ground_truth)
+    if isinstance(label, bool) or not isinstance(label, (str, int, float)):
+        raise ValueError(f"ground_truth={shown(label)} is neither text nor a number")
+    return str(label)
+
+
+def shown(value: object) -> str:
+    """The beginning of a value, for messages."""
+    return repr(value)[:80]
+
+
+def without_thinking(completion: str) -> str:
+    """What follows the last `</think>`, without `<answer>` tags and outer white space (Open Instruct's rule)."""
+    text = completion.replace("<|assistant|>", "").rpartition(THINK_END)[2]
+    return text.replace("<answer>", "").replace("</answer>", "").strip()

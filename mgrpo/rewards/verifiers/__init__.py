@@ -1,0 +1,1 @@
+"""The verifiers, one file a theme; `mgrpo.rewards.catalog` finds them by name."""

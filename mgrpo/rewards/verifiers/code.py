@@ -1,0 +1,180 @@
+"""Programs judged by tests: `code` (assert statements), `code_stdio` (inputs and outputs). A service runs them.
+
+It is the one that `code_api_url` or CODE_API_URL names; otherwise the sandbox of this machine, through the same app and the
+same requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, ClassVar
+
+from mgrpo.config.schema import Reward
+from mgrpo.rewards.verifier import Answer, RemoteVerifier, shown
+from mgrpo.sandbox.cases import assert_tests, stdio_tests
+from mgrpo.sandbox.local import borrow_app, give_back_app
+from mgrpo.sandbox.sandbox import Sandbox, client_limit_s
+
+if TYPE_CHECKING:
+    import httpx
+
+    from mgrpo.sandbox.isolation import Isolation
+
+_BLOCK = re.compile(r"```(?:python)?(.*?)```", re.DOTALL)
+_CONNECTIONS = 100
+_PAUSES_S = (0.3, 0.6, 1.2)
+_PASSING_TROUBLE = (500, 502, 503, 504)
+
+
+class Code(RemoteVerifier):
+    """Share of the assert statements that hold after the program; the label is their list, or its JSON text."""
+
+    name: ClassVar[str] = "code"
+    path: ClassVar[str] = "/test_program"
+
+    @classmethod
+    def problems(cls, settings: Reward) -> list[str]:
+        if _service(settings) is not None:
+            return []
+        try:
+            _isolation().refuse_if_missing(accept_risk=settings.code_sandbox_accept_risk)
+        except (ValueError, RuntimeError) as err:
+            return [f"{cls.name}: {err}"]
+        return []
+
+    @classmethod
+    def notes(cls, settings: Reward) -> list[str]:
+        base_url = _service(settings)
+        where = f"at {base_url}" if base_url else f"in a sandbox of this machine: {_isolation().describe()}"
+        return [f"programs run {where}"]
+
+    def __init__(self, settings: Reward) -> None:
+        """ValueError where no service is named and this machine cannot isolate programs."""
+        super().__init__(settings)
+        self._base_url = _service(settings)
+        self._client = self._open()
+
+    async def score(self, answer: Answer) -> float:
+        tests = self.tests(answer.ground_truth)
+        if not tests:
+            raise ValueError(
+                f"ground_truth={shown(answer.ground_truth)} holds no test; a program can neither pass nor fail"
+            )
+        program = extract_program(answer.completion)
+        if not _is_source(program):
+            return 0.0
+        limit_s = self.settings.code_max_execution_time
+        verdicts = await self._ask({"program": program, "tests": tests, "max_execution_time": limit_s})
+        passed, runtimes = _read(verdicts, len(tests))
+        if sum(passed) / len(passed) < self.settings.code_pass_rate_reward_threshold:
+            return 0.0
+        if self.settings.code_apply_perf_penalty:
+            passed = [ok * (limit_s - runtime) / limit_s for ok, runtime in zip(passed, runtimes, strict=True)]
+        return sum(passed) / len(passed)
+
+    def tests(self, label: object) -> list:
+        """The tests as the service takes them; ValueError for a label that it would not."""
+        return assert_tests(label)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+        if self._base_url is None:
+            # Not in another thread: at the end of the interpreter there are none to be had.
+            give_back_app(**self._local_limits())
+
+    def _open(self) -> httpx.AsyncClient:
+        import httpx
+
+        limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS)
+        if self._base_url is not None:
+            timeout = httpx.Timeout(client_limit_s(self.settings.code_max_execution_time), pool=None)
+            return httpx.AsyncClient(base_url=self._base_url, limits=limits, timeout=timeout)
+        # No timeout: what runs here is bounded, and what waits here waits for it.
+        transport = httpx.ASGITransport(borrow_app(**self._local_limits()), raise_app_exceptions=False)
+        return httpx.AsyncClient(base_url="http://sandbox", transport=transport, timeout=None)
+
+    def _local_limits(self) -> dict[str, int | bool]:
+        settings = self.settings
+        return {"memory_mb": settings.code_sandbox_memory_mb, "accept_risk": settings.code_sandbox_accept_risk}
+
+    async def _ask(self, question: dict) -> object:
+        """The service's answer. A busy or broken service is asked again, one that refuses or takes too long is not."""
+        import httpx
+
+        content = json.dumps(question).encode()
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                response = await self._client.post(
+                    self.path, content=content, headers={"Content-Type": "application/json"}
+                )
+            except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout):
+                if pause_s is None:
+                    raise
+            else:
+                if response.is_success:
+                    return response.json()
+                if pause_s is None or response.status_code not in _PASSING_TROUBLE:
+                    raise RuntimeError(f"{response.url} answered {response.status_code}: {response.text[:300]}")
+            await asyncio.sleep(pause_s)
+        raise AssertionError("the last try returns or raises")
+
+
+class CodeStdio(Code):
+    """Share of the inputs for which the program prints the output; the label is a list of {"input", "output"}."""
+
+    name: ClassVar[str] = "code_stdio"
+    path: ClassVar[str] = "/test_program_stdio"
+
+    def tests(self, label: object) -> list:
+        return [asdict(test) for test in stdio_tests(label)]
+
+
+def extract_program(completion: str) -> str:
+    """What stands in the last ``` block, or all there is without one (Open Instruct's rule)."""
+    blocks = _BLOCK.findall(completion)
+    return blocks[-1].strip() if blocks else completion
+
+
+def _service(settings: Reward) -> str | None:
+    return service_url(settings.code_api_url or os.environ.get("CODE_API_URL"))
+
+
+@functools.cache
+def _isolation() -> Isolation:
+    """Found out once in a process: it takes a program that tries to get through."""
+    with Sandbox(num_slots=1, accept_risk=True) as sandbox:
+        return sandbox.start()
+
+
+def service_url(url: str | None) -> str | None:
+    """The address that the paths are appended to; `url` may already end with one of them."""
+    if not url:
+        return None
+    base = url.rstrip("/")
+    for path in (CodeStdio.path, Code.path):
+        base = base.removesuffix(path)
+    return base
+
+
+def _is_source(program: str) -> bool:
+    """Whether it can be sent at all; Python reads no source with half a surrogate pair in it."""
+    try:
+        program.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _read(verdicts: object, num_tests: int) -> tuple[Sequence[float], Sequence[float]]:
+    """Results and runtimes; ValueError where they are not one for each test."""
+    if isinstance(verdicts, dict):
+        passes, runtimes = verdicts.get("results"), verdicts.get("runtimes")
+        if isinstance(passes, list) and isinstance(runtimes, list) and len(passes) == len(runtimes) == num_tests:
+            return passes, runtimes
+    raise ValueError(f"the code service answered {shown(verdicts)} to {num_tests} tests")

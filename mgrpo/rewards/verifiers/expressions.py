@@ -1,0 +1,177 @@
+r"""Whether two LaTeX expressions have the same value, by math-verify, and without the time that hostile ones would cost.
+
+math-verify reads the expressions and sympy compares them. Both need minutes or more for some texts of a few characters, which
+no right answer looks like: towers of powers, factorials of millions, brackets twenty deep. Those are unequal unread. What
+remains slow meets the time limit of the worker process; math-verify's own time limits are off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+from mgrpo.rewards.verifiers.estimates import Estimate, TooLarge, certainly_differ, estimate
+
+# Characters: an answer longer than its label by more than this is wrong unread.
+_MARGIN = 300
+# Depth of brackets, and number of bars and integrals, beyond which reading takes seconds.
+_MAX_DEPTH = 10
+_MAX_BARS = 12
+_MAX_INTEGRALS = 4
+_BRACKET = re.compile(r"[({\[\])}]")
+
+_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:(?:,|\{,\}|\\[,!;: ]|~)+[0-9]{3})+|[0-9]+)?(?:(?<=[0-9])\.?|\.[0-9]+)")
+_SEPARATOR = re.compile(r"[^-+.0-9]")
+
+# What math-verify drops before it reads, so that "1$E9999" is 1E9999.
+_DROPPED = re.compile(r"\\[!$]|[$\"'\s]")
+_COMMAND_OR_SIGN = re.compile(r"\\[a-zA-Z]+|[^0-9A-Za-z.+-]")
+_LARGE_EXPONENT = re.compile(r"[0-9.]E[-+]?[0-9]{4}")
+# sympy computes these while they are read, so that their arguments must be small.
+_LARGE_ARGUMENT = re.compile(
+    r"\\[dtc]?binom(?!(?:\{(?:(?![0-9]{5})[^{}^!])*\}){2})"
+    r"|(?:\\gcd|\\lcm|operatorname\{(?:gcd|lcm)\}|\\Gamma)(?=(?:\\left)?\()(?!(?:\\left)?\((?:(?![0-9]{5})[^()^!])*\))"
+    r"|\\sqrt\[(?![0-9a-z]{1,3}\])"
+)
+_LARGE_CHOICE = re.compile(r"[0-9]{5}|[\^!]")
+
+
+class _Reading(NamedTuple):
+    """What math-verify makes of a text."""
+
+    values: list[Any]
+    """An expression and the text that it was read from, or only the latter, or nothing."""
+    estimate: Estimate | None
+    is_too_large: bool
+
+
+def is_same_value(answer: str, label: str) -> bool:
+    """Whether math-verify finds the expressions equal. The answer may be hostile, the label is trusted."""
+    return len(answer) <= len(label) + _MARGIN and _is_same_short_value(answer, label)
+
+
+def value_appears(text: str, label: str) -> bool:
+    """Whether the answer that math-verify finds in a text, near its end, is the label; lines that are slow to read, and
+    those before them, are left out.
+    """
+    while _is_slow_to_read(text, label):
+        _, newline, text = text.partition("\n")
+        if not newline:
+            return False
+    return _agree(_read_label(label), _read(text))
+
+
+def plain_number(text: str) -> Decimal | None:
+    r"""The value of a number in digits, perhaps with separators of thousands: 1,234.5 or 1\,234 or 1{,}234."""
+    if not _NUMBER.fullmatch(text) or not any(character in "0123456789" for character in text):
+        return None
+    return Decimal(_SEPARATOR.sub("", text))
+
+
+def warm_up() -> None:
+    """Import math-verify, and let its parser learn the grammar from answers of the common kinds."""
+    for answer in (
+        r"-\frac{3\sqrt{2}}{2}+\pi x^2",
+        r"\left(-\infty,\frac{1}{2}\right]",
+        "(1, 2)",
+        "2(x+1)",
+        r"\text{A}",
+    ):
+        is_same_value(answer, "x=0.5")
+    value_appears("So the answer is $x=7$.", "8.5")
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_same_short_value(answer: str, label: str) -> bool:
+    number, expected = plain_number(answer), plain_number(label)
+    if number is not None and expected is not None:
+        # Decimals that differ little go to math-verify, which allows for rounding.
+        if number == expected:
+            return True
+        if number == number.to_integral_value() and expected == expected.to_integral_value():
+            return False
+    if _is_slow_to_read(answer, label):
+        return False
+    return _agree(_read_label(label), _read(_boxed(answer, number)))
+
+
+def _boxed(expression: str, number: Decimal | None) -> str:
+    return f"\\boxed{{{expression if number is None else format(number, 'f')}}}"
+
+
+def _is_slow_to_read(text: str, label: str) -> bool:
+    if _depth(text) > max(_MAX_DEPTH, _depth(label)):
+        return True
+    for sign, most in ("|", _MAX_BARS), (r"\int", _MAX_INTEGRALS):
+        if text.count(sign) > max(most, label.count(sign)):
+            return True
+    text = _DROPPED.sub("", text)
+    if r"\choose" in text and _LARGE_CHOICE.search(text):
+        return True
+    return bool(_LARGE_ARGUMENT.search(text) or _LARGE_EXPONENT.search(_COMMAND_OR_SIGN.sub("", text)))
+
+
+def _depth(text: str) -> int:
+    deepest = depth = 0
+    for bracket in _BRACKET.findall(text):
+        depth = depth + 1 if bracket in "({[" else max(0, depth - 1)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _agree(label: _Reading, answer: _Reading) -> bool:
+    import math_verify
+
+    if not label.values or not answer.values:
+        return False
+    if _are_unequal(label, answer):
+        return label.values[0] == answer.values[0] or label.values[-1] == answer.values[-1]
+    with _silence():
+        return math_verify.verify(label.values, answer.values, timeout_seconds=None)
+
+
+def _are_unequal(label: _Reading, answer: _Reading) -> bool:
+    """Whether expressions that are not written alike surely differ, or are too large to find out."""
+    if label.is_too_large or answer.is_too_large:
+        return True
+    # A symbol equals a product of symbols that spell its name.
+    if any(getattr(reading.values[0], "is_Symbol", False) for reading in (label, answer)):
+        return False
+    if label.estimate is not None and answer.estimate is not None:
+        return certainly_differ(label.estimate, answer.estimate)
+    kinds = {type(reading.values[0]).__name__ for reading in (label, answer) if reading.estimate is None}
+    return kinds == {"Interval"} and (label.estimate is None) != (answer.estimate is None)
+
+
+def _read(text: str) -> _Reading:
+    import math_verify
+
+    with _silence():
+        values = math_verify.parse(text, parsing_timeout=None)
+    try:
+        return _Reading(values, estimate(values[0]) if values else None, False)
+    except TooLarge:
+        return _Reading(values, None, True)
+    except RecursionError:
+        return _Reading(values, None, False)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_label(label: str) -> _Reading:
+    """A reading that is kept, because a whole group shares its label."""
+    return _read(_boxed(label, plain_number(label)))
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Without math-verify's warning that its time limits are off, and Python's and sympy's about what the texts hold."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

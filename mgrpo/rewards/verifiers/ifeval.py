@@ -1,0 +1,91 @@
+"""Constraints on the form of an answer: `ifeval`, `ifeval_old`."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import ClassVar
+
+from mgrpo.rewards.constraints.arguments import bound
+from mgrpo.rewards.constraints.languages import language_of
+from mgrpo.rewards.constraints.old import OLD_FUNCTIONS
+from mgrpo.rewards.constraints.scoring import bound_instructions, kept
+from mgrpo.rewards.constraints.table import checker_of
+from mgrpo.rewards.constraints.words import treebank_tokens
+from mgrpo.rewards.verifier import Answer, Verifier, shown, without_thinking
+
+
+class IFEval(Verifier):
+    """Share of the label's constraints that the answer keeps.
+
+    The label is `[{"instruction_id": [...], "kwargs": [...]}]` as text or as JSON, with the names of IFEval, Open
+    Instruct and IFBench. `"mode": "loose"` in it asks for IFEval's loose scoring.
+    """
+
+    name: ClassVar[str] = "ifeval"
+
+    def score(self, answer: Answer) -> float:
+        label = _record(answer.ground_truth)
+        names = label.get("instruction_id", label.get("instruction_id_list"))
+        checks = bound_instructions(names, label.get("kwargs"))
+        mode = label.get("mode", "strict")
+        if mode not in ("strict", "loose"):
+            raise ValueError(f"mode={shown(mode)} in the label is neither strict nor loose")
+        passed = kept(checks, without_thinking(answer.completion), loose=mode == "loose")
+        return sum(passed) / max(len(passed), 1)
+
+    def warm_up(self) -> None:
+        treebank_tokens("Warm up.")
+        _load_language_profiles()
+
+
+class IFEvalOld(Verifier):
+    """1.0 if the answer passes the one function that the label names: `{"func_name": ..., arguments}`."""
+
+    name: ClassVar[str] = "ifeval_old"
+
+    def score(self, answer: Answer) -> float:
+        label = _record(answer.ground_truth)
+        name = label.get("func_name")
+        arguments = {key: value for key, value in label.items() if key != "func_name" and value is not None}
+        check = bound(str(name), checker_of(name, OLD_FUNCTIONS), arguments)
+        return float(check(without_thinking(answer.completion)))
+
+    def warm_up(self) -> None:
+        _load_language_profiles()
+
+
+def _record(ground_truth: object) -> Mapping[str, object]:
+    """The label's mapping, which may be text and may be wrapped into lists of which it is the first element."""
+    value = ground_truth
+    for _ in range(8):
+        if isinstance(value, Mapping):
+            return value
+        if isinstance(value, str):
+            value = _literal(value)
+        elif isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        else:
+            break
+    raise ValueError(f"ground_truth={shown(ground_truth)} holds no mapping; write the constraint as JSON")
+
+
+def _literal(text: str) -> object:
+    """The value of JSON text or of a Python literal, which is how Open Instruct's data sets hold these labels."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as err:
+        raise ValueError(f"ground_truth={shown(text)} is neither JSON nor a Python literal") from err
+
+
+def _load_language_profiles() -> None:
+    try:
+        language_of("Warm up.")
+    except ValueError:
+        # Without langdetect all constraints but those on the language work; those say what is missing.
+        return

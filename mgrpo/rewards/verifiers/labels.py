@@ -1,0 +1,37 @@
+"""What a row's label accepts, as texts: one, or several of which any will do."""
+
+from __future__ import annotations
+
+import json
+
+from mgrpo.rewards.verifier import shown, single, text_of
+
+
+def accepted_texts(ground_truth: object) -> list[str]:
+    """The label, or each label of a list, as text; ValueError for anything that is neither text nor a number."""
+    label = single(ground_truth)
+    if not isinstance(label, list):
+        return [text_of(label)]
+    if not label:
+        raise ValueError("ground_truth is an empty list; give at least one accepted answer")
+    return [text_of(accepted) for accepted in label]
+
+
+def accepted_texts_of_json(ground_truth: object) -> list[str]:
+    """As `accepted_texts`, of a label that may be JSON text: '["Paris", "City of Paris"]', or '"Paris"'.
+
+    Text that is no JSON stands for itself; so does a number or a word of JSON, beside what JSON makes of it ("1e3" is
+    both 1e3 and 1000.0).
+    """
+    label = single(ground_truth)
+    if not isinstance(label, str):
+        return accepted_texts(label)
+    try:
+        value = json.loads(label)
+    except (ValueError, RecursionError):
+        return [label.strip()]
+    if isinstance(value, dict):
+        raise ValueError(f"ground_truth={shown(label)} is a JSON object; write a text or a list of texts")
+    if isinstance(value, (list, str)):
+        return accepted_texts(value)
+    return [label.strip(), str(value)]

@@ -1,0 +1,60 @@
+"""Rewards for the number of tokens, and none at all: `max_length`, `up_to_max_length`, `passthrough`."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from mgrpo.rewards.verifier import Answer, Verifier, shown, single
+
+
+class MaxLength(Verifier):
+    """1.0 for a completion of as many tokens as the label says, less for every token more or fewer, 0.0 at the least."""
+
+    name: ClassVar[str] = "max_length"
+
+    def score(self, answer: Answer) -> float:
+        miss = abs(_num_tokens(answer) - _wanted_length(answer.ground_truth))
+        return _falling(miss, self.settings.max_length_verifier_max_length)
+
+
+class UpToMaxLength(Verifier):
+    """1.0 for a completion of at most as many tokens as the label says, less for every token more, 0.0 at the least."""
+
+    name: ClassVar[str] = "up_to_max_length"
+
+    def score(self, answer: Answer) -> float:
+        excess = max(0.0, _num_tokens(answer) - _wanted_length(answer.ground_truth))
+        return _falling(excess, self.settings.max_length_verifier_max_length)
+
+
+class Passthrough(Verifier):
+    """0.0, for rows that an environment rewards."""
+
+    name: ClassVar[str] = "passthrough"
+
+    def score(self, answer: Answer) -> float:
+        return 0.0
+
+
+def _falling(miss: float, zero_at: int) -> float:
+    return max(0.0, 1.0 - miss / zero_at)
+
+
+def _num_tokens(answer: Answer) -> int:
+    if answer.num_tokens is None:
+        raise ValueError(
+            "the number of tokens is not known; give verify() num_tokens or completion_ids to use a verifier of lengths"
+        )
+    return answer.num_tokens
+
+
+def _wanted_length(ground_truth: object) -> float:
+    label = single(ground_truth)
+    try:
+        length = float(label) if isinstance(label, (str, int, float)) and not isinstance(label, bool) else math.nan
+    except (ValueError, OverflowError):
+        length = math.nan
+    if not 0 <= length < math.inf:
+        raise ValueError(f"ground_truth={shown(label)} is no length; write a number of tokens, for example 512")
+    return length

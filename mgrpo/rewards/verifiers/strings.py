@@ -1,0 +1,119 @@
+"""Texts compared word by word: `flan`, `string_matcher`, `string_f1`, `puzzle`, `re_search_f1`, `re_search`.
+
+Texts are compared in SQuAD's normal form (Rajpurkar et al., 2016): lower case, without ASCII punctuation, without the
+words a, an and the, one space between words.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable
+from typing import ClassVar
+
+from mgrpo.rewards.verifier import Answer, Verifier, without_thinking
+from mgrpo.rewards.verifiers.labels import accepted_texts, accepted_texts_of_json
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_FINISH = re.compile(r"<finish>", re.IGNORECASE)
+_FINISH_END = re.compile(r"</finish>", re.IGNORECASE)
+
+
+class Flan(Verifier):
+    """1.0 if what follows the last "The answer is: " (else the whole text) is the label."""
+
+    name: ClassVar[str] = "flan"
+
+    def score(self, answer: Answer) -> float:
+        text = answer.completion.rpartition("The answer is: ")[2]
+        return _exact_match(text, accepted_texts(answer.ground_truth))
+
+
+class StringMatcher(Verifier):
+    """1.0 if what follows the last `<answer>`, up to `</answer>`, is the label; 0.0 without both tags."""
+
+    name: ClassVar[str] = "string_matcher"
+
+    def score(self, answer: Answer) -> float:
+        labels = accepted_texts(answer.ground_truth)
+        if "<answer>" not in answer.completion or "</answer>" not in answer.completion:
+            return 0.0
+        text = answer.completion.rpartition("<answer>")[2].partition("</answer>")[0]
+        return _exact_match(text, labels)
+
+
+class StringF1(Verifier):
+    """F1 of the answer's words against the label's, the best of several labels; thinking does not count."""
+
+    name: ClassVar[str] = "string_f1"
+
+    def score(self, answer: Answer) -> float:
+        return _best_f1(without_thinking(answer.completion), accepted_texts(answer.ground_truth))
+
+
+class Puzzle(Verifier):
+    """1.0 if the whole answer after thinking is the label."""
+
+    name: ClassVar[str] = "puzzle"
+
+    def score(self, answer: Answer) -> float:
+        return _exact_match(without_thinking(answer.completion), accepted_texts(answer.ground_truth))
+
+
+class ReSearchF1(Verifier):
+    """F1 of what follows the last `<finish>`, up to `</finish>`; 0.1 for the tags alone (ReSearch, Chen et al., 2025)."""
+
+    name: ClassVar[str] = "re_search_f1"
+
+    def score(self, answer: Answer) -> float:
+        labels = accepted_texts_of_json(answer.ground_truth)
+        if "<finish>" not in answer.completion and "</finish>" not in answer.completion:
+            return 0.0
+        text = answer.completion.rpartition("<finish>")[2].partition("</finish>")[0]
+        if not text:
+            return 0.0
+        return _best_f1(text, labels) or 0.1
+
+
+class ReSearch(Verifier):
+    """1.0 if what stands between the first `<finish>` and the next `</finish>`, in any case, is a label (Search-R1)."""
+
+    name: ClassVar[str] = "re_search"
+
+    def score(self, answer: Answer) -> float:
+        labels = accepted_texts_of_json(answer.ground_truth)
+        start = _FINISH.search(answer.completion)
+        end = start and _FINISH_END.search(answer.completion, start.end())
+        text = answer.completion[start.end() : end.start()].strip() if start and end else ""
+        return _exact_match(text, labels) if text else 0.0
+
+
+def normal_form(text: str) -> str:
+    """SQuAD's normal form of a text."""
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def _exact_match(text: str, labels: Iterable[str]) -> float:
+    normal = normal_form(text)
+    return float(any(normal == normal_form(label) and (normal or _rest(text) == _rest(label)) for label in labels))
+
+
+def _rest(text: str) -> str:
+    """What to compare where the normal form leaves nothing: the choice "A" is "(a)", but it is not "" or "the"."""
+    text = text.lower().strip()
+    return text.translate(_PUNCTUATION).strip() or text
+
+
+def _best_f1(text: str, labels: Iterable[str]) -> float:
+    words = Counter(normal_form(text).split())
+    return max(_f1(words, Counter(normal_form(label).split())) for label in labels)
+
+
+def _f1(words: Counter[str], expected: Counter[str]) -> float:
+    num_common = (words & expected).total()
+    if num_common == 0:
+        return 0.0
+    precision, recall = num_common / words.total(), num_common / expected.total()
+    return 2 * precision * recall / (precision + recall)

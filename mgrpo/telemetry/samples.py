@@ -1,0 +1,247 @@
+"""Completions of a run as JSONL: every one of each evaluation, and on request every one that training sampled.
+
+Rank 0 owns these files. As with metrics, a run never adds to another run's: those are renamed first. A run that continues
+from a checkpoint takes out what came after it, and does these steps again. A file holds at most `SHARD_LINES` lines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mgrpo.types import Completion, Prompt, Score, ScoredGroup
+
+logger = logging.getLogger(__name__)
+
+SHARD_LINES = 10_000
+Record = dict[str, Any]
+
+_TABLE = re.compile(r"eval_step_([0-9]+)(?:-([0-9]+))?\.jsonl")
+
+
+class EvaluationTables:
+    """One table an evaluation: `eval_step_{N}.jsonl` in `folder`, `eval_step_{N}-{i}.jsonl` from the second shard on.
+
+    Args:
+        resumed_after: the step after which this run continues the one whose tables these are; None: a new run.
+    """
+
+    def __init__(self, folder: str | Path, *, resumed_after: int | None = None) -> None:
+        self.folder = Path(folder)
+        earlier = tables(self.folder)
+        if resumed_after is None:
+            move_aside([path for paths in earlier.values() for path in paths])
+            return
+        for step, paths in earlier.items():
+            for path in paths if step > resumed_after else ():
+                path.unlink()
+
+    def write(self, step: int, groups: Sequence[ScoredGroup], correct: Sequence[Sequence[bool]] | None) -> None:
+        """Write the evaluation after `step`; each file appears complete or not at all.
+
+        Args:
+            correct: of each completion of each group; None where nothing says what is correct.
+        """
+        lines = (json.dumps(record, default=str) + "\n" for record in evaluation_records(step, groups, correct))
+        written = set()
+        for number in itertools.count():
+            shard = list(itertools.islice(lines, SHARD_LINES))
+            if number and not shard:
+                break
+            path = self.folder / (f"eval_step_{step}-{number}.jsonl" if number else f"eval_step_{step}.jsonl")
+            _write_at_once(path, "".join(shard))
+            written.add(path)
+        for path in set(tables(self.folder)[step]) - written:
+            path.unlink()
+
+
+class Traces:
+    """Every completion that training sampled: `{run_name}_rollouts_{shard}.jsonl` in `folder`, as Open Instruct names them.
+
+    Args:
+        resumed_after: see `EvaluationTables`; lines of later steps are taken out.
+    """
+
+    def __init__(self, folder: str | Path, run_name: str, *, resumed_after: int | None = None) -> None:
+        self.folder, self.run_name = Path(folder), run_name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        shards = self._shards()
+        if resumed_after is None:
+            move_aside(shards)
+            shards = []
+        self.shard = self.num_lines = 0
+        """The shard that is being filled, and its lines."""
+        for number in reversed(range(len(shards))):
+            kept = _lines_until(shards[number], resumed_after)
+            if kept:
+                _write_at_once(shards[number], "".join(kept))
+                self.shard, self.num_lines = number, len(kept)
+                break
+            shards[number].unlink()
+
+    def write(
+        self,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        dropped: Sequence[ScoredGroup],
+        advantages: Sequence[float],
+    ) -> None:
+        """Add a training step; its lines are on disk when this returns.
+
+        Args:
+            dropped: sampled, but not trained on: they have no advantage.
+            advantages: one a completion of `groups`, in order.
+        """
+        lines = (json.dumps(record, default=str) + "\n" for record in trace_records(step, groups, dropped, advantages))
+        while True:
+            with self._path(self.shard).open("a", encoding="utf-8") as file:
+                added = list(itertools.islice(lines, SHARD_LINES - self.num_lines))
+                file.writelines(added)
+            self.num_lines += len(added)
+            if self.num_lines < SHARD_LINES:
+                break
+            self.shard, self.num_lines = self.shard + 1, 0
+
+    def _path(self, shard: int) -> Path:
+        return self.folder / f"{self.run_name}_rollouts_{shard:06d}.jsonl"
+
+    def _shards(self) -> list[Path]:
+        return list(itertools.takewhile(Path.exists, map(self._path, itertools.count())))
+
+
+def evaluation_records(
+    step: int, groups: Sequence[ScoredGroup], correct: Sequence[Sequence[bool]] | None
+) -> Iterator[Record]:
+    """One a completion, prompts in their order."""
+    for number, scored in enumerate(groups):
+        for sample, (completion, score) in enumerate(_pairs(scored)):
+            prompt = scored.group.prompt
+            yield {
+                "step": step,
+                "prompt_idx": prompt.id[1],
+                "sample_idx": sample,
+                "prompt": prompt.text,
+                "completion": completion.text,
+                **_labels(prompt, "verifiers"),
+                "scores": {name: _number(value) for name, value in score.parts.items() if name != "correct"},
+                "reward": _number(score.reward),
+                "correct": None if correct is None else bool(correct[number][sample]),
+                "finish_reason": completion.finish_reason,
+                "num_tokens": len(completion.tokens),
+                "policy_version": _version(completion),
+                **({"extras": dict(score.extras)} if score.extras else {}),
+            }
+
+
+def trace_records(
+    step: int, groups: Sequence[ScoredGroup], dropped: Sequence[ScoredGroup], advantages: Sequence[float]
+) -> Iterator[Record]:
+    """One a completion under Open Instruct's names; indices count within the step, `prompt_id` is the run's own.
+
+    Log-probabilities have seven decimals: the rounding of a float32 is larger from 1 on, and nothing else below.
+    """
+    of_samples = iter(advantages)
+    samples = itertools.count()
+    for number, scored in enumerate([*groups, *dropped]):
+        prompt = scored.group.prompt
+        for completion, score in _pairs(scored):
+            yield {
+                "step": step,
+                "sample_idx": next(samples),
+                "prompt_idx": number,
+                "prompt_id": f"{prompt.id[0]}_{prompt.id[1]}",
+                "prompt_tokens": prompt.tokens.tolist(),
+                "response_tokens": completion.tokens.tolist(),
+                "reward": _number(score.reward),
+                "scores": {name: _number(value) for name, value in score.parts.items()},
+                "advantage": _number(next(of_samples)) if number < len(groups) else None,
+                "finish_reason": completion.finish_reason,
+                **_labels(prompt, "dataset"),
+                "request_info": None,
+                "logprobs": [_number(round(value, 7)) for value in completion.logprobs.tolist()],
+                "policy_version": _version(completion),
+                **({"extras": dict(score.extras)} if score.extras else {}),
+            }
+
+
+def tables(folder: Path) -> dict[int, list[Path]]:
+    """The files of each evaluation in `folder` by its step, shards in order; steps in order, too."""
+    found: dict[int, list[tuple[int, Path]]] = {}
+    for path in folder.glob("eval_step_*.jsonl"):
+        named = _TABLE.fullmatch(path.name)
+        if named:
+            found.setdefault(int(named[1]), []).append((int(named[2] or 0), path))
+    return {step: [path for _, path in sorted(shards)] for step, shards in sorted(found.items())}
+
+
+def read_records(paths: Iterable[Path]) -> Iterator[Record]:
+    """The records of JSONL files; a line torn by a crash is left out."""
+    for path in paths:
+        with path.open(encoding="utf-8") as lines:
+            for line in lines:
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+
+
+def move_aside(paths: Sequence[Path]) -> None:
+    """Rename files of an earlier run to `NAME.N`, all with the first N that is free."""
+    if not paths:
+        return
+    number = next(n for n in itertools.count(1) if not any(Path(f"{path}.{n}").exists() for path in paths))
+    for path in paths:
+        path.rename(f"{path}.{number}")
+    logger.warning("%s held samples of an earlier run; they are now *.jsonl.%d", paths[0].parent, number)
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    """The lines up to those of steps after `step`, or to one that was cut short."""
+    kept: list[str] = []
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                if json.loads(line)["step"] > step or not line.endswith("\n"):
+                    break
+            except json.JSONDecodeError:
+                break
+            kept.append(line)
+    return kept
+
+
+def _write_at_once(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _pairs(scored: ScoredGroup) -> Iterator[tuple[Completion, Score]]:
+    return zip(scored.group.completions, scored.scores, strict=True)
+
+
+def _labels(prompt: Prompt, name: str) -> Record:
+    """Verifiers and what they compare with, one each; what is no JSON stands there as text."""
+    truths = list(prompt.ground_truths)
+    try:
+        json.dumps(truths, allow_nan=False)
+    except (TypeError, ValueError):
+        truths = [str(truth) for truth in truths]
+    return {name: list(prompt.verifiers), "ground_truth": truths}
+
+
+def _version(completion: Completion) -> int | None:
+    """Of the weights that sampled the first token; None for weights that an engine has loaded by itself."""
+    first = int(completion.policy_versions[0]) if len(completion.policy_versions) else -1
+    return first if first >= 0 else None
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,85 @@
+"""A tokenizer small enough to check by eye, and data in a cache of the test's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgrpo.config.schema import Data
+
+CHARS = "0123456789+=?\n "
+TEMPLATE = "{% for m in messages %}<u>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+
+
+def make_tokenizer(folder: Path, *, template: str = TEMPLATE, chars: str = CHARS, eos: str = "<eos>") -> Path:
+    """A checkpoint folder with a tokenizer of single characters; ids: the place in CHARS, then <eos>, <u>, <a>, <bos>."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    vocabulary = {char: index for index, char in enumerate(chars)}
+    for special in (eos, "<u>", "<a>", "<bos>"):
+        vocabulary[special] = len(vocabulary)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(""), "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token=eos,
+        additional_special_tokens=["<u>", "<a>"],
+        chat_template=template,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the tokenizer."""
+    return make_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def tokenizer(folder: Path) -> Any:
+    """The tokenizer, loaded anew: a test may change it."""
+    from mgrpo.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(folder)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Callable[..., Data]:
+    """Makes the configuration of data from a list of sources and amounts, with a cache in the test's folder."""
+
+    def make(*mix: object, **fields: Any) -> Data:
+        options = {"max_prompt_token_length": 100, "dataset_local_cache_dir": str(tmp_path / "cache")}
+        return Data(dataset_mixer_list=tuple(map(str, mix)), **(options | fields))
+
+    return make
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    """Writes rows to a JSONL file of the test's folder."""
+
+    def make(name: str, rows: Sequence[object]) -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return make
+
+
+def sums(num_rows: int, verifier: str = "integer") -> list[dict[str, Any]]:
+    """Rows whose label is their number."""
+    return [{"prompt": f"{index}+0=", "ground_truth": index, "dataset": verifier} for index in range(num_rows)]
+
+
+def user(text: str) -> dict[str, str]:
+    """A message."""
+    return {"role": "user", "content": text}

@@ -1,0 +1,155 @@
+"""Lines of files as they come: every separator, every encoding, every length; and pieces that add up to the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mgrpo.data.checking import MOST_SHOWN, Summary, check_lines, check_records, check_task
+from mgrpo.data.pieces import jsonl_pieces
+from mgrpo.data.rows import Contract
+from mgrpo.data.tables import Table
+
+CONTRACT = Contract()
+GOOD = {"prompt": "1+1=", "ground_truth": 2, "dataset": "integer"}
+
+
+def line(**changes: object) -> bytes:
+    return json.dumps({**GOOD, **changes}, ensure_ascii=False).encode()
+
+
+def found(data: bytes) -> tuple[list[tuple[int, object]], list[tuple[int, str]]]:
+    """Line and prompt of the good rows, line and error of the bad."""
+    checked = check_lines(data, first_line=1, contract=CONTRACT)
+    rows = [(number, json.loads(text)["prompt"]) for number, text in zip(checked.lines, checked.texts, strict=True)]
+    return rows, checked.summary.problems
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\v", "\f", "\x1c", "\r"])
+def test_other_line_separators_are_text(separator: str) -> None:
+    r"""Python's splitlines breaks at eight characters that JSON text may hold; each would cut a row in two.
+
+    Control characters are escaped in JSON, as they must be; the others are there as they are.
+    """
+    rows, problems = found(line(prompt=f"a{separator}b") + b"\n" + line() + b"\n")
+    assert rows == [(1, f"a{separator}b"), (2, "1+1=")] and not problems
+
+
+def test_windows_files_blank_lines_and_byte_order_marks_are_read() -> None:
+    """Files from other systems, and files that were pasted together, are not malformed."""
+    data = (
+        b"\xef\xbb\xbf"
+        + line(prompt="a")
+        + b"\r\n\r\n  \t\n\xef\xbb\xbf"
+        + line(prompt="b")
+        + b"\n\n"
+        + line(prompt="c")
+    )
+    rows, problems = found(data)
+    assert rows == [(1, "a"), (4, "b"), (6, "c")] and not problems
+
+
+def test_a_file_without_rows_has_none() -> None:
+    """The first line of an empty file is not a bad row."""
+    for data in (b"", b"\n\n", b"\xef\xbb\xbf", b" \r\n"):
+        assert found(data) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (b"oops", "found 'oops', expected one JSON object on the line"),
+        (b'{"prompt": "1+1=", ', "expected one JSON object"),
+        (line() + b" " + line(), "Extra data"),
+        (line() + b"\r" + line(), "Extra data"),
+        (b'{"prompt": "a\x00b"}', "Invalid control character"),
+        (b"\x00\x00\x00", "expected one JSON object"),
+        (b'{"prompt": "\xff\xfe"}', "can't decode byte 0xff"),
+        (line().decode().encode("utf-16"), "expected one JSON object"),
+        (b"[" * 200_000, "expected one JSON object"),
+        (b'{"prompt": ' + b"9" * 10_000 + b"}", "expected one JSON object"),
+        (b'{"prompt": "half \\ud800"}', "half of a character"),
+        (b"null", "found None, expected an object"),
+    ],
+)
+def test_bad_lines_are_problems_of_their_line(bad: bytes, words: str) -> None:
+    """Whatever a line holds, the row before and the row after are read, and the number is right."""
+    rows, problems = found(line(prompt="a") + b"\n" + bad + b"\n" + line(prompt="b"))
+    assert [prompt for _, prompt in rows] == ["a", "b"]
+    assert len(problems) in (1, 2) and problems[0][0] == 2  # UTF-16 text may hold a byte \n
+    assert words in problems[0][1] and len(problems[0][1]) < 400
+
+
+def test_nul_characters_and_long_lines_are_text_like_any_other() -> None:
+    """A NUL may end a string in C, 10 MB overflow a buffer."""
+    long = "x" * 10_000_000
+    rows, problems = found(line(prompt="a\x00b") + b"\n" + line(prompt=long) + b"\n" + line(prompt="c"))
+    assert rows == [(1, "a\x00b"), (2, long), (3, "c")] and not problems
+
+
+def test_a_summary_knows_first_uses_and_counts_all_problems() -> None:
+    """What a later start is told without reading the rows again."""
+    lines = [line(dataset=["math", "gsm8k"], ground_truth=[1, 2], prompt=[{"role": "user", "content": "a"}])]
+    lines += [b"oops"] * 30 + [line(level=1), line(dataset="gsm8k")]
+    summary = check_lines(b"\n".join(lines), first_line=11, contract=CONTRACT).summary
+    assert summary.num_rows == 3
+    assert summary.verifiers == {"math": 11, "gsm8k": 11, "integer": 42}
+    assert (summary.first_conversation, summary.first_text) == (11, 42)
+    assert summary.columns == {"prompt": 11, "ground_truth": 11, "dataset": 11, "level": 42}
+    assert summary.num_problems == 30
+    assert [number for number, _ in summary.problems] == list(range(12, 12 + MOST_SHOWN))
+    assert Summary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
+
+
+lines_of_files = st.lists(
+    st.sampled_from([b"", b"oops", b"\r", b"\xef\xbb\xbf", line(), line(dataset="math"), line(prompt="\u2028" * 9)])
+)
+
+
+@settings(deadline=None)
+@given(lines=lines_of_files, ends=st.booleans(), piece_bytes=st.integers(1, 200))
+def test_pieces_add_up_to_the_file(tmp_path_factory, lines: list[bytes], ends: bool, piece_bytes: int) -> None:
+    """Large files are checked in pieces: a row at a border must be there once, and no number may be off."""
+    folder = tmp_path_factory.mktemp("pieces")
+    path = folder / "rows.jsonl"
+    data = b"\n".join(lines) + (b"\n" if ends else b"")
+    path.write_bytes(data)
+    whole = check_lines(data, first_line=1, contract=CONTRACT)
+    _, pieces = jsonl_pieces(path, piece_bytes=piece_bytes)
+    summary = Summary()
+    for number, piece in enumerate(pieces):
+        task = {"path": str(path), "out": str(folder / f"{number:05}.arrow"), "contract": {}, **piece}
+        summary.extend(Summary.from_json(check_task(task)))
+    table = Table.open(sorted(folder.glob("*.arrow")))
+    assert summary == whole.summary
+    assert table.numbers("line").tolist() == whole.lines
+    assert [table.value("text", row) for row in range(len(table))] == whole.texts
+    assert sum(piece["end"] - piece["start"] for piece in pieces) == len(data)
+
+
+def test_records_are_checked_as_they_will_be_read_again() -> None:
+    """What was checked and what is trained on must be the same value."""
+    checked = check_records(
+        [{**GOOD, "prompt": ({"role": "user", "content": "a"},)}, {**GOOD, "dataset": {"a"}}, {**GOOD, "x": b""}],
+        first=5,
+        contract=CONTRACT,
+    )
+    assert checked.lines == [5, 7] and checked.summary.lost_columns == ["x"]
+    assert json.loads(checked.texts[0])["prompt"] == [{"role": "user", "content": "a"}]
+    assert checked.summary.problems[0][0] == 6 and "found dataset {'a'}" in checked.summary.problems[0][1]
+
+
+def test_a_table_of_a_file_holds_when_the_file_is_deleted(tmp_path: Path) -> None:
+    """A cache may be emptied while a run trains from it."""
+    (tmp_path / "rows.jsonl").write_bytes(line(prompt="a") + b"\n" + line(prompt="b") + b"\n")
+    piece = jsonl_pieces(tmp_path / "rows.jsonl")[1][0]
+    check_task({"path": str(tmp_path / "rows.jsonl"), "out": str(tmp_path / "t"), "contract": {}, **piece})
+    table = Table.open([tmp_path / "t"])
+    (tmp_path / "t").unlink()
+    assert json.loads(table.value("text", 1))["prompt"] == "b"
+    with pytest.raises(IndexError):
+        table.value("text", 2)

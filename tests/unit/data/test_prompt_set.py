@@ -1,0 +1,455 @@
+"""From checked rows to prompts: templates, tokens, limits, labels; and when an earlier run's work may be used."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from mgrpo.config.schema import Data
+from mgrpo.data import building, mixture
+from mgrpo.data.mixture import open_data
+from mgrpo.data.prompt_set import PromptSet
+from mgrpo.data.sources import Scale
+from mgrpo.data.tokenizer import load_tokenizer
+from mgrpo.types import Prompt
+from tests.unit.data.conftest import CHARS, TEMPLATE, make_tokenizer, sums, user
+
+TABLES = Scale(num_proc=1, table_bytes=0, table_rows=0)
+POOL = Scale(num_proc=2, table_bytes=0, table_rows=0, pool_bytes=0, pool_rows=1)
+ANSWER = {"role": "assistant", "content": "3"}
+
+
+def rows(*prompts: object) -> list[dict[str, Any]]:
+    return [{"prompt": prompt, "ground_truth": index, "dataset": "integer"} for index, prompt in enumerate(prompts)]
+
+
+def everything(prompts: PromptSet) -> list[Prompt]:
+    return [prompts.prompt((0, index)) for index in range(len(prompts))]
+
+
+def texts(prompts: PromptSet) -> list[str]:
+    return [prompt.text for prompt in everything(prompts)]
+
+
+@pytest.fixture
+def encode(settings, tokenizer) -> Callable[..., PromptSet]:
+    """Prompts of rows under the settings."""
+
+    def make(dataset: list[dict], **fields: Any) -> PromptSet:
+        return open_data(settings(**fields), dataset=dataset)[0].encode(tokenizer)
+
+    return make
+
+
+def test_text_prompts_are_encoded_as_they_are(encode, tokenizer) -> None:
+    """A bos token that the base model never saw there, or a template around it, changes the task."""
+    prompts = encode(rows("1+2="))
+    assert tokenizer("1")["input_ids"][0] == tokenizer.bos_token_id
+    prompt = prompts.prompt((4, 0))
+    assert prompt.tokens.tolist() == [1, 10, 2, 11] and prompt.tokens.dtype == np.int32
+    assert (prompt.id, prompt.text, prompt.verifiers, prompt.ground_truths) == ((4, 0), "1+2=", ("integer",), (0,))
+    assert (prompt.query, prompt.source) == ("1+2=", "1+2=")
+
+
+def test_messages_go_through_the_template_up_to_the_answer(encode, tokenizer) -> None:
+    """A prompt that holds the answer is solved before it is asked; one without the opening of the turn is not answered."""
+    prompts = encode(rows([user("1+2="), ANSWER], [user("1"), ANSWER, user("2")], [ANSWER]))
+    assert texts(prompts) == ["<u>1+2=<a>", "<u>1<u>3<u>2<a>", "<u>3<a>"]
+    opened, opening = tokenizer.convert_tokens_to_ids(["<u>", "<a>"])
+    assert prompts.prompt((0, 0)).tokens.tolist() == [opened, 1, 10, 2, 11, opening]
+
+
+def test_a_prompt_carries_what_judges_and_reward_functions_need(encode) -> None:
+    """A judge reads the conversation, a reward function the row: both as they were before the template."""
+    messages = [{"role": "system", "content": "0"}, user("1+1="), ANSWER]
+    record = {"ground_truth": {"a": [1]}, "dataset": "integer", "level": 2, "tags": ["x", None]}
+    own, other = everything(encode([{"prompt": messages, **record}, {"messages": messages, **record}]))
+    assert own.query == other.query == "system: 0\nuser: 1+1="
+    assert own.source == tuple(messages[:2]) and other.source == other.text == "<u>0<u>1+1=<a>"
+    assert own.columns == other.columns == record
+    assert own.ground_truths == ({"a": [1]},)
+
+
+def test_without_template_contents_are_joined(encode) -> None:
+    """chat_template_name none is for base models."""
+    assert texts(encode(rows([user("1"), user("2"), ANSWER]), chat_template_name="none")) == ["1\n2"]
+
+
+def test_templates_get_the_settings_of_the_run(encode, tmp_path: Path) -> None:
+    """Each of them changes what the model reads."""
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ sign }}{{ m['content'] }}{% endfor %}=")
+    (tmp_path / "system.txt").write_text(" 9\n")
+    asked = rows([{"role": "system", "content": "0"}, user("1")], [user("2")])
+    fields = {
+        "chat_template_name": str(tmp_path / "t.jinja"),
+        "chat_template_kwargs": '{"sign": "+"}',
+        "system_prompt_override_file": str(tmp_path / "system.txt"),
+        "add_bos": True,
+    }
+    first, second = everything(encode(asked, **fields))
+    assert (first.text, second.text) == ("<bos>+9+1=", "<bos>+9+2=")
+    assert first.query == "system: 9\nuser: 1"
+    assert first.source == ({"role": "system", "content": "9"}, user("1"))
+    assert first.tokens.tolist()[0] == len(CHARS) + 3
+
+
+def test_add_bos_is_for_text_prompts_too_and_never_doubles(encode) -> None:
+    """Two bos tokens are a prompt that no model has seen."""
+    assert everything(encode(rows("1"), add_bos=True))[0].tokens.tolist() == [len(CHARS) + 3, 1]
+    with pytest.raises(ValueError, match="dataset:2: add_bos=true would write '<bos>' twice"):
+        encode(rows("1", "<bos>1"), add_bos=True)
+
+
+def test_messages_need_a_template(encode, tokenizer) -> None:
+    """A silent fallback to some other format costs accuracy that nobody can explain."""
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"dataset:2 has messages: .* no chat template; pass chat_template_name none"):
+        encode(rows("1", [user("1")]))
+    assert len(encode(rows("1"))) == 1
+    assert len(encode(rows([user("1")]), chat_template_name="simple_chat")) == 1
+
+
+def test_rows_that_cannot_be_made_prompts_are_reported_together(encode, tokenizer) -> None:
+    """Twenty at once, by their place, whatever is wrong with them."""
+    tokenizer.chat_template = "{% if messages[0]['content'] == '1' %}{{ raise_exception('odd') }}{% endif %}"
+    with pytest.raises(ValueError) as raised:
+        encode(rows(*[[user("1")]] * 15, *[[user("2")]] * 15, "3"))
+    text = str(raised.value)
+    assert text.startswith("30 of 31 rows cannot be made prompts:\n  dataset:1: the chat template refused")
+    assert "dataset:20: the prompt has no tokens" in text and "dataset:21" not in text and "... and 10 more" in text
+
+
+def test_longer_prompts_are_left_out_and_counted(encode, caplog) -> None:
+    """Cut prompts ask other questions, and labels must stay with their own."""
+    with caplog.at_level(logging.WARNING):
+        prompts = encode(rows("1+2=", "1", "1+22=", "2"), max_prompt_token_length=4)
+    assert prompts.num_left_out == 1 and len(prompts) == 3
+    assert [prompt.ground_truths[0] for prompt in everything(prompts)] == [0, 1, 3]
+    assert prompts.lengths.tolist() == [4, 1, 1]
+    assert "1 of 4 prompts of dataset are left out, having more than 4 tokens" in caplog.text
+    with pytest.raises(ValueError, match="none of 2 prompts fits max_prompt_token_length=3; the shortest has 4"):
+        encode(rows("1+2=", "1+22="), max_prompt_token_length=3)
+
+
+def test_longer_prompts_may_be_cut_to_their_last_tokens(encode, caplog) -> None:
+    """What `max_prompt_length` of TRL asks for; text and tokens must still be of each other."""
+    with caplog.at_level(logging.WARNING):
+        prompts = encode(rows([user("1+22=")], "3"), max_prompt_token_length=4, overlong_prompt_policy="truncate_left")
+    assert texts(prompts) == ["22=<a>", "3"] and prompts.num_left_out == 0
+    assert prompts.prompt((0, 0)).tokens.tolist() == [2, 2, 11, len(CHARS) + 2]
+    assert prompts.prompt((0, 0)).query == "user: 1+22=" and prompts.lengths.tolist() == [4, 1]
+    assert "1 of 2 prompts of dataset are cut to their last 4 tokens" in caplog.text
+
+
+def test_longer_prompts_may_be_an_error(encode) -> None:
+    """For who thinks there are none."""
+    fields = {"max_prompt_token_length": 4, "overlong_prompt_policy": "error"}
+    assert len(encode(rows("1+2=", "1"), **fields)) == 2
+    with pytest.raises(ValueError, match=r"=error forbids; the first:\n  dataset:2: 5 tokens\n  dataset:3: 6 tokens$"):
+        encode(rows("1", "1+22=", "11+22="), **fields)
+
+
+def test_a_mix_keeps_its_order_and_its_repeats(settings, write, tokenizer) -> None:
+    """The row's index is its identity across restarts: it must depend on the mix alone."""
+    a, b = write("a.jsonl", sums(4)), write("b.jsonl", sums(3, "math"))
+    mix = (a, "1.5", b, "1.0", a, "2")
+    for scale in (None, TABLES):
+        train, _ = open_data(settings(*mix, dataset_skip_cache=True), scale=scale)
+        found = [(prompt.verifiers[0], prompt.ground_truths[0]) for prompt in everything(train.encode(tokenizer))]
+        # RandomState(42) chooses rows 1 and 3 of four.
+        expected = [("integer", row) for row in (0, 1, 2, 3, 1, 3)] + [("math", row) for row in (0, 1, 2)]
+        assert found == [*expected, ("integer", 1), ("integer", 3)]
+
+
+def test_a_prompt_knows_its_source(settings, write, tokenizer) -> None:
+    """Evaluations are reported for each data set, also where one was moved since it was prepared."""
+    for name in ("a.jsonl", "moved.jsonl"):
+        a, b = write(name, rows("1", "12345")), write("b.jsonl", rows("2", "3"))
+        prompts = open_data(settings(a, "2.0", b, "1.0", max_prompt_token_length=3))[0].encode(tokenizer)
+        assert [prompts.source_of(index) for index in range(len(prompts))] == [a, a, b, b]
+        assert [part["source"] for part in prompts.statistics["sources"]] == [a, b]
+
+
+def test_any_thread_may_ask(settings, write, tokenizer) -> None:
+    """Prompts are taken by the controller's thread while samples are written by another."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    data = settings(write("a.jsonl", sums(200)), "1.0")
+    for _ in range(2):  # made, and found
+        prompts = open_data(data)[0].encode(tokenizer)
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(prompts.prompt, [(0, index) for index in range(200)] * 5))
+        assert [prompt.ground_truths[0] for prompt in found] == list(range(200)) * 5
+
+
+def test_statistics_say_what_became_of_the_rows(settings, write, tokenizer) -> None:
+    """Saved beside the prompts, for each source and for all; repeats count as often as they are trained on."""
+    a = write("a.jsonl", rows("1", "12", "123", "1234", "12345"))
+    b = write("b.jsonl", rows("1"))
+    prompts = open_data(settings(a, "2.0", b, "1.0", max_prompt_token_length=3))[0].encode(tokenizer)
+    saved = json.loads((prompts.folder / "statistics.json").read_text())
+    assert prompts.statistics == saved and saved["max_prompt_token_length"] == 3
+    first, second = saved["sources"]
+    assert (first["source"], first["rows"], first["taken"], first["too_long"], first["prompts"]) == (a, 5, 10, 4, 6)
+    assert first["tokens"] == {"mean": 3.0, "min": 1, "p25": 2, "p50": 3, "p75": 4, "p90": 5, "p99": 5, "max": 5}
+    assert (second["taken"], second["too_long"], second["prompts"]) == (1, 0, 1)
+    assert {name: saved["total"][name] for name in ("rows", "taken", "too_long", "prompts")} == {
+        "rows": 6,
+        "taken": 11,
+        "too_long": 4,
+        "prompts": 7,
+    }
+    from mgrpo.data.statistics import statistics_lines
+
+    assert statistics_lines(saved)[0] == (
+        f"{a}: 5 rows, 10 taken, 6 prompts, 4 of more than 3 tokens left out; tokens 1 to 5, half 3 or fewer"
+    )
+    assert statistics_lines(saved)[-1].startswith("all: 6 rows, 11 taken, 7 prompts")
+
+
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+@given(
+    contents=st.lists(
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=9), min_size=1, max_size=6
+    ),
+    truths=st.lists(
+        st.recursive(
+            st.integers() | st.text() | st.booleans() | st.floats(allow_nan=False),
+            lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
+            max_leaves=5,
+        ),
+        min_size=6,
+        max_size=6,
+    ),
+)
+def test_any_text_and_any_label_come_back_as_they_were(settings, tokenizer, contents: list, truths: list) -> None:
+    """From Python to JSON to Arrow and back: a label that is not the same is a wrong label."""
+    data = [
+        {"prompt": text, "ground_truth": truth, "dataset": "math"}
+        for text, truth in zip(contents, truths, strict=False)
+    ]
+    prompts = everything(open_data(settings(dataset_skip_cache=True), dataset=data)[0].encode(tokenizer))
+    assert [(p.text, p.ground_truths[0]) for p in prompts] == [(row["prompt"], row["ground_truth"]) for row in data]
+
+
+def test_processes_and_tables_make_the_same_prompts(settings, write, tokenizer, monkeypatch) -> None:
+    """Whatever the machine, the data are the data: small, large, by one process or by many, new or from the cache."""
+    monkeypatch.setattr(building, "_LEAST_TASK_ROWS", 40)
+    data = [
+        {**row, "prompt": [user(row["prompt"])] if index % 3 else row["prompt"] * (1 + index % 9)}
+        for index, row in enumerate(sums(400))
+    ]
+    fields = {"max_prompt_token_length": 30}
+    a, b = write("a.jsonl", data), write("b.jsonl", sums(70))
+    expected = None
+    for scale, skip in ((None, True), (TABLES, False), (TABLES, False), (POOL, True)):
+        train, _ = open_data(settings(a, "0.8", b, "1.0", dataset_skip_cache=skip, **fields), scale=scale)
+        prompts = train.encode(tokenizer)
+        found = [(p.tokens.tolist(), p.text, p.ground_truths, p.query, p.columns) for p in everything(prompts)]
+        expected = expected or (found, prompts.statistics)
+        assert (found, prompts.statistics) == expected
+    assert 300 < len(expected[0]) < 390
+
+
+def test_a_bad_row_in_a_worker_is_named_like_any_other(settings, write, tokenizer, monkeypatch) -> None:
+    """The error must not depend on the number of processes."""
+    monkeypatch.setattr(building, "_LEAST_TASK_ROWS", 5)
+    a, b = write("a.jsonl", sums(12)), write("b.jsonl", [*sums(6), {**sums(1)[0], "prompt": "<bos>1"}])
+    train, _ = open_data(settings(a, "1.0", b, "1.0", add_bos=True), scale=POOL)
+    with pytest.raises(ValueError, match=r"1 of 19 rows cannot be made prompts:\n  .*b\.jsonl:7: add_bos=true would"):
+        train.encode(tokenizer)
+
+
+def test_tokenizing_can_be_cancelled(settings, write, tokenizer, monkeypatch) -> None:
+    """Ctrl-C while a million rows are tokenized must not have to wait for the last of them; nothing half-built stays."""
+    monkeypatch.setattr(building, "_LEAST_TASK_ROWS", 5)
+    data = settings(write("a.jsonl", sums(60)), "1.0")
+    for scale in (None, POOL):
+        train, _ = open_data(data, scale=scale)
+        train.cancel()
+        with pytest.raises(building.Cancelled):
+            train.encode(tokenizer)
+    assert not list(Path(data.dataset_local_cache_dir).glob("[!r]*"))
+
+
+class Builds:
+    """Counts how often prompts are made and not found."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        build = mixture.build
+
+        def counted(*args: Any, **options: Any) -> None:
+            self.count += 1
+            build(*args, **options)
+
+        monkeypatch.setattr(mixture, "build", counted)
+
+    def by(self, action: Callable[[], Any]) -> int:
+        """How many builds an action takes."""
+        before = self.count
+        action()
+        return self.count - before
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> Builds:
+    return Builds(monkeypatch)
+
+
+def test_every_ingredient_has_its_part_in_the_key(settings, write, folder, tmp_path: Path, builds: Builds) -> None:
+    """A cache that misses one of them trains on prompts of another run; one that has too many is never found."""
+    for name, text in (("a.jinja", TEMPLATE), ("b.jinja", TEMPLATE + " "), ("a.txt", "1"), ("b.txt", "2")):
+        (tmp_path / name).write_text(text)
+    a, b = (
+        write("a.jsonl", [{**row, "prompt": [user(row["prompt"])], "truth": 1} for row in sums(6)]),
+        write("b.jsonl", sums(2)),
+    )
+    base = {
+        "chat_template_name": str(tmp_path / "a.jinja"),
+        "system_prompt_override_file": str(tmp_path / "a.txt"),
+        "overlong_prompt_policy": "truncate_left",
+    }
+
+    def run(*mix: str, tokenizer: Path = folder, need_verifiers: bool = True, **fields: Any) -> None:
+        data = settings(*(mix or (a, "1.0")), **(base | fields))
+        open_data(data, need_verifiers=need_verifiers)[0].encode(load_tokenizer(tokenizer))
+
+    assert builds.by(run) == 1 and builds.by(run) == 0
+    changes: list[Callable[[], None]] = [
+        lambda: run(a, "5"),
+        lambda: run(a, "2.0"),
+        lambda: run(a, "1.0", a, "1.0"),
+        lambda: run(ground_truths_key="truth"),
+        lambda: run(need_verifiers=False),
+        lambda: run(max_prompt_token_length=99),
+        lambda: run(overlong_prompt_policy="filter"),
+        lambda: run(chat_template_name=str(tmp_path / "b.jinja")),
+        lambda: run(chat_template_name="none"),
+        lambda: run(chat_template_kwargs='{"x": 1}'),
+        lambda: run(system_prompt_override_file=str(tmp_path / "b.txt")),
+        lambda: run(system_prompt_override_file=None),
+        lambda: run(add_bos=True),
+        lambda: run(tokenizer=make_tokenizer(tmp_path / "other", chars=CHARS[::-1])),
+    ]
+    for number, change in enumerate(changes):
+        assert builds.by(change) == 1, f"change {number} was not noticed"
+        assert builds.by(change) == 0, f"change {number} was not found again"
+    (tmp_path / "a.txt").write_text("3")
+    assert builds.by(run) == 1, "the system prompt's file has other words"
+    (tmp_path / "a.jinja").write_text(TEMPLATE + "\t")
+    assert builds.by(run) == 1, "the template's file has other words"
+    Path(a).write_text(Path(a).read_text().replace("5+0=", "6+0="))
+    assert builds.by(run) == 1, "the data were edited"
+    shutil.copy(a, tmp_path / "copy.jsonl")
+    shutil.copytree(folder, tmp_path / "model")
+    assert builds.by(lambda: run(str(tmp_path / "copy.jsonl"), "6", tokenizer=tmp_path / "model")) == 0, "same content"
+    assert builds.by(lambda: run(dataset_num_proc=1)) == 0, "how is no part of what"
+    own = tmp_path / "own"
+    shutil.copytree(folder, own)
+    (own / "chat_template.jinja").write_text(TEMPLATE + "!")
+    automatic = {"chat_template_name": "auto"}
+    assert builds.by(lambda: run(**automatic)) == 1 and builds.by(lambda: run(tokenizer=own, **automatic)) == 1
+    assert builds.by(lambda: run(b, "1.0", system_prompt_override_file=None)) == 1
+
+
+def test_versions_are_part_of_the_keys(settings, write, tokenizer, builds: Builds, monkeypatch) -> None:
+    """A new release may make other prompts of the same data."""
+    a = write("a.jsonl", sums(3))
+
+    def run() -> None:
+        open_data(settings(a, "1.0"), scale=TABLES)[0].encode(tokenizer)
+
+    run()
+    for name in ("mgrpo.data.mixture._TRANSFORM_VERSION", "mgrpo.data.sources._ROWS_VERSION"):
+        assert builds.by(run) == 0
+        monkeypatch.setattr(name, 999)
+        assert builds.by(run) == 1
+
+
+@pytest.mark.parametrize("name", ["prompts-00000.arrow", "order.arrow", "statistics.json", "manifest.json"])
+def test_damaged_prompts_are_made_anew(settings, write, tokenizer, builds: Builds, name: str, caplog) -> None:
+    """Wrong bytes are wrong tokens, and nothing else would notice."""
+    data = settings(write("a.jsonl", sums(50)), "1.0")
+
+    def run() -> list[str]:
+        return texts(open_data(data)[0].encode(tokenizer))
+
+    expected = run()
+    [path] = Path(data.dataset_local_cache_dir).glob(f"prompts-*/{name}")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert builds.by(lambda: run() == expected or pytest.fail()) == 1 and "damaged" in caplog.text
+    path.write_bytes(content[: len(content) // 2])
+    assert builds.by(lambda: run() == expected or pytest.fail()) == 1
+    assert builds.by(run) == 0
+
+
+def test_damaged_rows_are_read_anew(settings, write, tokenizer) -> None:
+    """Labels live there."""
+    data = settings(write("a.jsonl", sums(50)), "1.0")
+    expected = everything(open_data(data, scale=TABLES)[0].encode(tokenizer))[7]
+    [path] = Path(data.dataset_local_cache_dir).glob("rows-*/rows-00000.arrow")
+    path.write_bytes(path.read_bytes().replace(b'"ground_truth": 7', b'"ground_truth": 8'))
+    found = everything(open_data(data, scale=TABLES)[0].encode(tokenizer))[7]
+    assert found.ground_truths == expected.ground_truths == (7,)
+
+
+def test_skipping_the_cache_makes_prompts_that_nobody_finds(settings, write, tokenizer, builds: Builds) -> None:
+    """And they work although their files are gone."""
+    data = settings(write("a.jsonl", sums(5)), "1.0", dataset_skip_cache=True)
+    for _ in range(2):
+        train, held_out = open_data(data, scale=TABLES)
+        prompts = train.encode(tokenizer)
+        del train, held_out
+        assert texts(prompts) == [row["prompt"] for row in sums(5)]
+    assert builds.count == 2 and not list(Path(data.dataset_local_cache_dir).iterdir())
+
+
+TWO_AT_ONCE = """
+import sys
+from mgrpo.config.schema import Data
+from mgrpo.data.mixture import open_data
+from mgrpo.data.sources import Scale
+from transformers import PreTrainedTokenizerFast
+tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+data = Data(dataset_mixer_list=(sys.argv[2], "1.0"), dataset_local_cache_dir=sys.argv[3])
+train, _ = open_data(data, scale=Scale(num_proc=1, table_bytes=0, table_rows=0))
+prompts = train.encode(tokenizer)
+print(sum(prompts.prompt((0, index)).ground_truths[0] for index in range(len(prompts))))
+"""
+
+
+def test_two_runs_at_once_share_a_cache(folder, write, tmp_path: Path) -> None:
+    """Neither may find what the other has half built, and what remains is one folder of each kind."""
+    path = write("a.jsonl", sums(3000))
+    command = [sys.executable, "-c", TWO_AT_ONCE, str(folder), path, str(tmp_path / "cache")]
+    runs = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [run.stdout.readline() for run in runs] == ["ready\n"] * 2
+    for run in runs:
+        run.stdin.write("\n")
+        run.stdin.flush()
+    assert [run.communicate(timeout=60)[0] for run in runs] == [f"{sum(range(3000))}\n"] * 2
+    assert sorted(path.name.split("-")[0] for path in (tmp_path / "cache").iterdir()) == ["prompts", "rows"]
+
+
+def test_the_defaults_need_nothing_but_data(tmp_path: Path, monkeypatch, tokenizer) -> None:
+    """Without any setting the cache is the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prompts = open_data(Data(), dataset=sums(2))[0].encode(tokenizer)
+    assert prompts.folder.parent == tmp_path / "mgrpo" / "datasets"

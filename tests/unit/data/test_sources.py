@@ -1,0 +1,312 @@
+"""The same rows, whatever they are stored in and however many they are."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mgrpo.data.cache import Cache
+from mgrpo.data.rows import Contract
+from mgrpo.data.sources import Scale, Source, read_dataset, read_source
+from tests.unit.data.conftest import sums, user
+
+SMALL = Scale(num_proc=1)
+TABLES = Scale(num_proc=1, table_bytes=0, table_rows=0)
+POOL = Scale(num_proc=2, table_bytes=0, table_rows=0, pool_bytes=0)
+
+RECORDS = [
+    {"messages": [user(f"{index}?")], "ground_truth": str(index), "dataset": "math", "level": index}
+    for index in range(5)
+]
+MIXED = [
+    {"prompt": "a", "ground_truth": "text", "dataset": "math"},
+    {"prompt": "b", "ground_truth": [1, "two", None], "dataset": "math"},
+    {"prompt": "c", "ground_truth": {"key": {"deep": [True]}}, "dataset": "math"},
+    {"prompt": "d", "ground_truth": 2**70, "dataset": "math"},
+    {"prompt": "e", "ground_truth": ["x", {"y": 1}], "dataset": ["math", "integer"]},
+]
+
+
+def read(
+    name: object, split: str = "train", *, cache: Path, scale: Scale = SMALL, need_verifiers: bool = True
+) -> Source:
+    contract = Contract(need_verifiers=need_verifiers)
+    return read_source(str(name), split, contract=contract, cache=Cache(cache), scale=scale)
+
+
+def records(source: Source) -> list[dict]:
+    return [json.loads(source.table.value("text", row)) for row in range(len(source.table))]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module = pytest.importorskip("datasets")
+    monkeypatch.setattr(module.config, "HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    module.disable_progress_bars()
+    return module
+
+
+def write_lines(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("scale", [SMALL, TABLES], ids=["memory", "tables"])
+def test_all_kinds_of_files_and_folders_give_the_same_rows(datasets, tmp_path: Path, cache: Path, scale: Scale) -> None:
+    """The same data must train the same, whatever it is stored in."""
+    table = datasets.Dataset.from_list(RECORDS)
+    write_lines(tmp_path / "a.jsonl", RECORDS)
+    write_lines(tmp_path / "b.json", RECORDS)
+    (tmp_path / "c.json").write_text(json.dumps(RECORDS, indent=1))
+    table.to_parquet(tmp_path / "d.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "folder").mkdir()
+    table.to_parquet(tmp_path / "folder" / "train-00000.parquet")
+    for name in ("a.jsonl", "b.json", "c.json", "d.parquet", "saved", "splits", "folder"):
+        source = read(tmp_path / name, cache=cache, scale=scale)
+        assert records(source) == RECORDS, name
+        assert source.summary.verifiers == {"math": 1} and source.summary.first_conversation == 1
+        assert bool(source.files) == (scale is TABLES)
+    for name in ("a.jsonl", "b.json", "d.parquet"):
+        assert records(read(tmp_path / name, "any split", cache=cache, scale=scale)) == RECORDS
+    with pytest.raises(ValueError, match="has no split 'test'; it has train"):
+        read(tmp_path / "splits", "test", cache=cache)
+    with pytest.raises(ValueError, match=r"folder is a file or folder that could not be loaded \(split 'test'\)"):
+        read(tmp_path / "folder", "test", cache=cache)
+
+
+def test_compressed_and_comma_separated_files_are_left_to_datasets(datasets, tmp_path: Path, cache: Path) -> None:
+    """What `datasets` opens is data."""
+    import gzip
+
+    rows = [
+        {"prompt": "a,b", "ground_truth": "1", "dataset": "math"},
+        {"prompt": "c", "ground_truth": "2", "dataset": "m"},
+    ]
+    (tmp_path / "a.csv").write_text('prompt,ground_truth,dataset\n"a,b",x1,math\nc,x2,m\n')
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["prompt"] for row in records(read(tmp_path / "a.csv", "test", cache=cache))] == ["a,b", "c"]
+    assert [row["ground_truth"] for row in records(read(tmp_path / "b.jsonl.gz", "test", cache=cache))] == ["1", "2"]
+
+
+@pytest.mark.parametrize("scale", [SMALL, TABLES], ids=["memory", "tables"])
+def test_labels_may_have_another_type_in_every_row(datasets, tmp_path: Path, cache: Path, scale: Scale) -> None:
+    """Arrow wants one type a column: a label that became text, or lost a key, makes every answer wrong."""
+    write_lines(tmp_path / "a.jsonl", MIXED)
+    (tmp_path / "b.json").write_text(json.dumps(MIXED))
+    for source in (
+        read(tmp_path / "a.jsonl", cache=cache, scale=scale),
+        read(tmp_path / "b.json", cache=cache, scale=scale),
+        read_dataset(MIXED, contract=Contract(), cache=Cache(cache), scale=scale),
+        read_dataset(iter(MIXED), contract=Contract(), cache=Cache(cache), scale=scale),
+    ):
+        assert records(source) == MIXED
+    small = [row for row in MIXED if row["ground_truth"] != 2**70]
+    if "on_mixed_types" not in datasets.Dataset.from_list.__code__.co_varnames:
+        pytest.skip("this version of datasets has no JSON columns")
+    table = datasets.Dataset.from_list(small, on_mixed_types="use_json")
+    table.to_parquet(tmp_path / "c.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    for source in (
+        read(tmp_path / "c.parquet", cache=cache, scale=scale),
+        read(tmp_path / "saved", cache=cache, scale=scale),
+        read_dataset(table, contract=Contract(), cache=Cache(cache), scale=scale),
+    ):
+        assert records(source) == small
+
+
+def test_a_large_file_read_by_processes_is_the_small_one(tmp_path: Path, cache: Path) -> None:
+    """Pieces, workers and tables change nothing; nor does the cache, in which the second start finds them."""
+    rows = sums(300)
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    expected = read(path, cache=cache)
+    for _ in range(2):
+        source = read(path, cache=cache, scale=POOL)
+        assert source.files and source.summary == expected.summary
+        assert records(source) == rows
+        assert source.table.numbers("line").tolist() == list(range(1, 301))
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_parquet_pieces_keep_the_numbers_of_rows(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad row is named by its number, also behind the first row group."""
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr("mgrpo.data.pieces._PIECE_ROWS", 7)
+    rows = [{**row, "ground_truth": str(row["ground_truth"])} for row in sums(40)]
+    rows[33]["prompt"] = ""
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=3)
+    source = read(tmp_path / "a.parquet", cache=cache, scale=TABLES)
+    assert source.summary.problems == [
+        (
+            34,
+            "found prompt '' among 'prompt', 'ground_truth', 'dataset', expected "
+            "messages (a list of role and content) or prompt (text)",
+        )
+    ]
+    assert source.summary.num_rows == 39
+    assert not cache.exists() or not list(cache.iterdir()), "rows with problems must not be found by the next start"
+    rows[33]["prompt"] = "x"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=3)
+    source = read(tmp_path / "a.parquet", cache=cache, scale=TABLES)
+    assert records(source) == rows and source.table.numbers("line").tolist() == list(range(1, 41))
+
+
+def test_an_edited_file_is_read_again_and_a_copy_is_not(tmp_path: Path, cache: Path, monkeypatch) -> None:
+    """A stale cache trains on data that are no longer there; same size and same time are no proof of the same content."""
+    path = write_lines(tmp_path / "a.jsonl", sums(9))
+    first = read(path, cache=cache, scale=TABLES)
+    before = path.stat()
+    path.write_text(path.read_text().replace('"8+0="', '"7+0="'))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    second = read(path, cache=cache, scale=TABLES)
+    assert records(second)[-1]["prompt"] == "7+0=" and second.key != first.key
+    copy = write_lines(tmp_path / "b.jsonl", sums(9))
+    monkeypatch.setattr("mgrpo.data.sources.check_task", None)
+    found = read(copy, cache=cache, scale=TABLES)
+    assert found.key == first.key and records(found) == sums(9)
+    assert found.origin(3) == f"{copy}:3"
+
+
+def test_a_file_that_is_written_while_it_is_read_is_refused(tmp_path: Path, cache: Path, monkeypatch) -> None:
+    """Its new rows would be kept under the hash of the old ones, and found there for ever."""
+    from mgrpo.data import sources
+
+    path = write_lines(tmp_path / "a.jsonl", sums(9))
+
+    def check_and_write(task: dict, check=sources.check_task) -> dict:
+        with path.open("a") as file:
+            file.write("\n")
+        return check(task)
+
+    monkeypatch.setattr(sources, "check_task", check_and_write)
+    with pytest.raises(ValueError, match="was changed while it was read"):
+        read(path, cache=cache, scale=TABLES)
+    assert not list(cache.iterdir())
+
+
+def test_other_columns_or_rules_are_other_rows(tmp_path: Path, cache: Path) -> None:
+    """Rows that were checked for a run without verifiers may lack what another needs."""
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "a"}] * 3)
+    assert read(path, cache=cache, scale=TABLES, need_verifiers=False).summary.num_rows == 3
+    source = read(path, cache=cache, scale=TABLES)
+    assert source.summary.num_problems == 3
+
+
+def test_rows_from_python_are_known_by_their_content(datasets, cache: Path) -> None:
+    """A list has no name; two of the same rows must share what was prepared, two of different rows must not."""
+
+    def key(dataset: object, scale: Scale) -> dict:
+        return read_dataset(dataset, contract=Contract(), cache=Cache(cache), scale=scale).key
+
+    def generator() -> Iterator[dict]:
+        yield from sums(5)
+
+    for scale in (SMALL, TABLES):
+        assert key(sums(5), scale) == key(sums(5), scale) == key(generator(), scale) != key(sums(6), scale)
+        table = datasets.Dataset.from_list(sums(5))
+        assert key(table, scale) == key(table, scale) != key(table.select(range(4)), scale)
+
+
+def test_rows_that_a_function_makes_are_those_that_are_used(datasets, cache: Path) -> None:
+    """TRL trains on what a data set gives, not on what it holds."""
+    table = datasets.Dataset.from_list(sums(2))
+    table.set_transform(lambda batch: {**batch, "prompt": [prompt.replace("0", "7") for prompt in batch["prompt"]]})
+    source = read_dataset(table, contract=Contract(), cache=Cache(cache), scale=SMALL)
+    assert [row["prompt"] for row in records(source)] == ["7+7=", "1+7="]
+
+
+def test_what_is_no_list_of_rows_is_refused(datasets, cache: Path) -> None:
+    """A DatasetDict iterates over the names of its splits, a DataFrame over its columns."""
+    table = datasets.Dataset.from_list(sums(3))
+    for dataset, words in (
+        (
+            datasets.DatasetDict({"train": table, "test": table}),
+            "a mapping of train, test, expected rows; pass one split",
+        ),
+        ({"prompt": ["a"]}, "a mapping of prompt"),
+        ("data.jsonl", "dataset is str, expected a list of dicts"),
+        (7, "dataset is int"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read_dataset(dataset, contract=Contract(), cache=Cache(cache), scale=SMALL)
+
+
+def test_pictures_are_neither_decoded_nor_kept(datasets, tmp_path: Path, cache: Path) -> None:
+    """Decoding a million pictures that nobody looks at takes hours, and needs packages that are not here."""
+    rows = [{**row, "picture": {"bytes": b"no picture", "path": None}} for row in sums(3)]
+    features = datasets.Features(
+        {
+            "prompt": datasets.Value("string"),
+            "ground_truth": datasets.Value("int64"),
+            "dataset": datasets.Value("string"),
+            "picture": datasets.Image(),
+        }
+    )
+    table = datasets.Dataset.from_list(rows, features=features)
+    source = read_dataset(table, contract=Contract(), cache=Cache(cache), scale=SMALL)
+    assert records(source) == sums(3) and source.summary.lost_columns == ["picture"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("nowhere.jsonl", None, r"data file .*nowhere\.jsonl does not exist \(looked for /"),
+        ("/no/such/folder", None, "data file /no/such/folder does not exist"),
+        ("broken.parquet", "no parquet", r"broken\.parquet cannot be read as parquet"),
+        ("broken.json", "[1, 2", r"broken\.json cannot be read as JSON"),
+        ("broken.xyz", "what", r"broken\.xyz is a file or folder that could not be loaded"),
+    ],
+)
+def test_a_source_that_cannot_be_read_says_why(
+    datasets, tmp_path: Path, cache: Path, name: str, content: str | None, message: str
+) -> None:
+    """Found before anything heavy starts."""
+    if content is not None:
+        (tmp_path / name).write_text(content)
+        name = str(tmp_path / name)
+    with pytest.raises(ValueError, match=message):
+        read(name, cache=cache)
+
+
+def test_a_name_that_nobody_knows_says_where_it_was_looked_for(datasets, cache: Path) -> None:
+    """A typing error in a path looks like the name of a data set."""
+    with pytest.raises(ValueError, match="data/trian is no file or folder here, and as a name could not be loaded"):
+        read("data/trian", cache=cache)
+
+
+def test_a_damaged_parquet_file_is_reported_whatever_reads_it(tmp_path: Path, cache: Path) -> None:
+    """A page that is damaged shows only when it is read, perhaps by a worker."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{**row, "ground_truth": str(row["ground_truth"])} for row in sums(400)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", compression="gzip")
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    data[20:400] = b"\xff" * 380
+    (tmp_path / "a.parquet").write_bytes(data)
+    for scale in (SMALL, TABLES):
+        with pytest.raises(ValueError, match=r"a\.parquet cannot be read as parquet"):
+            read(tmp_path / "a.parquet", cache=cache, scale=scale)
+
+
+def test_columns_that_cannot_be_kept_are_named(caplog: pytest.LogCaptureFixture, settings) -> None:
+    """A reward function that gets None for a picture must have been told."""
+    from mgrpo.data.mixture import open_data
+
+    with caplog.at_level(logging.WARNING):
+        open_data(settings(), need_verifiers=False, dataset=[{"prompt": "a", "picture": b"x"}])
+    assert "reward functions get None for picture of dataset" in caplog.text

@@ -1,0 +1,167 @@
+"""Tokenizers: loading, what they are known by, text of completions, and the tokens that end them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mgrpo.data.tokenizer import (
+    decode,
+    describe,
+    fingerprint,
+    load_described,
+    load_tokenizer,
+    stop_token_ids,
+    token_ids,
+)
+from tests.unit.data.conftest import CHARS, make_tokenizer
+
+PARTS = [*CHARS, "<u>", "<eos>", "<", "é", "日", "\x00"]
+
+
+@pytest.fixture(scope="module")
+def quick_tokenizers(folder: Path) -> dict[str, object]:
+    """One of characters, and a byte-level BPE."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<eos>", "<u>", "<pad>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["12+12=24 ?é日"] * 9, trainer)
+    bytewise = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>")
+    characters = load_tokenizer(folder)
+    characters.pad_token = "<eos>"
+    return {"characters": characters, "bytes": bytewise}
+
+
+def test_ids_outside_the_vocabulary_decode_to_nothing(tokenizer: object) -> None:
+    """Models have padded vocabularies; a decoder that raises ends the run on the first odd sample."""
+    ids = [
+        np.array([1, 5000, 2, tokenizer.eos_token_id], np.int32),
+        np.array([-1, 2**31 - 1], np.int32),
+        np.array([], np.int32),
+        np.array([2**40, 3], np.int64),
+    ]
+    assert decode(tokenizer, ids) == ["12", "", "", "3"]
+
+
+def test_decoding_does_not_tidy_the_text(tokenizer: object) -> None:
+    """Verifiers judge what the model wrote: a removed space can make an answer right."""
+    assert decode(tokenizer, [np.array([1, 14, 12], np.int32)]) == ["1 ?"]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": 7}, {"eos_token_id": 8}, [7]),
+        ({"eos_token_id": [7, 9, 7]}, {}, [7, 9]),
+        ({"eos_token_id": 0}, {"eos_token_id": 8}, [0]),
+        ({}, {"eos_token_id": 8}, [8]),
+        ({"eos_token_id": None}, {"eos_token_id": [8]}, [8]),
+        (None, None, [15]),
+    ],
+)
+def test_stop_tokens_come_from_the_generation_config_first(
+    tmp_path: Path, tokenizer: object, generation: dict | None, config: dict | None, expected: list[int]
+) -> None:
+    """A chat model ends its turn with another token than its pretraining documents."""
+    for name, content in (("generation_config.json", generation), ("config.json", config)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    assert stop_token_ids(tmp_path, tokenizer) == expected
+
+
+def test_a_model_without_an_end_is_refused(tmp_path: Path, tokenizer: object) -> None:
+    """Every completion would run to the limit."""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ValueError, match="has eos_token_id='</s>'; expected a token id"):
+        stop_token_ids(tmp_path, tokenizer)
+    (tmp_path / "generation_config.json").unlink()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"add eos_token_id to generation_config\.json"):
+        stop_token_ids(tmp_path, tokenizer)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    """transformers would look for it on the network."""
+    with pytest.raises(ValueError, match=r"tokenizer folder .* does not exist"):
+        load_tokenizer(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"no tokenizer could be loaded from {tmp_path}, which holds config.json"):
+        load_tokenizer(tmp_path)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(st.lists(st.sampled_from(PARTS), max_size=20).map("".join), max_size=5))
+@pytest.mark.parametrize("kind", ["characters", "bytes"])
+def test_token_ids_are_those_of_the_tokenizer(quick_tokenizers: dict, kind: str, texts: list[str]) -> None:
+    """The short way to the ids may leave out what nobody reads, and nothing else."""
+    tokenizer = quick_tokenizers[kind]
+    for tokenizer.split_special_tokens in (False, True):
+        expected = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        assert token_ids(tokenizer, texts) == expected
+        tokenizer(["1"], padding="max_length", max_length=9, truncation=True)
+        assert token_ids(tokenizer, texts) == expected
+
+
+def test_a_tokenizer_of_its_own_kind_is_asked_itself(tokenizer: object) -> None:
+    """Some prepare the text in Python first; their backend alone would give other tokens."""
+
+    class Shouting(type(tokenizer)):
+        def __call__(self, texts: list[str], **options: object) -> object:
+            return super().__call__([text + "!" for text in texts], **options)
+
+    plain = token_ids(tokenizer, ["1"])
+    tokenizer.__class__ = Shouting
+    assert len(token_ids(tokenizer, ["1"])[0]) == len(plain[0]) + 1
+
+
+def test_the_fingerprint_is_of_the_content(tmp_path: Path, folder: Path) -> None:
+    """Prepared prompts are found by it: a use that changes it makes them anew, a change it misses makes them wrong."""
+    tokenizer = load_tokenizer(folder)
+    first = fingerprint(tokenizer)
+    tokenizer(["1", "1+1"], padding=True, truncation=True, max_length=2) if tokenizer.pad_token else None
+    tokenizer(["1+1"], truncation=True, max_length=2)
+    assert fingerprint(tokenizer) == first
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    assert fingerprint(load_tokenizer(copy)) == first
+    others = [
+        make_tokenizer(tmp_path / "chars", chars=CHARS[::-1]),
+        make_tokenizer(tmp_path / "eos", eos="<end>"),
+    ]
+    edited = json.loads((copy / "tokenizer.json").read_text())
+    edited["normalizer"] = {"type": "Lowercase"}
+    (copy / "tokenizer.json").write_text(json.dumps(edited))
+    found = {fingerprint(load_tokenizer(path)) for path in (*others, copy)}
+    assert len(found) == 3 and first not in found
+
+
+def test_another_process_loads_the_same_tokenizer_or_is_not_asked(tmp_path: Path, folder: Path) -> None:
+    """Workers with another tokenizer would make other prompts, of some of the rows."""
+    tokenizer = load_tokenizer(folder)
+    description = describe(tokenizer, tmp_path / "scratch")
+    assert description is not None and description["folder"] == str(folder)
+    assert fingerprint(load_described(json.loads(json.dumps(description)))) == fingerprint(tokenizer)
+    tokenizer.add_tokens(["++"])
+    description = describe(tokenizer, tmp_path / "scratch")
+    assert description is not None and description["folder"] == str(tmp_path / "scratch")
+    assert fingerprint(load_described(description)) == fingerprint(tokenizer)
+
+    class Local(type(tokenizer)):
+        """A class that exists in this process alone."""
+
+    tokenizer.__class__ = Local
+    assert describe(tokenizer, tmp_path / "scratch") is None

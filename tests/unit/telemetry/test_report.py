@@ -1,0 +1,187 @@
+"""The page about a run: complete, readable without a network, and safe whatever a model wrote."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from mgrpo.cli import main
+from mgrpo.telemetry.report import choose_samples, reward_svg, write_report
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</pre></div><img src=x onerror=alert(2)>",
+    "\"' onmouseover='alert(3)",
+    "<!-- ]]> <style>@import 'http://evil'</style> &lt;",
+    "\x00\x07\x1b[31m\u202egnp.exe \ud83d \ufeff",
+    "<svg/onload=alert(4)>",
+]
+
+
+class Page(HTMLParser):
+    """Tags and attributes, and the text outside of style."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.text += data
+
+
+def record(number: int, reward: float | None = 0.0, text: str = "answer", prompt: int | None = None) -> dict:
+    return {
+        "step": 10,
+        "prompt_idx": number if prompt is None else prompt,
+        "sample_idx": 0,
+        "prompt": f"prompt {text}",
+        "completion": text,
+        "verifiers": ["integer"],
+        "ground_truth": [text],
+        "scores": {"integer": reward},
+        "reward": reward,
+        "correct": None if reward is None else reward > 0,
+        "finish_reason": "stop",
+        "num_tokens": 3,
+        "policy_version": 10,
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The files of a run, with hostile text wherever text can be."""
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "config.yaml").write_text(
+        "exp_name: '<script>alert(0)</script>'\nmodel_name_or_path: models/<b>x\nlearning_rate: 2.0e-05\nseed: 1\n"
+    )
+    lines = [
+        {"step": 0, "policy_version": 0, "eval/pass_at_1": 0.25, "eval/scores": 0.25},
+        *({"step": step, "policy_version": step, "reward": step / 20} for step in range(1, 11)),
+        {"step": 10, "eval/pass_at_1": 0.75, "eval/scores": 0.75, "eval/by_source/<i>/pass_at_1": 0.5, "eval/x": None},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 11, "rew')
+    records = [record(number, float(number), text) for number, text in enumerate([*HOSTILE, "a", "b", "c"])]
+    (tmp_path / "rollouts" / "eval_step_9.jsonl").write_text(json.dumps(record(0, text="an older evaluation")) + "\n")
+    (tmp_path / "rollouts" / "eval_step_10.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return tmp_path
+
+
+def read(folder) -> Page:
+    return Page(write_report(folder).read_text(encoding="utf-8"))
+
+
+def test_what_a_model_wrote_is_text_and_nothing_else(run):
+    """A model that is rewarded for it would write a script; the reader opens the page with her own rights."""
+    page = read(run)
+    assert page.open == []
+    tags = {tag for tag, _ in page.tags}
+    assert not tags & {"script", "img", "iframe", "link", "object", "embed", "form", "a", "base", "i", "b"}
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    for text in (
+        HOSTILE[0],
+        HOSTILE[1],
+        HOSTILE[2],
+        HOSTILE[5],
+        "<script>alert(0)</script>",
+        "models/<b>x",
+        "by_source/<i>",
+    ):
+        assert text in page.text
+    assert not any(char in page.text for char in "\x00\x07\x1b\u202e\ufeff\ud83d")
+    assert "\\u202egnp.exe \\ud83d \\ufeff" in page.text
+
+
+def test_the_page_loads_nothing(run):
+    """It is sent around and opened where there is no network; and no text may make it call home."""
+    page = read(run)
+    assert not [
+        a for _, attributes in page.tags for a in attributes if a in ("src", "href", "data", "srcset", "action")
+    ]
+    policies = [a["content"] for tag, a in page.tags if tag == "meta" and "http-equiv" in a]
+    assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
+
+
+def test_the_page_shows_settings_course_and_evaluations(run):
+    """Enough to see what was run and what came of it; the newest evaluation's samples."""
+    page = read(run)
+    for text in (
+        "learning_rate",
+        "2e-05",
+        "0.25",
+        "0.75",
+        "Highest reward",
+        "Lowest reward",
+        "At random",
+        "after step 10",
+    ):
+        assert text in page.text
+    assert "an older evaluation" not in page.text
+    assert len([tag for tag, _ in page.tags if tag == "circle"]) == 2
+    assert len([tag for tag, _ in page.tags if tag == "polyline"]) == 2
+
+
+def test_a_run_without_evaluations_or_settings_has_a_page(tmp_path):
+    """A run that has just begun, or has no held-out data."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": null}\n{"step": 2, "reward": 0.5}\n')
+    page = read(tmp_path)
+    assert "There were none." in page.text and tmp_path.name in page.text
+
+
+def test_long_texts_are_shortened(tmp_path):
+    """200,000 characters of one answer would bury the others."""
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "eval_step_1.jsonl").write_text(json.dumps(record(0, text="A" * 200_000)) + "\n")
+    page = read(tmp_path)
+    assert "196000 more characters" in page.text and len(page.text) < 20_000
+
+
+def test_samples_are_the_extremes_and_a_few_of_the_rest():
+    """Of different prompts, each sample once, unscored ones only by chance; always the same choice."""
+    records = [record(n, None if n == 3 else n % 7 - 3.0, prompt=n // 2) for n in range(40)]
+    chosen = choose_samples(lambda: iter(records))
+    best, worst, others = chosen.values()
+    assert [r["reward"] for r in best] == [3.0] * 3 and [r["reward"] for r in worst] == [-3.0] * 3
+    assert len({r["prompt_idx"] for r in best}) == len({r["prompt_idx"] for r in worst}) == 3
+    together = [id(r) for r in [*best, *worst, *others]]
+    assert len(together) == len(set(together)) == 12
+    assert choose_samples(lambda: iter(records)) == chosen
+    assert choose_samples(lambda: iter(())) == {"Highest reward": [], "Lowest reward": [], "At random": []}
+    alone = choose_samples(lambda: iter(records[:1]))
+    assert [len(group) for group in alone.values()] == [0, 1, 0]
+
+
+def test_a_curve_of_many_steps_stays_small():
+    """A page of a month's run must open."""
+    svg = reward_svg([(step, step % 10 / 10) for step in range(1, 100_001)], [])
+    assert len(svg) < 30_000
+    assert "NaN" not in reward_svg([(5, 1.0)], [(5, 1.0)]).replace("nan", "NaN")
+
+
+def test_the_report_command(run, tmp_path, capsys):
+    """From the files alone, in place of the old page; a folder without a run is one sentence."""
+    (run / "report.html").write_text("old")
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run / 'report.html'}\n"
+    assert "alert" in (run / "report.html").read_text()
+    assert main(["report", str(tmp_path / "rollouts")]) == 2
+    assert "holds no metrics.jsonl" in capsys.readouterr().err
+    assert main(["report"]) == 2

@@ -1,0 +1,199 @@
+"""Tables of completions: what a line says, and that a folder always holds exactly one run's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mgrpo.telemetry import samples
+from mgrpo.telemetry.samples import EvaluationTables, Traces, read_records, tables, trace_records
+from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup
+
+NAN = float("nan")
+
+
+def group(index: int = 7, rewards: tuple[float, ...] = (1.0, NAN), **prompt) -> ScoredGroup:
+    """A prompt of the second epoch, and a completion a reward."""
+    own = {
+        "id": (1, index),
+        "tokens": np.array([5, 6], np.int32),
+        "text": "2+2=",
+        "verifiers": ("math", "ifeval"),
+        "ground_truths": ("4", {"func_name": "no_comma"}),
+    }
+    completions = tuple(
+        Completion(
+            tokens=np.array([9, 1], np.int32),
+            logprobs=np.array([-0.5, -1e-9], np.float32),
+            policy_versions=np.full(2, 3, np.int32),
+            finish_reason="stop",
+            text="<b>4</b>\n",
+        )
+        for _ in rewards
+    )
+    scores = tuple(Score(reward=r, parts={"math": r, "ifeval": 0.5, "correct": r}) for r in rewards)
+    return ScoredGroup(group=RolloutGroup(prompt=Prompt(**(own | prompt)), completions=completions), scores=scores)
+
+
+def lines(path: Path) -> list[dict]:
+    """Strict: NaN is no JSON, and another program would stumble over it."""
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(folder.iterdir())}
+
+
+def test_a_line_of_an_evaluation_says_everything_about_a_completion(tmp_path):
+    """Whoever asks why accuracy fell reads these; a missing score is null, not 0."""
+    EvaluationTables(tmp_path).write(20, [group()], [[True, False]])
+    first, second = lines(tmp_path / "eval_step_20.jsonl")
+    assert first == {
+        "step": 20,
+        "prompt_idx": 7,
+        "sample_idx": 0,
+        "prompt": "2+2=",
+        "completion": "<b>4</b>\n",
+        "verifiers": ["math", "ifeval"],
+        "ground_truth": ["4", {"func_name": "no_comma"}],
+        "scores": {"math": 1.0, "ifeval": 0.5},
+        "reward": 1.0,
+        "correct": True,
+        "finish_reason": "stop",
+        "num_tokens": 2,
+        "policy_version": 3,
+    }
+    assert second == first | {
+        "sample_idx": 1,
+        "scores": {"math": None, "ifeval": 0.5},
+        "reward": None,
+        "correct": False,
+    }
+
+
+def test_what_is_no_json_is_written_all_the_same(tmp_path):
+    """Labels come from tables that hold anything; a table that ends a run is worse than one with text in it."""
+    odd = group(rewards=(1.0,), verifiers=("math",), ground_truths=(NAN,), text="half of a character: \ud83d, \u2028")
+    EvaluationTables(tmp_path).write(1, [odd], None)
+    (record,) = lines(tmp_path / "eval_step_1.jsonl")
+    assert record["ground_truth"] == ["nan"] and record["correct"] is None
+    assert record["prompt"] == odd.group.prompt.text
+
+
+def test_a_large_evaluation_is_cut_into_files(tmp_path, monkeypatch):
+    """Every sample is kept, in order; and a later, smaller table leaves no shard of the earlier one behind."""
+    monkeypatch.setattr(samples, "SHARD_LINES", 4)
+    written = EvaluationTables(tmp_path)
+    written.write(10, [group(index) for index in range(5)], None)
+    assert [path.name for path in tables(tmp_path)[10]] == [
+        "eval_step_10.jsonl",
+        "eval_step_10-1.jsonl",
+        "eval_step_10-2.jsonl",
+    ]
+    records = list(read_records(tables(tmp_path)[10]))
+    assert [(r["prompt_idx"], r["sample_idx"]) for r in records] == [(i, s) for i in range(5) for s in range(2)]
+    written.write(10, [group(index) for index in range(2)], None)
+    assert [path.name for path in tables(tmp_path)[10]] == ["eval_step_10.jsonl"]
+    written.write(9, [], None)
+    assert list(tables(tmp_path)) == [9, 10] and lines(tmp_path / "eval_step_9.jsonl") == []
+
+
+def test_a_table_appears_complete_or_not_at_all(tmp_path, monkeypatch):
+    """A run that dies while it writes leaves the table of before, and nothing that looks like a table."""
+    written = EvaluationTables(tmp_path)
+    written.write(10, [group(1)], None)
+    before = contents(tmp_path)
+
+    def die(*names):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(samples.os, "replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        written.write(10, [group(2)], None)
+    assert {name: text for name, text in contents(tmp_path).items() if not name.endswith(".partial")} == before
+    assert tables(tmp_path).keys() == {10}
+
+
+def test_a_new_run_puts_the_tables_of_an_earlier_one_aside(tmp_path):
+    """Samples of two runs under one name would be read as one; what is not ours stays where it is."""
+    EvaluationTables(tmp_path).write(10, [group(1)], None)
+    (tmp_path / "notes.jsonl").write_text("mine")
+    before = (tmp_path / "eval_step_10.jsonl").read_text()
+    second = EvaluationTables(tmp_path)
+    assert tables(tmp_path) == {}
+    second.write(10, [group(2)], None)
+    EvaluationTables(tmp_path)
+    assert sorted(contents(tmp_path)) == ["eval_step_10.jsonl.1", "eval_step_10.jsonl.2", "notes.jsonl"]
+    assert (tmp_path / "eval_step_10.jsonl.1").read_text() == before
+
+
+def test_a_resumed_run_takes_out_the_tables_after_its_checkpoint(tmp_path):
+    """They tell of steps that have not happened; those of the checkpoint's step and earlier stay as they are."""
+    first = EvaluationTables(tmp_path)
+    for step in (0, 5, 10, 15):
+        first.write(step, [group(step)], None)
+    before = contents(tmp_path)
+    EvaluationTables(tmp_path, resumed_after=10)
+    assert contents(tmp_path) == {name: text for name, text in before.items() if "15" not in name}
+
+
+def test_traces_hold_every_completion_under_open_instructs_names():
+    """Trained ones with their advantage, then those that a filter left out; logprobs as the engine gave them."""
+    records = list(trace_records(4, [group(1)], [group(2, (0.0, 0.0))], [0.75, 0.0]))
+    assert [(r["sample_idx"], r["prompt_idx"], r["prompt_id"]) for r in records] == [
+        (0, 0, "1_1"),
+        (1, 0, "1_1"),
+        (2, 1, "1_2"),
+        (3, 1, "1_2"),
+    ]
+    assert [r["advantage"] for r in records] == [0.75, 0.0, None, None]
+    assert [r["reward"] for r in records] == [1.0, None, 0.0, 0.0]
+    first = records[0]
+    assert (first["step"], first["prompt_tokens"], first["response_tokens"]) == (4, [5, 6], [9, 1])
+    assert (first["finish_reason"], first["dataset"]) == ("stop", ["math", "ifeval"])
+    assert first["ground_truth"] == ["4", {"func_name": "no_comma"}]
+    assert first["logprobs"] == pytest.approx([-0.5, 0.0], abs=1e-7)
+    assert {"request_info", "scores", "policy_version"} <= first.keys()
+
+
+def steps(folder: Path) -> list[list[tuple[int, int]]]:
+    """(step, sample) of every line, by shard."""
+    return [[(r["step"], r["sample_idx"]) for r in lines(path)] for path in sorted(folder.glob("run_rollouts_*.jsonl"))]
+
+
+def write(traces: Traces, *numbers: int) -> None:
+    """Six completions a step."""
+    for step in numbers:
+        traces.write(step, [group(step, (1.0, 0.0))], [group(step + 100, (0.0,) * 4)], [0.5, -0.5])
+
+
+@pytest.mark.parametrize("shard_lines", [4, 5, 6, 7, 100])
+@pytest.mark.parametrize("resumed_after", [0, 1, 2, 3, 4])
+def test_a_resumed_run_writes_what_an_uninterrupted_one_would(tmp_path, monkeypatch, shard_lines, resumed_after):
+    """No line twice, none lost, wherever shards and checkpoints fall; a line torn by a crash goes, too."""
+    monkeypatch.setattr(samples, "SHARD_LINES", shard_lines)
+    write(Traces(tmp_path / "whole", "run"), *range(1, 6))
+    write(Traces(tmp_path / "resumed", "run"), *range(1, 5))
+    newest = sorted((tmp_path / "resumed").iterdir())[-1]
+    newest.write_text(newest.read_text() + '{"step": 5, "sample_')
+    write(Traces(tmp_path / "resumed", "run", resumed_after=resumed_after), *range(resumed_after + 1, 6))
+    assert steps(tmp_path / "resumed") == steps(tmp_path / "whole")
+    assert [line for shard in steps(tmp_path / "whole") for line in shard] == [
+        (s, i) for s in range(1, 6) for i in range(6)
+    ]
+    assert all(len(shard) <= shard_lines for shard in steps(tmp_path / "whole"))
+
+
+def test_a_new_run_puts_traces_of_its_own_name_aside(tmp_path):
+    """Many runs may share a folder; only the same run's older files are in the way."""
+    write(Traces(tmp_path, "run"), 1, 2)
+    write(Traces(tmp_path, "other"), 1)
+    before = contents(tmp_path)
+    write(Traces(tmp_path, "run"), 1)
+    after = contents(tmp_path)
+    assert after["run_rollouts_000000.jsonl.1"] == before["run_rollouts_000000.jsonl"]
+    assert after["other_rollouts_000000.jsonl"] == before["other_rollouts_000000.jsonl"]
+    assert len(after["run_rollouts_000000.jsonl"].splitlines()) == 6
