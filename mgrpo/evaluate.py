@@ -149,7 +149,7 @@ def _check(config: Config, functions: list[str | Callable]) -> Inputs:
     if not own.data.dataset_mixer_eval_list:
         found.append("dataset_mixer_eval_list is empty; name the held-out data: --dataset_mixer_eval_list PATH 1.0")
     inputs, about_inputs = read_inputs(own, functions=functions)
-    found += about_inputs
+    found += [problem for problem in about_inputs if problem not in found]
     if found:
         raise ConfigError(found)
     return inputs

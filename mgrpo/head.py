@@ -71,8 +71,12 @@ class Head:
         self.progress: Progress | None = None
         self.tables: EvaluationTables | None = None
         self.traces: Traces | None = None
-        self.cluster = Cluster(config, num_local_learners=num_local_learners)
         self.scoring.start()
+        try:
+            self.cluster = Cluster(config, num_local_learners=num_local_learners)
+        except BaseException:
+            self.scoring.close()
+            raise
 
     def get_ready(self, resumed: Mapping[str, Any] | None = None) -> Future[None]:
         """Tokenise the data and wait for the engines, in a thread; call when torch has been imported.
@@ -231,7 +235,8 @@ class Head:
         # Reward functions may draw from Python's and numpy's own states, too.
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        rollouts = self.controller.evaluate(self.held_out_prompts).result()
+        with self.scoring.evaluating(next_step - 1):
+            rollouts = self.controller.evaluate(self.held_out_prompts).result()
         restore_random(self.random)
         self.cluster.finish(self.cluster.reseed(next_step), "seed the sampler")
         self.random = None
@@ -245,6 +250,7 @@ class Head:
             sources=self.held_out_sources,
             generate_s=rollouts.generate_s,
         )
+        metrics |= self.scoring.evaluation_metrics()
         version = {} if policy_version is None else {"policy_version": policy_version}
         self.writer.write(step, {**version, **metrics, "time/eval": rollouts.generate_s})
         self.tables.write(step, rollouts.groups, correctness(rollouts.groups, self.scoring.scale))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import difflib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config
-from mgrpo.config.reward_rules import remapped
+from mgrpo.config.reward_rules import remapped, verifier_weights
 from mgrpo.data.mixture import open_data
 from mgrpo.data.templates import check_name
 from mgrpo.rewards.catalog import add_modules, find
@@ -51,6 +55,7 @@ def read_inputs(
     for check in (
         lambda: check_name(config.data.chat_template_name),
         lambda: remapped(reward.remap_verifier),
+        lambda: verifier_weights(reward),
         lambda: add_modules(reward.verifier_modules),
     ):
         try:
@@ -66,12 +71,39 @@ def read_inputs(
     try:
         train, held_out = open_data(config.data, need_verifiers=verifies, dataset=dataset)
     except ValueError as err:
-        return None, [*problems, str(err)]
+        return None, [*problems, str(err), *_folder_problems(config)]
     if functions and not problems:
         problems += _function_problems(functions, train, held_out)
     if verifies and not problems:
+        problems += _unasked_problems(train, held_out, config)
         problems += _verifier_problems(_asked(train, held_out, config), config)
-    return Inputs(train=train, held_out=held_out, functions=functions), problems
+    return Inputs(train=train, held_out=held_out, functions=functions), [*problems, *_folder_problems(config)]
+
+
+def _folder_problems(config: Config) -> Iterator[str]:
+    """About folders that cannot be written to. They are made if they are not there."""
+    traces = config.rollout.rollouts_save_path if config.rollout.save_traces else None
+    for setting, folder in (
+        ("dataset_local_cache_dir", config.data.dataset_local_cache_dir),
+        ("rollouts_save_path", traces),
+    ):
+        try:
+            if folder is not None:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
+        except (OSError, ValueError) as err:
+            # Data that were prepared elsewhere may be only read here.
+            if setting == "rollouts_save_path" or not _holds_prepared_data(folder):
+                why = "it is a file" if os.path.isfile(folder) else err
+                yield f"{setting}={folder} cannot be written to ({why}); name another folder"
+
+
+def _holds_prepared_data(folder: str) -> bool:
+    try:
+        return any(Path(folder).glob("*/manifest.json"))
+    except (OSError, ValueError):
+        return False
 
 
 def _function_problems(functions: Sequence[str | Callable], train: Mixture, held_out: Mixture) -> list[str]:
@@ -92,6 +124,36 @@ def _asked(train: Mixture, held_out: Mixture, config: Config) -> dict[str, str]:
     for name, origin in (train.verifiers | held_out.verifiers).items():
         found.setdefault(new if name.lower() == old else name.lower(), origin)
     return found
+
+
+def _unasked_problems(train: Mixture, held_out: Mixture, config: Config) -> list[str]:
+    """About weights and a replacement of verifiers that no row asks for.
+
+    Without training rows they may be meant for those that the model was trained on.
+    """
+    reward, problems = config.reward, []
+    named = {name.lower() for name in train.verifiers | held_out.verifiers}
+    pair = remapped(reward.remap_verifier)
+    if pair and len(train) and pair[0] not in named:
+        problems.append(f"remap_verifier={reward.remap_verifier}: {_unasked(pair[0], named)}")
+    asked = _asked(train, held_out, config)
+    after = f" (after remap_verifier={reward.remap_verifier})" if pair else ""
+    for name, weight in verifier_weights(reward).items():
+        if name in asked:
+            continue
+        if len(train):
+            problems.append(f"verifier_weights={name}={weight:g}: {_unasked(name, asked)}{after}")
+            continue
+        try:
+            find(name)
+        except ValueError as err:
+            problems.append(f"verifier_weights={name}={weight:g}: {err}")
+    return problems
+
+
+def _unasked(name: str, asked: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(asked), n=3, cutoff=0.5)
+    return f"no row asks for {name}; rows ask for {', '.join([*near, *sorted(set(asked) - set(near))])}"
 
 
 def _verifier_problems(asked: Mapping[str, str], config: Config) -> list[str]:

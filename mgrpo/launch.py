@@ -71,6 +71,7 @@ def try_out(config: Config) -> None:
                 config.experiment, total_episodes=config.batch_size, output_dir=folder, local_eval_every=-1
             ),
             data=dataclasses.replace(config.data, dataset_mixer_eval_list=(), dataset_mixer_eval_list_splits=("test",)),
+            rollout=dataclasses.replace(config.rollout, save_traces=False),
             # A model that is always right or always wrong has to do its step, too.
             algorithm=dataclasses.replace(config.algorithm, filter_zero_std_samples=False, active_sampling=False),
             checkpoint=dataclasses.replace(

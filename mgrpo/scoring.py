@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -32,8 +33,12 @@ class Scoring:
         self.functions: list[Callable] = []
         self.done = 0
         """Training steps done."""
+        self.longest = config.rollout.response_length
+        """Tokens that a completion may have."""
         self.logged: dict[str, list[float]] = {}
-        """What the functions said by `log_metric` since the last report."""
+        """What the functions said by `log_metric` since the last report of training."""
+        self.evaluated: dict[str, list[float]] = {}
+        """The same, in the newest evaluation."""
         if functions:
             from mgrpo.rewards.function_catalog import load_functions
 
@@ -67,17 +72,36 @@ class Scoring:
                 "overlong",
                 overlong_penalty(
                     np.array([len(completion.tokens) for completion in group.group.completions]),
-                    max_length=self.config.rollout.response_length,
+                    max_length=self.longest,
                     cache_length=cache_length,
                 ),
             )
             for group in scored
         ]
 
+    @contextmanager
+    def evaluating(self, done: int) -> Iterator[None]:
+        """While it lasts completions are those of an evaluation after `done` training steps.
+
+        What functions log meanwhile is in `evaluated`, and not among the metrics of training.
+        """
+        rollout, logged = self.config.rollout, self.logged
+        self.done, self.logged = done, {}
+        self.longest = rollout.eval_response_length or rollout.response_length
+        try:
+            yield
+        finally:
+            self.longest = rollout.response_length
+            self.logged, self.evaluated = logged, self.logged
+
     def metrics(self) -> dict[str, float]:
         """What judges have cost since the start, and what reward functions have logged since the last call."""
         logged, self.logged = self.logged, {}
-        return self.scorer.metrics() | {f"custom/{name}": float(np.mean(values)) for name, values in logged.items()}
+        return self.scorer.metrics() | _means(logged)
+
+    def evaluation_metrics(self) -> dict[str, float]:
+        """What reward functions have logged in the newest evaluation."""
+        return {f"eval/{name}": value for name, value in _means(self.evaluated).items()}
 
     @property
     def weights(self) -> dict[str, float]:
@@ -134,3 +158,7 @@ class Scoring:
             )
             for group in found.groups
         ]
+
+
+def _means(logged: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {f"custom/{name}": float(np.mean(values)) for name, values in logged.items()}

@@ -48,7 +48,7 @@ def model_problems(config: Config, hf_config: HfConfig) -> Iterator[str]:
     longest = config.max_model_length
     if positions and longest > positions:
         yield (
-            f"max_prompt_token_length + response_length = {longest} is more than the model's "
+            f"{longest_sequence(config)} = {longest} is more than the model's "
             f"max_position_embeddings={positions}; shorten one of them"
         )
 
@@ -176,6 +176,13 @@ def _expert_problems(parallel: Parallel, hf_config: HfConfig) -> Iterator[str]:
 
 def _choose(choices: Iterable[int]) -> str:
     return f"choose from {{{', '.join(map(str, choices))}}}"
+
+
+def longest_sequence(config: Config) -> str:
+    """The settings that `max_model_length` is the sum of."""
+    rollout = config.rollout
+    is_evaluations = (rollout.eval_response_length or 0) > rollout.response_length
+    return f"max_prompt_token_length + {'eval_response_length' if is_evaluations else 'response_length'}"
 
 
 def num_experts(hf_config: HfConfig | None) -> int | None:

@@ -31,7 +31,12 @@ def verifier_weights(settings: Reward) -> Mapping[str, float]:
             weight = math.nan
         if not name.strip() or not math.isfinite(weight):
             raise ValueError(f"verifier_weights={word} must be name=weight, a verifier and a finite number")
-        weights[name.strip().lower()] = weight
+        name = name.strip().lower()
+        if name in weights:
+            raise ValueError(
+                f"verifier_weights={' '.join(settings.verifier_weights)} weighs {name} twice; give each verifier one weight"
+            )
+        weights[name] = weight
     return weights
 
 

@@ -14,7 +14,7 @@ from mgrpo.config.derived import derive, layout_of
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import describe, fits, flat, settings
 from mgrpo.config.loss_rules import LOSS_RULES, weight_problems
-from mgrpo.config.model_rules import model_problems, num_experts, size_of
+from mgrpo.config.model_rules import longest_sequence, model_problems, num_experts, size_of
 from mgrpo.config.ranges import POSITIVE, RANGES, REASONS
 from mgrpo.config.resolve import shown
 from mgrpo.config.reward_rules import REWARD_RULES
@@ -173,8 +173,8 @@ def _derived_problems(config: Config, world_size: int) -> Iterator[str]:
             yield f"{name}={expected[name]} follows from other settings and is {getattr(actual, name)}; leave it out"
     if expected.get("vllm_max_model_length", actual.max_model_length) < actual.max_model_length:
         yield (
-            f"vllm_max_model_length={expected['vllm_max_model_length']} is less than max_prompt_token_length + "
-            f"response_length = {actual.max_model_length}; leave it out"
+            f"vllm_max_model_length={expected['vllm_max_model_length']} is less than "
+            f"{longest_sequence(config)} = {actual.max_model_length}; leave it out"
         )
     if actual.batch_size < actual.data_parallel_size:
         yield (
@@ -270,6 +270,8 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ),
 )
 """Settings, and what they need to have an effect."""
+_USED_BY_FUNCTIONS = ("apply_verifiable_reward", "verifier_memory_mb", "verifier_timeout", "verifier_workers")
+"""Reward settings that functions do not replace: the limits of the workers of built-in ones, and not to verify."""
 
 
 def _idle(config: Config, num_reward_funcs: int) -> Iterator[str]:
@@ -280,14 +282,15 @@ def _idle(config: Config, num_reward_funcs: int) -> Iterator[str]:
         idle = [name for name in names.split() if name in given and values[name] != settings()[name].default]
         if idle and not holds(config):
             yield f"{', '.join(f'{name}={shown(values[name])}' for name in idle)} has no effect without {condition}"
-    replaced = [
-        name for name in given if settings()[name].section == "reward" and values[name] != settings()[name].default
-    ]
-    if num_reward_funcs and replaced:
-        yield f"reward functions of the caller's replace {', '.join(sorted(replaced))}"
-    replaced = [name for name in replaced if name in ("verification_reward", *REWARD_SWITCHES[1:])]
-    if config.reward.reward_funcs and not num_reward_funcs and replaced:
-        yield f"reward_funcs replace {', '.join(sorted(replaced))}"
+    used = _USED_BY_FUNCTIONS if num_reward_funcs else (*_USED_BY_FUNCTIONS, "reward_funcs")
+    replaced = sorted(
+        name
+        for name in given
+        if settings()[name].section == "reward" and name not in used and values[name] != settings()[name].default
+    )
+    if (num_reward_funcs or config.reward.reward_funcs) and replaced:
+        functions = "reward functions of the caller's" if num_reward_funcs else "reward_funcs"
+        yield f"{functions} replace {', '.join(replaced)}"
 
 
 def _layout_warnings(config: Config, world_size: int) -> Iterator[str]:

@@ -217,7 +217,6 @@ class _Reader:
         return self._in_pieces(path, "jsonl", lambda: jsonl_pieces(path))
 
     def _read_parquet(self, path: Path) -> Source:
-        self._need("pyarrow")
         shape = parquet_shape(path)
         if shape.holds_json:
             # Only `datasets` knows which of its columns are JSON in disguise.
@@ -301,14 +300,11 @@ class _Reader:
         return {"version": _ROWS_VERSION, "content": dict(content), "contract": asdict(self.contract)}
 
     def _datasets(self) -> Any:
-        self._need("datasets")
+        if importlib.util.find_spec("datasets") is None:
+            raise ValueError(f"{self.name} needs the package datasets: pip install 'mgrpo[data]', or use a .jsonl file")
         import datasets
 
         return datasets
-
-    def _need(self, module: str) -> None:
-        if importlib.util.find_spec(module) is None:
-            raise ValueError(f"{self.name} needs the package {module}: pip install 'mgrpo[data]', or use a .jsonl file")
 
 
 def _chunks(records: Iterator[object]) -> Iterator[tuple[int, list[object]]]:

@@ -24,11 +24,11 @@ def verify(
 ) -> float:
     """Score of one completion by the verifier called `name`, under time and memory limits.
 
-    The first call starts a worker process, which lives as long as this one.
+    The first call starts a worker process, which lives as long as this one. Other settings than the last call's start another.
 
     Args:
         name: see docs/rewards.md; case does not matter.
-        ground_truth: one JSON value, as the row's `ground_truth`.
+        ground_truth: one JSON value, as the row's `ground_truth`; numpy's numbers and arrays will do.
         prompt: what the completion answers, for judges. `query` is Open Instruct's word for it.
         completion_ids: token ids of the completion, for the verifiers of lengths; or their number as `num_tokens`.
             `tokenized_prediction` is Open Instruct's word for the ids.
@@ -37,14 +37,17 @@ def verify(
         The score, or NaN where none could be given (time, memory, a crash, a server that fails, a ground truth that the
         verifier cannot read).
     Raises:
-        ValueError: no verifier is called `name`.
-        TypeError: no setting is called so.
+        ValueError: no verifier is called `name`; a setting has no such value; a judge that has no model.
+        TypeError: no setting is called so; the completion is no text, or the ground truth no JSON value.
+        RuntimeError: the verifier cannot be loaded.
     """
-    from mgrpo.config.schema import Reward
-    from mgrpo.rewards.pool import Item
+    from mgrpo.rewards.door import json_value, reward_settings
+    from mgrpo.rewards.process import Item
     from mgrpo.rewards.scorer import shared_scorer
 
+    if not isinstance(completion, str):
+        raise TypeError(f"completion={completion!r:.80} must be text, not {type(completion).__name__}")
     ids = tokenized_prediction if completion_ids is None else completion_ids
     count = num_tokens if ids is None else len(ids)
-    item = Item(name, completion, ground_truth, query or prompt, count)
-    return shared_scorer(Reward(**settings)).verify_many([item])[0]
+    item = Item(name, completion, json_value(ground_truth), str(query or prompt), None if count is None else int(count))
+    return shared_scorer(reward_settings(settings)).verify_many([item])[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
+import site
 from collections.abc import Sequence
 
 from mgrpo.rewards.verifier import RemoteVerifier, Verifier
@@ -54,26 +56,89 @@ def find(name: str) -> VerifierClass:
 
 
 def add_modules(modules: Sequence[str]) -> None:
-    """Make the verifiers of the user's own modules known by their names (`verifier_modules`)."""
+    """Make the verifiers of the user's own modules known by their names (`verifier_modules`); all of them, or none.
+
+    Raises:
+        ValueError: a module that cannot be imported, has no verifier in it, or has one without a name of its own.
+    """
+    found: dict[str, VerifierClass] = {}
     for module in modules:
-        try:
-            found = _classes(module)
-        except ImportError as err:
-            raise ValueError(f"verifier_modules: {module} cannot be imported ({err}); is it on PYTHONPATH?") from err
-        if not found:
-            raise ValueError(f"verifier_modules: {module} defines no subclass of mgrpo.rewards.verifier.Verifier")
-        for name in sorted(found.keys() & _HOME.keys()):
-            raise ValueError(f"verifier_modules: {module} defines {name}, which exists already; choose another name")
-        _added.update(found)
+        for name, verifier in _own_verifiers(module).items():
+            if name in _HOME:
+                raise ValueError(
+                    f"verifier_modules: {module} defines {name}, which exists already; choose another name"
+                )
+            other = found.get(name) or _added.get(name)
+            if other is not None and other.__module__ != module:
+                raise ValueError(
+                    f"verifier_modules: {module} and {other.__module__} both define {name}; choose another name for one"
+                )
+            found[name] = verifier
+    _added.update(found)
+
+
+def module_folders(modules: Sequence[str]) -> list[str]:
+    """Folders that must be on `sys.path` for these modules to be imported, besides those where packages are installed."""
+    installed = {*site.getsitepackages(), site.getusersitepackages()}
+    folders: dict[str, None] = {}
+    for module in modules:
+        spec = importlib.import_module(module.partition(".")[0]).__spec__
+        if spec is None:
+            continue
+        places = spec.submodule_search_locations
+        if places is None:
+            places = [spec.origin] if spec.has_location and spec.origin else []
+        parents = (os.path.dirname(os.path.abspath(place)) for place in places)
+        folders.update(
+            dict.fromkeys(parent for parent in parents if os.path.exists(parent) and parent not in installed)
+        )
+    return list(folders)
+
+
+def _own_verifiers(module: str) -> dict[str, VerifierClass]:
+    """The verifiers that a module of the user's defines."""
+    try:
+        classes = _defined_in(module)
+    except ModuleNotFoundError as err:
+        raise ValueError(
+            f"verifier_modules: {module} cannot be imported: {err}; give names as in an import statement, of modules on "
+            "PYTHONPATH"
+        ) from err
+    # The user's module runs here, and may raise anything.
+    except (Exception, SystemExit) as err:
+        raise ValueError(f"verifier_modules: {module} cannot be imported: {type(err).__name__}: {err}") from err
+    if not classes:
+        raise ValueError(f"verifier_modules: {module} defines no subclass of mgrpo.rewards.verifier.Verifier")
+    found: dict[str, VerifierClass] = {}
+    for verifier in classes:
+        name = getattr(verifier, "name", None)
+        if not isinstance(name, str) or not name.strip():
+            came = f"the name {name!r:.80}" if hasattr(verifier, "name") else "no name"
+            raise ValueError(
+                f"verifier_modules: {module}: the verifier {verifier.__name__} has {came}; give the class a text that rows "
+                'call it by, for example name = "mine"'
+            )
+        other = found.setdefault(name.lower(), verifier)
+        if other is not verifier:
+            raise ValueError(
+                f"verifier_modules: {module}: {other.__name__} and {verifier.__name__} are both called {name.lower()}; "
+                "choose another name for one"
+            )
+    return found
 
 
 def _classes(module: str) -> dict[str, VerifierClass]:
-    members = vars(importlib.import_module(module)).values()
-    return {
-        member.name.lower(): member
-        for member in members
+    return {member.name.lower(): member for member in _defined_in(module)}
+
+
+def _defined_in(module: str) -> list[VerifierClass]:
+    """The verifiers of a module, those that it only imports left out; a class under two names is there once."""
+    members = {
+        member: None
+        for member in vars(importlib.import_module(module)).values()
         if isinstance(member, type)
         and issubclass(member, (Verifier, RemoteVerifier))
         and not inspect.isabstract(member)
         and member.__module__ == module
     }
+    return list(members)

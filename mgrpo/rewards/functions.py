@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import numbers
+import os
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ RewardFunction = Callable[..., Iterable[float | None] | Awaitable[Iterable[float
 OWN_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """What every function may ask for; columns of the data with these names are not passed on."""
 _NOT_COLUMNS = {*OWN_ARGUMENTS, "prompt", "completion", "ground_truth"}
+# What `Score.parts` holds besides the verdicts themselves: no function's values may be read as these.
+_TAKEN_NAMES = {"correct", "format", "overlong"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +73,12 @@ def score_with_functions(
         log_extra           log_extra(column, values): a column of the table of samples
         log_metric          log_metric(name, value): a line in the metrics
 
-    A function that takes no `**kwargs` gets those that it names. Async functions are awaited together, after the others,
-    always in the same event loop.
+    A function that takes no `**kwargs` gets those that it names. Lists and dicts are its own: what it does to them meets no
+    other function, and no later call. Async functions are awaited together, after the others, always in the same event loop.
 
     Raises:
-        ValueError: an argument that the data do not have, or what was returned or logged is not one number for each.
+        ValueError: an argument that the data do not have, a function that cannot be called by keyword, or what was
+            returned or logged is not one number for each.
         RuntimeError: a function failed; it says which.
     """
     if not functions:
@@ -111,12 +115,17 @@ def score_with_functions(
 
 
 def function_names(functions: Sequence[RewardFunction]) -> list[str]:
-    """The names under which the functions' values stand in `Score.parts`, in their order."""
+    """The names under which the functions' values stand in `Score.parts`, in their order.
+
+    That is a function's own name; the second of one name is `name_2`, the third `name_3`. `correct`, `format` and `overlong`
+    mean something else there, so that a function of such a name is `correct_2`, `format_2` or `overlong_2` from the start.
+    """
     return list(_named(functions))
 
 
 def missing_arguments(functions: Sequence[RewardFunction], columns: Collection[str]) -> list[str]:
-    """One sentence for each function that asks for what neither the run nor the data have.
+    """One sentence for each function that cannot be called: it asks for what neither the run nor the data have, or takes
+    nothing by keyword.
 
     Args:
         columns: those that at least one row has, `ground_truth` among them.
@@ -186,7 +195,6 @@ def _keywords(flat: Sequence[tuple[Prompt, Completion]], state: TrainerState) ->
 def _prompt_of(prompt: Prompt) -> str | list[dict]:
     if isinstance(prompt.source, str):
         return prompt.source or prompt.text
-    # Copies: what a function does to a message must not reach the next epoch's prompt.
     return [dict(message) for message in prompt.source]
 
 
@@ -201,6 +209,12 @@ def _accepted(name: str, function: RewardFunction, keywords: Mapping[str, Any]) 
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature: it takes what it takes
         return dict(keywords)
+    unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if unnamed:
+        raise ValueError(
+            f"reward function {name} takes {', '.join(unnamed)} by position only, and arguments are given by keyword; "
+            "take the / out of its signature, or name a function that calls it"
+        )
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     missing = [p.name for p in by_name if p.default is p.empty and p.name not in keywords]
     if missing:
@@ -210,7 +224,33 @@ def _accepted(name: str, function: RewardFunction, keywords: Mapping[str, Any]) 
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(keywords)
-    return {p.name: keywords[p.name] for p in by_name if p.name in keywords}
+    accepted = {p.name: keywords[p.name] for p in by_name if p.name in keywords}
+    if not accepted:
+        raise ValueError(
+            f"reward function {name} takes none of the keywords that it could be given, {', '.join(sorted(keywords))}; "
+            "let it take completions, or **kwargs"
+        )
+    return accepted
+
+
+def _own_copies(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What one call may change: a function that sorts its completions must not move the rewards of the next one.
+
+    The lists and dicts of the data are copied, too, as they belong to the next epoch's prompt.
+    """
+    return {
+        # Not item by item: there may be millions.
+        name: [list(tokens) for tokens in value] if name == "completion_ids" else _copied(value)
+        for name, value in arguments.items()
+    }
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is list:
+        return [_copied(item) for item in value]
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return value
 
 
 def _call_all(calls: Mapping[str, tuple[RewardFunction, dict[str, Any]]]) -> dict[str, Any]:
@@ -233,9 +273,9 @@ def _call_all(calls: Mapping[str, tuple[RewardFunction, dict[str, Any]]]) -> dic
 
 def _call(name: str, function: RewardFunction, arguments: dict[str, Any]) -> Any:
     try:
-        return function(**arguments)
-    except Exception as err:
-        raise RuntimeError(f"reward function {name} failed: {type(err).__name__}: {err}") from err
+        return function(**_own_copies(arguments))
+    except (Exception, SystemExit) as err:
+        raise _failed(name, err) from err
 
 
 async def _await_all(calls: Mapping[str, tuple[RewardFunction, dict[str, Any]]]) -> dict[str, Any]:
@@ -249,9 +289,14 @@ async def _await_all(calls: Mapping[str, tuple[RewardFunction, dict[str, Any]]])
 
 async def _await(name: str, function: RewardFunction, arguments: dict[str, Any]) -> Any:
     try:
-        return await function(**arguments)
-    except Exception as err:
-        raise RuntimeError(f"reward function {name} failed: {type(err).__name__}: {err}") from err
+        return await function(**_own_copies(arguments))
+    # Ctrl-C reaches the main thread alone: here it is the function's own doing.
+    except (Exception, SystemExit, KeyboardInterrupt) as err:
+        raise _failed(name, err) from err
+
+
+def _failed(name: str, err: BaseException) -> RuntimeError:
+    return RuntimeError(f"reward function {name} failed: {type(err).__name__}: {err}")
 
 
 def _is_async(function: RewardFunction) -> bool:
@@ -259,12 +304,27 @@ def _is_async(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
-@functools.lru_cache(maxsize=1)
 def _event_loop() -> asyncio.AbstractEventLoop:
     """One loop for all calls: an HTTP client that a function keeps belongs to the loop that it was first used in."""
+    return _event_loop_of(os.getpid())
+
+
+# A forked process has none of its parent's threads, and needs a loop of its own. The parent's stays referenced: to collect
+# it would reach into what the two share.
+@functools.cache
+def _event_loop_of(pid: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="async-reward-functions", daemon=True).start()
+    threading.Thread(target=_run_for_ever, args=(loop,), name="async-reward-functions", daemon=True).start()
     return loop
+
+
+def _run_for_ever(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        try:
+            loop.run_forever()
+        # asyncio hands these to who awaits the task, and then lets them end the thread, for which `_call_all` would wait.
+        except (SystemExit, KeyboardInterrupt):
+            continue
 
 
 def _numbers(name: str, returned: object, num_completions: int) -> list[float]:
@@ -273,7 +333,10 @@ def _numbers(name: str, returned: object, num_completions: int) -> list[float]:
     if isinstance(returned, (str, bytes, Mapping, Set)) or not isinstance(returned, Iterable):
         found = "None" if returned is None else f"a {type(returned).__name__}"
         raise ValueError(f"reward function {name} returned {found} for {num_completions} completions; {wanted}")
-    values = list(returned)
+    try:
+        values = list(returned)
+    except (Exception, SystemExit) as err:  # a generator runs only here
+        raise _failed(name, err) from err
     if len(values) != num_completions:
         raise ValueError(
             f"reward function {name} returned {len(values)} values for {num_completions} completions; {wanted}"
@@ -303,7 +366,7 @@ def _named(functions: Sequence[RewardFunction]) -> dict[str, RewardFunction]:
         inner = _innermost(function)
         name = base = getattr(inner, "__name__", type(inner).__name__)
         number = 1
-        while name in named:
+        while name in named or name in _TAKEN_NAMES:
             number += 1
             name = f"{base}_{number}"
         named[name] = function

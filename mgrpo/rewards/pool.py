@@ -13,11 +13,11 @@ import selectors
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.catalog import find
+from mgrpo.rewards.catalog import find, module_folders
 from mgrpo.rewards.process import Item, Worker
 
 _log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ _ITEMS_AHEAD = 16
 _START_LIMIT_S = 120.0
 _STARTS_BEFORE_GIVING_UP = 3
 _LOGGED_PER_VERIFIER = 3
+_LONGEST_WAIT_S = 0.2
+"""How late it may be noticed that the pool is being closed."""
 
 NO_SCORE = float("nan")
 
@@ -83,9 +85,14 @@ class VerifierPool:
                 raise
 
     def close(self) -> None:
-        """End the workers; the pool may be used again, and then starts new ones."""
+        """End the workers, also those that are at work: whoever waits for them gets a RuntimeError.
+
+        The pool may be used again, and then starts new ones.
+        """
         self._forget_parent_process()
+        self._is_closing = True
         with self._lock:
+            self._is_closing = False
             self._kill_all()
             self._spawner.shutdown()
             self._spawner = _new_spawner()
@@ -107,6 +114,7 @@ class VerifierPool:
         self._lock = threading.Lock()
         self._workers: list[Worker] = []
         self._failed_starts = 0
+        self._is_closing = False
         # The kernel ends a worker when the thread that started it ends (`lifetime`), so they all come from one thread
         # that lives as long as the pool, whoever calls.
         self._spawner = _new_spawner()
@@ -126,7 +134,7 @@ class VerifierPool:
             self._workers.append(self._spawn())
 
     def _spawn(self) -> Worker:
-        worker = self._spawner.submit(Worker).result()
+        worker = self._spawner.submit(Worker, module_folders(self._settings["verifier_modules"])).result()
         worker.load(self._verifiers, self._settings, memory_mb=self._memory_mb)
         return worker
 
@@ -136,6 +144,8 @@ class VerifierPool:
         self._workers.clear()
 
     def _verify_many(self, items: Sequence[Item]) -> list[float]:
+        if not items:
+            return []
         new = sorted({item.verifier.lower() for item in items} - set(self._verifiers))
         self._verifiers += new
         if new:
@@ -148,6 +158,8 @@ class VerifierPool:
                 for worker in self._workers:
                     batch.top_up(worker)
                     _watch(selector, worker)
+                if self._is_closing:
+                    raise RuntimeError("the verifiers were closed while they were asked")
                 for key, _ in selector.select(self._wait_s()):
                     worker = key.data
                     worker.exchange()
@@ -180,11 +192,18 @@ class VerifierPool:
             if "ready" in answer:
                 worker.num_loading -= 1
                 self._failed_starts = 0
+                self._refuse(answer["failed"])
                 continue
             index = worker.asked.popleft()
             assert index == answer["id"], f"a worker answered {answer['id']}, asked was {index}"
             score = answer.get("score")
             batch.set(index, self._no_score(batch.items[index], answer["error"]) if score is None else score)
+
+    def _refuse(self, failed: Mapping[str, str]) -> None:
+        """Raise what kept verifiers from being loaded; the next call may ask others."""
+        self._verifiers = [name for name in self._verifiers if name not in failed]
+        for name, why in failed.items():
+            raise RuntimeError(f"verifier {name} cannot be loaded (memory limit {self._memory_mb} MiB): {why}")
 
     def _no_score(self, item: Item, why: str) -> float:
         name = item.verifier.lower()
@@ -200,9 +219,9 @@ class VerifierPool:
             return worker.heard_at + _START_LIMIT_S
         return worker.heard_at + self._timeout_s if worker.asked else float("inf")
 
-    def _wait_s(self) -> float | None:
+    def _wait_s(self) -> float:
         first = min(self._deadline(worker) for worker in self._workers)
-        return None if first == float("inf") else max(0.0, first - time.monotonic()) + 0.001
+        return min(max(0.0, first - time.monotonic()) + 0.001, _LONGEST_WAIT_S)
 
     def _start_failure(self, worker: Worker, timed_out: bool) -> str:
         how = f"was not ready after {_START_LIMIT_S:g} s" if timed_out else f"{worker.ending} before it was ready"

@@ -33,9 +33,14 @@ class Item(NamedTuple):
 class Worker:
     """One worker process and what is on the way to and from it. Its pipes never block."""
 
-    def __init__(self) -> None:
+    def __init__(self, folders: Sequence[str] = ()) -> None:
+        """Start it.
+
+        Args:
+            folders: where modules of the user's own are found.
+        """
         package_parent = str(Path(__file__).resolve().parents[2])
-        search_path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
+        search_path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH"), *folders]))
         # PYTHONSAFEPATH (Python 3.11) keeps a file math.py or json.py in the working directory from being imported by the
         # worker. A session of its own keeps Ctrl-C away (the pool ends it) and lets a kill reach what a verifier started.
         self.process = subprocess.Popen(
@@ -128,7 +133,7 @@ class Worker:
             while self._outgoing:
                 del self._outgoing[: os.write(self._to, self._outgoing[: 1 << 16])]
         except BlockingIOError:
-            kill_descendants(self.process.pid)
+            pass
         except BrokenPipeError:
             # It died; its output, which ends now, says when the pool sees it.
             self._outgoing.clear()
@@ -139,4 +144,4 @@ class Worker:
                 self._incoming += chunk
             self.is_over = True
         except BlockingIOError:
-            kill_descendants(self.process.pid)
+            pass

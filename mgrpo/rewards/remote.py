@@ -1,20 +1,24 @@
-"""Verifiers that ask a server: one event loop in a thread, many calls under way at once, a time limit on each.
+"""Verifiers that ask a server: one event loop in a thread, many calls under way at once.
 
-Nothing of an answer is run or evaluated here; it is only sent on.
+Nothing of an answer is run or evaluated here; it is only sent on. A verifier bounds its own calls; `RemoteVerifier.limit_s` is
+the last resort.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import math
+import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.catalog import find
-from mgrpo.rewards.pool import NO_SCORE, Item
+from mgrpo.rewards.pool import NO_SCORE
+from mgrpo.rewards.process import Item
 from mgrpo.rewards.verifier import Answer, RemoteVerifier
 
 _log = logging.getLogger(__name__)
@@ -22,7 +26,7 @@ _LOGGED_PER_VERIFIER = 3
 
 
 class RemoteScorer:
-    """Scores items by servers; a failure of any kind is no score."""
+    """Scores items by servers; a failure of any kind is no score. Any number of threads may ask."""
 
     errors: Counter[str]
     """Items without a score since the start, by verifier."""
@@ -30,56 +34,97 @@ class RemoteScorer:
     def __init__(self, settings: Reward) -> None:
         self.errors = Counter()
         self._settings = settings
-        self._verifiers: dict[str, RemoteVerifier] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._own_process()
 
     def verify_many(self, items: Sequence[Item]) -> list[float]:
-        """The score of every item, in order; NaN where none could be given, which `errors` counts."""
+        """The score of every item, in order; NaN where none could be given, which `errors` counts.
+
+        Raises:
+            ValueError: a verifier that cannot be asked at all, for lack of a model or an address.
+            RuntimeError: the scorer was closed meanwhile.
+        """
         if not items:
             return []
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="remote-verifiers", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(self._score_all(items), self._loop).result()
+        if self._pid != os.getpid():  # the loop is the parent's
+            self._own_process()
+        with self._lock:
+            loop = self._running_loop()
+            future = asyncio.run_coroutine_threadsafe(self._score_all(items), loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise RuntimeError("the verifiers were closed while they were asked") from None
 
     def metrics(self) -> dict[str, float]:
         """What each verifier has summed since the start, for example objective/{verifier}_cost."""
         return {
             f"objective/{name}_{key}": value
-            for name, verifier in self._verifiers.items()
+            for name, verifier in list(self._verifiers.items())
             for key, value in verifier.metrics().items()
         }
 
     def close(self) -> None:
-        """Give back connections and end the thread; the scorer may be used again."""
-        if self._loop is None:
+        """Cancel what is under way, give back connections and end the thread; the scorer may be used again."""
+        if self._pid != os.getpid():  # the loop is the parent's
+            self._own_process()
             return
-        loop, self._loop = self._loop, None
-        asyncio.run_coroutine_threadsafe(self._close_all(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
+        with self._lock:
+            loop, thread, self._loop = self._loop, self._thread, None
+            if loop is None:
+                return
+            asyncio.run_coroutine_threadsafe(self._close_all(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+
+    def _own_process(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._verifiers: dict[str, RemoteVerifier] = {}
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._slots = asyncio.Semaphore(self._settings.remote_verifier_concurrency)
+            self._thread = threading.Thread(target=self._loop.run_forever, name="remote-verifiers", daemon=True)
+            self._thread.start()
+        return self._loop
 
     async def _score_all(self, items: Sequence[Item]) -> list[float]:
-        slots = asyncio.Semaphore(self._settings.remote_verifier_concurrency)
-        return list(await asyncio.gather(*(self._score(item, slots) for item in items)))
-
-    async def _score(self, item: Item, slots: asyncio.Semaphore) -> float:
-        name, *rest = item
-        name = name.lower()
-        if name not in self._verifiers:
+        for name in {item.verifier.lower() for item in items} - self._verifiers.keys():
             self._verifiers[name] = find(name)(self._settings)
-        async with slots:
+        return list(await asyncio.gather(*(self._score(item) for item in items)))
+
+    async def _score(self, item: Item) -> float:
+        name, *rest = item
+        verifier = self._verifiers[name.lower()]
+        async with self._slots:
             try:
-                score = await self._verifiers[name].score(Answer(**dict(zip(Item._fields[1:], rest, strict=True))))
+                answer = Answer(**dict(zip(Item._fields[1:], rest, strict=True)))
+                score = float(await asyncio.wait_for(_asked(verifier, answer), verifier.limit_s))
                 if not math.isfinite(score):
                     raise ValueError(f"the score is {score}")
             except Exception as err:
-                self.errors[name] += 1
-                if self.errors[name] <= _LOGGED_PER_VERIFIER:
+                self.errors[name.lower()] += 1
+                if self.errors[name.lower()] <= _LOGGED_PER_VERIFIER:
                     _log.warning("verifier %s gave no score for %.60r...: %r", name, item.completion, err)
                 return NO_SCORE
-        return float(score)
+        return score
 
     async def _close_all(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
         for verifier in self._verifiers.values():
             await verifier.close()
         self._verifiers.clear()
+
+
+async def _asked(verifier: RemoteVerifier, answer: Answer) -> float:
+    try:
+        return await verifier.score(answer)
+    except SystemExit as err:  # it would end the thread that all calls share
+        raise RuntimeError(f"the verifier wanted to exit: {err}") from err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class RewardModel:
@@ -37,6 +41,7 @@ class RewardModel:
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._spawner: ThreadPoolExecutor | None = None
+        self._has_warned = False
 
     def start(self) -> None:
         """Begin to load the model, without waiting for it; a second call does nothing."""
@@ -44,7 +49,7 @@ class RewardModel:
             self._start()
 
     def __call__(self, prompts: Sequence, completions: Sequence, **kwargs: object) -> list[float]:
-        """One score a completion."""
+        """One score a completion; NaN, and a warning once, where the model has none."""
         if not completions:
             return []
         with self._lock:
@@ -54,16 +59,28 @@ class RewardModel:
                     self._hear()
                     self._is_loading = False
                 self._say({"pairs": list(zip(prompts, completions, strict=True))})
-                return self._hear()["scores"]
+                scores = self._hear()["scores"]
             except BaseException:
                 # It may still hold this question: its answer must not meet the next one.
                 self._end()
                 raise
+            self._warn_of_nans(scores)
+            return scores
 
     def close(self) -> None:
-        """End the process; the model may be used again, and is then loaded anew."""
-        with self._lock:
+        """End the process, at once: a thread that waits for scores gets an error. A later call loads the model anew."""
+        # Killed first: a model that is stuck holds the lock. Again and again: it may be about to start, or waited for by more
+        # than one thread.
+        while True:
+            process = self._process
+            if process is not None:
+                process.kill()
+            if self._lock.acquire(timeout=0.1):
+                break
+        try:
             self._end()
+        finally:
+            self._lock.release()
 
     @property
     def pid(self) -> int | None:
@@ -78,6 +95,17 @@ class RewardModel:
         self._process = self._spawner.submit(_spawn).result()
         self._is_loading = True
         self._say({"folder": str(self.folder), "chat_template_kwargs": self._chat_template_kwargs})
+
+    def _warn_of_nans(self, scores: Sequence[float]) -> None:
+        num_nans = sum(map(math.isnan, scores))
+        if num_nans and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "reward model %s gave NaN for %d of %d completions, which counts as no score; this is said once",
+                self.folder,
+                num_nans,
+                len(scores),
+            )
 
     def _say(self, message: dict) -> None:
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import os
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -69,15 +71,22 @@ def is_remote(name: str) -> bool:
 
 
 _shared: list[Scorer] = []
+_shared_lock = threading.Lock()
 
 
 def shared_scorer(settings: Reward) -> Scorer:
     """The scorer behind `mgrpo.rewards.verify`: one, made anew when it is asked with other settings."""
-    if _shared and _shared[0].settings != settings:
-        _shared.pop().close()
-    if not _shared:
-        _shared.append(Scorer(settings))
-    return _shared[0]
+    with _shared_lock:
+        if _shared and _shared[0].settings != settings:
+            _shared.pop().close()
+        if not _shared:
+            _shared.append(Scorer(settings))
+        return _shared[0]
+
+
+os.register_at_fork(
+    before=_shared_lock.acquire, after_in_parent=_shared_lock.release, after_in_child=_shared_lock.release
+)
 
 
 @atexit.register

@@ -60,6 +60,8 @@ class RemoteVerifier(ABC):
     """Scores answers by asking a server; many calls are under way at once."""
 
     name: ClassVar[str]
+    limit_s: ClassVar[float] = 3600.0
+    """Seconds after which a call is given up, whatever it waits for."""
 
     def __init__(self, settings: Reward) -> None:
         self.settings = settings

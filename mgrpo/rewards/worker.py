@@ -1,6 +1,6 @@
 """The program that runs verifiers: `python -m mgrpo.rewards.worker`, JSON lines on stdin and stdout.
 
-In:  {"verifiers": [name, ...], "settings": {...}, "memory_mb": n}  -> {"ready": [name, ...]}
+In:  {"verifiers": [name, ...], "settings": {...}, "memory_mb": n}  -> {"ready": [name, ...], "failed": {name: text}}
      {"id": n, "verifier": name, "completion": text, "ground_truth": value, "prompt": text, "num_tokens": n}
                                                                     -> {"id": n, "score": x} or {"id": n, "error": text}
 Answers come in the order of the questions, each at once, so that the one question without an answer is the culprit when
@@ -53,12 +53,15 @@ def _load(question: dict, verifiers: dict[str, Verifier]) -> dict:
     if question.get("memory_mb"):
         limit = int(question["memory_mb"]) * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    settings = Reward(**question["settings"])
-    add_modules(settings.verifier_modules)
+    settings, failed = Reward(**question["settings"]), {}
     for name in question["verifiers"]:
-        verifiers[name] = find(name)(settings)
-        verifiers[name].warm_up()
-    return {"ready": question["verifiers"]}
+        try:
+            add_modules(settings.verifier_modules)
+            verifiers[name] = find(name)(settings)
+            verifiers[name].warm_up()
+        except (Exception, SystemExit) as err:
+            failed[name] = f"{type(err).__name__}: {err}"[:300]
+    return {"ready": question["verifiers"], "failed": failed}
 
 
 def _answer(question: dict, verifiers: dict[str, Verifier]) -> dict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +20,8 @@ class _Loan:
     borrowers: int = 0
 
 
-_loans: dict[tuple[int, bool], _Loan] = {}
+_loans: dict[tuple[int, int, bool], _Loan] = {}
+"""By process, too: a child that was forked must not speak into its parent's sandbox."""
 _lock = threading.Lock()
 
 
@@ -27,8 +29,9 @@ def borrow_app(memory_mb: int, *, accept_risk: bool) -> FastAPI:
     """The app over a started sandbox, until `give_back_app`. ValueError where this machine cannot isolate programs."""
     from mgrpo.sandbox.app import create_app
 
+    key = (os.getpid(), memory_mb, accept_risk)
     with _lock:
-        loan = _loans.get((memory_mb, accept_risk))
+        loan = _loans.get(key)
         if loan is None:
             sandbox = Sandbox(memory_mb=memory_mb, accept_risk=accept_risk)
             try:
@@ -36,17 +39,18 @@ def borrow_app(memory_mb: int, *, accept_risk: bool) -> FastAPI:
             except BaseException:
                 sandbox.close()
                 raise
-            loan = _loans[memory_mb, accept_risk] = _Loan(create_app(sandbox), sandbox)
+            loan = _loans[key] = _Loan(create_app(sandbox), sandbox)
         loan.borrowers += 1
         return loan.app
 
 
 def give_back_app(memory_mb: int, *, accept_risk: bool) -> None:
     """The last borrower ends the sandbox."""
+    key = (os.getpid(), memory_mb, accept_risk)
     with _lock:
-        loan = _loans[memory_mb, accept_risk]
+        loan = _loans[key]
         loan.borrowers -= 1
         if loan.borrowers:
             return
-        del _loans[memory_mb, accept_risk]
+        del _loans[key]
     loan.sandbox.close()

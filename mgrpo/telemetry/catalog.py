@@ -107,6 +107,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("objective/{verifier}_completion_tokens", OWN, "tokens", "that a judge has written since the start"),
         logged("objective/{verifier}_requests", OWN, "requests", "sent to a judge since the start, repeated ones among them"),
         logged("custom/{name}", OWN, "any", "what reward functions gave to log_metric in the step, its mean"),
+        logged("eval/custom/{name}", OWN, "any", "the same in an evaluation"),
     ),
     "Lengths": (
         logged("val/sequence_lengths", OI, "tokens", "mean length of the completions trained on"),

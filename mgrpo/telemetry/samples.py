@@ -10,9 +10,11 @@ import itertools
 import json
 import logging
 import math
+import numbers
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 SHARD_LINES = 10_000
 Record = dict[str, Any]
 
+_DEEPEST = 20
+"""Levels of lists and dicts in what a reward function notes; further in, it is text."""
 _TABLE = re.compile(r"eval_step_([0-9]+)(?:-([0-9]+))?\.jsonl")
 
 
@@ -136,7 +140,7 @@ def evaluation_records(
                 "finish_reason": completion.finish_reason,
                 "num_tokens": len(completion.tokens),
                 "policy_version": _version(completion),
-                **({"extras": dict(score.extras)} if score.extras else {}),
+                **({"extras": _extras(score)} if score.extras else {}),
             }
 
 
@@ -167,7 +171,7 @@ def trace_records(
                 "request_info": None,
                 "logprobs": [_number(round(value, 7)) for value in completion.logprobs.tolist()],
                 "policy_version": _version(completion),
-                **({"extras": dict(score.extras)} if score.extras else {}),
+                **({"extras": _extras(score)} if score.extras else {}),
             }
 
 
@@ -235,6 +239,39 @@ def _labels(prompt: Prompt, name: str) -> Record:
     except (TypeError, ValueError):
         truths = [str(truth) for truth in truths]
     return {name: list(prompt.verifiers), "ground_truth": truths}
+
+
+def _extras(score: Score) -> Record:
+    """What the user's functions noted, as strict JSON whatever it is: a note must not end the run."""
+    return {_text(name): _plain(value) for name, value in score.extras.items()}
+
+
+def _plain(value: object, depth: int = 0) -> object:
+    """The value as JSON holds it: null for a number that is not finite, text for what is no JSON or nested too deep."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    try:
+        if depth < _DEEPEST and isinstance(value, Mapping):
+            return {_text(key): _plain(item, depth + 1) for key, item in value.items()}
+        if depth < _DEEPEST and isinstance(value, (list, tuple)):
+            return [_plain(item, depth + 1) for item in value]
+        if getattr(value, "shape", None) == ():  # a scalar of numpy or torch
+            value = value.item()
+        if isinstance(value, (bool, numbers.Integral)):
+            json.dumps(int(value))  # Python writes only so many digits
+            return value if isinstance(value, bool) else int(value)
+        if isinstance(value, (numbers.Real, Decimal)):
+            return _number(value)
+    except Exception:  # the user's object; it may raise anything
+        return _text(value)
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
 
 
 def _version(completion: Completion) -> int | None:

@@ -6,7 +6,7 @@ import gc
 import hashlib
 import importlib
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -261,11 +261,10 @@ def broadcast_messages(message: str) -> list[Any]:
 class FakeHead:
     """Stands for rank 0's other half where a test hands the trainer its rollouts itself."""
 
-    reward_weights: ClassVar[dict] = {}
-
     def __init__(self, resume_from: str | None = None) -> None:
         self.resume_from = resume_from
         self.progress = Mock()
+        self.scoring = Mock(weights={})
 
     def state_dict(self) -> dict[str, Any]:
         return {}

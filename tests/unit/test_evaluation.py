@@ -20,6 +20,7 @@ from mgrpo.config.validate import problems
 from mgrpo.evaluate import evaluate, for_evaluation
 from mgrpo.evaluation import correctness, pass_at_k, short_names, summarise
 from mgrpo.head import Head, random_states, restore_random
+from mgrpo.scoring import Scoring
 from mgrpo.telemetry.batch import RewardScale
 from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup
 
@@ -247,6 +248,7 @@ def test_an_evaluation_leaves_no_trace_in_training_and_does_not_depend_on_it():
     head.cluster = head.controller = FakeEngines()
     head.config, head.random = load_file("examples/configs/quickstart.yaml"), None
     head.held_out_prompts = ["prompt"]
+    head.scoring = Scoring(head.config)
     with ThreadPoolExecutor(1) as head.thread:
         before, results = random_states(), []
         for next_step in (1, 7):

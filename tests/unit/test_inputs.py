@@ -106,3 +106,72 @@ def test_a_function_that_asks_for_a_column_the_data_lack_is_found_before_the_sta
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1", "solution": "2"}\n')
     (problem,) = read_inputs(config)[1]
     assert "asks for solution" in problem
+
+
+def test_a_weight_of_a_verifier_that_no_row_asks_for_is_refused(make):
+    """A typing mistake, and the weight is 1 all the same."""
+    _, problems = read_inputs(make("gsm8k", "Math", verifier_weights=["mth=2", "GSM8K=3"]))
+    assert problems == ["verifier_weights=mth=2: no row asks for mth; rows ask for math, gsm8k"]
+    remapped = {"remap_verifier": "math=integer"}
+    assert read_inputs(make("gsm8k", "Math", verifier_weights=["integer=2"], **remapped))[1] == []
+    (problem,) = read_inputs(make("gsm8k", "Math", verifier_weights=["math=2"], **remapped))[1]
+    assert problem.endswith("rows ask for gsm8k, integer (after remap_verifier=math=integer)")
+    _, problems = read_inputs(make("math", verifier_weights=["math=2", "math=1"]))
+    assert "weighs math twice" in problems[0]
+
+
+def test_a_replacement_of_a_verifier_that_no_row_names_is_refused(make):
+    """The rows would go on asking for the one that was to be replaced."""
+    _, problems = read_inputs(make("gsm8k", "math", remap_verifier="maths=integer"))
+    assert problems == ["remap_verifier=maths=integer: no row asks for maths; rows ask for math, gsm8k"]
+
+
+def test_weights_and_replacements_are_no_matter_without_verifiers(make, tmp_path):
+    """Functions are what counts; a note says so."""
+    (tmp_path / "reward.py").write_text("def f(completions, **kwargs):\n    return [0.0] * len(completions)\n")
+    idle = {"verifier_weights": ["mth=2"], "remap_verifier": "nosuch=integer"}
+    assert read_inputs(make("math", reward_funcs=[f"{tmp_path}/reward.py:f"], **idle))[1] == []
+    assert read_inputs(make("math", apply_verifiable_reward=False, **idle))[1] == []
+
+
+def test_an_evaluation_takes_the_weights_of_the_training(make, tmp_path):
+    """The same configuration is used for both, and held-out rows need not ask for every verifier."""
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+1", "ground_truth": "2", "dataset": "integer"}\n')
+    held_out = {"dataset_mixer_list": [], "dataset_mixer_eval_list": [str(tmp_path / "held_out.jsonl"), "1.0"]}
+    assert read_inputs(make(verifier_weights=["math=2"], remap_verifier="theirs=gsm8k", **held_out))[1] == []
+    (problem,) = read_inputs(make(verifier_weights=["mth=2"], **held_out))[1]
+    assert "verifier_weights=mth=2: unknown verifier 'mth'; did you mean math" in problem
+
+
+@pytest.mark.parametrize("setting", ["dataset_local_cache_dir", "rollouts_save_path"])
+def test_a_folder_that_cannot_be_written_to_is_a_problem_before_the_start(make, tmp_path, setting):
+    """Traces fail after the engines have started; data that are not kept are prepared again by every run."""
+    (tmp_path / "file").write_text("")
+    for path, why in (
+        ("file", "it is a file"),
+        ("file/inside", "Not a directory"),
+        ("/proc/mgrpo", ""),
+        ("x" * 300, ""),
+    ):
+        folder = str(tmp_path / path)
+        _, (problem,) = read_inputs(make("math", save_traces=True, **{setting: folder}))
+        assert problem.startswith(f"{setting}={folder} cannot be written to (") and why in problem
+        _, problems = read_inputs(make("maths", save_traces=True, **{setting: folder}))
+        assert len(problems) == 2
+    inputs, problems = read_inputs(make("math", save_traces=True, **{setting: str(tmp_path / "new" / "folder")}))
+    assert inputs and problems == []
+    assert read_inputs(make("math", rollouts_save_path="/proc/mgrpo"))[1] == []
+
+
+def test_prepared_data_may_be_read_only(make, tmp_path, monkeypatch):
+    """A cluster's data are prepared once, and mounted so that no run can damage them."""
+    (tmp_path / "shared" / "prompts-1").mkdir(parents=True)
+    (tmp_path / "shared" / "prompts-1" / "manifest.json").write_text("{}")
+
+    def refuse(dir: str) -> None:
+        raise PermissionError(f"no permission to write to {dir}")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    assert read_inputs(make("math", dataset_local_cache_dir=str(tmp_path / "shared")))[1] == []
+    _, (problem,) = read_inputs(make("math", dataset_local_cache_dir=str(tmp_path / "empty")))
+    assert "no permission" in problem

@@ -1,7 +1,8 @@
 """The verdict in a judge's reply. A reply from which two verdicts, or none, can be read is an `Unreadable`.
 
 A judge may quote the answer it judges, and an answer may hold what looks like a verdict. So a verdict counts where the
-whole reply is one JSON object; elsewhere only if everything in the reply that looks like a score says the same.
+whole reply is one JSON object; elsewhere only if everything in the reply that looks like a score says the same, and one of
+these stands where the judge's own does: in an object that the reply starts or ends with, and that closes.
 """
 
 from __future__ import annotations
@@ -36,13 +37,17 @@ def read_score(reply: str, *, top: float) -> float:
     whole = _score_of_object(visible)
     if whole is not None:
         return _number(whole, top)
-    found = [(_number(match.group(1).strip(), top), match.end()) for match in _SCORE.finditer(visible)]
-    if not found:
+    matches = list(_SCORE.finditer(visible))
+    if not matches:
         raise Unreadable(f"the reply holds no SCORE: {visible[:200]!r}")
-    values = {value for value, _ in found}
+    values = {_number(match.group(1).strip(), top) for match in matches}
+    begin = max(visible.find("{"), 0)
+    own = _score_of_object(visible[begin:], may_go_on=begin == 0)
+    if own is not None:
+        values.add(_number(own, top))
     if len(values) > 1:
         raise Unreadable(f"the reply holds several scores, {sorted(values)}: {visible[:200]!r}")
-    if not visible.startswith("{") and not _REST_OF_OBJECT.fullmatch(visible, found[-1][1]):
+    if own is None and not any(_is_verdict(match) for match in (matches[0], matches[-1])):
         raise Unreadable(f"the reply neither starts nor ends with its verdict: {visible[:200]!r}")
     return values.pop()
 
@@ -74,8 +79,20 @@ def _unfenced(text: str) -> str:
     return text.strip()
 
 
-def _score_of_object(text: str) -> object:
-    """The SCORE of a text that is one JSON object and nothing else; None for any other text."""
+def _is_verdict(match: re.Match) -> bool:
+    """Whether this score, in a reply that is no JSON, is the judge's own and not a quotation in its broken text."""
+    text = match.string
+    before = text[: match.start()].rstrip("\\ \t\r\n")
+    if before == "{":  # nothing has been quoted yet
+        return True
+    end = _REST_OF_OBJECT.match(text, match.end()).end()
+    is_key = not before or before.endswith(("{", ","))
+    is_closed = text.count("{", 0, end) <= text.count("}", 0, end)
+    return is_key and is_closed and (text.startswith("{") or end == len(text))
+
+
+def _score_of_object(text: str, *, may_go_on: bool = False) -> object:
+    """The SCORE of a text that is one JSON object and nothing else, unless it `may_go_on`; None for any other text."""
     if not text.startswith("{") or len(text) > _LONGEST:
         return None
     # LaTeX in a string ("\( x \)") is the common fault of judges' JSON.
@@ -85,7 +102,7 @@ def _score_of_object(text: str) -> object:
         except (ValueError, RecursionError):
             continue
         scores = [value for key, value in pairs if key.strip().lower() == "score"]
-        if form[end:].strip() or len(scores) != 1:
+        if len(scores) != 1 or not (may_go_on or _REST_OF_OBJECT.fullmatch(form, end)):
             return None
         return scores[0]
     return None

@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import urlsplit
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.verifier import Answer, RemoteVerifier, shown
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from mgrpo.sandbox.isolation import Isolation
 
 _BLOCK = re.compile(r"```(?:python)?(.*?)```", re.DOTALL)
+_SPACE = re.compile(r"\s")
 _CONNECTIONS = 100
 _PAUSES_S = (0.3, 0.6, 1.2)
 _PASSING_TROUBLE = (500, 502, 503, 504)
@@ -40,8 +42,11 @@ class Code(RemoteVerifier):
 
     @classmethod
     def problems(cls, settings: Reward) -> list[str]:
-        if _service(settings) is not None:
-            return []
+        try:
+            if _service(settings) is not None:
+                return []
+        except ValueError as err:
+            return [str(err)]
         try:
             _isolation().refuse_if_missing(accept_risk=settings.code_sandbox_accept_risk)
         except (ValueError, RuntimeError) as err:
@@ -55,7 +60,7 @@ class Code(RemoteVerifier):
         return [f"programs run {where}"]
 
     def __init__(self, settings: Reward) -> None:
-        """ValueError where no service is named and this machine cannot isolate programs."""
+        """ValueError where the service has no address, or none is named and this machine cannot isolate programs."""
         super().__init__(settings)
         self._base_url = _service(settings)
         self._client = self._open()
@@ -142,7 +147,21 @@ def extract_program(completion: str) -> str:
 
 
 def _service(settings: Reward) -> str | None:
-    return service_url(settings.code_api_url or os.environ.get("CODE_API_URL"))
+    """The service that the settings or the environment name; ValueError for what is no address."""
+    url, source = settings.code_api_url, "code_api_url"
+    if not url:
+        url, source = os.environ.get("CODE_API_URL", "").strip(), "CODE_API_URL in the environment"
+    if url and not _is_address(url.strip()):
+        raise ValueError(f"{source}={url!r} is no address; expected something like http://localhost:1234/test_program")
+    return service_url(url.strip())
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not _SPACE.search(url)
+    except ValueError:
+        return False
 
 
 @functools.cache

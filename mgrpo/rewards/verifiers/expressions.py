@@ -27,6 +27,8 @@ _MAX_INTEGRALS = 4
 _BRACKET = re.compile(r"[({\[\])}]")
 
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:(?:,|\{,\}|\\[,!;: ]|~)+[0-9]{3})+|[0-9]+)?(?:(?<=[0-9])\.?|\.[0-9]+)")
+# A term, even where math-verify would take the letter for a unit: 4c is not 4.
+_TERM = re.compile(r"[-+]?[0-9.]+[a-zA-Z]")
 _SEPARATOR = re.compile(r"[^-+.0-9]")
 
 # What math-verify drops before it reads, so that "1$E9999" is 1E9999.
@@ -96,6 +98,8 @@ def _is_same_short_value(answer: str, label: str) -> bool:
             return True
         if number == number.to_integral_value() and expected == expected.to_integral_value():
             return False
+    if expected is not None and _TERM.fullmatch(answer):
+        return False
     if _is_slow_to_read(answer, label):
         return False
     return _agree(_read_label(label), _read(_boxed(answer, number)))

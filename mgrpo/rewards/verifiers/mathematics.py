@@ -54,7 +54,8 @@ class StrictMath(Verifier):
         text = answer.completion.rpartition(THINK_END)[2]
         stated = minerva_answer(text)
         if stated is not None:
-            return float(any(_is_same(minerva_form(stated), label) for label in labels))
+            candidates = minerva_form(stated), stated
+            return float(any(_is_same(candidate, label) for label in labels for candidate in candidates))
         return float(any(_is_expression_of(minerva_form(text), label) for label in labels))
 
     def warm_up(self) -> None:

@@ -178,6 +178,7 @@ RULES = [
     ("greedy", {"eval_temperature": 0, "eval_pass_at_k": 4}, "4 samples of eval_temperature=0 are all the same"),
     ("remap", {"remap_verifier": "math"}, "remap_verifier=math must be old=new"),
     ("weights", {"verifier_weights": ["math=x"]}, "verifier_weights=math=x must be name=weight"),
+    ("weights", {"verifier_weights": ["a=1", "b=1", "A=3"]}, "verifier_weights=a=1 b=1 A=3 weighs a twice"),
     ("tokenizer", {"tokenizer_name_or_path": "/nowhere"}, "tokenizer_name_or_path=/nowhere is not a folder"),
     ("stop", {"stop_strings": ["a", ""]}, "stop_strings holds an empty text"),
     ("good", {"only_reward_good_outputs": True}, "tools do not exist yet"),

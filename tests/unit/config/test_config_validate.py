@@ -199,6 +199,18 @@ def test_a_context_longer_than_the_model_is_refused(model):
     """Positions the model never saw give noise, and vLLM refuses to start."""
     found = problems_of(model, {}, hf_config={"max_position_embeddings": 400})
     assert "max_prompt_token_length + response_length = 512" in found[0]
+    found = problems_of(model, {"eval_response_length": 9}, hf_config={"max_position_embeddings": 400})
+    assert "max_prompt_token_length + response_length = 512" in found[0]
+
+
+def test_the_longer_length_of_an_evaluation_is_named(model):
+    """Shortening response_length, as the sentence used to say, would change nothing."""
+    values = {"eval_response_length": 1000}
+    found = problems_of(model, values, hf_config={"max_position_embeddings": 600})
+    assert "max_prompt_token_length + eval_response_length = 1256" in found[0]
+    assert problems_of(model, values, hf_config={"max_position_embeddings": 1256}) == []
+    found = problems_of(model, values | {"vllm_max_model_length": 600})
+    assert "less than max_prompt_token_length + eval_response_length = 1256" in found[0]
 
 
 def test_a_model_config_without_sizes_is_no_problem(model):
@@ -405,6 +417,33 @@ def test_settings_that_need_reward_functions_or_must_not_have_them():
     solved = from_values({"no_resampling_pass_rate": 0.9, "model_name_or_path": "m"})
     assert not any("no_resampling" in problem for problem in problems(solved, **context))
     assert any("no_resampling_pass_rate=0.9" in problem for problem in problems(solved, **context, num_reward_funcs=1))
+
+
+def test_functions_replace_all_that_only_verifiers_read():
+    """Who sets a weight, a judge or a limit of programs believes that it counts."""
+    replaced = {
+        "code_api_url": "http://h",
+        "code_apply_perf_penalty": True,
+        "llm_judge_model": "m",
+        "max_length_verifier_max_length": 9,
+        "non_stop_penalty": True,
+        "remap_verifier": "a=b",
+        "remote_verifier_concurrency": 2,
+        "rubric_judge_model": "m",
+        "verification_reward": 2.0,
+        "verifier_modules": ["mine"],
+        "verifier_weights": ["math=2"],
+    }
+    kept = {"verifier_timeout": 3.0, "verifier_memory_mb": 999, "verifier_workers": 2, "apply_verifiable_reward": False}
+    functions = {"reward_funcs": ["accuracy_reward"]}
+    names = ", ".join(replaced)
+    assert warnings(from_values(replaced | kept), world_size=1) == []
+    assert warnings(from_values(functions | kept), world_size=1) == []
+    assert warnings(from_values(replaced | kept | functions), world_size=1) == [f"reward_funcs replace {names}"]
+    for own in (replaced | kept, kept | functions):
+        (found,) = warnings(from_values(own), world_size=1, num_reward_funcs=1)
+        expected = names if "verifier_modules" in own else "reward_funcs"
+        assert found == f"reward functions of the caller's replace {expected}"
 
 
 def test_every_section_of_the_schema_is_a_dataclass_of_defaults():

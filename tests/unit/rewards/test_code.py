@@ -118,6 +118,35 @@ def test_the_address_may_name_a_path(url):
     assert service_url("http://h/api/test_program") == "http://h/api"
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:1234",
+        "h",
+        "/test_program",
+        "ftp://h",
+        "http://",
+        "http://:80/x",
+        "http://[h",
+        "http://h:port",
+        " ",
+        "http://a b",
+    ],
+)
+def test_what_is_no_address_is_said_before_the_start(url, monkeypatch):
+    """Every program of the run would be without a score, after retries."""
+    (problem,) = Code.problems(Reward(code_api_url=url))
+    assert problem.startswith(f"code_api_url={url!r} is no address")
+    assert CodeStdio.problems(Reward(code_api_url=url)) == [problem]
+    with pytest.raises(ValueError, match="code_api_url"):
+        Code(Reward(code_api_url=url))
+    assert Code.problems(Reward(code_api_url="HTTPS://h:1/test_program")) == []
+    if url.strip():
+        monkeypatch.setenv("CODE_API_URL", url)
+        assert "CODE_API_URL in the environment=" in Code.problems(Reward())[0]
+    assert Code.problems(Reward(code_api_url="http://[::1]:7")) == []
+
+
 def test_the_request_is_open_instructs(service, monkeypatch):
     """A service of theirs must understand it."""
     service.answers = [answer([1])]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import math
+import multiprocessing
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -185,6 +187,75 @@ def test_functions_of_one_name_keep_their_own_parts() -> None:
     assert function_names(functions) == ["<lambda>", "<lambda>_2"]
 
 
+@pytest.mark.parametrize("taken", ["correct", "format", "overlong"])
+def test_a_function_does_not_take_the_name_of_another_part(taken: str) -> None:
+    """`correct` would be read as the verdict that pass@k counts, and the length's penalty would overwrite `overlong`."""
+    first, second, third = _returning([1.0]), _returning([2.0]), _returning([4.0])
+    first.__name__ = second.__name__ = taken
+    third.__name__ = f"{taken}_2"
+    functions = [first, second, third]
+    assert function_names(functions) == [f"{taken}_2", f"{taken}_3", f"{taken}_2_2"]
+    (scored,) = score_with_functions([_group("a")], functions).groups
+    assert scored.scores[0] == Score(reward=7.0, parts={f"{taken}_2": 1.0, f"{taken}_3": 2.0, f"{taken}_2_2": 4.0})
+
+
+def test_no_function_can_change_what_the_next_one_sees() -> None:
+    """A function that sorts its completions would give the next one's rewards to other completions, without a word."""
+
+    def wrecks(**lists: object) -> list[float]:
+        num_completions = len(lists["completions"])
+        lists["completions"][0][0]["content"] = "changed"
+        lists["prompts"][0][0]["content"] = "changed"
+        lists["completion_ids"][0].clear()
+        lists["tags"][0].append("changed")
+        lists["ground_truth"][0]["answer"].append("changed")
+        for values in lists.values():
+            if isinstance(values, list):
+                values.clear()
+        return [0.0] * num_completions
+
+    async def wrecks_later(**lists: object) -> list[float]:
+        return wrecks(**lists)
+
+    seen = []
+
+    def spy(**lists: object) -> list[float]:
+        seen.append({name: values for name, values in lists.items() if isinstance(values, list)})
+        return [0.0] * len(lists["completions"])
+
+    async def spy_later(**lists: object) -> list[float]:
+        return spy(**lists)
+
+    group = _group("b", "a", source=MESSAGES, truths=({"answer": ["5"]},), columns={"tags": ["easy"]})
+    before = copy.deepcopy((group.prompt.source, group.prompt.ground_truths, group.prompt.columns))
+    score_with_functions([group], [spy])
+    score_with_functions([group], [wrecks, spy, wrecks_later, spy_later])
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0]["completions"] == [[{"role": "assistant", "content": text}] for text in "ba"]
+    assert (group.prompt.source, group.prompt.ground_truths, group.prompt.columns) == before
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (lambda completions, /, **_: [1.0], "<lambda> takes completions by position only"),
+        (math.sqrt, "sqrt takes x by position only"),
+        (lambda *lists: [1.0], "<lambda> takes none of the keywords"),
+        (lambda: [1.0], "<lambda> takes none of the keywords"),
+        (lambda completion=(): [1.0], "<lambda> takes none of the keywords"),
+        (print, "print takes none of the keywords"),
+    ],
+)
+def test_what_cannot_be_called_by_keyword_is_refused_before_the_start(function: Callable, problem: str) -> None:
+    """It would fail in the first step, after the model has been loaded and the prompts sampled."""
+    (sentence,) = missing_arguments([_returning([1.0]), function], {"ground_truth"})
+    assert sentence.startswith(f"reward function {problem}")
+    with pytest.raises(ValueError, match=problem):
+        score_with_functions([_group("a")], [function])
+    assert missing_arguments([lambda x=1, /, *, completions: [1.0], functools.partial(pow, 2)], ()) != []
+    assert missing_arguments([lambda x=1, /, *, completions: [1.0]], ()) == []
+
+
 @pytest.mark.parametrize(
     ("returned", "found"),
     [
@@ -244,6 +315,85 @@ def test_a_function_that_fails_is_named() -> None:
         with pytest.raises(RuntimeError, match=f"reward function {function.__name__} failed: KeyError") as caught:
             score_with_functions([_group("a")], [_returning([1.0]), function])
         assert isinstance(caught.value.__cause__, KeyError)
+
+
+async def _exits(**_: object) -> list[float]:
+    raise SystemExit(3)
+
+
+async def _interrupts(**_: object) -> list[float]:
+    raise KeyboardInterrupt
+
+
+async def _asks_one_that_exits(**_: object) -> list[float]:
+    return await asyncio.gather(_exits())
+
+
+def _exits_at_once(**_: object) -> list[float]:
+    raise SystemExit(3)
+
+
+def _exits_while_it_is_read(**_: object) -> list[float]:
+    return (_exits_at_once() for _ in range(1))
+
+
+@pytest.mark.parametrize(
+    "function", [_exits, _interrupts, _asks_one_that_exits, _exits_at_once, _exits_while_it_is_read]
+)
+def test_a_function_that_exits_is_a_failure_like_any_other(function: Callable) -> None:
+    """The exit of one thread alone would leave the run waiting for ever; that of the run would look like its success."""
+    ended: list[object] = []
+
+    def score(*functions: Callable) -> None:
+        try:
+            ended.append(score_with_functions([_group("a")], functions).groups[0].scores[0].reward)
+        except BaseException as err:
+            ended.append(err)
+
+    async def works(**_: object) -> list[float]:
+        return [1.0]
+
+    for functions in ((works, function), (works,)):
+        thread = threading.Thread(target=score, args=functions, daemon=True)
+        thread.start()
+        thread.join(30)
+    failure, reward = ended
+    assert isinstance(failure, RuntimeError), failure
+    assert f"reward function {function.__name__} failed: " in str(failure)
+    assert reward == 1.0
+
+
+def test_a_generator_that_fails_is_named() -> None:
+    """It runs only when its values are read."""
+
+    def lazy(completions: list[str]) -> object:
+        return ({}[text] for text in completions)
+
+    with pytest.raises(RuntimeError, match="reward function lazy failed: KeyError"):
+        score_with_functions([_group("a")], [lazy])
+
+
+async def _one(completions: list[str]) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def _score_once() -> None:
+    assert list(score_with_functions([_group("a")], [_one]).groups[0].rewards) == [1.0]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_awaits_in_a_loop_of_its_own() -> None:
+    """A fork has the parent's loop but not the thread that runs it, and would wait for ever."""
+    _score_once()
+    child = multiprocessing.get_context("fork").Process(target=_score_once)
+    child.start()
+    child.join(30)
+    try:
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+        child.join()
+    _score_once()
 
 
 def test_one_failing_async_function_stops_the_others() -> None:

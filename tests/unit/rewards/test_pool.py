@@ -109,6 +109,23 @@ class UseProcess(Verifier):
         return float(subprocess.run(["echo", "1"], capture_output=True).stdout)
 
 
+class NeedsLibrary(Verifier):
+    name = "needs_library"
+
+    def score(self, answer: Answer) -> float:
+        return 1.0
+
+    def warm_up(self) -> None:
+        import no_such_library
+
+
+class SlowProcess(Verifier):
+    name = "slow_process"
+
+    def score(self, answer: Answer) -> float:
+        return float(subprocess.run(["sleep", "0.02"]).returncode == 0)
+
+
 class Secrets(Verifier):
     name = "secrets"
 
@@ -170,6 +187,39 @@ def test_a_verifier_may_use_a_program_that_ends(bad_verifiers: None) -> None:
     """Proof checkers are programs of their own."""
     with VerifierPool(1, timeout_s=10, settings=SETTINGS) as pool:
         assert pool.verify_many([Item("use_process", "x", 1)]) == [1.0]
+        assert pool.verify_many([Item("slow_process", "x", 1)] * 30) == [1.0] * 30
+
+
+def test_a_verifier_that_cannot_be_loaded_is_named_and_costs_the_others_nothing(bad_verifiers: None) -> None:
+    """A missing package is no property of the answers; and the pool goes on for who does not need it."""
+    with VerifierPool(1, timeout_s=10, settings=SETTINGS) as pool:
+        assert pool.verify_many([GOOD]) == [1.0]
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"needs_library cannot be loaded .*: .*no_such_library"):
+                pool.verify_many([GOOD, Item("needs_library", "x", 1)])
+        assert pool.verify_many([GOOD]) == [1.0]
+
+
+def test_closing_ends_whoever_waits_for_a_score(bad_verifiers: None) -> None:
+    """SIGTERM during a batch of answers that hang: the run must end within its grace."""
+    pool = VerifierPool(1, timeout_s=60, settings=SETTINGS)
+    heard: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            pool.verify_many([Item("hang", "x", 1)] * 5)
+        except RuntimeError as err:
+            heard.append(err)
+
+    assert pool.verify_many([GOOD]) == [1.0]
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.5)
+    pool.close()
+    thread.join(10)
+    assert not thread.is_alive() and "closed" in str(heard[0])
+    assert pool.verify_many([GOOD]) == [1.0]
+    pool.close()
 
 
 def test_a_worker_is_not_told_the_keys_of_the_run(bad_verifiers: None, monkeypatch: pytest.MonkeyPatch) -> None:

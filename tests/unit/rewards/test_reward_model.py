@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -137,6 +139,55 @@ def test_a_process_that_dies_or_fails_is_an_error_with_the_models_name(folder: P
         assert model.pid is None
     finally:
         model.close()
+
+
+def test_closing_does_not_wait_for_a_model_that_is_stuck(folder: Path) -> None:
+    """The end of a run, also one that failed elsewhere, would hang with its devices held."""
+    model = RewardModel(folder)
+    failures: list[Exception] = []
+
+    def score() -> None:
+        try:
+            model(["a"], ["b"])
+        except Exception as err:
+            failures.append(err)
+
+    scoring = threading.Thread(target=score, daemon=True)
+    closing = threading.Thread(target=model.close, daemon=True)
+    model.start()
+    pid = model.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        scoring.start()
+        while not model._lock.locked():
+            time.sleep(0.01)
+        closing.start()
+        for thread in (closing, scoring):
+            thread.join(30)
+        assert not closing.is_alive() and not scoring.is_alive()
+        assert model.pid is None and not Path(f"/proc/{pid}").exists()
+        assert [type(failure) for failure in failures] == [RuntimeError]
+    finally:
+        if Path(f"/proc/{pid}").exists():
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_model_without_a_number_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No completion has a reward then, and the run goes on with nothing to learn; somebody must be told, not each step."""
+    from safetensors.torch import load_file, save_file
+
+    folder = _save(tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    weights["score.weight"].fill_(math.nan)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model = RewardModel(folder)
+    try:
+        for _ in range(2):
+            assert all(map(math.isnan, model(["a", "b"], ["c", "d"])))
+    finally:
+        model.close()
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "broken gave NaN for 2 of 2 completions" in warning
 
 
 def test_what_is_no_reward_model_is_refused_before_the_start(folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +83,58 @@ def test_what_is_no_json_is_written_all_the_same(tmp_path):
     (record,) = lines(tmp_path / "eval_step_1.jsonl")
     assert record["ground_truth"] == ["nan"] and record["correct"] is None
     assert record["prompt"] == odd.group.prompt.text
+
+
+class Unprintable:
+    def __str__(self):
+        raise OSError("gone")
+
+
+EXTRAS = [
+    (None, None),
+    (True, True),
+    ("text", "text"),
+    (3, 3),
+    (0.25, 0.25),
+    (NAN, None),
+    (-float("inf"), None),
+    (np.float32(0.25), 0.25),
+    (np.float32("nan"), None),
+    (np.int64(3), 3),
+    (np.bool_(True), True),
+    (np.array(0.25), 0.25),
+    (Decimal("0.25"), 0.25),
+    ((1, [NAN, {"a": NAN}]), [1, [None, {"a": None}]]),
+    ({(1, 2): NAN, 3: (4,)}, {"(1, 2)": None, "3": [4]}),
+    (1j, "1j"),
+    (np.array([1, 2]), "[1 2]"),
+    (Path("a"), "a"),
+    (Unprintable(), "<Unprintable>"),
+    ({Unprintable(): 1}, {"<Unprintable>": 1}),
+    (10**5000, "<int>"),
+]
+
+
+@pytest.mark.parametrize(("noted", "written"), EXTRAS, ids=lambda value: type(value).__name__)
+def test_whatever_a_function_notes_is_written_as_strict_json(tmp_path, noted, written):
+    """`log_extra` takes any value; a line that no other program reads, or a run that ends for a note, helps nobody."""
+    scored = group(rewards=(1.0,))
+    scored = replace(scored, scores=(replace(scored.scores[0], extras={"note": noted}),))
+    EvaluationTables(tmp_path).write(1, [scored], None)
+    Traces(tmp_path, "run").write(1, [scored], [], [0.0])
+    for path in tmp_path.iterdir():
+        (record,) = lines(path)
+        assert record["extras"] == {"note": written} and type(record["extras"]["note"]) is type(written)
+
+
+def test_a_note_that_holds_itself_is_written(tmp_path):
+    """json alone would end the run with it."""
+    loop = []
+    loop.append(loop)
+    scored = group(rewards=(1.0,))
+    scored = replace(scored, scores=(replace(scored.scores[0], extras={"note": loop}),))
+    EvaluationTables(tmp_path).write(1, [scored], None)
+    assert "[[...]]" in json.dumps(lines(tmp_path / "eval_step_1.jsonl"))
 
 
 def test_a_large_evaluation_is_cut_into_files(tmp_path, monkeypatch):

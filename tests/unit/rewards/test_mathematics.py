@@ -1,0 +1,326 @@
+"""What the verifiers of mathematics call right, on hand-worked answers, and how long hostile ones may take."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mgrpo.config.schema import Reward
+from mgrpo.rewards.verifier import Answer
+from mgrpo.rewards.verifiers.latex_answers import boxed_answer, last_boxed, last_formula, minerva_answer
+from mgrpo.rewards.verifiers.mathematics import Math, StrictMath
+
+MINERVA = "Final Answer: The final answer is {}. I hope it is correct."
+
+
+def score(verifier: type[Math | StrictMath], completion: str, label: object) -> float:
+    return verifier(Reward()).score(Answer(completion=completion, ground_truth=label))
+
+
+@pytest.mark.parametrize(
+    ("completion", "label", "expected"),
+    [
+        (r"so \boxed{8}", "8", 1.0),
+        (r"so \boxed{8}", 8, 1.0),
+        (r"<think>\boxed{9}</think>\boxed{8}", "8", 1.0),
+        (r"<think>\boxed{8}</think> 9", "8", 0.0),
+        (r"\boxed{3} no, \boxed{4}", "4", 1.0),
+        (r"\boxed{3} no, \boxed{4}", "3", 0.0),
+        (r"\boxed{7}", r"\boxed{7}", 1.0),
+        (r"\boxed{7} then \boxed{8", "7", 1.0),
+        (r"\boxed{\boxed{7}}", "7", 1.0),
+        (r"$\boxed 7$ it is", "7", 1.0),
+        (r"\boxed{3}, no, $\boxed 7$", "7", 1.0),
+        (r"\boxed{8}", "7", 0.0),
+        (r"\boxed{1, 234}", "1234", 0.0),
+        (r"\boxed{}", "7", 0.0),
+        (r"the 7 is \boxed{}", "7", 0.0),
+        (MINERVA.format("$7$"), "7", 1.0),
+        (MINERVA.format("$x = 7$ square units"), "7", 1.0),
+        (MINERVA.format("8") + " or 7", "7", 0.0),
+        (r"\boxed{8} " + MINERVA.format("7"), "7", 1.0),
+        ("we get $x^2+1$ for all 3 cases", "1+x^2", 1.0),
+        ("first $7$, then $8$", "7", 0.0),
+        ("x^2 + 1", "1+x^2", 1.0),
+        ("cab", "abc", 0.0),
+        ("Answer: 7", "7", 1.0),
+        ("The answer is 7 apples.", "7", 1.0),
+        ("it is $x=7$", "7", 1.0),
+        (r"it is \(\frac{14}{2}\)", "7", 1.0),
+        ("7, or rather 8", "7", 0.0),
+        ("no idea", "7", 0.0),
+        ("", "7", 0.0),
+        ("a line\n" * 1000 + r"so it is $\frac{1}{2}$", "0.5", 1.0),
+    ],
+)
+def test_math_finds_the_answer(completion: str, label: object, expected: float) -> None:
+    """Joining boxes, reading the thoughts, or looking past a box would reward the wrong completions."""
+    assert score(Math, completion, label) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "label"),
+    [
+        (r"\frac{1}{2}", "0.5"),
+        ("0.50", r"\frac12"),
+        (".5", "1/2"),
+        (r"\dfrac{2}{4}", r"\tfrac12"),
+        (r"-\frac{1}{2}", r"\frac{-1}{2}"),
+        ("(x+1)^2", "x^2+2x+1"),
+        (r"2\sqrt{2}", r"$\sqrt{8}$"),
+        (r"\frac{\sqrt2}{2}", r"\frac{1}{\sqrt{2}}"),
+        (r"\{2,1\}", r"\{1,2\}"),
+        (r"\left[0,1\right)", "[0, 1)"),
+        (r"(-\infty,2)\cup(3,\infty)", r"(-\infty, 2) \cup (3, \infty)"),
+        (r"x \ge 2", r"2 \le x"),
+        (r"\begin{pmatrix}1\\0.5\end{pmatrix}", r"\begin{bmatrix} 1 \\ \frac12 \end{bmatrix}"),
+        ("x=5", "5"),
+        ("5", "x=5"),
+        ("1,234", "1234"),
+        ("1234", r"1{,}234"),
+        (r"1\,234\,567", "1234567"),
+        (r"\$1,234.50", "1234.5"),
+        (r"5\$", "5"),
+        (r"50\%", "50"),
+        (r"50\%", "0.5"),
+        (r"90^\circ", "90"),
+        (r"5\text{ cm}", "5"),
+        ("5 units", "5"),
+        (r"3\frac{1}{2}", r"\frac{7}{2}"),
+        (r"\text{east}", "east"),
+        (r"\text{(C)}", "C"),
+        (r"\text{Yes}", "yes"),
+        (r"\text{no solution}", "no solution"),
+        ("0.3333333", r"\frac13"),
+        ("3.14159265", r"\pi"),
+        (r"1\pm\sqrt2", r"1+\sqrt2, 1-\sqrt2"),
+        ("10!", "3628800"),
+        (r"\binom{10}{5}", "252"),
+        ("2^{2^{4}}", "65536"),
+        ("7.", "7"),
+        ("C.", "C"),
+        ("x+1,", "1+x"),
+        ("12_7", "12_7"),
+        ("10:30", "10:30"),
+        ("9^{9^{9^9}}", "9^{9^{9^{9}}}"),
+    ],
+)
+def test_math_compares_values(answer: str, label: str) -> None:
+    """Comparing strings only would give right answers no reward."""
+    assert score(Math, rf"so \boxed{{{answer}}}.", label) == 1.0
+    assert score(StrictMath, MINERVA.format(answer), label) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "label"),
+    [
+        ("0.33", r"\frac13"),
+        ("3.14", r"\pi"),
+        ("(2,1)", "(1,2)"),
+        ("[0,1]", "[0,1)"),
+        ("1,2", "1"),
+        ("1234", "1.234"),
+        ("-5", "5"),
+        ("x+1", "x-1"),
+        ("4c", "4"),
+        ("4x", "4"),
+        (r"\text{west}", "east"),
+        ("B", "A"),
+        ("A, B", "A"),
+        (r"3\frac{1}{2}", "1.5"),
+        ("1000001", "1000000"),
+        ("99999999999999999998", "99999999999999999999"),
+        ("i", "-i"),
+        ("[0,2]", "1"),
+    ],
+)
+def test_math_tells_different_values_apart(answer: str, label: str) -> None:
+    """Rewards for near misses teach them."""
+    assert score(Math, rf"so \boxed{{{answer}}}.", label) == 0.0
+    assert score(StrictMath, MINERVA.format(answer), label) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "label", "expected"),
+    [
+        (MINERVA.format("7"), "7", 1.0),
+        ("Final Answer: The final answer is 7. ", "7", 1.0),
+        (MINERVA.format("8"), "7", 0.0),
+        (MINERVA.format("7") + MINERVA.format("8"), "7", 1.0),
+        ("<think>" + MINERVA.format("7") + "</think>", "7", 0.0),
+        ("The final answer is 7.", "7", 0.0),
+        ("the answer is $7$", "7", 1.0),
+        ("7", "7", 1.0),
+        (r"\boxed{7}", "7", 1.0),
+        (r"\boxed{7} and $8$", "7", 0.0),
+        ("The answer is 7", "7", 0.0),
+        ("", "7", 0.0),
+    ],
+)
+def test_strict_math_reads_the_sentence_or_everything(completion: str, label: str, expected: float) -> None:
+    """It is there to teach one format: an answer anywhere else must not count."""
+    assert score(StrictMath, completion, label) == expected
+
+
+@pytest.mark.parametrize("label", ["", "$$", " ", r"\boxed{}", None, True, {"a": 1}, [], ["1", ""]])
+def test_mathematics_refuses_a_label_it_cannot_read(label: object) -> None:
+    """An unreadable label is no score, not a wrong answer."""
+    for verifier in (Math, StrictMath):
+        with pytest.raises(ValueError, match="ground_truth"):
+            score(verifier, r"\boxed{7}", label)
+
+
+def test_mathematics_compares_labels_that_are_no_mathematics_as_strings() -> None:
+    """Rows whose label math-verify cannot read would never have a score."""
+    assert score(Math, r"\boxed{+ \rightarrow \}}", r"+\rightarrow\}") == 1.0
+    assert score(Math, r"\boxed{7}", r"+\rightarrow\}") == 0.0
+
+
+def test_any_of_several_labels_is_right() -> None:
+    """A row with several accepted answers would be unsolvable."""
+    assert score(Math, r"\boxed{\frac12}", ["7", "0.5"]) == 1.0
+    assert score(Math, "it is 7", ["x", 7]) == 1.0
+    assert score(Math, r"\boxed{8}", ["7", "0.5"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "contents"),
+    [
+        (r"\boxed{a{b}c}", "a{b}c"),
+        (r"\boxed{\boxed{1}}", "1"),
+        (r"{ \boxed{1}", "1"),
+        (r"\boxed{1} \boxed{2", "1"),
+        (r"\fbox{1} \fboxed{2}", "2"),
+        (r"\boxed{\left\{1\right\}}", r"\left\{1\right\}"),
+        ("boxed", None),
+        (r"\boxed{" * 20_000, None),
+    ],
+)
+def test_last_boxed_pairs_braces(text: str, contents: str | None) -> None:
+    """A cut-off expression would be compared with the whole label and lose."""
+    assert last_boxed(text) == contents
+
+
+def test_places_of_answers() -> None:
+    """Hand-worked: a box without braces ends at a dollar sign; Minerva's end may be the end of the text."""
+    assert boxed_answer(r"\boxed 4$ or \boxed{3}") == "3"
+    assert boxed_answer(r"\boxed{3} or \boxed 4 $.") == "4"
+    assert boxed_answer("4") is None
+    assert minerva_answer("Final Answer: The final answer is 5. ") == "5"
+    assert minerva_answer("Final Answer: The final answer is 5.") is None
+    assert minerva_answer("Final Answer: The final answer is\n5. I hope it is correct.") is None
+    assert last_formula("$a$ b $c$ d") == "c"
+    assert last_formula("$a") is None
+
+
+HOSTILE = [
+    "9^{9^{9^9}}",
+    "9**9**9**9",
+    "10^{10^{10}}",
+    "10000000!",
+    "((3!)!)!",
+    "10^{-10^{10}}",
+    r"\left(\frac13\right)^{99999999}",
+    "2^{2^{2^{2^{2^{2}}}}}",
+    "1E1000000",
+    "1$E-1000000",
+    r"\sqrt[9^{9^9}]{2}",
+    r"\binom{1000000000}{500000000}",
+    r"{1000000 \choose 500000}",
+    r"\gcd(10^{10^{10}}, 3)",
+    r"\Gamma(1234567)",
+    r"\log_{2}(2^{10^{9}})",
+    r"\sum_{n=1}^{1000000000} n^{n}",
+    r"\lfloor 10^{10^{10}} \rfloor",
+    r"7^{100000000} \mod 10",
+    "x=9^{9^9}",
+    "(1, 9^{9^9})",
+    r"\begin{pmatrix}9^{9^9}\\1\end{pmatrix}",
+    r"\sinh(10^{10})",
+    "(x+1)^{1000}",
+    "(x+y+z+w)^{60}",
+    "(" * 60 + "1" + ")" * 60,
+    "{" * 40 + "1" + "}" * 40,
+    "|x" * 50,
+    r"\frac{" * 5000 + "1" + "}{2}" * 5000,
+    r"\sqrt{" * 40 + "2" + "}" * 40,
+    r"\int " * 14 + "x dx",
+    "|x" * 70,
+    "1+" * 5000 + "1",
+    r"\text{" * 3000 + "}" * 3000,
+    "7\0",
+    "\ud800",
+    "\u202e7",
+]
+
+
+@pytest.mark.parametrize("label", ["8", r"\frac{\sqrt{3}}{2}", "x^2+1"])
+def test_hostile_expressions_are_wrong_and_quick(label: str) -> None:
+    """Each would keep sympy busy for minutes; no score in place of 0 would spare the policy that writes them."""
+    for answer in HOSTILE:
+        for form in (r"\boxed{%s}", "so it is $%s$", "%s", MINERVA.replace("{}", "%s")):
+            started = time.monotonic()
+            assert score(Math, form.replace("%s", answer), label) == 0.0, answer[:50]
+            assert time.monotonic() - started < 20, answer[:50]
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "A", "$", "$ ", "\n", "{", "}", "9", "1 ", "=", "\\", "\0", "\ud800", "\u202e", r"\boxed{", r"\boxed ", r"\frac",
+        r"\sqrt{", r"\text{", r"\text{}", "Final Answer: The final answer is", ". I hope it is correct.", "</think>", "9^{",
+    ],
+)  # fmt: skip
+def test_mathematics_takes_linear_time(unit: str) -> None:
+    """A policy that learns to repeat a token would stall the run at the verifier."""
+    text = (unit * 200_000)[:200_000]
+    started = time.monotonic()
+    for completion in (text, rf"\boxed{{{text}}}", f"${text}$"):
+        assert score(Math, completion, "x+8") == 0.0
+        assert score(StrictMath, completion, "x+8") == 0.0
+    assert time.monotonic() - started < 30
+
+
+_PIECES = ["$", "{", "}", "(", ")", "^", "_", "|", "=", "<", ",", "+", "-", "!", "%", "1", "0.5", "10", "x", " ", "\n"]
+_PIECES += [
+    r"\frac{",
+    r"\sqrt",
+    r"\boxed{",
+    r"\text{",
+    r"\{",
+    r"\}",
+    r"\infty",
+    r"\pm",
+    r"\cdot",
+    r"\sin",
+    r"\\",
+    r"\left(",
+]
+
+
+@settings(max_examples=60, deadline=20_000)
+@given(
+    st.lists(st.sampled_from(_PIECES), max_size=12).map("".join) | st.text(max_size=40), st.sampled_from(["7", "x+1"])
+)
+def test_mathematics_scores_any_text_as_right_or_wrong(text: str, label: str) -> None:
+    """An exception would leave an odd answer without a score, where it is plainly wrong."""
+    for completion in (text, rf"\boxed{{{text}}}", MINERVA.format(text)):
+        assert score(Math, completion, label) in (0.0, 1.0)
+        assert score(StrictMath, completion, label) in (0.0, 1.0)
+
+
+@settings(max_examples=40, deadline=20_000)
+@given(
+    st.sampled_from([r"\frac{1}{2}", "x+1", r"\{1, 2\}", "7", r"\text{east}", "-3.5"]),
+    st.text(alphabet=" \n\t", max_size=4),
+    st.text(alphabet=" \n\t", max_size=4),
+)
+def test_white_space_around_an_answer_changes_nothing(answer: str, before: str, after: str) -> None:
+    """Rewards would depend on the style of a box."""
+    spaced = before + answer + after
+    assert score(Math, rf"\boxed{{{spaced}}}", answer) == 1.0
+    assert score(Math, rf"\boxed{{{answer}}}", spaced) == 1.0
+    assert score(Math, rf"{before}it is \boxed{{{answer}}}{after}", "8") == 0.0
