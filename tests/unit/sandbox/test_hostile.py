@@ -30,7 +30,7 @@ REFUSED = {
     "the files of init": "os.listdir('/proc/1/fd')",
     "keys": "os.listdir('/root/.ssh')",
     "home folders": "os.listdir('/home')",
-    "the caller's folder": f"os.listdir({os.getcwd()!r})",
+    "the caller's files": f"open({__file__!r})",
     "disks": "open('/dev/sda'); open('/dev/vda')",
     "writing in the root folder": "open('/mgrpo-hostile', 'w')",
     "writing in /var/tmp": "open('/var/tmp/mgrpo-hostile', 'w')",
