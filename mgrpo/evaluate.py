@@ -20,6 +20,7 @@ from mgrpo.config import Config, ConfigError, parse
 from mgrpo.config.fields import flat
 from mgrpo.config.schema import Algorithm, Checkpoint, Optimizer, Parallel
 from mgrpo.config.validate import problems
+from mgrpo.inputs import as_functions
 from mgrpo.models.family import read_hf_config
 from mgrpo.rollout.engine_args import machine_problems
 
@@ -65,7 +66,7 @@ def evaluate(
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
     """
-    functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs or ())
+    functions = as_functions(reward_funcs)
     inputs = _check(config, functions)
     for sentence in config.notes:
         print(f"mgrpo: {sentence}", file=sys.stderr)

@@ -99,7 +99,7 @@ class Head:
         from mgrpo.data.tokenizer import decode, load_tokenizer, stop_token_ids
 
         config = self.config
-        self.tokenizer = load_tokenizer(config.data.tokenizer_name_or_path or config.model.model_name_or_path)
+        self.tokenizer = load_tokenizer(config.tokenizer_path)
         train = self.inputs.train.encode(self.tokenizer) if len(self.inputs.train) else None
         held_out = self.inputs.held_out.encode(self.tokenizer) if len(self.inputs.held_out) else ()
         self.held_out_prompts = [self._remapped(held_out.prompt((0, i))) for i in range(len(held_out))]

@@ -42,6 +42,11 @@ class Inputs:
         return sorted(_asked(self.train, self.held_out, config))
 
 
+def as_functions(given: Sequence[str | Callable] | str | Callable | None) -> list[str | Callable]:
+    """The caller's `reward_funcs` as a list, whether one, several or none were given."""
+    return [given] if callable(given) or isinstance(given, str) else list(given or ())
+
+
 def read_inputs(
     config: Config, *, functions: Sequence[str | Callable] = (), dataset: Iterable[Mapping] | None = None
 ) -> tuple[Inputs | None, list[str]]:

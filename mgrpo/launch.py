@@ -22,6 +22,7 @@ from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import state_root
 from mgrpo.config.rules import too_few_prompts
 from mgrpo.config.validate import check, warnings
+from mgrpo.inputs import as_functions
 from mgrpo.lifetime import die_with_parent
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.rollout.engine_args import machine_problems
@@ -50,7 +51,7 @@ def train(
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
     """
-    functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs or ())
+    functions = as_functions(reward_funcs)
     inputs = _check(config, functions=functions, dataset=dataset)
     if config.experiment.cache_dataset_only:
         return _prepare_data(config, inputs)
@@ -92,13 +93,14 @@ def _prepare_data(config: Config, inputs: Inputs | None) -> None:
     """Tokenise the data into the cache, and say what came of it."""
     if inputs is None:
         return
+    from mgrpo.data.statistics import statistics_lines
     from mgrpo.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(config.data.tokenizer_name_or_path or config.model.model_name_or_path)
+    tokenizer = load_tokenizer(config.tokenizer_path)
     for name, mixture in (("training", inputs.train), ("held-out", inputs.held_out)):
         if len(mixture):
             prompts = mixture.encode(tokenizer)
-            print(f"{name} data: {len(prompts)} prompts, {prompts.num_left_out} left out, in {prompts.folder}")
+            print(f"{name} data in {prompts.folder}", *statistics_lines(prompts.statistics), sep="\n  ")
 
 
 def _start(config: Config, inputs: Inputs | None) -> TrainResult:

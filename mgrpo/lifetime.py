@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -25,6 +27,44 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it died before the kernel was asked
         os.kill(os.getpid(), signal_number)
+
+
+def start_program(
+    module: str,
+    *,
+    environment: Mapping[str, str],
+    settings: Mapping[str, str],
+    folders: Sequence[str] = (),
+    buffering: int = -1,
+) -> subprocess.Popen:
+    """Start `python -m module`, a program of this package that talks over its standard pipes.
+
+    Args:
+        environment: what the program may know; `settings` win, and one OpenMP thread.
+        folders: where else it finds modules.
+        buffering: of the pipes, as in `subprocess.Popen`.
+    """
+    package_parent = str(Path(__file__).resolve().parents[1])
+    own = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH"), *folders])),
+        # A file math.py or json.py in the working directory is not the standard library's (Python 3.11).
+        "PYTHONSAFEPATH": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=buffering,
+        env={**environment, **own, **settings},
+        # Ctrl-C is for the run, which ends its programs; and a kill of the session reaches what they have started.
+        start_new_session=True,
+    )
+
+
+def ending(exit_code: int) -> str:
+    """How a process ended, in words."""
+    return f"died of {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
 def adopt_orphans() -> None:

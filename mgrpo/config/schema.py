@@ -440,6 +440,11 @@ class Config:
         return self.experiment.total_episodes // self.batch_size
 
     @property
+    def tokenizer_path(self) -> str | None:
+        """Folder of the tokenizer."""
+        return self.data.tokenizer_name_or_path or self.model.model_name_or_path
+
+    @property
     def max_model_length(self) -> int:
         """Tokens of the longest sequence in an engine."""
         rollout = self.rollout

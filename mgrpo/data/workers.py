@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any
+
+from mgrpo.lifetime import ending, start_program
 
 Answer = dict[str, Any]
 
@@ -108,24 +107,8 @@ class Workers:
 
 
 def _start() -> subprocess.Popen:
-    package_parent = str(Path(__file__).resolve().parents[2])
-    search_path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
-    settings = {
-        "PYTHONPATH": search_path,
-        # A file json.py in the working directory is not the standard library's (Python 3.11).
-        "PYTHONSAFEPATH": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "mgrpo.data.worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | settings,
-        # Ctrl-C is for the run, which ends its workers.
-        start_new_session=True,
-    )
+    settings = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    return start_program("mgrpo.data.worker", environment=os.environ, settings=settings)
 
 
 def _ask(process: subprocess.Popen, question: Mapping[str, Any]) -> Answer:
@@ -137,10 +120,9 @@ def _ask(process: subprocess.Popen, question: Mapping[str, Any]) -> Answer:
     except (BrokenPipeError, ValueError):  # ValueError: `close` has closed the pipe
         line = b""
     if not line.endswith(b"\n"):
-        code = process.wait()
-        ending = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise RuntimeError(
-            f"a process that prepares data {ending}; if the machine ran out of memory, set dataset_num_proc to fewer"
+            f"a process that prepares data {ending(process.wait())}; if the machine ran out of memory, set "
+            "dataset_num_proc to fewer"
         )
     answer = json.loads(line)
     if "refused" in answer:

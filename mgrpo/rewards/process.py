@@ -7,15 +7,12 @@ import os
 import re
 import selectors
 import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-from mgrpo.lifetime import kill_descendants
+from mgrpo.lifetime import ending, kill_descendants, start_program
 
 _SECRET = re.compile(r"^RAY_|_KEY$|_KEY_ID$|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
@@ -39,19 +36,13 @@ class Worker:
         Args:
             folders: where modules of the user's own are found.
         """
-        package_parent = str(Path(__file__).resolve().parents[2])
-        search_path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH"), *folders]))
-        # PYTHONSAFEPATH (Python 3.11) keeps a file math.py or json.py in the working directory from being imported by the
-        # worker. A session of its own keeps Ctrl-C away (the pool ends it) and lets a kill reach what a verifier started.
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mgrpo.rewards.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
+        self.process = start_program(
+            "mgrpo.rewards.worker",
             # Not the secrets of the run: what it reads is untrusted.
-            env={name: value for name, value in os.environ.items() if not _SECRET.search(name)}
-            | {"PYTHONPATH": search_path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
+            environment={name: value for name, value in os.environ.items() if not _SECRET.search(name)},
+            settings={},
+            folders=folders,
+            buffering=0,
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._to = self.process.stdin.fileno()
@@ -72,8 +63,7 @@ class Worker:
     @property
     def ending(self) -> str:
         """How the process ended, in words."""
-        code = self.process.returncode
-        return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return ending(self.process.returncode)
 
     def load(self, verifiers: Sequence[str], settings: dict, *, memory_mb: int | None = None) -> None:
         self._mark_busy()

@@ -8,12 +8,13 @@ import logging
 import math
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from mgrpo.lifetime import start_program
 
 logger = logging.getLogger(__name__)
 
@@ -160,21 +161,10 @@ def check_reward_model(folder: str | Path) -> None:
 
 
 def _spawn() -> subprocess.Popen:
-    package_parent = str(Path(__file__).resolve().parents[2])
-    own = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")])),
-        "PYTHONSAFEPATH": "1",
-        "OMP_NUM_THREADS": "1",
+    settings = {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         # The devices belong to the learners and the engines.
         "CUDA_VISIBLE_DEVICES": "",
     }
-    return subprocess.Popen(
-        [sys.executable, "-m", "mgrpo.rewards.reward_model_worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | own,
-        # Ctrl-C is the run's business.
-        start_new_session=True,
-    )
+    return start_program("mgrpo.rewards.reward_model_worker", environment=os.environ, settings=settings)

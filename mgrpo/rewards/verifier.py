@@ -29,8 +29,8 @@ class Answer:
     """Tokens of the completion; None where the caller does not know."""
 
 
-class Verifier(ABC):
-    """Scores answers, usually between 0.0 (wrong) and 1.0 (right)."""
+class _Named(ABC):
+    """What both kinds of verifiers have: a name, settings, and a word before the start."""
 
     name: ClassVar[str]
     """What a row's `dataset` calls it, in lower case."""
@@ -48,33 +48,23 @@ class Verifier(ABC):
         """What is worth a line at the start of a run that asks it."""
         return []
 
+
+class Verifier(_Named):
+    """Scores answers, usually between 0.0 (wrong) and 1.0 (right)."""
+
     @abstractmethod
     def score(self, answer: Answer) -> float:
         """The score; ValueError for a ground truth that it cannot read."""
 
-    def warm_up(self) -> None:  # noqa: B027
+    def warm_up(self) -> None:
         """Do the imports and whatever else only the first call has to do, before anyone waits for a score."""
 
 
-class RemoteVerifier(ABC):
+class RemoteVerifier(_Named):
     """Scores answers by asking a server; many calls are under way at once."""
 
-    name: ClassVar[str]
     limit_s: ClassVar[float] = 3600.0
     """Seconds after which a call is given up, whatever it waits for."""
-
-    def __init__(self, settings: Reward) -> None:
-        self.settings = settings
-
-    @classmethod
-    def problems(cls, settings: Reward) -> list[str]:
-        """What keeps it from scoring in this run, one sentence each; asked before anything is started."""
-        return []
-
-    @classmethod
-    def notes(cls, settings: Reward) -> list[str]:
-        """What is worth a line at the start of a run that asks it."""
-        return []
 
     @abstractmethod
     async def score(self, answer: Answer) -> float:
@@ -84,7 +74,7 @@ class RemoteVerifier(ABC):
         """Sums since the start, by name, for example what a judge has cost."""
         return {}
 
-    async def close(self) -> None:  # noqa: B027
+    async def close(self) -> None:
         """Give back connections."""
 
 

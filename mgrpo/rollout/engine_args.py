@@ -80,7 +80,7 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
         "seed": 0,  # each sync seeds the sampler anew
     }
     if stop_strings:
-        args["tokenizer"] = config.data.tokenizer_name_or_path or config.model.model_name_or_path
+        args["tokenizer"] = config.tokenizer_path
     if on_gpu:
         args["gpu_memory_utilization"] = settings.vllm_gpu_memory_utilization
         args["enforce_eager"] = settings.vllm_enforce_eager

@@ -18,6 +18,7 @@ from mgrpo.rewards.catalog import find, known_verifiers
 from mgrpo.rewards.process import Item
 from mgrpo.rewards.scorer import Scorer, is_remote
 from tests.hostile_answers import INJECTIONS, PROGRAMS, TEXTS
+from tests.processes import processes_with
 
 IFEVAL = {"instruction_id": ["length_constraints:number_words"], "kwargs": [{"num_words": 5, "relation": "at least"}]}
 LABELS: dict[str, object] = {
@@ -42,16 +43,6 @@ def marker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return str(tmp_path)
-
-
-def processes_with(word: str) -> set[int]:
-    """Processes other than this one that have `word` in their environment."""
-    found = set()
-    for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if process.name.isdigit() and word.encode() in (process / "environ").read_bytes():
-                found.add(int(process.name))
-    return found - {os.getpid()}
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import signal
@@ -17,6 +16,7 @@ from mgrpo.config.schema import Reward
 from mgrpo.rewards import catalog, verify
 from mgrpo.rewards.pool import VerifierPool
 from mgrpo.rewards.process import Item
+from tests.processes import processes_with
 
 GOOD = Item("integer", "5", 5)
 BAD_VERIFIERS = """
@@ -180,7 +180,7 @@ def test_processes_that_a_verifier_leaves_behind_are_ended(bad_verifiers: None, 
     with VerifierPool(1, timeout_s=1.5, settings=SETTINGS) as pool:
         scores = pool.verify_many([GOOD, Item(name, "x", 1), GOOD])
         assert math.isnan(scores[1]) and scores[0] == scores[2] == 1.0
-        assert _processes_with(str(tmp_path)) == set(pool.pids)
+        assert processes_with(str(tmp_path)) == set(pool.pids)
 
 
 def test_a_verifier_may_use_a_program_that_ends(bad_verifiers: None) -> None:
@@ -227,16 +227,6 @@ def test_a_worker_is_not_told_the_keys_of_the_run(bad_verifiers: None, monkeypat
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with VerifierPool(1, timeout_s=10, settings=SETTINGS) as pool:
         assert pool.verify_many([Item("secrets", "x", 1)]) == [0.0]
-
-
-def _processes_with(text: str) -> set[int]:
-    """Processes other than this one that have `text` in their environment."""
-    found = set()
-    for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if process.name.isdigit() and text.encode() in (process / "environ").read_bytes():
-                found.add(int(process.name))
-    return found - {os.getpid()}
 
 
 def test_what_a_verifier_prints_does_not_reach_the_protocol(bad_verifiers: None) -> None:
