@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+YES = "The values agree.\nFinal Decision: Yes"
+"""A reply that decides."""
+
 
 @dataclass(kw_only=True)
 class Request:
