@@ -11,11 +11,11 @@ __all__ = ["GRPOConfig", "train"]
 def __getattr__(name: str) -> Any:
     # Importing the package must stay cheap: verifier workers and vLLM's processes do it too.
     if name == "train":
-        from mgrpo.launch import train
+        from mgrpo.run.launch import train
 
         return train
     if name == "GRPOConfig":
-        from mgrpo.config.doors import GRPOConfig
+        from mgrpo.config.peers.doors import GRPOConfig
 
         return GRPOConfig
     raise AttributeError(f"module 'mgrpo' has no attribute {name!r}")

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "train":
         return train_command(words[1:], prog="mgrpo train")
     if words[0] == "eval":
-        return importlib.import_module("mgrpo.evaluate").eval_command(words[1:])
+        return importlib.import_module("mgrpo.run.evaluate").eval_command(words[1:])
     if words[0] == "code-server":
         return importlib.import_module("mgrpo.sandbox.server").serve_command(words[1:])
     if words[0] == "report":
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "plan":
         return importlib.import_module("mgrpo.planner.command").plan_command(words[1:])
     if words[0] == "convert":
-        from mgrpo.conversion import convert_command
+        from mgrpo.model_io.convert import convert_command
 
         return convert_command(words[1:])
     if words == ["env"]:
@@ -86,7 +86,7 @@ def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
             text = show(raise_problems(config))
             sys.stdout.write(text if is_head else "")
             return 0
-        from mgrpo.launch import train, try_out
+        from mgrpo.run.launch import train, try_out
 
         (try_out if "--dry_run" in argv else train)(config)
     except ConfigError as err:

@@ -88,6 +88,36 @@ class ScoredGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RewardScale:
+    """What rewards are measured in where verifiers and format decide; a user's own functions have no such scale."""
+
+    max_possible_score: float
+    """Highest reward of a completion with one verifier."""
+    verification_reward: float
+    """Reward for the full score of one verifier; 0 when verifiers are off."""
+    format_reward: float
+    """Reward for the format, where it is asked for."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weight of a verifier whose weight is not 1."""
+
+    def highest(self, group: ScoredGroup) -> float:
+        """Highest reward of this prompt's completions: each verifier earns its weight's share."""
+        verifiers = group.group.prompt.verifiers
+        weight = sum(self.weights.get(name.lower(), 1.0) for name in verifiers) if verifiers else 1.0
+        return self.max_possible_score + self.verification_reward * (weight - 1)
+
+    def shares(self, group: ScoredGroup) -> np.ndarray:
+        """`[group]`: rewards by the highest one, NaN without a score or a highest one above 0.
+
+        What a completion's length costs is left out: that penalty rises smoothly, and would leave almost every long answer
+        unsolved.
+        """
+        penalties = np.array([score.parts.get("overlong", 0.0) for score in group.scores])
+        highest = self.highest(group)
+        return (group.rewards - penalties) / (highest if highest > 0 else np.nan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
     """One completion as the optimizer sees it."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from mgrpo.conversion import hf_to_megatron_command
+from mgrpo.model_io.convert import hf_to_megatron_command
 
 if __name__ == "__main__":
     raise SystemExit(hf_to_megatron_command(sys.argv[1:], prog="convert_hf_to_megatron.py"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from mgrpo.conversion import megatron_to_hf_command
+from mgrpo.model_io.convert import megatron_to_hf_command
 
 if __name__ == "__main__":
     raise SystemExit(megatron_to_hf_command(sys.argv[1:], prog="convert_megatron_to_hf.py"))

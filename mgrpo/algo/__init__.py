@@ -10,7 +10,6 @@ from mgrpo.algo.filters import has_spread, solved_for_good
 from mgrpo.algo.kl import kl_penalty
 from mgrpo.algo.loss import PolicyLoss, loss_denominator, policy_loss
 from mgrpo.algo.metrics import maxima_names, metric_names, reduce_metrics
-from mgrpo.algo.shaping import overlong_penalty
 from mgrpo.config.loss import LossConfig
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "loss_denominator",
     "maxima_names",
     "metric_names",
-    "overlong_penalty",
     "policy_loss",
     "reduce_metrics",
     "solved_for_good",

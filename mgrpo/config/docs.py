@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 
 from mgrpo.config.fields import settings
 from mgrpo.config.help import field_docs, metavar, shown_default
-from mgrpo.config.names import SECTIONS, Name, source_of, table
-from mgrpo.config.presets import PRESET_NOTES, PRESETS
+from mgrpo.config.peers.names import SECTIONS, Name, source_of, table
+from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
+from mgrpo.config.peers.translate import LOSS_TYPES
 from mgrpo.config.resolve import shown
-from mgrpo.config.translate import LOSS_TYPES
 
 INTRODUCTION = """# Settings
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from mgrpo.config import schema
 from mgrpo.config.fields import Setting, alternatives, section_types, settings
-from mgrpo.config.presets import PRESETS
+from mgrpo.config.peers.presets import PRESETS
 
 
 def help_text(prog: str | None = None) -> str:

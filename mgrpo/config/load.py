@@ -16,7 +16,7 @@ import yaml
 
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import Setting, Text, describe, mismatch, read, unknown
-from mgrpo.config.names import SPELLINGS, accepted, setting_of
+from mgrpo.config.peers.names import SPELLINGS, accepted, setting_of
 from mgrpo.config.ranges import REASONS
 from mgrpo.config.resolve import FILE, FLAG, Layer, resolve
 from mgrpo.config.schema import Config

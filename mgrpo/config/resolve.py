@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mgrpo.config import translate
 from mgrpo.config.fields import build, settings
-from mgrpo.config.names import TRL, table
-from mgrpo.config.presets import PRESET_NOTES, PRESETS
+from mgrpo.config.peers import translate
+from mgrpo.config.peers.names import TRL, table
+from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
 from mgrpo.config.provenance import Provenance
 from mgrpo.config.schema import Config
 

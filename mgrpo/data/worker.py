@@ -15,7 +15,7 @@ import sys
 import traceback
 from typing import Any
 
-from mgrpo.lifetime import die_with_parent
+from mgrpo.processes.lifetime import die_with_parent
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
-from mgrpo.lifetime import ending, start_program
+from mgrpo.processes.lifetime import ending, start_program
 
 Answer = dict[str, Any]
 

@@ -21,7 +21,7 @@ from functools import cache
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
-from mgrpo.planner.memory import FP32_BYTES, padded_vocab, stage_layers
+from mgrpo.models.memory import FP32_BYTES, padded_vocab, stage_layers
 
 INDEX_BYTES = 8
 """int64."""

@@ -12,9 +12,9 @@ from functools import cache
 from mgrpo.config.schema import Engine
 from mgrpo.layout import InferLayout
 from mgrpo.models.family import ModelShape
+from mgrpo.models.memory import holdings, padded_vocab
 from mgrpo.models.table import engine_boxes
 from mgrpo.planner.hardware import GIB, Cluster
-from mgrpo.planner.memory import holdings, padded_vocab
 from mgrpo.planner.work import Workload, generation_flops
 
 

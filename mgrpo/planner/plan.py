@@ -10,10 +10,10 @@ from mgrpo.config.derived import layout_of
 from mgrpo.config.schema import Config
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
+from mgrpo.models.memory import DTYPE_BYTES, StateBytes, choose_logits_chunk, holdings, state_bytes
 from mgrpo.planner.activations import StageActivations, logits_working_bytes, stage_activations
 from mgrpo.planner.engine import EngineMemory, GenerationTime, engine_memory, generation_time
 from mgrpo.planner.hardware import GIB, Cluster
-from mgrpo.planner.memory import DTYPE_BYTES, StateBytes, choose_logits_chunk, holdings, state_bytes
 from mgrpo.planner.timing import LearnerTime, learner_time, num_micro_batches, sync_seconds
 from mgrpo.planner.work import (
     Passes,

@@ -10,8 +10,8 @@ from typing import Any
 from mgrpo.config.schema import Config, Parallel
 from mgrpo.config.validate import problems
 from mgrpo.models.family import ModelShape
+from mgrpo.models.memory import padded_vocab
 from mgrpo.planner.hardware import Cluster
-from mgrpo.planner.memory import padded_vocab
 from mgrpo.planner.plan import Plan, plan_run
 
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from mgrpo.config.schema import Config, Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
+from mgrpo.models.memory import FP32_BYTES, StateBytes, stage_elements
 from mgrpo.planner.hardware import Cluster
-from mgrpo.planner.memory import FP32_BYTES, StateBytes, stage_elements
 from mgrpo.planner.traffic import (
     AXES,
     Traffic,

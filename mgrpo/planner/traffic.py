@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
-from mgrpo.planner.memory import FP32_BYTES, Elements, stage_elements, stage_layers
+from mgrpo.models.memory import FP32_BYTES, Elements, stage_elements, stage_layers
 
 AXES = ("tensor", "context", "expert", "pipeline", "data")
 

@@ -13,8 +13,8 @@ from functools import cache
 from mgrpo.config.schema import Config, Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
+from mgrpo.models.memory import holdings, padded_vocab, stage_layers
 from mgrpo.planner.hardware import Assumptions, Flops
-from mgrpo.planner.memory import holdings, padded_vocab, stage_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

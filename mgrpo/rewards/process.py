@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mgrpo.lifetime import ending, kill_descendants, start_program
+from mgrpo.processes.lifetime import ending, kill_descendants, start_program
 
 _SECRET = re.compile(r"^RAY_|_KEY$|_KEY_ID$|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mgrpo.lifetime import start_program
+from mgrpo.processes.lifetime import start_program
 
 logger = logging.getLogger(__name__)
 

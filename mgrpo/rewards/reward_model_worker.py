@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 
-from mgrpo.lifetime import die_with_parent
+from mgrpo.processes.lifetime import die_with_parent
 
 _BATCH_SIZE = 16
 

@@ -16,7 +16,7 @@ import resource
 from typing import BinaryIO
 
 from mgrpo.config.schema import Reward
-from mgrpo.lifetime import adopt_orphans, die_with_parent, kill_descendants
+from mgrpo.processes.lifetime import adopt_orphans, die_with_parent, kill_descendants
 from mgrpo.rewards.catalog import add_modules, find
 from mgrpo.rewards.verifier import Answer, Verifier
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mgrpo.rollout.engine import FINISH_REASONS
+from mgrpo.rollout.vllm.actor import FINISH_REASONS
 from mgrpo.types import Completion, Prompt, RolloutGroup
 
 Decode = Callable[[Sequence[np.ndarray]], list[str]]

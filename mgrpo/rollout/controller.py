@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mgrpo.config.schema import Config
-from mgrpo.rollout.cluster import Cluster
 from mgrpo.rollout.collect import EVALUATION, Decode, split_evenly, to_arrays, to_groups
-from mgrpo.rollout.engine import Sampling
+from mgrpo.rollout.vllm.actor import Sampling
+from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.types import Prompt, RolloutGroup, ScoredGroup
 
 Score = Callable[[Sequence[RolloutGroup]], list[ScoredGroup]]

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgrpo.lifetime import adopt_orphans, kill_descendants
+from mgrpo.processes.lifetime import adopt_orphans, kill_descendants
 from mgrpo.sandbox import kernel, wire
 from mgrpo.sandbox.limits import Limits
 from mgrpo.sandbox.program import FAILED_TO_LOAD, VERDICT, Job, pass_test

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from mgrpo.lifetime import adopt_orphans, die_with_parent
+from mgrpo.processes.lifetime import adopt_orphans, die_with_parent
 from mgrpo.sandbox import kernel, wire
 from mgrpo.sandbox.program import Job, prepare_names
 from mgrpo.sandbox.seccomp import filter_program

@@ -7,11 +7,10 @@ cannot be measured, a mean of nothing or a score that could not be given, is NaN
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from mgrpo.types import PackedBatch, ScoredGroup, TrainSample
+from mgrpo.types import PackedBatch, RewardScale, ScoredGroup, TrainSample
 
 Metrics = dict[str, float | list[int]]
 
@@ -24,36 +23,6 @@ MAGNITUDES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 _TOLERANCE = 1e-8
 """Scores this near to each other are equal: 0.1 + 0.2 must reach 0.3."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardScale:
-    """What rewards are measured in where verifiers and format decide; a user's own functions have no such scale."""
-
-    max_possible_score: float
-    """Highest reward of a completion with one verifier."""
-    verification_reward: float
-    """Reward for the full score of one verifier; 0 when verifiers are off."""
-    format_reward: float
-    """Reward for the format, where it is asked for."""
-    weights: Mapping[str, float] = field(default_factory=dict)
-    """Weight of a verifier whose weight is not 1."""
-
-    def highest(self, group: ScoredGroup) -> float:
-        """Highest reward of this prompt's completions: each verifier earns its weight's share."""
-        verifiers = group.group.prompt.verifiers
-        weight = sum(self.weights.get(name.lower(), 1.0) for name in verifiers) if verifiers else 1.0
-        return self.max_possible_score + self.verification_reward * (weight - 1)
-
-    def shares(self, group: ScoredGroup) -> np.ndarray:
-        """`[group]`: rewards by the highest one, NaN without a score or a highest one above 0.
-
-        What a completion's length costs is left out: that penalty rises smoothly, and would leave almost every long answer
-        unsolved.
-        """
-        penalties = np.array([score.parts.get("overlong", 0.0) for score in group.scores])
-        highest = self.highest(group)
-        return (group.rewards - penalties) / (highest if highest > 0 else np.nan)
 
 
 def batch_metrics(

@@ -138,7 +138,7 @@ def gradients(
 
 def trained_export(model_dir: str, layout: dict[str, Any], samples: list[TrainSample], folder: str, steps: int) -> None:
     """A few optimizer steps, then the model in HF format."""
-    from mgrpo.checkpoint.hf_export import export_hf
+    from mgrpo.model_io.hf_export import export_hf
 
     policy = make_policy(model_dir, layout)
     # A large epsilon keeps Adam from blowing up the rounding of gradients near 0.
@@ -284,10 +284,10 @@ def learn(
     With `save_after` the state is saved after so many steps, in the config's `output_dir`; with `resume_from` only the
     steps after a save are done. "state" is what no export shows, at the time of the save or just after it was loaded.
     """
-    from mgrpo.checkpoint.hf_export import export_hf
+    from mgrpo.model_io.hf_export import export_hf
     from mgrpo.config import from_values
     from mgrpo.rollout.controller import Rollouts
-    from mgrpo.trainer import Trainer
+    from mgrpo.run.trainer import Trainer
 
     forget_groups()
     config = from_values(settings | {"model_name_or_path": model_dir, "model_dtype": "float32"})
@@ -335,7 +335,7 @@ def rates(model_dir: str, settings: dict[str, Any], is_empty: list[int]) -> list
     """Learning rate at the start of each step that trains, given which steps have no group to train on."""
     from mgrpo.config import from_values
     from mgrpo.rollout.controller import Rollouts
-    from mgrpo.trainer import Trainer
+    from mgrpo.run.trainer import Trainer
     from tests.dist.test_learning import scored_groups
 
     forget_groups()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mgrpo.checkpoint.megatron_folder import model_reader, stem
-from mgrpo.conversion import hf_to_megatron
+from mgrpo.model_io.megatron_folder import model_reader, stem
+from mgrpo.model_io.convert import hf_to_megatron
 from mgrpo.layout import Layout
 from tests.dist import cases
 from tests.tiny_models import save_tiny

@@ -18,23 +18,23 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from mgrpo import launch
 from mgrpo.cli import train_command
+from mgrpo.run import launch
 
 PLACES: dict[str, tuple[int, str, int, Callable[..., bool]]] = {
     # Rank, what it is about to call, for the how manieth time since the step began, and whether these arguments count.
-    "generate": (0, "mgrpo.rollout.cluster:Cluster.get", 1, lambda *args: "generate" in args),
-    "score": (0, "mgrpo.head:Head._keep", 1, lambda *args: True),
+    "generate": (0, "mgrpo.rollout.vllm.cluster:Cluster.get", 1, lambda *args: "generate" in args),
+    "score": (0, "mgrpo.run.head:Head._keep", 1, lambda *args: True),
     "forward": (1, "mgrpo.algo:policy_loss", 1, lambda *args: True),
     "optimizer": (1, "mgrpo.policy.policy:clip_grad_by_total_norm_fp32", 2, lambda *args: True),
     "sync": (1, "mgrpo.sync.channel:Sender._attempt", 1, lambda *args: True),
     "after the line": (0, "mgrpo.telemetry.progress:Progress.update", 1, lambda *args: True),
-    "evaluation": (0, "mgrpo.head:Head.evaluation", 1, lambda *args: True),
+    "evaluation": (0, "mgrpo.run.head:Head.evaluation", 1, lambda *args: True),
     "after the evaluation": (0, "mgrpo.telemetry.progress:Progress.evaluation", 1, lambda *args: True),
     "save, half a file": (1, "mgrpo.checkpoint.shard:Hashed.write", 50, lambda *args: True),
     "save, no manifest": (0, "os:replace", 1, lambda *args: str(args[1]).endswith("manifest.json")),
     "rotation": (0, "mgrpo.checkpoint.folder:LocalFolder.remove_all", 1, lambda *args: True),
-    "export": (0, "mgrpo.checkpoint.hf_export:save_file", 1, lambda *args: True),
+    "export": (0, "mgrpo.model_io.hf_export:save_file", 1, lambda *args: True),
 }
 
 
@@ -51,7 +51,7 @@ class Fault:
         """Put it in its place; call when everything can be imported."""
         if self.name == "none":
             return
-        replace("mgrpo.trainer:Trainer.step", self.counted)
+        replace("mgrpo.run.trainer:Trainer.step", self.counted)
         if self.name == "nan":
             replace("mgrpo.policy.policy:Policy._update_weights", self.with_nan)
             return
@@ -132,7 +132,7 @@ def main(fault: str, step: str, *flags: str) -> int:
         from mgrpo.parallel import backend
 
         backend.install()  # before the first import of Megatron, as in a run without a fault
-        importlib.import_module("mgrpo.trainer")
+        importlib.import_module("mgrpo.run.trainer")
         Fault(fault, int(step)).plant()
         return run(*args)
 

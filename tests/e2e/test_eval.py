@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from mgrpo.config import from_values
-from mgrpo.rollout.cluster import Cluster
 from mgrpo.rollout.collect import to_arrays
 from mgrpo.rollout.controller import prompt_seeds
-from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, Sampling
+from mgrpo.rollout.vllm.actor import FINISH_REASONS, UNSYNCED, Sampling
+from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.telemetry.samples import read_records, tables
 from mgrpo.types import Prompt
 from tests.e2e.launching import ROOT, Run

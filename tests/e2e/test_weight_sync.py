@@ -13,8 +13,8 @@ from mgrpo.config import from_values
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.models.table import Box, training_boxes
-from mgrpo.rollout.cluster import Cluster
-from mgrpo.rollout.engine import Sampling
+from mgrpo.rollout.vllm.actor import Sampling
+from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.sync.channel import Sender, open_store
 from tests.dist import cases
 from tests.dist.conftest import run_ranks  # noqa: F401  (a fixture)

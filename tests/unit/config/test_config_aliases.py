@@ -8,7 +8,7 @@ from mgrpo.config import ConfigError, LossConfig, from_values, load_file, parse,
 from mgrpo.config.derived import derive
 from mgrpo.config.dump import derived_lines
 from mgrpo.config.fields import flat, settings
-from mgrpo.config.presets import PRESET_NOTES, PRESETS
+from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
 from mgrpo.config.validate import problems
 
 TRL_RHO = {

@@ -10,9 +10,9 @@ import pytest
 from mgrpo.config import ConfigError, from_values, load_file
 from mgrpo.config.docs import to_markdown
 from mgrpo.config.fields import alternatives, settings
-from mgrpo.config.names import SECTIONS, accepted, table
+from mgrpo.config.peers.names import SECTIONS, accepted, table
+from mgrpo.config.peers.translate import COMPUTED
 from mgrpo.config.resolve import shown
-from mgrpo.config.translate import COMPUTED
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mgrpo.config import Config, ConfigError, from_values, parse
 from mgrpo.config.fields import build, settings
-from mgrpo.config.names import accepted
-from mgrpo.config.presets import PRESETS
+from mgrpo.config.peers.names import accepted
+from mgrpo.config.peers.presets import PRESETS
 from mgrpo.config.rules import too_few_prompts
 from mgrpo.config.validate import problems, warnings
 

@@ -14,9 +14,9 @@ from mgrpo.config import from_values, load_file
 from mgrpo.config.derived import layout_of
 from mgrpo.config.validate import problems, warnings
 from mgrpo.models.family import shape_of
+from mgrpo.models.memory import state_bytes
 from mgrpo.planner.command import shipped_config
 from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Cluster
-from mgrpo.planner.memory import state_bytes
 from mgrpo.planner.plan import Plan, plan_run
 from mgrpo.planner.suggest import suggest
 from mgrpo.planner.timing import learner_time

@@ -20,9 +20,9 @@ from mgrpo.config.derived import layout_of
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import shape_of
+from mgrpo.models.memory import DTYPE_BYTES, num_parameters, state_bytes
 from mgrpo.planner.activations import logits_working_bytes, stage_activations
 from mgrpo.planner.command import shipped_config
-from mgrpo.planner.memory import DTYPE_BYTES, num_parameters, state_bytes
 from tests.dist.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[3]

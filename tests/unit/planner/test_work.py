@@ -12,7 +12,7 @@ from mgrpo.config import from_values
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import shape_of
-from mgrpo.planner.memory import num_parameters
+from mgrpo.models.memory import num_parameters
 from mgrpo.planner.traffic import Traffic, backward_traffic, data_traffic, forward_traffic, recompute_traffic
 from mgrpo.planner.work import Workload, active_weights, forward_flops, passes_of, seen_pairs, stage_flops
 from tests.unit.planner.test_activations import GPT_175B

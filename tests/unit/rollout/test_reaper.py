@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from mgrpo.rollout.reaper import processes_of
+from mgrpo.rollout.vllm.reaper import processes_of
 
 SLEEP = "import time; time.sleep(60)"
 
@@ -19,7 +19,9 @@ def test_processes_of_a_folder_are_found_and_ended(tmp_path):
     holds_file = subprocess.Popen([sys.executable, "-c", SLEEP], stdout=(folder / "log").open("w"))
     other = subprocess.Popen([sys.executable, "-c", SLEEP])
     try:
-        reaper = subprocess.Popen([sys.executable, "-m", "mgrpo.rollout.reaper", str(folder)], stdin=subprocess.PIPE)
+        reaper = subprocess.Popen(
+            [sys.executable, "-m", "mgrpo.rollout.vllm.reaper", str(folder)], stdin=subprocess.PIPE
+        )
         time.sleep(0.5)
         assert set(processes_of(str(folder))) == {named.pid, holds_file.pid, reaper.pid}
         assert named.poll() is None

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from mgrpo.packing import pack_step
 from mgrpo.telemetry.batch import (
-    RewardScale,
     advantage_histogram,
     batch_metrics,
     is_solved,
@@ -21,7 +20,7 @@ from mgrpo.telemetry.batch import (
     rate_histogram,
     tokens_per_second,
 )
-from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup, TrainSample
+from mgrpo.types import Completion, Prompt, RewardScale, RolloutGroup, Score, ScoredGroup, TrainSample
 
 NAN = float("nan")
 SCALE = RewardScale(max_possible_score=10.0, verification_reward=10.0, format_reward=0.5)

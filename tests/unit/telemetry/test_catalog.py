@@ -12,11 +12,11 @@ import pytest
 
 from mgrpo.algo import maxima_names, metric_names
 from mgrpo.config.loss import LossConfig
-from mgrpo.evaluation import summarise
 from mgrpo.packing import pack_step
 from mgrpo.telemetry import catalog
-from mgrpo.telemetry.batch import RewardScale, batch_metrics
-from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup, TrainSample
+from mgrpo.telemetry.batch import batch_metrics
+from mgrpo.telemetry.evaluation import summarise
+from mgrpo.types import Completion, Prompt, RewardScale, RolloutGroup, Score, ScoredGroup, TrainSample
 
 ROOT = Path(__file__).parents[3]
 
@@ -138,7 +138,7 @@ def test_every_metric_of_the_loss_is_in_the_catalog():
 
 def test_every_metric_the_trainer_names_is_in_the_catalog():
     """The keys that `report` and `record_evaluation` write as literals; `time/...` among them."""
-    modules = [ast.parse((ROOT / "mgrpo" / name).read_text()) for name in ("trainer.py", "head.py")]
+    modules = [ast.parse((ROOT / "mgrpo" / name).read_text()) for name in ("run/trainer.py", "run/head.py")]
     functions = [
         node
         for module in modules

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from mgrpo import cli
-from mgrpo.conversion import hf_to_megatron_command, megatron_to_hf_command
+from mgrpo.model_io.convert import hf_to_megatron_command, megatron_to_hf_command
 from tests.tiny_models import FAMILIES, save_tiny
 
 ROOT = Path(__file__).resolve().parents[3]
 LOOP = """
 import sys
-from mgrpo.conversion import hf_to_megatron_command, megatron_to_hf_command
+from mgrpo.model_io.convert import hf_to_megatron_command, megatron_to_hf_command
 for family in sys.argv[1:]:
     cut = ["--tensor_model_parallel_size", "2", "--pipeline_model_parallel_size", "2"]
     print(family, hf_to_megatron_command(["--hf", family, "--out", family + ".m", "--verify", *cut], prog=""), flush=True)
@@ -74,7 +74,7 @@ def test_programs_convert_there_and_back(hf, tmp_path):
         assert (done.returncode, done.stderr) == (0, "")
         assert "peak memory" in done.stdout
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
-    modules = "import sys, mgrpo.conversion; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    modules = "import sys, mgrpo.model_io.convert; print(*sorted({name.split('.')[0] for name in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", modules], capture_output=True, text=True, check=True).stdout.split()
     assert not {"megatron", "transformers", "ray", "vllm"} & set(loaded)
 

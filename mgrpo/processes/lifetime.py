@@ -44,7 +44,7 @@ def start_program(
         folders: where else it finds modules.
         buffering: of the pipes, as in `subprocess.Popen`.
     """
-    package_parent = str(Path(__file__).resolve().parents[1])
+    package_parent = str(Path(__file__).resolve().parents[2])
     own = {
         "PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH"), *folders])),
         # A file math.py or json.py in the working directory is not the standard library's (Python 3.11).

@@ -14,8 +14,7 @@ from mgrpo.config.derived import derive
 from mgrpo.config.reward_rules import verifier_weights
 from mgrpo.rewards.compose import add_to_rewards, score_groups
 from mgrpo.rewards.scorer import Scorer
-from mgrpo.telemetry.batch import RewardScale
-from mgrpo.types import RolloutGroup, ScoredGroup
+from mgrpo.types import RewardScale, RolloutGroup, ScoredGroup
 
 
 class Scoring:
@@ -64,7 +63,7 @@ class Scoring:
         cache_length = self.config.algorithm.overlong_cache_length
         if cache_length is None:
             return scored
-        from mgrpo.algo import overlong_penalty
+        from mgrpo.rewards.overlong import overlong_penalty
 
         return [
             add_to_rewards(

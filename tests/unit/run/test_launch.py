@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from mgrpo import launch
 from mgrpo.checkpoint.folder import complete
 from mgrpo.config import ConfigError, load_file
 from mgrpo.config.derived import state_root
+from mgrpo.run import launch
 from tests.unit.checkpoint.states import make_values, save
 
 

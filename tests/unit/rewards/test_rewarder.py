@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mgrpo.config.load import from_values
-from mgrpo.scoring import Scoring
+from mgrpo.rewards.rewarder import Scoring
 from mgrpo.types import Completion, Prompt, RolloutGroup
 
 

@@ -15,10 +15,10 @@ from mgrpo.checkpoint.reader import Checkpoint, open_checkpoint
 from mgrpo.checkpoint.saver import Saver
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import state_root
-from mgrpo.learning import Learner
 from mgrpo.models.family import ModelShape
 from mgrpo.parallel.broadcast import Channel
 from mgrpo.parallel.gather import gather_values
+from mgrpo.run.learner import Learner
 
 
 class States:

@@ -20,7 +20,7 @@ from typing import Any
 
 from mgrpo.config.schema import Config
 from mgrpo.rollout.collect import sampler_seed
-from mgrpo.rollout.engine_args import engine_args, engine_environment, serving_gpus
+from mgrpo.rollout.vllm.arguments import engine_args, engine_environment, serving_gpus
 
 _LAUNCHER_VARIABLES = (
     "RANK",
@@ -69,7 +69,7 @@ class Cluster:
         # Unix socket paths are short: the folder must be too.
         folder = self.folder = tempfile.mkdtemp(prefix="mgrpo-", dir="/tmp")
         self._reaper = subprocess.Popen(
-            [sys.executable, "-m", "mgrpo.rollout.reaper", folder], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-m", "mgrpo.rollout.vllm.reaper", folder], stdin=subprocess.PIPE, start_new_session=True
         )
         # Ray reads these when it is imported.
         os.environ.update(
@@ -116,7 +116,7 @@ class Cluster:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        from mgrpo.rollout.engine import EngineActor
+        from mgrpo.rollout.vllm.actor import EngineActor
 
         count, workers = self.settings.vllm_num_engines, self.settings.vllm_tensor_parallel_size
         bundle = {"GPU": workers, "CPU": 1} if self.on_gpu else {"CPU": 1}

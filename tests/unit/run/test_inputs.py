@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from mgrpo.config.load import from_values
-from mgrpo.inputs import read_inputs
 from mgrpo.rewards import catalog
+from mgrpo.run.inputs import read_inputs
 
 MODULE = """
 from mgrpo.rewards.verifier import Answer, Verifier

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgrpo.config import from_values
-from mgrpo.rollout import engine_args
+from mgrpo.rollout.vllm import arguments
 
 
 @pytest.mark.parametrize(
@@ -19,20 +19,20 @@ from mgrpo.rollout import engine_args
 @pytest.mark.parametrize("gpus", [[], ["0", "1"]])
 def test_an_optimizer_that_needs_transformer_engine_says_so(monkeypatch, gpus, found, asked, words):
     """Megatron would say it when the engines are up and the weights are loaded, and only in a stack trace."""
-    monkeypatch.setattr(engine_args, "find_spec", lambda name: found)
-    monkeypatch.setattr(engine_args, "serving_gpus", lambda: gpus)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: found)
+    monkeypatch.setattr(arguments, "serving_gpus", lambda: gpus)
     config = from_values({"use_precision_aware_optimizer": asked})
-    sentences = engine_args.machine_problems(config, num_local_learners=1, head_dim=64)
+    sentences = arguments.machine_problems(config, num_local_learners=1, head_dim=64)
     assert len(sentences) == (words is not None)
     assert all(words in sentence for sentence in sentences)
 
 
 def test_a_model_of_float32_may_be_served_on_a_gpu_but_not_trained(monkeypatch):
     """It is training's attention that takes bfloat16 alone; an evaluation has no learner."""
-    monkeypatch.setattr(engine_args, "serving_gpus", lambda: ["0"])
+    monkeypatch.setattr(arguments, "serving_gpus", lambda: ["0"])
     config = from_values({"model_dtype": "float32"})
-    assert engine_args.machine_problems(config, num_local_learners=0, head_dim=64) == []
-    (sentence, *_) = engine_args.machine_problems(config, num_local_learners=1, head_dim=64)
+    assert arguments.machine_problems(config, num_local_learners=0, head_dim=64) == []
+    (sentence, *_) = arguments.machine_problems(config, num_local_learners=1, head_dim=64)
     assert "model_dtype=float32 cannot be trained" in sentence
 
 
@@ -42,23 +42,23 @@ def test_a_model_of_float32_may_be_served_on_a_gpu_but_not_trained(monkeypatch):
 def test_an_engine_has_room_for_the_longer_of_both_kinds_of_completion(settings, length):
     """vLLM cuts what does not fit without a word."""
     config = from_values({"max_prompt_token_length": 100, "response_length": 50, "model_name_or_path": "m", **settings})
-    assert engine_args.engine_args(config, on_gpu=False)["max_model_len"] == length
+    assert arguments.engine_args(config, on_gpu=False)["max_model_len"] == length
 
 
 def test_an_engine_has_a_tokenizer_only_for_stop_strings():
     """Turning every token into text costs time; without text a stop string is never found."""
     values = {"model_name_or_path": "m", "tokenizer_name_or_path": "t"}
-    plain = engine_args.engine_args(from_values(values), on_gpu=False)
+    plain = arguments.engine_args(from_values(values), on_gpu=False)
     assert plain["skip_tokenizer_init"] and "tokenizer" not in plain
     for given, expected in ((values, "t"), ({"model_name_or_path": "m"}, "m")):
-        args = engine_args.engine_args(from_values({**given, "stop_strings": ["</answer>"]}), on_gpu=False)
+        args = arguments.engine_args(from_values({**given, "stop_strings": ["</answer>"]}), on_gpu=False)
         assert not args["skip_tokenizer_init"] and args["tokenizer"] == expected
 
 
 def test_all_that_a_machine_lacks_is_said_at_once(monkeypatch):
     """A second start for the second reason costs as much as the first."""
-    monkeypatch.setattr(engine_args, "find_spec", lambda name: None)
-    monkeypatch.setattr(engine_args, "serving_gpus", list)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments, "serving_gpus", list)
     config = from_values({"use_precision_aware_optimizer": True})
-    sentences = engine_args.machine_problems(config, num_local_learners=1, head_dim=48)
+    sentences = arguments.machine_problems(config, num_local_learners=1, head_dim=48)
     assert len(sentences) == 2 and "head_dim=48 is not served" in sentences[1]

@@ -20,7 +20,13 @@ from typing import Any
 import torch
 
 from mgrpo.checkpoint.boxes import described
-from mgrpo.checkpoint.hf_folder import (
+from mgrpo.checkpoint.manifest import DamagedCheckpoint
+from mgrpo.checkpoint.reader import open_checkpoint
+from mgrpo.config import Config
+from mgrpo.config.model_rules import model_problems
+from mgrpo.config.schema import Parallel
+from mgrpo.layout import Layout
+from mgrpo.model_io.hf_folder import (
     FILE_BYTES,
     MEGATRON,
     HfFolder,
@@ -30,13 +36,7 @@ from mgrpo.checkpoint.hf_folder import (
     same_bits,
     write_hf,
 )
-from mgrpo.checkpoint.manifest import DamagedCheckpoint
-from mgrpo.checkpoint.megatron_folder import MegatronFolder, is_megatron_folder, stored_bytes, write_megatron
-from mgrpo.checkpoint.reader import open_checkpoint
-from mgrpo.config import Config
-from mgrpo.config.model_rules import model_problems
-from mgrpo.config.schema import Parallel
-from mgrpo.layout import Layout
+from mgrpo.model_io.megatron_folder import MegatronFolder, is_megatron_folder, stored_bytes, write_megatron
 from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.policy.weights import Read
@@ -275,7 +275,7 @@ class _Report:
 
     def compare_logits(self, model: Path, hf: Path, tolerance: float) -> None:
         """Training's model from the folder `model` against transformers' from `hf`; ValueError when they differ."""
-        from mgrpo.agreement import compare_logits
+        from mgrpo.model_io.agreement import compare_logits
 
         self.progress.reset(self.task, description="computing logits", total=None)
         found = compare_logits(model, hf)

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mgrpo.config import translate_layout
 from mgrpo.config.fields import BOOLEANS
-from mgrpo.config.names import TOOLS, table
+from mgrpo.config.peers import layout as translate_layout
+from mgrpo.config.peers.names import TOOLS, table
 
 if TYPE_CHECKING:
     from mgrpo.config.resolve import Resolution

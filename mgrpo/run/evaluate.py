@@ -20,14 +20,14 @@ from mgrpo.config import Config, ConfigError, parse
 from mgrpo.config.fields import flat
 from mgrpo.config.schema import Algorithm, Checkpoint, Optimizer, Parallel
 from mgrpo.config.validate import problems
-from mgrpo.inputs import as_functions
 from mgrpo.models.family import read_hf_config
-from mgrpo.rollout.engine_args import machine_problems
+from mgrpo.rollout.vllm.arguments import machine_problems
+from mgrpo.run.inputs import as_functions
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mgrpo.inputs import Inputs
+    from mgrpo.run.inputs import Inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +72,8 @@ def evaluate(
         print(f"mgrpo: {sentence}", file=sys.stderr)
     config = for_evaluation(config)
 
-    from mgrpo.head import Head
-    from mgrpo.launch import prepare_environment
+    from mgrpo.run.head import Head
+    from mgrpo.run.launch import prepare_environment
 
     prepare_environment()
     head = None
@@ -138,7 +138,7 @@ def _name(config: Config) -> str:
 
 def _check(config: Config, functions: list[str | Callable]) -> Inputs:
     """Held-out data and rewards; all problems in one error."""
-    from mgrpo.inputs import read_inputs
+    from mgrpo.run.inputs import read_inputs
 
     own = for_evaluation(config)
     hf_config, about_model = _model(own)

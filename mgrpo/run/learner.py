@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 
 from mgrpo import algo, packing
-from mgrpo.checkpoint.megatron_folder import model_reader
 from mgrpo.checkpoint.reader import Checkpoint
 from mgrpo.checkpoint.train_state import MASTER, REFERENCE, TrainState
 from mgrpo.config import Config
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
+from mgrpo.model_io.megatron_folder import model_reader
 from mgrpo.models.family import ModelShape
+from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend
 from mgrpo.parallel.gather import gather_values
-from mgrpo.planner.memory import choose_logits_chunk
 from mgrpo.policy.policy import Microbatch, Policy, StepResult
 from mgrpo.types import PackedBatch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mgrpo.algo import overlong_penalty
+from mgrpo.rewards.overlong import overlong_penalty
 
 
 def test_the_penalty_falls_over_the_last_tokens():

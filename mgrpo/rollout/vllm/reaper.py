@@ -1,4 +1,4 @@
-"""`python -m mgrpo.rollout.reaper FOLDER`: ends what a run's private Ray cluster leaves behind, then removes its folder.
+"""`python -m mgrpo.rollout.vllm.reaper FOLDER`: ends what a run's private Ray cluster leaves behind, then removes its folder.
 
 Rank 0 starts it and holds the other end of its standard input, which closes when rank 0 ends, however it ends. Ray's own
 daemons watch each other but take tens of seconds, and some outlive a kill -9. Standard library only.

@@ -15,19 +15,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mgrpo import conversion
-from mgrpo.checkpoint.hf_folder import same_bits, write_hf
-from mgrpo.checkpoint.megatron_folder import (
+from mgrpo.checkpoint.saver import Saver
+from mgrpo.checkpoint.shard import Part
+from mgrpo.layout import Layout
+from mgrpo.model_io import convert as conversion
+from mgrpo.model_io.convert import hf_to_megatron, megatron_to_hf
+from mgrpo.model_io.hf_folder import same_bits, write_hf
+from mgrpo.model_io.megatron_folder import (
     MegatronFolder,
     megatron_reader,
     model_reader,
     stored_parameters,
     write_megatron,
 )
-from mgrpo.checkpoint.saver import Saver
-from mgrpo.checkpoint.shard import Part
-from mgrpo.conversion import hf_to_megatron, megatron_to_hf
-from mgrpo.layout import Layout
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.models.table import Box, hf_tensors
 from tests.tiny_models import FAMILIES, save_tiny

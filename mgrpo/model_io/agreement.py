@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from mgrpo import packing
-from mgrpo.checkpoint.megatron_folder import model_reader
 from mgrpo.layout import Layout
+from mgrpo.model_io.megatron_folder import model_reader
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.types import TrainSample
 

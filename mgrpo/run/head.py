@@ -24,12 +24,12 @@ from mgrpo.config.derived import derive, state_root
 from mgrpo.config.reward_rules import remapped
 from mgrpo.config.rules import too_few_prompts
 from mgrpo.data.sampler import Sampler
-from mgrpo.evaluation import correctness, short_names, summarise
-from mgrpo.inputs import Inputs
-from mgrpo.rollout.cluster import Cluster
+from mgrpo.rewards.rewarder import Scoring
 from mgrpo.rollout.collect import EVALUATION, sampler_seed
 from mgrpo.rollout.controller import Controller, Rollouts
-from mgrpo.scoring import Scoring
+from mgrpo.rollout.vllm.cluster import Cluster
+from mgrpo.run.inputs import Inputs
+from mgrpo.telemetry.evaluation import correctness, short_names, summarise
 from mgrpo.telemetry.metrics import MetricsWriter
 from mgrpo.telemetry.progress import Progress
 from mgrpo.telemetry.report import write_report

@@ -27,10 +27,10 @@ import torch
 
 from mgrpo.checkpoint.boxes import covers
 from mgrpo.checkpoint.folder import LocalFolder
-from mgrpo.checkpoint.hf_folder import FILE_BYTES, MEGATRON, Tell, bounded_files, header_bytes, row_blocks
 from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.shard import CODES, write_tensors
 from mgrpo.layout import Layout
+from mgrpo.model_io.hf_folder import FILE_BYTES, MEGATRON, Tell, bounded_files, header_bytes, row_blocks
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, LocalParameter, Shape, hf_tensors, local_parameters
 from mgrpo.policy.weights import Read, checkpoint_reader

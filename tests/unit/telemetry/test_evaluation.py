@@ -17,12 +17,11 @@ from mgrpo.config import ConfigError, load_file, parse
 from mgrpo.config.dump import to_yaml
 from mgrpo.config.load import raise_problems
 from mgrpo.config.validate import problems
-from mgrpo.evaluate import evaluate, for_evaluation
-from mgrpo.evaluation import correctness, pass_at_k, short_names, summarise
-from mgrpo.head import Head, random_states, restore_random
-from mgrpo.scoring import Scoring
-from mgrpo.telemetry.batch import RewardScale
-from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup
+from mgrpo.rewards.rewarder import Scoring
+from mgrpo.run.evaluate import evaluate, for_evaluation
+from mgrpo.run.head import Head, random_states, restore_random
+from mgrpo.telemetry.evaluation import correctness, pass_at_k, short_names, summarise
+from mgrpo.types import Completion, Prompt, RewardScale, RolloutGroup, Score, ScoredGroup
 
 NAN = float("nan")
 

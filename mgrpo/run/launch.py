@@ -22,15 +22,15 @@ from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import state_root
 from mgrpo.config.rules import too_few_prompts
 from mgrpo.config.validate import check, warnings
-from mgrpo.inputs import as_functions
-from mgrpo.lifetime import die_with_parent
 from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.rollout.engine_args import machine_problems
+from mgrpo.processes.lifetime import die_with_parent
+from mgrpo.rollout.vllm.arguments import machine_problems
+from mgrpo.run.inputs import as_functions
 
 if TYPE_CHECKING:
-    from mgrpo.head import Head
-    from mgrpo.inputs import Inputs
-    from mgrpo.trainer import TrainResult
+    from mgrpo.run.head import Head
+    from mgrpo.run.inputs import Inputs
+    from mgrpo.run.trainer import TrainResult
 
 
 def train(
@@ -112,7 +112,7 @@ def _start(config: Config, inputs: Inputs | None) -> TrainResult:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         if rank == 0:
-            from mgrpo.head import Head
+            from mgrpo.run.head import Head
 
             head = Head(
                 config,
@@ -181,7 +181,7 @@ def _check(config: Config, *, functions: list[str | Callable], dataset: Iterable
                 check_complete(*split_path(config.checkpoint.resume))
         except ValueError as err:
             problems.append(str(err))
-        from mgrpo.inputs import read_inputs
+        from mgrpo.run.inputs import read_inputs
 
         inputs, found = read_inputs(config, functions=functions, dataset=dataset)
         problems += [problem for problem in found if problem not in problems]
@@ -230,7 +230,7 @@ def _run(config: Config, head, rank: int, world_size: int) -> TrainResult:
     from mgrpo.parallel import backend
 
     backend.install()
-    from mgrpo.trainer import Stopped, Trainer
+    from mgrpo.run.trainer import Stopped, Trainer
 
     gc.freeze()
     gc.enable()

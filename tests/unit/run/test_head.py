@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mgrpo.data.sampler import Sampler
-from mgrpo.head import Head, random_states, restore_random
+from mgrpo.run.head import Head, random_states, restore_random
 
 
 class FakeController:

@@ -10,8 +10,7 @@ import pytest
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import Experts, shape_of
-from mgrpo.models.table import local_parameters
-from mgrpo.planner.memory import (
+from mgrpo.models.memory import (
     LOGITS_CHUNK,
     choose_logits_chunk,
     logits_bytes,
@@ -19,6 +18,7 @@ from mgrpo.planner.memory import (
     stage_elements,
     state_bytes,
 )
+from mgrpo.models.table import local_parameters
 
 GIB = 1 << 30
 # Qwen2.5-7B. A layer: q 3584 x 3584 + 3584, k and v 3584 x 512 + 512 each, o 3584 x 3584, three 3584 x 18944 of the

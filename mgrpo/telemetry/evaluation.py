@@ -11,7 +11,6 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from mgrpo.telemetry.batch import (
-    RewardScale,
     completion_lengths,
     error_rates,
     is_solved,
@@ -22,7 +21,7 @@ from mgrpo.telemetry.batch import (
     stopped,
     tokens_per_second,
 )
-from mgrpo.types import ScoredGroup
+from mgrpo.types import RewardScale, ScoredGroup
 
 __all__ = ["correctness", "mean_score", "pass_at_k", "short_names", "summarise"]
 

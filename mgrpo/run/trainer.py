@@ -26,19 +26,19 @@ import torch.distributed as dist
 
 from mgrpo import ops, packing
 from mgrpo.algo.samples import train_samples
-from mgrpo.checkpoint.hf_export import export_hf
 from mgrpo.config import Config
 from mgrpo.config.validate import layout_of
-from mgrpo.head import Head
 from mgrpo.layout import InferLayout
-from mgrpo.learning import Learner
+from mgrpo.model_io.hf_export import export_hf
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.parallel import backend
 from mgrpo.parallel.attention import shared_prompts_pay
 from mgrpo.parallel.broadcast import Action, Channel
 from mgrpo.policy.policy import StepResult
 from mgrpo.rollout.controller import Rollouts
-from mgrpo.states import States
+from mgrpo.run.head import Head
+from mgrpo.run.learner import Learner
+from mgrpo.run.resume import States
 from mgrpo.sync.channel import Sender, connect_store, open_store
 from mgrpo.telemetry.batch import batch_metrics
 from mgrpo.telemetry.curve import draw_reward_curve

@@ -1,0 +1,1 @@
+"""Models on disk: Hugging Face folders, Megatron folders, and the conversion between them."""

@@ -1,0 +1,1 @@
+"""Child processes: they die with their parent, and talk in JSON lines."""
