@@ -41,7 +41,6 @@ from mgrpo.run.learner import Learner
 from mgrpo.run.resume import States
 from mgrpo.sync.channel import Sender, connect_store, open_store
 from mgrpo.telemetry.batch import batch_metrics
-from mgrpo.telemetry.curve import draw_reward_curve
 from mgrpo.telemetry.versions import found
 from mgrpo.types import PackedBatch, TrainSample
 
@@ -150,11 +149,6 @@ class Trainer:
         exported = self.export(self.done) if config.checkpoint.save_final else None
         if self.head:
             self.head.writer.close()
-            draw_reward_curve(
-                self.output_dir / "metrics.jsonl",
-                self.output_dir / "reward_curve.png",
-                title=f"{config.experiment.exp_name}: reward during training",
-            )
             self.head.write_report()
             self.head.progress.finish(before=self.before or None, after=after or None)
         return TrainResult(

@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mgrpo.telemetry.curve import Points, running_mean
+from mgrpo.telemetry.chart import metric_points, reward_svg
 from mgrpo.telemetry.samples import Record, read_records, tables
 
 NUM_BEST = NUM_WORST = 3
 NUM_RANDOM = 6
 SHOWN_CHARACTERS = 4000
-MOST_POINTS = 400
-WIDTH, HEIGHT, MARGIN = 760, 260, 44
 
 SUMMARY = (
     "model_name_or_path",
@@ -56,6 +54,7 @@ h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 
 table { border-collapse: collapse; display: block; overflow-x: auto } th, td { padding: .25em .7em; border-bottom: 1px solid #eee }
 th { text-align: left; font-weight: 600 } td.number { text-align: right; font-variant-numeric: tabular-nums }
 pre { background: #f6f6f4; padding: .6em .8em; margin: .3em 0; white-space: pre-wrap; overflow-wrap: anywhere }
+svg { max-width: 100%; height: auto }
 .sample { border: 1px solid #ddd; border-radius: 4px; padding: .6em .8em; margin: .8em 0 } .note { color: #666 }
 """
 
@@ -139,7 +138,7 @@ def _configuration(settings: Mapping[str, Any], config: str) -> str:
 
 
 def _rewards(lines: Sequence[Record]) -> str:
-    rewards, evaluations = _points(lines, "reward"), _points(lines, "eval/scores")
+    rewards, evaluations = metric_points(lines, "reward"), metric_points(lines, "eval/scores")
     if not rewards:
         return ""
     return f"<h2>Reward</h2>{reward_svg(rewards, evaluations)}"
@@ -214,62 +213,6 @@ def _sample(record: Record) -> str:
         f"<pre>{_text(record.get('prompt', ''))}</pre><pre>{_text(record.get('completion', ''))}</pre>"
         f"<div class='note'>ground truth: {_text(json.dumps(truths, ensure_ascii=False))}</div></div>"
     )
-
-
-def reward_svg(rewards: Points, evaluations: Points) -> str:
-    """Mean reward a step (thin), its running mean (bold), held-out evaluations (dots)."""
-    smooth = running_mean([value for _, value in rewards], max(2, min(len(rewards) // 10, 50)))
-    steps = [step for step, _ in [*rewards, *evaluations]]
-    values = [value for _, value in [*rewards, *evaluations]]
-    left, right, low, high = min(steps), max(steps), min(values), max(values)
-
-    def x(step: float) -> float:
-        return MARGIN + (step - left) / ((right - left) or 1) * (WIDTH - 2 * MARGIN)
-
-    def y(value: float) -> float:
-        return HEIGHT - MARGIN / 2 - (value - low) / ((high - low) or 1) * (HEIGHT - MARGIN)
-
-    def line(points: Points, style: str) -> str:
-        return f"<polyline fill='none' {style} points='{' '.join(f'{x(s):.1f},{y(v):.1f}' for s, v in points)}'/>"
-
-    def label(at_x: float, at_y: float, anchor: str, value: object) -> str:
-        return f"<text x='{at_x:.1f}' y='{at_y:.1f}' text-anchor='{anchor}'>{_text(_shown(value))}</text>"
-
-    bold = [(step, value) for (step, _), value in zip(rewards, smooth, strict=True)]
-    ticks = [low + (high - low) * part / 4 for part in range(5)]
-    return "\n".join(
-        [
-            f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' font-size='11' fill='#444'>",
-            "<title>mean reward of each training step, and of evaluations</title>",
-            *(
-                f"<line x1='{MARGIN}' x2='{WIDTH - MARGIN}' y1='{y(tick):.1f}' y2='{y(tick):.1f}' stroke='#e3e3e3'/>"
-                + label(MARGIN - 6, y(tick) + 4, "end", tick)
-                for tick in ticks
-            ),
-            label(x(left), HEIGHT - 4, "start", left),
-            label(x(right), HEIGHT - 4, "end", right),
-            line(_thinned(rewards), "stroke='#8fb8de' stroke-width='1'"),
-            line(_thinned(bold), "stroke='#1f5a99' stroke-width='2.4'"),
-            *(f"<circle cx='{x(step):.1f}' cy='{y(value):.1f}' r='4' fill='#d9622b'/>" for step, value in evaluations),
-            "</svg>",
-            "<p class='note'>Thin: mean reward of a training step. Bold: its running mean. Dots: held-out prompts.</p>",
-        ]
-    )
-
-
-def _thinned(points: Points) -> Points:
-    """At most `MOST_POINTS`, each the mean of its neighbours."""
-    every = -(-len(points) // MOST_POINTS)
-    chunks = [points[start : start + every] for start in range(0, len(points), every)]
-    return [(chunk[0][0], sum(value for _, value in chunk) / len(chunk)) for chunk in chunks]
-
-
-def _points(lines: Iterable[Record], name: str) -> Points:
-    return [
-        (line["step"], line[name])
-        for line in lines
-        if isinstance(line.get("step"), int) and isinstance(line.get(name), (int, float))
-    ]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
