@@ -29,7 +29,7 @@ from mgrpo.rollout.collect import EVALUATION, sampler_seed
 from mgrpo.rollout.controller import Controller, Rollouts
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.run.inputs import Inputs
-from mgrpo.telemetry.evaluation import correctness, short_names, summarise
+from mgrpo.telemetry.evaluation import correctness, evaluation_metrics, short_names
 from mgrpo.telemetry.metrics import MetricsWriter
 from mgrpo.telemetry.progress import Progress
 from mgrpo.telemetry.report import write_report
@@ -244,7 +244,7 @@ class Head:
 
     def record_evaluation(self, step: int, rollouts: Rollouts, *, policy_version: int | None) -> dict[str, float]:
         """Metrics of the evaluation after training step `step`, written beside its samples and into the report."""
-        metrics = summarise(
+        metrics = evaluation_metrics(
             rollouts.groups,
             scale=self.scoring.scale,
             sources=self.held_out_sources,

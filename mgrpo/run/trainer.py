@@ -41,7 +41,7 @@ from mgrpo.run.learner import Learner
 from mgrpo.run.resume import States
 from mgrpo.sync.channel import Sender, connect_store, open_store
 from mgrpo.telemetry.batch import batch_metrics
-from mgrpo.telemetry.versions import found
+from mgrpo.telemetry.versions import package_versions
 from mgrpo.types import PackedBatch, TrainSample
 
 HEARTBEAT_S = 5.0
@@ -342,7 +342,7 @@ class Trainer:
                 self.sender.join(engine, generation=0)
             self.wait_for(self.head and self.head.finish(joining, "join the weight-transfer group"))
         if self.head:
-            self.head.progress.say(found(is_extension_compiled=ops.build_info()["compiled"]))
+            self.head.progress.say(package_versions(is_extension_compiled=ops.build_info()["compiled"]))
             for remark in self.learner.remarks():
                 self.head.progress.say(remark)
             plan = self.sender.plan

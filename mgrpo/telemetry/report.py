@@ -1,13 +1,12 @@
 """A run as one HTML page, made from the files in its folder: config.yaml, metrics.jsonl and the tables of samples.
 
-The page loads nothing and runs no script. What a model wrote is hostile text: everything goes through `_text`.
+The page loads nothing and runs no script. What a model wrote is untrusted input: everything goes through `_text`.
 """
 
 from __future__ import annotations
 
 import html
 import json
-import os
 import random
 import sys
 import unicodedata
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.telemetry.chart import metric_points, reward_svg
+from mgrpo.telemetry.files import write_whole
 from mgrpo.telemetry.samples import Record, read_records, tables
 
 NUM_BEST = NUM_WORST = 3
@@ -36,7 +36,7 @@ SUMMARY = (
     "beta",
     "seed",
 )
-"""Settings that stand above the others."""
+"""Settings shown without unfolding the rest."""
 COLUMNS = (
     "step",
     "policy_version",
@@ -46,7 +46,7 @@ COLUMNS = (
     "eval/stop_rate",
     "eval/no_score_rate",
 )
-"""Of every evaluation; pass@k and the parts of a mixture follow."""
+"""Columns of the table of evaluations; pass@k and the parts of a mixture follow."""
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 60em; margin: 2em auto; padding: 0 1em }
@@ -65,16 +65,13 @@ def write_report(folder: str | Path) -> Path:
     Raises:
         ValueError: the folder holds no metrics.
     """
-    folder = Path(folder)
-    path = folder / "report.html"
-    partial = folder / "report.html.partial"
-    partial.write_text(page(folder), encoding="utf-8")
-    os.replace(partial, path)
+    path = Path(folder) / "report.html"
+    write_whole(path, page(path.parent))
     return path
 
 
 def report_command(argv: Sequence[str]) -> int:
-    """`mgrpo report DIR`: write the report of a run, or of an evaluation, again."""
+    """`mgrpo report DIR`: write the report of a run or of an evaluation again."""
     if len(argv) != 1 or argv[0] in ("-h", "--help"):
         sys.stderr.write("usage: mgrpo report DIR   (the output_dir of a run)\n")
         return 0 if argv and argv[0] in ("-h", "--help") else 2
@@ -121,10 +118,10 @@ def _settings(config: str) -> Mapping[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(config)
+        settings = yaml.safe_load(config)
     except yaml.YAMLError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _configuration(settings: Mapping[str, Any], config: str) -> str:
@@ -146,7 +143,7 @@ def _rewards(lines: Sequence[Record]) -> str:
 
 def _evaluations(evaluations: Sequence[Record]) -> str:
     if not evaluations:
-        return "<h2>Evaluations</h2><p class='note'>There were none.</p>"
+        return "<h2>Evaluations</h2><p class='note'>None.</p>"
     names = {name for line in evaluations for name in line}
     more = sorted(name for name in names - set(COLUMNS) if name.startswith(("eval/pass_at_", "eval/by_")))
     columns = [name for name in COLUMNS if name in names] + more
@@ -154,15 +151,15 @@ def _evaluations(evaluations: Sequence[Record]) -> str:
     last = [[name, _shown(value)] for name, value in sorted(evaluations[-1].items())]
     return (
         f"<h2>Evaluations</h2>{_table([name.removeprefix('eval/') for name in columns], rows)}"
-        f"<details><summary>everything that the last one measured</summary>{_table(('metric', 'value'), last)}</details>"
+        f"<details><summary>all metrics of the last one</summary>{_table(('metric', 'value'), last)}</details>"
     )
 
 
 def _samples(folder: Path) -> str:
-    found = tables(folder)
-    if not found:
+    evaluations = tables(folder)
+    if not evaluations:
         return ""
-    step, paths = list(found.items())[-1]
+    step, paths = list(evaluations.items())[-1]
     chosen = choose_samples(lambda: read_records(paths))
     parts = [f"<h2>Samples of the evaluation after step {step}</h2>"]
     for heading, records in chosen.items():
@@ -171,39 +168,40 @@ def _samples(folder: Path) -> str:
 
 
 def choose_samples(read: Callable[[], Iterable[Record]]) -> dict[str, list[Record]]:
-    """The best and the worst by reward, a prompt at most once each, and a few at random, always the same.
+    """The best and the worst by reward, each prompt at most once in either, and a few at random, always the same.
 
     Args:
-        read: gives the records anew each time; they are never all held.
+        read: iterates over the records anew at each call; they are never all in memory.
     """
-    rewards = [(record.get("reward"), record.get("prompt_idx")) for record in read()]
-    scored = [number for number, (reward, _) in enumerate(rewards) if reward is not None]
-    scored.sort(key=lambda number: rewards[number][0])
-    worst = _one_a_prompt(scored, rewards, NUM_WORST)
-    best = _one_a_prompt([n for n in reversed(scored) if n not in worst], rewards, NUM_BEST)
-    rest = [number for number in range(len(rewards)) if number not in {*best, *worst}]
-    anywhere = sorted(random.Random(0).sample(rest, min(NUM_RANDOM, len(rest))))
-    wanted = {*best, *worst, *anywhere}
-    kept = {number: record for number, record in enumerate(read()) if number in wanted}
-    groups = {"Highest reward": best, "Lowest reward": worst, "At random": anywhere}
-    return {heading: [kept[number] for number in numbers] for heading, numbers in groups.items()}
+    summary = [(record.get("reward"), record.get("prompt_idx")) for record in read()]
+    prompts = [prompt for _, prompt in summary]
+    rewards = {index: float(reward) for index, (reward, _) in enumerate(summary) if reward is not None}
+    ascending = sorted(rewards, key=rewards.__getitem__)
+    worst = _one_per_prompt(ascending, prompts, NUM_WORST)
+    best = _one_per_prompt([index for index in reversed(ascending) if index not in worst], prompts, NUM_BEST)
+    rest = [index for index in range(len(summary)) if index not in {*best, *worst}]
+    at_random = sorted(random.Random(0).sample(rest, min(NUM_RANDOM, len(rest))))
+    wanted = {*best, *worst, *at_random}
+    chosen = {index: record for index, record in enumerate(read()) if index in wanted}
+    groups = {"Highest reward": best, "Lowest reward": worst, "At random": at_random}
+    return {heading: [chosen[index] for index in indices] for heading, indices in groups.items()}
 
 
-def _one_a_prompt(ordered: Iterable[int], rewards: Sequence[tuple[Any, Any]], most: int) -> list[int]:
-    chosen: dict[Any, int] = {}
-    for number in ordered:
-        if len(chosen) == most:
+def _one_per_prompt(ordered: Iterable[int], prompts: Sequence[Any], count: int) -> list[int]:
+    first: dict[Any, int] = {}
+    for index in ordered:
+        if len(first) == count:
             break
-        chosen.setdefault(rewards[number][1], number)
-    return list(chosen.values())
+        first.setdefault(prompts[index], index)
+    return list(first.values())
 
 
 def _sample(record: Record) -> str:
-    correct = {True: "correct", False: "not correct"}.get(record.get("correct"))
+    correct = {True: ["correct"], False: ["not correct"]}.get(record.get("correct", ""), [])
     facts = [
         f"prompt {record.get('prompt_idx')}, sample {record.get('sample_idx')}",
         f"reward {_shown(record.get('reward'))}",
-        *([correct] if correct else []),
+        *correct,
         f"{record.get('num_tokens')} tokens, ended by {record.get('finish_reason')}",
         *(f"{name} {_shown(value)}" for name, value in (record.get("scores") or {}).items()),
     ]
@@ -226,7 +224,7 @@ def _class(cell: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as one reads it: numbers short, lists as words."""
+    """A value for readers: numbers shortened, lists as words."""
     if isinstance(value, bool) or value is None:
         return "" if value is None else str(value).lower()
     if isinstance(value, float):
@@ -237,7 +235,7 @@ def _shown(value: object) -> str:
 
 
 def _text(value: object, *, limit: int | None = SHOWN_CHARACTERS) -> str:
-    """Anything as HTML text: no markup, nothing invisible, nothing that turns the reading direction."""
+    """Anything as HTML text: no markup, no invisible characters, none that change the reading direction."""
     text = str(value)
     more = f" ... {len(text) - limit} more characters" if limit is not None and len(text) > limit else ""
     visible = "".join(

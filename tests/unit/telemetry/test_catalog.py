@@ -15,7 +15,7 @@ from mgrpo.config.loss import LossConfig
 from mgrpo.packing import pack_step
 from mgrpo.telemetry import catalog
 from mgrpo.telemetry.batch import batch_metrics
-from mgrpo.telemetry.evaluation import summarise
+from mgrpo.telemetry.evaluation import evaluation_metrics
 from mgrpo.types import Completion, Prompt, RewardScale, RolloutGroup, Score, ScoredGroup, TrainSample
 
 ROOT = Path(__file__).parents[3]
@@ -118,7 +118,7 @@ def produced(scale):
     )
     other = replace(kept[0].group.prompt, verifiers=("math",))
     mixture = [*kept, replace(kept[0], group=replace(kept[0].group, prompt=other))]
-    return {**step, **summarise(mixture, scale=scale, sources=["a", "b"], generate_s=1.0)}
+    return {**step, **evaluation_metrics(mixture, scale=scale, sources=["a", "b"], generate_s=1.0)}
 
 
 @pytest.mark.parametrize(

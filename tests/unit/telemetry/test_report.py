@@ -145,7 +145,7 @@ def test_a_run_without_evaluations_or_settings_has_a_page(tmp_path):
     """A run that has just begun, or has no held-out data."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": null}\n{"step": 2, "reward": 0.5}\n')
     page = read(tmp_path)
-    assert "There were none." in page.text and tmp_path.name in page.text
+    assert "None." in page.text and tmp_path.name in page.text
 
 
 def test_long_texts_are_shortened(tmp_path):

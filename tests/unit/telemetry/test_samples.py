@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mgrpo.telemetry import samples
+from mgrpo.telemetry import files, samples
 from mgrpo.telemetry.samples import EvaluationTables, Traces, read_records, tables, trace_records
 from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup
 
@@ -164,7 +164,7 @@ def test_a_table_appears_complete_or_not_at_all(tmp_path, monkeypatch):
     def die(*names):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(samples.os, "replace", die)
+    monkeypatch.setattr(files.os, "replace", die)
     with pytest.raises(KeyboardInterrupt):
         written.write(10, [group(2)], None)
     assert {name: text for name, text in contents(tmp_path).items() if not name.endswith(".partial")} == before
