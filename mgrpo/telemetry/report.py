@@ -51,7 +51,8 @@ COLUMNS = (
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 60em; margin: 2em auto; padding: 0 1em }
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid #ddd }
-table { border-collapse: collapse; display: block; overflow-x: auto } th, td { padding: .25em .7em; border-bottom: 1px solid #eee }
+table { border-collapse: collapse; display: block; overflow-x: auto }
+th, td { padding: .25em .7em; border-bottom: 1px solid #eee }
 th { text-align: left; font-weight: 600 } td.number { text-align: right; font-variant-numeric: tabular-nums }
 pre { background: #f6f6f4; padding: .6em .8em; margin: .3em 0; white-space: pre-wrap; overflow-wrap: anywhere }
 svg { max-width: 100%; height: auto }

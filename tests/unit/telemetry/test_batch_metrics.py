@@ -224,7 +224,7 @@ def test_rewards_of_each_verifier():
 
 
 def test_a_users_own_functions_have_no_highest_reward():
-    """Rewards of -40 to 0 would all be unsolved, and a function that does not apply is no error."""
+    """Rewards of -40 to 0 would all be unsolved, and a function that does not apply is not an error."""
     parts = [{"brevity": 0.5, "tone": NAN}, {"brevity": -40.0, "tone": NAN}]
     metrics = measure([group([0.5, -40.0], parts=parts)], [group([3.0, 3.0], parts=parts)], scale=None)
     assert metrics["objective/brevity_reward"] == pytest.approx(-19.75)
@@ -321,7 +321,7 @@ def test_policy_versions_are_a_mean_over_tokens():
 
 
 def test_the_engines_speed_counts_a_prompt_once_and_dropped_groups_too():
-    """The engines read a prompt once for its group, and what a filter leaves out was sampled all the same."""
+    """The engines read a prompt once for its group, and what a filter leaves out was also sampled."""
     assert tokens_per_second(KEPT, 2.0) == pytest.approx((4 + 2 + 40) / 2)
     assert measure(KEPT, [group([0.0], lengths=[7])])["time/actor_tokens_per_second"] == pytest.approx((46 + 3 + 7) / 2)
     assert math.isnan(tokens_per_second(KEPT, 0.0))
@@ -434,7 +434,7 @@ def test_length_bins():
 
 
 def test_rate_bins():
-    """Never and always solved stand apart from nearly so; 0.1 is in [0.1, 0.2) even as 1 - 0.9."""
+    """Never and always solved have their own bins; 0.1 is in [0.1, 0.2) even as 1 - 0.9."""
     assert rate_histogram([-1.0, 0.0, 0.01, 1 - 0.9, 0.3, 0.99, 1.0, 1.5, NAN]) == [
         2,
         1,

@@ -166,7 +166,7 @@ def by_name(metrics: dict[str, float], start: str) -> dict[str, float]:
     return {name.removeprefix(start): value for name, value in metrics.items() if name.startswith(start)}
 
 
-def test_the_parts_of_a_mixture_are_measured_apart():
+def test_the_parts_of_a_mixture_are_measured_separately():
     """One number over a mixture hides that a run forgets one of its tasks. Worked by hand; unequal parts."""
     groups = [group([1.0, 0.0]), group([1.0, 1.0]), group([0.0, NAN])]
     metrics = evaluation_metrics(groups, sources=["easy", "easy", "hard"])
@@ -210,7 +210,7 @@ def test_parts_of_a_mixture_without_verifiers_have_rewards_only():
     assert correctness(groups, None) is None
 
 
-def test_datasets_are_named_by_as_little_as_tells_them_apart():
+def test_datasets_are_named_by_their_shortest_distinguishing_suffix():
     """The name of a metric has no slash, and two datasets never share one."""
     assert short_names(["data/heldout.jsonl"]) == ["heldout"]
     assert short_names(["gsm8k/test.parquet", "math/test.parquet", "gsm8k/test.parquet"]) == [

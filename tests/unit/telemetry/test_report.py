@@ -113,7 +113,7 @@ def test_what_a_model_wrote_is_text_and_nothing_else(run):
 
 
 def test_the_page_loads_nothing(run):
-    """It is sent around and opened where there is no network; and no text may make it call home."""
+    """It is mailed and opened without a network, and no text in it may send a request."""
     page = read(run)
     assert not [
         a for _, attributes in page.tags for a in attributes if a in ("src", "href", "data", "srcset", "action")
