@@ -5,7 +5,7 @@ Peak rates are the vendor's; the share that a program reaches is assumed (a fiel
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 GIB = 1 << 30
 
@@ -47,37 +47,34 @@ GPUS = {
 }
 
 
-def _assumed(default: float, meaning: str) -> float:
-    return field(default=default, metadata={"meaning": meaning})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
     """What no configuration defines and nothing here measures. The command has a flag of the same name for each."""
 
-    compute_efficiency: float = _assumed(
-        0.55, "share of a GPU's peak that matrix products reach, without communication and waiting"
-    )
-    expert_efficiency: float = _assumed(0.3, "the same for experts, whose matrix products are many and small")
-    link_efficiency: float = _assumed(0.75, "share of NVLink's and the network's rate that collectives reach")
-    hbm_efficiency: float = _assumed(0.7, "share of the memory bandwidth that decoding and the optimizer reach")
-    allreduce_us: float = _assumed(
-        15.0,
-        "microseconds of a small all-reduce between an engine's workers; there are two per layer and decoding step",
-    )
-    decode_step_ms: float = _assumed(
-        4.0, "milliseconds of a decoding step outside the model: scheduling, sampling, kernel launches"
-    )
-    reserved_gib: float = _assumed(
-        4.0, "GiB per learner GPU for the CUDA context, NCCL, libraries and the data sheet's GB that are less than GiB"
-    )
-    fragmentation: float = _assumed(0.1, "memory that the allocator wastes, as a share of activations and logits")
-    engine_workspace_gib: float = _assumed(
-        4.0, "GiB per engine GPU, within vllm_gpu_memory_utilization, for activations and CUDA graphs"
-    )
-    prompt_share: float = _assumed(0.5, "mean prompt length as a share of max_prompt_token_length")
-    response_share: float = _assumed(0.5, "mean completion length as a share of response_length")
-    pack_fill: float = _assumed(0.95, "mean tokens in a pack as a share of pack_length")
+    compute_efficiency: float = 0.55
+    """Share of a GPU's peak that matrix products reach, without communication and waiting."""
+    expert_efficiency: float = 0.3
+    """The same for experts, whose matrix products are many and small."""
+    link_efficiency: float = 0.75
+    """Share of NVLink's and the network's rate that collectives reach."""
+    hbm_efficiency: float = 0.7
+    """Share of the memory bandwidth that decoding and the optimizer reach."""
+    allreduce_us: float = 15.0
+    """Microseconds of a small all-reduce between an engine's workers; there are two per layer and decoding step."""
+    decode_step_ms: float = 4.0
+    """Milliseconds of a decoding step outside the model: scheduling, sampling, kernel launches."""
+    reserved_gib: float = 4.0
+    """GiB per learner GPU for the CUDA context, NCCL, libraries, and for data-sheet GB that are less than GiB."""
+    fragmentation: float = 0.1
+    """Memory that the allocator wastes, as a share of activations and logits."""
+    engine_workspace_gib: float = 4.0
+    """GiB per engine GPU, within vllm_gpu_memory_utilization, for activations of a forward pass and CUDA graphs."""
+    prompt_share: float = 0.5
+    """Mean prompt length as a share of max_prompt_token_length."""
+    response_share: float = 0.5
+    """Mean completion length as a share of response_length."""
+    pack_fill: float = 0.95
+    """Mean tokens in a pack as a share of pack_length."""
 
 
 @dataclass(frozen=True, slots=True)
