@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +23,7 @@ from mgrpo.config.derived import derive, state_root
 from mgrpo.config.reward_rules import remapped
 from mgrpo.config.rules import too_few_prompts
 from mgrpo.data.sampler import Sampler
-from mgrpo.rewards.rewarder import Scoring
+from mgrpo.rewards.rewarder import Rewarder, logged_metrics
 from mgrpo.rollout.collect import EVALUATION, sampler_seed
 from mgrpo.rollout.controller import Controller, Rollouts
 from mgrpo.rollout.vllm.cluster import Cluster
@@ -34,7 +33,7 @@ from mgrpo.telemetry.metrics import MetricsWriter
 from mgrpo.telemetry.progress import Progress
 from mgrpo.telemetry.report import write_report
 from mgrpo.telemetry.samples import EvaluationTables, Traces
-from mgrpo.types import Prompt, ScoredGroup
+from mgrpo.types import Prompt, RewardContext, RolloutGroup, ScoredGroup
 
 _log = logging.getLogger(__name__)
 
@@ -61,9 +60,11 @@ class Head:
         """Whether there is a trainer that looks at `stopping`."""
         self.cursor: dict[str, Any] | None = None
         """Where the sampler stood before it handed out the prompts of the step that is under way."""
-        self.random: dict[str, Any] | None = None
-        """The random states before the batch that is under way, which reward functions may be changing."""
-        self.scoring = Scoring(config, inputs.functions, inputs.verifiers(config))
+        self.context: RewardContext | None = None
+        """What completions are scored for at the moment."""
+        self.logged: dict[str, list[float]] = {}
+        """What reward functions logged since the context was set."""
+        self.scoring = Rewarder(config, inputs.functions, inputs.verifiers(config))
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="head")
         self.follower = ThreadPoolExecutor(max_workers=1, thread_name_prefix="follower")
         self.controller: Controller | None = None
@@ -112,13 +113,12 @@ class Head:
         stop_ids = stop_token_ids(config.model.model_name_or_path, self.tokenizer)
         if resumed:
             self.sampler.load_state_dict(resumed["head"]["sampler"])
-            restore_random(resumed["head"]["random"])
         self.controller = Controller(
             config,
             self.cluster,
             next_prompts=lambda n: [self._remapped(train.prompt(prompt_id)) for prompt_id in self.sampler.take(n)],
             decode=partial(decode, self.tokenizer),
-            score=self.scoring.score,
+            score=self._score,
             keep=self._keep,
             stop_token_ids=stop_ids,
         )
@@ -155,16 +155,16 @@ class Head:
 
     def prepare(self, *, is_next: bool = True) -> None:
         """The batch under way has arrived; queue the next step's prompts in the engines, if it `is_next`, without sampling."""
-        self.cursor = self.random = None
+        self.cursor = None
         if is_next:
             self.cursor = self.sampler.state_dict()
             self.controller.prepare()
 
-    def next_batch(self) -> Future[Rollouts]:
-        """Start sampling the next step."""
+    def next_batch(self, step: int) -> Future[Rollouts]:
+        """Start sampling training step `step`."""
         if self.controller.prepared is None:
             self.prepare()
-        self.random = random_states()
+        self._set_context(step - 1, step, self.config.rollout.response_length)
         return self.controller.next_batch()
 
     def reseed(self, step: int) -> Future[None]:
@@ -175,9 +175,18 @@ class Head:
         """What only rank 0 knows, as it was when the last step was done: prompts handed out since are handed out again."""
         return {
             "sampler": self.cursor or self.sampler.state_dict(),
-            "random": self.random or random_states(),
             "num_lines": self.writer.num_lines,
         }
+
+    def _set_context(self, step: int, stream: int, max_tokens: int) -> None:
+        seed = sampler_seed(self.config.experiment.seed, stream, 0)
+        self.context, self.logged = RewardContext(step=step, seed=seed, max_tokens=max_tokens), {}
+
+    def _score(self, groups: Sequence[RolloutGroup]) -> list[ScoredGroup]:
+        scored = self.scoring.score(groups, self.context)
+        for name, values in scored.logged.items():
+            self.logged.setdefault(name, []).extend(values)
+        return scored.groups
 
     def _remapped(self, prompt: Prompt) -> Prompt:
         """The prompt with the verifier that `remap_verifier` puts in place of another."""
@@ -226,20 +235,14 @@ class Head:
 
     def evaluation(self, *, next_step: int) -> Future[Rollouts]:
         """Sample the held-out prompts from random streams that training does not notice: that of `next_step` comes after."""
-        self.random = random_states()
         return self.thread.submit(self._evaluate, next_step)
 
     def _evaluate(self, next_step: int) -> Rollouts:
-        seed = sampler_seed(self.config.experiment.seed, EVALUATION, 0)
         self.cluster.finish(self.cluster.reseed(EVALUATION), "seed the sampler")
-        # Reward functions may draw from Python's and numpy's own states, too.
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        with self.scoring.evaluating(next_step - 1):
-            rollouts = self.controller.evaluate(self.held_out_prompts).result()
-        restore_random(self.random)
+        rollout = self.config.rollout
+        self._set_context(next_step - 1, EVALUATION, rollout.eval_response_length or rollout.response_length)
+        rollouts = self.controller.evaluate(self.held_out_prompts).result()
         self.cluster.finish(self.cluster.reseed(next_step), "seed the sampler")
-        self.random = None
         return rollouts
 
     def record_evaluation(self, step: int, rollouts: Rollouts, *, policy_version: int | None) -> dict[str, float]:
@@ -250,7 +253,7 @@ class Head:
             sources=self.held_out_sources,
             generate_s=rollouts.generate_s,
         )
-        metrics |= self.scoring.evaluation_metrics()
+        metrics |= logged_metrics(self.logged, "eval/")
         version = {} if policy_version is None else {"policy_version": policy_version}
         self.writer.write(step, {**version, **metrics, "time/eval": rollouts.generate_s})
         self.tables.write(step, rollouts.groups, correctness(rollouts.groups, self.scoring.scale))
@@ -273,18 +276,3 @@ class Head:
         for part in (self.progress, self.writer, self.controller, self.scoring, self.cluster):
             if part is not None:
                 part.close()
-
-
-def random_states() -> dict[str, Any]:
-    """Python's and numpy's global random states, which reward functions may use; in JSON."""
-    version, numbers, normal = random.getstate()
-    name, keys, *rest = np.random.get_state()
-    return {"python": [version, list(numbers), normal], "numpy": [name, keys.tolist(), *rest]}
-
-
-def restore_random(states: Mapping[str, Any]) -> None:
-    """Go on where `random_states` was."""
-    version, numbers, normal = states["python"]
-    random.setstate((version, tuple(numbers), normal))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))

@@ -35,6 +35,7 @@ from mgrpo.parallel import backend
 from mgrpo.parallel.attention import shared_prompts_pay
 from mgrpo.parallel.broadcast import Action, Channel
 from mgrpo.policy.policy import StepResult
+from mgrpo.rewards.rewarder import logged_metrics
 from mgrpo.rollout.controller import Rollouts
 from mgrpo.run.head import Head
 from mgrpo.run.learner import Learner
@@ -179,9 +180,7 @@ class Trainer:
         False when there was nothing to sample: every prompt is solved for good (`no_resampling_pass_rate`).
         """
         clock = _Clock()
-        if self.head:
-            self.head.scoring.done = step - 1
-        batch = self.wait_for(self.head and self.head.next_batch(), self.pack, may_stop=True)
+        batch = self.wait_for(self.head and self.head.next_batch(step), self.pack, may_stop=True)
         if self.head:
             self.head.prepare(is_next=step < self.config.num_training_steps and not self.evaluates_after(step))
         arrays = self.channel.arrays(batch and batch.arrays)
@@ -422,6 +421,7 @@ class Trainer:
             "episode": step * self.config.batch_size,
             **sampled,
             **self.head.scoring.metrics(),
+            **logged_metrics(self.head.logged),
             **measured,
             "val/num_step_tokens": sum(len(pack.tokens) for pack in batch.packs),
             "optim/grad_norm": results[-1].grad_norm if results else 0.0,
