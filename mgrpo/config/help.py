@@ -9,7 +9,6 @@ import typing
 from itertools import pairwise
 from typing import Any, Literal
 
-from mgrpo.config import schema
 from mgrpo.config.fields import Setting, alternatives, section_types, settings
 from mgrpo.config.peers.presets import PRESETS
 
@@ -52,16 +51,13 @@ def help_text(prog: str | None = None) -> str:
 
 def field_docs() -> dict[str, str]:
     """Docstring beneath each field of the schema's sections; empty when Python runs without sources."""
-    try:
-        tree = ast.parse(inspect.getsource(schema))
-    except OSError:
-        return {}
-    sections = {kind.__name__ for kind in section_types().values()}
     found: dict[str, str] = {}
-    for node in tree.body:
-        if not isinstance(node, ast.ClassDef) or node.name not in sections:
-            continue
-        for field, below in pairwise(node.body):
+    for kind in section_types().values():
+        try:
+            body = ast.parse(inspect.getsource(kind)).body[0].body
+        except OSError:
+            return {}
+        for field, below in pairwise(body):
             if (
                 isinstance(field, ast.AnnAssign)
                 and isinstance(below, ast.Expr)

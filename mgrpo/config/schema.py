@@ -6,10 +6,10 @@ A default stands here and nowhere else; `None` means off unless the docstring sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal, NewType
 
-from mgrpo.config.loss import Level, LossConfig
+from mgrpo.config.loss import LossConfig
 from mgrpo.config.provenance import Provenance
 
 JSONObject = NewType("JSONObject", str)
@@ -180,66 +180,12 @@ class Reward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    policy_loss: Literal["ppo_clip", "cispo", "sapo", "vespo", "reinforce"] = "ppo_clip"
-    """The surrogate: clipped ratio, capped weight (CISPO), soft gate (SAPO), sequence gate (VESPO), or none."""
-    ratio_level: Literal["token", "sequence", "sequence_token"] = "token"
-    """token: a ratio each; sequence: one for the completion (GSPO); sequence_token: its value, the token's own gradient."""
-    aggregation: Literal["token", "constant", "seq_mean", "local_token", "dr_grpo", "luspo"] | None = None
-    """What the sum over tokens is divided by; none: loss_denominator decides, token or constant."""
-    loss_denominator: str = "token"
-    """token: mean over response tokens of the mini-batch; a number: divide the sum by it (Dr. GRPO)."""
-    local_batch_size: int = 8
-    """Completions of one mean over tokens under aggregation local_token, whatever the packs."""
-    clip_lower: float = 0.2
-    """The ratio is clipped below at 1 - clip_lower."""
-    clip_higher: float = 0.2
-    """The ratio is clipped above at 1 + clip_higher, which is also CISPO's cap."""
-    delta: float | None = None
-    """Two-sided clip: the unclipped ratio goes no higher than this."""
-    dual_clip: float | None = None
-    """Dual clip: the loss of a token with advantage A < 0 is at most dual_clip x |A|."""
-    sapo_temperature_pos: float = 1.0
-    """SAPO's gate for positive advantages."""
-    sapo_temperature_neg: float = 1.05
-    """SAPO's gate for the others."""
-    vespo_k_pos: float = 2.0
-    """VESPO's exponent of the sequence ratio, advantage >= 0."""
-    vespo_lambda_pos: float = 3.0
-    """VESPO's decay, advantage >= 0."""
-    vespo_k_neg: float = 3.0
-    """VESPO's exponent of the sequence ratio, advantage < 0."""
-    vespo_lambda_neg: float = 2.0
-    """VESPO's decay, advantage < 0."""
-    beta: float = 0.05
-    """Weight of the KL penalty towards the reference model; 0 loads no reference unless log_ref_kl is set."""
-    kl_estimator: Literal[0, 1, 2, 3] = 2
-    """0: d; 1: d^2/2; 2: exp(-d) - 1 + d; 3: ratio x d, where d = logprob - reference logprob."""
-    kl_bias_correction: bool = False
-    """Multiply the KL estimate by the ratio, through which gradients flow too."""
     log_ref_kl: bool = False
     """Measure the KL to the reference model even when beta is 0."""
     alpha: float = 0.6
     """Share of the policy in each update of the reference model: reference <- alpha x policy + (1 - alpha) x reference."""
     ref_policy_update_freq: int | None = None
     """Training steps between these updates; none: the reference stays as it is."""
-    use_rho_correction: bool = False
-    """Weigh the policy loss by rho = exp(old logprob - the engine's logprob), bounded as the settings below say."""
-    rho_level: Level = "token"
-    """The rho that weighs: each token's, or exp of the mean or of the sum over the completion."""
-    rho_clamp_lower_bound: float = 0.0
-    """Smallest weight; 0: no bound."""
-    rho_clamp_upper_bound: float = 2.0
-    """Largest weight (truncated importance sampling); 0: no bound."""
-    rho_mask_level: Level = "token"
-    """The rho that decides what is dropped."""
-    rho_mask_lower_bound: float = 0.0
-    """Below this the policy loss is dropped; 0: no bound."""
-    rho_mask_upper_bound: float = 0.0
-    """Above this the policy loss is dropped; 0: no bound."""
-    rho_mask_tv_divergence: bool = False
-    """The upper bound is one of the completion's mean |rho - 1|, and only tokens whose step would raise it are dropped."""
-    off_policy_mask_threshold: float | None = None
-    """Drop completions with advantage < 0 whose mean of engine's - present logprob is above this; none: off."""
     use_vllm_logprobs: bool = False
     """Take the engine's logprobs as the old ones instead of computing them again."""
     advantage_normalization_type: Literal["standard", "centered", "batch_std", "gdpo"] = "standard"
@@ -422,6 +368,7 @@ class Config:
     data: Data = field(default_factory=Data)
     rollout: Rollout = field(default_factory=Rollout)
     reward: Reward = field(default_factory=Reward)
+    loss: LossConfig = field(default_factory=LossConfig)
     algorithm: Algorithm = field(default_factory=Algorithm)
     optimizer: Optimizer = field(default_factory=Optimizer)
     parallel: Parallel = field(default_factory=Parallel)
@@ -459,22 +406,3 @@ class Config:
     def notes(self) -> tuple[str, ...]:
         """What was understood of names that are not settings, one sentence each."""
         return self.provenance.notes
-
-    @property
-    def loss(self) -> LossConfig:
-        """What the policy loss needs."""
-        own = self.algorithm
-        aggregation = own.aggregation or ("token" if own.loss_denominator == "token" else "constant")
-        # Dr. GRPO divides by the length that a completion may have.
-        constants = {"constant": own.loss_denominator, "dr_grpo": self.rollout.response_length}
-        shared = {field.name for field in fields(LossConfig)} & {field.name for field in fields(Algorithm)}
-        return LossConfig(
-            **{name: getattr(own, name) for name in shared - {"aggregation"}},
-            aggregation=aggregation,
-            constant=float(constants[aggregation]) if aggregation in constants else None,
-            rho_clamp_lower=own.rho_clamp_lower_bound,
-            rho_clamp_upper=own.rho_clamp_upper_bound,
-            rho_mask_lower=own.rho_mask_lower_bound,
-            rho_mask_upper=own.rho_mask_upper_bound,
-            rho_mask_tv=own.rho_mask_tv_divergence,
-        )

@@ -203,7 +203,7 @@ def _data_warnings(config: Config) -> Iterator[str]:
 
 
 def _loss_warnings(config: Config) -> Iterator[str]:
-    own = config.algorithm
+    own = config.loss
     if own.delta is not None and own.delta <= 1 + own.clip_higher:
         yield f"delta={own.delta:g} is not above 1 + clip_higher = {1 + own.clip_higher:g}, so it clips before the clip does"
     if own.aggregation == "luspo" and own.ratio_level != "sequence":
@@ -228,7 +228,7 @@ _RHO = (
 )
 _ADAPTIVE = "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"
 _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
-    (_RHO, "use_rho_correction=true", lambda c: c.algorithm.use_rho_correction),
+    (_RHO, "use_rho_correction=true", lambda c: c.loss.use_rho_correction),
     (_ADAPTIVE, "use_adaptive_entropy=true", lambda c: c.algorithm.use_adaptive_entropy),
     (
         "keep_last_n_checkpoints checkpoint_async",
@@ -238,9 +238,9 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("alpha", "ref_policy_update_freq", lambda c: c.algorithm.ref_policy_update_freq is not None),
     ("reshuffle_mini_batches", "num_epochs above 1", lambda c: c.algorithm.num_epochs > 1),
     ("active_sampling_max_rounds", "active_sampling=true", lambda c: c.algorithm.active_sampling),
-    ("clip_lower delta dual_clip", "policy_loss=ppo_clip", lambda c: c.algorithm.policy_loss == "ppo_clip"),
-    ("clip_higher", "policy_loss=ppo_clip or cispo", lambda c: c.algorithm.policy_loss in ("ppo_clip", "cispo")),
-    ("ratio_level", "a policy_loss with a ratio", lambda c: c.algorithm.policy_loss not in ("vespo", "reinforce")),
+    ("clip_lower delta dual_clip", "policy_loss=ppo_clip", lambda c: c.loss.policy_loss == "ppo_clip"),
+    ("clip_higher", "policy_loss=ppo_clip or cispo", lambda c: c.loss.policy_loss in ("ppo_clip", "cispo")),
+    ("ratio_level", "a policy_loss with a ratio", lambda c: c.loss.policy_loss not in ("vespo", "reinforce")),
     (
         "warm_up_steps warmup_ratio",
         "another lr_scheduler_type, constant_with_warmup for example",

@@ -126,7 +126,7 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         no_effect("do_eval", TRL, bool, (True, False), "dataset_mixer_eval_list decides"),
         no_effect("shuffle_eval_dataset", OI, bool, (False,), "every held-out prompt is sampled, whatever the order"),
     ),
-    "algorithm": (
+    "loss": (
         alias("loss_fn", OI, "policy_loss aggregation", "dapo: ppo_clip, cispo: cispo; loss_denominator divides", Literal["dapo", "cispo"]),
         alias("loss_type", TRL, "policy_loss aggregation ratio_level", "see the table of losses below", Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]),
         alias("importance_sampling_level", TRL, "ratio_level", "sequence is GSPO"),
@@ -141,6 +141,8 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         alias("vllm_importance_sampling_clip_min", TRL, "rho_clamp_lower_bound rho_mask_lower_bound", "which of the two, the mode decides", float | None),
         alias("vllm_importance_sampling_cap", TRL, "rho_clamp_upper_bound rho_mask_upper_bound", "TRL's old name of vllm_importance_sampling_clip_max", float | None),
         alias("use_bias_correction_kl", TRL, "kl_bias_correction"),
+    ),
+    "algorithm": (
         alias("scale_rewards", TRL, "advantage_normalization_type advantage_ddof advantage_eps", "true or group: standard; false or none: centered; batch: batch_std; ddof 1, eps 1e-4", bool | Literal["group", "batch", "none"]),
         alias("multi_objective_aggregation", TRL, "advantage_normalization_type advantage_ddof advantage_eps", "normalize_then_sum: gdpo; sum_then_normalize: as scale_rewards says", Literal["sum_then_normalize", "normalize_then_sum"]),
         alias("no_filter_zero_std_samples", OLD, "filter_zero_std_samples", "the opposite", bool),
