@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from mgrpo.config.annotations import POSITIVE
 from mgrpo.config.derived import derive, layout_of
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import describe, fits, flat, settings
 from mgrpo.config.loss_rules import LOSS_RULES, weight_problems
 from mgrpo.config.model_rules import longest_sequence, model_problems, num_experts, size_of
-from mgrpo.config.ranges import POSITIVE, RANGES, REASONS
 from mgrpo.config.resolve import shown
 from mgrpo.config.reward_rules import REWARD_RULES
 from mgrpo.config.rules import REWARD_SWITCHES, RULES, pairs, reward_problems
 from mgrpo.config.schema import Config
 
-__all__ = ["RANGES", "check", "layout_of", "problems", "warnings"]
+__all__ = ["check", "layout_of", "problems", "warnings"]
 
 LAYOUT_FIELDS = (
     "tensor_model_parallel_size",
@@ -127,12 +127,12 @@ def _field_problems(config: Config) -> dict[str, str]:
     """The first problem of each field by itself."""
     found = {}
     for name, value in flat(config).items():
-        expected = settings()[name].type
-        reason = f"; {REASONS[name]}" if name in REASONS else ""
-        if not fits(value, expected):
-            found[name] = f"{name}={value!r} must be {describe(expected)}{reason}"
-        elif name in RANGES and isinstance(value, (int, float)) and not RANGES[name].holds(value):
-            found[name] = f"{name}={value} must be {RANGES[name]}{reason}"
+        setting = settings()[name]
+        reason = f"; {setting.reason}" if setting.reason else ""
+        if not fits(value, setting.type):
+            found[name] = f"{name}={value!r} must be {describe(setting.type)}{reason}"
+        elif setting.range and isinstance(value, (int, float)) and not setting.range.holds(value):
+            found[name] = f"{name}={value} must be {setting.range}{reason}"
         elif name == "loss_denominator" and not _is_denominator(value):
             found[name] = f"{name}={value!r} must be token or a finite number above 0"
     return found
