@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -30,7 +32,7 @@ def make_trainer(config: Config, lead: Lead, producer: Producer | None, *, resum
     """
     host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.experiment.backend_timeout))
     layout = layout_of(config, dist.get_world_size())
-    shape = shape_of(read_hf_config(config.model.model_name_or_path))
+    shape = shape_of(read_hf_config(config.model.path))
     states = States(config, lead, host_group)
     checkpoint = states.open(resume_from, shape)
     learner = Learner(config, shape=shape, layout=layout, host_group=host_group, checkpoint=checkpoint)
@@ -40,14 +42,14 @@ def make_trainer(config: Config, lead: Lead, producer: Producer | None, *, resum
         Source(producer, lead, config, layout=layout, hidden=shape.hidden) if producer else SilentSource(lead)
     )
     remarks = source.start()
-    reporter = _reporter(config, producer, resumed=checkpoint and checkpoint.state, resume_from=resume_from)
+    reporter = _reporter(config, producer, resumed=checkpoint.state if checkpoint else None, resume_from=resume_from)
     weights = EngineWeights(
         learner.policy,
         shape=shape,
         layout=layout,
         settings=config.engine,
         lead=lead,
-        fleet=producer and producer.fleet,
+        fleet=producer.fleet if producer else None,
         host_group=host_group,
     )
     weights.connect()
@@ -73,7 +75,7 @@ def make_trainer(config: Config, lead: Lead, producer: Producer | None, *, resum
 
 
 def _reporter(
-    config: Config, producer: Producer | None, *, resumed: dict | None, resume_from: str | None
+    config: Config, producer: Producer | None, *, resumed: Mapping[str, Any] | None, resume_from: str | None
 ) -> Reporter | SilentReporter:
     if producer is None:
         return SilentReporter()

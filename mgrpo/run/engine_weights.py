@@ -86,7 +86,7 @@ class EngineWeights:
         )
         for engine in range(settings.vllm_num_engines):
             self._together(
-                lambda engine=engine: [self.fleet.engines[engine].join(self.sender.invitation(engine))],
+                partial(self._invite, engine),
                 partial(self.sender.join, engine),
                 what="join the weight-transfer group",
             )
@@ -113,8 +113,11 @@ class EngineWeights:
         """No new weights: only begin the random stream of training step `step`."""
         self.lead.run(lambda: self.fleet.reseed(step))
 
+    def _invite(self, engine: int) -> list[Future[None]]:
+        return [self.fleet.engines[engine].join(self.sender.invitation(engine))]
+
     def _together(
-        self, engines_part: Callable[[], Sequence[Future[None]]], own_part: Callable[[], None], *, what: str
+        self, engines_part: Callable[[], Sequence[Future[None]]], own_part: Callable[[], object], *, what: str
     ) -> None:
         """Both ends of a transfer at once. When the learners' end fails, an engine's own error is the one to raise."""
         calls = self.lead.call(engines_part)

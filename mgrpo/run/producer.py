@@ -104,7 +104,7 @@ class Producer:
             if problems := too_few_prompts(config, len(self.prompts)):
                 raise ValueError(problems[0])
             self.sampler = Sampler(len(self.prompts), config.experiment.seed, shuffle=config.data.shuffle_dataset)
-        stop_ids = stop_token_ids(config.model.model_name_or_path, self.tokenizer)
+        stop_ids = stop_token_ids(config.model.path, self.tokenizer)
         self.dispatcher = Dispatcher(
             self.fleet,
             config.rollout,

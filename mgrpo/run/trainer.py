@@ -163,7 +163,7 @@ class Trainer:
     def export(self) -> Path:
         """Write the model in Hugging Face format."""
         folder = self.output_dir / "hf" / f"step_{self.done}"
-        export_hf(self.learner.policy, self.config.model.model_name_or_path, folder, group=self.learner.host_group)
+        export_hf(self.learner.policy, self.config.model.path, folder, group=self.learner.host_group)
         self.source.save_tokenizer(folder)
         return folder
 
@@ -182,7 +182,7 @@ class Trainer:
             "skipped": self.skipped,
             "before": self.before,
             "model": asdict(self.learner.shape),
-            "model_name_or_path": str(Path(self.config.model.model_name_or_path or "").absolute()),
+            "model_name_or_path": str(Path(self.config.model.path).absolute()),
             "learner": self.learner.state_dict(),
             "source": self.source.state_dict(),
             "reporter": self.reporter.state_dict(),

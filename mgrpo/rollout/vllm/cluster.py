@@ -84,12 +84,9 @@ class Cluster:
             # Without its control store Ray cannot go on: say so after seconds, not after a minute.
             RAY_gcs_rpc_server_reconnect_timeout_s="10",
         )
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         import ray
 
-        try:
+        with _visible_gpus(gpus):
             ray.init(
                 address="local",
                 namespace="mgrpo",
@@ -102,11 +99,6 @@ class Cluster:
                 _node_ip_address="127.0.0.1",
                 _temp_dir=folder,
             )
-        finally:
-            if gpus and visible is None:
-                del os.environ["CUDA_VISIBLE_DEVICES"]
-            elif gpus:
-                os.environ["CUDA_VISIBLE_DEVICES"] = visible
         return ray
 
     def start_engines(self, config: Config) -> None:
@@ -158,9 +150,24 @@ class Cluster:
             # It has set SIGTERM to its default, which would cut the rest of the clean-up short.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
             self.ray = None
-        if self._reaper is not None:
+        if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()
             self._reaper = None
+
+
+@contextmanager
+def _visible_gpus(gpus: list[str]) -> Iterator[None]:
+    """Processes that are started within see these GPUs only; without any, what is visible stays as it is."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    try:
+        yield
+    finally:
+        if gpus:
+            os.environ.pop("CUDA_VISIBLE_DEVICES")
+            if before is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 @contextmanager
