@@ -1,7 +1,7 @@
 """Progress of a run: a live panel on a terminal, a dozen plain lines in a log, and a summary at the end.
 
 Only rank 0 reports. Metrics are plain dicts, and any of them may be missing. There is no thread: `update` redraws the
-panel a few times per second at most, so that a step of milliseconds pays microseconds.
+panel a few times per second at most, so that its cost is negligible even for steps of milliseconds.
 """
 
 from __future__ import annotations

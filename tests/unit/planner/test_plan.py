@@ -121,7 +121,7 @@ def test_step_times_are_near_those_that_others_publish() -> None:
 
 
 def test_training_times_are_near_megatrons_own() -> None:
-    """GPT-3 175B on 64 A100, 1F1B with 3 chunks, sequence parallelism: 13.75 s a step (arXiv:2205.05198, table 5)."""
+    """GPT-3 175B on 64 A100, 1F1B with 3 chunks, sequence parallelism: 13.75 s per step (arXiv:2205.05198, table 5)."""
     config = from_values(
         {
             "tensor_model_parallel_size": 8,

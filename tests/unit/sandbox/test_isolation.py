@@ -183,7 +183,7 @@ become_somebody()
 
 
 def _descendants(of: int | None = None) -> set[int]:
-    """All processes below one, this one unless said otherwise."""
+    """All descendants of a process, by default of this one."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

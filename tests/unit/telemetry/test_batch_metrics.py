@@ -1,4 +1,4 @@
-"""What a step's rollouts amount to, by hand."""
+"""Metrics of a step's rollouts, worked by hand."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_scores_are_of_the_batch_and_rewards_of_all_that_was_sampled():
 
 
 def test_spread_is_the_mean_over_groups_with_two_scores():
-    """A group of equal rewards trains nothing; their share says how much sampling was in vain."""
+    """A group of equal rewards trains nothing; their share shows how much sampling was wasted."""
     metrics = measure(KEPT, DROPPED)
     # [10, 0, 10]: mean 20/3, squares 100/9 x 2 + 400/9 = 600/9, over 2; [5, 0, 0, 0]: 12.5 x 1.5 = 18.75, over 3.
     first, second = math.sqrt(600 / 9 / 2), math.sqrt(18.75 / 3)

@@ -44,7 +44,7 @@ def log_of(total_steps, *, seconds_per_step=5.5, given=metrics):
 
 
 def test_a_log_gets_a_dozen_lines_with_the_first_and_the_last():
-    """A line a step buries the log; a panel fills it with control codes."""
+    """One line per step floods the log; a panel fills it with control codes."""
     lines = log_of(50)
     assert [int(line.split()[1].split("/")[0]) for line in lines] == [1, *range(4, 50, 4), 50]
     assert "\x1b" not in "".join(lines)

@@ -149,7 +149,7 @@ def test_a_run_without_evaluations_or_settings_has_a_page(tmp_path):
 
 
 def test_long_texts_are_shortened(tmp_path):
-    """200,000 characters of one answer would bury the others."""
+    """200,000 characters of one answer would hide the others."""
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "eval_step_1.jsonl").write_text(json.dumps(record(0, text="A" * 200_000)) + "\n")

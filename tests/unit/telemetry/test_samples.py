@@ -219,7 +219,7 @@ def steps(folder: Path) -> list[list[tuple[int, int]]]:
 
 
 def write(traces: Traces, *numbers: int) -> None:
-    """Six completions a step."""
+    """Six completions per step."""
     for step in numbers:
         traces.write(step, [group(step, (1.0, 0.0))], [group(step + 100, (0.0,) * 4)], [0.5, -0.5])
 
