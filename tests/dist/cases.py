@@ -477,7 +477,7 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
     from mgrpo.models import table
     from mgrpo.parallel import context
     from mgrpo.policy import model
-    from mgrpo.policy.policy import Policy
+    from mgrpo.policy.optimizer import PolicyOptimizer
 
     def doubled(*args, **kwargs):
         return reduce(*args, **kwargs) * 2
@@ -505,7 +505,7 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
         "swapped_gate_and_up": patch.object(table.Stacked, "place", swapped),
         "missing_context_sum": patch.object(context, "gather_from_sequence_parallel_region", own_only),
         "boundary_token_untrained": patch.object(model, "whole_responses", without_first),
-        "missing_tied_sum": patch.object(Policy, "_sum_tied_gradients", lambda self: None),
+        "missing_tied_sum": patch.object(PolicyOptimizer, "_sum_tied_gradients", lambda self: None),
     }[sabotage]
     with broken:
         return gradients(**arguments)
