@@ -20,11 +20,11 @@ def attention():
     return attention
 
 
-def describe(*pack: np.ndarray):
+def describe(*pack: np.ndarray, **context: int):
     """The pack as the model sees it."""
     from mgrpo.parallel import packs
 
-    return packs.describe(*pack)
+    return packs.describe(*pack, **context)
 
 
 def pack() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -97,3 +97,15 @@ def test_a_branch_does_not_see_its_siblings(attention) -> None:
     mask = describe(cu_seqlens, positions, branches).all_queries.mask(None)
     assert mask[0, 0, 8].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4, 8]
     assert mask[1, 0, 3].nonzero()[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_context_ranks_hold_an_early_and_a_late_stretch_of_every_document(attention) -> None:
+    """By hand, two ranks: with other tokens or keys than these, variable-length attention on CUDA reads the future."""
+    packed = describe(np.array([0, 8, 12], dtype=np.int32), np.arange(12) % 8, np.zeros(12, dtype=int), rank=0, size=2)
+    assert packed.local_queries.tokens.tolist() == [0, 1, 6, 7, 8, 11]
+    assert packed.positions.tolist() == [0, 1, 6, 7, 0, 3]
+    assert packed.gathered_rows.tolist() == [0, 1, 6, 7, 8, 9, 2, 3, 4, 10, 11, 5]
+    keys, cu_seqlens_q, cu_seqlens_kv, longest_q, longest_kv = packed.stretches
+    assert keys.tolist() == [0, 1, *range(8), 8, *range(8, 12)]
+    assert (cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()) == ([0, 2, 4, 5, 6], [0, 2, 10, 11, 15])
+    assert (longest_q, longest_kv) == (2, 8)
