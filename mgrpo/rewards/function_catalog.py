@@ -16,7 +16,7 @@ from typing import Any
 
 from mgrpo.rewards.builtin_functions import BUILTIN
 from mgrpo.rewards.compose import Verifies
-from mgrpo.rewards.functions import RewardFunction
+from mgrpo.rewards.function_calls import RewardFunction
 from mgrpo.rewards.reward_model import RewardModel
 
 _FORMS = (
@@ -137,6 +137,7 @@ def _file_module(path: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

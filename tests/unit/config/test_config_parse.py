@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mgrpo.config import Config, ConfigError, from_values, load_file, parse, to_yaml
-from mgrpo.config.fields import flat, settings
+from mgrpo.config.fields import flat, section_types, settings
 from mgrpo.config.help import field_docs, help_text
 
 
@@ -34,7 +34,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path, form)
     """A run would silently train with other values than those on its command line."""
     path = file_of(tmp_path, "seed: 7\nbeta: 0.5\n")
     config = parse([*(word.format(path) for word in form), "--seed", "9"])
-    assert (config.experiment.seed, config.algorithm.beta, config.rollout.temperature) == (9, 0.5, 1.0)
+    assert (config.experiment.seed, config.loss.beta, config.rollout.temperature) == (9, 0.5, 1.0)
     assert config.provenance.sources == {"seed": "flag", "beta": f"file {path}"}
 
 
@@ -83,8 +83,8 @@ def test_a_list_in_yaml_keeps_the_spelling_of_its_words(tmp_path):
         ("total_episodes: 100_000", "experiment", 100_000),
         ("exp_name: 2026-01-01", "experiment", "2026-01-01"),
         ("exp_name: 007", "experiment", "007"),
-        ("loss_denominator: 1000", "algorithm", "1000"),
-        ("kl_estimator: 3", "algorithm", 3),
+        ("loss_denominator: 1000", "loss", "1000"),
+        ("kl_estimator: 3", "loss", 3),
         ("ray_address: null", "engine", None),
         ("ray_address: ~", "engine", None),
         ("chat_template_name: none", "data", "none"),
@@ -219,7 +219,7 @@ def test_python_values_follow_the_same_rules():
 
 def test_every_field_has_a_docstring_for_help():
     """--help would show a flag without a word about it."""
-    documents = field_docs()
+    documents = {name: text for record in section_types().values() for name, text in field_docs(record).items()}
     assert [name for name in settings() if not documents.get(name)] == []
     assert not {"config", "help"} & settings().keys()
 
@@ -239,7 +239,7 @@ def test_help_is_grouped_and_shows_meaning_type_and_default(capsys):
 
 def test_a_percent_sign_in_a_docstring_does_not_break_help(monkeypatch):
     """argparse reads `%` in a help text as a placeholder and fails."""
-    monkeypatch.setattr("mgrpo.config.help.field_docs", lambda: {"seed": "50 % and %(x)s"})
+    monkeypatch.setattr("mgrpo.config.help.field_docs", lambda record: {"seed": "50 % and %(x)s"})
     assert "50 % and %(x)s (default: 1)" in help_text()
 
 
