@@ -20,7 +20,8 @@ from mgrpo.telemetry.batch import (
     rate_histogram,
     tokens_per_second,
 )
-from mgrpo.types import Completion, Prompt, RewardScale, RolloutGroup, Score, ScoredGroup, TrainSample
+from mgrpo.types import RewardScale
+from tests import builders
 
 NAN = float("nan")
 SCALE = RewardScale(max_possible_score=10.0, verification_reward=10.0, format_reward=0.5)
@@ -28,48 +29,22 @@ SCALE = RewardScale(max_possible_score=10.0, verification_reward=10.0, format_re
 
 def group(rewards, *, lengths=None, stops=None, parts=None, verifiers=("integer",), prompt=3, versions=7):
     """One group; the parts are those of a single verifier unless given."""
-    lengths = lengths or [2] * len(rewards)
-    stops = stops or [True] * len(rewards)
     if parts is None:
         parts = [{"integer": r / 10, "correct": NAN if r != r else float(r == 10)} for r in rewards]
-    completions = tuple(
-        Completion(
-            tokens=np.arange(n, dtype=np.int32),
-            logprobs=np.full(n, -1.0, np.float32),
-            policy_versions=np.full(n, versions, np.int32),
-            finish_reason="stop" if stop else "length",
-            text="",
-        )
-        for n, stop in zip(lengths, stops, strict=True)
-    )
-    return ScoredGroup(
-        group=RolloutGroup(
-            prompt=Prompt(
-                id=(0, 0),
-                tokens=np.arange(prompt, dtype=np.int32),
-                text="",
-                verifiers=verifiers,
-                ground_truths=(1,) * len(verifiers),
-            ),
-            completions=completions,
-        ),
-        scores=tuple(Score(reward=r, parts=p) for r, p in zip(rewards, parts, strict=True)),
-    )
+    completions = [
+        builders.completion(length, version=versions, finish_reason="stop" if stop else "length")
+        for length, stop in zip(lengths or [2] * len(rewards), stops or [True] * len(rewards), strict=True)
+    ]
+    of = builders.prompt(range(prompt), verifiers=verifiers)
+    return builders.scored_group(rewards, completions=completions, parts=parts, of=of)
 
 
 def samples_of(groups, advantages):
-    """One a completion; those with advantage NaN train nothing."""
-    flat = [(number, scored.group, c) for number, scored in enumerate(groups) for c in scored.group.completions]
+    """One per completion; those with advantage NaN train nothing."""
+    completions = [(number, index) for number, scored in enumerate(groups) for index in range(len(scored.scores))]
     return [
-        TrainSample(
-            prompt_tokens=own.prompt.tokens,
-            tokens=completion.tokens,
-            loss_mask=np.full(len(completion.tokens), advantage == advantage),
-            rollout_logprobs=completion.logprobs,
-            advantage=0.0 if advantage != advantage else advantage,
-            group=number,
-        )
-        for (number, own, completion), advantage in zip(flat, advantages, strict=True)
+        builders.train_sample(groups[number].group, index, advantage=advantage, number=number)
+        for (number, index), advantage in zip(completions, advantages, strict=True)
     ]
 
 

@@ -7,7 +7,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mgrpo.algo import maxima_names, metric_names
@@ -16,7 +15,8 @@ from mgrpo.packing import pack_step
 from mgrpo.telemetry import catalog
 from mgrpo.telemetry.batch import batch_metrics
 from mgrpo.telemetry.evaluation import evaluation_metrics
-from mgrpo.types import Completion, Prompt, RewardScale, RolloutGroup, Score, ScoredGroup, TrainSample
+from mgrpo.types import RewardScale
+from tests import builders
 
 ROOT = Path(__file__).parents[3]
 
@@ -75,35 +75,17 @@ def is_logged(name):
 
 def groups():
     """One group in which every kind of metric appears."""
-    prompt = Prompt(id=(0, 0), tokens=np.arange(3, dtype=np.int32), text="", verifiers=("gsm8k",), ground_truths=("7",))
-    completion = Completion(
-        tokens=np.arange(2, dtype=np.int32),
-        logprobs=np.zeros(2, np.float32),
-        policy_versions=np.zeros(2, np.int32),
-        finish_reason="stop",
-        text="",
-    )
     parts = (
         {"gsm8k": 1.0, "correct": 1.0, "format": 1.0, "overlong": 0.0},
         {"gsm8k": math.nan, "correct": math.nan, "format": 0.0, "overlong": -0.5},
     )
-    scores = tuple(Score(reward=part["gsm8k"], parts=part) for part in parts)
-    return [ScoredGroup(group=RolloutGroup(prompt=prompt, completions=(completion,) * 2), scores=scores)]
+    rewards = [part["gsm8k"] for part in parts]
+    return [builders.scored_group(rewards, parts=parts, of=builders.prompt(verifiers=("gsm8k",)))]
 
 
 def produced(scale):
     kept = groups()
-    samples = [
-        TrainSample(
-            prompt_tokens=kept[0].group.prompt.tokens,
-            tokens=completion.tokens,
-            loss_mask=np.ones(2, bool),
-            rollout_logprobs=completion.logprobs,
-            advantage=0.0,
-            group=0,
-        )
-        for completion in kept[0].group.completions
-    ]
+    samples = [builders.train_sample(kept[0].group, index) for index in range(2)]
     packs = pack_step(samples, pack_length=16, dp=1, num_mini_batches=1, multiple_of=1, share_prompts=False)
     step = batch_metrics(
         kept,

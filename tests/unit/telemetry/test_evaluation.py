@@ -17,7 +17,8 @@ from mgrpo.config.load import raise_problems
 from mgrpo.config.validate import problems
 from mgrpo.run.evaluate import evaluate, for_evaluation
 from mgrpo.telemetry.evaluation import correctness, evaluation_metrics, pass_at_k, short_names
-from mgrpo.types import Completion, Prompt, RewardScale, RolloutGroup, Score, ScoredGroup
+from mgrpo.types import RewardScale, ScoredGroup
+from tests import builders
 
 NAN = float("nan")
 
@@ -28,27 +29,12 @@ def group(
     parts: list[dict[str, float]] | None = None,
     verifiers: tuple[str, ...] = ("integer",),
 ) -> ScoredGroup:
-    prompt = Prompt(
-        id=(0, 0),
-        tokens=np.array([5, 6], np.int32),
-        text="",
-        verifiers=verifiers,
-        ground_truths=(1,) * len(verifiers),
-    )
-    completions = tuple(
-        Completion(
-            tokens=np.arange(n, dtype=np.int32),
-            logprobs=np.full(n, -1.0, np.float32),
-            policy_versions=np.zeros(n, np.int32),
-            finish_reason="stop" if n < 4 else "length",
-            text="",
-        )
-        for n in lengths or [2] * len(rewards)
-    )
     if parts is None:
         parts = [{"correct": float(r > 0) if r == r else r} for r in rewards]
-    scores = tuple(Score(reward=r, parts=p) for r, p in zip(rewards, parts, strict=True))
-    return ScoredGroup(group=RolloutGroup(prompt=prompt, completions=completions), scores=scores)
+    completions = [
+        builders.completion(n, finish_reason="stop" if n < 4 else "length") for n in lengths or [2] * len(rewards)
+    ]
+    return builders.scored_group(rewards, completions=completions, parts=parts, of=builders.prompt(verifiers=verifiers))
 
 
 def test_pass_at_1_and_at_n():

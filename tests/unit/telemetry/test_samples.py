@@ -12,32 +12,23 @@ import pytest
 
 from mgrpo.telemetry import files, samples
 from mgrpo.telemetry.samples import EvaluationTables, Traces, read_records, tables, trace_records
-from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup
+from mgrpo.types import ScoredGroup
+from tests import builders
 
 NAN = float("nan")
 
 
-def group(index: int = 7, rewards: tuple[float, ...] = (1.0, NAN), **prompt) -> ScoredGroup:
-    """A prompt of the second epoch, and a completion a reward."""
-    own = {
+def group(index: int = 7, rewards: tuple[float, ...] = (1.0, NAN), **fields) -> ScoredGroup:
+    """A prompt of the second epoch, and one completion per reward."""
+    question = {
         "id": (1, index),
-        "tokens": np.array([5, 6], np.int32),
         "text": "2+2=",
         "verifiers": ("math", "ifeval"),
         "ground_truths": ("4", {"func_name": "no_comma"}),
     }
-    completions = tuple(
-        Completion(
-            tokens=np.array([9, 1], np.int32),
-            logprobs=np.array([-0.5, -1e-9], np.float32),
-            policy_versions=np.full(2, 3, np.int32),
-            finish_reason="stop",
-            text="<b>4</b>\n",
-        )
-        for _ in rewards
-    )
-    scores = tuple(Score(reward=r, parts={"math": r, "ifeval": 0.5, "correct": r}) for r in rewards)
-    return ScoredGroup(group=RolloutGroup(prompt=Prompt(**(own | prompt)), completions=completions), scores=scores)
+    answers = [builders.completion([9, 1], logprobs=[-0.5, -1e-9], version=3, text="<b>4</b>\n") for _ in rewards]
+    parts = [{"math": r, "ifeval": 0.5, "correct": r} for r in rewards]
+    return builders.scored_group(rewards, completions=answers, parts=parts, of=builders.prompt(**(question | fields)))
 
 
 def lines(path: Path) -> list[dict]:
