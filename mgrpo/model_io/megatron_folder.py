@@ -33,7 +33,7 @@ from mgrpo.layout import Layout
 from mgrpo.model_io.hf_folder import FILE_BYTES, MEGATRON, Tell, bounded_files, header_bytes, row_blocks
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, LocalParameter, Shape, hf_tensors, local_parameters
-from mgrpo.policy.weights import Read, checkpoint_reader
+from mgrpo.policy.weights import Read, hf_reader
 
 VERSION = 1
 _AXES = ("tensor", "pipeline", "expert", "virtual_pipeline", "first_stage_layers", "last_stage_layers")
@@ -206,7 +206,7 @@ def megatron_reader(folder: str | Path, shape: ModelShape) -> Read:
 
 def model_reader(folder: str | Path, shape: ModelShape) -> Read:
     """Reads boxes of HF tensors from a model's folder, Hugging Face's or Megatron's; ValueError as for either."""
-    return (megatron_reader if is_megatron_folder(folder) else checkpoint_reader)(folder, shape)
+    return (megatron_reader if is_megatron_folder(folder) else hf_reader)(folder, shape)
 
 
 class MegatronFolder:

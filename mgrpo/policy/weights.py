@@ -37,7 +37,7 @@ Read = Callable[[Box], torch.Tensor]
 """Gives the values of one box of an HF tensor, from wherever they are kept."""
 
 
-def checkpoint_reader(model_dir: str | Path, shape: ModelShape) -> Read:
+def hf_reader(model_dir: str | Path, shape: ModelShape) -> Read:
     """Reads boxes from the safetensors files of a Hugging Face folder; no more than the box is read.
 
     Raises:
