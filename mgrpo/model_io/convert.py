@@ -22,9 +22,9 @@ import torch
 from mgrpo.checkpoint.boxes import described
 from mgrpo.checkpoint.manifest import DamagedCheckpoint
 from mgrpo.checkpoint.reader import open_checkpoint
+from mgrpo.checkpoint.shard import FILE_BYTES
 from mgrpo.layout import Layout
 from mgrpo.model_io.hf_folder import (
-    FILE_BYTES,
     MEGATRON,
     HfFolder,
     carry,
@@ -36,10 +36,10 @@ from mgrpo.model_io.hf_folder import (
 from mgrpo.model_io.megatron_folder import MegatronFolder, is_megatron_folder, stored_bytes, write_megatron
 from mgrpo.models.cuts import layout_problems
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of
+from mgrpo.models.memory import DTYPE_BYTES
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.policy.weights import Read
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCE = 1e-3
 """Share of the largest logit by which rounding may set two float32 models apart."""
 MASTER = "master"
@@ -149,14 +149,15 @@ def _run_source(path: str | Path, hf: str | Path | None) -> _Source:
     checkpoint.verify()
     config = read_hf_config(beside)
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in DTYPES:
-        raise ValueError(f"the config.json in {beside} has dtype {name!r}; choose one of {', '.join(DTYPES)}: --dtype")
+    if name not in DTYPE_BYTES:
+        choices = ", ".join(DTYPE_BYTES)
+        raise ValueError(f"the config.json in {beside} has dtype {name!r}; choose one of {choices}: --dtype")
     shape, read = shape_of(config), partial(checkpoint.read, MASTER)
     boxes = [Box(name, (0,) * len(full), full) for name, full in hf_tensors(shape).items()]
     return _Source(
         beside=beside,
         shape=shape,
-        dtypes=dict.fromkeys(hf_tensors(shape), DTYPES[name]),
+        dtypes=dict.fromkeys(hf_tensors(shape), getattr(torch, name)),
         read=read,
         boxes=lambda: ((box, read(box)) for box in boxes),
     )
@@ -295,9 +296,9 @@ def megatron_to_hf_command(argv: Sequence[str], *, prog: str) -> int:
     parser.add_argument(
         "--hf", metavar="DIR", help="folder with config.json and tokenizer; default what the checkpoint brings or names"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="type of the written weights; default the model's own")
+    parser.add_argument("--dtype", choices=DTYPE_BYTES, help="type of the written weights; default the model's own")
     args = parser.parse_args(argv)
-    dtype = args.dtype and DTYPES[args.dtype]
+    dtype = args.dtype and getattr(torch, args.dtype)
     return _run(prog, partial(megatron_to_hf, args.checkpoint, args.out, hf=args.hf, dtype=dtype, **_common(args)))
 
 
