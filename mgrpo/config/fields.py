@@ -220,6 +220,15 @@ def describe(expected: Any) -> str:
     return words[expected]
 
 
+def shown(value: object) -> str:
+    """A value as a user would write it."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "nothing"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def alternatives(expected: Any) -> tuple[Any, ...]:
     """The types that a value may have."""
     return typing.get_args(expected) if _is_union(expected) else (expected,)

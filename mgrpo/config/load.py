@@ -17,7 +17,8 @@ import yaml
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import Setting, Text, describe, mismatch, read, unknown
 from mgrpo.config.peers.names import SPELLINGS, accepted, setting_of
-from mgrpo.config.resolve import FILE, FLAG, Layer, resolve
+from mgrpo.config.resolution import FILE, FLAG, Layer
+from mgrpo.config.resolve import resolve
 from mgrpo.config.schema import Config
 
 GENERAL = ("config", "preset")

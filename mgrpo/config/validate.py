@@ -13,10 +13,9 @@ from typing import Any
 from mgrpo.config.annotations import POSITIVE
 from mgrpo.config.derived import derive, layout_of
 from mgrpo.config.errors import ConfigError
-from mgrpo.config.fields import describe, fits, flat, settings
+from mgrpo.config.fields import describe, fits, flat, settings, shown
 from mgrpo.config.loss_rules import LOSS_RULES, weight_problems
 from mgrpo.config.model_rules import longest_sequence, model_problems, num_experts, size_of
-from mgrpo.config.resolve import shown
 from mgrpo.config.reward_rules import REWARD_RULES
 from mgrpo.config.rules import REWARD_SWITCHES, RULES, pairs, reward_problems
 from mgrpo.config.schema import Config

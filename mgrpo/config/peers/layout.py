@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from mgrpo.config.resolve import Resolution
+from mgrpo.config.resolution import Resolution
 
 OPEN_INSTRUCT_ZPG = 8
 """Open Instruct's deepspeed_zpg when it is not given, which must not stop a run on fewer ranks."""
@@ -79,7 +78,7 @@ def fsdp(r: Resolution) -> None:
             r.put("zero_stage", FSDP_STAGES[word], "fsdp")
         elif word not in ("auto_wrap", "false"):
             r.problems.append(f"fsdp={word} is refused: choose from {', '.join(FSDP_STAGES)}{_instead_of(word)}")
-    asks = {"fsdp_shard_degree", "fsdp_num_replicas"} & (r.own.keys() | r.peers.keys())
+    asks = {"fsdp_shard_degree", "fsdp_num_replicas"} & (r.given.keys() | r.peers.keys())
     if "hybrid_shard" in words and not asks:
         r.problems.append(
             "fsdp=hybrid_shard does not say how many ranks share each parameter; give --fsdp_shard_degree N, or "
@@ -111,7 +110,7 @@ def _instead_of(word: str) -> str:
 
 def replicas(r: Resolution) -> None:
     """Groups of ranks that share each parameter, by their size (ZeRO++) or by their number (OLMo-core)."""
-    size, count, ranks = r.peer("deepspeed_zpg"), r.peer("fsdp_num_replicas"), r.sharing
+    size, count, ranks = r.peer("deepspeed_zpg"), r.peer("fsdp_num_replicas"), r.sharing_ranks
     if ranks is None:
         return  # said where the layout is judged
     all_ranks = f"the {ranks} data- and context-parallel ranks"

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mgrpo.config.fields import BOOLEANS
 from mgrpo.config.peers import layout as translate_layout
-from mgrpo.config.peers.names import TOOLS, table
-
-if TYPE_CHECKING:
-    from mgrpo.config.resolve import Resolution
+from mgrpo.config.peers.names import table
+from mgrpo.config.resolution import Resolution
 
 LOSS_TYPES = {
     "grpo": ("ppo_clip", "seq_mean"),
@@ -34,7 +32,7 @@ CONVERT: dict[str, Callable[[Any], object]] = {
     "dtype": lambda value: value.removeprefix("torch."),
     "torch_dtype": lambda value: value.removeprefix("torch."),
     "bf16": lambda value: "bfloat16" if value else "float32",
-    "ddp_timeout": lambda value: math.ceil(value / 60),
+    "ddp_timeout": lambda value: -(-value // 60),
     "reward_model_name_or_path": lambda value: (value,),
     "cp_strategy": lambda value: "a2a" if value == "ulysses" else "all_gather",
 }
@@ -66,10 +64,10 @@ def apply(r: Resolution) -> None:
 
 def renames(r: Resolution) -> None:
     """Aliases that set one setting, by a rule of their own at most."""
-    for name, said in r.peers.items():
+    for name, given in r.peers.items():
         entry = table()[name]
-        if entry.status == "alias" and name not in COMPUTED and said.value is not None:
-            r.put(entry.to[0], CONVERT.get(name, lambda value: value)(said.value), name)
+        if entry.status == "alias" and given.value is not None:
+            r.put(entry.targets[0], CONVERT.get(name, lambda value: value)(given.value), name)
     if r.peer("num_generations", 2) < 2:
         r.problems.append(
             f"num_generations={r.peer('num_generations')} must be at least 2, or the group has nothing to be compared "
@@ -84,7 +82,7 @@ def loss(r: Resolution) -> None:
         # Open Instruct's names say nothing of the denominator; loss_denominator does.
         r.put("aggregation", None, "loss_fn", weak=True)
     elif r.rank("loss_denominator") > r.rank("aggregation") > 0:
-        r.own.pop("aggregation")
+        r.given.pop("aggregation")
     if loss_type := r.peer("loss_type"):
         policy_loss, aggregation = LOSS_TYPES[loss_type]
         r.put("policy_loss", policy_loss, "loss_type")
@@ -353,10 +351,10 @@ def length_of_run(r: Resolution) -> None:
     steps = r.peer("max_steps")
     if steps is None:
         return
-    if not r.speaks_trl:
+    if not r.has_trl_names:
         if steps != 5:
             r.problems.append(
-                f"max_steps={steps} is refused: {TOOLS} (Open Instruct's meaning); the length of a run is total_episodes"
+                f"max_steps={steps} is refused: {table()['tools'].sentence} (Open Instruct's meaning); the length of a run is total_episodes"
             )
     elif steps > 0:
         batch_size = r.value("num_unique_prompts_rollout") * r.value("num_samples_per_prompt_rollout")
@@ -387,23 +385,9 @@ def _training_steps(r: Resolution, optimizer_steps: int) -> int:
     """Training steps that hold so many optimizer steps, rounded up; a number that turns something off stays."""
     if optimizer_steps <= 0:
         return optimizer_steps
-    if optimizer_steps % r.optimizer_steps_a_step:
+    if optimizer_steps % r.optimizer_steps_per_step:
         r.notes.append(
-            f"{optimizer_steps} optimizer steps are no whole number of training steps, {r.optimizer_steps_a_step} each; "
+            f"{optimizer_steps} optimizer steps are no whole number of training steps, {r.optimizer_steps_per_step} each; "
             "rounded up"
         )
-    return -(-optimizer_steps // r.optimizer_steps_a_step)
-
-
-_COMPUTED = """
-    loss_fn loss_type masked_mean_axis epsilon epsilon_high scale_rewards multi_objective_aggregation
-    truncated_importance_sampling_ratio_cap vllm_importance_sampling_correction vllm_importance_sampling_mode
-    vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_cap warmup_steps
-    sequence_parallel_size max_completion_length max_prompt_length generation_batch_size steps_per_generation
-    per_device_train_batch_size gradient_accumulation_steps save_strategy save_steps eval_strategy eval_steps
-    resume_from_checkpoint save_total_limit gs_bucket_path
-    sync_ref_model ref_model_sync_steps max_steps rho_mask_sequence_level gradient_checkpointing activation_memory_budget
-    activation_checkpointing_mode fsdp fsdp_config deepspeed_zpg fsdp_num_replicas
-"""
-COMPUTED = frozenset(_COMPUTED.split())
-"""Aliases that a function of their own translates."""
+    return -(-optimizer_steps // r.optimizer_steps_per_step)

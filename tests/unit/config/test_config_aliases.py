@@ -424,18 +424,18 @@ def test_what_the_other_trainer_refuses_is_refused_in_its_words(given, words):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"epsilon": 0.3, "clip_lower": 0.2}, "epsilon means clip_lower=0.3, but clip_lower=0.2 is given, too"),
+        ({"epsilon": 0.3, "clip_lower": 0.2}, "epsilon means clip_lower=0.3, but clip_lower=0.2 is given"),
         ({"num_generations": 8, "num_samples_per_prompt_rollout": 4}, "num_generations means"),
-        ({"num_generations": 8, "number_samples_per_prompt": 4}, "but num_generations means 8, too"),
+        ({"num_generations": 8, "number_samples_per_prompt": 4}, "but num_generations means 8"),
         ({"loss_type": "sapo", "policy_loss": "cispo"}, "loss_type means policy_loss=sapo"),
         ({"loss_type": "sapo", "loss_fn": "dapo"}, "loss_type means policy_loss=sapo, but loss_fn means ppo_clip"),
         ({"loss_type": "grpo", "masked_mean_axis": None}, "masked_mean_axis means aggregation=token"),
         ({"max_completion_length": 9, "response_length": 8}, "max_completion_length means response_length=9"),
         ({"deepspeed_stage": 2, "zero_stage": 1}, "deepspeed_stage means zero_stage=2"),
-        ({"deepspeed_stage": 2, "fsdp": "full_shard"}, "fsdp means zero_stage=3, but deepspeed_stage means 2, too"),
+        ({"deepspeed_stage": 2, "fsdp": "full_shard"}, "fsdp means zero_stage=3, but deepspeed_stage means 2"),
         (
             {"gradient_checkpointing": True, "activation_memory_budget": 0.5},
-            "activation_memory_budget means recompute_granularity=selective, but gradient_checkpointing means full, too",
+            "activation_memory_budget means recompute_granularity=selective, but gradient_checkpointing means full",
         ),
         (
             {"gradient_checkpointing": True, "recompute_granularity": "selective"},

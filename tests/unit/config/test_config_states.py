@@ -50,7 +50,7 @@ def test_trl_says_true_or_a_path(given, resume):
 
 def test_two_words_for_resuming_must_agree():
     """One of them would be ignored, and the run might start anew."""
-    with pytest.raises(ConfigError, match="resume_from_checkpoint means resume=auto, but resume=never is given, too"):
+    with pytest.raises(ConfigError, match="resume_from_checkpoint means resume=auto, but resume=never is given"):
         from_values({"resume": "never", "resume_from_checkpoint": True})
     assert from_values({"resume": "never", "resume_from_checkpoint": False}).checkpoint.resume == "never"
 

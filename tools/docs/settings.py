@@ -1,20 +1,19 @@
-"""docs/config.md, written from the schema and the table of names: `python -m mgrpo.config.docs > docs/config.md`."""
+"""docs/config.md, written from the schema and the table of names: `python -m tools.docs.settings > docs/config.md`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
 
-from mgrpo.config.fields import section_types, settings
+from mgrpo.config.fields import section_types, settings, shown
 from mgrpo.config.help import field_docs, metavar, shown_default
-from mgrpo.config.peers.names import SECTIONS, Name, source_of, table
+from mgrpo.config.peers.names import Name, sections, table, trainers_of
 from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
 from mgrpo.config.peers.translate import LOSS_TYPES
-from mgrpo.config.resolve import shown
 
 INTRODUCTION = """# Settings
 
-Written by `python -m mgrpo.config.docs > docs/config.md`; do not edit.
+Written by `python -m tools.docs.settings > docs/config.md`; do not edit.
 
 `mgrpo train [FILE.yaml | --config FILE.yaml] [--preset NAME] [--name value ...]`, the same for `examples/train_grpo.py`. A flag
 wins over the file, the file over the preset, the preset over the default. A file holds `name: value` lines.
@@ -51,7 +50,7 @@ per_device_train_batch_size and gradient_accumulation_steps mean what they mean 
 
 def to_markdown() -> str:
     """The whole page."""
-    parts = [INTRODUCTION, *(_section(section) for section in SECTIONS), BATCH, _losses(), _presets()]
+    parts = [INTRODUCTION, *(_section(section) for section in sections()), BATCH, _losses(), _presets()]
     return "\n".join(parts)
 
 
@@ -65,7 +64,7 @@ def _section(section: str) -> str:
                 f"`{setting.name}`",
                 metavar(setting),
                 shown_default(setting.default),
-                source_of(setting.name),
+                trainers_of(setting),
                 "used",
                 documents[setting.name],
             )
@@ -75,19 +74,23 @@ def _section(section: str) -> str:
         lines.append("")
     others = [name for name in table().values() if name.section == section]
     if others:
-        rows = ((f"`{name.name}`", metavar(name.setting), _plain(name), name.source, name.status, _meaning(name)) for name in others)  # fmt: skip
+        rows = ((f"`{name.name}`", metavar(name.setting), _neutral(name), name.trainer, _status(name), _meaning(name)) for name in others)  # fmt: skip
         lines += _table(("other name", "type", "says nothing", "of", "status", "meaning"), rows)
         lines.append("")
     return "\n".join(lines)
 
 
-def _plain(name: Name) -> str:
-    return ", ".join(shown(value) for value in name.plain)
+def _neutral(name: Name) -> str:
+    return ", ".join(shown(value) for value in name.neutral)
+
+
+def _status(name: Name) -> str:
+    return "alias" if name.status == "translated" else name.status
 
 
 def _meaning(name: Name) -> str:
-    targets = ", ".join(f"`{target}`" for target in name.to)
-    return "; ".join(part for part in (targets, name.note) if part)
+    targets = ", ".join(f"`{target}`" for target in name.targets)
+    return "; ".join(part for part in (targets, name.sentence) if part)
 
 
 def _losses() -> str:
