@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import yaml
 
-from mgrpo.config.derived import derive
+from mgrpo.config.derived import layout_of
 from mgrpo.config.fields import flat, settings
 from mgrpo.config.schema import Config
+
+DERIVED = (
+    "batch_size",
+    "completions_per_optimizer_step",
+    "num_training_steps",
+    "num_optimizer_steps",
+    "max_model_length",
+)
+"""Properties of the configuration that are worth a line."""
 
 
 def to_yaml(config: Config) -> str:
@@ -28,7 +35,13 @@ def to_yaml(config: Config) -> str:
 
 def derived_lines(config: Config, *, world_size: int) -> str:
     """What follows from a sound `config`, as comments to put under `to_yaml`."""
-    values = dataclasses.asdict(derive(config, world_size=world_size))
+    values: dict[str, object] = {
+        "run_name": config.experiment.run_name,
+        "world_size": world_size,
+        "data_parallel_size": layout_of(config, world_size).data,
+        **{name: getattr(config, name) for name in DERIVED},
+        "max_possible_score": config.reward.max_possible_score,
+    }
     return "\n".join(["", "# derived", *(f"# {name}: {value}" for name, value in values.items())]) + "\n"
 
 

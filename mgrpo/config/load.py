@@ -201,7 +201,7 @@ def _read_file(path: Path, problems: list[str]) -> tuple[Layer, str | None]:
     if root is None:
         return layer, preset
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError([*problems, f"{path} must hold `name: value` lines, got a {root.id}"])
+        raise ConfigError([*problems, f"{path} must hold `name: value` lines, got {_kind(root)}"])
     seen: dict[str, int] = {}
     for key, node in root.value:
         name, line = str(key.value), key.start_mark.line + 1
@@ -214,6 +214,10 @@ def _read_file(path: Path, problems: list[str]) -> tuple[Layer, str | None]:
             _read_node(name, node, where, layer, problems)
         seen.setdefault(name, line)
     return layer, preset
+
+
+def _kind(node: yaml.Node) -> str:
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
 
 
 def _read_node(name: str, node: yaml.Node, where: str, layer: Layer, problems: list[str]) -> None:

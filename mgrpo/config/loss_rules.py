@@ -12,7 +12,7 @@ from mgrpo.config.schema import Config
 def _reference(config: Config) -> Iterator[str]:
     own, beta = config.algorithm, config.loss.beta
     measured = [name for name, on in ((f"beta={beta}", beta != 0), ("log_ref_kl=true", own.log_ref_kl)) if on]
-    if measured and not config.model.load_ref_policy:
+    if measured and not config.provenance.expected.get("load_ref_policy", True):
         yield (
             f"{' and '.join(measured)} needs the reference model, but load_ref_policy=false; "
             "set beta to 0 and log_ref_kl to false, or load_ref_policy to true"
@@ -134,7 +134,7 @@ def weight_problems(config: Config, num_reward_funcs: int) -> Iterator[str]:
 
 
 LOSS_RULES: tuple[Rule, ...] = (
-    (("load_ref_policy", "beta", "log_ref_kl", "ref_policy_update_freq"), _reference),
+    (("beta", "log_ref_kl", "ref_policy_update_freq"), _reference),
     (("use_vllm_logprobs", "use_rho_correction"), _old_logprobs),
     (
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,5 +21,5 @@ class Provenance:
     """Mistakes that reading found; `validate` lists them before its own."""
     unsound: frozenset[str] = frozenset()
     """Settings whose value could not be understood; they hold defaults and are not judged."""
-    expected: Mapping[str, object] = field(default_factory=dict)
+    expected: Mapping[str, Any] = field(default_factory=dict)
     """Values that follow from others and were given all the same: `validate` compares."""

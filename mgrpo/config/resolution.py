@@ -70,7 +70,7 @@ class Resolution:
         self.notes: list[str] = [*PRESET_NOTES.get(preset, ())]
         self.used: dict[str, list[str]] = {}
         self.unsound: set[str] = set()
-        self.expected: dict[str, object] = {}
+        self.expected: dict[str, Any] = {}
 
     def add(self, layer: Layer) -> None:
         """Add a layer of higher rank than those before."""

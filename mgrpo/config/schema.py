@@ -24,6 +24,7 @@ from mgrpo.config.annotations import (
 )
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.provenance import Provenance
+from mgrpo.config.reward import Reward
 
 JSONObject = NewType("JSONObject", str)
 """The text of a JSON object; a YAML file may hold a mapping for it."""
@@ -46,6 +47,11 @@ class Experiment:
     cache_dataset_only: Annotated[bool, OPEN_INSTRUCT] = False
     """Prepare the data, say what came of it, and end."""
 
+    @property
+    def run_name(self) -> str:
+        """exp_name__seed."""
+        return f"{self.exp_name}__{self.seed}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
@@ -55,8 +61,6 @@ class Model:
         Literal["bfloat16", "float32"], Reason("float16 needs loss scaling, which does not exist here"), OPEN_INSTRUCT
     ] = "bfloat16"
     """Type of weights and activations in training and in the engines; the optimizer always keeps float32."""
-    load_ref_policy: Annotated[bool, OPEN_INSTRUCT] = True
-    """May be false only when beta is 0; the reference model is loaded when beta is not 0 or log_ref_kl is set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,71 +130,6 @@ class Rollout:
     """Folder for completions; none: output_dir/rollouts."""
     rollout_timeout: Annotated[int, ONE_OR_MORE] = 3600
     """Seconds that one step's generation may take before the run ends with an error."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reward:
-    apply_verifiable_reward: Annotated[bool, OPEN_INSTRUCT] = True
-    """Score completions with the verifier each row names."""
-    verification_reward: Annotated[float, POSITIVE, OPEN_INSTRUCT] = 10.0
-    """Multiplier of the verifier's score."""
-    apply_r1_style_format_reward: Annotated[bool, OPEN_INSTRUCT] = False
-    """Look for `...</think> <answer>...</answer>`."""
-    r1_style_format_reward: Annotated[float, POSITIVE, OPEN_INSTRUCT] = 1.0
-    """Reward for the format."""
-    additive_format_reward: Annotated[bool, OPEN_INSTRUCT] = False
-    """Add the format reward to the verifier's; otherwise a completion without the format scores 0 (gate)."""
-    non_stop_penalty: Annotated[bool, OPEN_INSTRUCT] = False
-    """Overwrite the reward of completions that did not stop by themselves."""
-    non_stop_penalty_value: Annotated[float, FINITE, OPEN_INSTRUCT] = 0.0
-    """The reward they get."""
-    remap_verifier: Annotated[str | None, OPEN_INSTRUCT] = None
-    """old=new: rows that name verifier old use verifier new."""
-    verifier_weights: tuple[str, ...] = ()
-    """name=weight, ...: weights of verifiers whose scores are added up; 1 for the others."""
-    only_reward_good_outputs: Annotated[bool, OPEN_INSTRUCT] = False
-    """Verify only completions that used a tool with success."""
-    reward_funcs: Annotated[tuple[str, ...], TRL] = ()
-    """Reward functions in place of verifiers: package.module.function, file.py:function, one of TRL's six names, or the folder
-    of a sequence-classification model. reward_weights weighs them."""
-    verifier_modules: tuple[str, ...] = ()
-    """Python modules with verifiers of your own, found by their names."""
-    max_length_verifier_max_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 32768
-    """Tokens by which a length must miss for a score of 0, in the verifiers max_length and up_to_max_length."""
-    code_api_url: Annotated[str | None, OPEN_INSTRUCT] = None
-    """URL of a code service, .../test_program; none: CODE_API_URL of the environment, else a sandbox on this machine."""
-    code_max_execution_time: Annotated[float, POSITIVE, OPEN_INSTRUCT] = 1.0
-    """Seconds a test of a program may take."""
-    code_pass_rate_reward_threshold: Annotated[float, Range(low=0, high=1), OPEN_INSTRUCT] = 0.0
-    """A program that passes a smaller share of its tests scores 0."""
-    code_apply_perf_penalty: Annotated[bool, OPEN_INSTRUCT] = False
-    """A passed test counts less, the longer it took."""
-    code_sandbox_memory_mb: Annotated[int, Range(low=64)] = 1024
-    """MiB of memory a program may take in the sandbox of this machine."""
-    code_sandbox_accept_risk: bool = False
-    """Run programs even where this machine cannot isolate them."""
-    llm_judge_model: Annotated[str | None, OPEN_INSTRUCT] = None
-    """Model that judges; hosted_vllm/NAME and azure/NAME find their servers in the environment, see docs/rewards.md."""
-    llm_judge_base_url: str | None = None
-    """OpenAI-compatible endpoint of the judge, for example http://localhost:8000/v1."""
-    llm_judge_max_tokens: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 2048
-    """Most tokens of a judgement."""
-    llm_judge_max_context_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 8192
-    """Tokens of the judge's context; a longer answer is shortened in its middle."""
-    llm_judge_temperature: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT] = 1.0
-    """Temperature of the judge."""
-    llm_judge_timeout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 60
-    """Seconds one judgement may take."""
-    rubric_judge_model: str | None = None
-    """Model that judges the criteria of rubrics; none: RUBRIC_JUDGE_MODEL of the environment, else llm_judge_model."""
-    remote_verifier_concurrency: Annotated[int, ONE_OR_MORE] = 64
-    """Calls of judges and code services under way at once."""
-    verifier_memory_mb: Annotated[int, Range(low=256)] = 2048
-    """MiB of memory of a verifier process."""
-    verifier_timeout: Annotated[float, POSITIVE] = 10.0
-    """Seconds a verifier may spend on one completion before it is killed and the completion has no score."""
-    verifier_workers: Annotated[int, ONE_OR_MORE] = 1
-    """Verifier processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,6 +338,11 @@ class Config:
     def batch_size(self) -> int:
         """Completions a training step."""
         return self.rollout.num_unique_prompts_rollout * self.rollout.num_samples_per_prompt_rollout
+
+    @property
+    def completions_per_optimizer_step(self) -> int:
+        """batch_size / num_mini_batches, rounded up."""
+        return -(-self.batch_size // self.algorithm.num_mini_batches)
 
     @property
     def num_training_steps(self) -> int:

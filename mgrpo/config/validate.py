@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mgrpo.config.annotations import POSITIVE
-from mgrpo.config.derived import derive, layout_of
+from mgrpo.config.derived import layout_of
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import describe, fits, flat, settings, shown
 from mgrpo.config.loss_rules import LOSS_RULES, weight_problems
@@ -19,8 +19,6 @@ from mgrpo.config.model_rules import longest_sequence, model_problems, num_exper
 from mgrpo.config.reward_rules import REWARD_RULES
 from mgrpo.config.rules import REWARD_SWITCHES, RULES, pairs, reward_problems
 from mgrpo.config.schema import Config
-
-__all__ = ["check", "layout_of", "problems", "warnings"]
 
 LAYOUT_FIELDS = (
     "tensor_model_parallel_size",
@@ -132,7 +130,7 @@ def _field_problems(config: Config) -> dict[str, str]:
             found[name] = f"{name}={value!r} must be {describe(setting.type)}{reason}"
         elif setting.range and isinstance(value, (int, float)) and not setting.range.holds(value):
             found[name] = f"{name}={value} must be {setting.range}{reason}"
-        elif name == "loss_denominator" and not _is_denominator(value):
+        elif name == "loss_denominator" and not _is_denominator(str(value)):
             found[name] = f"{name}={value!r} must be token or a finite number above 0"
     return found
 
@@ -158,7 +156,7 @@ def _learner_problems(config: Config, world_size: int) -> Iterator[str]:
 
 def _derived_problems(config: Config, world_size: int) -> Iterator[str]:
     """Values that follow from others and were given nevertheless; and a batch that leaves ranks idle."""
-    expected, actual = config.provenance.expected, derive(config, world_size=world_size)
+    expected, data_parallel_size = config.provenance.expected, layout_of(config, world_size).data
     if expected.get("world_size", world_size) != world_size and not config.parallel.num_learners_per_node:
         yield (
             f"world_size={expected['world_size']} is what batch and layout were computed for, but {world_size} learner ranks were "
@@ -167,18 +165,21 @@ def _derived_problems(config: Config, world_size: int) -> Iterator[str]:
     nodes = len(config.parallel.num_learners_per_node)
     if nodes and expected.get("num_nodes", nodes) not in (1, nodes):
         yield f"num_nodes={expected['num_nodes']} differs from the {nodes} entries of num_learners_per_node; leave it out"
-    for name in ("num_training_steps", "max_possible_score"):
-        if expected.get(name, getattr(actual, name)) != getattr(actual, name):
-            yield f"{name}={expected[name]} follows from other settings and is {getattr(actual, name)}; leave it out"
-    if expected.get("vllm_max_model_length", actual.max_model_length) < actual.max_model_length:
+    for name, value in (
+        ("num_training_steps", config.num_training_steps),
+        ("max_possible_score", config.reward.max_possible_score),
+    ):
+        if expected.get(name, value) != value:
+            yield f"{name}={expected[name]} follows from other settings and is {value}; leave it out"
+    if expected.get("vllm_max_model_length", config.max_model_length) < config.max_model_length:
         yield (
             f"vllm_max_model_length={expected['vllm_max_model_length']} is less than "
-            f"{longest_sequence(config)} = {actual.max_model_length}; leave it out"
+            f"{longest_sequence(config)} = {config.max_model_length}; leave it out"
         )
-    if actual.batch_size < actual.data_parallel_size:
+    if config.batch_size < data_parallel_size:
         yield (
-            f"{actual.batch_size} completions a step (num_unique_prompts_rollout x num_samples_per_prompt_rollout) leave "
-            f"some of {actual.data_parallel_size} data-parallel ranks without any; sample at least one for each"
+            f"{config.batch_size} completions per step (num_unique_prompts_rollout x num_samples_per_prompt_rollout) leave "
+            f"some of {data_parallel_size} data-parallel ranks without any; sample at least one for each"
         )
 
 

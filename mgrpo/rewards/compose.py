@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from mgrpo.config.reward_rules import verifier_weights
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.pool import Item
 from mgrpo.types import Completion, RolloutGroup, Score, ScoredGroup
@@ -34,15 +33,14 @@ def score_groups(groups: Sequence[RolloutGroup], pool: Verifies, config: Reward)
         additive format       v + f
         gate (format, not additive)   v if the format is there, else 0
 
-    where v is 0 under only_reward_good_outputs unless the completion used a tool well; then `non_stop_penalty_value` in place
-    of all that if the completion did not stop by itself. One verifier without a score leaves the whole completion without
+    and `non_stop_penalty_value` in place of all that if the completion did not stop by itself. One verifier without a score leaves the whole completion without
     (NaN), unless the stop rule decides.
 
     `Score.parts` holds each verifier's own score by name, "format" (1 or 0) when the format is asked for, and "correct"
     (1 if every verifier gave its full score); a missing score is NaN there too.
     """
     verified = iter(pool.verify_many(_items(groups)) if config.apply_verifiable_reward else [])
-    weights = verifier_weights(config)
+    weights = config.weight_by_verifier
     scored = []
     for group in groups:
         scores = []
@@ -96,8 +94,6 @@ def _score(
         parts["format"] = float(has_format)
     if config.non_stop_penalty and completion.finish_reason != "stop":
         reward = config.non_stop_penalty_value
-    elif config.only_reward_good_outputs and not completion.used_tool_well:
-        reward = _reward(0.0, has_format, config)
     else:
         reward = _reward(verifier_sum, has_format, config)
     return Score(reward=float(reward), parts=parts)

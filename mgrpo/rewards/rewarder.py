@@ -10,8 +10,6 @@ from contextlib import contextmanager
 import numpy as np
 
 from mgrpo.config import Config
-from mgrpo.config.derived import derive
-from mgrpo.config.reward_rules import verifier_weights
 from mgrpo.rewards.compose import add_to_rewards, score_groups
 from mgrpo.rewards.scorer import Scorer
 from mgrpo.types import RewardScale, RolloutGroup, ScoredGroup
@@ -120,10 +118,10 @@ class Scoring:
             return None
         reward = self.config.reward
         return RewardScale(
-            max_possible_score=derive(self.config, world_size=1).max_possible_score,
+            max_possible_score=reward.max_possible_score,
             verification_reward=reward.verification_reward if reward.apply_verifiable_reward else 0.0,
             format_reward=reward.r1_style_format_reward,
-            weights=verifier_weights(reward),
+            weights=reward.weight_by_verifier,
         )
 
     def close(self) -> None:

@@ -20,8 +20,7 @@ import numpy as np
 
 from mgrpo.checkpoint.folder import abandon, lies_in
 from mgrpo.config import Config, to_yaml
-from mgrpo.config.derived import derive, state_root
-from mgrpo.config.reward_rules import remapped
+from mgrpo.config.derived import state_root
 from mgrpo.config.rules import too_few_prompts
 from mgrpo.data.sampler import Sampler
 from mgrpo.rewards.rewarder import Scoring
@@ -148,7 +147,7 @@ class Head:
         if rollout.save_traces:
             self.traces = Traces(
                 rollout.rollouts_save_path or self.output_dir / "rollouts",
-                derive(self.config, world_size=1).run_name,
+                self.config.experiment.run_name,
                 resumed_after=resumed_after,
             )
         abandon(root, after=resumed["step"] if goes_on else -1)
@@ -181,7 +180,7 @@ class Head:
 
     def _remapped(self, prompt: Prompt) -> Prompt:
         """The prompt with the verifier that `remap_verifier` puts in place of another."""
-        if not (pair := remapped(self.config.reward.remap_verifier)):
+        if not (pair := self.config.reward.verifier_replacement):
             return prompt
         names = tuple(pair[1] if name.lower() == pair[0] else name for name in prompt.verifiers)
         return dataclasses.replace(prompt, verifiers=names)

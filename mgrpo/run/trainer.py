@@ -27,7 +27,7 @@ import torch.distributed as dist
 from mgrpo import ops, packing
 from mgrpo.algo.samples import train_samples
 from mgrpo.config import Config
-from mgrpo.config.validate import layout_of
+from mgrpo.config.derived import layout_of
 from mgrpo.layout import InferLayout
 from mgrpo.model_io.hf_export import export_hf
 from mgrpo.models.family import read_hf_config, shape_of

@@ -90,7 +90,7 @@ _DRIFTED = ("use_bias_correction_kl", "gradient_checkpointing")
 """Fields whose default has changed without a preset to tell the versions apart."""
 
 
-def _version(config: object) -> str:
+def _version(config: Any) -> str:
     """The preset with the defaults of the TRL that made `config`: its loss_type was bnpo first, and is dapo now."""
     fields = {field.name: field.default for field in dataclasses.fields(config)} if config is not None else {}
     return "trl_seed" if fields.get("loss_type") == "bnpo" else "trl_main"

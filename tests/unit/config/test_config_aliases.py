@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgrpo.config import ConfigError, LossConfig, from_values, load_file, parse, to_yaml
-from mgrpo.config.derived import derive
+from mgrpo.config.derived import layout_of
 from mgrpo.config.dump import derived_lines
 from mgrpo.config.fields import flat, settings
 from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
@@ -620,10 +620,10 @@ def test_what_follows_from_the_settings_is_computed_in_one_place():
             "additive_format_reward": True,
         }
     )
-    found = derive(config, world_size=8)
-    assert (found.data_parallel_size, found.batch_size, found.completions_per_optimizer_step) == (4, 40, 14)
-    assert (found.num_training_steps, found.num_optimizer_steps) == (10, 60)
-    assert (found.max_model_length, found.max_possible_score, found.run_name) == (512, 11.0, "grpo__1")
+    assert (layout_of(config, 8).data, config.batch_size, config.completions_per_optimizer_step) == (4, 40, 14)
+    assert (config.num_training_steps, config.num_optimizer_steps) == (10, 60)
+    assert (config.max_model_length, config.reward.max_possible_score) == (512, 11.0)
+    assert config.experiment.run_name == "grpo__1"
     assert "# num_optimizer_steps: 60\n" in derived_lines(config, world_size=8)
 
 

@@ -272,7 +272,7 @@ def test_weights_are_counted_against_the_functions(model):
 def test_a_batch_smaller_than_the_ranks_is_refused(model):
     """Ranks without a completion would train on nothing in every step."""
     (found,) = found_in(model, {"num_unique_prompts_rollout": 2, "num_samples_per_prompt_rollout": 2}, world_size=8)
-    assert found.startswith("4 completions a step")
+    assert found.startswith("4 completions per step")
 
 
 def test_shared_prompts_and_context_parallel_ranks_are_refused_together(model):

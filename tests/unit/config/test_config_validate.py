@@ -7,8 +7,9 @@ import typing
 import pytest
 
 from mgrpo.config import Config, ConfigError, from_values
+from mgrpo.config.derived import layout_of
 from mgrpo.config.fields import alternatives, build, flat, settings
-from mgrpo.config.validate import check, layout_of, problems, warnings
+from mgrpo.config.validate import check, problems, warnings
 from mgrpo.layout import Layout
 
 SMALL = {"num_attention_heads": 9, "num_key_value_heads": 3}
