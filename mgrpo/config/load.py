@@ -217,7 +217,7 @@ def _read_file(path: Path, problems: list[str]) -> tuple[Layer, str | None]:
 
 
 def _kind(node: yaml.Node) -> str:
-    return "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+    return "a sequence" if isinstance(node, yaml.SequenceNode) else "a scalar"
 
 
 def _read_node(name: str, node: yaml.Node, where: str, layer: Layer, problems: list[str]) -> None:

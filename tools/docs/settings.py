@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
 
 from mgrpo.config.fields import section_types, settings, shown
 from mgrpo.config.help import field_docs, metavar, shown_default
 from mgrpo.config.peers.names import Name, sections, table, trainers_of
 from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
 from mgrpo.config.peers.translate import LOSS_TYPES
+from tools.docs import markdown
 
 INTRODUCTION = """# Settings
 
@@ -70,12 +70,12 @@ def _section(section: str) -> str:
             )
             for setting in own
         )
-        lines += _table(("setting", "type", "default", "also in", "status", "meaning"), rows)
+        lines += markdown.table(("setting", "type", "default", "also in", "status", "meaning"), rows)
         lines.append("")
     others = [name for name in table().values() if name.section == section]
     if others:
         rows = ((f"`{name.name}`", metavar(name.setting), _neutral(name), name.trainer, _status(name), _meaning(name)) for name in others)  # fmt: skip
-        lines += _table(("other name", "type", "says nothing", "of", "status", "meaning"), rows)
+        lines += markdown.table(("other name", "type", "says nothing", "of", "status", "meaning"), rows)
         lines.append("")
     return "\n".join(lines)
 
@@ -101,7 +101,7 @@ def _losses() -> str:
     lines = [
         "## Losses of TRL",
         "",
-        *_table(("TRL", "policy_loss", "aggregation", "ratio_level"), rows),
+        *markdown.table(("TRL", "policy_loss", "aggregation", "ratio_level"), rows),
         "",
         "GSPO is `importance_sampling_level=sequence`. TRL's `dapo` names how tokens are averaged, Open Instruct's",
         "`loss_fn=dapo` the clipped loss.",
@@ -125,18 +125,11 @@ def _presets() -> str:
     lines = [
         "## Presets",
         "",
-        *_table(("setting", "`mgrpo`", *(f"`{name}`" for name in names)), rows),
+        *markdown.table(("setting", "`mgrpo`", *(f"`{name}`" for name in names)), rows),
         "",
         *notes,
     ]
     return "\n".join(lines) + "\n"
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
 
 
 if __name__ == "__main__":
