@@ -1,4 +1,4 @@
-"""The effective configuration as YAML that loads back to an equal `Config`, with where each value came from."""
+"""The effective configuration as YAML that loads back to an equal `Config`, with the source of each value."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ DERIVED = (
     "num_optimizer_steps",
     "max_model_length",
 )
-"""Properties of the configuration that are worth a line."""
+"""Properties of `Config` to print."""
 
 
 def to_yaml(config: Config) -> str:
-    """Every setting, one a line, under its section's name as a comment; behind those that are not defaults, who set it.
+    """One line per setting, by section; a comment names the source of each value that is not a default.
 
     ASCII, whatever the values hold.
     """
@@ -34,7 +34,7 @@ def to_yaml(config: Config) -> str:
 
 
 def derived_lines(config: Config, *, world_size: int) -> str:
-    """What follows from a sound `config`, as comments to put under `to_yaml`."""
+    """What follows from a sound `config`, as comments to append to `to_yaml`."""
     values: dict[str, object] = {
         "run_name": config.experiment.run_name,
         "world_size": world_size,
@@ -53,5 +53,5 @@ def _line(name: str, value: object) -> str:
 
 
 def _comment(source: str | None) -> str:
-    # A path may hold anything; a comment ends with its line.
+    # A path may contain line breaks, which would end the comment.
     return f"  # {source.encode('unicode_escape').decode()}" if source else ""

@@ -1,4 +1,4 @@
-"""The section of the rewards, with what its texts stand for."""
+"""The reward section of the configuration, and the values that its texts stand for."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ from mgrpo.config.annotations import FINITE, NOT_NEGATIVE, ONE_OR_MORE, OPEN_INS
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
     apply_verifiable_reward: Annotated[bool, OPEN_INSTRUCT] = True
-    """Score completions with the verifier each row names."""
+    """Score completions with the verifiers that each row names."""
     verification_reward: Annotated[float, POSITIVE, OPEN_INSTRUCT] = 10.0
-    """Multiplier of the verifier's score."""
+    """Factor of the verifiers' score."""
     apply_r1_style_format_reward: Annotated[bool, OPEN_INSTRUCT] = False
-    """Look for `...</think> <answer>...</answer>`."""
+    """Reward the format `...</think> <answer>...</answer>`."""
     r1_style_format_reward: Annotated[float, POSITIVE, OPEN_INSTRUCT] = 1.0
     """Reward for the format."""
     additive_format_reward: Annotated[bool, OPEN_INSTRUCT] = False
-    """Add the format reward to the verifier's; otherwise a completion without the format scores 0 (gate)."""
+    """Add the format reward to the verifiers'; false: a completion without the format scores 0 (gate)."""
     non_stop_penalty: Annotated[bool, OPEN_INSTRUCT] = False
-    """Overwrite the reward of completions that did not stop by themselves."""
+    """Replace the reward of completions that did not stop by themselves."""
     non_stop_penalty_value: Annotated[float, FINITE, OPEN_INSTRUCT] = 0.0
-    """The reward they get."""
+    """Reward of completions that did not stop by themselves, with non_stop_penalty."""
     remap_verifier: Annotated[str | None, OPEN_INSTRUCT] = None
-    """old=new: rows that name verifier old use verifier new."""
+    """old=new: rows that name the verifier old use the verifier new."""
     verifier_weights: tuple[str, ...] = ()
-    """name=weight, ...: weights of verifiers whose scores are added up; 1 for the others."""
+    """name=weight, ...: weights of verifiers in the sum of their scores; 1 for the others."""
     reward_funcs: Annotated[tuple[str, ...], TRL] = ()
     """Reward functions in place of verifiers: package.module.function, file.py:function, one of TRL's six names, or the folder
     of a sequence-classification model. reward_weights weighs them."""
     verifier_modules: tuple[str, ...] = ()
-    """Python modules with verifiers of your own, found by their names."""
+    """Python modules with verifiers of your own, which rows refer to by name."""
     max_length_verifier_max_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 32768
-    """Tokens by which a length must miss for a score of 0, in the verifiers max_length and up_to_max_length."""
+    """Deviation in tokens at which the verifiers max_length and up_to_max_length score 0."""
     code_api_url: Annotated[str | None, OPEN_INSTRUCT] = None
-    """URL of a code service, .../test_program; none: CODE_API_URL of the environment, else a sandbox on this machine."""
+    """URL of a code service, .../test_program; none: the environment variable CODE_API_URL, else a sandbox on this machine."""
     code_max_execution_time: Annotated[float, POSITIVE, OPEN_INSTRUCT] = 1.0
-    """Seconds a test of a program may take."""
+    """Seconds that each test of a program may take."""
     code_pass_rate_reward_threshold: Annotated[float, Range(low=0, high=1), OPEN_INSTRUCT] = 0.0
-    """A program that passes a smaller share of its tests scores 0."""
+    """Programs that pass a smaller share of their tests score 0."""
     code_apply_perf_penalty: Annotated[bool, OPEN_INSTRUCT] = False
-    """A passed test counts less, the longer it took."""
+    """Passed tests count less the longer they took."""
     code_sandbox_memory_mb: Annotated[int, Range(low=64)] = 1024
-    """MiB of memory a program may take in the sandbox of this machine."""
+    """MiB of memory that a program may use in the sandbox on this machine."""
     code_sandbox_accept_risk: bool = False
-    """Run programs even where this machine cannot isolate them."""
+    """Run programs even if this machine cannot isolate them."""
     llm_judge_model: Annotated[str | None, OPEN_INSTRUCT] = None
-    """Model that judges; hosted_vllm/NAME and azure/NAME find their servers in the environment, see docs/rewards.md."""
+    """Judge model; hosted_vllm/NAME and azure/NAME find their servers in the environment, see docs/rewards.md."""
     llm_judge_base_url: str | None = None
     """OpenAI-compatible endpoint of the judge, for example http://localhost:8000/v1."""
     llm_judge_max_tokens: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 2048
-    """Most tokens of a judgement."""
+    """Most tokens in a judgement."""
     llm_judge_max_context_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 8192
-    """Tokens of the judge's context; a longer answer is shortened in its middle."""
+    """Tokens in the judge's context; longer answers are shortened in the middle."""
     llm_judge_temperature: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT] = 1.0
-    """Temperature of the judge."""
+    """Sampling temperature of the judge."""
     llm_judge_timeout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 60
-    """Seconds one judgement may take."""
+    """Seconds that one judgement may take."""
     rubric_judge_model: str | None = None
-    """Model that judges the criteria of rubrics; none: RUBRIC_JUDGE_MODEL of the environment, else llm_judge_model."""
+    """Judge model for the criteria of rubrics; none: the environment variable RUBRIC_JUDGE_MODEL, else llm_judge_model."""
     remote_verifier_concurrency: Annotated[int, ONE_OR_MORE] = 64
-    """Calls of judges and code services under way at once."""
+    """Most concurrent calls of judges and code services."""
     verifier_memory_mb: Annotated[int, Range(low=256)] = 2048
-    """MiB of memory of a verifier process."""
+    """MiB of memory that a verifier process may use."""
     verifier_timeout: Annotated[float, POSITIVE] = 10.0
     """Seconds a verifier may spend on one completion before it is killed and the completion has no score."""
     verifier_workers: Annotated[int, ONE_OR_MORE] = 1
-    """Verifier processes."""
+    """Number of verifier processes."""
 
     @property
     def verifier_replacement(self) -> tuple[str, str] | None:

@@ -1,4 +1,4 @@
-"""Questions about data, rewards and evaluation. Each is asked only when its fields are sound."""
+"""Rules between settings of data, rewards and evaluation."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ REWARD_RULES: tuple[Rule, ...] = (
     (("stop_strings",), _stop_strings),
     (("eval_temperature", "eval_pass_at_k"), _greedy),
 )
-"""Questions about data, rewards and evaluation, each with the fields that must be sound before it is asked."""
+"""Each rule with the fields that must be sound before it is checked."""

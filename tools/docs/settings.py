@@ -16,21 +16,21 @@ INTRODUCTION = """# Settings
 Written by `python -m tools.docs.settings > docs/config.md`; do not edit.
 
 `mgrpo train [FILE.yaml | --config FILE.yaml] [--preset NAME] [--name value ...]`, the same for `examples/train_grpo.py`. A flag
-wins over the file, the file over the preset, the preset over the default. A file holds `name: value` lines.
-`--show_config` prints every value with who set it, and the run writes the same as `config.yaml` into its `output_dir`.
+overrides the file, the file overrides the preset, the preset overrides the default. A file holds `name: value` lines.
+`--show_config` prints every value with its source, and the run writes the same to `config.yaml` in its `output_dir`.
 
-Names of Open Instruct and TRL are understood wherever a setting is. Every name below has one status:
+Names of Open Instruct and TRL are accepted wherever a setting is. Every name below has one status:
 
 | status | meaning |
 |---|---|
 | used | a setting of this project |
 | derived | follows from other settings; a value given must agree |
-| alias | sets the settings it names; the run prints one line for each. With its target at another value it is an error |
-| no effect | accepted; changes nothing here, and the run says why |
-| refused | accepted with the values that ask for nothing; anything else is an error with the reason |
+| alias | sets the settings that it names; the run prints one line for each. It is an error if such a setting is also given with another value |
+| no effect | accepted, but changes nothing; the run prints why |
+| refused | accepted with its neutral values; any other value is an error that gives the reason |
 
-From Python, `mgrpo.GRPOConfig.from_trl(trl_config, **fields)` and `mgrpo.GRPOConfig.from_open_instruct(flags)` give a config for
-`mgrpo.train`; what is not given has the default of TRL or of Open Instruct there (`preset=` chooses the version).
+From Python, `mgrpo.GRPOConfig.from_trl(trl_config, **fields)` and `mgrpo.GRPOConfig.from_open_instruct(flags)` return a config
+for `mgrpo.train`; settings that are not given have the defaults of TRL or Open Instruct (`preset=` chooses the version).
 """
 
 BATCH = """## TRL's batch arithmetic
@@ -41,10 +41,10 @@ With d data-parallel ranks (`world size / (tensor x pipeline x context)`), TRL's
 
 completions are sampled at once, and one optimizer step takes `per_device_train_batch_size x d x gradient_accumulation_steps` of
 them. Here these are `num_unique_prompts_rollout` = generation_batch_size / num_generations and `num_mini_batches` =
-steps_per_generation / gradient_accumulation_steps. What of the four is not given has TRL's default (8, and 1; steps_per_generation
-is gradient_accumulation_steps). The arithmetic is on under a trl preset, with generation_batch_size or
-steps_per_generation, and when num_generations is given together with one of the other two; without it
-per_device_train_batch_size and gradient_accumulation_steps mean what they mean in Open Instruct.
+steps_per_generation / gradient_accumulation_steps. Those of the four that are not given have TRL's defaults:
+per_device_train_batch_size 8, gradient_accumulation_steps 1, steps_per_generation as gradient_accumulation_steps. This applies
+with a trl preset, with generation_batch_size or steps_per_generation, and if num_generations is given together with one of the
+other two. Otherwise per_device_train_batch_size and gradient_accumulation_steps have their meaning in Open Instruct.
 """
 
 
@@ -75,7 +75,7 @@ def _section(section: str) -> str:
     others = [name for name in table().values() if name.section == section]
     if others:
         rows = ((f"`{name.name}`", metavar(name.setting), _neutral(name), name.trainer, _status(name), _meaning(name)) for name in others)  # fmt: skip
-        lines += markdown.table(("other name", "type", "says nothing", "of", "status", "meaning"), rows)
+        lines += markdown.table(("other name", "type", "neutral values", "of", "status", "meaning"), rows)
         lines.append("")
     return "\n".join(lines)
 
@@ -103,8 +103,8 @@ def _losses() -> str:
         "",
         *markdown.table(("TRL", "policy_loss", "aggregation", "ratio_level"), rows),
         "",
-        "GSPO is `importance_sampling_level=sequence`. TRL's `dapo` names how tokens are averaged, Open Instruct's",
-        "`loss_fn=dapo` the clipped loss.",
+        "GSPO is `importance_sampling_level=sequence`. TRL's `dapo` is a way to average tokens, Open Instruct's",
+        "`loss_fn=dapo` is the clipped loss.",
         "",
     ]
     return "\n".join(lines)

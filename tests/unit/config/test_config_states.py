@@ -89,7 +89,7 @@ def test_a_state_to_resume_from_is_judged_by_its_path(tmp_path, monkeypatch, res
         ({"checkpoint_async": True}, "checkpoint_async=true has no effect without checkpoint_state_freq above 0"),
         (
             {"checkpoint_state_freq": 5, "checkpoint_state_dir": "a", "gs_checkpoint_state_dir": "gs://b/c"},
-            "checkpoint_state_dir=a is not used, training states go to gs_checkpoint_state_dir=gs://b/c",
+            "checkpoint_state_dir=a is ignored, because training states are written to gs_checkpoint_state_dir=gs://b/c",
         ),
     ],
 )
