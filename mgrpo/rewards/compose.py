@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from mgrpo.config.reward_rules import verifier_weights
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.pool import Item
 from mgrpo.types import Completion, RolloutGroup, Score, ScoredGroup
@@ -42,7 +41,7 @@ def score_groups(groups: Sequence[RolloutGroup], pool: Verifies, config: Reward)
     (1 if every verifier gave its full score); a missing score is NaN there too.
     """
     verified = iter(pool.verify_many(_items(groups)) if config.apply_verifiable_reward else [])
-    weights = verifier_weights(config)
+    weights = config.weight_by_verifier
     scored = []
     for group in groups:
         scores = []

@@ -158,7 +158,7 @@ def _check(config: Config, *, functions: list[str | Callable], dataset: Iterable
     problems = []
     hf_config, about_model = None, []
     try:
-        hf_config = read_hf_config(config.model.path)
+        hf_config = read_hf_config(config.model.model_name_or_path or "")
         head_dim = shape_of(hf_config).head_dim
         about_model = machine_problems(config, num_local_learners=_num_local_learners(), head_dim=head_dim)
     except ValueError as err:

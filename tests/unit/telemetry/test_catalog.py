@@ -12,11 +12,11 @@ import pytest
 from mgrpo.algo import maxima_names, metric_names
 from mgrpo.config.loss import LossConfig
 from mgrpo.packing import pack_step
-from mgrpo.telemetry import catalog
 from mgrpo.telemetry.batch import batch_metrics
 from mgrpo.telemetry.evaluation import evaluation_metrics
 from mgrpo.types import RewardScale
 from tests import builders
+from tools.docs import metrics as catalog
 
 ROOT = Path(__file__).parents[3]
 
@@ -185,4 +185,4 @@ def test_a_name_is_found_by_its_most_exact_entry():
 def test_the_page_is_current():
     """The documentation and the code say the same."""
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert page == catalog.to_markdown(), "run python -m mgrpo.telemetry.catalog > docs/metrics.md"
+    assert page == catalog.to_markdown(), "run python -m tools.docs.metrics > docs/metrics.md"
