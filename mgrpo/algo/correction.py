@@ -7,7 +7,7 @@ With d = old_logprob - rollout_logprob, held within +-10, and m the loss mask, r
     sequence_sum    exp(sum m d), the sum held within +-10, too
 
 It multiplies the policy term, never the KL penalty, and has no gradient. `rho_level` names the one that weighs, clamped to
-[rho_clamp_lower, rho_clamp_upper]; `rho_mask_level` the one that must lie in [rho_mask_lower, rho_mask_upper], or the term
+[rho_clamp_lower_bound, rho_clamp_upper_bound]; `rho_mask_level` the one that must lie in [rho_mask_lower_bound, rho_mask_upper_bound], or the term
 is dropped. So truncated importance sampling (Yao et al. 2025) is an upper clamp, IcePop (arXiv 2510.18855) two mask bounds
 without a clamp, and TRL's sequence_mask both levels "sequence_sum". A sequence is a document, never a pack of them.
 """
@@ -63,7 +63,7 @@ def correction(
     log_rho = (old_logprobs - rollout).clamp(-LOG_RHO_LIMIT, LOG_RHO_LIMIT)
     seq_log_rho = _of_sequences(log_rho, mask, cu_seqlens, config.rho_level)
     seq_log_rho_mask = _of_sequences(log_rho, mask, cu_seqlens, config.rho_mask_level)
-    if not (config.rho_mask_tv or config.policy_loss == "vespo"):
+    if not (config.rho_mask_tv_divergence or config.policy_loss == "vespo"):
         return Correction(keep=keep, seq_log_rho=seq_log_rho, seq_log_rho_mask=seq_log_rho_mask)
 
     def at_tokens(seq: Tensor | None) -> Tensor:
@@ -72,12 +72,12 @@ def correction(
         return ops.per_token(seq.clamp(-LOG_RHO_LIMIT, LOG_RHO_LIMIT).exp(), cu_seqlens, len(mask))
 
     free, judged = at_tokens(seq_log_rho), at_tokens(seq_log_rho_mask)
-    held = free.clamp(config.rho_clamp_lower, config.rho_clamp_upper or torch.inf)
-    too_low, too_high = judged < config.rho_mask_lower, judged > (config.rho_mask_upper or torch.inf)
-    if config.rho_mask_tv:
+    held = free.clamp(config.rho_clamp_lower_bound, config.rho_clamp_upper_bound or torch.inf)
+    too_low, too_high = judged < config.rho_mask_lower_bound, judged > (config.rho_mask_upper_bound or torch.inf)
+    if config.rho_mask_tv_divergence:
         # Total variation is the distance that VACO (arXiv 2603.01365) bounds; tokens whose step lowers it stay.
         distance = _at_tokens_mean(torch.expm1(log_rho).abs(), mask, cu_seqlens)
-        too_high = (distance > config.rho_mask_upper) & (log_rho * advantages > 0)
+        too_high = (distance > config.rho_mask_upper_bound) & (log_rho * advantages > 0)
         too_low = torch.zeros_like(too_high)
     rho = held.masked_fill(too_low | too_high, 0.0)
     columns = torch.stack((rho, *(x.to(rho.dtype) for x in (held != free, too_low, too_high))))

@@ -18,7 +18,7 @@ from mgrpo import ops
 from mgrpo.algo.correction import Correction, correction
 from mgrpo.algo.kl import NUM_ESTIMATORS, at_least_fp32
 from mgrpo.algo.metrics import summarise
-from mgrpo.config.loss import LossConfig
+from mgrpo.config.loss import Aggregation, LossConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def policy_loss(
         rollout_logprobs: `[tokens]`, the engine's, required by corrections; otherwise for metrics.
         keep: `[tokens]`, a factor of the policy term, not of the KL penalty; None: 1.
         denominator: of the whole mini-batch over all ranks, see `loss_denominator`, a number or `[num_seqs]`; None: that
-            of these sequences alone.
+            of these sequences alone, except under dr_grpo, which needs it.
     """
     _check(config)
     _check_operands(config, ref_logprobs, rollout_logprobs)
@@ -152,20 +152,24 @@ def token_weights(
     if isinstance(denominator, Tensor) and denominator.ndim == 1:
         denominator = ops.per_token(denominator.to(loss_mask.dtype), cu_seqlens, num_tokens)
     weights = loss_mask / denominator
-    if config.aggregation == "seq_mean":
+    if config.effective_aggregation == "seq_mean":
         lengths = ops.segment_sums(loss_mask, loss_mask, cu_seqlens)[1]
         weights = weights / ops.per_token(lengths.clamp(min=1), cu_seqlens, num_tokens)
     return weights
 
 
 def loss_denominator(
-    num_trained_tokens: float | Tensor, config: LossConfig, *, num_seqs: int | None = None
+    num_trained_tokens: float | Tensor,
+    config: LossConfig,
+    *,
+    num_seqs: int | None = None,
+    response_length: float | None = None,
 ) -> float | Tensor:
     """The denominator of a mini-batch, from its trained tokens and sequences over all data-parallel ranks; never 0.
 
         token         trained tokens: every token weighs the same (DAPO, arXiv 2503.14476)
-        constant      `config.constant` (Dr. GRPO, arXiv 2503.20783)
-        dr_grpo       sequences x `config.constant`, the longest completion there may be
+        constant      the number in `config.loss_denominator` (Dr. GRPO, arXiv 2503.20783)
+        dr_grpo       sequences x `response_length`, the most tokens of a completion
         seq_mean      sequences, whose own token means are taken first (GRPO, arXiv 2402.03300)
         luspo         sequences, whose token sums are taken: length x mean (arXiv 2602.05261)
         local_token   as token, but of one micro-batch: call `policy_loss` with each micro-batch's own count times the
@@ -173,14 +177,21 @@ def loss_denominator(
 
     Sequences without a trained token count, too.
     """
-    if config.aggregation == "constant":
-        return float(config.constant)
-    if config.aggregation in ("token", "local_token"):
+    aggregation = config.effective_aggregation
+    if aggregation == "constant":
+        if not config.constant:
+            raise ValueError(f"aggregation 'constant' needs a number, got loss_denominator={config.loss_denominator}")
+        return config.constant
+    if aggregation in ("token", "local_token"):
         is_tensor = isinstance(num_trained_tokens, Tensor)
         return num_trained_tokens.clamp(min=1) if is_tensor else float(max(num_trained_tokens, 1))
     if num_seqs is None:
-        raise ValueError(f"aggregation {config.aggregation!r} divides by the number of sequences; pass num_seqs")
-    return float(max(num_seqs, 1)) * (config.constant if config.aggregation == "dr_grpo" else 1.0)
+        raise ValueError(f"aggregation {aggregation!r} divides by the number of sequences; pass num_seqs")
+    if aggregation != "dr_grpo":
+        return float(max(num_seqs, 1))
+    if response_length is None:
+        raise ValueError("aggregation 'dr_grpo' divides by sequences x response_length; pass response_length")
+    return float(max(num_seqs, 1)) * response_length
 
 
 def _vespo_weight(
@@ -227,19 +238,20 @@ def _corrects(config: LossConfig) -> bool:
 
 @cache
 def _check(config: LossConfig) -> None:
-    choices = typing.get_type_hints(LossConfig)
+    choices = typing.get_type_hints(LossConfig) | {"aggregation": Aggregation}
     for name in ("policy_loss", "ratio_level", "aggregation", "rho_level", "rho_mask_level"):
         allowed = typing.get_args(choices[name])
-        if getattr(config, name) not in allowed:
-            raise ValueError(f"{name}={getattr(config, name)!r} is unknown; choose one of {', '.join(allowed)}")
-    if config.aggregation in ("constant", "dr_grpo") and not config.constant:
-        raise ValueError(f"aggregation {config.aggregation!r} needs a divisor, got constant={config.constant}")
+        value = config.effective_aggregation if name == "aggregation" else getattr(config, name)
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
     if config.kl_estimator not in range(NUM_ESTIMATORS):
         raise ValueError(f"kl_estimator={config.kl_estimator!r} is unknown; choose 0, 1, 2 or 3")
     if not config.use_rho_correction:
         return
-    if config.rho_mask_tv and not config.rho_mask_upper > 0:
-        raise ValueError(f"rho_mask_tv needs a bound above 0, got rho_mask_upper={config.rho_mask_upper}")
+    if config.rho_mask_tv_divergence and not config.rho_mask_upper_bound > 0:
+        raise ValueError(
+            f"rho_mask_tv_divergence needs a bound above 0, got rho_mask_upper_bound={config.rho_mask_upper_bound}"
+        )
     if config.policy_loss == "vespo" and config.rho_level != "token":
         raise ValueError(
             f"vespo multiplies the rhos of the tokens itself, got rho_level={config.rho_level!r}; use 'token'"

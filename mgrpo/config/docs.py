@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
-from mgrpo.config.fields import settings
+from mgrpo.config.fields import section_types, settings
 from mgrpo.config.help import field_docs, metavar, shown_default
 from mgrpo.config.peers.names import SECTIONS, Name, source_of, table
 from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
@@ -58,8 +58,8 @@ def to_markdown() -> str:
 def _section(section: str) -> str:
     lines = [f"## {section.capitalize()}", ""]
     own = [setting for setting in settings().values() if setting.section == section]
-    documents = field_docs()
     if own:
+        documents = field_docs(section_types()[section])
         rows = (
             (
                 f"`{setting.name}`",

@@ -12,8 +12,9 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from mgrpo.config.annotations import Range, Reason, Trainer
 from mgrpo.config.provenance import Provenance
 from mgrpo.config.schema import Config, JSONObject
 
@@ -32,8 +33,14 @@ class Setting:
     name: str
     section: str
     type: Any
-    """The field's annotation, resolved."""
+    """The field's annotation, resolved and without its metadata."""
     default: object
+    range: Range | None = None
+    """The numbers it may hold."""
+    reason: str = ""
+    """Why its values are limited, where the limit alone does not say it."""
+    trainers: tuple[Trainer, ...] = ()
+    """Other trainers that have a setting of this name."""
 
     @property
     def is_list(self) -> bool:
@@ -67,13 +74,25 @@ def settings() -> dict[str, Setting]:
     """Every setting by name, in the order of the schema."""
     found: dict[str, Setting] = {}
     for section, section_type in section_types().items():
-        annotations = typing.get_type_hints(section_type)
+        annotations = typing.get_type_hints(section_type, include_extras=True)
         for field in dataclasses.fields(section_type):
             assert field.name not in found, f"{field.name} stands in two sections of the schema"
+            kind, *marks = _without_metadata(annotations[field.name])
             found[field.name] = Setting(
-                name=field.name, section=section, type=annotations[field.name], default=field.default
+                name=field.name,
+                section=section,
+                type=kind,
+                default=field.default,
+                range=next((mark for mark in marks if isinstance(mark, Range)), None),
+                reason=next((mark.text for mark in marks if isinstance(mark, Reason)), ""),
+                trainers=tuple(mark for mark in marks if isinstance(mark, Trainer)),
             )
     return found
+
+
+def _without_metadata(annotation: Any) -> tuple[Any, ...]:
+    """The type, then what it is annotated with."""
+    return typing.get_args(annotation) if typing.get_origin(annotation) is Annotated else (annotation,)
 
 
 def flat(config: Config) -> dict[str, object]:

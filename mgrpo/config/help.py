@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import sys
 import typing
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal
 
-from mgrpo.config import schema
 from mgrpo.config.fields import Setting, alternatives, section_types, settings
 from mgrpo.config.peers.presets import PRESETS
 
@@ -39,36 +40,34 @@ def help_text(prog: str | None = None) -> str:
         help="Check configuration, data and layout, start everything, train one step, keep nothing.",
     )
     general.add_argument("-h", "--help", action="store_true", help="Show this text.")
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    documents = field_docs()
-    for name, setting in settings().items():
-        group = groups.get(setting.section)
-        if group is None:
-            group = groups[setting.section] = parser.add_argument_group(setting.section)
-        text = f"{documents.get(name, '')} (default: {shown_default(setting.default)})".strip().replace("%", "%%")
-        group.add_argument(f"--{name}", metavar=metavar(setting), help=text)
+    for section, record in section_types().items():
+        group = parser.add_argument_group(section)
+        documents = field_docs(record)
+        for setting in settings().values():
+            if setting.section == section:
+                text = f"{documents.get(setting.name, '')} (default: {shown_default(setting.default)})".strip()
+                group.add_argument(f"--{setting.name}", metavar=metavar(setting), help=text.replace("%", "%%"))
     return parser.format_help()
 
 
-def field_docs() -> dict[str, str]:
-    """Docstring beneath each field of the schema's sections; empty when Python runs without sources."""
+def field_docs(record: type) -> dict[str, str]:
+    """Docstring beneath each field of a dataclass, on one line; empty when Python runs without sources."""
     try:
-        tree = ast.parse(inspect.getsource(schema))
+        tree = _syntax_tree(record.__module__)
     except OSError:
         return {}
-    sections = {kind.__name__ for kind in section_types().values()}
-    found: dict[str, str] = {}
-    for node in tree.body:
-        if not isinstance(node, ast.ClassDef) or node.name not in sections:
-            continue
-        for field, below in pairwise(node.body):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-            ):
-                found[field.target.id] = " ".join(str(below.value.value).split())
-    return found
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == record.__name__)
+    return {
+        field.target.id: " ".join(str(below.value.value).split())
+        for field, below in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+    }
+
+
+@cache
+def _syntax_tree(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
 
 
 def metavar(setting: Setting) -> str:

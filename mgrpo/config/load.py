@@ -17,7 +17,6 @@ import yaml
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import Setting, Text, describe, mismatch, read, unknown
 from mgrpo.config.peers.names import SPELLINGS, accepted, setting_of
-from mgrpo.config.ranges import REASONS
 from mgrpo.config.resolve import FILE, FLAG, Layer, resolve
 from mgrpo.config.schema import Config
 
@@ -103,7 +102,7 @@ def _take(name: str, text: Text, where: str, layer: Layer, problems: list[str]) 
     try:
         layer.values[name] = read(text, setting.type)
     except ValueError:
-        reason = f"; {REASONS[name]}" if setting.is_choice and name in REASONS else ""
+        reason = f"; {setting.reason}" if setting.is_choice and setting.reason else ""
         problems.append(mismatch(setting, text, where) + reason)
         layer.unsound.add(name)
 

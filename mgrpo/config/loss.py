@@ -1,10 +1,13 @@
-"""Settings of `mgrpo.algo.policy_loss`: independent axes, from which every named loss of the field is put together."""
+"""The section of the policy loss: independent axes, from which every named loss of the field is put together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from mgrpo.config.annotations import BELOW_ONE, NOT_NEGATIVE, ONE_OR_MORE, OPEN_INSTRUCT, POSITIVE, TRL, Range
+
+Aggregation = Literal["token", "constant", "seq_mean", "local_token", "dr_grpo", "luspo"]
 Level = Literal["token", "sequence_mean", "sequence_sum"]
 """Where the ratio of trainer to engine is taken: at each token, or exp of the mean or of the sum over a sequence."""
 
@@ -14,59 +17,76 @@ class LossConfig:
     """Settings of `mgrpo.algo.policy_loss`. Formulas: its docstring."""
 
     policy_loss: Literal["ppo_clip", "cispo", "sapo", "vespo", "reinforce"] = "ppo_clip"
-    """The surrogate."""
+    """The surrogate: clipped ratio, capped weight (CISPO), soft gate (SAPO), sequence gate (VESPO), or none."""
     ratio_level: Literal["token", "sequence", "sequence_token"] = "token"
-    """token: a ratio each; sequence: one for the sequence (GSPO); sequence_token: its value, the token's own gradient."""
-    aggregation: Literal["token", "constant", "seq_mean", "local_token", "dr_grpo", "luspo"] = "token"
-    """What the sum over tokens is divided by, see `mgrpo.algo.loss_denominator`."""
-    constant: float | None = None
-    """The divisor of aggregation "constant"; the longest completion for "dr_grpo"."""
-    clip_lower: float = 0.2
+    """token: a ratio each; sequence: one for the completion (GSPO); sequence_token: its value, the token's own gradient."""
+    aggregation: Aggregation | None = None
+    """What the sum over tokens is divided by; none: loss_denominator decides, token or constant."""
+    loss_denominator: Annotated[str, OPEN_INSTRUCT] = "token"
+    """token: mean over response tokens of the mini-batch; a number: divide the sum by it (Dr. GRPO)."""
+    local_batch_size: Annotated[int, ONE_OR_MORE] = 8
+    """Completions of one mean over tokens under aggregation local_token, whatever the packs."""
+    clip_lower: Annotated[float, BELOW_ONE, OPEN_INSTRUCT] = 0.2
     """The ratio is clipped below at 1 - clip_lower."""
-    clip_higher: float = 0.2
-    """The ratio is clipped above at 1 + clip_higher."""
-    delta: float | None = None
-    """Two-sided clip: the unclipped ratio goes no higher than this, which bounds the loss of bad tokens."""
-    dual_clip: float | None = None
+    clip_higher: Annotated[float, POSITIVE, OPEN_INSTRUCT] = 0.2
+    """The ratio is clipped above at 1 + clip_higher, which is also CISPO's cap."""
+    delta: Annotated[float | None, POSITIVE, TRL] = None
+    """Two-sided clip: the unclipped ratio goes no higher than this."""
+    dual_clip: Annotated[float | None, Range(low=1, low_open=True)] = None
     """Dual clip: the loss of a token with advantage A < 0 is at most dual_clip x |A|."""
-    sapo_temperature_pos: float = 1.0
+    sapo_temperature_pos: Annotated[float, POSITIVE, TRL] = 1.0
     """SAPO's gate for positive advantages."""
-    sapo_temperature_neg: float = 1.05
+    sapo_temperature_neg: Annotated[float, POSITIVE, TRL] = 1.05
     """SAPO's gate for the others."""
-    vespo_k_pos: float = 2.0
+    vespo_k_pos: Annotated[float, NOT_NEGATIVE, TRL] = 2.0
     """VESPO's exponent of the sequence ratio, advantage >= 0."""
-    vespo_lambda_pos: float = 3.0
+    vespo_lambda_pos: Annotated[float, NOT_NEGATIVE, TRL] = 3.0
     """VESPO's decay, advantage >= 0."""
-    vespo_k_neg: float = 3.0
+    vespo_k_neg: Annotated[float, NOT_NEGATIVE, TRL] = 3.0
     """VESPO's exponent of the sequence ratio, advantage < 0."""
-    vespo_lambda_neg: float = 2.0
+    vespo_lambda_neg: Annotated[float, NOT_NEGATIVE, TRL] = 2.0
     """VESPO's decay, advantage < 0."""
-    beta: float = 0.0
-    """Weight of the KL penalty."""
-    kl_estimator: Literal[0, 1, 2, 3] = 2
-    """See `mgrpo.algo.kl_penalty`."""
+    beta: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT, TRL] = 0.05
+    """Weight of the KL penalty towards the reference model; 0 loads no reference unless log_ref_kl is set."""
+    kl_estimator: Annotated[Literal[0, 1, 2, 3], OPEN_INSTRUCT] = 2
+    """0: d; 1: d^2/2; 2: exp(-d) - 1 + d; 3: ratio x d, where d = logprob - reference logprob."""
     kl_bias_correction: bool = False
     """Multiply the KL estimate by the ratio, through which gradients flow too."""
-    use_rho_correction: bool = False
-    """Weigh the policy term by rho = exp(old logprob - rollout logprob), bounded as the fields below say."""
+    use_rho_correction: Annotated[bool, OPEN_INSTRUCT] = False
+    """Weigh the policy loss by rho = exp(old logprob - the engine's logprob), bounded as the settings below say."""
     rho_level: Level = "token"
-    """Level of the rho that weighs."""
-    rho_clamp_lower: float = 0.0
-    """Smallest weight; 0 is off."""
-    rho_clamp_upper: float = 0.0
-    """Largest weight; 0 is off."""
+    """The rho that weighs: each token's, or exp of the mean or of the sum over the completion."""
+    rho_clamp_lower_bound: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT] = 0.0
+    """Smallest weight; 0: no bound."""
+    rho_clamp_upper_bound: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT] = 2.0
+    """Largest weight (truncated importance sampling); 0: no bound."""
     rho_mask_level: Level = "token"
-    """Level of the rho that decides what is dropped."""
-    rho_mask_lower: float = 0.0
-    """Below this the policy term is dropped; 0 is off."""
-    rho_mask_upper: float = 0.0
-    """Above this the policy term is dropped; 0 is off."""
-    rho_mask_tv: bool = False
-    """Compare rho_mask_upper with the sequence's mean of |rho - 1|; drop only tokens whose step would raise it (VACO)."""
-    off_policy_mask_threshold: float | None = None
-    """Drop sequences with advantage < 0 whose mean of rollout - present logprob is above this (DeepSeek-V3.2, eq. 9)."""
+    """The rho that decides what is dropped."""
+    rho_mask_lower_bound: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT] = 0.0
+    """Below this the policy loss is dropped; 0: no bound."""
+    rho_mask_upper_bound: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT] = 0.0
+    """Above this the policy loss is dropped; 0: no bound."""
+    rho_mask_tv_divergence: Annotated[bool, OPEN_INSTRUCT] = False
+    """The upper bound is one of the completion's mean |rho - 1|, and only tokens whose step would raise it are dropped."""
+    off_policy_mask_threshold: Annotated[float | None, NOT_NEGATIVE, TRL] = None
+    """Drop completions with advantage < 0 whose mean of engine's - present logprob is above this; none: off."""
+
+    @property
+    def effective_aggregation(self) -> Aggregation:
+        """`aggregation`, or what `loss_denominator` says in its place."""
+        return self.aggregation or ("token" if self.loss_denominator == "token" else "constant")
+
+    @property
+    def constant(self) -> float | None:
+        """The number in `loss_denominator`; None where it is "token"."""
+        return None if self.loss_denominator == "token" else float(self.loss_denominator)
 
     @property
     def rho_bounds(self) -> tuple[float, float, float, float]:
         """Clamp below and above, mask below and above; 0 is off."""
-        return self.rho_clamp_lower, self.rho_clamp_upper, self.rho_mask_lower, self.rho_mask_upper
+        return (
+            self.rho_clamp_lower_bound,
+            self.rho_clamp_upper_bound,
+            self.rho_mask_lower_bound,
+            self.rho_mask_upper_bound,
+        )

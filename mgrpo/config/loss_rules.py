@@ -10,8 +10,8 @@ from mgrpo.config.schema import Config
 
 
 def _reference(config: Config) -> Iterator[str]:
-    own = config.algorithm
-    measured = [name for name, on in ((f"beta={own.beta}", own.beta != 0), ("log_ref_kl=true", own.log_ref_kl)) if on]
+    own, beta = config.algorithm, config.loss.beta
+    measured = [name for name, on in ((f"beta={beta}", beta != 0), ("log_ref_kl=true", own.log_ref_kl)) if on]
     if measured and not config.model.load_ref_policy:
         yield (
             f"{' and '.join(measured)} needs the reference model, but load_ref_policy=false; "
@@ -25,7 +25,7 @@ def _reference(config: Config) -> Iterator[str]:
 
 
 def _old_logprobs(config: Config) -> Iterator[str]:
-    if config.algorithm.use_vllm_logprobs and config.algorithm.use_rho_correction:
+    if config.algorithm.use_vllm_logprobs and config.loss.use_rho_correction:
         yield (
             "use_vllm_logprobs=true makes the engine's logprobs the old ones, so use_rho_correction=true (rho is the "
             "ratio of the two) has nothing to correct; set one of them to false"
@@ -33,7 +33,7 @@ def _old_logprobs(config: Config) -> Iterator[str]:
 
 
 def _rho_bounds(config: Config) -> Iterator[str]:
-    own = config.algorithm
+    own = config.loss
     if not own.use_rho_correction:
         return
     for name in ("rho_clamp_lower_bound", "rho_mask_lower_bound"):
@@ -52,7 +52,7 @@ def _rho_bounds(config: Config) -> Iterator[str]:
 
 
 def _surrogate(config: Config) -> Iterator[str]:
-    own = config.algorithm
+    own = config.loss
     for name in ("delta", "dual_clip"):
         if getattr(own, name) is not None and own.policy_loss != "ppo_clip":
             yield f"{name}={getattr(own, name):g} belongs to policy_loss=ppo_clip, got {own.policy_loss}; leave it out"
@@ -64,7 +64,7 @@ def _surrogate(config: Config) -> Iterator[str]:
 
 
 def _denominator(config: Config) -> Iterator[str]:
-    own = config.algorithm
+    own = config.loss
     is_number = own.loss_denominator != "token"
     if own.aggregation == "constant" and not is_number:
         yield "aggregation=constant needs the number to divide by: --loss_denominator N"

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 
-from mgrpo.config.ranges import POSITIVE
+from mgrpo.config.annotations import POSITIVE
 from mgrpo.config.schema import Config
 
 Rule = tuple[tuple[str, ...], Callable[[Config], Iterator[str]]]

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from mgrpo.config.annotations import POSITIVE
 from mgrpo.config.derived import derive, layout_of
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import describe, fits, flat, settings
 from mgrpo.config.loss_rules import LOSS_RULES, weight_problems
 from mgrpo.config.model_rules import longest_sequence, model_problems, num_experts, size_of
-from mgrpo.config.ranges import POSITIVE, RANGES, REASONS
 from mgrpo.config.resolve import shown
 from mgrpo.config.reward_rules import REWARD_RULES
 from mgrpo.config.rules import REWARD_SWITCHES, RULES, pairs, reward_problems
 from mgrpo.config.schema import Config
 
-__all__ = ["RANGES", "check", "layout_of", "problems", "warnings"]
+__all__ = ["check", "layout_of", "problems", "warnings"]
 
 LAYOUT_FIELDS = (
     "tensor_model_parallel_size",
@@ -127,12 +127,12 @@ def _field_problems(config: Config) -> dict[str, str]:
     """The first problem of each field by itself."""
     found = {}
     for name, value in flat(config).items():
-        expected = settings()[name].type
-        reason = f"; {REASONS[name]}" if name in REASONS else ""
-        if not fits(value, expected):
-            found[name] = f"{name}={value!r} must be {describe(expected)}{reason}"
-        elif name in RANGES and isinstance(value, (int, float)) and not RANGES[name].holds(value):
-            found[name] = f"{name}={value} must be {RANGES[name]}{reason}"
+        setting = settings()[name]
+        reason = f"; {setting.reason}" if setting.reason else ""
+        if not fits(value, setting.type):
+            found[name] = f"{name}={value!r} must be {describe(setting.type)}{reason}"
+        elif setting.range and isinstance(value, (int, float)) and not setting.range.holds(value):
+            found[name] = f"{name}={value} must be {setting.range}{reason}"
         elif name == "loss_denominator" and not _is_denominator(value):
             found[name] = f"{name}={value!r} must be token or a finite number above 0"
     return found
@@ -203,7 +203,7 @@ def _data_warnings(config: Config) -> Iterator[str]:
 
 
 def _loss_warnings(config: Config) -> Iterator[str]:
-    own = config.algorithm
+    own = config.loss
     if own.delta is not None and own.delta <= 1 + own.clip_higher:
         yield f"delta={own.delta:g} is not above 1 + clip_higher = {1 + own.clip_higher:g}, so it clips before the clip does"
     if own.aggregation == "luspo" and own.ratio_level != "sequence":
@@ -228,7 +228,7 @@ _RHO = (
 )
 _ADAPTIVE = "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target"
 _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
-    (_RHO, "use_rho_correction=true", lambda c: c.algorithm.use_rho_correction),
+    (_RHO, "use_rho_correction=true", lambda c: c.loss.use_rho_correction),
     (_ADAPTIVE, "use_adaptive_entropy=true", lambda c: c.algorithm.use_adaptive_entropy),
     (
         "keep_last_n_checkpoints checkpoint_async",
@@ -238,9 +238,9 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("alpha", "ref_policy_update_freq", lambda c: c.algorithm.ref_policy_update_freq is not None),
     ("reshuffle_mini_batches", "num_epochs above 1", lambda c: c.algorithm.num_epochs > 1),
     ("active_sampling_max_rounds", "active_sampling=true", lambda c: c.algorithm.active_sampling),
-    ("clip_lower delta dual_clip", "policy_loss=ppo_clip", lambda c: c.algorithm.policy_loss == "ppo_clip"),
-    ("clip_higher", "policy_loss=ppo_clip or cispo", lambda c: c.algorithm.policy_loss in ("ppo_clip", "cispo")),
-    ("ratio_level", "a policy_loss with a ratio", lambda c: c.algorithm.policy_loss not in ("vespo", "reinforce")),
+    ("clip_lower delta dual_clip", "policy_loss=ppo_clip", lambda c: c.loss.policy_loss == "ppo_clip"),
+    ("clip_higher", "policy_loss=ppo_clip or cispo", lambda c: c.loss.policy_loss in ("ppo_clip", "cispo")),
+    ("ratio_level", "a policy_loss with a ratio", lambda c: c.loss.policy_loss not in ("vespo", "reinforce")),
     (
         "warm_up_steps warmup_ratio",
         "another lr_scheduler_type, constant_with_warmup for example",

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
-import inspect
 import json
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from mgrpo.config import Config, ConfigError, parse
+from mgrpo.config.help import field_docs
 from mgrpo.config.schema import Parallel
 from mgrpo.config.validate import problems
 from mgrpo.models.family import read_hf_config, shape_of
@@ -91,24 +89,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--hf_config", metavar="FILE", default=None, help="the model's config.json, where its folder is not here"
     )
     assumed = parser.add_argument_group("assumptions", "shares, seconds and sizes that nothing here measures")
-    documents = _field_docs(Assumptions)
+    documents = field_docs(Assumptions)
     for field in dataclasses.fields(Assumptions):
         kind = _share if field.name.endswith(("_efficiency", "_share", "_fill")) else _not_negative
-        assumed.add_argument(f"--{field.name}", type=kind, default=field.default, help=documents.get(field.name))
+        assumed.add_argument(
+            f"--{field.name}", type=kind, default=field.default, help=documents.get(field.name, "").replace("%", "%%")
+        )
     return parser
-
-
-def _field_docs(record: type) -> dict[str, str]:
-    """Docstring beneath each field; empty when Python runs without sources."""
-    try:
-        body = ast.parse(inspect.getsource(record)).body[0].body
-    except OSError:
-        return {}
-    return {
-        field.target.id: " ".join(text.value.value.split()).replace("%", "%%")
-        for field, text in pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
 
 
 def _number(text: str, *, low: float, high: float, is_open: bool, wanted: str) -> float:

@@ -79,7 +79,7 @@ def passes_of(config: Config) -> Passes:
 
 def has_reference(config: Config) -> bool:
     """Whether a reference model is loaded."""
-    return config.algorithm.beta != 0 or config.algorithm.log_ref_kl
+    return config.loss.beta != 0 or config.algorithm.log_ref_kl
 
 
 @cache

@@ -28,16 +28,16 @@ def reward_settings(values: Mapping[str, object]) -> Reward:
     from mgrpo.config.errors import ConfigError
     from mgrpo.config.fields import flat, settings
     from mgrpo.config.load import from_values
-    from mgrpo.config.ranges import RANGES
 
     for name in values:
         if name not in settings() or settings()[name].section != "reward":
             raise TypeError(f"verify has no setting {name}; those of the reward section are in docs/config.md")
     config = from_values(dict(values))
     wrong = [
-        f"{name}={value} must be {RANGES[name]}"
+        f"{name}={value} must be {limit}"
         for name, value in flat(config).items()
-        if name in values and name in RANGES and isinstance(value, (int, float)) and not RANGES[name].holds(value)
+        if name in values and isinstance(value, (int, float)) and (limit := settings()[name].range)
+        if not limit.holds(value)
     ]
     if wrong:
         raise ConfigError(wrong)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mgrpo.checkpoint.folder import MANIFEST
 from mgrpo.config import Config, ConfigError, parse
 from mgrpo.config.fields import flat
+from mgrpo.config.loss import LossConfig
 from mgrpo.config.schema import Algorithm, Checkpoint, Optimizer, Parallel
 from mgrpo.config.validate import problems
 from mgrpo.models.family import read_hf_config
@@ -106,6 +107,7 @@ def for_evaluation(config: Config) -> Config:
         ),
         data=dataclasses.replace(config.data, dataset_mixer_list=(), dataset_mixer_list_splits=("train",)),
         rollout=dataclasses.replace(rollout, async_steps=0, save_traces=False),
+        loss=LossConfig(),
         algorithm=Algorithm(
             overlong_cache_length=config.algorithm.overlong_cache_length,
             reward_weights=config.algorithm.reward_weights,

@@ -59,7 +59,7 @@ class Learner:
         self.config, self.loss_config, self.host_group = config, config.loss, host_group
         self.shape, self.layout = shape, layout
         algorithm = config.algorithm
-        self.has_reference = algorithm.beta != 0 or algorithm.log_ref_kl
+        self.has_reference = config.loss.beta != 0 or algorithm.log_ref_kl
         self.logits_chunk = self._choose_logits_chunk()
         self.policy = self._make_policy(
             config.parallel,
@@ -197,11 +197,14 @@ class Learner:
 
     def _mini_batches(self, arrays: dict[str, np.ndarray]) -> list[MiniBatch]:
         own = packing.from_arrays(arrays, self.policy.place.data)
-        if self.loss_config.aggregation == "local_token":
+        if self.loss_config.effective_aggregation == "local_token":
             denominators = self._local_denominators(arrays)
         else:
             counts = zip(arrays["num_trained_tokens"].tolist(), arrays["num_sequences"].tolist(), strict=True)
-            denominators = [algo.loss_denominator(n, self.loss_config, num_seqs=seqs) for n, seqs in counts]
+            longest = self.config.rollout.response_length
+            denominators = [
+                algo.loss_denominator(n, self.loss_config, num_seqs=seqs, response_length=longest) for n, seqs in counts
+            ]
         return [
             MiniBatch(
                 microbatches=self.policy.microbatches(packs), num_trained_tokens=num_trained, denominators=denominator
@@ -216,7 +219,7 @@ class Learner:
         """Of each mini-batch, whose samples lie in the packs of all data-parallel ranks."""
         everyone = [packing.from_arrays(arrays, rank) for rank in range(self.layout.data)]
         return [
-            local_denominators(list(itertools.chain(*ranks)), self.config.algorithm.local_batch_size)
+            local_denominators(list(itertools.chain(*ranks)), self.loss_config.local_batch_size)
             for ranks in zip(*everyone, strict=True)
         ]
 

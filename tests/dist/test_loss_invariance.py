@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgrpo.algo import LossConfig, entropy_bonus, loss_denominator, policy_loss, reduce_metrics
-from tests.unit.algo.loss_cases import LENGTHS, batch, select
+from mgrpo.algo import entropy_bonus, loss_denominator, policy_loss, reduce_metrics
+from tests.unit.algo.loss_cases import LENGTHS, RESPONSE_LENGTH, batch, loss_config, select
 from tests.unit.algo.test_loss_invariance import CONFIGS
 
 SEED, PARAMETERS = 279, 5
@@ -39,9 +39,9 @@ def train(sequences: list[list[int]]) -> list[dict[str, Any]]:
     features, logprobs = b.pop("features"), b.pop("logprobs")
     results = []
     for name, aggregation in CASES:
-        config = LossConfig(aggregation=aggregation, constant=40.0, beta=0.2, **CONFIGS[name])
+        config = loss_config(aggregation=aggregation, loss_denominator="40", beta=0.2, **CONFIGS[name])
         num_trained, num_seqs = int(total(b["loss_mask"].sum())), int(total(len(own)))
-        denominator = loss_denominator(num_trained, config, num_seqs=num_seqs)
+        denominator = loss_denominator(num_trained, config, num_seqs=num_seqs, response_length=RESPONSE_LENGTH)
         weights = torch.zeros(PARAMETERS, requires_grad=True)
         got = policy_loss(logprobs + features @ weights, **b, config=config, denominator=denominator)
         entropy = (features @ weights).exp()

@@ -126,7 +126,7 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         no_effect("do_eval", TRL, bool, (True, False), "dataset_mixer_eval_list decides"),
         no_effect("shuffle_eval_dataset", OI, bool, (False,), "every held-out prompt is sampled, whatever the order"),
     ),
-    "algorithm": (
+    "loss": (
         alias("loss_fn", OI, "policy_loss aggregation", "dapo: ppo_clip, cispo: cispo; loss_denominator divides", Literal["dapo", "cispo"]),
         alias("loss_type", TRL, "policy_loss aggregation ratio_level", "see the table of losses below", Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]),
         alias("importance_sampling_level", TRL, "ratio_level", "sequence is GSPO"),
@@ -141,6 +141,8 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
         alias("vllm_importance_sampling_clip_min", TRL, "rho_clamp_lower_bound rho_mask_lower_bound", "which of the two, the mode decides", float | None),
         alias("vllm_importance_sampling_cap", TRL, "rho_clamp_upper_bound rho_mask_upper_bound", "TRL's old name of vllm_importance_sampling_clip_max", float | None),
         alias("use_bias_correction_kl", TRL, "kl_bias_correction"),
+    ),
+    "algorithm": (
         alias("scale_rewards", TRL, "advantage_normalization_type advantage_ddof advantage_eps", "true or group: standard; false or none: centered; batch: batch_std; ddof 1, eps 1e-4", bool | Literal["group", "batch", "none"]),
         alias("multi_objective_aggregation", TRL, "advantage_normalization_type advantage_ddof advantage_eps", "normalize_then_sum: gdpo; sum_then_normalize: as scale_rewards says", Literal["sum_then_normalize", "normalize_then_sum"]),
         alias("no_filter_zero_std_samples", OLD, "filter_zero_std_samples", "the opposite", bool),
@@ -398,39 +400,6 @@ _TABLE: dict[str, tuple[dict[str, Any], ...]] = {
 
 SECTIONS = tuple(_TABLE)
 
-_OPEN_INSTRUCT = """
-    exp_name seed output_dir total_episodes local_eval_every backend_timeout eval_pass_at_k model_name_or_path model_dtype
-    load_ref_policy dataset_mixer_list dataset_mixer_eval_list dataset_mixer_list_splits dataset_mixer_eval_list_splits
-    max_prompt_token_length chat_template_name num_unique_prompts_rollout num_samples_per_prompt_rollout response_length
-    temperature async_steps apply_verifiable_reward verification_reward apply_r1_style_format_reward r1_style_format_reward
-    additive_format_reward non_stop_penalty non_stop_penalty_value advantage_normalization_type clip_lower clip_higher beta
-    kl_estimator loss_denominator num_epochs num_mini_batches use_rho_correction rho_clamp_lower_bound rho_clamp_upper_bound
-    rho_mask_lower_bound rho_mask_upper_bound rho_mask_tv_divergence use_vllm_logprobs alpha ref_policy_update_freq
-    mask_truncated_completions filter_zero_std_samples active_sampling no_resampling_pass_rate learning_rate lr_scheduler_type
-    warm_up_steps warmup_ratio weight_decay max_grad_norm num_learners_per_node fsdp_shard_degree pack_length
-    vllm_num_engines vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_enforce_eager vllm_enable_prefix_caching save_freq
-    checkpoint_state_freq checkpoint_state_dir gs_checkpoint_state_dir keep_last_n_checkpoints cache_dataset_only eval_top_p
-    eval_response_length stop_strings save_traces rollouts_save_path remap_verifier llm_judge_model llm_judge_max_tokens
-    llm_judge_max_context_length llm_judge_temperature llm_judge_timeout code_api_url code_max_execution_time
-    code_pass_rate_reward_threshold code_apply_perf_penalty max_length_verifier_max_length dataset_local_cache_dir
-    dataset_skip_cache system_prompt_override_file ground_truths_key sft_messages_key tokenizer_name_or_path add_bos
-    only_reward_good_outputs
-"""
-_TRL = """
-    seed output_dir temperature beta delta sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg
-    vespo_lambda_neg off_policy_mask_threshold entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max
-    entropy_coef_delta entropy_target top_entropy_quantile mask_truncated_completions reward_weights learning_rate
-    lr_scheduler_type warmup_ratio weight_decay max_grad_norm adam_beta1 adam_beta2 adam_epsilon vllm_tensor_parallel_size
-    vllm_gpu_memory_utilization shuffle_dataset chat_template_kwargs reward_funcs
-"""
-_MEGATRON = """
-    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
-    virtual_pipeline_model_parallel_size num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage cp_comm_type
-    sequence_parallel optimizer_cpu_offload optimizer_offload_fraction use_precision_aware_optimizer exp_avg_dtype
-    exp_avg_sq_dtype recompute_granularity recompute_modules moe_enable_routing_replay
-"""
-_OWNERS = tuple((source, frozenset(names.split())) for source, names in ((OI, _OPEN_INSTRUCT), (TRL, _TRL), ("Megatron", _MEGATRON)))  # fmt: skip
-
 SPELLINGS: dict[str, dict[object, str]] = {
     "max_grad_norm": {None: "0"},
     "chat_template_name": {None: "auto"},
@@ -463,7 +432,7 @@ def accepted() -> dict[str, Name]:
 
 def source_of(name: str) -> str:
     """Who else calls a setting by this name; mgrpo where nobody does."""
-    return ", ".join(owner for owner, names in _OWNERS if name in names) or OURS
+    return ", ".join(trainer.value for trainer in settings()[name].trainers) or OURS
 
 
 def setting_of(name: str) -> Setting | None:

@@ -11,10 +11,24 @@ from typing import Any
 
 import torch
 
-from mgrpo.algo import LossConfig
+from mgrpo.algo import LossConfig, loss_denominator
 
 LENGTHS = [3, 1, 7, 2, 5, 4]
+RESPONSE_LENGTH = 40.0
+"""What aggregation dr_grpo multiplies the number of sequences by."""
 VESPO_LOG_MIN = math.log(1e-8)
+
+
+def loss_config(**settings: Any) -> LossConfig:
+    """`LossConfig` with neither the KL penalty nor the clamp of rho that its defaults have."""
+    return LossConfig(**({"beta": 0.0, "rho_clamp_upper_bound": 0.0} | settings))
+
+
+def whole_denominator(b: dict[str, torch.Tensor], config: LossConfig) -> float:
+    """The denominator of the whole batch."""
+    return loss_denominator(
+        int(b["loss_mask"].sum()), config, num_seqs=len(b["cu_seqlens"]) - 1, response_length=RESPONSE_LENGTH
+    )
 
 
 def batch(
@@ -104,14 +118,14 @@ def loop_loss(
         weight, is_low, is_high, was_clamped = {}, {}, {}, {}
         for t in tokens:
             free = rho_at(config.rho_level, t)
-            clamped = max(free, config.rho_clamp_lower) if config.rho_clamp_lower else free
-            clamped = min(clamped, config.rho_clamp_upper) if config.rho_clamp_upper else clamped
+            clamped = max(free, config.rho_clamp_lower_bound) if config.rho_clamp_lower_bound else free
+            clamped = min(clamped, config.rho_clamp_upper_bound) if config.rho_clamp_upper_bound else clamped
             judged = rho_at(config.rho_mask_level, t)
-            is_low[t] = config.rho_mask_lower > 0 and judged < config.rho_mask_lower
-            is_high[t] = config.rho_mask_upper > 0 and judged > config.rho_mask_upper
-            if config.rho_mask_tv:
+            is_low[t] = config.rho_mask_lower_bound > 0 and judged < config.rho_mask_lower_bound
+            is_high[t] = config.rho_mask_upper_bound > 0 and judged > config.rho_mask_upper_bound
+            if config.rho_mask_tv_divergence:
                 is_low[t] = False
-                is_high[t] = variation > config.rho_mask_upper and log_rho[t] * advantage(t) > 0
+                is_high[t] = variation > config.rho_mask_upper_bound and log_rho[t] * advantage(t) > 0
             was_clamped[t] = clamped != free
             weight[t] = 0.0 if is_low[t] or is_high[t] else clamped
 
@@ -174,10 +188,10 @@ def loop_loss(
                 "token": num_trained,
                 "local_token": num_trained,
                 "constant": config.constant,
-                "dr_grpo": num_seqs * (config.constant or 0),
+                "dr_grpo": num_seqs * RESPONSE_LENGTH,
                 "seq_mean": num_seqs,
                 "luspo": num_seqs,
-            }[config.aggregation]
+            }[config.effective_aggregation]
             share = share if denominator is None else denominator
             loss += (policy + penalty) / share / (n if config.aggregation == "seq_mean" else 1)
 

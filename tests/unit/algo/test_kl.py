@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from mgrpo.algo import LossConfig, kl_penalty, policy_loss
+from mgrpo.algo import kl_penalty, policy_loss
+from tests.unit.algo.loss_cases import loss_config
 
 
 def categorical() -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,7 +50,7 @@ def test_bias_correction_has_the_gradient_of_the_policys_own_divergence(estimato
     behaviour = torch.randn(7, generator=torch.Generator().manual_seed(9), dtype=torch.float64).log_softmax(0)
     for old in (logits.log_softmax(0).detach(), behaviour):
         logprobs = logits.log_softmax(0)
-        config = LossConfig(beta=1.0, kl_estimator=estimator, kl_bias_correction=True)
+        config = loss_config(beta=1.0, kl_estimator=estimator, kl_bias_correction=True)
         # Each outcome a sequence of one token; its probability as the inverse of its denominator.
         loss = policy_loss(
             logprobs,

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from mgrpo.algo import LossConfig, loss_denominator, maxima_names, metric_names, policy_loss, reduce_metrics
-from tests.unit.algo.loss_cases import LENGTHS, batch, loop_loss, plain
+from mgrpo.algo import loss_denominator, maxima_names, metric_names, policy_loss, reduce_metrics
+from tests.unit.algo.loss_cases import LENGTHS, batch, loop_loss, loss_config, plain
 
 NAN, INF = float("nan"), float("inf")
 
@@ -16,7 +16,7 @@ NAN, INF = float("nan"), float("inf")
 def test_loss_and_metrics_equal_a_loop_over_tokens(estimator, per_token):
     """A mix-up of sequences in a pack would train each completion with its neighbour's advantage."""
     b = batch()
-    config = LossConfig(clip_lower=0.1, clip_higher=0.25, beta=0.3, kl_estimator=estimator)
+    config = loss_config(clip_lower=0.1, clip_higher=0.25, beta=0.3, kl_estimator=estimator)
     want, want_metrics = loop_loss(plain(b), config, denominator=17.0)
     if per_token:
         b["advantages"] = b["advantages"].repeat_interleave(torch.tensor(LENGTHS))
@@ -29,7 +29,7 @@ def test_loss_and_metrics_equal_a_loop_over_tokens(estimator, per_token):
 def test_gradient_is_the_derivative_of_the_loss():
     """A detached factor would leave the value right and the training wrong."""
     b = batch()
-    config = LossConfig(beta=0.3)
+    config = loss_config(beta=0.3)
     logprobs = b.pop("logprobs").requires_grad_()
     torch.autograd.gradcheck(lambda x: policy_loss(x, **b, config=config).loss, logprobs)
 
@@ -59,7 +59,7 @@ def test_clipping_follows_the_hand_worked_cases(advantage, ratio, loss, has_grad
         torch.tensor([advantage]),
         torch.tensor([True]),
         torch.tensor([0, 1], dtype=torch.int32),
-        config=LossConfig(clip_lower=0.2, clip_higher=0.5),
+        config=loss_config(clip_lower=0.2, clip_higher=0.5),
     )
     got.loss.backward()
     assert got.loss.item() == pytest.approx(loss)
@@ -73,7 +73,7 @@ def test_on_policy_gradient_is_the_plain_policy_gradient():
     b = batch()
     logprobs = b["logprobs"].requires_grad_()
     # Passing the live tensor as its own past must not cancel the gradient.
-    policy_loss(**{**b, "old_logprobs": logprobs}, config=LossConfig(), denominator=1.0).loss.backward()
+    policy_loss(**{**b, "old_logprobs": logprobs}, config=loss_config(), denominator=1.0).loss.backward()
     want = -b["advantages"].repeat_interleave(torch.tensor(LENGTHS)) * b["loss_mask"]
     torch.testing.assert_close(logprobs.grad, want)
 
@@ -82,7 +82,7 @@ def test_on_policy_gradient_is_the_plain_policy_gradient():
 def test_loss_gradient_and_metrics_do_not_depend_on_micro_batches(cuts):
     """The effective learning rate would depend on how the samples happened to be packed."""
     b = batch()
-    config = LossConfig(clip_lower=0.1, clip_higher=0.25, beta=0.3)
+    config = loss_config(clip_lower=0.1, clip_higher=0.25, beta=0.3)
     denominator = loss_denominator(int(b["loss_mask"].sum()), config)
     logprobs = b.pop("logprobs").requires_grad_()
     whole = policy_loss(logprobs, **b, config=config)  # its own denominator: the same tokens
@@ -115,7 +115,7 @@ def test_loss_gradient_and_metrics_do_not_depend_on_micro_batches(cuts):
 def test_masked_tokens_add_exactly_nothing_whatever_they_hold(poison, estimator):
     """A NaN under the mask (no score, a tool's token) would destroy the step: 0 x NaN is NaN, also in a gradient."""
     b = batch()
-    config = LossConfig(beta=0.3, kl_estimator=estimator)
+    config = loss_config(beta=0.3, kl_estimator=estimator)
     b["advantages"] = b["advantages"].repeat_interleave(torch.tensor(LENGTHS))
     results = []
     for fill in (-1.0, poison):
@@ -137,7 +137,7 @@ def test_masked_tokens_add_exactly_nothing_whatever_they_hold(poison, estimator)
 def test_nothing_to_train_is_a_zero_with_a_graph(num_tokens):
     """A rank with a dummy pack would not reach the collectives of the backward pass, and all others would wait."""
     logprobs = torch.zeros(num_tokens, requires_grad=True)
-    config = LossConfig(beta=0.1)
+    config = loss_config(beta=0.1)
     got = policy_loss(
         logprobs,
         logprobs,
@@ -161,7 +161,7 @@ def test_a_missing_rollout_logprob_is_left_out_of_the_comparison():
     b["loss_mask"][:] = True
     b["rollout_logprobs"] = b["old_logprobs"] + 0.5
     b["rollout_logprobs"][2] = NAN
-    got = policy_loss(**b, config=LossConfig())
+    got = policy_loss(**b, config=loss_config())
     assert got.metrics["debug/vllm_vs_local_logprob_diff_mean"].tolist() == pytest.approx([0.5 * 21, 21.0])
     assert got.maxima["debug/vllm_vs_local_logprob_diff_max"].item() == pytest.approx(0.5)
 
@@ -172,7 +172,7 @@ def test_a_missing_old_logprob_counts_as_on_policy():
     b["loss_mask"][:] = True
     b["old_logprobs"] = b["logprobs"].clone()
     b["old_logprobs"][4] = NAN
-    got = policy_loss(**b, config=LossConfig())
+    got = policy_loss(**b, config=loss_config())
     assert got.loss.isfinite()
     assert reduce_metrics(got.metrics)["val/ratio"] == 1.0
 
@@ -183,7 +183,7 @@ def test_a_ratio_that_explodes_stays_finite():
         logprobs = torch.tensor([-0.1], requires_grad=True)
         old = torch.tensor([-200.0])
         got = policy_loss(
-            logprobs, old, torch.tensor([advantage]), torch.tensor([True]), torch.tensor([0, 1]), config=LossConfig()
+            logprobs, old, torch.tensor([advantage]), torch.tensor([True]), torch.tensor([0, 1]), config=loss_config()
         )
         got.loss.backward()
         assert got.loss.isfinite() and logprobs.grad.isfinite().all()
@@ -194,15 +194,15 @@ def test_reference_metrics_appear_only_with_a_reference():
     b = batch()
     without = {name: value for name, value in b.items() if name != "ref_logprobs"}
     assert not any(
-        name.startswith("objective/kl") for name in reduce_metrics(policy_loss(**without, config=LossConfig()).metrics)
+        name.startswith("objective/kl") for name in reduce_metrics(policy_loss(**without, config=loss_config()).metrics)
     )
-    assert "objective/kl2_avg" in reduce_metrics(policy_loss(**b, config=LossConfig()).metrics)
+    assert "objective/kl2_avg" in reduce_metrics(policy_loss(**b, config=loss_config()).metrics)
 
 
 def test_metrics_have_one_order_and_can_be_reduced_as_one_array():
     """Pipeline stages without a loss would add their zeros to other metrics, or hang."""
     b = batch()
-    config = LossConfig(beta=0.3)
+    config = loss_config(beta=0.3)
     got = policy_loss(**b, config=config)
     assert tuple(got.metrics) == metric_names(config)
     assert not any(pair.requires_grad for pair in got.metrics.values())
@@ -217,13 +217,13 @@ def test_callers_may_add_metrics_of_their_own():
 def test_constant_denominator_does_not_depend_on_the_number_of_tokens():
     """Dr. GRPO would turn back into a mean over tokens."""
     b = batch()
-    config = LossConfig(aggregation="constant", constant=100.0)
-    summed = policy_loss(**b, config=LossConfig(), denominator=1.0).loss
+    config = loss_config(aggregation="constant", loss_denominator="100")
+    summed = policy_loss(**b, config=loss_config(), denominator=1.0).loss
     torch.testing.assert_close(policy_loss(**b, config=config).loss, summed / 100.0)
     assert loss_denominator(3, config) == 100.0
-    assert loss_denominator(3, LossConfig()) == 3.0
-    assert loss_denominator(0, LossConfig()) == 1.0
-    assert loss_denominator(torch.tensor(0), LossConfig()).item() == 1
+    assert loss_denominator(3, loss_config()) == 3.0
+    assert loss_denominator(0, loss_config()) == 1.0
+    assert loss_denominator(torch.tensor(0), loss_config()).item() == 1
 
 
 def test_bf16_logprobs_are_computed_in_fp32():
@@ -236,7 +236,7 @@ def test_bf16_logprobs_are_computed_in_fp32():
         ones,
         ones.bool(),
         torch.tensor([0, tokens]),
-        config=LossConfig(),
+        config=loss_config(),
         denominator=1.0,
     )
     assert got.loss.item() == -tokens
@@ -247,11 +247,11 @@ def test_settings_that_cannot_be_honoured_are_errors():
     b = batch()
     del b["ref_logprobs"]
     with pytest.raises(ValueError, match="needs ref_logprobs"):
-        policy_loss(**b, config=LossConfig(beta=0.1))
+        policy_loss(**b, config=loss_config(beta=0.1))
     with pytest.raises(ValueError, match="policy_loss='dpo' is unknown; choose one of ppo_clip, cispo"):
-        policy_loss(**b, config=LossConfig(policy_loss="dpo"))
-    with pytest.raises(ValueError, match="constant=None"):
-        policy_loss(**b, config=LossConfig(aggregation="constant"))
+        policy_loss(**b, config=loss_config(policy_loss="dpo"))
+    with pytest.raises(ValueError, match="loss_denominator=token"):
+        policy_loss(**b, config=loss_config(aggregation="constant"))
 
 
 def test_one_value_that_is_not_finite_leaves_the_other_metrics_readable():
@@ -260,7 +260,7 @@ def test_one_value_that_is_not_finite_leaves_the_other_metrics_readable():
     b["loss_mask"][:] = True
     b["logprobs"][3] = NAN
     b["old_logprobs"][3] = -2.0
-    got = policy_loss(**b, config=LossConfig())
+    got = policy_loss(**b, config=loss_config())
     metrics = reduce_metrics(got.metrics, got.maxima)
     assert not got.loss.isfinite()
     assert math.isnan(metrics["loss/policy_avg"])

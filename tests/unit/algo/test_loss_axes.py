@@ -11,7 +11,7 @@ import torch
 
 from mgrpo.algo import LossConfig, policy_loss, reduce_metrics
 from mgrpo.algo.metrics import maxima_names, metric_names
-from tests.unit.algo.loss_cases import batch, loop_loss, plain
+from tests.unit.algo.loss_cases import batch, loop_loss, loss_config, plain, whole_denominator
 
 SURROGATES = ("ppo_clip", "cispo", "sapo", "vespo", "reinforce")
 RATIO_LEVELS = ("token", "sequence", "sequence_token")
@@ -19,19 +19,22 @@ AGGREGATIONS = ("token", "constant", "seq_mean", "local_token", "dr_grpo", "lusp
 LEVELS = ("token", "sequence_mean", "sequence_sum")
 CORRECTIONS = {
     "off": [{}],
-    "clamp": [{"rho_clamp_lower": 0.9, "rho_clamp_upper": 1.1, "rho_level": level} for level in LEVELS],
-    "mask": [{"rho_mask_lower": 0.8, "rho_mask_upper": 1.25, "rho_mask_level": level} for level in LEVELS],
+    "clamp": [{"rho_clamp_lower_bound": 0.9, "rho_clamp_upper_bound": 1.1, "rho_level": level} for level in LEVELS],
+    "mask": [{"rho_mask_lower_bound": 0.8, "rho_mask_upper_bound": 1.25, "rho_mask_level": level} for level in LEVELS],
     "clamp+mask": [
-        {"rho_clamp_upper": 1.1, "rho_mask_upper": 1.15, "rho_level": level, "rho_mask_level": mask_level}
+        {"rho_clamp_upper_bound": 1.1, "rho_mask_upper_bound": 1.15, "rho_level": level, "rho_mask_level": mask_level}
         for level, mask_level in itertools.product(LEVELS, LEVELS)
     ],
     "tv": [
-        {"rho_mask_tv": True, "rho_mask_upper": 0.2, "rho_clamp_upper": 1.1, "rho_level": level} for level in LEVELS
+        {"rho_mask_tv_divergence": True, "rho_mask_upper_bound": 0.2, "rho_clamp_upper_bound": 1.1, "rho_level": level}
+        for level in LEVELS
     ],
-    "icepop": [{"rho_mask_lower": 0.7, "rho_mask_upper": 1.4, "rho_level": x, "rho_mask_level": x} for x in LEVELS],
+    "icepop": [
+        {"rho_mask_lower_bound": 0.7, "rho_mask_upper_bound": 1.4, "rho_level": x, "rho_mask_level": x} for x in LEVELS
+    ],
     "off_policy_mask": [{"off_policy_mask_threshold": -0.05}],
     "clamp+off_policy_mask": [
-        {"off_policy_mask_threshold": -0.05, "rho_clamp_upper": 1.1, "rho_level": level} for level in LEVELS
+        {"off_policy_mask_threshold": -0.05, "rho_clamp_upper_bound": 1.1, "rho_level": level} for level in LEVELS
     ],
 }
 SEED = 279
@@ -42,11 +45,11 @@ def combinations(surrogate: str, kind: str) -> Iterator[LossConfig]:
     for ratio_level, aggregation, settings in itertools.product(RATIO_LEVELS, AGGREGATIONS, CORRECTIONS[kind]):
         if surrogate == "vespo" and settings.get("rho_level", "token") != "token":
             continue  # refused, see below
-        yield LossConfig(
+        yield loss_config(
             policy_loss=surrogate,
             ratio_level=ratio_level,
             aggregation=aggregation,
-            constant=50.0 if aggregation in ("constant", "dr_grpo") else None,
+            loss_denominator="50" if aggregation == "constant" else "token",
             clip_lower=0.1,
             clip_higher=0.2,
             sapo_temperature_pos=0.75,
@@ -76,7 +79,7 @@ def check(b: dict[str, torch.Tensor], config: LossConfig) -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in b.items()}
         logprobs = tensors.pop("logprobs").clone().requires_grad_()
-        got = policy_loss(logprobs, **tensors, config=config)
+        got = policy_loss(logprobs, **tensors, config=config, denominator=whole_denominator(b, config))
         got.loss.backward()
         grads[dtype] = logprobs.grad.double()
         assert got.loss.item() == pytest.approx(want, rel=tolerance, abs=tolerance), config
@@ -109,7 +112,7 @@ def test_every_kl_penalty_equals_a_loop_over_tokens(estimator, bias_correction):
     for surrogate, ratio_level in itertools.product(("ppo_clip", "cispo"), RATIO_LEVELS):
         check(
             b,
-            LossConfig(
+            loss_config(
                 policy_loss=surrogate,
                 ratio_level=ratio_level,
                 beta=0.7,
@@ -125,7 +128,7 @@ def test_both_bounds_of_bad_tokens_equal_a_loop_over_tokens(ratio_level):
     b = batch(SEED)
     b["old_logprobs"] -= 0.4  # ratios around 1.5
     for delta, dual_clip in ((1.4, None), (None, 1.3), (1.6, 1.3), (1.3, 1.6)):
-        config = LossConfig(ratio_level=ratio_level, clip_lower=0.1, clip_higher=0.2, delta=delta, dual_clip=dual_clip)
+        config = loss_config(ratio_level=ratio_level, clip_lower=0.1, clip_higher=0.2, delta=delta, dual_clip=dual_clip)
         check(b, config)
         assert loop_loss(plain(b), config)[1]["policy/bounded_frac"] > 0
 
@@ -144,7 +147,7 @@ def test_the_batch_meets_every_branch():
     for kind, variants in CORRECTIONS.items():
         for settings in variants:
             uses_rho = any(name.startswith("rho") for name in settings)
-            got = loop_loss(lists, LossConfig(use_rho_correction=uses_rho, **settings))[1]
+            got = loop_loss(lists, loss_config(use_rho_correction=uses_rho, **settings))[1]
             if kind in ("mask", "icepop"):
                 assert got["val/rho_drop_low_frac"] > 0 and got["val/rho_drop_high_frac"] > 0, settings
             if "mask" in kind.split("+") or kind in ("icepop", "tv"):
@@ -154,7 +157,7 @@ def test_the_batch_meets_every_branch():
             if "off_policy_mask" in kind:
                 assert 0 < got["val/policy_term_drop_frac"] < 1, settings
     for ratio_level in RATIO_LEVELS:
-        clipped = loop_loss(lists, LossConfig(ratio_level=ratio_level, clip_lower=0.1, clip_higher=0.2))[1]
+        clipped = loop_loss(lists, loss_config(ratio_level=ratio_level, clip_lower=0.1, clip_higher=0.2))[1]
         assert clipped["clip_ratio/low_mean"] > 0 and clipped["clip_ratio/high_mean"] > 0
     spans = zip(lists["cu_seqlens"], lists["cu_seqlens"][1:], strict=False)
     assert sum(not any(lists["loss_mask"][a:b]) for a, b in spans) == 1  # a sequence without a trained token
@@ -168,7 +171,7 @@ def test_far_mismatches_are_held_at_the_documented_limits(surrogate, level):
     b["loss_mask"][:] = True
     b["rollout_logprobs"][5] -= 30
     b["rollout_logprobs"][12] += 30
-    config = LossConfig(
+    config = loss_config(
         policy_loss=surrogate,
         use_rho_correction=True,
         rho_level="token" if surrogate == "vespo" else level,
@@ -196,7 +199,7 @@ def test_masked_tokens_reach_no_quantity_of_their_sequence(kind, dtype):
         for fill in (-1.0, math.nan, math.inf):
             filled = {name: x.masked_fill(masked, fill) if x.is_floating_point() else x for name, x in b.items()}
             filled["logprobs"].requires_grad_()
-            got = policy_loss(**filled, config=config)
+            got = policy_loss(**filled, config=config, denominator=whole_denominator(b, config))
             got.loss.backward()
             results.append((got.loss.item(), filled["logprobs"].grad, reduce_metrics(got.metrics, got.maxima)))
         for loss, grad, metrics in results[1:]:
@@ -207,11 +210,11 @@ def test_masked_tokens_reach_no_quantity_of_their_sequence(kind, dtype):
 def test_corrections_that_cannot_be_honoured_are_errors():
     """A mask without its bound would silently drop everything, or nothing."""
     b = batch(SEED)
-    with pytest.raises(ValueError, match="rho_mask_tv needs a bound above 0"):
-        policy_loss(**b, config=LossConfig(use_rho_correction=True, rho_mask_tv=True))
+    with pytest.raises(ValueError, match="rho_mask_tv_divergence needs a bound above 0"):
+        policy_loss(**b, config=loss_config(use_rho_correction=True, rho_mask_tv_divergence=True))
     with pytest.raises(ValueError, match="vespo multiplies the rhos of the tokens itself"):
-        policy_loss(**b, config=LossConfig(policy_loss="vespo", use_rho_correction=True, rho_level="sequence_sum"))
+        policy_loss(**b, config=loss_config(policy_loss="vespo", use_rho_correction=True, rho_level="sequence_sum"))
     without = {name: value for name, value in b.items() if name != "rollout_logprobs"}
-    for config in (LossConfig(use_rho_correction=True), LossConfig(off_policy_mask_threshold=0.1)):
+    for config in (loss_config(use_rho_correction=True), loss_config(off_policy_mask_threshold=0.1)):
         with pytest.raises(ValueError, match="needs rollout_logprobs"):
             policy_loss(**without, config=config)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from mgrpo.algo import LossConfig, loss_denominator, maxima_names, metric_names, policy_loss, reduce_metrics
-from tests.unit.algo.loss_cases import LENGTHS, batch, select
+from mgrpo.algo import LossConfig, maxima_names, metric_names, policy_loss, reduce_metrics
+from tests.unit.algo.loss_cases import LENGTHS, batch, loss_config, select, whole_denominator
 
 CONFIGS = {
     "ppo_clip": {},
@@ -16,14 +16,14 @@ CONFIGS = {
     "gspo_token": {"ratio_level": "sequence_token"},
     "cispo": {"policy_loss": "cispo"},
     "sapo": {"policy_loss": "sapo"},
-    "vespo": {"policy_loss": "vespo", "use_rho_correction": True, "rho_clamp_upper": 1.1},
+    "vespo": {"policy_loss": "vespo", "use_rho_correction": True, "rho_clamp_upper_bound": 1.1},
     "sequence mask": {
         "use_rho_correction": True,
         "rho_level": "sequence_mean",
         "rho_mask_level": "sequence_sum",
-        "rho_mask_upper": 1.3,
+        "rho_mask_upper_bound": 1.3,
     },
-    "total variation": {"use_rho_correction": True, "rho_mask_tv": True, "rho_mask_upper": 0.2},
+    "total variation": {"use_rho_correction": True, "rho_mask_tv_divergence": True, "rho_mask_upper_bound": 0.2},
     "off-policy mask": {"off_policy_mask_threshold": -0.05},
 }
 AGGREGATIONS = ("token", "constant", "seq_mean", "dr_grpo", "luspo")
@@ -31,12 +31,12 @@ SEED = 279
 
 
 def settings(name: str, aggregation: str) -> LossConfig:
-    return LossConfig(aggregation=aggregation, constant=40.0, beta=0.2, **CONFIGS[name])
+    return loss_config(aggregation=aggregation, loss_denominator="40", beta=0.2, **CONFIGS[name])
 
 
 def parts_of(b: dict[str, torch.Tensor], parts: list[list[int]], config: LossConfig):
     """Loss, gradient by token of the original order and metrics, added up over the parts."""
-    denominator = loss_denominator(int(b["loss_mask"].sum()), config, num_seqs=len(LENGTHS))
+    denominator = whole_denominator(b, config)
     b = {**b, "logprobs": b["logprobs"].clone().requires_grad_()}
     loss = 0.0
     sums = {name: torch.zeros(2) for name in metric_names(config)}
@@ -56,7 +56,9 @@ def test_splits_and_packing_order_change_nothing(name, aggregation):
     """The same batch would be another step on another number of GPUs, and no two runs could be compared."""
     b = batch(SEED, dtype=torch.float32)
     config = settings(name, aggregation)
-    whole = policy_loss(**b, config=config)  # its own denominator: all of the batch
+    # Without a denominator it is that of all of the batch, which dr_grpo has to be told.
+    denominator = whole_denominator(b, config) if aggregation == "dr_grpo" else None
+    whole = policy_loss(**b, config=config, denominator=denominator)
     want_loss, want_grad, want_metrics = parts_of(b, [[0, 1, 2, 3, 4, 5]], config)
     assert whole.loss.item() == pytest.approx(want_loss, rel=1e-6, abs=1e-6)
     for parts in (
@@ -98,7 +100,7 @@ def test_taking_a_pack_for_a_sequence_would_be_noticed(name):
 def test_local_token_follows_the_micro_batches_it_is_told_and_not_the_packs():
     """TRL's bnpo depends on which sequences share its micro-batch; here that is the caller's statement, not the packer's."""
     b = batch(SEED)
-    config = LossConfig(aggregation="local_token", beta=0.2)
+    config = loss_config(aggregation="local_token", beta=0.2)
     trained = torch.tensor([float(mask.sum()) for mask in b["loss_mask"].split(LENGTHS)])
     # Two micro-batches of three sequences, in the order of sampling.
     denominators = 2 * trained.view(2, 3).sum(1).repeat_interleave(3)

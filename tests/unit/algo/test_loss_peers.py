@@ -13,42 +13,45 @@ import torch
 from torch import Tensor
 
 from mgrpo.algo import LossConfig, entropy_bonus, entropy_threshold, policy_loss, top_entropy_keep
-from tests.unit.algo.loss_cases import LENGTHS, batch
+from tests.unit.algo.loss_cases import LENGTHS, batch, loss_config
 
 SEED = 305
 MAX_LENGTH = 32
-RHO_2 = {"use_rho_correction": True, "rho_clamp_upper": 2.0}
-TRL_MASK = {"use_rho_correction": True, "rho_mask_lower": 0.75, "rho_mask_upper": 1.3}
-TRL_CLAMP = {"use_rho_correction": True, "rho_clamp_lower": 0.75, "rho_clamp_upper": 1.3}
+RHO_2 = {"use_rho_correction": True, "rho_clamp_upper_bound": 2.0}
+TRL_MASK = {"use_rho_correction": True, "rho_mask_lower_bound": 0.75, "rho_mask_upper_bound": 1.3}
+TRL_CLAMP = {"use_rho_correction": True, "rho_clamp_lower_bound": 0.75, "rho_clamp_upper_bound": 1.3}
 
 PEERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # name: (arguments of the peer's formula below, our axes)
     "oi dapo": ({"loss_fn": "dapo"}, {}),
     "oi cispo": ({"loss_fn": "cispo"}, {"policy_loss": "cispo"}),
-    "oi dapo, constant": ({"loss_fn": "dapo", "denominator": 100.0}, {"aggregation": "constant", "constant": 100.0}),
+    "oi dapo, constant": (
+        {"loss_fn": "dapo", "denominator": 100.0},
+        {"aggregation": "constant", "loss_denominator": "100"},
+    ),
     "oi dapo, rho": ({"loss_fn": "dapo", "clamp_upper": 2.0}, RHO_2),
     "oi cispo, rho": ({"loss_fn": "cispo", "clamp_upper": 2.0}, {"policy_loss": "cispo", **RHO_2}),
     "oi dapo, IcePop": (
         {"loss_fn": "dapo", "mask_lower": 0.5, "mask_upper": 1.4},
-        {"use_rho_correction": True, "rho_mask_lower": 0.5, "rho_mask_upper": 1.4},
+        {"use_rho_correction": True, "rho_mask_lower_bound": 0.5, "rho_mask_upper_bound": 1.4},
     ),
     "oi dapo, rho_mask_sequence_level": (
         {"loss_fn": "dapo", "mask_upper": 1.1, "clamp_upper": 1.05, "sequence_level": True},
         {
             "use_rho_correction": True,
-            "rho_mask_upper": 1.1,
-            "rho_clamp_upper": 1.05,
+            "rho_mask_upper_bound": 1.1,
+            "rho_clamp_upper_bound": 1.05,
             "rho_level": "sequence_mean",
             "rho_mask_level": "sequence_mean",
         },
     ),
     "oi dapo, rho_mask_tv_divergence": (
         {"loss_fn": "dapo", "mask_upper": 0.2, "clamp_upper": 2.0, "tv": True},
-        {"rho_mask_tv": True, "rho_mask_upper": 0.2, **RHO_2},
+        {"rho_mask_tv_divergence": True, "rho_mask_upper_bound": 0.2, **RHO_2},
     ),
     "trl grpo": ({"loss_type": "grpo"}, {"aggregation": "seq_mean"}),
     "trl bnpo": ({"loss_type": "bnpo"}, {"aggregation": "local_token"}),
-    "trl dr_grpo": ({"loss_type": "dr_grpo"}, {"aggregation": "dr_grpo", "constant": float(MAX_LENGTH)}),
+    "trl dr_grpo": ({"loss_type": "dr_grpo"}, {"aggregation": "dr_grpo"}),
     "trl dapo": ({"loss_type": "dapo"}, {}),
     "trl cispo": ({"loss_type": "cispo", "epsilon_high": 1.5}, {"policy_loss": "cispo", "clip_higher": 0.5}),
     "trl sapo": ({"loss_type": "sapo"}, {"policy_loss": "sapo", "aggregation": "seq_mean"}),
@@ -260,7 +263,9 @@ def test_the_name_of_a_peer_expands_to_axes_that_compute_the_same(name):
         # Tokens of each sequence's micro-batch x micro-batches.
         per_sequence = p["mask"].sum(1)
         ours["denominator"] = 2 * per_sequence.view(2, 3).sum(1).repeat_interleave(3)
-    assert_same(b, want, p["logprobs"], LossConfig(**axes), **ours)
+    if arguments.get("loss_type") == "dr_grpo":
+        ours["denominator"] = len(LENGTHS) * float(MAX_LENGTH)
+    assert_same(b, want, p["logprobs"], loss_config(**axes), **ours)
 
 
 def test_the_top_entropy_mask_of_trl_is_our_keep():
@@ -272,7 +277,7 @@ def test_the_top_entropy_mask_of_trl_is_our_keep():
     threshold = torch.quantile(entropy[b["loss_mask"]], 1 - 0.4)
     want = trl(p, loss_type="dapo", beta=0.3, entropy_mask=(pad(entropy) * p["mask"] >= threshold) & (p["mask"] > 0))
     keep = top_entropy_keep(entropy, entropy_threshold(entropy[b["loss_mask"]], top_entropy_quantile=0.4))
-    assert_same(b, want, p["logprobs"], LossConfig(beta=0.3), keep=keep)
+    assert_same(b, want, p["logprobs"], loss_config(beta=0.3), keep=keep)
 
 
 def test_the_entropy_bonus_is_the_mean_per_token_of_trl():
@@ -296,4 +301,4 @@ def test_open_instructs_rows_mix_documents_and_ours_do_not():
     by_pack = open_instruct(one_row, **settings)
     assert abs(by_document.item() - by_pack.item()) > 1e-3
     axes = PEERS["oi dapo, rho_mask_sequence_level"][1]
-    torch.testing.assert_close(policy_loss(**b, config=LossConfig(**axes)).loss, by_document, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(policy_loss(**b, config=loss_config(**axes)).loss, by_document, rtol=1e-5, atol=1e-6)

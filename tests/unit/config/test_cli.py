@@ -30,7 +30,7 @@ def test_show_config_prints_what_would_run_and_stops(tmp_path, capsys):
     assert "# num_training_steps: 1562\n" in text
     shown = tmp_path / "shown.yaml"
     shown.write_text(text)
-    assert load_file(shown).algorithm.clip_higher == 0.3
+    assert load_file(shown).loss.clip_higher == 0.3
 
 
 def test_show_config_reports_what_is_refused(capsys):

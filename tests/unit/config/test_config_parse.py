@@ -34,7 +34,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(tmp_path, form)
     """A run would silently train with other values than those on its command line."""
     path = file_of(tmp_path, "seed: 7\nbeta: 0.5\n")
     config = parse([*(word.format(path) for word in form), "--seed", "9"])
-    assert (config.experiment.seed, config.algorithm.beta, config.rollout.temperature) == (9, 0.5, 1.0)
+    assert (config.experiment.seed, config.loss.beta, config.rollout.temperature) == (9, 0.5, 1.0)
     assert config.provenance.sources == {"seed": "flag", "beta": f"file {path}"}
 
 
@@ -83,8 +83,8 @@ def test_a_list_in_yaml_keeps_the_spelling_of_its_words(tmp_path):
         ("total_episodes: 100_000", "experiment", 100_000),
         ("exp_name: 2026-01-01", "experiment", "2026-01-01"),
         ("exp_name: 007", "experiment", "007"),
-        ("loss_denominator: 1000", "algorithm", "1000"),
-        ("kl_estimator: 3", "algorithm", 3),
+        ("loss_denominator: 1000", "loss", "1000"),
+        ("kl_estimator: 3", "loss", 3),
         ("ray_address: null", "engine", None),
         ("ray_address: ~", "engine", None),
         ("chat_template_name: none", "data", "none"),

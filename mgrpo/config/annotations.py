@@ -1,0 +1,59 @@
+"""What a field of the schema is annotated with: the numbers it may hold, the reason, and which trainers share its name."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """The finite numbers a field may hold; other values of the field, such as none or auto, are not judged."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` lies in the range; false for nan and for integers beyond every float."""
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below and abs(value) <= sys.float_info.max
+
+    def __str__(self) -> str:
+        if self.low == -math.inf:
+            return "a finite number"
+        if self.high == math.inf:
+            return f"{'above' if self.low_open else 'at least'} {self.low} and finite"
+        return f"in {'(' if self.low_open else '['}{self.low}, {self.high}{')' if self.high_open else ']'}"
+
+
+FINITE = Range()
+POSITIVE = Range(low=0, low_open=True)
+NOT_NEGATIVE = Range(low=0)
+ONE_OR_MORE = Range(low=1)
+BELOW_ONE = Range(low=0, high=1, high_open=True)
+SHARE = Range(low=0, high=1, low_open=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a field's values are limited, where the limit alone does not say it."""
+
+    text: str
+
+
+class Trainer(Enum):
+    """A trainer that has a setting of the same name."""
+
+    OPEN_INSTRUCT = "Open Instruct"
+    TRL = "TRL"
+    MEGATRON = "Megatron"
+
+
+OPEN_INSTRUCT = Trainer.OPEN_INSTRUCT
+TRL = Trainer.TRL
+MEGATRON = Trainer.MEGATRON
