@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from mgrpo.config.annotations import BELOW_ONE, NOT_NEGATIVE, ONE_OR_MORE, OPEN_INSTRUCT, POSITIVE, TRL, Range
 
 Aggregation = Literal["token", "constant", "seq_mean", "local_token", "dr_grpo", "luspo"]
+NAMED_LOSSES = ("ppo_clip", "cispo", "sapo", "vespo", "reinforce")
 Level = Literal["token", "sequence_mean", "sequence_sum"]
 """Where the ratio of trainer to engine is taken: at each token, or exp of the mean or of the sum over a sequence."""
 
@@ -16,8 +17,9 @@ Level = Literal["token", "sequence_mean", "sequence_sum"]
 class LossConfig:
     """Settings of `mgrpo.algo.policy_loss`. Formulas: its docstring."""
 
-    policy_loss: Literal["ppo_clip", "cispo", "sapo", "vespo", "reinforce"] = "ppo_clip"
-    """The surrogate: clipped ratio, capped weight (CISPO), soft gate (SAPO), sequence gate (VESPO), or none."""
+    policy_loss: str = "ppo_clip"
+    """ppo_clip: clipped ratio; cispo: capped weight; sapo: soft gate; vespo: sequence gate; reinforce: no ratio; or a function of
+    yours, file.py:function or package.module:function."""
     ratio_level: Literal["token", "sequence", "sequence_token"] = "token"
     """token: a ratio each; sequence: one for the completion (GSPO); sequence_token: its value, the token's own gradient."""
     aggregation: Aggregation | None = None
@@ -70,6 +72,11 @@ class LossConfig:
     """The upper bound is one of the completion's mean |rho - 1|, and only tokens whose step would raise it are dropped."""
     off_policy_mask_threshold: Annotated[float | None, NOT_NEGATIVE, TRL] = None
     """Drop completions with advantage < 0 whose mean of engine's - present logprob is above this; none: off."""
+
+    @property
+    def is_own_function(self) -> bool:
+        """Whether `policy_loss` names a user's function."""
+        return ":" in self.policy_loss
 
     @property
     def effective_aggregation(self) -> Aggregation:

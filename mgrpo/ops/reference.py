@@ -22,6 +22,7 @@ __all__ = [
     "token_logprobs",
 ]
 
+
 def token_logprobs(
     logits: Tensor,
     targets: Tensor,

@@ -91,6 +91,7 @@ def test_build_info_describes_the_library(compiled: None) -> None:
 def test_a_library_from_other_sources_is_not_used(compiled: None) -> None:
     """Settings travel without names: an old build would take a clip bound for a weight, and train."""
     program = """
+        import torch
         from mgrpo import _C
         _C.loss_settings = lambda: ["surrogate"]
         import mgrpo.ops

@@ -34,6 +34,7 @@ LEVELS = ("token", "sequence", "sequence_token")
 COMPILED = ("ppo_clip", "cispo", "reinforce")
 IN_PYTORCH = soft_gate(1.0, 1.05)
 
+
 @pytest.mark.parametrize("kl_estimator", range(4))
 @pytest.mark.parametrize("ratio_level", LEVELS)
 @pytest.mark.parametrize("surrogate", COMPILED)
@@ -358,7 +359,9 @@ def test_gradient_is_scaled_by_what_comes_after_the_loss() -> None:
     operands, settings = chosen(make_operands(), {"ratio_level": "sequence", "beta": 0.1})
     once = run(operands, settings)
     logprobs, ratio = (operands[name].clone().requires_grad_() for name in ("logprobs", "seq_log_ratio"))
-    loss, sums = policy_loss(**operands | {"logprobs": logprobs, "seq_log_ratio": ratio}, settings=LossSettings(**settings))
+    loss, sums = policy_loss(
+        **operands | {"logprobs": logprobs, "seq_log_ratio": ratio}, settings=LossSettings(**settings)
+    )
     assert loss.requires_grad and not sums.requires_grad
     (loss * 0.25).backward(retain_graph=True)
     (loss * 0.5).backward()
