@@ -58,6 +58,12 @@ class Model:
     load_ref_policy: Annotated[bool, OPEN_INSTRUCT] = True
     """May be false only when beta is 0; the reference model is loaded when beta is not 0 or log_ref_kl is set."""
 
+    @property
+    def path(self) -> str:
+        """`model_name_or_path` of a configuration that has been checked."""
+        assert self.model_name_or_path is not None
+        return self.model_name_or_path
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
@@ -406,9 +412,9 @@ class Config:
         return self.experiment.total_episodes // self.batch_size
 
     @property
-    def tokenizer_path(self) -> str | None:
+    def tokenizer_path(self) -> str:
         """Folder of the tokenizer."""
-        return self.data.tokenizer_name_or_path or self.model.model_name_or_path
+        return self.data.tokenizer_name_or_path or self.model.path
 
     @property
     def max_model_length(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from mgrpo.config.reward_rules import verifier_weights
@@ -34,9 +35,8 @@ def score_groups(groups: Sequence[RolloutGroup], pool: Verifies, config: Reward)
         additive format       v + f
         gate (format, not additive)   v if the format is there, else 0
 
-    where v is 0 under only_reward_good_outputs unless the completion used a tool well; then `non_stop_penalty_value` in place
-    of all that if the completion did not stop by itself. One verifier without a score leaves the whole completion without
-    (NaN), unless the stop rule decides.
+    A completion that did not stop by itself gets `non_stop_penalty_value` instead under `non_stop_penalty`. If one of its
+    verifiers gives no score, the completion has none (NaN), unless the stop rule decides.
 
     `Score.parts` holds each verifier's own score by name, "format" (1 or 0) when the format is asked for, and "correct"
     (1 if every verifier gave its full score); a missing score is NaN there too.
@@ -54,12 +54,12 @@ def score_groups(groups: Sequence[RolloutGroup], pool: Verifies, config: Reward)
 
 
 def add_to_rewards(group: ScoredGroup, name: str, values: Sequence[float]) -> ScoredGroup:
-    """The group with one value added to each reward, and noted as part `name`; no score stays no score."""
+    """The group with one value added to each reward and recorded as part `name`; a reward of NaN stays NaN."""
     scores = tuple(
-        Score(reward=score.reward + float(value), parts=score.parts | {name: float(value)})
+        replace(score, reward=score.reward + float(value), parts=score.parts | {name: float(value)})
         for score, value in zip(group.scores, values, strict=True)
     )
-    return ScoredGroup(group=group.group, scores=scores)
+    return replace(group, scores=scores)
 
 
 def has_r1_format(text: str) -> bool:
@@ -96,8 +96,6 @@ def _score(
         parts["format"] = float(has_format)
     if config.non_stop_penalty and completion.finish_reason != "stop":
         reward = config.non_stop_penalty_value
-    elif config.only_reward_good_outputs and not completion.used_tool_well:
-        reward = _reward(0.0, has_format, config)
     else:
         reward = _reward(verifier_sum, has_format, config)
     return Score(reward=float(reward), parts=parts)

@@ -11,7 +11,7 @@ from typing import Any
 from mgrpo.config.user_functions import user_function
 from mgrpo.rewards.builtin_functions import BUILTIN
 from mgrpo.rewards.compose import Verifies
-from mgrpo.rewards.functions import RewardFunction
+from mgrpo.rewards.function_calls import RewardFunction
 from mgrpo.rewards.reward_model import RewardModel
 
 _FORMS = (

@@ -12,9 +12,9 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING
 
 from mgrpo.checkpoint.folder import check_complete, check_root, latest, split_path
@@ -28,9 +28,9 @@ from mgrpo.rollout.vllm.arguments import machine_problems
 from mgrpo.run.inputs import as_functions
 
 if TYPE_CHECKING:
-    from mgrpo.run.head import Head
     from mgrpo.run.inputs import Inputs
-    from mgrpo.run.trainer import TrainResult
+    from mgrpo.run.producer import Producer
+    from mgrpo.run.result import TrainResult
 
 
 def train(
@@ -103,44 +103,46 @@ def _prepare_data(config: Config, inputs: Inputs | None) -> None:
             print(f"{name} data in {prompts.folder}", *statistics_lines(prompts.statistics), sep="\n  ")
 
 
-def _start(config: Config, inputs: Inputs | None) -> TrainResult:
-    rank, world_size = _rank(), _world_size()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
-    prepare_environment()
-    head = None
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        if rank == 0:
-            from mgrpo.run.head import Head
+class StopRequest:
+    """What SIGTERM asks of rank 0: to end once the state is saved; or at once, when it comes again or nothing is trained yet."""
 
-            head = Head(
-                config,
-                num_local_learners=_num_local_learners(),
-                inputs=inputs,
-                resume_from=_resume_from(config),
-            )
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.is_heeded = False
+        """Whether there is a trainer that looks at `event`."""
+
+    def on_signal(self, number: int, frame: object) -> None:
+        """The signal handler."""
+        if self.event.is_set() or not self.is_heeded:
+            sys.exit(128 + number)
+        self.event.set()
+
+
+def _start(config: Config, inputs: Inputs | None) -> TrainResult:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(signal.SIGTERM if _rank() == 0 else signal.SIGKILL)
+    prepare_environment()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    stop = StopRequest()
+    try:
+        if inputs is None:
+            # Rank 0 saves the run's state with the help of all, and says when the run is over.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            return _run(config, None, stop)
+        from mgrpo.run.producer import started_producer
+
+        with started_producer(config, inputs, num_local_learners=_num_local_learners()) as producer:
             # After ray.init, which sets its own handler.
-            signal.signal(signal.SIGTERM, partial(_end, head))
-        else:
-            # Rank 0 saves the run's state with everyone's help, and says when it is over.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return _run(config, head, rank, world_size)
+            signal.signal(signal.SIGTERM, stop.on_signal)
+            try:
+                return _run(config, producer, stop)
+            finally:
+                # A second signal must not cut the clean-up short.
+                for number in handlers:
+                    signal.signal(number, signal.SIG_IGN)
     finally:
-        if head is not None:
-            # A second signal must not cut the clean-up short.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            head.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _end(head: Head, number: int, frame: object) -> None:
-    """SIGTERM: end when the state is saved; at once when it comes again or nothing has been trained that could be saved."""
-    if head.stopping.is_set() or not head.is_training:
-        sys.exit(128 + number)
-    head.stopping.set()
 
 
 def _resume_from(config: Config) -> str | None:
@@ -155,7 +157,7 @@ def _check(config: Config, *, functions: list[str | Callable], dataset: Iterable
     problems = []
     hf_config, about_model = None, []
     try:
-        hf_config = read_hf_config(config.model.model_name_or_path or "")
+        hf_config = read_hf_config(config.model.path)
         head_dim = shape_of(hf_config).head_dim
         about_model = machine_problems(config, num_local_learners=_num_local_learners(), head_dim=head_dim)
     except ValueError as err:
@@ -224,26 +226,34 @@ def prepare_environment() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _run(config: Config, head, rank: int, world_size: int) -> TrainResult:
+def _run(config: Config, producer: Producer | None, stop: StopRequest) -> TrainResult:
     # What torch and Megatron make while they are imported stays: without the collector that takes a fifth less time.
     gc.disable()
     from mgrpo.parallel import backend
 
     backend.install()
-    from mgrpo.run.trainer import Stopped, Trainer
+    from mgrpo.run.assembly import make_trainer
+    from mgrpo.run.lead import Lead, Stopped
 
     gc.freeze()
     gc.enable()
-    backend.init_process_group(rank=rank, world_size=world_size, timeout_minutes=config.experiment.backend_timeout)
-    trainer = Trainer(config, head)
+    rank = _rank()
+    backend.init_process_group(rank=rank, world_size=_world_size(), timeout_minutes=config.experiment.backend_timeout)
+    lead = Lead(stop.event)
+    trainer = None
     try:
+        trainer = make_trainer(config, lead, producer, resume_from=_resume_from(config) if producer else None)
+        stop.is_heeded = True
         result = trainer.fit()
     except Stopped:
+        assert trainer is not None
         trainer.close()
         sys.exit(128 + signal.SIGTERM)
     except BaseException as err:
-        trainer.states.stop()
-        trainer.channel.fail(f"rank {rank}: {err!r}")
+        if trainer is not None:
+            trainer.states.stop()
+            trainer.reporter.close()
+        lead.fail(f"rank {rank}: {err!r}")
         raise
     trainer.close()
     return result

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mgrpo.config import Config, ConfigError, from_values, load_file, parse, to_yaml
-from mgrpo.config.fields import flat, settings
+from mgrpo.config.fields import flat, section_types, settings
 from mgrpo.config.help import field_docs, help_text
 
 
@@ -219,7 +219,7 @@ def test_python_values_follow_the_same_rules():
 
 def test_every_field_has_a_docstring_for_help():
     """--help would show a flag without a word about it."""
-    documents = field_docs()
+    documents = {name: text for record in section_types().values() for name, text in field_docs(record).items()}
     assert [name for name in settings() if not documents.get(name)] == []
     assert not {"config", "help"} & settings().keys()
 
@@ -239,7 +239,7 @@ def test_help_is_grouped_and_shows_meaning_type_and_default(capsys):
 
 def test_a_percent_sign_in_a_docstring_does_not_break_help(monkeypatch):
     """argparse reads `%` in a help text as a placeholder and fails."""
-    monkeypatch.setattr("mgrpo.config.help.field_docs", lambda: {"seed": "50 % and %(x)s"})
+    monkeypatch.setattr("mgrpo.config.help.field_docs", lambda record: {"seed": "50 % and %(x)s"})
     assert "50 % and %(x)s (default: 1)" in help_text()
 
 

@@ -95,6 +95,7 @@ def test_the_keywords_are_those_of_trl() -> None:
     ]
     seen = _seen(groups, state=TrainerState(global_step=4, max_steps=9, epoch=0.5))
     assert callable(seen.pop("log_extra")) and callable(seen.pop("log_metric"))
+    assert isinstance(seen.pop("rng"), np.random.Generator)
     assert seen == {
         "prompts": ["2+3=", "2+3=", "2+3="],
         "completions": ["a", "bb", "c"],
@@ -433,8 +434,10 @@ def test_metrics_are_averaged_and_columns_kept() -> None:
         return [1.0] * len(completions)
 
     scored = score_with_functions([_group("a", "b"), _group("c")], [logs, logs_too])
-    assert scored.metrics == {"length": 3.0}
-    assert scored.columns == {"parsed": ["A", "B", "C"], "logs_too/parsed": ["a", "b", "c"]}
+    assert scored.logged == {"length": [3.0]}
+    assert [score.extras for group in scored.groups for score in group.scores] == [
+        {"parsed": text.upper(), "logs_too/parsed": text} for text in "abc"
+    ]
 
 
 @pytest.mark.parametrize(

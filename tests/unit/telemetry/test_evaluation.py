@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -17,9 +16,8 @@ from mgrpo.config import ConfigError, load_file, parse
 from mgrpo.config.dump import to_yaml
 from mgrpo.config.load import raise_problems
 from mgrpo.config.validate import problems
-from mgrpo.rewards.rewarder import Scoring
 from mgrpo.run.evaluate import evaluate, for_evaluation
-from mgrpo.run.head import Head, random_states, restore_random
+from mgrpo.run.head import Head
 from mgrpo.telemetry.evaluation import correctness, pass_at_k, short_names, summarise
 from mgrpo.types import Completion, Prompt, RewardScale, RolloutGroup, Score, ScoredGroup
 
@@ -224,10 +222,10 @@ def test_datasets_are_named_by_as_little_as_tells_them_apart():
 
 
 class FakeEngines:
-    """What `Head.evaluation` needs of cluster and controller; the reward draws from the global random states."""
+    """What `Head.evaluation` needs of cluster and controller; what is returned is the context of the rewards."""
 
-    def __init__(self):
-        self.streams: list[int] = []
+    def __init__(self, head):
+        self.head, self.streams = head, []
 
     def reseed(self, step):
         self.streams.append(step)
@@ -237,26 +235,21 @@ class FakeEngines:
 
     def evaluate(self, prompts):
         future = Future()
-        future.set_result((prompts, random.random(), np.random.rand()))
+        future.set_result((prompts, self.head.context.seed, self.head.context.max_tokens))
         return future
 
 
 def test_an_evaluation_leaves_no_trace_in_training_and_does_not_depend_on_it():
     """A run would be another one for every choice of local_eval_every, and `mgrpo eval` would differ from the run."""
     head = object.__new__(Head)
-    head.cluster = head.controller = FakeEngines()
-    head.config, head.random = load_file("examples/configs/quickstart.yaml"), None
+    head.cluster = head.controller = FakeEngines(head)
+    head.config = load_file("examples/configs/quickstart.yaml")
     head.held_out_prompts = ["prompt"]
-    head.scoring = Scoring(head.config)
     with ThreadPoolExecutor(1) as head.thread:
-        before, results = random_states(), []
+        results = []
         for next_step in (1, 7):
-            random.seed(next_step)
-            np.random.seed(next_step)
-            own = random_states()
             results.append(head.evaluation(next_step=next_step).result())
-            assert random_states() == own and head.random is None
-        restore_random(before)
+            assert head.context.step == next_step - 1
     assert results[0] == results[1]
     # The stream of evaluations, then that of the step that comes next.
     assert head.cluster.streams == [-1, 1, -1, 7]

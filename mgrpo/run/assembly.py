@@ -1,0 +1,82 @@
+"""Makes a rank's parts of a run and connects them. Nothing here knows what the parts do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from mgrpo import ops
+from mgrpo.config import Config
+from mgrpo.config.derived import layout_of
+from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.run.engine_weights import EngineWeights
+from mgrpo.run.lead import Lead
+from mgrpo.run.learner import Learner
+from mgrpo.run.producer import Producer
+from mgrpo.run.reporter import Reporter, SilentReporter
+from mgrpo.run.resume import States
+from mgrpo.run.source import SilentSource, Source
+from mgrpo.run.trainer import Trainer
+from mgrpo.telemetry.versions import found
+
+
+def make_trainer(config: Config, lead: Lead, producer: Producer | None, *, resume_from: str | None = None) -> Trainer:
+    """A trainer whose engines have the policy's weights. Collective over all learners.
+
+    Args:
+        producer: on rank 0.
+        resume_from: path or URL of the state that the run continues; rank 0's counts.
+    """
+    host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.experiment.backend_timeout))
+    layout = layout_of(config, dist.get_world_size())
+    shape = shape_of(read_hf_config(config.model.path))
+    states = States(config, lead, host_group)
+    checkpoint = states.open(resume_from, shape)
+    learner = Learner(config, shape=shape, layout=layout, host_group=host_group, checkpoint=checkpoint)
+    # Ranks load at their own speed; after this, none keeps rank 0 waiting for long.
+    dist.barrier(group=host_group)
+    source: Source | SilentSource = (
+        Source(producer, lead, config, layout=layout, hidden=shape.hidden) if producer else SilentSource(lead)
+    )
+    remarks = source.start()
+    reporter = _reporter(config, producer, resumed=checkpoint.state if checkpoint else None, resume_from=resume_from)
+    weights = EngineWeights(
+        learner.policy,
+        shape=shape,
+        layout=layout,
+        settings=config.engine,
+        lead=lead,
+        fleet=producer.fleet if producer else None,
+        host_group=host_group,
+    )
+    weights.connect()
+    trainer = Trainer(
+        config, lead=lead, learner=learner, source=source, weights=weights, reporter=reporter, states=states
+    )
+    if checkpoint:
+        trainer.load_state_dict(checkpoint.state)
+        checkpoint.close()
+    for line in (
+        *remarks,
+        found(is_extension_compiled=ops.build_info()["compiled"]),
+        *learner.remarks(),
+        f"weight sync: {len(weights.plan.transfers)} slices, {weights.plan.bytes_moved / 1e6:.2f} MB a step "
+        f"(lower bound {weights.plan.lower_bound / 1e6:.2f} MB)",
+    ):
+        reporter.say(line)
+    weights.send(trainer.version, step=trainer.done + 1, check=True)
+    if checkpoint:
+        steps = config.num_training_steps
+        reporter.say(f"continues from {resume_from}, {trainer.done} of {steps} steps are done")
+    return trainer
+
+
+def _reporter(
+    config: Config, producer: Producer | None, *, resumed: Mapping[str, Any] | None, resume_from: str | None
+) -> Reporter | SilentReporter:
+    if producer is None:
+        return SilentReporter()
+    return Reporter(config, scale=producer.rewarder.scale, resumed=resumed, resume_from=resume_from)
