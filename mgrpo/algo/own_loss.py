@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ def load_loss(config: LossConfig) -> LossFunction | None:
     Raises:
         ValueError: the function cannot be imported or called, in one sentence about `policy_loss`.
     """
-    module, colon, name = config.policy_loss.rpartition(":")
-    if not colon:
+    if not config.is_own_function:
         return None
+    module, _, name = config.policy_loss.rpartition(":")
     function = user_function("policy_loss", config.policy_loss, module, name)
     _check(function, f"policy_loss={config.policy_loss}")
     return function
@@ -63,6 +63,11 @@ def own_loss(function: LossFunction, inputs: LossInputs) -> PolicyLoss:
         raise ValueError(
             f"policy_loss: {_name(function)} returned {_described(loss)} as its loss, expected a scalar tensor computed "
             "from inputs.logprobs: inputs.total(token_losses)"
+        )
+    if not isinstance(own, Mapping):
+        raise ValueError(
+            f"policy_loss: {_name(function)} returned its metrics as {_described(own)}, expected a mapping of names to "
+            "(sum, count)"
         )
     metrics, maxima = _measures(inputs)
     for name, pair in own.items():

@@ -18,8 +18,8 @@ class LossConfig:
     """Settings of `mgrpo.algo.policy_loss`. Formulas: its docstring."""
 
     policy_loss: str = "ppo_clip"
-    """ppo_clip: clipped ratio; cispo: capped weight; sapo: soft gate; vespo: sequence gate; reinforce: no ratio; or a function of
-    yours, file.py:function or package.module:function."""
+    """ppo_clip: clipped ratio; cispo: capped weight; sapo: soft gate; vespo: sequence gate; reinforce: no ratio; or your own,
+    file.py:function or package.module:function."""
     ratio_level: Literal["token", "sequence", "sequence_token"] = "token"
     """token: a ratio each; sequence: one for the completion (GSPO); sequence_token: its value, the token's own gradient."""
     aggregation: Aggregation | None = None
@@ -75,8 +75,9 @@ class LossConfig:
 
     @property
     def is_own_function(self) -> bool:
-        """Whether `policy_loss` names a user's function."""
-        return ":" in self.policy_loss
+        """Whether `policy_loss` names a user's function, `module:function`."""
+        module, _, name = self.policy_loss.rpartition(":")
+        return bool(module and name)
 
     @property
     def effective_aggregation(self) -> Aggregation:
