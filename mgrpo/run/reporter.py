@@ -22,7 +22,7 @@ from mgrpo.types import RewardScale
 if TYPE_CHECKING:
     from mgrpo.policy.policy import StepResult
     from mgrpo.run.batch import Batch
-    from mgrpo.run.producer import Evaluation
+    from mgrpo.run.evaluator import Evaluation
 
 _log = logging.getLogger(__name__)
 

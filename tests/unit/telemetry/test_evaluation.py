@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgrpo.algo.samples import train_samples
-from mgrpo.config import ConfigError, load_file, parse
+from mgrpo.config import ConfigError, parse
 from mgrpo.config.dump import to_yaml
 from mgrpo.config.load import raise_problems
 from mgrpo.config.validate import problems
 from mgrpo.run.evaluate import evaluate, for_evaluation
-from mgrpo.run.head import Head
 from mgrpo.telemetry.evaluation import correctness, pass_at_k, short_names, summarise
 from mgrpo.types import Completion, Prompt, RewardScale, RolloutGroup, Score, ScoredGroup
 
@@ -219,40 +217,6 @@ def test_datasets_are_named_by_as_little_as_tells_them_apart():
     assert short_names(["allenai/RLVR-GSM", "allenai/RLVR-MATH"]) == ["RLVR-GSM", "RLVR-MATH"]
     assert short_names(["test.jsonl", "a/test.jsonl", "/b/a/test.jsonl"]) == ["test", "a-test", "b-a-test"]
     assert not any("/" in name for name in short_names(["", "/", "..", "v1.5/x"]))
-
-
-class FakeEngines:
-    """What `Head.evaluation` needs of cluster and controller; what is returned is the context of the rewards."""
-
-    def __init__(self, head):
-        self.head, self.streams = head, []
-
-    def reseed(self, step):
-        self.streams.append(step)
-
-    def finish(self, calls, what):
-        assert what == "seed the sampler"
-
-    def evaluate(self, prompts):
-        future = Future()
-        future.set_result((prompts, self.head.context.seed, self.head.context.max_tokens))
-        return future
-
-
-def test_an_evaluation_leaves_no_trace_in_training_and_does_not_depend_on_it():
-    """A run would be another one for every choice of local_eval_every, and `mgrpo eval` would differ from the run."""
-    head = object.__new__(Head)
-    head.cluster = head.controller = FakeEngines(head)
-    head.config = load_file("examples/configs/quickstart.yaml")
-    head.held_out_prompts = ["prompt"]
-    with ThreadPoolExecutor(1) as head.thread:
-        results = []
-        for next_step in (1, 7):
-            results.append(head.evaluation(next_step=next_step).result())
-            assert head.context.step == next_step - 1
-    assert results[0] == results[1]
-    # The stream of evaluations, then that of the step that comes next.
-    assert head.cluster.streams == [-1, 1, -1, 7]
 
 
 def flags(tmp_path, *words: str):
