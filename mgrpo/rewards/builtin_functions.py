@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.compose import Verifies
-from mgrpo.rewards.pool import Item
 from mgrpo.rewards.scorer import shared_scorer
-from mgrpo.rewards.verifier import THINK_END
+from mgrpo.rewards.verifier import THINK_END, Answer, Item
 
 THINK_BEGIN = "<think>"
 
@@ -44,7 +43,10 @@ class _Accuracy:
         return rewards
 
     def _compare(self, texts: Sequence[str], solutions: Sequence[str]) -> list[float | None]:
-        items = [Item("trl_accuracy", text, _label(gold)) for text, gold in zip(texts, solutions, strict=True)]
+        items = [
+            Item("trl_accuracy", Answer(completion=text, ground_truth=_label(gold)))
+            for text, gold in zip(texts, solutions, strict=True)
+        ]
         scores = (self._scorer or shared_scorer(Reward())).verify_many(items)
         return [None if math.isnan(score) else score for score in scores]
 

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.catalog import find
 from mgrpo.rewards.pool import NO_SCORE
-from mgrpo.rewards.process import Item
-from mgrpo.rewards.verifier import Answer, RemoteVerifier
+from mgrpo.rewards.verifier import Answer, Item, RemoteVerifier
 
 _log = logging.getLogger(__name__)
 _LOGGED_PER_VERIFIER = 3
@@ -98,18 +97,17 @@ class RemoteScorer:
         return list(await asyncio.gather(*(self._score(item) for item in items)))
 
     async def _score(self, item: Item) -> float:
-        name, *rest = item
-        verifier = self._verifiers[name.lower()]
+        name = item.verifier.lower()
+        verifier = self._verifiers[name]
         async with self._slots:
             try:
-                answer = Answer(**dict(zip(Item._fields[1:], rest, strict=True)))
-                score = float(await asyncio.wait_for(_asked(verifier, answer), verifier.limit_s))
+                score = float(await asyncio.wait_for(_asked(verifier, item.answer), verifier.limit_s))
                 if not math.isfinite(score):
                     raise ValueError(f"the score is {score}")
             except Exception as err:
-                self.errors[name.lower()] += 1
-                if self.errors[name.lower()] <= _LOGGED_PER_VERIFIER:
-                    _log.warning("verifier %s gave no score for %.60r...: %r", name, item.completion, err)
+                self.errors[name] += 1
+                if self.errors[name] <= _LOGGED_PER_VERIFIER:
+                    _log.warning("verifier %s gave no score for %.60r...: %r", name, item.answer.completion, err)
                 return NO_SCORE
         return score
 
