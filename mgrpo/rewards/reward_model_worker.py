@@ -75,7 +75,7 @@ class Model:
                 scores[place] = score
         return scores
 
-    def _text(self, prompt: str | list[dict], completion: str | list[dict]) -> str:
+    def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
             return prompt + completion
         return self._tokenizer.apply_chat_template(prompt + completion, tokenize=False, **self._chat_template_kwargs)
