@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.pool import Item
+from mgrpo.rewards.verifier import Answer, Item
 from mgrpo.types import Completion, RolloutGroup, Score, ScoredGroup
 
 _R1_OPENING = re.compile(r"</think>\s*<answer>")
@@ -73,7 +73,15 @@ def has_r1_format(text: str) -> bool:
 
 def _items(groups: Sequence[RolloutGroup]) -> list[Item]:
     return [
-        Item(verifier, completion.text, ground_truth, group.prompt.query, len(completion.tokens))
+        Item(
+            verifier,
+            Answer(
+                completion=completion.text,
+                ground_truth=ground_truth,
+                prompt=group.prompt.query,
+                num_tokens=len(completion.tokens),
+            ),
+        )
         for group in groups
         for completion in group.completions
         for verifier, ground_truth in zip(group.prompt.verifiers, group.prompt.ground_truths, strict=True)
