@@ -20,7 +20,7 @@ from mgrpo.data.amounts import Entry
 from mgrpo.data.checking import MOST_SHOWN, Row
 from mgrpo.data.encoding import ROWS, Cancelled, Encoder, Recipe, encode_rows, row_writer
 from mgrpo.data.program import encode_in_program
-from mgrpo.data.prompt_set import ORDER, STATISTICS, open_prompts
+from mgrpo.data.prompt_set import ORDER, STATISTICS, num_tokens, open_prompts
 from mgrpo.data.sources import Scale, Source
 from mgrpo.data.statistics import statistics_of
 from mgrpo.data.tokenizer import describe
@@ -100,7 +100,7 @@ def build(
 
     prompts = open_prompts(folder)
     _raise_problems(prompts, selection.sources, recipe)
-    lengths = prompts.column("num_tokens").to_numpy()
+    lengths = num_tokens(prompts)
     order = np.concatenate(places)
     if recipe.overlong != "truncate_left":
         order = order[lengths[order] <= recipe.max_tokens]
@@ -158,7 +158,7 @@ def _raise_problems(prompts: pyarrow.Table, sources: Sequence[Source], recipe: R
         shown = [f"{origin(place)}: {problems[place]}" for place in bad[:MOST_SHOWN]]
         more = [f"... and {len(bad) - len(shown)} more"] if len(bad) > len(shown) else []
         raise ValueError(f"{len(bad)} of {len(prompts)} rows cannot be made prompts:\n  " + "\n  ".join(shown + more))
-    lengths = prompts.column("num_tokens").to_numpy()
+    lengths = num_tokens(prompts)
     too_long = np.flatnonzero(lengths > recipe.max_tokens)[:MOST_SHOWN].tolist()
     if too_long and recipe.overlong == "error":
         shown = [f"{origin(place)}: {lengths[place]} tokens" for place in too_long]

@@ -40,27 +40,30 @@ def encode_in_program(
         tokenizer: of `describe`.
     """
     task = {"folder": str(folder), "recipe": recipe.to_json(), "tokenizer": tokenizer}
-    question: bytes | None = json.dumps(task | {"fingerprint": fingerprint, "num_proc": num_proc}).encode()
+    task |= {"fingerprint": fingerprint, "num_proc": num_proc}
     process = start_program(
         "mgrpo.data.program",
         environment=os.environ,
         settings={"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
     )
-    said = b""
+    assert process.stdin is not None and process.stdout is not None
     try:
-        while process.returncode is None:
-            if cancelled.is_set():
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(task).encode())
+            process.stdin.close()
+        # Its exit code and not the end of its output: if it is killed, its processes keep the pipe open.
+        while process.poll() is None:
+            if cancelled.wait(_POLL_S):
                 raise Cancelled
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                said, _ = process.communicate(question, timeout=_POLL_S)
-            question = None
     finally:
         if process.returncode != 0:
             _kill_session(process)
+        said = process.stdout.read().decode(errors="replace")
+        process.stdout.close()
     if process.returncode:
         raise RuntimeError(
             f"the program that tokenizes {ending(process.returncode)}; if the machine ran out of memory, set "
-            f"dataset_num_proc to a smaller number\n{said.decode(errors='replace')}"
+            f"dataset_num_proc to a smaller number\n{said}"
         )
 
 
@@ -71,13 +74,17 @@ def main() -> None:
     task: dict[str, Any] = json.load(sys.stdin)
     try:
         import datasets
+        from tqdm import tqdm
 
+        # Every bar, shown or not, starts a thread, and this program forks.
+        tqdm.monitor_interval = 0
         if not sys.stderr.isatty():
             datasets.disable_progress_bars()
         encoder = Encoder(recipe=Recipe.from_json(task["recipe"]), tokenizer=load_described(task["tokenizer"]))
         encode_rows(Path(task["folder"]), encoder, fingerprint=task["fingerprint"], num_proc=task["num_proc"])
     except Exception:
-        traceback.print_exc(file=sys.stdout)
+        # No longer than a pipe holds: it is read when this program has ended.
+        print(traceback.format_exc()[-20_000:])
         sys.exit(1)
 
 

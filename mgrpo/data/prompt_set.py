@@ -59,7 +59,7 @@ class PromptSet:
     @property
     def lengths(self) -> np.ndarray:
         """`[prompts]` int64: tokens of each prompt."""
-        lengths = self._prompts.column("num_tokens").to_numpy()[self._order]
+        lengths = num_tokens(self._prompts)[self._order]
         return np.minimum(lengths, self._recipe.max_tokens)
 
     def source_of(self, index: int) -> str:
@@ -80,7 +80,7 @@ class PromptSet:
             source = tuple(asked) if contract.is_own_prompt(record) else text
         return Prompt(
             id=prompt_id,
-            tokens=self._value("tokens", position).values.to_numpy().copy(),
+            tokens=_view(self._value("tokens", position).values).copy(),
             text=text,
             verifiers=verifiers,
             ground_truths=ground_truths,
@@ -99,3 +99,16 @@ def open_prompts(folder: Path) -> pyarrow.Table:
 
     files = [pyarrow.memory_map(str(path)) for path in sorted(folder.glob(PROMPTS))]
     return pyarrow.concat_tables(pyarrow.ipc.open_stream(file).read_all() for file in files)
+
+
+def num_tokens(prompts: pyarrow.Table) -> np.ndarray:
+    """`[distinct rows]` int64: tokens of the prompts before any were left out or cut."""
+    return np.concatenate([_view(chunk) for chunk in prompts.column("num_tokens").chunks])
+
+
+def _view(numbers: pyarrow.Array) -> np.ndarray:
+    """Numbers without nulls, not copied; `to_numpy` would import pandas, which takes half a second."""
+    dtype = np.dtype(f"int{numbers.type.bit_width}")
+    if not len(numbers):
+        return np.empty(0, dtype)
+    return np.frombuffer(numbers.buffers()[1], dtype)[numbers.offset : numbers.offset + len(numbers)]

@@ -145,7 +145,7 @@ def test_any_row_can_be_named_also_in_large_sources(settings, write) -> None:
     """The cache knows lines, not paths: a file that was moved is named as it is called now."""
     from mgrpo.data.sources import Scale
 
-    scale = Scale(num_proc=1, table_bytes=0, table_rows=0)
+    scale = Scale(num_proc=1, kept_bytes=0, kept_rows=0)
     rows = [*sums(4), {**sums(1)[0], "dataset": "gsm8k"}]
     for name in ("a.jsonl", "moved.jsonl"):
         path = write(name, rows)

@@ -7,6 +7,8 @@ import logging
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from mgrpo.config.schema import Data
-from mgrpo.data import building, mixture
+from mgrpo.data import mixture
+from mgrpo.data.encoding import Cancelled, Encoder
 from mgrpo.data.mixture import open_data
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.sources import Scale
@@ -26,8 +29,9 @@ from mgrpo.data.tokenizer import load_tokenizer
 from mgrpo.types import Prompt
 from tests.unit.data.conftest import CHARS, TEMPLATE, make_tokenizer, sums, user
 
-TABLES = Scale(num_proc=1, table_bytes=0, table_rows=0)
-POOL = Scale(num_proc=2, table_bytes=0, table_rows=0, pool_bytes=0, pool_rows=1)
+KEPT = Scale(num_proc=1, kept_bytes=0, kept_rows=0)
+POOL = Scale(num_proc=2, kept_bytes=0, kept_rows=0, pool_bytes=0, pool_rows=1)
+ENDLESS = "{% for _ in range(100000) %}{% for _ in range(100000) %}{% endfor %}{% endfor %}"
 ANSWER = {"role": "assistant", "content": "3"}
 
 
@@ -154,7 +158,7 @@ def test_longer_prompts_may_be_cut_to_their_last_tokens(encode, caplog) -> None:
 
 
 def test_longer_prompts_may_be_an_error(encode) -> None:
-    """For who thinks there are none."""
+    """For users who expect none."""
     fields = {"max_prompt_token_length": 4, "overlong_prompt_policy": "error"}
     assert len(encode(rows("1+2=", "1"), **fields)) == 2
     with pytest.raises(ValueError, match=r"=error forbids; the first:\n  dataset:2: 5 tokens\n  dataset:3: 6 tokens$"):
@@ -165,7 +169,7 @@ def test_a_mix_keeps_its_order_and_its_repeats(settings, write, tokenizer) -> No
     """The row's index is its identity across restarts: it must depend on the mix alone."""
     a, b = write("a.jsonl", sums(4)), write("b.jsonl", sums(3, "math"))
     mix = (a, "1.5", b, "1.0", a, "2")
-    for scale in (None, TABLES):
+    for scale in (None, KEPT):
         train, _ = open_data(settings(*mix, dataset_skip_cache=True), scale=scale)
         found = [(prompt.verifiers[0], prompt.ground_truths[0]) for prompt in everything(train.encode(tokenizer))]
         # RandomState(42) chooses rows 1 and 3 of four.
@@ -244,9 +248,8 @@ def test_any_text_and_any_label_come_back_as_they_were(settings, tokenizer, cont
     assert [(p.text, p.ground_truths[0]) for p in prompts] == [(row["prompt"], row["ground_truth"]) for row in data]
 
 
-def test_processes_and_tables_make_the_same_prompts(settings, write, tokenizer, monkeypatch) -> None:
+def test_processes_and_the_cache_make_the_same_prompts(settings, write, tokenizer) -> None:
     """Whatever the machine, the data are the data: small, large, by one process or by many, new or from the cache."""
-    monkeypatch.setattr(building, "_LEAST_TASK_ROWS", 40)
     data = [
         {**row, "prompt": [user(row["prompt"])] if index % 3 else row["prompt"] * (1 + index % 9)}
         for index, row in enumerate(sums(400))
@@ -254,7 +257,7 @@ def test_processes_and_tables_make_the_same_prompts(settings, write, tokenizer, 
     fields = {"max_prompt_token_length": 30}
     a, b = write("a.jsonl", data), write("b.jsonl", sums(70))
     expected = None
-    for scale, skip in ((None, True), (TABLES, False), (TABLES, False), (POOL, True)):
+    for scale, skip in ((None, True), (KEPT, False), (KEPT, False), (POOL, True)):
         train, _ = open_data(settings(a, "0.8", b, "1.0", dataset_skip_cache=skip, **fields), scale=scale)
         prompts = train.encode(tokenizer)
         found = [(p.tokens.tolist(), p.text, p.ground_truths, p.query, p.columns) for p in everything(prompts)]
@@ -263,25 +266,28 @@ def test_processes_and_tables_make_the_same_prompts(settings, write, tokenizer, 
     assert 300 < len(expected[0]) < 390
 
 
-def test_a_bad_row_in_a_worker_is_named_like_any_other(settings, write, tokenizer, monkeypatch) -> None:
+def test_a_bad_row_in_another_process_is_named_like_any_other(settings, write, tokenizer) -> None:
     """The error must not depend on the number of processes."""
-    monkeypatch.setattr(building, "_LEAST_TASK_ROWS", 5)
     a, b = write("a.jsonl", sums(12)), write("b.jsonl", [*sums(6), {**sums(1)[0], "prompt": "<bos>1"}])
     train, _ = open_data(settings(a, "1.0", b, "1.0", add_bos=True), scale=POOL)
     with pytest.raises(ValueError, match=r"1 of 19 rows cannot be made prompts:\n  .*b\.jsonl:7: add_bos=true would"):
         train.encode(tokenizer)
 
 
-def test_tokenizing_can_be_cancelled(settings, write, tokenizer, monkeypatch) -> None:
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("scale", [None, POOL], ids=["here", "program"])
+def test_tokenizing_can_be_cancelled(settings, write, tokenizer, monkeypatch, scale: Scale | None) -> None:
     """Ctrl-C while a million rows are tokenized must not have to wait for the last of them; nothing half-built stays."""
-    monkeypatch.setattr(building, "_LEAST_TASK_ROWS", 5)
-    data = settings(write("a.jsonl", sums(60)), "1.0")
-    for scale in (None, POOL):
-        train, _ = open_data(data, scale=scale)
-        train.cancel()
-        with pytest.raises(building.Cancelled):
-            train.encode(tokenizer)
-    assert not list(Path(data.dataset_local_cache_dir).glob("[!r]*"))
+    data = settings(write("a.jsonl", [{**row, "prompt": [user(row["prompt"])]} for row in sums(60)]), "1.0")
+    # A batch that never ends can only be killed; between batches the process of the run notices.
+    tokenizer.chat_template = ENDLESS if scale else TEMPLATE
+    monkeypatch.setattr("mgrpo.data.encoding._BATCH_ROWS", 1)
+    monkeypatch.setattr(Encoder, "_text", lambda *_, text=Encoder._text: time.sleep(0.1) or text(*_))
+    train, _ = open_data(data, scale=scale)
+    threading.Timer(0.5 if scale is None else 4, train.cancel).start()
+    with pytest.raises(Cancelled):
+        train.encode(tokenizer)
+    assert not list(Path(data.dataset_local_cache_dir).glob("[!c]*"))
 
 
 class Builds:
@@ -370,7 +376,7 @@ def test_versions_are_part_of_the_keys(settings, write, tokenizer, builds: Build
     a = write("a.jsonl", sums(3))
 
     def run() -> None:
-        open_data(settings(a, "1.0"), scale=TABLES)[0].encode(tokenizer)
+        open_data(settings(a, "1.0"), scale=KEPT)[0].encode(tokenizer)
 
     run()
     for name in ("mgrpo.data.mixture._TRANSFORM_VERSION", "mgrpo.data.sources._ROWS_VERSION"):
@@ -379,7 +385,7 @@ def test_versions_are_part_of_the_keys(settings, write, tokenizer, builds: Build
         assert builds.by(run) == 1
 
 
-@pytest.mark.parametrize("name", ["prompts-00000.arrow", "order.arrow", "statistics.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["prompts.arrow", "order.npy", "statistics.json", "manifest.json"])
 def test_damaged_prompts_are_made_anew(settings, write, tokenizer, builds: Builds, name: str, caplog) -> None:
     """Wrong bytes are wrong tokens, and nothing else would notice."""
     data = settings(write("a.jsonl", sums(50)), "1.0")
@@ -398,21 +404,31 @@ def test_damaged_prompts_are_made_anew(settings, write, tokenizer, builds: Build
     assert builds.by(run) == 0
 
 
-def test_damaged_rows_are_read_anew(settings, write, tokenizer) -> None:
-    """Labels live there."""
+def test_damaged_labels_are_made_anew(settings, write, tokenizer) -> None:
+    """Labels stand beside the tokens."""
     data = settings(write("a.jsonl", sums(50)), "1.0")
-    expected = everything(open_data(data, scale=TABLES)[0].encode(tokenizer))[7]
-    [path] = Path(data.dataset_local_cache_dir).glob("rows-*/rows-00000.arrow")
+    expected = everything(open_data(data, scale=KEPT)[0].encode(tokenizer))[7]
+    [path] = Path(data.dataset_local_cache_dir).glob("prompts-*/prompts.arrow")
     path.write_bytes(path.read_bytes().replace(b'"ground_truth": 7', b'"ground_truth": 8'))
-    found = everything(open_data(data, scale=TABLES)[0].encode(tokenizer))[7]
+    found = everything(open_data(data, scale=KEPT)[0].encode(tokenizer))[7]
     assert found.ground_truths == expected.ground_truths == (7,)
+
+
+def test_a_damaged_check_is_made_anew(settings, write) -> None:
+    """It says which verifiers the run needs."""
+    data = settings(write("a.jsonl", sums(50)), "1.0")
+    open_data(data, scale=KEPT)
+    [path] = Path(data.dataset_local_cache_dir).glob("checked-*/summary.json")
+    path.write_text(path.read_text().replace("integer", "another"))
+    train, _ = open_data(data, scale=KEPT)
+    assert list(train.verifiers) == ["integer"]
 
 
 def test_skipping_the_cache_makes_prompts_that_nobody_finds(settings, write, tokenizer, builds: Builds) -> None:
     """And they work although their files are gone."""
     data = settings(write("a.jsonl", sums(5)), "1.0", dataset_skip_cache=True)
     for _ in range(2):
-        train, held_out = open_data(data, scale=TABLES)
+        train, held_out = open_data(data, scale=KEPT)
         prompts = train.encode(tokenizer)
         del train, held_out
         assert texts(prompts) == [row["prompt"] for row in sums(5)]
@@ -429,7 +445,7 @@ tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
 data = Data(dataset_mixer_list=(sys.argv[2], "1.0"), dataset_local_cache_dir=sys.argv[3])
-train, _ = open_data(data, scale=Scale(num_proc=1, table_bytes=0, table_rows=0))
+train, _ = open_data(data, scale=Scale(num_proc=1, kept_bytes=0, kept_rows=0))
 prompts = train.encode(tokenizer)
 print(sum(prompts.prompt((0, index)).ground_truths[0] for index in range(len(prompts))))
 """
@@ -445,7 +461,7 @@ def test_two_runs_at_once_share_a_cache(folder, write, tmp_path: Path) -> None:
         run.stdin.write("\n")
         run.stdin.flush()
     assert [run.communicate(timeout=60)[0] for run in runs] == [f"{sum(range(3000))}\n"] * 2
-    assert sorted(path.name.split("-")[0] for path in (tmp_path / "cache").iterdir()) == ["prompts", "rows"]
+    assert sorted(path.name.split("-")[0] for path in (tmp_path / "cache").iterdir()) == ["checked", "prompts"]
 
 
 def test_the_defaults_need_nothing_but_data(tmp_path: Path, monkeypatch, tokenizer) -> None:
