@@ -1,14 +1,17 @@
-"""Prompts of the rows that a mix takes, written to a folder: each row is encoded once, however often it is taken."""
+"""Prompts of the rows that a mix takes, written to a folder: each row is encoded once, however often it is taken.
+
+`Dataset.map` of `datasets` does it in this process, and a fast tokenizer uses threads. Not in forked processes: rank 0 runs Ray
+and threads of its own when it prepares data. Nor in spawned ones, which would import the user's script again.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -18,20 +21,17 @@ import numpy as np
 
 from mgrpo.data.amounts import Entry
 from mgrpo.data.checking import MOST_SHOWN, Row
-from mgrpo.data.encoding import ROWS, Cancelled, Encoder, Recipe, encode_rows, row_writer
-from mgrpo.data.program import encode_in_program
-from mgrpo.data.prompt_set import ORDER, STATISTICS, num_tokens, open_prompts
-from mgrpo.data.sources import Scale, Source
+from mgrpo.data.encoding import Cancelled, Encoder, Recipe
+from mgrpo.data.prompt_set import ORDER, PROMPTS, STATISTICS, num_tokens, open_prompts
+from mgrpo.data.sources import Source
 from mgrpo.data.statistics import statistics_of
-from mgrpo.data.tokenizer import describe
 
 if TYPE_CHECKING:
     import pyarrow
 
-_log = logging.getLogger(__name__)
-
 _BATCH_ROWS = 1000
 _BATCH_CHARS = 4 * 2**20
+_ANNOUNCED_ROWS = 50_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,29 +74,23 @@ def build(
     selection: Selection,
     recipe: Recipe,
     tokenizer: Any,
-    scale: Scale,
     *,
     fingerprint: str,
+    num_threads: int,
     cancelled: Event,
 ) -> None:
-    """Write the files of a `PromptSet`: prompts of the distinct rows, their order in the mix, statistics."""
+    """Write the files of a `PromptSet`: prompts of the distinct rows, their order in the mix, statistics.
+
+    Args:
+        fingerprint: what `datasets` is to know the prompts by; its own would hash the tokenizer.
+        num_threads: 0: one for each core.
+    """
     distinct, places = selection.places()
-    num_bytes = _write_rows(folder / ROWS, selection.sources, distinct, cancelled)
-    num_rows = sum(map(len, distinct))
-    is_large = num_rows >= scale.pool_rows or num_bytes >= scale.pool_bytes
-    num_proc = min(scale.num_proc or _cores(), num_rows) if is_large else 1
-    description = describe(tokenizer, folder / "tokenizer") if num_proc > 1 else None
-    if description is not None:
-        print(f"tokenizing {num_rows:,} rows with {num_proc} processes", file=sys.stderr, flush=True)
-        encode_in_program(folder, recipe, description, fingerprint=fingerprint, num_proc=num_proc, cancelled=cancelled)
-    else:
-        if num_proc > 1:
-            _log.warning("the tokenizer cannot be loaded in another process; this one prepares all data")
-        encoder = Encoder(recipe=recipe, tokenizer=tokenizer, cancelled=cancelled)
-        with _no_progress_bars():
-            encode_rows(folder, encoder, fingerprint=fingerprint)
-    shutil.rmtree(folder / "tokenizer", ignore_errors=True)
-    (folder / ROWS).unlink()
+    if (num_rows := sum(map(len, distinct))) >= _ANNOUNCED_ROWS:
+        print(f"tokenizing {num_rows:,} rows", file=sys.stderr, flush=True)
+    with _no_progress_bars(), ThreadPoolExecutor(num_threads or _cores()) as threads:
+        encoder = Encoder(recipe=recipe, tokenizer=tokenizer, threads=threads, cancelled=cancelled)
+        _encode(folder, _batches(selection.sources, distinct, cancelled), encoder, fingerprint)
 
     prompts = open_prompts(folder)
     _raise_problems(prompts, selection.sources, recipe)
@@ -120,31 +114,56 @@ def build(
     (folder / STATISTICS).write_text(json.dumps(statistics, indent=1) + "\n")
 
 
-def _write_rows(path: Path, sources: Sequence[Source], distinct: Sequence[np.ndarray], cancelled: Event) -> int:
-    """Write the distinct rows, source after source; returns how many characters they have."""
-    num_chars = 0
-    with row_writer(path) as writer:
-        for number, (source, wanted) in enumerate(zip(sources, distinct, strict=True)):
-            for batch in _batches(source.taken(wanted)):
+def _encode(folder: Path, batches: Iterator[tuple[int, list[Row]]], encoder: Encoder, fingerprint: str) -> None:
+    """Write `PROMPTS`: for each row its source's number, its line and JSON, and what the encoder makes of it."""
+    from datasets import Dataset, Features, List, Value
+    from datasets.arrow_writer import ArrowWriter
+
+    features = Features(source=Value("int32"), line=Value("int64"), record=Value("large_string"))
+    path = folder / "rows.arrow"
+    with ArrowWriter(path=str(path), features=features) as writer:
+        for source, rows in batches:
+            lines, texts = [row.line for row in rows], [row.text for row in rows]
+            writer.write_batch({"source": [source] * len(rows), "line": lines, "record": texts})
+        writer.finalize()
+    rows = Dataset.from_file(str(path))
+    # Of very long rows fewer at once: a batch is in memory several times.
+    batch_rows = max(1, min(_BATCH_ROWS, len(rows) * _BATCH_CHARS // (rows.data.nbytes + 1)))
+    rows.map(
+        encoder,
+        input_columns=["record"],
+        batched=True,
+        batch_size=batch_rows,
+        writer_batch_size=batch_rows,
+        features=Features(
+            **features,
+            text=Value("large_string"),
+            tokens=List(Value("int32")),
+            num_tokens=Value("int64"),
+            problem=Value("large_string"),
+        ),
+        cache_file_name=str(folder / PROMPTS),
+        new_fingerprint=fingerprint,
+    )
+    path.unlink()
+
+
+def _batches(
+    sources: Sequence[Source], distinct: Sequence[np.ndarray], cancelled: Event
+) -> Iterator[tuple[int, list[Row]]]:
+    """The distinct rows, source after source, as many as are written at once."""
+    for number, (source, wanted) in enumerate(zip(sources, distinct, strict=True)):
+        batch: list[Row] = []
+        num_chars = 0
+        for row in source.taken(wanted):
+            batch.append(row)
+            num_chars += len(row.text)
+            if len(batch) == _BATCH_ROWS or num_chars > _BATCH_CHARS:
                 if cancelled.is_set():
                     raise Cancelled
-                lines, texts = [row.line for row in batch], [row.text for row in batch]
-                writer.write_batch({"source": [number] * len(batch), "line": lines, "record": texts})
-                num_chars += sum(map(len, texts))
-    return num_chars
-
-
-def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    batch: list[Row] = []
-    num_chars = 0
-    for row in rows:
-        batch.append(row)
-        num_chars += len(row.text)
-        if len(batch) == _BATCH_ROWS or num_chars > _BATCH_CHARS:
-            yield batch
-            batch, num_chars = [], 0
-    if batch:
-        yield batch
+                yield number, batch
+                batch, num_chars = [], 0
+        yield number, batch
 
 
 def _raise_problems(prompts: pyarrow.Table, sources: Sequence[Source], recipe: Recipe) -> None:

@@ -1,13 +1,12 @@
-"""Rows to tokens: the template, the first token, the tokenizer, the limit; mapped over a table of rows by `datasets`."""
+"""Rows to tokens: the template, the first token, the tokenizer, the limit."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from json import loads
-from pathlib import Path
 from threading import Event
 from typing import Any, Literal
 
@@ -16,14 +15,6 @@ import numpy as np
 from mgrpo.data.rows import Contract, Message
 from mgrpo.data.templates import override_system, render, with_bos
 from mgrpo.data.tokenizer import token_ids
-
-ROWS = "rows.arrow"
-"""A file of the columns source (its number), line and record (the row as JSON)."""
-PROMPTS = "prompts*.arrow"
-"""The same with text, tokens, num_tokens (before any were cut) and problem: one file for each process."""
-
-_BATCH_ROWS = 1000
-_BATCH_BYTES = 4 * 2**20
 
 
 class Cancelled(Exception):
@@ -66,11 +57,12 @@ class Encoder:
 
     recipe: Recipe
     tokenizer: Any
-    cancelled: Event | None = None
+    threads: Executor
+    cancelled: Event
 
-    def __call__(self, records: Sequence[str]) -> dict[str, Sequence[Any]]:
+    def __call__(self, records: Sequence[str]) -> dict[str, Sequence[Any] | np.ndarray]:
         """The new columns for rows in JSON; raises `Cancelled`."""
-        if self.cancelled is not None and self.cancelled.is_set():
+        if self.cancelled.is_set():
             raise Cancelled
         texts, problems = [""] * len(records), [""] * len(records)
         for index, record in enumerate(records):
@@ -78,7 +70,7 @@ class Encoder:
                 texts[index] = self._text(loads(record))
             except ValueError as err:
                 problems[index] = str(err)
-        tokens = [np.array(ids, np.int32) for ids in token_ids(self.tokenizer, texts)]
+        tokens = [np.array(ids, np.int32) for ids in token_ids(self.tokenizer, texts, threads=self.threads)]
         lengths = np.array([len(ids) for ids in tokens])
         for index in np.flatnonzero(lengths == 0):
             problems[index] = problems[index] or "the prompt has no tokens"
@@ -101,53 +93,3 @@ class Encoder:
         return tokens, self.tokenizer.decode(
             tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-
-
-@contextlib.contextmanager
-def row_writer(path: Path) -> Iterator[Any]:
-    """A writer of batches of rows, {"source", "line", "record"}."""
-    from datasets.arrow_writer import ArrowWriter
-
-    with ArrowWriter(path=str(path), features=_row_features()) as writer:
-        yield writer
-        writer.finalize()
-
-
-def encode_rows(folder: Path, encoder: Encoder, *, fingerprint: str, num_proc: int | None = None) -> None:
-    """Write `PROMPTS` from `ROWS`, both in `folder`.
-
-    Args:
-        fingerprint: what `datasets` is to know the result by; its own would hash the tokenizer.
-        num_proc: processes, which are forked: only for a program without other threads. None: this process.
-    """
-    import datasets
-
-    rows = datasets.Dataset.from_file(str(folder / ROWS))
-    # Of very long rows fewer at once: a batch stands in memory several times.
-    batch_rows = max(1, min(_BATCH_ROWS, len(rows) * _BATCH_BYTES // (rows.data.nbytes + 1)))
-    rows.map(
-        encoder,
-        input_columns=["record"],
-        batched=True,
-        batch_size=batch_rows,
-        writer_batch_size=batch_rows,
-        features=datasets.Features(
-            **_row_features(),
-            text=datasets.Value("large_string"),
-            tokens=datasets.List(datasets.Value("int32")),
-            num_tokens=datasets.Value("int64"),
-            problem=datasets.Value("large_string"),
-        ),
-        cache_file_name=str(folder / PROMPTS.replace("*", "")),
-        new_fingerprint=fingerprint,
-        num_proc=num_proc,
-        desc="tokenizing",
-    )
-
-
-def _row_features() -> Any:
-    import datasets
-
-    return datasets.Features(
-        source=datasets.Value("int32"), line=datasets.Value("int64"), record=datasets.Value("large_string")
-    )

@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from mgrpo.data.checking import MOST_SHOWN
 from mgrpo.data.encoding import Recipe
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.rows import Contract
-from mgrpo.data.sources import Scale, Source, SourceReader
+from mgrpo.data.sources import Source, SourceReader
 from mgrpo.data.templates import check_kwargs, find_template
 from mgrpo.data.tokenizer import fingerprint
 
@@ -37,19 +38,17 @@ def open_data(
     data: Data,
     *,
     need_verifiers: bool = True,
-    dataset: Iterable[Mapping] | None = None,
-    scale: Scale | None = None,
+    dataset: Iterable[Mapping[str, object]] | None = None,
 ) -> tuple[Mixture, Mixture]:
     """The training mix and the held-out one, every row read and checked; a mix that is not configured is empty.
 
     Args:
         need_verifiers: False for runs that verify nothing: `dataset` is not looked at, there may be no ground truth.
         dataset: rows to train on, in place of `dataset_mixer_list`.
-        scale: from which size on data are large; None: the defaults, with `dataset_num_proc` processes.
     Raises:
         ValueError: all that is wrong; of bad rows the first 20, by file and line.
     """
-    opening = _Opening(data, need_verifiers, scale or Scale(num_proc=data.dataset_num_proc))
+    opening = _Opening(data, need_verifiers)
     if dataset is None:
         train = opening.read("data mix", data.dataset_mixer_list, data.dataset_mixer_list_splits)
     else:
@@ -65,7 +64,7 @@ class Mixture:
     def __init__(self, selection: Selection, data: Data, reader: SourceReader) -> None:
         """Made by `open_data`."""
         self._selection, self._data = selection, data
-        self._contract, self._cache, self._scale = reader.contract, reader.cache, reader.scale
+        self._contract, self._cache = reader.contract, reader.cache
         self._cancelled = threading.Event()
 
     def __len__(self) -> int:
@@ -120,8 +119,8 @@ class Mixture:
                 selection,
                 recipe,
                 tokenizer,
-                self._scale,
                 fingerprint=digest(key)[:32],
+                num_threads=self._data.dataset_num_proc,
                 cancelled=self._cancelled,
             )
 
@@ -159,12 +158,12 @@ class Mixture:
 class _Opening:
     """Reads each source once, and gathers what is wrong with any of them."""
 
-    def __init__(self, data: Data, need_verifiers: bool, scale: Scale) -> None:
+    def __init__(self, data: Data, need_verifiers: bool) -> None:
         contract = Contract(
             messages_key=data.sft_messages_key, ground_truths_key=data.ground_truths_key, need_verifiers=need_verifiers
         )
         cache = Cache(data.dataset_local_cache_dir, skip=data.dataset_skip_cache)
-        self.reader = SourceReader(contract=contract, cache=cache, scale=scale)
+        self.reader = SourceReader(contract=contract, cache=cache)
         self._sources: dict[tuple[str, str], Source | None] = {}
         self._failures: list[str] = []
         self._overrides_system = self._tried(lambda: _system_prompt(data.system_prompt_override_file)) is not None
@@ -209,7 +208,7 @@ class _Opening:
             # A file is the same under every split.
             place = (line.source, "" if Path(line.source).is_file() else line.split)
             if place not in self._sources:
-                self._sources[place] = self._tried(lambda line=line: self._checked(read(line)))
+                self._sources[place] = self._tried(partial(self._checked, read, line))
             if (source := self._sources[place]) is not None and source.summary.num_rows:
                 line.warn_if_few(source.summary.num_rows)
                 kept.append((line, source))
@@ -220,7 +219,8 @@ class _Opening:
             numbers=tuple(list(unique).index(id(source)) for _, source in kept),
         )
 
-    def _checked(self, source: Source) -> Source:
+    def _checked(self, read: Callable[[Entry], Source], line: Entry) -> Source:
+        source = read(line)
         if not source.summary.num_rows and not source.summary.num_problems:
             raise ValueError(f"{source.name} has no rows")
         if self._overrides_system and source.summary.first_text is not None:

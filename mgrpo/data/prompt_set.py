@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mgrpo.data.encoding import PROMPTS, Recipe
+from mgrpo.data.encoding import Recipe
 from mgrpo.types import Prompt, PromptId
 
 if TYPE_CHECKING:
     import pyarrow
 
+PROMPTS = "prompts.arrow"
+"""The distinct rows: source (its number), line, record (JSON), text, tokens, num_tokens (before any were cut), problem."""
 ORDER = "order.npy"
-"""For each prompt of the mix its row in the tables."""
+"""For each prompt of the mix its place among the distinct rows."""
 STATISTICS = "statistics.json"
 
 
@@ -73,6 +75,8 @@ class PromptSet:
         text = self._value("text", position).as_py()
         contract, asked = self._recipe.contract, self._recipe.asked(record)
         verifiers, ground_truths = contract.labels(record)
+        query: str
+        source: str | tuple[dict[str, str], ...]
         if isinstance(asked, str):
             query, source = asked, asked
         else:
@@ -97,8 +101,7 @@ def open_prompts(folder: Path) -> pyarrow.Table:
     """The prompts of the distinct rows of a mix, memory-mapped; they hold when the files are deleted."""
     import pyarrow
 
-    files = [pyarrow.memory_map(str(path)) for path in sorted(folder.glob(PROMPTS))]
-    return pyarrow.concat_tables(pyarrow.ipc.open_stream(file).read_all() for file in files)
+    return pyarrow.ipc.open_stream(pyarrow.memory_map(str(folder / PROMPTS))).read_all()
 
 
 def num_tokens(prompts: pyarrow.Table) -> np.ndarray:

@@ -24,6 +24,9 @@ from mgrpo.data.rows import Contract
 # Part of every key of the cache: another number where the same bytes would give other rows.
 _ROWS_VERSION = 2
 _DATA_SUFFIXES = (".jsonl", ".ndjson", ".parquet", ".json", ".csv")
+# From which size on the check of a source is kept.
+_KEPT_BYTES = 4 * 2**20
+_KEPT_ROWS = 20_000
 _BATCH_ROWS = 1000
 _BLOCK = 2**20
 
@@ -32,18 +35,6 @@ Content = Mapping[str, Any]
 Reader = Callable[[], Iterable[Row]]
 Stamp = Sequence[tuple[str, int, int]]
 """Name, time and size of files."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """From which size on a check is kept, and rows are tokenized by several processes."""
-
-    num_proc: int = 0
-    """0: one for each core."""
-    kept_bytes: int = 4 * 2**20
-    kept_rows: int = 20_000
-    pool_bytes: int = 64 * 2**20
-    pool_rows: int = 50_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +68,6 @@ class SourceReader:
 
     contract: Contract
     cache: Cache
-    scale: Scale
 
     def named(self, name: str, split: str) -> Source:
         """A file (any split will do), a folder, or what `datasets` finds by this name.
@@ -119,13 +109,13 @@ class SourceReader:
         # `datasets` tells a file's kind by its suffix.
         content = {"digest": _digest(path), **({"split": split} if path.is_dir() else {"suffixes": path.suffixes})}
         read = partial(_read_unchanged, path, stamp, partial(_read_local, path, split, self.contract))
-        return self._checked(name, content, read, is_large=sum(size for *_, size in stamp) > self.scale.kept_bytes)
+        return self._checked(name, content, read, is_large=sum(size for *_, size in stamp) > _KEPT_BYTES)
 
     def _arrow(self, name: str, dataset: Any) -> Source:
         """A data set in Arrow tables, which the fingerprint of `datasets` stands for."""
         read = partial(_rows_of_dataset, dataset, self.contract)
         content = {"fingerprint": dataset._fingerprint}
-        return self._checked(name, content, read, is_large=len(dataset) > self.scale.kept_rows)
+        return self._checked(name, content, read, is_large=len(dataset) > _KEPT_ROWS)
 
     def _checked(self, name: str, content: Content, read: Reader, *, is_large: bool) -> Source:
         key = self._key(content)
