@@ -1,4 +1,4 @@
-"""What a run reads from its user: data, verifiers, templates, reward functions. All that is wrong with them, before anything starts."""
+"""What a user brings to a run: data, verifiers, templates, reward functions; and every problem with them."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Inputs:
     """Empty where a model is only evaluated."""
     held_out: Mixture
     functions: tuple[str | Callable, ...] = ()
-    """Reward functions, or words that name them; empty: the rows' verifiers decide."""
+    """Reward functions, or their names; empty: the rows' verifiers decide."""
 
     def notes(self, config: Config) -> list[str]:
-        """What the verifiers have to say at the start."""
+        """What the verifiers want the user to know at the start."""
         if self.functions or not config.reward.apply_verifiable_reward:
             return []
         found = [note for name in self.verifiers(config) for note in find(name).notes(config.reward)]
         return list(dict.fromkeys(found))
 
     def verifiers(self, config: Config) -> list[str]:
-        """Names of the verifiers that will be asked, in lower case."""
+        """Names of the verifiers that the rows ask for, in lower case."""
         return sorted(_asked(self.train, self.held_out, config))
 
 
@@ -98,7 +98,7 @@ def _folder_problems(config: Config) -> Iterator[str]:
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except (OSError, ValueError) as err:
-            # Data that were prepared elsewhere may be only read here.
+            # Data that were prepared elsewhere may be read-only here.
             if setting == "rollouts_save_path" or not _holds_prepared_data(folder):
                 why = "it is a file" if os.path.isfile(folder) else err
                 yield f"{setting}={folder} cannot be written to ({why}); name another folder"

@@ -108,7 +108,7 @@ class Reporter:
         rollouts = batch.rollouts
         assert rollouts is not None
         total = sum(seconds.values())
-        metrics = {
+        metrics: dict[str, float | list[int]] = {
             "policy_version": policy_version,
             "episode": step * self.config.batch_size,
             **batch_metrics(
@@ -141,7 +141,8 @@ class Reporter:
         if self.traces:
             advantages = [sample.advantage for sample in batch.samples]
             self.traces.write(step, rollouts.groups, rollouts.dropped, advantages)
-        self.progress.update(step, metrics)
+        scalars = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+        self.progress.update(step, scalars)
 
     def evaluation(
         self,
