@@ -44,7 +44,6 @@ PACKAGES = (
     ("transformer-engine", ("transformer-engine", "transformer_engine"), False),
     ("datasets", ("datasets",), False),
     ("tensorboard", ("tensorboard",), False),
-    ("matplotlib", ("matplotlib",), False),
 )
 """What a run uses: its name, the distributions that provide it, and whether it is required."""
 SWITCHES = ("--show_config", "--dry_run")

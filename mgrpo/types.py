@@ -50,8 +50,6 @@ class Completion:
     """"stop" or "length", as the engine reports it."""
     text: str
     """Decoded once, without special tokens."""
-    used_tool_well: bool = False
-    """Whether it called a tool, which answered without an error and in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +83,27 @@ class ScoredGroup:
     def rewards(self) -> np.ndarray:
         """`[group]` float64."""
         return np.array([score.reward for score in self.scores], dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardContext:
+    """What one batch of completions is scored for: a step of training, or an evaluation."""
+
+    step: int
+    """Training steps done before the completions were sampled."""
+    seed: int
+    """Seeds the random numbers of the reward functions, at least 0: equal seeds give equal numbers."""
+    max_tokens: int
+    """Tokens that a completion may have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredBatch:
+    """What scoring one batch of completions gave."""
+
+    groups: list[ScoredGroup]
+    logged: dict[str, list[float]] = field(default_factory=dict)
+    """What reward functions logged, by name: one mean for each call, so that batches are merged by joining the lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

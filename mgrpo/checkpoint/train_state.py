@@ -16,7 +16,7 @@ from mgrpo.checkpoint.reader import Checkpoint
 from mgrpo.checkpoint.shard import Part
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.parallel import backend
-from mgrpo.policy.holdings import everyones
+from mgrpo.policy.parameters import gather_boxes
 from mgrpo.policy.policy import Policy
 from mgrpo.policy.shards import MOMENTS, Shard
 
@@ -42,7 +42,7 @@ class TrainState:
         held = list(self._held())
         own = [(KINDS.index(part.kind), part.box) for part in held]
         holdings = [
-            [(KINDS[kind], box) for kind, box in boxes] for boxes in everyones(own, self.policy.shape, self.group)
+            [(KINDS[kind], box) for kind, box in boxes] for boxes in gather_boxes(own, self.policy.shape, self.group)
         ]
         chosen = assign(holdings, dict.fromkeys(KINDS, 4))[self.rank]
         return [*(held[index] for index in chosen), *self._random_parts()]

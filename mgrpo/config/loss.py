@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from mgrpo.config.annotations import BELOW_ONE, NOT_NEGATIVE, ONE_OR_MORE, OPEN_INSTRUCT, POSITIVE, TRL, Range
 
 Aggregation = Literal["token", "constant", "seq_mean", "local_token", "dr_grpo", "luspo"]
+NAMED_LOSSES = ("ppo_clip", "cispo", "sapo", "vespo", "reinforce")
 Level = Literal["token", "sequence_mean", "sequence_sum"]
 """Where the ratio of trainer to engine is computed: per token, or as exp of the mean or sum over a sequence."""
 
@@ -16,8 +17,9 @@ Level = Literal["token", "sequence_mean", "sequence_sum"]
 class LossConfig:
     """Settings of `mgrpo.algo.policy_loss`. Formulas: its docstring."""
 
-    policy_loss: Literal["ppo_clip", "cispo", "sapo", "vespo", "reinforce"] = "ppo_clip"
-    """The surrogate: clipped ratio, capped weight (CISPO), soft gate (SAPO), sequence gate (VESPO), or none."""
+    policy_loss: str = "ppo_clip"
+    """ppo_clip: clipped ratio; cispo: capped weight; sapo: soft gate; vespo: sequence gate; reinforce: no ratio; or your own,
+    file.py:function or package.module:function."""
     ratio_level: Literal["token", "sequence", "sequence_token"] = "token"
     """token: one ratio per token; sequence: one per completion (GSPO); sequence_token: its value with each token's gradient."""
     aggregation: Aggregation | None = None
@@ -70,6 +72,12 @@ class LossConfig:
     """Compare the upper bound with the completion's mean |rho - 1| and drop only tokens whose update would raise it."""
     off_policy_mask_threshold: Annotated[float | None, NOT_NEGATIVE, TRL] = None
     """Drop completions with advantage < 0 whose mean of engine's minus current logprob is above this; none: off."""
+
+    @property
+    def is_own_function(self) -> bool:
+        """Whether `policy_loss` names a user's function, `module:function`."""
+        module, _, name = self.policy_loss.rpartition(":")
+        return bool(module and name)
 
     @property
     def effective_aggregation(self) -> Aggregation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from mgrpo.config.loss import NAMED_LOSSES
 from mgrpo.config.rules import Rule
 from mgrpo.config.schema import Config
 
@@ -53,6 +54,13 @@ def _rho_bounds(config: Config) -> Iterator[str]:
 
 def _surrogate(config: Config) -> Iterator[str]:
     own = config.loss
+    if own.is_own_function:
+        return
+    if own.policy_loss not in NAMED_LOSSES:
+        yield (
+            f"policy_loss={own.policy_loss} is unknown; choose one of {', '.join(NAMED_LOSSES)}, or name a function of "
+            "yours: file.py:function or package.module:function"
+        )
     for name in ("delta", "dual_clip"):
         if getattr(own, name) is not None and own.policy_loss != "ppo_clip":
             yield f"{name}={getattr(own, name):g} belongs to policy_loss=ppo_clip, got {own.policy_loss}; leave it out"

@@ -63,6 +63,12 @@ class Model:
     ] = "bfloat16"
     """Type of weights and activations in training and in the engines; the optimizer always keeps float32."""
 
+    @property
+    def path(self) -> str:
+        """`model_name_or_path` of a configuration that has been checked."""
+        assert self.model_name_or_path is not None
+        return self.model_name_or_path
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
@@ -352,9 +358,9 @@ class Config:
         return self.experiment.total_episodes // self.batch_size
 
     @property
-    def tokenizer_path(self) -> str | None:
+    def tokenizer_path(self) -> str:
         """Folder of the tokenizer."""
-        return self.data.tokenizer_name_or_path or self.model.model_name_or_path
+        return self.data.tokenizer_name_or_path or self.model.path
 
     @property
     def max_model_length(self) -> int:

@@ -238,8 +238,16 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("alpha", "ref_policy_update_freq", lambda c: c.algorithm.ref_policy_update_freq is not None),
     ("reshuffle_mini_batches", "num_epochs above 1", lambda c: c.algorithm.num_epochs > 1),
     ("active_sampling_max_rounds", "active_sampling=true", lambda c: c.algorithm.active_sampling),
-    ("clip_lower delta dual_clip", "policy_loss=ppo_clip", lambda c: c.loss.policy_loss == "ppo_clip"),
-    ("clip_higher", "policy_loss=ppo_clip or cispo", lambda c: c.loss.policy_loss in ("ppo_clip", "cispo")),
+    (
+        "clip_lower delta dual_clip",
+        "policy_loss=ppo_clip",
+        lambda c: c.loss.policy_loss == "ppo_clip" or c.loss.is_own_function,
+    ),
+    (
+        "clip_higher",
+        "policy_loss=ppo_clip or cispo",
+        lambda c: c.loss.policy_loss in ("ppo_clip", "cispo") or c.loss.is_own_function,
+    ),
     ("ratio_level", "a policy_loss with a ratio", lambda c: c.loss.policy_loss not in ("vespo", "reinforce")),
     (
         "warm_up_steps warmup_ratio",

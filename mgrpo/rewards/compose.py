@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.pool import Item
+from mgrpo.rewards.verifier import Answer, Item
 from mgrpo.types import Completion, RolloutGroup, Score, ScoredGroup
 
 _R1_OPENING = re.compile(r"</think>\s*<answer>")
@@ -33,8 +34,8 @@ def score_groups(groups: Sequence[RolloutGroup], pool: Verifies, config: Reward)
         additive format       v + f
         gate (format, not additive)   v if the format is there, else 0
 
-    and `non_stop_penalty_value` in place of all that if the completion did not stop by itself. One verifier without a score leaves the whole completion without
-    (NaN), unless the stop rule decides.
+    A completion that did not stop by itself gets `non_stop_penalty_value` instead under `non_stop_penalty`. If one of its
+    verifiers gives no score, the completion has none (NaN), unless the stop rule decides.
 
     `Score.parts` holds each verifier's own score by name, "format" (1 or 0) when the format is asked for, and "correct"
     (1 if every verifier gave its full score); a missing score is NaN there too.
@@ -52,12 +53,12 @@ def score_groups(groups: Sequence[RolloutGroup], pool: Verifies, config: Reward)
 
 
 def add_to_rewards(group: ScoredGroup, name: str, values: Sequence[float]) -> ScoredGroup:
-    """The group with one value added to each reward, and noted as part `name`; no score stays no score."""
+    """The group with one value added to each reward and recorded as part `name`; a reward of NaN stays NaN."""
     scores = tuple(
-        Score(reward=score.reward + float(value), parts=score.parts | {name: float(value)})
+        replace(score, reward=score.reward + float(value), parts=score.parts | {name: float(value)})
         for score, value in zip(group.scores, values, strict=True)
     )
-    return ScoredGroup(group=group.group, scores=scores)
+    return replace(group, scores=scores)
 
 
 def has_r1_format(text: str) -> bool:
@@ -72,7 +73,15 @@ def has_r1_format(text: str) -> bool:
 
 def _items(groups: Sequence[RolloutGroup]) -> list[Item]:
     return [
-        Item(verifier, completion.text, ground_truth, group.prompt.query, len(completion.tokens))
+        Item(
+            verifier,
+            Answer(
+                completion=completion.text,
+                ground_truth=ground_truth,
+                prompt=group.prompt.query,
+                num_tokens=len(completion.tokens),
+            ),
+        )
         for group in groups
         for completion in group.completions
         for verifier, ground_truth in zip(group.prompt.verifiers, group.prompt.ground_truths, strict=True)

@@ -1,30 +1,27 @@
-"""Rewards from the user's own functions: how they are called, and what becomes of their values.
+"""Rewards from the user's own functions: what they are given, and what becomes of their values.
 
-The call is TRL's, so that a function written for its GRPOTrainer works here. The functions are the user's code and run in
-this process; `function_catalog` finds those that are named on the command line.
+Functions are called as TRL's GRPOTrainer calls them. They are the user's code and run in this process;
+`function_catalog` finds those that are named on the command line, `function_calls` runs them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import math
-import numbers
-import os
-import threading
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup
+import numpy as np
 
-RewardFunction = Callable[..., Iterable[float | None] | Awaitable[Iterable[float | None]]]
+from mgrpo.rewards.function_calls import Call, RewardFunction, call_all, innermost, number_of
+from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredBatch, ScoredGroup
 
-OWN_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+OWN_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "rng")
 """What every function may ask for; columns of the data with these names are not passed on."""
 _NOT_COLUMNS = {*OWN_ARGUMENTS, "prompt", "completion", "ground_truth"}
-# What `Score.parts` holds besides the verdicts themselves: no function's values may be read as these.
+# What `Score.parts` holds besides the functions' values: no function's values may be read as these.
 _TAKEN_NAMES = {"correct", "format", "overlong"}
 
 
@@ -40,27 +37,17 @@ class TrainerState:
     """Passes over the data done."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionScores:
-    """What one call of all functions gave."""
-
-    groups: list[ScoredGroup]
-    metrics: dict[str, float] = field(default_factory=dict)
-    """`log_metric`: the mean of what was logged under each name."""
-    columns: dict[str, list] = field(default_factory=dict)
-    """`log_extra`: one value a completion, groups one after the other."""
-
-
 def score_with_functions(
     groups: Sequence[RolloutGroup],
     functions: Sequence[RewardFunction],
     weights: Sequence[float] = (),
     *,
     state: TrainerState | None = None,
-) -> FunctionScores:
+    seed: int = 0,
+) -> ScoredBatch:
     """Score with the user's functions: the reward is the sum of what they return, each times its weight if there are any.
 
-    Each is called once with keyword lists, one entry a completion, groups one after the other, and returns as many
+    Each is called once with keyword lists, one entry per completion, groups one after the other, and returns as many
     numbers. None (or NaN) means that it does not apply: the others count, and a completion that no function scores has no
     reward (NaN). The keywords are
 
@@ -70,16 +57,18 @@ def score_with_functions(
         ground_truth        the row's value, a list if it has several; absent if no row has one
         <column>            every other column of the data, None where a row lacks it
         trainer_state       `state`
-        log_extra           log_extra(column, values): a column of the table of samples
-        log_metric          log_metric(name, value): a line in the metrics
+        log_extra           log_extra(column, values): a column of the table of samples (`Score.extras`)
+        log_metric          log_metric(name, value): a metric (`ScoredBatch.logged`)
+        rng                 a numpy.random.Generator, seeded from `seed` and the function's position
 
-    A function that takes no `**kwargs` gets those that it names. Lists and dicts are its own: what it does to them meets no
-    other function, and no later call. Async functions are awaited together, after the others, always in the same event loop.
+    A function without `**kwargs` gets those that it names. Lists and dicts are copies: changing them affects no other
+    function and no later call. Async functions are awaited together, after the others, always in the same event loop.
+    Before each function the global states of `random` and `numpy.random` are seeded likewise, for async functions once.
 
     Raises:
-        ValueError: an argument that the data do not have, a function that cannot be called by keyword, or what was
-            returned or logged is not one number for each.
-        RuntimeError: a function failed; it says which.
+        ValueError: an argument that the data do not have, a function that cannot be called by keyword, or a returned or
+            logged value that is not a number.
+        RuntimeError: a function failed; the message names it.
     """
     if not functions:
         raise ValueError("no reward functions; give at least one")
@@ -89,46 +78,40 @@ def score_with_functions(
         )
     flat = [(group.prompt, completion) for group in groups for completion in group.completions]
     if not flat:
-        return FunctionScores(groups=[ScoredGroup(group=group, scores=()) for group in groups])
+        return ScoredBatch(groups=[ScoredGroup(group=group, scores=()) for group in groups])
     keywords = _keywords(flat, state or TrainerState())
     logs = _Logs(len(flat))
     named = _named(functions)
-    returned = _call_all(
-        {name: (function, _accepted(name, function, keywords | logs.doors(name))) for name, function in named.items()}
-    )
-    by_function = {name: _numbers(name, returned[name], len(flat)) for name in named}
-    parts = [dict(zip(by_function, values, strict=True)) for values in zip(*by_function.values(), strict=True)]
-    scores = iter(
-        Score(
-            reward=_sum_of_present(
-                weight * value for weight, value in zip(weights or [1.0] * len(named), part.values(), strict=True)
-            ),
-            parts=part,
+    calls = []
+    for position, (name, function) in enumerate(named.items()):
+        own_seed = np.random.SeedSequence([seed, position])
+        own = {"rng": np.random.default_rng(own_seed), **logs.callables(name)}
+        calls.append(
+            Call(name=name, function=function, arguments=_accepted(name, function, keywords | own), seed=own_seed)
         )
-        for part in parts
-    )
-    return FunctionScores(
+    by_function = dict(zip(named, call_all(calls, len(flat)), strict=True))
+    scores = iter(_scores(by_function, list(weights) or [1.0] * len(named), logs.columns))
+    return ScoredBatch(
         groups=[ScoredGroup(group=group, scores=tuple(next(scores) for _ in group.completions)) for group in groups],
-        metrics={name: sum(values) / len(values) for name, values in logs.metrics.items()},
-        columns=logs.columns,
+        logged={name: [sum(values) / len(values)] for name, values in logs.metrics.items()},
     )
 
 
 def function_names(functions: Sequence[RewardFunction]) -> list[str]:
-    """The names under which the functions' values stand in `Score.parts`, in their order.
+    """The names of the functions' values in `Score.parts`, in the order of the functions.
 
     That is a function's own name; the second of one name is `name_2`, the third `name_3`. `correct`, `format` and `overlong`
-    mean something else there, so that a function of such a name is `correct_2`, `format_2` or `overlong_2` from the start.
+    have another meaning there, so that a function of such a name is `correct_2`, `format_2` or `overlong_2` from the start.
     """
     return list(_named(functions))
 
 
 def missing_arguments(functions: Sequence[RewardFunction], columns: Collection[str]) -> list[str]:
-    """One sentence for each function that cannot be called: it asks for what neither the run nor the data have, or takes
-    nothing by keyword.
+    """One sentence for each function that cannot be called, because it asks for what neither the run nor the data have, or
+    takes nothing by keyword.
 
     Args:
-        columns: those that at least one row has, `ground_truth` among them.
+        columns: those that at least one row has, including `ground_truth`.
     """
     given = dict.fromkeys([*OWN_ARGUMENTS, *columns])
     problems = []
@@ -141,16 +124,16 @@ def missing_arguments(functions: Sequence[RewardFunction], columns: Collection[s
 
 
 class _Logs:
-    """What the functions of one call log."""
+    """What the functions of one batch log."""
 
     def __init__(self, num_completions: int) -> None:
         self.metrics: dict[str, list[float]] = {}
-        self.columns: dict[str, list] = {}
+        self.columns: dict[str, list[object]] = {}
         self._num_completions = num_completions
         self._owners: dict[str, str] = {}
 
-    def doors(self, function: str) -> dict[str, Callable]:
-        """The two callables that one function gets."""
+    def callables(self, function: str) -> dict[str, Callable]:
+        """`log_extra` and `log_metric` of one function."""
         return {
             "log_extra": functools.partial(self._log_extra, function),
             "log_metric": functools.partial(self._log_metric, function),
@@ -167,11 +150,30 @@ class _Logs:
         self.columns[key] = values
 
     def _log_metric(self, function: str, name: str, value: float) -> None:
-        number = _number(value)
+        number = number_of(value)
         if number is None:
-            raise ValueError(f"log_metric({name!r}) of {function} got {value!r}, which is no number")
+            raise ValueError(f"log_metric({name!r}) of {function} got {value!r}, which is not a number")
         if math.isfinite(number):
             self.metrics.setdefault(name, []).append(number)
+
+
+def _scores(
+    by_function: Mapping[str, Sequence[float]], weights: Sequence[float], columns: Mapping[str, Sequence[object]]
+) -> list[Score]:
+    """One score per completion, from one value per function and completion."""
+    scores = []
+    for index, values in enumerate(zip(*by_function.values(), strict=True)):
+        present = [
+            weight * value for weight, value in zip(weights, values, strict=True) if not math.isnan(weight * value)
+        ]
+        scores.append(
+            Score(
+                reward=sum(present) if present else math.nan,
+                parts=dict(zip(by_function, values, strict=True)),
+                extras={column: noted[index] for column, noted in columns.items()},
+            )
+        )
+    return scores
 
 
 def _keywords(flat: Sequence[tuple[Prompt, Completion]], state: TrainerState) -> dict[str, Any]:
@@ -192,7 +194,7 @@ def _keywords(flat: Sequence[tuple[Prompt, Completion]], state: TrainerState) ->
     return keywords
 
 
-def _prompt_of(prompt: Prompt) -> str | list[dict]:
+def _prompt_of(prompt: Prompt) -> str | list[dict[str, str]]:
     if isinstance(prompt.source, str):
         return prompt.source or prompt.text
     return [dict(message) for message in prompt.source]
@@ -207,7 +209,7 @@ def _accepted(name: str, function: RewardFunction, keywords: Mapping[str, Any]) 
     """The keywords that the function takes."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin without a signature: it takes what it takes
+    except (TypeError, ValueError):  # a builtin without a signature
         return dict(keywords)
     unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if unnamed:
@@ -233,137 +235,10 @@ def _accepted(name: str, function: RewardFunction, keywords: Mapping[str, Any]) 
     return accepted
 
 
-def _own_copies(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What one call may change: a function that sorts its completions must not move the rewards of the next one.
-
-    The lists and dicts of the data are copied, too, as they belong to the next epoch's prompt.
-    """
-    return {
-        # Not item by item: there may be millions.
-        name: [list(tokens) for tokens in value] if name == "completion_ids" else _copied(value)
-        for name, value in arguments.items()
-    }
-
-
-def _copied(value: Any) -> Any:
-    if type(value) is list:
-        return [_copied(item) for item in value]
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    return value
-
-
-def _call_all(calls: Mapping[str, tuple[RewardFunction, dict[str, Any]]]) -> dict[str, Any]:
-    """What each function returns: the plain ones one after the other, then the async ones together."""
-    returned = {
-        name: _call(name, function, arguments)
-        for name, (function, arguments) in calls.items()
-        if not _is_async(function)
-    }
-    waiting = {name: call for name, call in calls.items() if name not in returned}
-    if waiting:
-        future = asyncio.run_coroutine_threadsafe(_await_all(waiting), _event_loop())
-        try:
-            returned |= future.result()
-        except BaseException:
-            future.cancel()
-            raise
-    return returned
-
-
-def _call(name: str, function: RewardFunction, arguments: dict[str, Any]) -> Any:
-    try:
-        return function(**_own_copies(arguments))
-    except (Exception, SystemExit) as err:
-        raise _failed(name, err) from err
-
-
-async def _await_all(calls: Mapping[str, tuple[RewardFunction, dict[str, Any]]]) -> dict[str, Any]:
-    tasks = [asyncio.ensure_future(_await(name, *call)) for name, call in calls.items()]
-    try:
-        return dict(zip(calls, await asyncio.gather(*tasks), strict=True))
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _await(name: str, function: RewardFunction, arguments: dict[str, Any]) -> Any:
-    try:
-        return await function(**_own_copies(arguments))
-    # Ctrl-C reaches the main thread alone: here it is the function's own doing.
-    except (Exception, SystemExit, KeyboardInterrupt) as err:
-        raise _failed(name, err) from err
-
-
-def _failed(name: str, err: BaseException) -> RuntimeError:
-    return RuntimeError(f"reward function {name} failed: {type(err).__name__}: {err}")
-
-
-def _is_async(function: RewardFunction) -> bool:
-    inner = _innermost(function)
-    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
-
-
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for all calls: an HTTP client that a function keeps belongs to the loop that it was first used in."""
-    return _event_loop_of(os.getpid())
-
-
-# A forked process has none of its parent's threads, and needs a loop of its own. The parent's stays referenced: to collect
-# it would reach into what the two share.
-@functools.cache
-def _event_loop_of(pid: int) -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=_run_for_ever, args=(loop,), name="async-reward-functions", daemon=True).start()
-    return loop
-
-
-def _run_for_ever(loop: asyncio.AbstractEventLoop) -> None:
-    while True:
-        try:
-            loop.run_forever()
-        # asyncio hands these to who awaits the task, and then lets them end the thread, for which `_call_all` would wait.
-        except (SystemExit, KeyboardInterrupt):
-            continue
-
-
-def _numbers(name: str, returned: object, num_completions: int) -> list[float]:
-    """One float a completion; NaN where the function does not apply."""
-    wanted = "return a list with one number (or None) for each"
-    if isinstance(returned, (str, bytes, Mapping, Set)) or not isinstance(returned, Iterable):
-        found = "None" if returned is None else f"a {type(returned).__name__}"
-        raise ValueError(f"reward function {name} returned {found} for {num_completions} completions; {wanted}")
-    try:
-        values = list(returned)
-    except (Exception, SystemExit) as err:  # a generator runs only here
-        raise _failed(name, err) from err
-    if len(values) != num_completions:
-        raise ValueError(
-            f"reward function {name} returned {len(values)} values for {num_completions} completions; {wanted}"
-        )
-    found = [math.nan if value is None else _number(value) for value in values]
-    for place, number in enumerate(found):
-        if number is None or math.isinf(number):
-            raise ValueError(
-                f"reward function {name} returned {values[place]!r:.80} for completion {place}; {wanted}, not an infinity"
-            )
-    return found
-
-
-def _number(value: object) -> float | None:
-    """The value as a float, whatever kind of number it is (numpy's and torch's scalars too); None for anything else."""
-    if not isinstance(value, numbers.Number) and (not hasattr(value, "__float__") or getattr(value, "shape", ()) != ()):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
 def _named(functions: Sequence[RewardFunction]) -> dict[str, RewardFunction]:
     named: dict[str, RewardFunction] = {}
     for function in functions:
-        inner = _innermost(function)
+        inner = innermost(function)
         name = base = getattr(inner, "__name__", type(inner).__name__)
         number = 1
         while name in named or name in _TAKEN_NAMES:
@@ -371,14 +246,3 @@ def _named(functions: Sequence[RewardFunction]) -> dict[str, RewardFunction]:
             name = f"{base}_{number}"
         named[name] = function
     return named
-
-
-def _innermost(function: RewardFunction) -> RewardFunction:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
-def _sum_of_present(values: Iterable[float]) -> float:
-    present = [value for value in values if not math.isnan(value)]
-    return sum(present) if present else math.nan

@@ -1,1 +1,1 @@
-"""Generation: Ray, the vLLM engine actors, and the controller that turns prompts into scored groups."""
+"""Generation: prompts out to the inference engines, groups of completions back. What runs an engine is below, in `vllm/`."""

@@ -1,4 +1,4 @@
-"""Between prompts and the engines' flat arrays: who samples what, and back into groups."""
+"""From prompts to the engines' flat arrays and back to groups; the seeds of sampling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mgrpo.rollout.vllm.actor import FINISH_REASONS
+from mgrpo.rollout.engine import FINISH_REASONS, Answer
 from mgrpo.types import Completion, Prompt, RolloutGroup
 
 Decode = Callable[[Sequence[np.ndarray]], list[str]]
@@ -19,15 +19,20 @@ EVALUATION = -1
 """Evaluations draw from one stream, whenever they run: it changes only with the seed of the run."""
 
 
+def seed_of(*words: object) -> int:
+    """A 62-bit seed of its own for every sequence of words."""
+    digest = hashlib.blake2b("/".join(map(str, words)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
 def sampler_seed(run_seed: int, step: int, engine: int) -> int:
-    """A 62-bit seed of its own for every (run, training step, engine).
+    """The seed of an engine's sampler for a training step.
 
     An engine's sampler is seeded before each step and draws for all rows of a batch from one stream: no two prompts, steps
-    or samples share their randomness, a run repeats, also when it was resumed, and vLLM's slow path of one generator a
-    request stays unused.
+    or samples share their randomness, a run repeats, also when it was resumed, and engines need no generator per request,
+    which is slow in vLLM.
     """
-    words = f"{run_seed}/{step}/{engine}".encode()
-    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 2
+    return seed_of(run_seed, step, engine)
 
 
 def split_evenly(prompts: Sequence[Prompt], num_engines: int) -> list[Sequence[Prompt]]:
@@ -37,15 +42,13 @@ def split_evenly(prompts: Sequence[Prompt], num_engines: int) -> list[Sequence[P
 
 
 def to_arrays(prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
-    """Arguments of `EngineActor.queue`: tokens and cu_seqlens."""
+    """`tokens` and `cu_seqlens` of a `PromptBatch`."""
     tokens = [prompt.tokens for prompt in prompts]
     cu_seqlens = np.concatenate(([0], np.cumsum([len(t) for t in tokens]))).astype(np.int64)
     return np.concatenate([np.zeros(0, dtype=np.int32), *tokens]).astype(np.int32), cu_seqlens
 
 
-def to_groups(
-    prompts: Sequence[Prompt], arrays: dict[str, np.ndarray], num_samples: int, decode: Decode
-) -> list[RolloutGroup]:
+def to_groups(prompts: Sequence[Prompt], arrays: Answer, num_samples: int, decode: Decode) -> list[RolloutGroup]:
     """Cut what an engine returned for `prompts` into groups, and decode each completion once."""
     cuts = list(zip(arrays["cu_seqlens"][:-1].tolist(), arrays["cu_seqlens"][1:].tolist(), strict=True))
     texts = decode([arrays["tokens"][a:b] for a, b in cuts])

@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,20 +24,12 @@ from mgrpo.config.validate import problems
 from mgrpo.models.family import read_hf_config
 from mgrpo.rollout.vllm.arguments import machine_problems
 from mgrpo.run.inputs import as_functions
+from mgrpo.run.result import EvaluationResult
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from mgrpo.run.inputs import Inputs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationResult:
-    """What an evaluation came to."""
-
-    output_dir: Path
-    """Where metrics.jsonl, rollouts/ and report.html are."""
-    metrics: dict[str, float]
 
 
 def eval_command(argv: Sequence[str]) -> int:
@@ -73,25 +65,25 @@ def evaluate(
         print(f"mgrpo: {sentence}", file=sys.stderr)
     config = for_evaluation(config)
 
-    from mgrpo.run.head import Head
     from mgrpo.run.launch import prepare_environment
+    from mgrpo.run.production import prepare, started
+    from mgrpo.run.reporter import Reporter
 
     prepare_environment()
-    head = None
     before = signal.getsignal(signal.SIGTERM)
     try:
-        head = Head(config, num_local_learners=0, inputs=inputs)
-        # After ray.init, which sets its own handler.
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        head.get_ready().result()
-        rollouts = head.evaluation(next_step=1).result()
-        step = re.fullmatch(r"step_([0-9]{1,18})", _name(config))
-        metrics = head.record_evaluation(int(step[1]) if step else 0, rollouts, policy_version=None)
+        with started(config, inputs, num_local_learners=0) as parts:
+            # After ray.init, which sets its own handler.
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+            evaluator = prepare(config, parts).evaluator
+            with closing(Reporter(config, scale=parts.rewarder.scale)) as reporter:
+                step = re.fullmatch(r"step_([0-9]{1,18})", _name(config))
+                metrics = reporter.evaluation(
+                    evaluator.evaluate(done=0), step=int(step[1]) if step else 0, policy_version=None
+                )
     finally:
-        if head is not None:
-            head.close()
         signal.signal(signal.SIGTERM, before)
-    return EvaluationResult(output_dir=head.output_dir, metrics=metrics)
+    return EvaluationResult(output_dir=reporter.output_dir, metrics=metrics)
 
 
 def for_evaluation(config: Config) -> Config:
@@ -153,7 +145,7 @@ def _check(config: Config, functions: list[str | Callable]) -> Inputs:
         found.append("dataset_mixer_eval_list is empty; name the held-out data: --dataset_mixer_eval_list PATH 1.0")
     inputs, about_inputs = read_inputs(own, functions=functions)
     found += [problem for problem in about_inputs if problem not in found]
-    if found:
+    if found or inputs is None:
         raise ConfigError(found)
     return inputs
 

@@ -12,9 +12,9 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING
 
 from mgrpo.checkpoint.folder import check_complete, check_root, latest, split_path
@@ -28,9 +28,10 @@ from mgrpo.rollout.vllm.arguments import machine_problems
 from mgrpo.run.inputs import as_functions
 
 if TYPE_CHECKING:
-    from mgrpo.run.head import Head
+    from mgrpo.algo import LossFunction
     from mgrpo.run.inputs import Inputs
-    from mgrpo.run.trainer import TrainResult
+    from mgrpo.run.production import Started
+    from mgrpo.run.result import TrainResult
 
 
 def train(
@@ -38,6 +39,7 @@ def train(
     *,
     reward_funcs: Sequence[str | Callable] | str | Callable | None = None,
     dataset: Iterable[Mapping] | None = None,
+    loss: LossFunction | None = None,
 ) -> TrainResult | None:
     """Train a model: the same as the command line. Under torchrun every rank must call it; alone it is one rank.
 
@@ -46,16 +48,18 @@ def train(
             `f(prompts, completions, completion_ids, **columns) -> list[float | None]` as in TRL; several are added up,
             each times its entry of `reward_weights`.
         dataset: rows in the form of a JSONL file, or a `datasets.Dataset`, instead of `dataset_mixer_list`.
+        loss: called on every rank in place of the configuration's `policy_loss`, see `mgrpo.algo.LossFunction`.
     Returns:
         None with `cache_dataset_only`, which ends when the data are prepared.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
     """
     functions = as_functions(reward_funcs)
-    inputs = _check(config, functions=functions, dataset=dataset)
+    inputs = _check(config, functions=functions, dataset=dataset, loss=loss)
     if config.experiment.cache_dataset_only:
-        return _prepare_data(config, inputs)
-    return _start(config, inputs)
+        _prepare_data(config, inputs)
+        return None
+    return _start(config, inputs, loss)
 
 
 def try_out(config: Config) -> None:
@@ -103,44 +107,46 @@ def _prepare_data(config: Config, inputs: Inputs | None) -> None:
             print(f"{name} data in {prompts.folder}", *statistics_lines(prompts.statistics), sep="\n  ")
 
 
-def _start(config: Config, inputs: Inputs | None) -> TrainResult:
-    rank, world_size = _rank(), _world_size()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
-    prepare_environment()
-    head = None
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        if rank == 0:
-            from mgrpo.run.head import Head
+class StopRequest:
+    """What SIGTERM asks of rank 0: to end once the state is saved; or at once, when it comes again or nothing is trained yet."""
 
-            head = Head(
-                config,
-                num_local_learners=_num_local_learners(),
-                inputs=inputs,
-                resume_from=_resume_from(config),
-            )
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.is_heeded = False
+        """Whether there is a trainer that looks at `event`."""
+
+    def on_signal(self, number: int, frame: object) -> None:
+        """The signal handler."""
+        if self.event.is_set() or not self.is_heeded:
+            sys.exit(128 + number)
+        self.event.set()
+
+
+def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = None) -> TrainResult:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(signal.SIGTERM if _rank() == 0 else signal.SIGKILL)
+    prepare_environment()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    stop = StopRequest()
+    try:
+        if inputs is None:
+            # Rank 0 saves the run's state with the help of all, and says when the run is over.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            return _run(config, None, stop, loss)
+        from mgrpo.run.production import started
+
+        with started(config, inputs, num_local_learners=_num_local_learners()) as parts:
             # After ray.init, which sets its own handler.
-            signal.signal(signal.SIGTERM, partial(_end, head))
-        else:
-            # Rank 0 saves the run's state with everyone's help, and says when it is over.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return _run(config, head, rank, world_size)
+            signal.signal(signal.SIGTERM, stop.on_signal)
+            try:
+                return _run(config, parts, stop, loss)
+            finally:
+                # A second signal must not cut the clean-up short.
+                for number in handlers:
+                    signal.signal(number, signal.SIG_IGN)
     finally:
-        if head is not None:
-            # A second signal must not cut the clean-up short.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            head.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _end(head: Head, number: int, frame: object) -> None:
-    """SIGTERM: end when the state is saved; at once when it comes again or nothing has been trained that could be saved."""
-    if head.stopping.is_set() or not head.is_training:
-        sys.exit(128 + number)
-    head.stopping.set()
 
 
 def _resume_from(config: Config) -> str | None:
@@ -149,7 +155,13 @@ def _resume_from(config: Config) -> str | None:
     return latest(state_root(config)) if choice == "auto" else None if choice == "never" else choice
 
 
-def _check(config: Config, *, functions: list[str | Callable], dataset: Iterable[Mapping] | None) -> Inputs | None:
+def _check(
+    config: Config,
+    *,
+    functions: list[str | Callable],
+    dataset: Iterable[Mapping] | None,
+    loss: LossFunction | None = None,
+) -> Inputs | None:
     """Configuration on every rank, on rank 0 data and rewards too, which it returns; all problems in one error."""
     world_size, is_head = _world_size(), _rank() == 0
     problems = []
@@ -173,6 +185,7 @@ def _check(config: Config, *, functions: list[str | Callable], dataset: Iterable
         problems = list(err.problems)
     if not any("model_name_or_path" in problem for problem in problems):
         problems += about_model
+    problems += _loss_problems(config, loss)
     if is_head:
         try:
             check_root(state_root(config))
@@ -189,11 +202,21 @@ def _check(config: Config, *, functions: list[str | Callable], dataset: Iterable
             problems += too_few_prompts(config, len(inputs.train))
     if problems:
         raise ConfigError(problems)
-    if is_head:
-        context = {"world_size": world_size, "hf_config": hf_config, "num_reward_funcs": len(functions)}
-        for sentence in (*config.notes, *warnings(config, **context), *inputs.notes(config)):
+    if inputs is not None:
+        found = warnings(config, world_size=world_size, hf_config=hf_config, num_reward_funcs=len(functions))
+        for sentence in (*config.notes, *found, *inputs.notes(config)):
             print(f"mgrpo: {sentence}", file=sys.stderr)
     return inputs
+
+
+def _loss_problems(config: Config, loss: LossFunction | None) -> list[str]:
+    """What is wrong with a loss of the user's own, whose module imports torch; named losses do without that here."""
+    if loss is None and not config.loss.is_own_function:
+        return []
+    prepare_environment()
+    from mgrpo.algo import loss_problems
+
+    return loss_problems(config.loss, loss)
 
 
 def _rank() -> int:
@@ -224,26 +247,34 @@ def prepare_environment() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _run(config: Config, head, rank: int, world_size: int) -> TrainResult:
+def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFunction | None) -> TrainResult:
     # What torch and Megatron make while they are imported stays: without the collector that takes a fifth less time.
     gc.disable()
     from mgrpo.parallel import backend
 
     backend.install()
-    from mgrpo.run.trainer import Stopped, Trainer
+    from mgrpo.run.assembly import make_trainer
+    from mgrpo.run.lead import Lead, Stopped
 
     gc.freeze()
     gc.enable()
-    backend.init_process_group(rank=rank, world_size=world_size, timeout_minutes=config.experiment.backend_timeout)
-    trainer = Trainer(config, head)
+    rank = _rank()
+    backend.init_process_group(rank=rank, world_size=_world_size(), timeout_minutes=config.experiment.backend_timeout)
+    lead = Lead(stop.event)
+    trainer = None
     try:
+        trainer = make_trainer(config, lead, parts, resume_from=_resume_from(config) if parts else None, loss=loss)
+        stop.is_heeded = True
         result = trainer.fit()
     except Stopped:
+        assert trainer is not None
         trainer.close()
         sys.exit(128 + signal.SIGTERM)
     except BaseException as err:
-        trainer.states.stop()
-        trainer.channel.fail(f"rank {rank}: {err!r}")
+        if trainer is not None:
+            trainer.states.stop()
+            trainer.reporter.close()
+        lead.fail(f"rank {rank}: {err!r}")
         raise
     trainer.close()
     return result

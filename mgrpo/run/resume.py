@@ -1,4 +1,4 @@
-"""The saved states of a run as all its learner ranks see them: written together, and opened only when every rank agrees."""
+"""A run's training states on storage: written by all learner ranks together, and opened only when all of them agree."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from mgrpo.checkpoint.saver import Saver
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import state_root
 from mgrpo.models.family import ModelShape
-from mgrpo.parallel.broadcast import Channel
 from mgrpo.parallel.gather import gather_values
+from mgrpo.run.lead import Lead
 from mgrpo.run.learner import Learner
 
 
 class States:
-    """Every rank makes one; `save` and `open` are for all ranks at once."""
+    """Every rank makes one; `save` and `open` are collective."""
 
-    def __init__(self, config: Config, channel: Channel, host_group: ProcessGroup) -> None:
-        self.config, self.channel, self.host_group = config, channel, host_group
+    def __init__(self, config: Config, lead: Lead, host_group: ProcessGroup) -> None:
+        self.config, self.lead, self.host_group = config, lead, host_group
         self.root = state_root(config)
-        self.is_head = dist.get_rank() == 0
         self.saver = Saver(
             self.root,
             dist.get_rank(),
@@ -38,13 +37,15 @@ class States:
         )
 
     def open(self, path: str | None, shape: ModelShape) -> Checkpoint | None:
-        """The checkpoint that rank 0 says this run continues, once its files have been compared with their checksums.
+        """The checkpoint that the run continues, once its files have been compared with their checksums.
 
+        Args:
+            path: rank 0's counts; None: a new run.
         Raises:
-            ConfigError: it is damaged, or of another model than `shape`; on all ranks, whoever noticed.
+            ConfigError: on all ranks, when it is damaged or of another model than `shape`.
         """
-        told = self.channel.arrays({"path": np.frombuffer((path or "").encode(), np.uint8)} if self.is_head else None)
-        path = told["path"].tobytes().decode()
+        shared = self.lead.share(lambda: {"path": np.frombuffer((path or "").encode(), np.uint8)})
+        path = shared["path"].tobytes().decode()
         if not path:
             return None
         checkpoint, problem = None, ""
@@ -67,24 +68,22 @@ class States:
         """Write the state of the whole run after `step`, from which it, or one on another layout, continues exactly.
 
         Args:
-            state: all that is no tensor, in JSON; rank 0's counts.
+            state: everything except tensors, in JSON; rank 0's counts.
         Returns:
-            Where it lies, or will lie when it is written in the background.
+            Where it is, or will be when it has been written in the background.
         """
         if self.config.checkpoint.checkpoint_async:
-            # Whoever has written its share of the one before must not wait for rank 0 on the impatient channel.
+            # The channel's time-out is short: all ranks must have written the state before when they wait there.
             self.saver.wait()
             dist.barrier(group=self.host_group)
-        token = self.channel.arrays(
-            {"token": np.frombuffer(secrets.token_bytes(8), np.uint8)} if self.is_head else None
-        )
+        token = self.lead.share(lambda: {"token": np.frombuffer(secrets.token_bytes(8), np.uint8)})
         self.saver.save(step, learner.state.parts(), state, learner.state.full_shapes(), token["token"].tobytes().hex())
         if not self.config.checkpoint.checkpoint_async:
             dist.barrier(group=self.host_group)
         return step_path(self.root, step)
 
     def last_good(self) -> str:
-        """What to go on from after a run that failed, in words."""
+        """A clause that says from which state a failed run can be continued."""
         newest = latest(self.root)
         if newest:
             return f"the last good checkpoint is {newest}, continue from it with --resume {newest}"
@@ -92,7 +91,7 @@ class States:
         return f"exports lie in {exports}; there is no checkpoint, set checkpoint_state_freq"
 
     def stop(self) -> None:
-        """Give up what is being written."""
+        """Stop writing."""
         self.saver.stop()
 
     def close(self) -> None:

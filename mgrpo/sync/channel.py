@@ -1,7 +1,7 @@
-"""The wire: one process group per engine, of all training ranks and that engine's workers, and bounded buckets on it.
+"""The transport: one process group per engine, of all training ranks and that engine's workers, and bounded buckets on it.
 
-Training rank r is rank r of the group, worker w is rank `world_size + w`. gloo on CPU, NCCL on CUDA. Neither end ever
-holds more than one bucket a peer beside its own weights.
+Training rank r is rank r of the group, worker w is rank `world_size + w`. gloo on CPU, NCCL on CUDA. Besides its own
+weights neither end holds more than one bucket per peer.
 """
 
 from __future__ import annotations
@@ -50,18 +50,21 @@ def join_group(
     """Join the transfer group `name`; returns when all `size` members are there."""
     store = dist.PrefixStore(name, store)
     timeout = timedelta(seconds=timeout_s)
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
+    # Any: torch's type stubs do not declare these classes' options.
+    nccl: Any = dist.ProcessGroupNCCL if device.type == "cuda" else None
+    if nccl is not None:
+        options = nccl.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
+        return nccl(store, rank, size, options)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     options._timeout = timeout
     options._devices = [_gloo_device(host)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return gloo(store, rank, size, options)
 
 
 def _gloo_device(host: str) -> Any:
-    """On one machine all members meet on loopback; on several each listens where GLOO_SOCKET_IFNAME or its name says."""
+    """On one machine all members use loopback; on several each listens on GLOO_SOCKET_IFNAME, or where its name resolves."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if host == "127.0.0.1":
         return dist.ProcessGroupGloo.create_device(hostname=host)
@@ -107,13 +110,12 @@ class Sender:
         self.groups: dict[int, dist.ProcessGroup] = {}
         self.device = next(iter(self.held.values()))[0][1].device
 
-    def invitation(self, engine: int, generation: int) -> dict[str, Any]:
-        """What engine number `engine` needs to join: plain values, for vLLM's init_weight_transfer_engine."""
+    def invitation(self, engine: int) -> dict[str, Any]:
+        """What engine number `engine` needs to join, as plain values."""
         return {
             "host": self.host,
             "port": self.port,
             "engine": engine,
-            "generation": generation,
             "model": asdict(self.model),
             "num_learners": self.train_layout.world_size,
             "incoming": [
@@ -124,11 +126,11 @@ class Sender:
             "timeout_s": self.timeout_s,
         }
 
-    def join(self, engine: int, generation: int) -> None:
+    def join(self, engine: int) -> None:
         """Form the group with one engine, whose workers must be joining at the same time."""
         self.groups[engine] = join_group(
             self.store,
-            name=group_name(engine, generation),
+            name=group_name(engine),
             rank=self.rank,
             size=self.train_layout.world_size + self.infer_layout.tensor,
             timeout_s=self.timeout_s,
@@ -147,21 +149,21 @@ class Sender:
             for worker, boxes in self.outgoing.items()
         }
         sent = 0
-        # Round by round, as the receivers read: one bucket to each worker is in flight, so nobody waits in a circle.
+        # Round by round, as the receivers read: one bucket per worker is in flight, so there is no deadlock.
         for number in range(max(map(len, queues.values()), default=0)):
-            flying = []
+            in_flight = []
             for worker, queue in queues.items():
                 if number < len(queue):
                     bucket = torch.cat([self._values(box).reshape(-1) for box in queue[number]])
                     engine, worker_rank = divmod(worker, self.infer_layout.tensor)
                     peer = self.train_layout.world_size + worker_rank
-                    flying.append((worker, bucket, self._attempt(version, worker, number, engine, peer, bucket)))
-            for worker, bucket, work in flying:
+                    in_flight.append((worker, bucket, self._attempt(version, worker, number, engine, peer, bucket)))
+            for worker, bucket, work in in_flight:
                 self._wait(version, worker, number, work)
                 sent += bucket.numel() * bucket.element_size()
         return sent
 
-    def _attempt(self, version: int, worker: int, number: int, engine: int, peer: int, bucket: torch.Tensor):
+    def _attempt(self, version: int, worker: int, number: int, engine: int, peer: int, bucket: torch.Tensor) -> Any:
         try:
             return self.groups[engine].send([bucket], peer, 0)
         except RuntimeError as err:
@@ -181,7 +183,7 @@ class Sender:
         )
 
     def digests(self) -> torch.Tensor:
-        """`[workers, tensors]` int64: digest of what this rank sends each worker; the sum over ranks is the worker's truth."""
+        """`[workers, tensors]` int64: digest of what this rank sends each worker; the sum over ranks is what the worker must have."""
         shapes = hf_tensors(self.model)
         table = torch.zeros(self.infer_layout.engines * self.infer_layout.tensor, len(shapes), dtype=torch.int64)
         column = {name: i for i, name in enumerate(shapes)}
@@ -244,7 +246,7 @@ class Receiver:
         self.store = connect_store(invitation["host"], invitation["port"], self.timeout_s)
         self.group = join_group(
             self.store,
-            name=group_name(self.engine, invitation["generation"]),
+            name=group_name(self.engine),
             rank=num_learners + worker,
             size=num_learners + len(workers),
             timeout_s=self.timeout_s,
@@ -284,7 +286,9 @@ class Receiver:
                     ) from err
                 offset = 0
                 for box in queue[number]:
-                    self._find(box).copy_(bucket[offset : offset + box.size].view(box.shape))
+                    view = self._find(box)
+                    assert view is not None, "checked when the group was joined"
+                    view.copy_(bucket[offset : offset + box.size].view(box.shape))
                     offset += box.size
 
     def report_digests(self, version: int) -> None:
@@ -303,9 +307,9 @@ class Receiver:
         return None
 
 
-def group_name(engine: int, generation: int) -> str:
-    """A restarted engine joins a new group: the old one's keys are spent."""
-    return f"transfer/{engine}/{generation}"
+def group_name(engine: int) -> str:
+    """The transfer group of an engine."""
+    return f"transfer/{engine}"
 
 
 def digest_key(engine: int, worker: int, version: int) -> str:

@@ -102,7 +102,6 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("unsolved_batch_size_ratio", OI, "share", "of the scored completions, those whose reward, without the penalty for length, is below the highest possible one of its row, which is higher with several verifiers"),
     ),
     "Judges and reward functions": (
-        logged("objective/{verifier}_cost", OWN, "dollars", "what a judge has cost since the start, by the list prices of known models"),
         logged("objective/{verifier}_prompt_tokens", OWN, "tokens", "that a judge has read since the start"),
         logged("objective/{verifier}_completion_tokens", OWN, "tokens", "that a judge has written since the start"),
         logged("objective/{verifier}_requests", OWN, "requests", "sent to a judge since the start, including repeated ones"),

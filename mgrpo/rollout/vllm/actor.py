@@ -1,6 +1,6 @@
-"""The engine actor: vLLM's AsyncLLM behind two calls a step, queue and generate, flat arrays both ways.
+"""The engine actor: vLLM's AsyncLLM behind two calls per step, submit and take, with flat arrays both ways.
 
-The only file that imports vllm outside the plugin, and it does so inside the actor's process.
+The only file outside the plugin that imports vllm, and it does so inside the actor's process.
 """
 
 from __future__ import annotations
@@ -8,29 +8,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from collections.abc import Awaitable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 import numpy as np
 
-FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
-UNSYNCED = -1
-"""Policy version of the weights an engine has loaded by itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How to sample one batch."""
-
-    num_samples: int
-    max_tokens: int
-    temperature: float
-    """0 is greedy."""
-    stop_token_ids: tuple[int, ...]
-    top_p: float = 1.0
-    stop_strings: tuple[str, ...] = ()
-    """Texts that end a completion, and stay in it; only for engines that were started with a tokenizer."""
+from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, Answer, PromptBatch, Sampling
 
 
 class EngineActor:
@@ -42,6 +25,9 @@ class EngineActor:
         self.is_stale = False
         self.version = UNSYNCED
         self.batches: dict[int, asyncio.Future[list[Any]]] = {}
+        """Requests of the batches that were submitted and not taken."""
+        self.sampled: list[Any] = []
+        """Requests that are being sampled."""
 
     async def start(self, args: dict[str, Any]) -> None:
         """Load the model."""
@@ -58,10 +44,10 @@ class EngineActor:
         self._pause()
 
     def _pause(self) -> None:
-        """Freeze the scheduler, beside whatever else goes on, and drop what is cached of the present weights."""
+        """Begin to freeze the scheduler and to drop what is cached of the present weights."""
         self.pausing = asyncio.create_task(self.engine.pause_generation(mode="keep", clear_cache=True))
 
-    async def join(self, invitation: dict[str, Any]) -> None:
+    async def join(self, invitation: Mapping[str, Any]) -> None:
         """Join the weight-transfer group that the learners are joining at the same time."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -92,46 +78,36 @@ class EngineActor:
             )
         )
 
-    async def queue(
-        self,
-        batch: int,
-        tokens: np.ndarray,
-        cu_seqlens: np.ndarray,
-        sampling: Sampling,
-        seeds: np.ndarray | None = None,
-    ) -> None:
-        """Queue prompts as batch number `batch`; nothing runs before `generate`.
+    async def submit(self, batch: PromptBatch) -> None:
+        """Queue prompts; nothing of them runs before `take`.
 
         So a batch can be queued while the learners still train on the one before, and what the scheduler and the sampler do
         depends on the batch and the seed alone, never on the order of arrival.
-
-        Args:
-            tokens: prompts end to end, `[sum(len)]` int32, cut by `cu_seqlens [prompts + 1]`.
-            seeds: `[prompts]` int64, one random stream a prompt; None: all draw from the sampler's.
         """
-        queued = self._batch(batch)
+        queued = self._batch(batch.number)
         try:
             await self._while_alive(self.pausing)
-            prompts = [tokens[a:b].tolist() for a, b in itertools.pairwise(cu_seqlens.tolist())]
-            queued.set_result(await self._while_alive(self._add(prompts, sampling, seeds)))
+            prompts = [batch.tokens[a:b].tolist() for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
+            queued.set_result(await self._while_alive(self._add(prompts, batch.sampling, batch.seeds)))
         except Exception as err:
             queued.set_exception(err)
 
-    async def generate(self, batch: int) -> dict[str, np.ndarray]:
-        """Sample the completions of a queued batch with the present weights.
-
-        Returns:
-            tokens, logprobs and policy_versions `[sum(len)]`, cut by cu_seqlens `[prompts * num_samples + 1]`;
-            finish_reasons `[prompts * num_samples]` indexes FINISH_REASONS.
-        """
+    async def take(self, number: int) -> Answer:
+        """Sample the completions of a submitted batch with the present weights."""
         if self.is_stale:
             raise RuntimeError("the engine's last weight update failed; it must receive all weights before it samples")
-        requests = await self._batch(batch)
-        del self.batches[batch]
+        self.sampled = await self._batch(number)
+        del self.batches[number]
         await self._while_alive(self.engine.resume_generation())
-        outputs = await self._while_alive(_last_outputs(requests))
+        outputs = await self._while_alive(_last_outputs(self.sampled))
+        self.sampled = []
         self._pause()
         return _flatten([c for output in outputs for c in sorted(output.outputs, key=lambda c: c.index)])
+
+    async def abort(self) -> None:
+        """End what is being sampled; `take` answers with the tokens so far."""
+        requests = [request.request_id for request in self.sampled]
+        await self._while_alive(self.engine.abort(requests, internal=True))
 
     async def _while_alive(self, work: Awaitable[Any]) -> Any:
         """The result of `work`, or an error soon after the engine core has died: vLLM leaves some calls waiting then."""

@@ -64,10 +64,10 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs, except for the weight-transfer backend."""
     settings, stop_strings = config.engine, config.rollout.stop_strings
     args: dict[str, Any] = {
-        "model": config.model.model_name_or_path,
+        "model": config.model.path,
         "dtype": config.model.model_dtype,
         # A Megatron folder's weights reach an engine as all later ones do: it serves nothing before its first sync.
-        "load_format": "dummy" if (Path(config.model.model_name_or_path) / "megatron.json").is_file() else "auto",
+        "load_format": "dummy" if (Path(config.model.path) / "megatron.json").is_file() else "auto",
         "max_model_len": config.max_model_length,
         "max_num_seqs": settings.vllm_max_num_seqs,
         "tensor_parallel_size": settings.vllm_tensor_parallel_size,

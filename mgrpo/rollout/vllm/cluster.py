@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.config.schema import Config
-from mgrpo.rollout.collect import sampler_seed
 from mgrpo.rollout.vllm.arguments import engine_args, engine_environment, serving_gpus
+from mgrpo.rollout.vllm.ray_engine import RayEngine
 
 _LAUNCHER_VARIABLES = (
     "RANK",
@@ -42,11 +42,9 @@ class Cluster:
 
     def __init__(self, config: Config, *, num_local_learners: int) -> None:
         self.settings = config.engine
-        self.seed = config.experiment.seed
         self.owned = self.settings.ray_address is None
         self.folder: str | None = None
-        self.engines: list[Any] = []
-        self.starting: list[Any] = []
+        self.engines: list[RayEngine] = []
         self.output_dir = Path(config.experiment.output_dir)
         gpus = serving_gpus()
         self.on_gpu = bool(gpus)
@@ -86,12 +84,9 @@ class Cluster:
             # Without its control store Ray cannot go on: say so after seconds, not after a minute.
             RAY_gcs_rpc_server_reconnect_timeout_s="10",
         )
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         import ray
 
-        try:
+        with _visible_gpus(gpus):
             ray.init(
                 address="local",
                 namespace="mgrpo",
@@ -104,15 +99,10 @@ class Cluster:
                 _node_ip_address="127.0.0.1",
                 _temp_dir=folder,
             )
-        finally:
-            if gpus and visible is None:
-                del os.environ["CUDA_VISIBLE_DEVICES"]
-            elif gpus:
-                os.environ["CUDA_VISIBLE_DEVICES"] = visible
         return ray
 
     def start_engines(self, config: Config) -> None:
-        """Begin to start the config's engines, beside those there are; `wait_ready` waits for all."""
+        """Begin to start the config's engines, in addition to those that are there; each has a `ready` to wait for."""
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -130,61 +120,17 @@ class Cluster:
         environment = engine_environment(config, on_gpu=self.on_gpu, is_local=self.owned)
         args = engine_args(config, on_gpu=self.on_gpu)
         for number in range(count):
-            engine = remote.options(
+            actor = remote.options(
                 num_cpus=1,
                 num_gpus=workers if self.on_gpu else 0,
                 max_concurrency=1000,
                 runtime_env={"env_vars": environment},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
             ).remote()
-            self.engines.append(engine)
-            self.starting.append(engine.start.remote(args))
+            self.engines.append(RayEngine(actor, actor.start.remote(args)))
 
-    def wait_ready(self) -> None:
-        """Wait until every engine has loaded its model.
-
-        Raises:
-            RuntimeError: with the engine's own words, or after `engine_start_timeout` seconds.
-        """
-        self.get(self.starting, self.settings.engine_start_timeout, "start an engine", "engine_start_timeout")
-
-    def join(self, engine: int, invitation: dict[str, Any]) -> list[Any]:
-        """Have one engine join its transfer group; the learners must join at the same time. See `finish`."""
-        return [self.engines[engine].join.remote(invitation)]
-
-    def receive_weights(self, version: int, check: bool, step: int) -> list[Any]:
-        """Have all engines receive what the learners send now; with `check` they report digests. See `finish`.
-
-        They sample training step `step` with them: its random stream is its own, whatever was sampled before.
-        """
-        return [
-            engine.receive_weights.remote(version, check, sampler_seed(self.seed, step, number))
-            for number, engine in enumerate(self.engines)
-        ]
-
-    def reseed(self, step: int) -> list[Any]:
-        """Begin the random stream of training step `step`, or of an evaluation (`EVALUATION`). See `finish`."""
-        return [engine.seed.remote(sampler_seed(self.seed, step, number)) for number, engine in enumerate(self.engines)]
-
-    def finish(self, calls: list[Any], what: str, timeout_s: float | None = None) -> None:
-        """Wait for the engines' part of a weight sync, by default for `weight_sync_timeout` seconds."""
-        self.get(calls, timeout_s or self.settings.weight_sync_timeout, what, "weight_sync_timeout")
-
-    def get(self, calls: list[Any], timeout_s: float, what: str, field: str) -> list[Any]:
-        """Results of one call to each engine; a dead or late engine becomes one clear RuntimeError."""
-        try:
-            return self.ray.get(calls, timeout=timeout_s)
-        except self.ray.exceptions.GetTimeoutError as err:
-            late = [number for number, call in enumerate(calls) if not self.ray.wait([call], timeout=0)[0]]
-            raise RuntimeError(
-                f"could not {what} within {field}={timeout_s:g} s: no answer from {_engines(late, calls)}; raise {field} if "
-                f"the work is that long{self._keep_logs()}"
-            ) from err
-        except self.ray.exceptions.RayError as err:
-            raise RuntimeError(f"could not {what}: {_cause(err)}{self._keep_logs()}") from err
-
-    def _keep_logs(self) -> str:
-        """Copy what the engines' processes printed into the run's folder, which outlives Ray's."""
+    def keep_logs(self) -> str:
+        """Copy what the engines' processes printed into the run's folder, which outlives Ray's; a clause that says where."""
         logs = sorted(Path(self.folder).glob("session_latest/logs/worker-*.*")) if self.folder else []
         if not logs:
             return ""
@@ -199,24 +145,29 @@ class Cluster:
         ray = getattr(self, "ray", None)
         if ray is not None:
             for engine in self.engines:
-                ray.kill(engine)
+                engine.close()
             ray.shutdown()
             # It has set SIGTERM to its default, which would cut the rest of the clean-up short.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
             self.ray = None
-        if self._reaper is not None:
+        if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()
             self._reaper = None
 
 
-def _engines(late: list[int], calls: list[Any]) -> str:
-    return "the engine" if len(calls) == 1 else f"engines {', '.join(map(str, late))}"
-
-
-def _cause(err: BaseException) -> str:
-    """The last line that says what happened: Ray prints whole tracebacks."""
-    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
-    return f"{type(err).__name__}: {lines[-1] if lines else 'no message'}"
+@contextmanager
+def _visible_gpus(gpus: list[str]) -> Iterator[None]:
+    """Processes that are started within see these GPUs only; without any, what is visible stays as it is."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    try:
+        yield
+    finally:
+        if gpus:
+            os.environ.pop("CUDA_VISIBLE_DEVICES")
+            if before is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 @contextmanager

@@ -4,44 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 
 import numpy as np
 import pytest
 
 from mgrpo.config.load import from_values
-from mgrpo.rewards.rewarder import Scoring
-from mgrpo.types import Completion, Prompt, RolloutGroup
+from mgrpo.rewards.rewarder import Rewarder, logged_metrics
+from mgrpo.types import RewardContext, RolloutGroup
+from tests import builders
+
+TRAINING = RewardContext(step=3, seed=1, max_tokens=8)
 
 
 def group(*texts: str, verifiers=("integer",), truths=("5",)) -> RolloutGroup:
-    completions = tuple(
-        Completion(
-            tokens=np.arange(len(text) + 1, dtype=np.int32),
-            logprobs=np.zeros(len(text) + 1, np.float32),
-            policy_versions=np.zeros(len(text) + 1, np.int32),
-            finish_reason="stop",
-            text=text,
-        )
-        for text in texts
-    )
-    prompt = Prompt(
-        id=(2, 7),
-        tokens=np.zeros(1, np.int32),
-        text="2+3=",
-        verifiers=verifiers,
-        ground_truths=truths,
-        columns={"hint": "x"},
-    )
-    return RolloutGroup(prompt=prompt, completions=completions)
+    of = builders.prompt([0], id=(2, 7), text="2+3=", verifiers=verifiers, ground_truths=truths, columns={"hint": "x"})
+    return builders.rollout_group([builders.completion(len(text) + 1, text=text) for text in texts], of)
 
 
 @pytest.fixture
-def scoring():
+def rewarder():
     """Makes them, and ends their processes."""
     made = []
 
     def make(functions=(), **values):
-        made.append(Scoring(from_values(values), functions))
+        made.append(Rewarder(from_values(values), functions))
         return made[-1]
 
     yield make
@@ -49,27 +36,28 @@ def scoring():
         one.close()
 
 
-def test_scores_are_weighed_and_measured_against_the_weighed_highest(scoring):
+def test_scores_are_weighed_and_measured_against_the_weighed_highest(rewarder):
     """A weight that the scale forgets makes every answer to a row of two verifiers unsolved."""
-    own = scoring(verifier_weights=["max_length=0.5"], verification_reward=10)
-    scored = own.score([group("5", "6", verifiers=("integer", "max_length"), truths=("5", 2))])
+    own = rewarder(verifier_weights=["max_length=0.5"], verification_reward=10)
+    scored = own.score([group("5", "6", verifiers=("integer", "max_length"), truths=("5", 2))], TRAINING).groups
     assert scored[0].rewards.tolist() == [15.0, 5.0]
     assert own.scale.shares(scored[0]).tolist() == [1.0, 1 / 3]
 
 
-def test_functions_named_by_words_score_as_the_callers_do(scoring, tmp_path):
+def test_functions_named_by_words_score_as_the_callers_do(rewarder, tmp_path):
     """The command line and the Python door are one thing."""
     (tmp_path / "reward.py").write_text(
         "def length(completions, hint, **kwargs):\n    return [float(len(c)) for c in completions]\n"
     )
-    named = scoring([f"{tmp_path}/reward.py:length"])
-    given = scoring([lambda completions, **kwargs: [float(len(text)) for text in completions]])
+    named = rewarder([f"{tmp_path}/reward.py:length"])
+    given = rewarder([lambda completions, **kwargs: [float(len(text)) for text in completions]])
     groups = [group("5", "66")]
-    assert named.score(groups)[0].rewards.tolist() == given.score(groups)[0].rewards.tolist() == [1.0, 2.0]
+    scored = [one.score(groups, TRAINING).groups[0] for one in (named, given)]
+    assert scored[0].rewards.tolist() == scored[1].rewards.tolist() == [1.0, 2.0]
     assert named.scale is None and list(named.weights) == ["length"]
 
 
-def test_a_function_sees_the_state_of_the_run_and_what_it_logs_is_kept(scoring):
+def test_a_function_sees_the_state_of_the_run_and_what_it_logs_is_kept(rewarder):
     """Curricula depend on the step; a logged number that is lost is a debugging session."""
     seen = []
 
@@ -79,29 +67,69 @@ def test_a_function_sees_the_state_of_the_run_and_what_it_logs_is_kept(scoring):
         log_extra("first", [text[:1] for text in completions])
         return [None, 1.0]
 
-    own = scoring([reward], num_mini_batches=2)
-    own.done = 3
-    (scored,) = own.score([group("5", "66")])
+    own = rewarder([reward], num_mini_batches=2)
+    batch = own.score([group("5", "66")], TRAINING)
+    (scored,) = batch.groups
     assert (seen[0].global_step, seen[0].epoch) == (6, 2.0)
     assert math.isnan(scored.rewards[0]) and scored.rewards[1] == 1.0
     assert [score.extras for score in scored.scores] == [{"first": "5"}, {"first": "6"}]
-    assert own.metrics() == {"custom/answers": 2.0} and own.metrics() == {}
+    assert batch.logged == {"answers": [2.0]}
+    assert logged_metrics(batch.logged) == {"custom/answers": 2.0}
+    assert logged_metrics({"answers": [2.0, 3.0]}, "eval/") == {"eval/custom/answers": 2.5}
 
 
-def test_length_costs_functions_and_verifiers_alike(scoring):
+def test_length_costs_functions_and_verifiers_alike(rewarder):
     """The soft punishment is added after whatever decided."""
     values = {"overlong_cache_length": 2, "response_length": 4, "max_prompt_token_length": 4, "pack_length": 8}
     for own in (
-        scoring(verification_reward=1, **values),
-        scoring([lambda completions, **kwargs: [1.0, 1.0]], **values),
+        rewarder(verification_reward=1, **values),
+        rewarder([lambda completions, **kwargs: [1.0, 1.0]], **values),
     ):
-        (scored,) = own.score([group("5", "5  ")])
-        assert scored.rewards.tolist() == [1.0, 0.0]
+        for max_tokens, expected in ((4, [1.0, 0.0]), (5, [1.0, 0.5])):
+            context = RewardContext(step=0, seed=1, max_tokens=max_tokens)
+            (scored,) = own.score([group("5", "5  ")], context).groups
+            assert scored.rewards.tolist() == expected
     assert list(own.weights)[-1] == "overlong"
 
 
-def test_a_verifier_without_a_score_leaves_the_completion_without(scoring):
+def test_a_verifier_without_a_score_leaves_the_completion_without(rewarder):
     """Scored 0 it would enter the group's baseline as a wrong answer."""
-    (scored,) = scoring().score([group("5", truths=("five",))])
+    (scored,) = rewarder().score([group("5", truths=("five",))], TRAINING).groups
     assert math.isnan(scored.rewards[0])
     assert dataclasses.asdict(scored.scores[0])["extras"] == {}
+
+
+def test_what_a_function_draws_depends_on_the_seed_alone(rewarder):
+    """A resumed run would train on other rewards, and every evaluation would change the training after it."""
+
+    def draws(completions, rng, **kwargs):
+        return [rng.random() + random.random() + np.random.rand() for _ in completions]
+
+    def draws_later(completions, rng, **kwargs):
+        yield from draws(completions, rng)
+
+    async def draws_async(completions, rng, **kwargs):
+        return draws(completions, rng)
+
+    own = rewarder([draws, draws_later, draws_async])
+
+    def parts(seed):
+        (scored,) = own.score([group("5", "66")], RewardContext(step=0, seed=seed, max_tokens=8)).groups
+        return [tuple(score.parts.values()) for score in scored.scores]
+
+    seed = 2**61 + 1
+    first, other, again = parts(seed), parts(1), parts(seed)
+    assert first == again
+    assert len({value for values in (first, other) for row in values for value in row}) == 12
+
+
+def test_what_is_logged_stays_beside_a_length_penalty(rewarder):
+    """The table of samples would lose its columns with overlong_cache_length."""
+
+    def logs(completions, log_extra, **kwargs):
+        log_extra("text", completions)
+        return [1.0] * len(completions)
+
+    own = rewarder([logs], overlong_cache_length=2, response_length=4, max_prompt_token_length=4, pack_length=8)
+    (scored,) = own.score([group("5", "66")], TRAINING).groups
+    assert [score.extras for score in scored.scores] == [{"text": "5"}, {"text": "66"}]

@@ -7,15 +7,14 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from mgrpo.algo import maxima_names, metric_names
-from mgrpo.config.loss import LossConfig
+from mgrpo.algo.metrics import MAXIMA, METRICS
 from mgrpo.packing import pack_step
 from mgrpo.telemetry.batch import batch_metrics
-from mgrpo.telemetry.evaluation import summarise
-from mgrpo.types import Completion, Prompt, RewardScale, RolloutGroup, Score, ScoredGroup, TrainSample
+from mgrpo.telemetry.evaluation import evaluation_metrics
+from mgrpo.types import RewardScale
+from tests import builders
 from tools.docs import metrics as catalog
 
 ROOT = Path(__file__).parents[3]
@@ -75,35 +74,17 @@ def is_logged(name):
 
 def groups():
     """One group in which every kind of metric appears."""
-    prompt = Prompt(id=(0, 0), tokens=np.arange(3, dtype=np.int32), text="", verifiers=("gsm8k",), ground_truths=("7",))
-    completion = Completion(
-        tokens=np.arange(2, dtype=np.int32),
-        logprobs=np.zeros(2, np.float32),
-        policy_versions=np.zeros(2, np.int32),
-        finish_reason="stop",
-        text="",
-    )
     parts = (
         {"gsm8k": 1.0, "correct": 1.0, "format": 1.0, "overlong": 0.0},
         {"gsm8k": math.nan, "correct": math.nan, "format": 0.0, "overlong": -0.5},
     )
-    scores = tuple(Score(reward=part["gsm8k"], parts=part) for part in parts)
-    return [ScoredGroup(group=RolloutGroup(prompt=prompt, completions=(completion,) * 2), scores=scores)]
+    rewards = [part["gsm8k"] for part in parts]
+    return [builders.scored_group(rewards, parts=parts, of=builders.prompt(verifiers=("gsm8k",)))]
 
 
 def produced(scale):
     kept = groups()
-    samples = [
-        TrainSample(
-            prompt_tokens=kept[0].group.prompt.tokens,
-            tokens=completion.tokens,
-            loss_mask=np.ones(2, bool),
-            rollout_logprobs=completion.logprobs,
-            advantage=0.0,
-            group=0,
-        )
-        for completion in kept[0].group.completions
-    ]
+    samples = [builders.train_sample(kept[0].group, index) for index in range(2)]
     packs = pack_step(samples, pack_length=16, dp=1, num_mini_batches=1, multiple_of=1, share_prompts=False)
     step = batch_metrics(
         kept,
@@ -118,7 +99,7 @@ def produced(scale):
     )
     other = replace(kept[0].group.prompt, verifiers=("math",))
     mixture = [*kept, replace(kept[0], group=replace(kept[0].group, prompt=other))]
-    return {**step, **summarise(mixture, scale=scale, sources=["a", "b"], generate_s=1.0)}
+    return {**step, **evaluation_metrics(mixture, scale=scale, sources=["a", "b"], generate_s=1.0)}
 
 
 @pytest.mark.parametrize(
@@ -131,20 +112,14 @@ def test_every_metric_of_a_batch_and_an_evaluation_is_in_the_catalog(scale):
 
 def test_every_metric_of_the_loss_is_in_the_catalog():
     """The same for what the loss adds up."""
-    config = LossConfig()
-    names = [*metric_names(config), *maxima_names(config), "policy/entropy_avg"]
+    names = [*METRICS, *MAXIMA, "policy/entropy_avg"]
     assert [name for name in names if not is_logged(name)] == []
 
 
 def test_every_metric_the_trainer_names_is_in_the_catalog():
-    """The keys that `report` and `record_evaluation` write as literals; `time/...` among them."""
-    modules = [ast.parse((ROOT / "mgrpo" / name).read_text()) for name in ("run/trainer.py", "run/head.py")]
-    functions = [
-        node
-        for module in modules
-        for node in ast.walk(module)
-        if getattr(node, "name", "") in ("report", "record_evaluation")
-    ]
+    """The keys that the reporter writes as literals for a step and an evaluation; `time/...` among them."""
+    module = ast.parse((ROOT / "mgrpo" / "run" / "reporter.py").read_text())
+    functions = [node for node in ast.walk(module) if getattr(node, "name", "") in ("step", "evaluation")]
     names = {
         key.value
         for function in functions
@@ -167,8 +142,7 @@ def test_what_is_logged_is_produced():
     promised = {metric.name for title in sections for metric in catalog.SECTIONS[title] if metric.status == "logged"}
     # Of two completions a prompt, n = 2 and k = 1, 2.
     assert promised - made == set()
-    config = LossConfig()
-    measured = {*metric_names(config), *maxima_names(config), "policy/entropy_avg"}
+    measured = {*METRICS, *MAXIMA, "policy/entropy_avg"}
     sections = ("Loss", "Engine and trainer")
     promised = {metric.name for title in sections for metric in catalog.SECTIONS[title] if metric.status == "logged"}
     assert promised == measured

@@ -1,0 +1,178 @@
+"""Running reward functions: on copies of the data, with seeded random numbers, and reading what they return."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import numbers
+import os
+import random
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+RewardFunction = Callable[..., Iterable[float | None] | Awaitable[Iterable[float | None]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One reward function with its keyword arguments."""
+
+    name: str
+    function: RewardFunction
+    arguments: Mapping[str, Any]
+    seed: np.random.SeedSequence
+    """Seeds what the function draws from the global states of `random` and `numpy.random`."""
+
+
+def call_all(calls: Sequence[Call], num_completions: int) -> list[list[float]]:
+    """The values of each function, NaN where it does not apply: plain functions run in turn, then the async ones together.
+
+    Raises:
+        RuntimeError: a function failed.
+        ValueError: a function did not return one number for each completion.
+    """
+    values = {call.name: _run(call, num_completions) for call in calls if not _is_async(call.function)}
+    waiting = [call for call in calls if call.name not in values]
+    if waiting:
+        future = asyncio.run_coroutine_threadsafe(_await_all(waiting), _event_loop())
+        try:
+            results = future.result()
+        except BaseException:
+            future.cancel()
+            raise
+        for call, returned in zip(waiting, results, strict=True):
+            values[call.name] = _numbers(call.name, returned, num_completions)
+    return [values[call.name] for call in calls]
+
+
+def number_of(value: Any) -> float | None:
+    """The value as a float if it is a number of any kind, including numpy's and torch's scalars, else None."""
+    if not isinstance(value, numbers.Number) and (not hasattr(value, "__float__") or getattr(value, "shape", ()) != ()):
+        return None
+    try:
+        return float(value)  # complex numbers raise TypeError
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def innermost(function: RewardFunction) -> RewardFunction:
+    """The function inside any `functools.partial`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _run(call: Call, num_completions: int) -> list[float]:
+    _seed_global_states(call.seed)
+    try:
+        returned = call.function(**_own_copies(call.arguments))
+    except (Exception, SystemExit) as err:
+        raise _failed(call.name, err) from err
+    return _numbers(call.name, returned, num_completions)
+
+
+async def _await_all(calls: Sequence[Call]) -> list[Any]:
+    _seed_global_states(calls[0].seed)
+    tasks = [asyncio.ensure_future(_await(call)) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _await(call: Call) -> Any:
+    try:
+        return await call.function(**_own_copies(call.arguments))  # type: ignore[misc]  # it is async
+    # Ctrl-C reaches the main thread only: here the function itself raised it.
+    except (Exception, SystemExit, KeyboardInterrupt) as err:
+        raise _failed(call.name, err) from err
+
+
+def _seed_global_states(seed: np.random.SeedSequence) -> None:
+    words = seed.generate_state(4)
+    random.seed(words.tobytes())
+    np.random.seed(words)
+
+
+def _own_copies(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of all lists and dicts: a function that sorts its completions must not move the rewards of the next one.
+
+    Values of the data are copied as well, since they belong to the next epoch's prompt.
+    """
+    return {
+        # Not item by item: there may be millions.
+        name: [list(tokens) for tokens in value] if name == "completion_ids" else _copied(value)
+        for name, value in arguments.items()
+    }
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is list:
+        return [_copied(item) for item in value]
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    return value
+
+
+def _failed(name: str, err: BaseException) -> RuntimeError:
+    return RuntimeError(f"reward function {name} failed: {type(err).__name__}: {err}")
+
+
+def _is_async(function: RewardFunction) -> bool:
+    inner = innermost(function)
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One loop for all calls: an HTTP client that a function keeps belongs to the loop in which it was first used."""
+    return _event_loop_of(os.getpid())
+
+
+# A forked process has none of its parent's threads and needs a loop of its own. The cache keeps the parent's loop
+# referenced: collecting it would close what the two processes share.
+@functools.cache
+def _event_loop_of(pid: int) -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=_run_forever, args=(loop,), name="async-reward-functions", daemon=True).start()
+    return loop
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        try:
+            loop.run_forever()
+        # asyncio passes these on to the awaiting task, and then also raises them here; `call_all` needs the thread alive.
+        except (SystemExit, KeyboardInterrupt):
+            continue
+
+
+def _numbers(name: str, returned: object, num_completions: int) -> list[float]:
+    """One float per completion; NaN where the function does not apply."""
+    wanted = "return a list with one number (or None) for each"
+    if isinstance(returned, (str, bytes, Mapping, Set)) or not isinstance(returned, Iterable):
+        found = "None" if returned is None else f"a {type(returned).__name__}"
+        raise ValueError(f"reward function {name} returned {found} for {num_completions} completions; {wanted}")
+    try:
+        values = list(returned)
+    except (Exception, SystemExit) as err:  # a generator runs only here
+        raise _failed(name, err) from err
+    if len(values) != num_completions:
+        raise ValueError(
+            f"reward function {name} returned {len(values)} values for {num_completions} completions; {wanted}"
+        )
+    results = []
+    for index, value in enumerate(values):
+        number = math.nan if value is None else number_of(value)
+        if number is None or math.isinf(number):
+            raise ValueError(
+                f"reward function {name} returned {value!r:.80} for completion {index}; {wanted}, not an infinity"
+            )
+        results.append(number)
+    return results

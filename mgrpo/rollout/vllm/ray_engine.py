@@ -1,0 +1,73 @@
+"""An `Engine` whose vLLM runs in a Ray actor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from mgrpo.rollout.engine import Answer, EngineError, PromptBatch
+
+
+class RayEngine:
+    """The caller's end of one `EngineActor`."""
+
+    def __init__(self, actor: Any, starting: Any) -> None:
+        """
+        Args:
+            actor: Ray's handle of the actor.
+            starting: the reference of its call of `start`.
+        """
+        self.actor = actor
+        self.ready: Future[None] = _answer(starting)
+
+    def submit(self, batch: PromptBatch) -> None:
+        """See `Engine`; a failure shows in `take`."""
+        self.actor.submit.remote(batch)
+
+    def take(self, number: int) -> Future[Answer]:
+        """See `Engine`."""
+        return _answer(self.actor.take.remote(number))
+
+    def abort(self) -> Future[None]:
+        """See `Engine`."""
+        return _answer(self.actor.abort.remote())
+
+    def join(self, invitation: Mapping[str, Any]) -> Future[None]:
+        """See `Engine`."""
+        return _answer(self.actor.join.remote(invitation))
+
+    def receive_weights(self, version: int, *, check: bool, seed: int) -> Future[None]:
+        """See `Engine`."""
+        return _answer(self.actor.receive_weights.remote(version, check, seed))
+
+    def seed(self, seed: int) -> Future[None]:
+        """See `Engine`."""
+        return _answer(self.actor.seed.remote(seed))
+
+    def close(self) -> None:
+        """Kill the actor and its processes."""
+        import ray
+
+        ray.kill(self.actor)
+
+
+def _answer(reference: Any) -> Future[Any]:
+    """The result of a call of the actor; Ray's errors become an EngineError with the line that says what happened."""
+    answer: Future[Any] = Future()
+
+    def settle(done: Future[Any]) -> None:
+        err = done.exception()
+        if err is None:
+            answer.set_result(done.result())
+        else:
+            answer.set_exception(EngineError(_cause(err)))
+
+    reference.future().add_done_callback(settle)
+    return answer
+
+
+def _cause(err: BaseException) -> str:
+    """The last line of the message: Ray prints whole tracebacks."""
+    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
+    return f"{type(err).__name__}: {lines[-1] if lines else 'no message'}"

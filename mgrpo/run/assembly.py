@@ -1,0 +1,90 @@
+"""Makes a rank's parts of a run and connects them. Nothing here knows what the parts do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+
+from mgrpo import ops
+from mgrpo.algo import LossFunction
+from mgrpo.config import Config
+from mgrpo.config.derived import layout_of
+from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.run.engine_weights import EngineWeights
+from mgrpo.run.lead import Lead
+from mgrpo.run.learner import Learner
+from mgrpo.run.production import Started, prepare
+from mgrpo.run.reporter import Reporter, SilentReporter
+from mgrpo.run.resume import States
+from mgrpo.run.source import SilentSource, Source
+from mgrpo.run.trainer import Trainer
+from mgrpo.telemetry.versions import package_versions
+
+
+def make_trainer(
+    config: Config,
+    lead: Lead,
+    started: Started | None,
+    *,
+    resume_from: str | None = None,
+    loss: LossFunction | None = None,
+) -> Trainer:
+    """A trainer whose engines have the policy's weights. Collective over all learners.
+
+    Args:
+        started: on rank 0.
+        resume_from: path or URL of the state that the run continues; rank 0's counts.
+        loss: in place of the configuration's `policy_loss`.
+    """
+    host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.experiment.backend_timeout))
+    layout = layout_of(config, dist.get_world_size())
+    shape = shape_of(read_hf_config(config.model.path))
+    states = States(config, lead, host_group)
+    checkpoint = states.open(resume_from, shape)
+    learner = Learner(config, shape=shape, layout=layout, host_group=host_group, checkpoint=checkpoint, loss=loss)
+    # Ranks load at their own speed; after this, none keeps rank 0 waiting for long.
+    dist.barrier(group=host_group)
+    remarks: Sequence[str] = ()
+    source: Source | SilentSource
+    reporter: Reporter | SilentReporter
+    if started is None:
+        lead.follow()
+        source, reporter = SilentSource(lead), SilentReporter()
+    else:
+        production = lead.work(partial(prepare, config, started))
+        source = Source(production, lead, config, layout=layout, hidden=shape.hidden)
+        state = checkpoint.state if checkpoint else None
+        reporter = Reporter(config, scale=started.rewarder.scale, resumed=state, resume_from=resume_from)
+        remarks = production.remarks
+    weights = EngineWeights(
+        learner.policy,
+        shape=shape,
+        layout=layout,
+        settings=config.engine,
+        lead=lead,
+        fleet=started.fleet if started else None,
+        host_group=host_group,
+    )
+    weights.connect()
+    trainer = Trainer(
+        config, lead=lead, learner=learner, source=source, weights=weights, reporter=reporter, states=states
+    )
+    if checkpoint:
+        trainer.load_state_dict(checkpoint.state)
+        checkpoint.close()
+    for line in (
+        *remarks,
+        package_versions(is_extension_compiled=ops.build_info()["compiled"]),
+        *learner.remarks(),
+        f"weight sync: {len(weights.plan.transfers)} slices, {weights.plan.bytes_moved / 1e6:.2f} MB a step "
+        f"(lower bound {weights.plan.lower_bound / 1e6:.2f} MB)",
+    ):
+        reporter.say(line)
+    weights.send(trainer.version, step=trainer.done + 1, check=True)
+    if checkpoint:
+        steps = config.num_training_steps
+        reporter.say(f"continues from {resume_from}, {trainer.done} of {steps} steps are done")
+    return trainer

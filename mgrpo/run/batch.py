@@ -1,0 +1,91 @@
+"""A step's batch: from scored groups to the packs of every mini-batch and data-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mgrpo import packing
+from mgrpo.algo.samples import train_samples
+from mgrpo.config import Config
+from mgrpo.layout import Layout
+from mgrpo.parallel.attention import shared_prompts_pay
+from mgrpo.run.producer import Rollouts
+from mgrpo.types import PackedBatch, TrainSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one step trains on. Every rank has the arrays, rank 0 also where they come from."""
+
+    arrays: dict[str, np.ndarray]
+    """The packs of every pass, see `packing.to_arrays`."""
+    rollouts: Rollouts | None = None
+    policy_version: int = 0
+    """Of the weights that sampled."""
+    samples: Sequence[TrainSample] = ()
+    packs: Sequence[PackedBatch] = ()
+    """Of one pass over the samples."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Prompts that were sampled, also those whose groups are not trained on."""
+        return int(self.arrays["num_sampled"][0])
+
+
+def make_batch(
+    rollouts: Rollouts,
+    config: Config,
+    *,
+    layout: Layout,
+    hidden: int,
+    reward_weights: Mapping[str, float],
+    policy_version: int,
+) -> Batch:
+    """Advantages, then packs.
+
+    Args:
+        hidden: width of the model, for the cost of a document.
+        reward_weights: by reward function; empty where verifiers decide.
+        policy_version: of the weights that sampled; with the run's seed it also orders the mini-batches.
+    """
+    algorithm, parallel = config.algorithm, config.parallel
+    samples = train_samples(
+        rollouts.groups,
+        dropped=rollouts.dropped,
+        normalization=algorithm.advantage_normalization_type,
+        ddof=algorithm.advantage_ddof,
+        eps=algorithm.advantage_eps,
+        reward_weights=reward_weights,
+        mask_truncated=algorithm.mask_truncated_completions,
+    )
+    share_prompts = parallel.shared_prompt_packing
+    if share_prompts == "auto" and not shared_prompts_pay():
+        share_prompts = False
+    packs = [
+        mini_batch
+        for epoch in range(algorithm.num_epochs if algorithm.reshuffle_mini_batches else 1)
+        for mini_batch in packing.pack_step(
+            samples,
+            pack_length=layout.round_up(parallel.pack_length),
+            dp=layout.data,
+            num_mini_batches=algorithm.num_mini_batches,
+            multiple_of=layout.pack_multiple_of,
+            document_multiple_of=layout.document_multiple_of,
+            micro_batches_multiple_of=layout.micro_batches_multiple_of,
+            share_prompts=share_prompts,
+            cost=packing.Cost.of_width(hidden),
+            epoch=epoch,
+            seed=config.experiment.seed + policy_version,
+        )
+    ]
+    num_sampled = np.array([len(rollouts.groups) + len(rollouts.dropped)])
+    return Batch(
+        arrays={"num_sampled": num_sampled, **packing.to_arrays(packs)},
+        rollouts=rollouts,
+        policy_version=policy_version,
+        samples=samples,
+        packs=[pack for ranks in packs[: algorithm.num_mini_batches] for row in ranks for pack in row],
+    )

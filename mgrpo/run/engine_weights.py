@@ -1,0 +1,134 @@
+"""The weight sync as one object: one transfer group per engine, then a version of the weights after every step.
+
+weights = EngineWeights(policy, ...)        # every learner rank; rank 0 also has the engines
+weights.connect()
+weights.send(version, step=1, check=True)   # the engines sample training step 1 with them
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+import torch.distributed as dist
+
+from mgrpo.config.schema import Engine as EngineSettings
+from mgrpo.layout import InferLayout, Layout
+from mgrpo.models.family import ModelShape
+from mgrpo.policy.policy import Policy
+from mgrpo.rollout.fleet import Fleet
+from mgrpo.run.lead import Lead
+from mgrpo.sync.channel import Sender, connect_store, open_store
+from mgrpo.sync.plan import ReshardPlan
+
+
+class EngineWeights:
+    """Keeps the engines' weights equal to the policy's. All methods are collective over the learners."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        shape: ModelShape,
+        layout: Layout,
+        settings: EngineSettings,
+        lead: Lead,
+        fleet: Fleet | None,
+        host_group: dist.ProcessGroup,
+    ) -> None:
+        """
+        Args:
+            fleet: the engines, on rank 0.
+            host_group: gloo group of all learners.
+        """
+        self.policy, self.shape, self.layout, self.settings = policy, shape, layout, settings
+        self.lead, self._fleet, self.host_group = lead, fleet, host_group
+
+    @property
+    def plan(self) -> ReshardPlan:
+        """What each sync moves; there is one once the engines are connected."""
+        return self.sender.plan
+
+    @property
+    def fleet(self) -> Fleet:
+        """The engines; on rank 0 only."""
+        assert self._fleet is not None, "only rank 0 has the engines"
+        return self._fleet
+
+    def connect(self) -> None:
+        """Plan the sync, and form the transfer groups.
+
+        Raises:
+            RuntimeError: an engine or a rank has not joined within `weight_sync_timeout` seconds.
+        """
+        settings = self.settings
+        host = "127.0.0.1" if settings.ray_address is None and _num_machines() == 1 else os.environ["MASTER_ADDR"]
+        # Rank 0 keeps the store that it serves.
+        served = self.lead.call(lambda: open_store(host, settings.weight_sync_timeout))
+        port = int(self.lead.share(lambda: {"port": np.array(served and served[1])})["port"])
+        store = served[0] if served else connect_store(host, port, settings.weight_sync_timeout)
+        self.sender = Sender(
+            self.policy.boxes(),
+            holdings=self.policy.holdings(self.host_group),
+            model=self.shape,
+            train_layout=self.layout,
+            infer_layout=InferLayout(engines=settings.vllm_num_engines, tensor=settings.vllm_tensor_parallel_size),
+            rank=self.policy.rank,
+            dtype=self.policy.dtype,
+            store=store,
+            host=host,
+            port=port,
+            bucket_bytes=settings.weight_sync_bucket_mb << 20,
+            timeout_s=settings.weight_sync_timeout,
+        )
+        for engine in range(settings.vllm_num_engines):
+            self._together(
+                partial(self._invite, engine),
+                partial(self.sender.join, engine),
+                what="join the weight-transfer group",
+            )
+
+    def send(self, version: int, *, step: int, check: bool = False) -> None:
+        """Give every engine the present weights as `version`, and the random stream of training step `step`.
+
+        Args:
+            check: prove by digests of every tensor that the engines hold exactly these weights.
+        Raises:
+            RuntimeError: the sync did not complete in time, or a digest differs; it names engine, worker and tensors.
+        """
+        self._together(
+            lambda: self.fleet.receive_weights(version, check=check, step=step),
+            partial(self.sender.send, version),
+            what=f"receive weights, version {version}",
+        )
+        if check:
+            truth = self.sender.digests()
+            dist.all_reduce(truth, group=self.host_group)
+            self.lead.run(partial(self.sender.compare, version, truth))
+
+    def keep(self, *, step: int) -> None:
+        """No new weights: only begin the random stream of training step `step`."""
+        self.lead.run(lambda: self.fleet.reseed(step))
+
+    def _invite(self, engine: int) -> list[Future[None]]:
+        return [self.fleet.engines[engine].join(self.sender.invitation(engine))]
+
+    def _together(
+        self, engines_part: Callable[[], Sequence[Future[None]]], own_part: Callable[[], object], *, what: str
+    ) -> None:
+        """Both ends of a transfer at once. When the learners' end fails, an engine's own error is the one to raise."""
+        calls = self.lead.call(engines_part)
+        try:
+            own_part()
+        except RuntimeError:
+            self.lead.call(lambda: self.fleet.raise_failure(calls or (), what, within_s=1))
+            raise
+        self.lead.run(lambda: self.fleet.finish(calls or (), what))
+
+
+def _num_machines() -> int:
+    """torchrun's nodes."""
+    return dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,0 +1,94 @@
+"""Rank 0 leads: it works while the other learners wait. The only place in a run that tests for rank 0.
+
+While they wait rank 0 tells the others at intervals that it is alive, so a rank gives up soon after rank 0 has died and not
+after the hours that a collective of the training may take.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import numpy as np
+
+from mgrpo.parallel.broadcast import Action, Channel
+
+HEARTBEAT_S = 5.0
+PATIENCE_S = 60.0
+"""A learner that receives nothing from rank 0 for this long, heartbeats included, gives up: the channel's time-out."""
+
+T = TypeVar("T")
+
+
+class Stopped(Exception):
+    """The run was asked to end (SIGTERM)."""
+
+
+class Lead:
+    """One rank's part in working and waiting. Every rank makes one and makes the same calls in the same order."""
+
+    def __init__(self, stop: threading.Event | None = None) -> None:
+        """Collective over all learners.
+
+        Args:
+            stop: set on rank 0 when the run is to save its state and end.
+        """
+        self.channel = Channel(timeout_s=PATIENCE_S)
+        self.stop = stop or threading.Event()
+        self._leads = self.channel.rank == 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank-0")
+
+    def run(self, task: Callable[[], T]) -> T | None:
+        """Rank 0: the result of `task`; None on the others, which wait for it. See `work`."""
+        if self._leads:
+            return self.work(task)
+        self.follow()
+        return None
+
+    def work(self, task: Callable[[], T], *, may_stop: bool = False) -> T:
+        """Rank 0: the result of `task`, which runs in a thread, while the others `follow`.
+
+        Raises:
+            Stopped: on all ranks, with `may_stop`, once rank 0 has been asked to end; `task` may still be running then.
+            Exception: what `task` raised; `follow` raises a RuntimeError with its message on the others.
+        """
+        done = self._thread.submit(task)
+        while not wait([done], timeout=HEARTBEAT_S).done:
+            if may_stop and self.stop.is_set():
+                break
+            self.channel.action(Action.HEARTBEAT)
+        if may_stop and self.stop.is_set():
+            self.channel.action(Action.STOP)
+            raise Stopped
+        try:
+            result = done.result()
+        except Exception as err:
+            self.channel.action(Action.ERROR, f"rank 0: {err}")
+            raise
+        self.channel.action(Action.RUN)
+        return result
+
+    def follow(self) -> None:
+        """The other ranks: wait until rank 0's work is done."""
+        while (action := self.channel.action()) is Action.HEARTBEAT:
+            pass
+        if action is Action.STOP:
+            raise Stopped
+
+    def call(self, task: Callable[[], T]) -> T | None:
+        """Rank 0: the result of `task`; None on the others, which do not wait."""
+        return task() if self._leads else None
+
+    def share(self, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """What rank 0 makes, on every rank."""
+        return self.channel.arrays(self.call(make))
+
+    def fail(self, message: str) -> None:
+        """Rank 0, on its way out: tell the ranks that wait for it why."""
+        self.channel.fail(message)
+
+    def close(self) -> None:
+        """Take no more work."""
+        self._thread.shutdown(wait=False, cancel_futures=True)

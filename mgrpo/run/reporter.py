@@ -1,0 +1,219 @@
+"""Rank 0 reports: metrics, samples, progress and the report page. On the other ranks a twin that says nothing."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgrpo.checkpoint.folder import abandon, lies_in
+from mgrpo.config import Config, to_yaml
+from mgrpo.config.derived import state_root
+from mgrpo.telemetry.batch import batch_metrics
+from mgrpo.telemetry.evaluation import correctness, evaluation_metrics
+from mgrpo.telemetry.metrics import MetricsWriter
+from mgrpo.telemetry.progress import Progress
+from mgrpo.telemetry.report import write_report
+from mgrpo.telemetry.samples import EvaluationTables, Traces
+from mgrpo.types import RewardScale
+
+if TYPE_CHECKING:
+    from mgrpo.policy.policy import StepResult
+    from mgrpo.run.batch import Batch
+    from mgrpo.run.evaluator import Evaluation
+
+_log = logging.getLogger(__name__)
+
+
+class Clock:
+    """Seconds between the splits of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.last = time.perf_counter()
+
+    def split(self, name: str) -> None:
+        """What has passed since the split before was `name`."""
+        now = time.perf_counter()
+        self.seconds[name] = now - self.last
+        self.last = now
+
+
+class Reporter:
+    """Writes a run's files in `output_dir` and prints its progress."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        scale: RewardScale | None,
+        resumed: Mapping[str, Any] | None = None,
+        resume_from: str | None = None,
+    ) -> None:
+        """Open the files. Those of an earlier run are moved aside, so make it only once the run has started well.
+
+        Args:
+            scale: what rewards are measured in; None where functions decide.
+            resumed: the trainer's state from the checkpoint at `resume_from`, which the run continues.
+        """
+        self.config, self.scale = config, scale
+        self.output_dir = Path(config.experiment.output_dir)
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        root = state_root(config)
+        # A checkpoint of another run: its files are not continued.
+        continued = resumed if resumed and resume_from and lies_in(resume_from, root) else None
+        resumed_after = continued["step"] if continued else None
+        self.writer = MetricsWriter(
+            self.output_dir,
+            resumed_after=resumed_after,
+            num_lines=continued["reporter"]["num_lines"] if continued else 0,
+        )
+        (self.output_dir / "config.yaml").write_text(to_yaml(config))
+        self.tables = EvaluationTables(self.output_dir / "rollouts", resumed_after=resumed_after)
+        self.traces: Traces | None = None
+        if config.rollout.save_traces:
+            self.traces = Traces(
+                config.rollout.rollouts_save_path or self.output_dir / "rollouts",
+                config.experiment.run_name,
+                resumed_after=resumed_after,
+            )
+        abandon(root, after=-1 if resumed_after is None else resumed_after)
+        self.progress = Progress(config.num_training_steps)
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self.progress.say(text)
+
+    def step(
+        self,
+        step: int,
+        batch: Batch,
+        results: Sequence[StepResult],
+        measured: Mapping[str, float],
+        *,
+        policy_version: int,
+        sync_bytes: int,
+        seconds: Mapping[str, float],
+    ) -> None:
+        """One line of metrics; docs/metrics.md says what each means.
+
+        Args:
+            results: of each optimizer step.
+            measured: what the learners measured, over all ranks.
+            policy_version: of the weights after the step.
+            seconds: that the step waited for its batch ("wait"), trained and synchronised ("train", "sync").
+        """
+        rollouts = batch.rollouts
+        assert rollouts is not None
+        total = sum(seconds.values())
+        metrics = {
+            "policy_version": policy_version,
+            "episode": step * self.config.batch_size,
+            **batch_metrics(
+                rollouts.groups,
+                rollouts.dropped,
+                samples=batch.samples,
+                packs=batch.packs,
+                batch_size=self.config.batch_size,
+                policy_version=batch.policy_version,
+                num_excluded_prompts=rollouts.num_excluded,
+                generate_s=rollouts.generate_s,
+                scale=self.scale,
+            ),
+            **rollouts.reward_metrics,
+            **measured,
+            "val/num_step_tokens": sum(len(pack.tokens) for pack in batch.packs),
+            "optim/grad_norm": results[-1].grad_norm if results else 0.0,
+            **({"lr": results[-1].learning_rate} if results else {}),
+            "optim/steps": len(results),
+            "optim/skipped_steps": sum(not result.is_finite for result in results),
+            "sync/bytes": sync_bytes,
+            "time/learner_tokens_per_second_step": sum(len(sample.tokens) for sample in batch.samples) / total,
+            "time/generate": rollouts.generate_s,
+            "time/score": rollouts.score_s,
+            "time/train": seconds["train"] + seconds["wait"] - rollouts.generate_s - rollouts.score_s,
+            "time/sync": seconds["sync"],
+            "time/total": total,
+        }
+        self.writer.write(step, metrics)
+        if self.traces:
+            advantages = [sample.advantage for sample in batch.samples]
+            self.traces.write(step, rollouts.groups, rollouts.dropped, advantages)
+        self.progress.update(step, metrics)
+
+    def evaluation(
+        self,
+        evaluation: Evaluation | None,
+        *,
+        step: int,
+        policy_version: int | None,
+        when: str = "",
+        before: Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
+        """Metrics of the evaluation after training step `step`, which are written with its samples, and printed.
+
+        Args:
+            policy_version: None for a model that no run is training.
+            when: in words, for the printed line; empty prints none.
+            before: metrics of the evaluation before training, to compare with.
+        """
+        assert evaluation is not None
+        metrics = evaluation_metrics(
+            evaluation.groups, scale=self.scale, sources=evaluation.sources, generate_s=evaluation.generate_s
+        )
+        metrics |= evaluation.reward_metrics
+        version = {} if policy_version is None else {"policy_version": policy_version}
+        self.writer.write(step, {**version, **metrics, "time/eval": evaluation.generate_s})
+        self.tables.write(step, evaluation.groups, correctness(evaluation.groups, self.scale))
+        self.write_report()
+        if when:
+            self.progress.evaluation(metrics, when=when, before=before)
+        return metrics
+
+    def write_report(self) -> None:
+        """Bring report.html up to date; a failed report must not end the run."""
+        try:
+            write_report(self.output_dir)
+        except Exception as err:
+            _log.warning("no report: %s: %s", type(err).__name__, err)
+
+    def finish(self, *, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """The run is over: the last report, and a summary on the terminal."""
+        self.writer.close()
+        self.write_report()
+        self.progress.finish(before=before or None, after=after or None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the files are, in JSON."""
+        return {"num_lines": self.writer.num_lines}
+
+    def close(self) -> None:
+        """Close the files and give the terminal back."""
+        self.progress.close()
+        self.writer.close()
+
+
+class SilentReporter:
+    """The other ranks' reporter: the same calls, without effect."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def evaluation(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """No metrics."""
+        return {}
+
+    def finish(self, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: rank 0 has it."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing."""

@@ -1,0 +1,106 @@
+"""Where a rank's batches come from: on rank 0 from the producer, on the others from rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mgrpo.config import Config
+from mgrpo.layout import Layout
+from mgrpo.run.batch import Batch, make_batch
+from mgrpo.run.evaluator import Evaluation
+from mgrpo.run.lead import Lead, Stopped
+from mgrpo.run.production import Production
+from mgrpo.run.schedule import evaluates_after
+
+T = TypeVar("T")
+
+
+class Source:
+    """Rank 0 samples, scores and packs, and gives every rank its arrays."""
+
+    def __init__(self, production: Production, lead: Lead, config: Config, *, layout: Layout, hidden: int) -> None:
+        """
+        Args:
+            hidden: width of the model, see `make_batch`.
+        """
+        assert production.producer is not None, "checked: there are training data"
+        self.production, self.producer, self.lead = production, production.producer, lead
+        self.config, self.layout, self.hidden = config, layout, hidden
+
+    def next(self, step: int, policy_version: int) -> Batch | None:
+        """The batch of training step `step`; None when every prompt is solved for good. Collective.
+
+        Args:
+            policy_version: of the weights that the engines have.
+        Raises:
+            Stopped: rank 0 was asked to end.
+        """
+        batch = self._run(partial(self._make, step, policy_version))
+        self.producer.take_over()
+        if step < self.config.num_training_steps and not evaluates_after(self.config, step):
+            self.producer.submit_ahead()
+        self.lead.channel.arrays(batch.arrays)
+        return batch if batch.num_sampled else None
+
+    def evaluate(self, done: int) -> Evaluation:
+        """The held-out prompts after `done` training steps. Collective; raises Stopped as `next` does."""
+        return self._run(partial(self.production.evaluator.evaluate, done))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to be given the batches that this one has not trained on, in JSON."""
+        return self.producer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.producer.load_state_dict(state)
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Complete an exported model."""
+        self.production.save_tokenizer(folder)
+
+    def _run(self, work: Callable[[], T]) -> T:
+        try:
+            return self.lead.work(work, may_stop=True)
+        except Stopped:
+            self.producer.abort()
+            raise
+
+    def _make(self, step: int, policy_version: int) -> Batch:
+        return make_batch(
+            self.producer.collect(step),
+            self.config,
+            layout=self.layout,
+            hidden=self.hidden,
+            reward_weights=self.producer.rewarder.weights,
+            policy_version=policy_version,
+        )
+
+
+class SilentSource:
+    """The same on the other ranks, which only wait and receive."""
+
+    def __init__(self, lead: Lead) -> None:
+        self.lead = lead
+
+    def next(self, step: int, policy_version: int) -> Batch | None:
+        """See `Source`."""
+        self.lead.follow()
+        batch = Batch(arrays=self.lead.channel.arrays())
+        return batch if batch.num_sampled else None
+
+    def evaluate(self, done: int) -> None:
+        """See `Source`; without the results."""
+        self.lead.follow()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: rank 0 has it."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore."""
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Rank 0 does."""

@@ -1,0 +1,25 @@
+"""Paths that a program may read: the interpreter's library, the installed packages, shared libraries."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+
+_SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
+_FILES = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
+
+
+def readable_paths() -> tuple[str, ...]:
+    """Existing paths, resolved; system folders that are links are also listed as links."""
+    links = [path for path in _SYSTEM if os.path.islink(path)]
+    wanted = (*_SYSTEM, *_FILES, os.path.join(sys.base_prefix, "lib"), *search_path())
+    real = [os.path.realpath(path) for path in wanted if os.path.exists(path)]
+    return tuple(dict.fromkeys(links + real))
+
+
+def search_path() -> tuple[str, ...]:
+    """A program's `sys.path`: the standard library and installed packages, without `.pth` files and PYTHONPATH."""
+    standard = os.path.realpath(os.path.dirname(os.__file__))
+    packages = [os.path.realpath(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")]
+    return tuple(dict.fromkeys((standard, os.path.join(standard, "lib-dynload"), *packages)))
