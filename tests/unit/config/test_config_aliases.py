@@ -247,7 +247,7 @@ def test_other_names_mean_what_they_mean_there(given, expected):
     ],
 )
 def test_the_batch_of_trl_becomes_prompts_and_mini_batches(given, ranks, prompts, parts):
-    """A wrong number here trains with another batch size or another number of optimizer steps, and nobody sees it."""
+    """A wrong number would silently train with another batch size or another number of optimizer steps."""
     config = from_values(given, world_size=ranks)
     assert (config.rollout.num_unique_prompts_rollout, config.algorithm.num_mini_batches) == (prompts, parts)
     # TRL's bnpo averages over the sequences of one device.
@@ -289,7 +289,7 @@ def test_the_batch_holds_for_the_ranks_it_was_computed_for(model):
     ],
 )
 def test_replicas_become_ranks_that_share_a_parameter(model, given, ranks, degree):
-    """Too few would not hold the model, too many would send it over the slow links the script wants to spare."""
+    """Too few ranks could not hold the model, too many would send it over the slow links that the script avoids."""
     config = from_values(model | {"deepspeed_stage": 3} | given, world_size=ranks)
     assert config.parallel.fsdp_shard_degree == degree
     assert problems(config, world_size=ranks) == []
@@ -502,7 +502,7 @@ def test_a_flag_names_the_preset_before_the_file_does(tmp_path):
 
 
 def test_flags_with_trl_batch_names_win_over_a_saved_file(tmp_path):
-    """config.yaml of a run holds every setting, so a flag must win over its prompts and mini-batches, too."""
+    """config.yaml of a run holds every setting, so a flag must also override its prompts and mini-batches."""
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(from_values({})))
     flags = ["--num_generations", "8", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "4"]
@@ -557,8 +557,8 @@ def test_an_open_instruct_denominator_wins_over_a_trl_preset():
     assert from_values({"preset": "trl_seed", "loss_denominator": "9"}).loss.constant == 9.0
 
 
-def test_each_alias_is_told_once_with_its_value():
-    """A translation that is not told cannot be checked by the one who knows what was meant."""
+def test_each_alias_is_noted_once_with_its_value():
+    """A translation that is not reported cannot be checked by the user."""
     config = from_values({"epsilon": 0.3, "num_iterations": 2, "sequence_parallel_size": 1, "max_prompt_length": 99})
     assert config.notes == (
         "num_iterations -> num_epochs (2)",

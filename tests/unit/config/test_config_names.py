@@ -156,7 +156,7 @@ def test_a_value_that_asks_for_nothing_is_accepted_in_silence(name):
 
 @pytest.mark.parametrize("name", [name for name, entry in accepted().items() if entry.status == "no effect"])
 def test_a_name_without_effect_changes_nothing_and_says_so(name):
-    """An ignored flag that nobody mentions is a run that its owner misunderstands."""
+    """A run that silently ignores a flag is misunderstood by its owner."""
     for text in texts(table()[name].type):
         config = from_values({name: text})
         assert config == from_values({})
@@ -164,7 +164,7 @@ def test_a_name_without_effect_changes_nothing_and_says_so(name):
 
 
 def test_every_alias_sets_settings_and_is_translated():
-    """An alias that nobody translates would be accepted and lost."""
+    """An alias without a translation would be accepted and lost."""
     for name, entry in table().items():
         if entry.status not in ("alias", "translated"):
             continue

@@ -24,7 +24,7 @@ def problems_of(argv):
 
 
 def test_an_empty_command_line_gives_the_defaults():
-    """A default that exists in two places would differ between the Python door and the command line."""
+    """A default that exists in two places could differ between Python and the command line."""
     assert parse([]) == Config()
     assert parse([]).provenance == Config().provenance
 
@@ -65,7 +65,7 @@ def test_lists_take_words_or_commas():
 
 
 def test_a_list_in_yaml_keeps_the_spelling_of_its_words(tmp_path):
-    """1.0 is a whole dataset and 1 is one row: read as numbers they could not be told apart safely."""
+    """1.0 is a whole dataset and 1 is one row: read as numbers they could not be distinguished."""
     path = file_of(
         tmp_path, "dataset_mixer_list: [a.jsonl, 1.0, b.jsonl, 1]\ndataset_mixer_eval_list:\n- 'c,d.jsonl'\n- 0.50\n"
     )
@@ -169,7 +169,7 @@ def test_a_mistake_on_the_command_line_is_named(argv, words):
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path, text, words):
-    """A file that is half understood trains something nobody asked for."""
+    """A file that is half understood would train something else."""
     assert words in "\n".join(problems_of([file_of(tmp_path, text)]))
 
 
@@ -210,7 +210,7 @@ def test_the_dump_names_every_setting_once():
 
 
 def test_python_values_follow_the_same_rules():
-    """The Python door must refuse what the command line refuses, all at once."""
+    """Python values must be refused as on the command line, with all problems at once."""
     assert from_values({"beta": 0, "dataset_mixer_list": ("a", 1.0)}).data.dataset_mixer_list == ("a", "1.0")
     with pytest.raises(ConfigError) as caught:
         from_values({"sed": 1, "beta": {}, "seed": 1.5})
@@ -225,7 +225,7 @@ def test_every_field_has_a_docstring_for_help():
 
 
 def test_help_is_grouped_and_shows_meaning_type_and_default(capsys):
-    """Some seventy flags in one heap, or with `%` breaking the formatter, help nobody."""
+    """An unsorted list of some two hundred flags would not help."""
     with pytest.raises(SystemExit) as stop:
         parse(["--seed", "wrong", "--help"], prog="mgrpo train")
     assert stop.value.code == 0

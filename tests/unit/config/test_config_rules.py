@@ -215,7 +215,7 @@ RULES = [
 
 @pytest.mark.parametrize(("rule", "values", "words"), RULES, ids=[f"{rule}-{i}" for i, (rule, *_) in enumerate(RULES)])
 def test_a_rule_fires_on_its_mistake_alone(model, rule, values, words):
-    """Each of these would fail hours later, or train something that nobody asked for."""
+    """Each of these would fail hours later, or train something that was not asked for."""
     found = found_in(model, values)
     assert len(found) == 1, found
     assert words in found[0]

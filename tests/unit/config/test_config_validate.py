@@ -141,7 +141,7 @@ def test_one_mistake_makes_one_sentence(model):
 
 
 def test_a_caller_with_its_own_data_and_rewards_needs_neither(model):
-    """The Python door takes a dataset and reward functions directly."""
+    """In Python a dataset and reward functions are passed directly."""
     values = {"dataset_mixer_list": [], "apply_verifiable_reward": False}
     assert len(problems_of(model, values)) == 2
     assert problems_of(model, values, has_dataset=True, num_reward_funcs=1) == []
@@ -448,7 +448,7 @@ def test_functions_replace_all_that_only_verifiers_read():
 
 
 def test_every_section_of_the_schema_is_a_dataclass_of_defaults():
-    """`Config()` must exist: tests, tools and the Python door start from it."""
+    """`Config()` must exist: tests, tools and Python users start from it."""
     for section in typing.get_type_hints(Config).values():
         section()
     assert set(flat(Config())) == set(settings())
