@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mgrpo.checkpoint.folder import MANIFEST, Folder, latest, open_folder, rotate, step_folder
-from mgrpo.checkpoint.manifest import FileRecord, Index, PartRecord, check_attempt, merge
+from mgrpo.checkpoint.manifest import FileRecord, Index, PieceRecord, check_attempt, merge
 from mgrpo.checkpoint.shard import FILE_BYTES, Hashed, Part, split, write_shard
 from mgrpo.models.table import Shape
 
@@ -144,14 +144,14 @@ class Saver:
     def _write_own(self, folder: Folder, save: _Save, written: list[str]) -> Index:
         """This rank's files; `written` gets their names as they come into being."""
         files: dict[str, FileRecord] = {}
-        records: list[PartRecord] = []
+        pieces: list[PieceRecord] = []
         for number, parts in enumerate(split(save.parts, self.file_bytes, size=lambda part: part.tensor.nbytes)):
             name = f"shard-{self.rank:05d}-{number}-{save.attempt}.safetensors"
             written.append(name)
             with folder.create(name) as stream:
                 files[name], own = write_shard(stream, name, parts)
-            records += own
-        return replace(self._blank(save, self.rank), files=files, parts=tuple(records))
+            pieces += own
+        return replace(self._blank(save, self.rank), files=files, pieces=tuple(pieces))
 
     def _complete(self, folder: Folder, save: _Save, own: Index, written: list[str]) -> None:
         """Rank 0: the trainer's state, everyone's indexes, the manifest; then nothing else stays in the folder."""
@@ -194,7 +194,7 @@ class Saver:
     def _read_index(self, folder: Folder, save: _Save, rank: int) -> Index:
         name = _index_name(rank, save.attempt)
         index = Index.from_json(folder.read(name))
-        if replace(index, files={}, parts=(), error=None) != self._blank(save, rank):
+        if replace(index, files={}, pieces=(), error=None) != self._blank(save, rank):
             raise ValueError(
                 f"{name} is of step {index.step}, rank {index.rank} of {index.world_size}, attempt {index.attempt}"
             )

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 
 from mgrpo.checkpoint.boxes import described
-from mgrpo.checkpoint.manifest import FileRecord, PartRecord, PieceRecord
+from mgrpo.checkpoint.manifest import FileRecord, PieceRecord
 from mgrpo.models.table import Box, Shape
 
 FILE_BYTES = 4 << 30
@@ -99,7 +99,7 @@ def split(items: Iterable[Item], file_bytes: int, *, size: Callable[[Item], int]
     return files
 
 
-def write_shard(stream: BinaryIO, file: str, parts: Sequence[Part]) -> tuple[FileRecord, list[PartRecord]]:
+def write_shard(stream: BinaryIO, file: str, parts: Sequence[Part]) -> tuple[FileRecord, list[PieceRecord]]:
     """Write `parts` as one file called `file`; what the manifest has to know of it."""
     tensors, records = {}, []
     for part in parts:
@@ -107,7 +107,7 @@ def write_shard(stream: BinaryIO, file: str, parts: Sequence[Part]) -> tuple[Fil
             raise ValueError(f"{part.kind} {part.box.name} has type {part.tensor.dtype}, which safetensors cannot hold")
         key, code = f"{part.kind} {described(part.box)}", CODES[part.tensor.dtype]
         tensors[key] = part.tensor
-        records.append(PartRecord(kind=part.kind, dtype=code, piece=PieceRecord(box=part.box, file=file, key=key)))
+        records.append(PieceRecord(kind=part.kind, dtype=code, box=part.box, file=file, key=key))
     assert len(tensors) == len(parts), f"{file} would hold a part twice"
     headers = {key: (tensor.dtype, part.box.shape) for (key, tensor), part in zip(tensors.items(), parts, strict=True)}
     return write_tensors(stream, headers, lambda key: [tensors[key]]), records

@@ -26,6 +26,7 @@ import torch
 
 from mgrpo.checkpoint.boxes import covers
 from mgrpo.checkpoint.folder import LocalFolder
+from mgrpo.checkpoint.manifest import FileRecord, file_name
 from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.shard import CODES, FILE_BYTES, sha256_of, split, write_tensors
 from mgrpo.layout import Layout
@@ -111,7 +112,7 @@ def write_megatron(
     """
     stored = stored_parameters(shape, layout)
     kept = _parameter_dtypes(stored, dtypes)
-    files: dict[str, dict[str, Any]] = {}
+    files: dict[str, FileRecord] = {}
     places: dict[str, dict[str, str]] = {}
     for own, parameters in stored.items():
         headers = {name: (kept[name], parameter.shape) for name, parameter in parameters.items()}
@@ -121,15 +122,14 @@ def write_megatron(
             file = f"{own}-{number}.safetensors"
             with LocalFolder(folder).create(file) as stream:
                 chosen = {name: headers[name] for name in names}
-                written = write_tensors(stream, chosen, partial(_blocks, parameters, kept, read, tell))
-            files[file] = {"bytes": written.num_bytes, "sha256": written.sha256}
+                files[file] = write_tensors(stream, chosen, partial(_blocks, parameters, kept, read, tell))
             places[own] |= dict.fromkeys(names, file)
     record = {
         "version": VERSION,
         "layout": {axis: getattr(layout, axis) for axis in _AXES},
         "dtype": dtype_name(Counter(dtypes.values()).most_common(1)[0][0]),
         "model": asdict(shape),
-        "files": files,
+        "files": {file: written.as_json() for file, written in files.items()},
         "parameters": places,
     }
     LocalFolder(folder).replace(MEGATRON, json.dumps(record, indent=1).encode())
@@ -218,7 +218,7 @@ class MegatronFolder:
         try:
             self.shape = ModelShape.from_dict(record["model"])
             self.layout = _smallest(Layout(world_size=1, **record["layout"]))
-            self._files = {name: (file["bytes"], file["sha256"]) for name, file in record["files"].items()}
+            self._files = {file_name(name): FileRecord.from_json(file) for name, file in record["files"].items()}
             self._parameters = stored_parameters(self.shape, self.layout)
             self._file_of = {
                 own: {name: record["parameters"][own][name] for name in parameters}
@@ -226,12 +226,12 @@ class MegatronFolder:
             }
         except (KeyError, TypeError, AttributeError, ValueError) as err:
             raise self._damaged(f"{MEGATRON} is malformed: {err!r}") from None
-        for name, (num_bytes, _) in self._files.items():
+        for name, file in self._files.items():
             found = self.path / name
-            if Path(name).name != name or not found.is_file():
+            if not found.is_file():
                 raise self._damaged(f"{name} is missing")
-            if found.stat().st_size != num_bytes:
-                raise self._damaged(f"{name} has {found.stat().st_size} bytes instead of {num_bytes}")
+            if found.stat().st_size != file.num_bytes:
+                raise self._damaged(f"{name} has {found.stat().st_size} bytes instead of {file.num_bytes}")
         dtypes = {(own, name): self._dtype(own, name) for own, names in self._parameters.items() for name in names}
         self._places: dict[str, dict[Box, _Place]] = {name: {} for name in hf_tensors(self.shape)}
         self.dtypes: dict[str, torch.dtype] = {}
@@ -261,8 +261,8 @@ class MegatronFolder:
 
     def check_sums(self) -> None:
         """Compare every file with its checksum; ValueError when one has changed since it was written."""
-        for name, (_, expected) in self._files.items():
-            if sha256_of(self.path / name) != expected:
+        for name, file in self._files.items():
+            if sha256_of(self.path / name) != file.sha256:
                 raise self._damaged(f"{name} has changed, its checksum is not the one it was written with")
 
     def _record(self) -> dict[str, Any]:
