@@ -23,10 +23,11 @@ def assign(holdings: Sequence[Sequence[tuple[str, Box]]], itemsizes: Mapping[str
         for index, item in enumerate(held):
             holders.setdefault(item, {}).setdefault(rank, index)
     _check_disjoint(holders)
-    load, chosen = [0] * len(holdings), [[] for _ in holdings]
+    load = [0] * len(holdings)
+    chosen: list[list[int]] = [[] for _ in holdings]
 
-    # What has one holder only is given; then the largest first, or the last large one would tip the balance.
-    def order(item: tuple[str, Box]) -> tuple:
+    # Boxes with one holder leave no choice and come first; then the largest, or the last large one would tip the balance.
+    def order(item: tuple[str, Box]) -> tuple[bool, int, str, str, Shape]:
         kind, box = item
         return len(holders[item]) > 1, -box.size * itemsizes[kind], kind, box.name, box.start
 

@@ -60,11 +60,12 @@ class Checkpoint:
                 if own.dtype not in DTYPES:
                     raise self._damaged(f"{MANIFEST} gives {kind} {name} the type {own.dtype!r}")
         self._is_remote = not isinstance(root, LocalFolder)
-        self._temporary = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if cache is None and self._is_remote:
             self._temporary = tempfile.TemporaryDirectory(prefix="mgrpo-checkpoint-")
             cache = Path(self._temporary.name)
-        self._cache = cache
+        # A local folder makes no copies.
+        self._cache = cache or Path(self.path)
         self._local: dict[str, Path] = {}
         self._mapped = MappedFiles()
 

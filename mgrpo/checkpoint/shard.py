@@ -141,7 +141,7 @@ def write_tensors(
     for name in names:
         for block in values(name):
             assert block.dtype == headers[name][0], (name, block.dtype, headers[name])
-            hashed.write(memoryview(block.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()))
+            hashed.write(block.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
     found = hashed.record()
     assert found.num_bytes == 8 + len(text) + offset, (
         f"{found.num_bytes - 8 - len(text)} bytes of values instead of {offset}"

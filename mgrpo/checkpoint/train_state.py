@@ -95,7 +95,7 @@ class TrainState:
             for kind, values in self._kinds(shard) if not place.is_copy else ():
                 for box, view in shard.boxes(place, values):
                     yield Part(kind, box, view)
-        if self._reference_moves:
+        if self.reference is not None and self.reference.has_moved:
             for box, view in self.reference.master_boxes():
                 yield Part(REFERENCE, box, view)
 
