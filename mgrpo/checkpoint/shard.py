@@ -1,7 +1,7 @@
-"""One file of a train state: parts in the safetensors format, written and hashed in one pass.
+"""Files in the safetensors format, written and hashed in one pass.
 
-Written here and not by the safetensors package, which would hold the file in memory and leave it to be read again for its
-checksum. It is read by the package, slice by slice.
+The safetensors package, which reads them slice by slice, would hold a whole file in memory to write it, and the file
+would have to be read again for its checksum.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Part:
 
 
 class Hashed:
-    """A stream that knows the size and the checksum of what was written to it."""
+    """A stream that records the size and the checksum of what is written to it."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream = stream
         self._digest, self._num_bytes = hashlib.sha256(), 0
 
     def write(self, data: bytes | memoryview) -> None:
-        # In chunks, each hashed while it is in the cache; a remote stream copies no more than one.
+        # In chunks, each hashed while it is in the cache; a remote stream copies at most one.
         view = memoryview(data)
         for start in range(0, len(view), _CHUNK_BYTES):
             chunk = view[start : start + _CHUNK_BYTES]
@@ -87,7 +87,7 @@ def sha256_of(path: Path) -> str:
 
 
 def split(items: Iterable[Item], file_bytes: int, *, size: Callable[[Item], int]) -> list[list[Item]]:
-    """The items of each file: in order, as many as `file_bytes` hold, at least one."""
+    """The items of each file: in order, as many as fit into `file_bytes`, at least one."""
     files: list[list[Item]] = []
     room = 0
     for item in items:
@@ -100,7 +100,7 @@ def split(items: Iterable[Item], file_bytes: int, *, size: Callable[[Item], int]
 
 
 def write_shard(stream: BinaryIO, file: str, parts: Sequence[Part]) -> tuple[FileRecord, list[PieceRecord]]:
-    """Write `parts` as one file called `file`; what the manifest has to know of it."""
+    """Write `parts` as one file called `file`; its records for the manifest."""
     tensors, records = {}, []
     for part in parts:
         if part.tensor.dtype not in CODES:
@@ -119,13 +119,13 @@ def write_tensors(
     values: Callable[[str], Iterable[torch.Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> FileRecord:
-    """Write a file with a tensor of each name, type and shape.
+    """Write a file of tensors with these names, types and shapes.
 
     Args:
-        headers: types are of `CODES`.
+        headers: of types in `CODES`.
         values: gives a tensor in blocks of rows, each of which is written before the next is asked for.
     """
-    # Widest type first: then each tensor begins at a multiple of its type's size, which readers rely on.
+    # Widest type first, so that each tensor begins at a multiple of its type's size, which readers rely on.
     names = sorted(headers, key=lambda name: -headers[name][0].itemsize)
     offset = 0
     header: dict[str, dict[str, Any]] = {"__metadata__": dict(metadata)} if metadata else {}
