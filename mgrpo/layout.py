@@ -1,4 +1,4 @@
-"""Who holds what: the parallel axes of a training run and of the inference engines. No torch, no processes.
+"""The parallel axes of a training run and of the inference engines, and what each rank holds. No torch, no processes.
 
 Rank order is Megatron's default "tp-cp-ep-dp-pp": tensor-parallel ranks are neighbours, pipeline stages lie farthest
 apart.
@@ -25,13 +25,13 @@ class Layout:
     expert: int = 1
     virtual_pipeline: int = 1
     first_stage_layers: int | None = None
-    """Layers of the first pipeline stage; None: as many as the stages in the middle."""
+    """Layers of the first pipeline stage; None: as many as a stage in the middle."""
     last_stage_layers: int | None = None
-    """Layers of the last pipeline stage; None: as many as the stages in the middle."""
+    """Layers of the last pipeline stage; None: as many as a stage in the middle."""
     sequence_parallel: bool = False
     zero_stage: int = 1
     shard_size: int | None = None
-    """ZeRO-3: consecutive data x context ranks that share each parameter; None: all of them."""
+    """ZeRO-3: the number of consecutive data x context ranks that share each parameter; None: all of them."""
 
     @property
     def data(self) -> int:
@@ -75,7 +75,7 @@ class Layout:
         return math.lcm(self.document_multiple_of, shares)
 
     def round_up(self, pack_length: int) -> int:
-        """`pack_length` up to the multiple that the ranks of a pack can share; the only place where it is rounded."""
+        """`pack_length` rounded up to `pack_multiple_of`, which is the only place where it is rounded."""
         return -(-pack_length // self.pack_multiple_of) * self.pack_multiple_of
 
     def coordinate(self, rank: int) -> Coordinate:
@@ -107,7 +107,7 @@ class Layout:
         return [*([] if first is None else [first]), *[middle] * num_middle, *([] if last is None else [last])]
 
     def problems(self) -> list[str]:
-        """What is impossible about this layout by itself, one sentence each."""
+        """Why this layout is impossible for any model, one sentence each."""
         found = []
         for flag, size in self._sizes().items():
             if size < 1:
@@ -126,7 +126,7 @@ class Layout:
         return [*found, *self._pipeline_problems(), *self._sharing_problems()]
 
     def stage_problems(self, num_layers: int) -> Iterator[str]:
-        """Why the pipeline cannot split a model of `num_layers` layers: all stages and chunks but its ends are equal."""
+        """Why the pipeline cannot split `num_layers` layers, one sentence each: all but its ends take equal shares."""
         stages, chunks, ends = self.pipeline, self.virtual_pipeline, self._ends
         if ends and stages > 1:
             yield from self._end_problems(num_layers)
@@ -147,7 +147,7 @@ class Layout:
         middle = self.pipeline - len(lengths)
 
         def fits(length: int) -> bool:
-            """Whether the stages in the middle can share what a first of `lengths` of this size and the other leave."""
+            """Whether the stages in the middle can share the rest if the first of `lengths` is changed to this one."""
             rest = num_layers - length - sum(lengths[1:])
             return rest == 0 if middle == 0 else rest >= middle and rest % middle == 0
 
@@ -156,13 +156,13 @@ class Layout:
             remedy = f"for {flags[0]} {choose_from(sorted(nearest))}" if nearest else "use fewer stages"
             yield (
                 f"{' + '.join(f'{flag}={length}' for flag, length in self._ends.items())} leaves "
-                f"{num_layers - sum(lengths)} of num_hidden_layers={num_layers} to the other {middle} stages, which need "
-                f"equal shares; {remedy}"
+                f"{num_layers - sum(lengths)} of num_hidden_layers={num_layers} to the other {middle} stages, which "
+                f"need equal shares; {remedy}"
             )
 
     @property
     def _ends(self) -> dict[str, int]:
-        """The layers of the first and the last stage, where they are set."""
+        """The settings of the first and the last stage that are given."""
         ends = {
             "num_layers_in_first_pipeline_stage": self.first_stage_layers,
             "num_layers_in_last_pipeline_stage": self.last_stage_layers,
@@ -182,8 +182,8 @@ class Layout:
                 )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             yield (
-                f"virtual_pipeline_model_parallel_size={self.virtual_pipeline} interleaves the stages of a pipeline; it "
-                "needs pipeline_model_parallel_size > 1"
+                f"virtual_pipeline_model_parallel_size={self.virtual_pipeline} interleaves the stages of a pipeline; "
+                "it needs pipeline_model_parallel_size > 1"
             )
 
     def _sharing_problems(self) -> Iterator[str]:
@@ -255,10 +255,10 @@ def divisors(number: int) -> list[int]:
 
 
 def choose_from(sizes: Iterable[int]) -> str:
-    """The remedy at the end of an error about a size."""
+    """The remedy that ends an error about a size."""
     return f"choose from {{{', '.join(map(str, sizes))}}}"
 
 
 def least_loaded(holders: Iterable[int], load: Sequence[int]) -> int:
-    """The holder that has least to do, the first of equals: how work is spread over ranks that hold the same."""
+    """The holder with the least load, the first of equals: it spreads work over ranks that hold the same data."""
     return min(holders, key=lambda rank: (load[rank], rank))

@@ -22,8 +22,8 @@ def model_problems(config: Config, hf_config: HfConfig) -> Iterator[str]:
     yield from _exchange_problems(parallel, hf_config)
     if num_experts(hf_config) and parallel.tensor_model_parallel_size > 1 and parallel.sequence_parallel is False:
         yield (
-            f"sequence_parallel=false with tensor_model_parallel_size={parallel.tensor_model_parallel_size} cannot train "
-            "a mixture of experts; use true or auto"
+            f"sequence_parallel=false with tensor_model_parallel_size={parallel.tensor_model_parallel_size} cannot "
+            "train a mixture of experts; use true or auto"
         )
     cap = hf_config.get("final_logit_softcapping")
     if cap and isinstance(parallel.logits_chunk, int) and parallel.logits_chunk > 0:

@@ -1,7 +1,7 @@
-"""A model as a Hugging Face folder: its weights one tensor at a time, and what lies beside them.
+"""A model as a Hugging Face folder: its weights, tensor by tensor, and the files beside them.
 
-Reading is strict, for conversions that must lose nothing: a folder that holds other tensors than its config.json implies
-is refused. Training, which needs no more than its own slices, reads through `policy.weights`.
+Reading is strict, because conversions must lose nothing: a folder whose tensors are not those that its config.json
+    implies is refused. Training, which needs only its own slices, reads through `policy.weights`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HfFolder:
     """The weights of a Hugging Face folder.
 
     Raises:
-        ValueError: a tensor is missing, is not one that `shape` has, or has another shape or a type that cannot be kept.
+        ValueError: a tensor is missing, is not part of `shape`, or has another shape or a type that cannot be kept.
     """
 
     def __init__(self, path: str | Path, shape: ModelShape) -> None:
@@ -48,7 +48,7 @@ class HfFolder:
         try:
             listed = tensor_files(self.path)
         except SafetensorError as err:
-            raise ValueError(f"{path}: model.safetensors is no complete safetensors file: {err}") from err
+            raise ValueError(f"{path}: model.safetensors is not a complete safetensors file: {err}") from err
         self._places = {name: file for file in dict.fromkeys(listed.values()) for name in self._files.names(file)}
         self._places |= listed
         self.shapes = hf_tensors(shape)
@@ -80,7 +80,7 @@ class HfFolder:
             yield box, self.read(box)
 
     def _head_is_embedding(self) -> bool:
-        """Whether the head that a tied model's folder may hold is its embedding once more, so that nothing is lost with it."""
+        """Whether the LM head in a tied model's folder equals its embedding, so that nothing is lost without it."""
         header = self.dtypes[EMBEDDING], self.shapes[EMBEDDING]
         if self._files.header(self._places[HEAD], HEAD) != header:
             return False
@@ -90,7 +90,7 @@ class HfFolder:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are of one type and shape and equal in every bit: 0 differs from -0, NaN equals itself."""
+    """Whether two tensors have the same type, shape and bits: 0 differs from -0, and NaN equals itself."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
@@ -105,10 +105,10 @@ def write_hf(
     file_bytes: int = FILE_BYTES,
     tell: Tell = lambda num_bytes: None,
 ) -> None:
-    """Write a model's weights to a folder. A block of rows at a time is in memory.
+    """Write a model's weights to a folder, with one block of rows in memory at a time.
 
     Args:
-        read: gives each tensor's values, which are rounded to its type in `dtypes` where they have another.
+        read: gives the values of a box, which are rounded to the tensor's type in `dtypes` where they differ.
     """
     tensors = {name: (dtypes[name], full) for name, full in hf_tensors(shape).items()}
 
@@ -147,7 +147,7 @@ def write_weights(
 
 
 def row_blocks(name: str, header: Header) -> Iterator[Box]:
-    """A tensor, of at least one dimension, in blocks of whole rows that are small enough to be copied."""
+    """A tensor of at least one dimension in blocks of whole rows that are small enough to copy."""
     dtype, shape = header
     step = max(_BLOCK_BYTES // max(header_bytes((dtype, shape[1:])), 1), 1)
     for start in range(0, shape[0], step):
@@ -160,15 +160,15 @@ def header_bytes(header: Header) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What config.json calls a type."""
+    """The name of a type in config.json."""
     return str(dtype).removeprefix("torch.")
 
 
 def carry(source: Path, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Copy what lies beside the weights: configurations, tokenizer, chat templates, model card, licence.
+    """Copy the files beside the weights: configurations, tokenizer, chat templates, model card, licence.
 
     Args:
-        dtype: written into config.json; None leaves what stands there.
+        dtype: is written into config.json; None leaves config.json as it is.
     """
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith((*_WEIGHTS, MEGATRON)):
@@ -184,21 +184,21 @@ def carry(source: Path, folder: Path, *, dtype: torch.dtype | None = None) -> No
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `out` when the context is left without an error, and nothing otherwise.
+    """A folder to fill, which becomes `out` when the context ends without an error, and is deleted otherwise.
 
     Raises:
         ValueError: `out` exists and is not empty.
     """
     out = Path(os.path.abspath(out))
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} exists already; name a folder that does not, or empty it")
+        raise ValueError(f"{out} exists already; name a new folder, or empty it")
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     new = [path for path in partial.parents if not path.exists()]
     partial.mkdir(parents=True)
     try:
         yield partial
-        os.replace(partial, out)  # an empty folder gives way
+        os.replace(partial, out)  # replaces an empty folder
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         for path in new:

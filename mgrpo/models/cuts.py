@@ -1,6 +1,6 @@
-"""Whether a model can be cut as the axes of a layout ask: one sentence for each reason why not.
+"""Whether a model can be split along the axes of a layout: one sentence for each reason why not.
 
-Sizes are read from config.json by name, and nothing is said about one that it lacks: engines also serve models that
+Sizes are read from config.json by name, and one that it lacks makes no sentence: engines also serve models that
 `family` does not build.
 """
 
@@ -13,7 +13,7 @@ from mgrpo.models.family import HfConfig, shape_of
 
 
 def layout_problems(hf: HfConfig, layout: Layout) -> Iterator[str]:
-    """Why tensor ranks, pipeline stages or expert ranks cannot share the model; `layout.problems()` come first."""
+    """Why the model cannot be split over the ranks of a layout that has no `problems()` of its own."""
     whole_experts = layout.expert > 1
     names = ("hidden_size", *_widths(hf, experts_are_whole=whole_experts), "padded vocabulary")
     yield from _split_problems(
@@ -25,7 +25,8 @@ def layout_problems(hf: HfConfig, layout: Layout) -> Iterator[str]:
     experts = num_experts(hf)
     if not experts and layout.expert > 1:
         yield (
-            f"expert_model_parallel_size={layout.expert} needs a mixture-of-experts model, this one has no experts; use 1"
+            f"expert_model_parallel_size={layout.expert} needs a mixture-of-experts model, this one has no experts; "
+            "use 1"
         )
     elif experts and experts % layout.expert:
         yield (
@@ -35,7 +36,7 @@ def layout_problems(hf: HfConfig, layout: Layout) -> Iterator[str]:
 
 
 def engine_problems(hf: HfConfig, tensor: int) -> Iterator[str]:
-    """Why the `tensor` workers of an engine cannot share the model."""
+    """Why the model cannot be split over the `tensor` workers of an engine."""
     yield from _split_problems("vllm_tensor_parallel_size", tensor, head_sizes(hf) | _sizes(hf, *_widths(hf)))
 
 
@@ -68,7 +69,7 @@ def _sizes(hf: HfConfig, *names: str) -> dict[str, int]:
 
 
 def _widths(hf: HfConfig, *, experts_are_whole: bool = False) -> Iterator[str]:
-    """Intermediate sizes that tensor ranks share."""
+    """Intermediate sizes that tensor ranks split."""
     if not num_experts(hf):
         yield "intermediate_size"
         return
@@ -84,12 +85,12 @@ def _copies_heads(hf: HfConfig) -> bool:
     """Whether several ranks may hold the same key-value head, which a norm over all heads would count once per rank."""
     try:
         return shape_of(hf).qk_norm != "whole"
-    except ValueError:  # cannot be trained, which whoever builds the model reports
+    except ValueError:  # a model that cannot be trained, which is reported where it is built
         return True
 
 
 def _split_problems(field: str, ranks: int, sizes: Mapping[str, int], *, copies_heads: bool = True) -> Iterator[str]:
-    """About ranks that take equal shares of all `sizes`, or a copy of a key-value head where there are too few."""
+    """Ranks take equal shares of all `sizes`, or a copy of a key-value head where there are more ranks than heads."""
 
     def is_copied(name: str) -> bool:
         return name == "num_key_value_heads" and copies_heads

@@ -365,7 +365,7 @@ def test_layout_that_does_not_divide_the_model_is_refused(model, tmp_path, famil
 
 def test_rows_that_no_rank_would_hold_are_noticed(model):
     """Whatever was asked beforehand: what the ranks hold must add up to the model."""
-    with pytest.raises(ValueError, match="elements are there"):
+    with pytest.raises(ValueError, match="elements are present"):
         stored_parameters(shape(model("llama")), layout_of(3))
 
 
