@@ -36,7 +36,6 @@ PACKAGES = (
     ("transformer-engine", ("transformer-engine", "transformer_engine"), False),
     ("datasets", ("datasets",), False),
     ("tensorboard", ("tensorboard",), False),
-    ("matplotlib", ("matplotlib",), False),
 )
 """What a run uses: its name, the distributions that bring it, and whether it cannot do without."""
 SWITCHES = ("--show_config", "--dry_run")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
 
 import torch.distributed as dist
 
@@ -15,19 +15,19 @@ from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.run.engine_weights import EngineWeights
 from mgrpo.run.lead import Lead
 from mgrpo.run.learner import Learner
-from mgrpo.run.producer import Producer
+from mgrpo.run.production import Started, prepare
 from mgrpo.run.reporter import Reporter, SilentReporter
 from mgrpo.run.resume import States
 from mgrpo.run.source import SilentSource, Source
 from mgrpo.run.trainer import Trainer
-from mgrpo.telemetry.versions import found
+from mgrpo.telemetry.versions import package_versions
 
 
-def make_trainer(config: Config, lead: Lead, producer: Producer | None, *, resume_from: str | None = None) -> Trainer:
+def make_trainer(config: Config, lead: Lead, started: Started | None, *, resume_from: str | None = None) -> Trainer:
     """A trainer whose engines have the policy's weights. Collective over all learners.
 
     Args:
-        producer: on rank 0.
+        started: on rank 0.
         resume_from: path or URL of the state that the run continues; rank 0's counts.
     """
     host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.experiment.backend_timeout))
@@ -38,18 +38,25 @@ def make_trainer(config: Config, lead: Lead, producer: Producer | None, *, resum
     learner = Learner(config, shape=shape, layout=layout, host_group=host_group, checkpoint=checkpoint)
     # Ranks load at their own speed; after this, none keeps rank 0 waiting for long.
     dist.barrier(group=host_group)
-    source: Source | SilentSource = (
-        Source(producer, lead, config, layout=layout, hidden=shape.hidden) if producer else SilentSource(lead)
-    )
-    remarks = source.start()
-    reporter = _reporter(config, producer, resumed=checkpoint.state if checkpoint else None, resume_from=resume_from)
+    remarks: Sequence[str] = ()
+    source: Source | SilentSource
+    reporter: Reporter | SilentReporter
+    if started is None:
+        lead.follow()
+        source, reporter = SilentSource(lead), SilentReporter()
+    else:
+        production = lead.work(partial(prepare, config, started))
+        source = Source(production, lead, config, layout=layout, hidden=shape.hidden)
+        state = checkpoint.state if checkpoint else None
+        reporter = Reporter(config, scale=started.rewarder.scale, resumed=state, resume_from=resume_from)
+        remarks = production.remarks
     weights = EngineWeights(
         learner.policy,
         shape=shape,
         layout=layout,
         settings=config.engine,
         lead=lead,
-        fleet=producer.fleet if producer else None,
+        fleet=started.fleet if started else None,
         host_group=host_group,
     )
     weights.connect()
@@ -61,7 +68,7 @@ def make_trainer(config: Config, lead: Lead, producer: Producer | None, *, resum
         checkpoint.close()
     for line in (
         *remarks,
-        found(is_extension_compiled=ops.build_info()["compiled"]),
+        package_versions(is_extension_compiled=ops.build_info()["compiled"]),
         *learner.remarks(),
         f"weight sync: {len(weights.plan.transfers)} slices, {weights.plan.bytes_moved / 1e6:.2f} MB a step "
         f"(lower bound {weights.plan.lower_bound / 1e6:.2f} MB)",
@@ -72,11 +79,3 @@ def make_trainer(config: Config, lead: Lead, producer: Producer | None, *, resum
         steps = config.num_training_steps
         reporter.say(f"continues from {resume_from}, {trainer.done} of {steps} steps are done")
     return trainer
-
-
-def _reporter(
-    config: Config, producer: Producer | None, *, resumed: Mapping[str, Any] | None, resume_from: str | None
-) -> Reporter | SilentReporter:
-    if producer is None:
-        return SilentReporter()
-    return Reporter(config, scale=producer.rewarder.scale, resumed=resumed, resume_from=resume_from)

@@ -66,20 +66,20 @@ def evaluate(
     config = for_evaluation(config)
 
     from mgrpo.run.launch import prepare_environment
-    from mgrpo.run.producer import started_producer
+    from mgrpo.run.production import prepare, started
     from mgrpo.run.reporter import Reporter
 
     prepare_environment()
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with started_producer(config, inputs, num_local_learners=0) as producer:
+        with started(config, inputs, num_local_learners=0) as parts:
             # After ray.init, which sets its own handler.
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-            producer.start()
-            with closing(Reporter(config, scale=producer.rewarder.scale)) as reporter:
+            evaluator = prepare(config, parts).evaluator
+            with closing(Reporter(config, scale=parts.rewarder.scale)) as reporter:
                 step = re.fullmatch(r"step_([0-9]{1,18})", _name(config))
                 metrics = reporter.evaluation(
-                    producer.evaluate(done=0), step=int(step[1]) if step else 0, policy_version=None
+                    evaluator.evaluate(done=0), step=int(step[1]) if step else 0, policy_version=None
                 )
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -145,7 +145,7 @@ def _check(config: Config, functions: list[str | Callable]) -> Inputs:
         found.append("dataset_mixer_eval_list is empty; name the held-out data: --dataset_mixer_eval_list PATH 1.0")
     inputs, about_inputs = read_inputs(own, functions=functions)
     found += [problem for problem in about_inputs if problem not in found]
-    if found:
+    if found or inputs is None:
         raise ConfigError(found)
     return inputs
 

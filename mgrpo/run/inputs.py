@@ -92,11 +92,12 @@ def _folder_problems(config: Config) -> Iterator[str]:
         ("dataset_local_cache_dir", config.data.dataset_local_cache_dir),
         ("rollouts_save_path", traces),
     ):
+        if folder is None:
+            continue
         try:
-            if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=folder):
-                    pass
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
         except (OSError, ValueError) as err:
             # Data that were prepared elsewhere may be only read here.
             if setting == "rollouts_save_path" or not _holds_prepared_data(folder):

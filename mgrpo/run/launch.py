@@ -29,7 +29,7 @@ from mgrpo.run.inputs import as_functions
 
 if TYPE_CHECKING:
     from mgrpo.run.inputs import Inputs
-    from mgrpo.run.producer import Producer
+    from mgrpo.run.production import Started
     from mgrpo.run.result import TrainResult
 
 
@@ -54,7 +54,8 @@ def train(
     functions = as_functions(reward_funcs)
     inputs = _check(config, functions=functions, dataset=dataset)
     if config.experiment.cache_dataset_only:
-        return _prepare_data(config, inputs)
+        _prepare_data(config, inputs)
+        return None
     return _start(config, inputs)
 
 
@@ -129,13 +130,13 @@ def _start(config: Config, inputs: Inputs | None) -> TrainResult:
             # Rank 0 saves the run's state with the help of all, and says when the run is over.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             return _run(config, None, stop)
-        from mgrpo.run.producer import started_producer
+        from mgrpo.run.production import started
 
-        with started_producer(config, inputs, num_local_learners=_num_local_learners()) as producer:
+        with started(config, inputs, num_local_learners=_num_local_learners()) as parts:
             # After ray.init, which sets its own handler.
             signal.signal(signal.SIGTERM, stop.on_signal)
             try:
-                return _run(config, producer, stop)
+                return _run(config, parts, stop)
             finally:
                 # A second signal must not cut the clean-up short.
                 for number in handlers:
@@ -191,9 +192,9 @@ def _check(config: Config, *, functions: list[str | Callable], dataset: Iterable
             problems += too_few_prompts(config, len(inputs.train))
     if problems:
         raise ConfigError(problems)
-    if is_head:
-        context = {"world_size": world_size, "hf_config": hf_config, "num_reward_funcs": len(functions)}
-        for sentence in (*config.notes, *warnings(config, **context), *inputs.notes(config)):
+    if inputs is not None:
+        found = warnings(config, world_size=world_size, hf_config=hf_config, num_reward_funcs=len(functions))
+        for sentence in (*config.notes, *found, *inputs.notes(config)):
             print(f"mgrpo: {sentence}", file=sys.stderr)
     return inputs
 
@@ -226,7 +227,7 @@ def prepare_environment() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _run(config: Config, producer: Producer | None, stop: StopRequest) -> TrainResult:
+def _run(config: Config, parts: Started | None, stop: StopRequest) -> TrainResult:
     # What torch and Megatron make while they are imported stays: without the collector that takes a fifth less time.
     gc.disable()
     from mgrpo.parallel import backend
@@ -242,7 +243,7 @@ def _run(config: Config, producer: Producer | None, stop: StopRequest) -> TrainR
     lead = Lead(stop.event)
     trainer = None
     try:
-        trainer = make_trainer(config, lead, producer, resume_from=_resume_from(config) if producer else None)
+        trainer = make_trainer(config, lead, parts, resume_from=_resume_from(config) if parts else None)
         stop.is_heeded = True
         result = trainer.fit()
     except Stopped:

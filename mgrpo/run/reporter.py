@@ -12,7 +12,7 @@ from mgrpo.checkpoint.folder import abandon, lies_in
 from mgrpo.config import Config, to_yaml
 from mgrpo.config.derived import derive, state_root
 from mgrpo.telemetry.batch import batch_metrics
-from mgrpo.telemetry.evaluation import correctness, summarise
+from mgrpo.telemetry.evaluation import correctness, evaluation_metrics
 from mgrpo.telemetry.metrics import MetricsWriter
 from mgrpo.telemetry.progress import Progress
 from mgrpo.telemetry.report import write_report
@@ -22,7 +22,7 @@ from mgrpo.types import RewardScale
 if TYPE_CHECKING:
     from mgrpo.policy.policy import StepResult
     from mgrpo.run.batch import Batch
-    from mgrpo.run.producer import Evaluation
+    from mgrpo.run.evaluator import Evaluation
 
 _log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class Reporter:
             before: metrics of the evaluation before training, to compare with.
         """
         assert evaluation is not None
-        metrics = summarise(
+        metrics = evaluation_metrics(
             evaluation.groups, scale=self.scale, sources=evaluation.sources, generate_s=evaluation.generate_s
         )
         metrics |= evaluation.reward_metrics

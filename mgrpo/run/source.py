@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from mgrpo.config import Config
 from mgrpo.layout import Layout
 from mgrpo.run.batch import Batch, make_batch
+from mgrpo.run.evaluator import Evaluation
 from mgrpo.run.lead import Lead, Stopped
-from mgrpo.run.producer import Evaluation, Producer
+from mgrpo.run.production import Production
 from mgrpo.run.schedule import evaluates_after
 
 T = TypeVar("T")
@@ -20,17 +21,14 @@ T = TypeVar("T")
 class Source:
     """Rank 0 samples, scores and packs, and gives every rank its arrays."""
 
-    def __init__(self, producer: Producer, lead: Lead, config: Config, *, layout: Layout, hidden: int) -> None:
+    def __init__(self, production: Production, lead: Lead, config: Config, *, layout: Layout, hidden: int) -> None:
         """
         Args:
             hidden: width of the model, see `make_batch`.
         """
-        self.producer, self.lead, self.config = producer, lead, config
-        self.layout, self.hidden = layout, hidden
-
-    def start(self) -> Sequence[str]:
-        """Get ready to sample; returns what the user should know. All ranks call it, and wait."""
-        return self.lead.work(self.producer.start)
+        assert production.producer is not None, "checked: there are training data"
+        self.production, self.producer, self.lead = production, production.producer, lead
+        self.config, self.layout, self.hidden = config, layout, hidden
 
     def next(self, step: int, policy_version: int) -> Batch | None:
         """The batch of training step `step`; None when every prompt is solved for good. Collective.
@@ -41,7 +39,7 @@ class Source:
             Stopped: rank 0 was asked to end.
         """
         batch = self._run(partial(self._make, step, policy_version))
-        self.producer.finished()
+        self.producer.take_over()
         if step < self.config.num_training_steps and not evaluates_after(self.config, step):
             self.producer.submit_ahead()
         self.lead.channel.arrays(batch.arrays)
@@ -49,7 +47,7 @@ class Source:
 
     def evaluate(self, done: int) -> Evaluation:
         """The held-out prompts after `done` training steps. Collective; raises Stopped as `next` does."""
-        return self._run(partial(self.producer.evaluate, done))
+        return self._run(partial(self.production.evaluator.evaluate, done))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to be given the batches that this one has not trained on, in JSON."""
@@ -61,7 +59,7 @@ class Source:
 
     def save_tokenizer(self, folder: Path) -> None:
         """Complete an exported model."""
-        self.producer.save_tokenizer(folder)
+        self.production.save_tokenizer(folder)
 
     def _run(self, work: Callable[[], T]) -> T:
         try:
@@ -86,11 +84,6 @@ class SilentSource:
 
     def __init__(self, lead: Lead) -> None:
         self.lead = lead
-
-    def start(self) -> Sequence[str]:
-        """See `Source`."""
-        self.lead.follow()
-        return ()
 
     def next(self, step: int, policy_version: int) -> Batch | None:
         """See `Source`."""

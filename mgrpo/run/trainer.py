@@ -142,13 +142,13 @@ class Trainer:
 
     def follow_up(self) -> None:
         """What is due after step `done`: an evaluation, an export, a saved state."""
-        own = self.config.checkpoint
-        if evaluates_after(self.config, self.done):
+        config, checkpoint = self.config, self.config.checkpoint
+        if evaluates_after(config, self.done):
             self.evaluate(f"step {self.done}")
-        if is_due(self.done, own.save_freq) and self.done < self.config.num_training_steps:
+        if is_due(self.done, checkpoint.save_freq) and self.done < config.num_training_steps:
             self.export()
         self.is_followed_up = True
-        if self.done > self.saved and is_due(self.done, own.checkpoint_state_freq):
+        if self.done > self.saved and is_due(self.done, checkpoint.checkpoint_state_freq):
             self.save()
 
     def evaluate(self, when: str) -> dict[str, float]:
@@ -157,7 +157,7 @@ class Trainer:
             return {}
         evaluation = self.source.evaluate(self.done)
         return self.reporter.evaluation(
-            evaluation, step=self.done, policy_version=self.version, when=when, before=self.before or None
+            evaluation, step=self.done, policy_version=self.version, when=when, before=self.before
         )
 
     def export(self) -> Path:
@@ -170,8 +170,8 @@ class Trainer:
     def save(self) -> None:
         """Write the state of the whole run."""
         place = self.states.save(self.done, self.learner, self.state_dict())
-        self.saved = self.done
         self.reporter.say(f"state of step {self.done}: {place}")
+        self.saved = self.done
 
     def state_dict(self) -> dict[str, Any]:
         """Everything except tensors, in JSON; complete on rank 0."""
@@ -196,7 +196,7 @@ class Trainer:
         self.source.load_state_dict(state["source"])
 
     def close(self) -> None:
-        """Leave all process groups; every rank must call."""
+        """Leave all process groups. Collective."""
         self.states.close()
         self.reporter.close()
         dist.barrier(group=self.learner.host_group)

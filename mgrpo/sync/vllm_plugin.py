@@ -1,7 +1,7 @@
-"""vLLM's end of the weight sync, loaded by vLLM itself (entry point `vllm.general_plugins`) in each of its processes.
+"""vLLM's end of the weight sync, which vLLM itself loads (entry point `vllm.general_plugins`) in each of its processes.
 
-It does nothing unless our engine actor asked for it through the environment. What it rebinds in vLLM (`REBOUND`) concerns
-the CPU only: there vLLM packs weights into private copies, which can be neither written in place nor compared.
+It does nothing unless the engine's environment asks for it. What it rebinds in vLLM (`REBOUND`) concerns the CPU only:
+there vLLM packs weights into private copies, which can be neither written in place nor compared.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def plain_experts(
     activation: str,
     *args: Any,
 ) -> None:
-    """vLLM's `cpu_fused_moe`, expert after expert, on the weights as its loader left them.
+    """vLLM's `cpu_fused_moe`, one expert after the other, on the weights as its loader left them.
 
     Args:
         output, tokens: `[tokens, hidden]`.
@@ -129,11 +129,12 @@ def _engine_class() -> type:
 
         @torch.no_grad()
         def receive_weights(self, update_info: Update) -> None:
-            if update_info.version is not None:
-                if self.receiver is None:
-                    raise RuntimeError("the engine has not joined a transfer group")
-                self.receiver.receive(update_info.version)
             torch.manual_seed(update_info.seed)
+            if update_info.version is None:
+                return
+            if self.receiver is None:
+                raise RuntimeError("the engine has not joined a transfer group")
+            self.receiver.receive(update_info.version)
             if update_info.check:
                 self.receiver.report_digests(update_info.version)
 
@@ -146,7 +147,7 @@ def _engine_class() -> type:
 
 
 class _RecordCopies(TorchDispatchMode):
-    """Lets a loader run on tensors without data and notes where it would have copied what."""
+    """Runs a loader on tensors without data, and records what it would have copied where."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +157,9 @@ class _RecordCopies(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             target, source = args[:2]
             if source.device.type != "meta":
-                raise RuntimeError("this model's loader changes weights on the way; they cannot be written in place")
+                raise RuntimeError(
+                    "this model's loader changes weights while it loads them; they cannot be written in place"
+                )
             self.copies.append((target, source))
             return target
         if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
@@ -165,7 +168,7 @@ class _RecordCopies(TorchDispatchMode):
 
 
 def live_boxes(model: torch.nn.Module, shape: dict[str, Any]) -> list[tuple[Box, torch.Tensor]]:
-    """Every slice of an HF tensor that this worker's live weights hold, found by asking vLLM's own loader."""
+    """Every slice of an HF tensor that this worker's live weights hold, found by running vLLM's own loader."""
     from mgrpo.models.family import ModelShape
     from mgrpo.models.table import hf_tensors
 
@@ -176,7 +179,8 @@ def live_boxes(model: torch.nn.Module, shape: dict[str, Any]) -> list[tuple[Box,
     }
     by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in stand_ins.items()}
     with torch.no_grad(), _RecordCopies() as record:
-        model.load_weights(iter(stand_ins.items()))
+        load: Any = model.load_weights
+        load(iter(stand_ins.items()))
     found = []
     for target, source in record.copies:
         name = by_storage[source.untyped_storage()._cdata]

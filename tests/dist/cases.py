@@ -164,7 +164,7 @@ def holdings(model_dir: str, layout: dict[str, Any]) -> list[list[Any]]:
 
 
 def send_weights(
-    model_dir: str, layout: dict[str, Any], port: int, generation: int, version: int, bucket_bytes: int = 1 << 14
+    model_dir: str, layout: dict[str, Any], port: int, version: int, bucket_bytes: int = 1 << 14
 ) -> dict[str, Any]:
     """Join engine 0's transfer group and send it the model's weights once; what was sent."""
     from mgrpo.layout import InferLayout
@@ -185,7 +185,7 @@ def send_weights(
         bucket_bytes=bucket_bytes,
         timeout_s=30,
     )
-    sender.join(0, generation)
+    sender.join(0)
     sent = sender.send(version)
     digests = sender.digests()
     dist.all_reduce(digests)
@@ -258,16 +258,118 @@ def broadcast_messages(message: str) -> list[Any]:
     return received
 
 
-class FakeHead:
-    """Stands for rank 0's other half where a test hands the trainer its rollouts itself."""
+def follow_the_lead() -> list[Any]:
+    """What each rank gets of rank 0's results, arrays, failure and end."""
+    import threading
 
-    def __init__(self, resume_from: str | None = None) -> None:
-        self.resume_from = resume_from
-        self.progress = Mock()
-        self.scoring = Mock(weights={})
+    from mgrpo.run.lead import Lead, Stopped
+
+    stop = threading.Event()
+    lead = Lead(stop)
+    got: list[Any] = [
+        lead.run(lambda: 7),
+        lead.call(lambda: 8),
+        lead.share(lambda: {"a": np.arange(3)})["a"].tolist(),
+    ]
+    try:
+        lead.run(lambda: 1 // 0)
+    except (ZeroDivisionError, RuntimeError) as err:
+        got.append(f"{type(err).__name__}: {err}")
+    released = threading.Event()
+    lead.call(stop.set)
+    try:
+        # The work is not waited for: it may be a generation that takes an hour.
+        lead.work(released.wait, may_stop=True) if dist.get_rank() == 0 else lead.follow()
+    except Stopped:
+        got.append("stopped")
+    released.set()
+    lead.close()
+    return got
+
+
+def connect_to_an_engine_that_fails(model_dir: str) -> str:
+    """The error of a learner whose engine fails to join while the learner waits for it."""
+    import dataclasses
+
+    from mgrpo.config.schema import Engine as EngineSettings
+    from mgrpo.rollout.fleet import Fleet
+    from mgrpo.run.engine_weights import EngineWeights
+    from mgrpo.run.lead import Lead
+    from tests.scripted_engine import ScriptedEngine
+
+    settings = dataclasses.replace(EngineSettings(), weight_sync_timeout=2)
+    policy = make_sharded_policy(model_dir, {})
+    weights = EngineWeights(
+        policy,
+        shape=policy.shape,
+        layout=policy.layout,
+        settings=settings,
+        lead=Lead(),
+        fleet=Fleet([ScriptedEngine(fails="join")], settings, seed=1),
+        host_group=dist.group.WORLD,
+    )
+    try:
+        weights.connect()
+    except RuntimeError as err:
+        return str(err)
+    return ""
+
+
+class GivenGroups:
+    """A source that gives every step the same scored groups; rank 0 packs them, as in a run."""
+
+    def __init__(self, trainer_parts: dict[str, Any], groups: list) -> None:
+        self.lead, self.parts, self.groups = trainer_parts.pop("lead"), trainer_parts, groups
+
+    def next(self, step: int, policy_version: int, *, is_empty: bool = False) -> Any:
+        from mgrpo.run.batch import Batch, make_batch
+        from mgrpo.run.producer import Rollouts
+
+        rollouts = Rollouts(groups=[] if is_empty else self.groups, dropped=[])
+        arrays = self.lead.share(
+            lambda: make_batch(rollouts, reward_weights={}, policy_version=policy_version, **self.parts).arrays
+        )
+        return Batch(arrays=arrays)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def trainer_of(model_dir: str, settings: dict[str, Any], groups: list, resume_from: str | None = None) -> Any:
+    """A trainer without engines, which is given its rollouts."""
+    from mgrpo.config import from_values
+    from mgrpo.config.derived import layout_of
+    from mgrpo.models.family import read_hf_config, shape_of
+    from mgrpo.run.lead import Lead
+    from mgrpo.run.learner import Learner
+    from mgrpo.run.reporter import SilentReporter
+    from mgrpo.run.resume import States
+    from mgrpo.run.trainer import Trainer
+
+    forget_groups()
+    config = from_values(settings | {"model_name_or_path": model_dir, "model_dtype": "float32"})
+    host_group = dist.new_group(backend="gloo")
+    layout, shape = layout_of(config, dist.get_world_size()), shape_of(read_hf_config(model_dir))
+    lead = Lead()
+    states = States(config, lead, host_group)
+    checkpoint = states.open(resume_from, shape)
+    learner = Learner(config, shape=shape, layout=layout, host_group=host_group, checkpoint=checkpoint)
+    parts = {"lead": lead, "config": config, "layout": layout, "hidden": shape.hidden}
+    trainer = Trainer(
+        config,
+        lead=lead,
+        learner=learner,
+        source=GivenGroups(parts, groups),
+        weights=None,
+        reporter=SilentReporter(),
+        states=states,
+    )
+    if checkpoint:
+        trainer.load_state_dict(checkpoint.state)
+        checkpoint.close()
+    return trainer
 
 
 def learn(
@@ -285,44 +387,37 @@ def learn(
     steps after a save are done. "state" is what no export shows, at the time of the save or just after it was loaded.
     """
     from mgrpo.model_io.hf_export import export_hf
-    from mgrpo.config import from_values
-    from mgrpo.rollout.controller import Rollouts
-    from mgrpo.run.trainer import Trainer
 
-    forget_groups()
-    config = from_values(settings | {"model_name_or_path": model_dir, "model_dtype": "float32"})
-    is_head = dist.get_rank() == 0
-    trainer = Trainer(config, FakeHead(resume_from) if is_head else None)
-    state = hidden_state(trainer)
+    trainer = trainer_of(model_dir, settings, groups, resume_from)
+    learner = trainer.learner
+    state = hidden_state(learner)
     for step in range(trainer.done + 1, steps + 1):
-        rollouts = Rollouts(groups=groups, dropped=[], generate_s=0, score_s=0)
-        arrays = trainer.channel.arrays(trainer.pack(rollouts).arrays if is_head else None)
-        results = trainer.learner.learn(arrays)
-        metrics = trainer.learner.reduce(results)
-        if config.algorithm.ref_policy_update_freq:
-            trainer.learner.update_reference()
+        results = learner.learn(trainer.source.next(step, trainer.version).arrays)
+        metrics = learner.reduce(results)
+        if trainer.config.algorithm.ref_policy_update_freq:
+            learner.update_reference()
         trainer.done = step
         if step == save_after:
             torch.rand(dist.get_rank() + 1)  # with equal states a mix-up of ranks would not show
             trainer.save()
-            state = hidden_state(trainer)
-    export_hf(trainer.policy, model_dir, folder, group=trainer.host_group)
+            state = hidden_state(learner)
+    export_hf(learner.policy, model_dir, folder, group=learner.host_group)
     grad_norm = results[-1].grad_norm if results else 0.0
     return metrics | {"steps": len(results), "grad_norm": grad_norm, "state": state}
 
 
-def hidden_state(trainer: Any) -> dict[str, Any]:
+def hidden_state(learner: Any) -> dict[str, Any]:
     """Random states, Adam's step counts, and the reference's weights and float32 copies on this rank, as digests."""
     from mgrpo.parallel import backend
 
     def digest(tensor: torch.Tensor) -> str:
         return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
-    reference = trainer.learner.reference
+    reference = learner.reference
     return {
         "random": {name: digest(state) for name, state in backend.random_states().items()},
         "adam": sorted(
-            {float(shard.optimizer.state[shard.parameter].get("step", 0)) for shard in trainer.policy.shards}
+            {float(shard.optimizer.state[shard.parameter].get("step", 0)) for shard in learner.policy.shards}
         ),
         "reference": {name: digest(p.data) for name, p in reference.parameters.live.items()} if reference else {},
         "masters": {str(box): digest(view) for box, view in reference.master_boxes()}
@@ -333,16 +428,12 @@ def hidden_state(trainer: Any) -> dict[str, Any]:
 
 def rates(model_dir: str, settings: dict[str, Any], is_empty: list[int]) -> list[float]:
     """Learning rate at the start of each step that trains, given which steps have no group to train on."""
-    from mgrpo.config import from_values
-    from mgrpo.rollout.controller import Rollouts
-    from mgrpo.run.trainer import Trainer
     from tests.dist.test_learning import scored_groups
 
-    forget_groups()
-    trainer = Trainer(from_values(settings | {"model_name_or_path": model_dir, "model_dtype": "float32"}), FakeHead())
+    trainer = trainer_of(model_dir, settings, scored_groups())
     found = []
-    for empty in is_empty:
-        batch = trainer.pack(Rollouts(groups=[] if empty else scored_groups(), dropped=[], generate_s=0, score_s=0))
+    for step, empty in enumerate(is_empty, start=1):
+        batch = trainer.source.next(step, 0, is_empty=bool(empty))
         found += [result.learning_rate for result in trainer.learner.learn(batch.arrays)[:1]]
     return found
 

@@ -23,13 +23,13 @@ from mgrpo.run import launch
 
 PLACES: dict[str, tuple[int, str, int, Callable[..., bool]]] = {
     # Rank, what it is about to call, for the how manieth time since the step began, and whether these arguments count.
-    "generate": (0, "mgrpo.rollout.vllm.cluster:Cluster.get", 1, lambda *args: "generate" in args),
-    "score": (0, "mgrpo.run.head:Head._keep", 1, lambda *args: True),
+    "generate": (0, "mgrpo.rollout.dispatch:Dispatcher.take", 1, lambda *args: True),
+    "score": (0, "mgrpo.run.producer:Producer._keep", 1, lambda *args: True),
     "forward": (1, "mgrpo.algo:policy_loss", 1, lambda *args: True),
     "optimizer": (1, "mgrpo.policy.optimizer:clip_grad_by_total_norm_fp32", 2, lambda *args: True),
     "sync": (1, "mgrpo.sync.channel:Sender._attempt", 1, lambda *args: True),
     "after the line": (0, "mgrpo.telemetry.progress:Progress.update", 1, lambda *args: True),
-    "evaluation": (0, "mgrpo.run.head:Head.evaluation", 1, lambda *args: True),
+    "evaluation": (0, "mgrpo.run.evaluator:Evaluator.evaluate", 1, lambda *args: True),
     "after the evaluation": (0, "mgrpo.telemetry.progress:Progress.evaluation", 1, lambda *args: True),
     "save, half a file": (1, "mgrpo.checkpoint.shard:Hashed.write", 50, lambda *args: True),
     "save, no manifest": (0, "os:replace", 1, lambda *args: str(args[1]).endswith("manifest.json")),

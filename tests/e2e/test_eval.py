@@ -14,8 +14,9 @@ import pytest
 
 from mgrpo.config import from_values
 from mgrpo.rollout.collect import to_arrays
-from mgrpo.rollout.controller import prompt_seeds
-from mgrpo.rollout.vllm.actor import FINISH_REASONS, UNSYNCED, Sampling
+from mgrpo.rollout.dispatch import prompt_seeds
+from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, PromptBatch, Sampling
+from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.telemetry.samples import read_records, tables
 from mgrpo.types import Prompt
@@ -179,7 +180,7 @@ def test_a_resumed_run_has_the_samples_of_one_that_never_died(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def fleet(tmp_path_factory):
     """One engine that knows its tokenizer; no learner, so that it is never sent weights."""
     values = {
         "model_name_or_path": str(ROOT / "examples/quickstart/model"),
@@ -191,8 +192,9 @@ def cluster(tmp_path_factory):
     }
     cluster = Cluster(from_values(values), num_local_learners=0)
     try:
-        cluster.wait_ready()
-        yield cluster
+        fleet = Fleet(cluster.engines, cluster.settings, seed=1, keep_logs=cluster.keep_logs)
+        fleet.wait_ready()
+        yield fleet
     finally:
         cluster.close()
 
@@ -218,13 +220,15 @@ def prompts(tokenizer) -> list[Prompt]:
     ]
 
 
-def sample(cluster, asked: Sequence[Prompt], *, seeded: bool = True, **settings) -> list[tuple[list[int], str]]:
+def sample(fleet, asked: Sequence[Prompt], *, seeded: bool = True, **settings) -> list[tuple[list[int], str]]:
     """Tokens and end of each completion."""
     sampling = Sampling(**{"num_samples": 4, "max_tokens": 8, "temperature": 1.0, "stop_token_ids": (1,), **settings})
     seeds = prompt_seeds(1, asked, 0) if seeded else None
-    cluster.finish(cluster.reseed(-1), "seed the sampler")
-    cluster.engines[0].queue.remote(0, *to_arrays(asked), sampling, seeds)
-    (answer,) = cluster.get([cluster.engines[0].generate.remote(0)], 60, "generate", "timeout")
+    fleet.reseed(-1)
+    tokens, cu_seqlens = to_arrays(asked)
+    (engine,) = fleet.engines
+    engine.submit(PromptBatch(number=0, tokens=tokens, cu_seqlens=cu_seqlens, sampling=sampling, seeds=seeds))
+    answer = engine.take(0).result(60)
     assert set(answer["policy_versions"].tolist()) == {UNSYNCED}
     cuts = answer["cu_seqlens"]
     return [
@@ -233,10 +237,10 @@ def sample(cluster, asked: Sequence[Prompt], *, seeded: bool = True, **settings)
     ]
 
 
-def test_a_completion_ends_with_the_first_stop_string(cluster, tokenizer):
+def test_a_completion_ends_with_the_first_stop_string(fleet, tokenizer):
     """Tokens stay as they were sampled: training on tokens that were made of a cut text is training on another policy."""
     asked = prompts(tokenizer)
-    plain, stopped = sample(cluster, asked), sample(cluster, asked, stop_strings=("1",))
+    plain, stopped = sample(fleet, asked), sample(fleet, asked, stop_strings=("1",))
     assert any("1" in tokenizer.decode(tokens) for tokens, _ in plain)
     for (whole, reason), (tokens, own_reason) in zip(plain, stopped, strict=True):
         ends = [n for n in range(1, len(whole) + 1) if "1" in tokenizer.decode(whole[:n])]
@@ -244,43 +248,43 @@ def test_a_completion_ends_with_the_first_stop_string(cluster, tokenizer):
         assert own_reason == ("stop" if ends else reason)
 
 
-def test_stop_strings_of_several_tokens_and_special_ones(cluster, tokenizer):
+def test_stop_strings_of_several_tokens_and_special_ones(fleet, tokenizer):
     """ "</answer>" is seldom one token; "<|im_end|>" is one that a decoder leaves out."""
     asked = prompts(tokenizer)
-    plain = sample(cluster, asked, stop_token_ids=(), stop_strings=("never",))
+    plain = sample(fleet, asked, stop_token_ids=(), stop_strings=("never",))
     special = tokenizer.decode([1])
     assert special and not tokenizer.decode([1], skip_special_tokens=True)
     for text in ("21", special):
-        stopped = sample(cluster, asked, stop_token_ids=(), stop_strings=(text, "never"))
+        stopped = sample(fleet, asked, stop_token_ids=(), stop_strings=(text, "never"))
         found = [text in tokenizer.decode(tokens) for tokens, _ in plain]
         assert any(found)
         assert [reason == "stop" for _, reason in stopped] == found
         assert [tokenizer.decode(tokens).endswith(text) for tokens, _ in stopped] == found
 
 
-def test_a_prompts_samples_do_not_depend_on_its_neighbours(cluster, tokenizer):
+def test_a_prompts_samples_do_not_depend_on_its_neighbours(fleet, tokenizer):
     """A row that ended leaves the batch a moment late; with one stream for all, that moment would choose the samples."""
     asked = prompts(tokenizer)
-    whole = sample(cluster, asked, stop_strings=("1",))
-    assert sample(cluster, asked, stop_strings=("1",)) == whole
-    backwards = sample(cluster, asked[::-1], stop_strings=("1",))
+    whole = sample(fleet, asked, stop_strings=("1",))
+    assert sample(fleet, asked, stop_strings=("1",)) == whole
+    backwards = sample(fleet, asked[::-1], stop_strings=("1",))
     assert [backwards[4 * n : 4 * n + 4] for n in reversed(range(len(asked)))] == [
         whole[4 * n : 4 * n + 4] for n in range(len(asked))
     ]
-    assert sample(cluster, asked[5:7], stop_strings=("1",)) == whole[20:28]
+    assert sample(fleet, asked[5:7], stop_strings=("1",)) == whole[20:28]
 
 
-def test_an_engine_without_learners_samples_a_stream_of_its_own(cluster, tokenizer):
+def test_an_engine_without_learners_samples_a_stream_of_its_own(fleet, tokenizer):
     """It loads its model by itself, and is seeded without ever being sent weights."""
     asked = prompts(tokenizer)
-    first = sample(cluster, asked, seeded=False)
-    assert sample(cluster, asked, seeded=False) == first
-    assert sample(cluster, asked) != first
+    first = sample(fleet, asked, seeded=False)
+    assert sample(fleet, asked, seeded=False) == first
+    assert sample(fleet, asked) != first
 
 
-def test_top_p_of_almost_nothing_is_greedy(cluster, tokenizer):
+def test_top_p_of_almost_nothing_is_greedy(fleet, tokenizer):
     """The likeliest token alone is left."""
     asked = prompts(tokenizer)
-    greedy = sample(cluster, asked, num_samples=1, temperature=0.0)
-    assert sample(cluster, asked, num_samples=1, top_p=1e-6) == greedy
-    assert sample(cluster, asked, num_samples=1) != greedy
+    greedy = sample(fleet, asked, num_samples=1, temperature=0.0)
+    assert sample(fleet, asked, num_samples=1, top_p=1e-6) == greedy
+    assert sample(fleet, asked, num_samples=1) != greedy

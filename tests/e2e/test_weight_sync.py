@@ -13,7 +13,8 @@ from mgrpo.config import from_values
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.models.table import Box, training_boxes
-from mgrpo.rollout.vllm.actor import Sampling
+from mgrpo.rollout.engine import FINISH_REASONS, EngineError, PromptBatch, Sampling
+from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.sync.channel import Sender, open_store
 from tests.dist import cases
@@ -50,7 +51,7 @@ def models(tmp_path_factory, family):
 
 
 @pytest.fixture(scope="module")
-def clusters(models):
+def fleet(models):
     """Engine 0 starts with other weights, engine 1 has loaded the true ones."""
 
     def config(model: str):
@@ -59,46 +60,48 @@ def clusters(models):
         return from_values(settings | {"model_name_or_path": str(models[model])})
 
     cluster = Cluster(config("start"), num_local_learners=0)
-    cluster.start_engines(config("sent"))
-    cluster.wait_ready()
-    yield cluster
-    cluster.close()
+    try:
+        cluster.start_engines(config("sent"))
+        fleet = Fleet(cluster.engines, config("start").engine, seed=1, keep_logs=cluster.keep_logs)
+        fleet.wait_ready()
+        yield fleet
+    finally:
+        cluster.close()
 
 
-def sample(cluster, engine: int, sampling: Sampling = GREEDY) -> dict[str, np.ndarray]:
+def prompt_batch(sampling: Sampling, number: int = 0) -> PromptBatch:
     prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (1, 5, 9, 30)]
     cuts = np.concatenate(([0], np.cumsum([len(p) for p in prompts]))).astype(np.int64)
-    cluster.engines[engine].queue.remote(0, np.concatenate(prompts), cuts, sampling)
-    return cluster.get([cluster.engines[engine].generate.remote(0)], 60, "generate", "timeout")[0]
+    return PromptBatch(number=number, tokens=np.concatenate(prompts), cu_seqlens=cuts, sampling=sampling)
 
 
-@pytest.fixture(scope="module")
-def store():
-    return open_store(HOST, 60)
+def sample(fleet, engine: int, sampling: Sampling = GREEDY) -> dict[str, np.ndarray]:
+    fleet.engines[engine].submit(prompt_batch(sampling))
+    return fleet.engines[engine].take(0).result(60)
 
 
-def test_engine_after_sync_equals_a_freshly_loaded_one(clusters, models, store, family, run_ranks):  # noqa: F811
+def test_engine_after_sync_equals_a_freshly_loaded_one(fleet, models, family, run_ranks):  # noqa: F811
     """Tokens and logprobs to the bit, from every training layout; a stale tied LM head or a misplaced row shows here."""
-    truth = sample(clusters, 1)
-    assert not np.array_equal(sample(clusters, 0)["logprobs"], truth["logprobs"])
+    truth = sample(fleet, 1)
+    assert not np.array_equal(sample(fleet, 0)["logprobs"], truth["logprobs"])
     for version, layout in enumerate(LAYOUTS[family], start=1):
         holdings = run_ranks(2, cases.holdings, model_dir=str(models["sent"]), layout=layout)[0]
-        sender = make_sender(models["sent"], layout, store, holdings)
         for model in ("start", "sent"):  # away from the truth and back, so that no layout profits from the one before
+            # Keys of a store are spent once a group has formed.
+            store = open_store(HOST, 60)
+            sender = make_sender(models["sent"], layout, store, holdings)
             pool = run_ranks.start(
                 2,
                 cases.send_weights,
                 model_dir=str(models[model]),
                 layout=layout,
                 port=store[1],
-                generation=2 * version + (model == "sent"),
                 version=version,
             )
-            invitation = sender.invitation(0, 2 * version + (model == "sent"))
-            clusters.finish(clusters.join(0, invitation), "join")
-            clusters.finish([clusters.engines[0].receive_weights.remote(version, True, 0)], "receive weights")
+            fleet.finish([fleet.engines[0].join(sender.invitation(0))], "join")
+            fleet.finish([fleet.engines[0].receive_weights(version, check=True, seed=0)], "receive weights")
             reports = pool.results()
-            got = sample(clusters, 0)
+            got = sample(fleet, 0)
             assert (got["policy_versions"] == version).all()
             # Every byte moved once, and the engine's digests are the ranks' digests.
             assert sum(report["sent"] for report in reports) == reports[0]["lower_bound"] == reports[0]["bytes_moved"]
@@ -126,9 +129,9 @@ def make_sender(model_dir, layout, store, holdings) -> Sender:
     )
 
 
-def test_engine_logprobs_equal_transformers(clusters, models):
+def test_engine_logprobs_equal_transformers(fleet, models):
     """The engine's definition of a logprob is the trainer's: log-softmax of logits / temperature."""
-    got = sample(clusters, 1, SAMPLING)
+    got = sample(fleet, 1, SAMPLING)
     model = load_hf(models["sent"])
     prompts = [np.arange(3, 3 + n) for n in (1, 5, 9, 30) for _ in range(SAMPLING.num_samples)]
     for prompt, a, b in zip(prompts, got["cu_seqlens"][:-1], got["cu_seqlens"][1:], strict=True):
@@ -139,11 +142,25 @@ def test_engine_logprobs_equal_transformers(clusters, models):
         np.testing.assert_allclose(got["logprobs"][a:b], expected.numpy(), atol=2e-5)
 
 
-def test_a_sender_that_never_comes_is_named(clusters, models, store):
+def test_a_sender_that_never_comes_is_named(fleet, models):
     """A sync that cannot finish must end within its time and say whom it waited for."""
     layout = Layout(world_size=2)
     holdings = training_boxes(shape_of(read_hf_config(models["sent"])), layout)
-    sender = make_sender(models["sent"], {}, store, holdings)
-    invitation = sender.invitation(0, 999) | {"timeout_s": 5}
-    with pytest.raises(RuntimeError, match="could not join"):
-        clusters.finish(clusters.join(0, invitation), "join the weight-transfer group")
+    sender = make_sender(models["sent"], {}, open_store(HOST, 60), holdings)
+    invitation = sender.invitation(0) | {"timeout_s": 5}
+    with pytest.raises(EngineError, match="could not join"):
+        fleet.finish([fleet.engines[0].join(invitation)], "join the weight-transfer group")
+
+
+def test_what_an_abort_ends_comes_back_with_the_tokens_so_far(fleet):
+    """A run that is to end must not wait for its longest answer; what was sampled has its log-probabilities."""
+    long = Sampling(num_samples=4, max_tokens=24, temperature=1.0, stop_token_ids=())
+    fleet.engines[1].submit(prompt_batch(long, number=7))
+    taken = fleet.engines[1].take(7)
+    while not taken.done():
+        fleet.engines[1].abort().result(60)
+    answer = taken.result(60)
+    assert len(answer["finish_reasons"]) == 16 and len(answer["tokens"]) == len(answer["logprobs"])
+    assert {FINISH_REASONS[reason] for reason in answer["finish_reasons"]} <= {"abort", "length"}
+    assert "abort" in {FINISH_REASONS[reason] for reason in answer["finish_reasons"]}
+    np.testing.assert_array_equal(sample(fleet, 1)["tokens"], sample(fleet, 1)["tokens"])

@@ -36,7 +36,7 @@ APPLICATION = {"run", "cli", "__init__"}
 """May import every room."""
 HEAVY = {
     "megatron": {"parallel", "policy", "checkpoint", "model_io"},
-    "ray": {"rollout/vllm/cluster.py"},
+    "ray": {"rollout/vllm/cluster.py", "rollout/vllm/ray_engine.py"},
     "vllm": {"rollout/vllm/actor.py", "sync/vllm_plugin.py"},
 }
 
@@ -96,6 +96,7 @@ def test_only_the_backend_asks_for_the_device():
     [
         ("mgrpo", {"torch", "ray", "vllm", "megatron", "transformers"}),
         ("mgrpo.cli", {"torch", "ray", "vllm", "megatron", "transformers"}),
+        ("mgrpo.run.production", {"torch", "ray", "vllm", "megatron", "transformers"}),
         ("mgrpo.run.launch", {"torch", "ray", "vllm", "megatron", "transformers"}),
         ("mgrpo.rewards.worker", {"torch", "ray", "vllm", "megatron", "numpy"}),
         ("mgrpo.rollout.vllm.actor", {"torch", "ray", "vllm", "megatron"}),

@@ -14,7 +14,7 @@ from mgrpo.config.loss import LossConfig
 from mgrpo.packing import pack_step
 from mgrpo.telemetry import catalog
 from mgrpo.telemetry.batch import batch_metrics
-from mgrpo.telemetry.evaluation import summarise
+from mgrpo.telemetry.evaluation import evaluation_metrics
 from mgrpo.types import RewardScale
 from tests import builders
 
@@ -100,7 +100,7 @@ def produced(scale):
     )
     other = replace(kept[0].group.prompt, verifiers=("math",))
     mixture = [*kept, replace(kept[0], group=replace(kept[0].group, prompt=other))]
-    return {**step, **summarise(mixture, scale=scale, sources=["a", "b"], generate_s=1.0)}
+    return {**step, **evaluation_metrics(mixture, scale=scale, sources=["a", "b"], generate_s=1.0)}
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,9 @@ def test_every_metric_of_the_loss_is_in_the_catalog():
 
 
 def test_every_metric_the_trainer_names_is_in_the_catalog():
-    """The keys that `report` and `record_evaluation` write as literals; `time/...` among them."""
-    modules = [ast.parse((ROOT / "mgrpo" / name).read_text()) for name in ("run/trainer.py", "run/head.py")]
-    functions = [
-        node
-        for module in modules
-        for node in ast.walk(module)
-        if getattr(node, "name", "") in ("report", "record_evaluation")
-    ]
+    """The keys that the reporter writes as literals for a step and an evaluation; `time/...` among them."""
+    module = ast.parse((ROOT / "mgrpo" / "run" / "reporter.py").read_text())
+    functions = [node for node in ast.walk(module) if getattr(node, "name", "") in ("step", "evaluation")]
     names = {
         key.value
         for function in functions

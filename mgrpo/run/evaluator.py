@@ -1,0 +1,67 @@
+"""Evaluations on held-out prompts, in training and in `mgrpo eval`: the same settings, random streams and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mgrpo.config import Config
+from mgrpo.rewards.rewarder import Rewarder, logged_metrics
+from mgrpo.rollout.collect import EVALUATION, seed_of
+from mgrpo.rollout.dispatch import Dispatcher
+from mgrpo.types import Prompt, RewardContext, ScoredGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The scored groups of all held-out prompts, in their order."""
+
+    groups: list[ScoredGroup]
+    sources: Sequence[str]
+    """The dataset of each."""
+    generate_s: float
+    reward_metrics: Mapping[str, float]
+    """What reward functions have logged, as `eval/custom/...`."""
+
+
+class Evaluator:
+    """Samples and scores the held-out prompts. For one thread at a time, shared with the producer's."""
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: Sequence[Prompt],
+        *,
+        sources: Sequence[str],
+        dispatcher: Dispatcher,
+        rewarder: Rewarder,
+    ) -> None:
+        """
+        Args:
+            sources: the short name of each prompt's dataset.
+        """
+        self.config, self.prompts, self.sources = config, prompts, sources
+        self.dispatcher, self.rewarder = dispatcher, rewarder
+
+    def evaluate(self, done: int) -> Evaluation:
+        """The evaluation after `done` training steps.
+
+        It draws from random streams of its own, always the same; the next step's begins after it. No training prompts may
+        be queued in the engines.
+        """
+        rollout, fleet = self.config.rollout, self.dispatcher.fleet
+        context = RewardContext(
+            step=done,
+            seed=seed_of(self.config.experiment.seed, "rewards", EVALUATION),
+            max_tokens=rollout.eval_response_length or rollout.response_length,
+        )
+        fleet.reseed(EVALUATION)
+        sampled = self.dispatcher.take(self.dispatcher.submit_evaluation(self.prompts))
+        scored = self.rewarder.score(sampled.groups, context)
+        fleet.reseed(done + 1)
+        return Evaluation(
+            groups=scored.groups,
+            sources=self.sources,
+            generate_s=sampled.seconds,
+            reward_metrics=logged_metrics(scored.logged, "eval/"),
+        )

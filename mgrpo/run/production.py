@@ -1,0 +1,146 @@
+"""What rank 0 needs to produce batches: first the processes that take long to start, then data, producer and evaluator."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgrpo.config import Config
+from mgrpo.config.reward_rules import remapped
+from mgrpo.config.rules import too_few_prompts
+from mgrpo.data.prompt_set import PromptSet
+from mgrpo.data.sampler import Sampler
+from mgrpo.rewards.rewarder import Rewarder
+from mgrpo.rollout.dispatch import Dispatcher
+from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.vllm.cluster import Cluster
+from mgrpo.run.evaluator import Evaluator
+from mgrpo.run.inputs import Inputs
+from mgrpo.run.producer import Producer
+from mgrpo.telemetry.evaluation import short_names
+from mgrpo.types import Prompt, PromptId
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What is started before torch is imported."""
+
+    inputs: Inputs
+    fleet: Fleet
+    rewarder: Rewarder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Production:
+    """Rank 0's sampling half, ready to work."""
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    producer: Producer | None
+    """None without training data."""
+    evaluator: Evaluator
+    remarks: Sequence[str]
+    """What the user should know."""
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Add to an exported model the tokenizer and chat template that it was trained with, where they are not its own."""
+        from mgrpo.data.templates import find_template
+
+        data = self.config.data
+        template = find_template(data.chat_template_name, self.tokenizer) if data.chat_template_name != "auto" else None
+        if data.tokenizer_name_or_path is None and template is None:
+            return
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.chat_template = template or tokenizer.chat_template
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def started(config: Config, inputs: Inputs, *, num_local_learners: int) -> Iterator[Started]:
+    """Start the engines and the processes that score, without waiting for them; they end with the context.
+
+    Call from the main thread and before torch is imported, see `Cluster`.
+    """
+    rewarder, cluster = Rewarder(config, inputs.functions, inputs.verifiers(config)), None
+    try:
+        rewarder.start()
+        cluster = Cluster(config, num_local_learners=num_local_learners)
+        fleet = Fleet(cluster.engines, config.engine, seed=config.experiment.seed, keep_logs=cluster.keep_logs)
+        yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder)
+    finally:
+        inputs.train.cancel()
+        inputs.held_out.cancel()
+        rewarder.close()
+        if cluster is not None:
+            cluster.close()
+
+
+def prepare(config: Config, parts: Started) -> Production:
+    """Tokenise the data, and wait for the engines.
+
+    Raises:
+        ValueError: too few prompts are left for a step.
+        EngineError: an engine could not be started.
+    """
+    from mgrpo.data.templates import missing_stop_strings
+    from mgrpo.data.tokenizer import decode, load_tokenizer, stop_token_ids
+
+    tokenizer = load_tokenizer(config.tokenizer_path)
+    train, held_out = (
+        mixture.encode(tokenizer) if len(mixture) else None for mixture in (parts.inputs.train, parts.inputs.held_out)
+    )
+    if train is not None and (problems := too_few_prompts(config, len(train))):
+        raise ValueError(problems[0])
+    stop_ids = stop_token_ids(config.model.path, tokenizer)
+    dispatcher = Dispatcher(
+        parts.fleet,
+        config.rollout,
+        run_seed=config.experiment.seed,
+        decode=partial(decode, tokenizer),
+        stop_token_ids=stop_ids,
+    )
+    prompt = partial(_prompt, remapped=remapped(config.reward.remap_verifier))
+    evaluator = Evaluator(
+        config,
+        [prompt(held_out, (0, index)) for index in range(len(held_out))] if held_out else [],
+        sources=short_names(map(held_out.source_of, range(len(held_out)))) if held_out else [],
+        dispatcher=dispatcher,
+        rewarder=parts.rewarder,
+    )
+    producer = None
+    if train is not None:
+        sampler = Sampler(len(train), config.experiment.seed, shuffle=config.data.shuffle_dataset)
+        producer = Producer(
+            config, sampler, prompt=partial(prompt, train), dispatcher=dispatcher, rewarder=parts.rewarder
+        )
+    parts.fleet.wait_ready()
+    template = config.data.chat_template_name
+    missing = missing_stop_strings(
+        template, stop_strings=config.rollout.stop_strings, stop_tokens=tokenizer.convert_ids_to_tokens(stop_ids)
+    )
+    return Production(
+        config=config,
+        tokenizer=tokenizer,
+        producer=producer,
+        evaluator=evaluator,
+        remarks=[f"chat_template_name={template} goes with --stop_strings '{text}'" for text in missing],
+    )
+
+
+def _prompt(prompts: PromptSet, prompt_id: PromptId, *, remapped: tuple[str, str] | None) -> Prompt:
+    """One prompt, with the verifier that `remap_verifier` puts in place of another."""
+    prompt = prompts.prompt(prompt_id)
+    if remapped is None:
+        return prompt
+    old, new = remapped
+    verifiers = tuple(new if name.lower() == old else name for name in prompt.verifiers)
+    return dataclasses.replace(prompt, verifiers=verifiers)

@@ -1,0 +1,26 @@
+"""Rank 0 works and the others wait: results, failures and the end of a run reach every rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist import cases
+from tests.tiny_models import save_tiny
+
+
+def test_results_failures_and_the_end_reach_every_rank(run_ranks):
+    """A rank that misses one waits for a minute, and the run ends with a time-out instead of its reason."""
+    rank_0, other = run_ranks(2, cases.follow_the_lead)
+    assert rank_0 == [7, 8, [0, 1, 2], "ZeroDivisionError: integer division or modulo by zero", "stopped"]
+    assert other == [None, None, [0, 1, 2], "RuntimeError: rank 0: integer division or modulo by zero", "stopped"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+def test_an_engines_own_error_comes_before_the_learners_time_out(model, run_ranks):
+    """"Nobody joined within 2 s" hides that the engine ran out of memory."""
+    (message,) = run_ranks(1, cases.connect_to_an_engine_that_fails, model_dir=str(model))
+    assert message == "could not join the weight-transfer group: join has failed"

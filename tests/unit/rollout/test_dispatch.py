@@ -1,0 +1,110 @@
+"""The dispatcher with engines that answer at once: who samples what, and in which order groups come back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mgrpo.config import from_values
+from mgrpo.rollout.collect import EVALUATION
+from mgrpo.rollout.dispatch import Dispatcher, prompt_seeds
+from mgrpo.rollout.engine import EngineError
+from mgrpo.rollout.fleet import Fleet
+from mgrpo.types import Prompt
+from tests.scripted_engine import ScriptedEngine
+
+
+def prompt(index: int) -> Prompt:
+    """Prompt i has i + 1 tokens."""
+    return Prompt(id=(0, index), tokens=np.full(index + 1, index, np.int32), text="", verifiers=(), ground_truths=())
+
+
+def dispatcher(*, num_engines: int = 1, **settings) -> Dispatcher:
+    """Two samples for each prompt."""
+    config = from_values(
+        {"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 2, "response_length": 64, **settings}
+    )
+    fleet = Fleet([ScriptedEngine() for _ in range(num_engines)], config.engine, seed=1)
+    return Dispatcher(fleet, config.rollout, run_seed=1, decode=lambda tokens: ["" for _ in tokens], stop_token_ids=())
+
+
+def indices(groups) -> list[int]:
+    return [group.prompt.id[1] for group in groups]
+
+
+@pytest.mark.parametrize("num_engines", [1, 3])
+def test_groups_come_in_the_order_of_their_prompts(num_engines: int) -> None:
+    """Arrival order would make a run depend on the speed of its engines."""
+    own = dispatcher(num_engines=num_engines)
+    for step in range(2):
+        asked = [prompt(4 * step + i) for i in range(4)]
+        groups = own.take(own.submit(asked)).groups
+        assert indices(groups) == [4 * step + i for i in range(4)]
+        assert all(len(c.tokens) == len(group.prompt.tokens) for group in groups for c in group.completions)
+
+
+def test_an_aborted_batch_is_an_error() -> None:
+    """Half an answer that is taken for a whole one would be trained on as truncated."""
+    own = dispatcher()
+    submitted = own.submit([prompt(0)])
+    own.fleet.abort()
+    with pytest.raises(EngineError, match="aborted"):
+        own.take(submitted)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # num_samples, max_tokens, temperature, top_p
+        ({}, (2, 64, 0.7, 1.0)),
+        ({"eval_temperature": 0.3, "eval_top_p": 0.9, "eval_response_length": 128}, (2, 128, 0.3, 0.9)),
+        ({"eval_temperature": 0.0, "eval_pass_at_k": 1, "eval_response_length": 16}, (1, 16, 0.0, 1.0)),
+    ],
+)
+def test_evaluations_have_settings_of_their_own_and_training_keeps_its(settings, expected) -> None:
+    """A temperature of 0 is no "not set"; top-p in training would make the ratio of probabilities another one."""
+    own = dispatcher(**{"temperature": 0.7, "eval_pass_at_k": 2, **settings})
+    own.submit_evaluation([prompt(0)])
+    own.submit([prompt(1)])
+    (engine,) = own.fleet.engines
+    asked, trained = (engine.batches[number].sampling for number in (0, 1))
+    assert (asked.num_samples, asked.max_tokens, asked.temperature, asked.top_p) == expected
+    assert (trained.num_samples, trained.max_tokens, trained.temperature, trained.top_p) == (2, 64, 0.7, 1.0)
+
+
+def test_without_stop_strings_engines_draw_from_one_stream() -> None:
+    """One generator per request is vLLM's slow path."""
+    own = dispatcher()
+    own.submit([prompt(0)])
+    assert own.fleet.engines[0].batches[0].seeds is None
+
+
+def test_with_stop_strings_every_prompt_has_its_own_seed_wherever_it_is_sampled() -> None:
+    """How long an ended row stays in the batch is a matter of milliseconds, and must not change other rows' samples."""
+    seeds = {}
+    for num_engines in (1, 3):
+        own = dispatcher(num_engines=num_engines, stop_strings=["</answer>"])
+        own.submit([prompt(i) for i in range(4)])
+        own.submit_evaluation([prompt(i) for i in range(4)])
+        batches = [engine.batches for engine in own.fleet.engines]
+        assert all(
+            batch[0].sampling.stop_strings == batch[1].sampling.stop_strings == ("</answer>",) for batch in batches
+        )
+        seeds[num_engines] = [np.concatenate([batch[number].seeds for batch in batches]).tolist() for number in (0, 1)]
+    assert seeds[1] == seeds[3]
+    trained, evaluated = seeds[1]
+    assert len({*trained, *evaluated}) == 8
+
+
+def test_seeds_of_prompts_differ_between_runs_epochs_and_rows() -> None:
+    """Samples of one prompt take neighbouring seeds, so that prompts must lie far apart."""
+    prompts = [
+        Prompt(id=(e, i), tokens=np.zeros(1, np.int32), text="", verifiers=(), ground_truths=())
+        for e in range(3)
+        for i in range(40)
+    ]
+    seeds = np.sort(
+        np.concatenate([prompt_seeds(run, prompts, stream) for run in (1, 2) for stream in (0, EVALUATION)])
+    )
+    assert seeds.dtype == np.int64 and seeds[0] >= 0 and seeds[-1] < 2**62
+    assert np.diff(seeds).min() > 10_000

@@ -1,0 +1,80 @@
+"""A producer and an evaluator with scripted engines and rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mgrpo.config import Config, from_values
+from mgrpo.data.sampler import Sampler
+from mgrpo.rollout.dispatch import Dispatcher
+from mgrpo.rollout.fleet import Fleet
+from mgrpo.run.evaluator import Evaluator
+from mgrpo.run.producer import Producer
+from mgrpo.types import Prompt, PromptId, RewardContext, RewardScale, RolloutGroup, Score, ScoredBatch, ScoredGroup
+from tests.scripted_engine import ScriptedEngine
+
+
+class ScriptedRewarder:
+    """Every group gets `rewards(index of its prompt)`; remembers the contexts."""
+
+    weights: dict[str, float] = {}  # noqa: RUF012
+    scale = RewardScale(max_possible_score=1.0, verification_reward=1.0, format_reward=0.0)
+
+    def __init__(self, rewards: Callable[[int], Sequence[float]]) -> None:
+        self.rewards = rewards
+        self.contexts: list[RewardContext] = []
+
+    def score(self, groups: Sequence[RolloutGroup], context: RewardContext) -> ScoredBatch:
+        self.contexts.append(context)
+        scored = [
+            ScoredGroup(group=group, scores=tuple(Score(reward=reward) for reward in self.rewards(group.prompt.id[1])))
+            for group in groups
+        ]
+        return ScoredBatch(groups=scored, logged={"calls": [float(len(self.contexts))]})
+
+    def metrics(self) -> dict[str, float]:
+        return {"judge/requests": 2.0}
+
+
+def prompt(prompt_id: PromptId) -> Prompt:
+    return Prompt(id=prompt_id, tokens=np.zeros(2, np.int32), text="", verifiers=("integer",), ground_truths=("1",))
+
+
+def config(**settings) -> Config:
+    """Four prompts per step, two samples each."""
+    return from_values(
+        {"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 2, "verification_reward": 1.0} | settings
+    )
+
+
+def dispatcher(own: Config) -> Dispatcher:
+    fleet = Fleet([ScriptedEngine()], own.engine, seed=own.experiment.seed)
+    return Dispatcher(
+        fleet, own.rollout, run_seed=own.experiment.seed, decode=lambda tokens: ["" for _ in tokens], stop_token_ids=()
+    )
+
+
+def producer(rewards: Callable[[int], Sequence[float]] = lambda index: (0.0, 1.0), **settings) -> Producer:
+    """Of 20 prompts in the order of their numbers."""
+    own = config(**settings)
+    return Producer(
+        own,
+        Sampler(20, own.experiment.seed, shuffle=False),
+        prompt=prompt,
+        dispatcher=dispatcher(own),
+        rewarder=ScriptedRewarder(rewards),
+    )
+
+
+def evaluator(**settings) -> Evaluator:
+    """Of three held-out prompts."""
+    own = config(**settings)
+    return Evaluator(
+        own,
+        [prompt((0, index)) for index in range(3)],
+        sources=["a", "a", "b"],
+        dispatcher=dispatcher(own),
+        rewarder=ScriptedRewarder(lambda index: (1.0,)),
+    )

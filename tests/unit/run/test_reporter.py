@@ -1,0 +1,115 @@
+"""What a run writes about a step and an evaluation; and the twins of the ranks that write nothing."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mgrpo.config import from_values
+from mgrpo.layout import Layout
+from mgrpo.parallel import backend
+from mgrpo.run.reporter import Reporter
+from tests.unit.run.producing import evaluator, producer
+
+SECONDS = {"wait": 3.0, "train": 2.0, "sync": 1.0}
+
+
+def report(tmp_path, **arguments) -> Reporter:
+    config = from_values({"output_dir": str(tmp_path / "out"), "save_traces": True, "total_episodes": 80})
+    return Reporter(config, scale=None, **arguments)
+
+
+def lines(tmp_path) -> list[dict]:
+    return [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def batch():
+    """One step of four prompts, which took 2 seconds to generate and half a second to score."""
+    backend.install()  # before the first import of Megatron
+    from mgrpo.run.batch import make_batch
+
+    own = producer()
+    rollouts = dataclasses.replace(own.collect(1), generate_s=2.0, score_s=0.5)
+    return make_batch(rollouts, own.config, layout=Layout(world_size=1), hidden=8, reward_weights={}, policy_version=4)
+
+
+def step(reporter: Reporter, number: int, batch) -> None:
+    results = [SimpleNamespace(grad_norm=2.0, learning_rate=1e-3, is_finite=True)]
+    reporter.step(number, batch, results, {"loss/policy_avg": 0.25}, policy_version=5, sync_bytes=100, seconds=SECONDS)
+
+
+def test_the_times_of_a_step_add_up(tmp_path, batch) -> None:
+    """Packing happens while the learners wait; counted nowhere, a slow part of a step would not be seen."""
+    reporter = report(tmp_path)
+    step(reporter, 1, batch)
+    (line,) = lines(tmp_path)
+    assert (line["time/generate"], line["time/score"], line["time/sync"], line["time/total"]) == (2.0, 0.5, 1.0, 6.0)
+    assert line["time/train"] == 2.5
+    assert line["policy_version"] == 5 and line["sync/bytes"] == 100 and line["loss/policy_avg"] == 0.25
+    assert line["judge/requests"] == 2.0
+
+
+def test_a_resumed_run_goes_on_in_its_own_files_and_not_in_those_of_another(tmp_path, batch) -> None:
+    """Lines of steps that are done again would stand twice; another run's lines would be continued as this one's."""
+    reporter = report(tmp_path)
+    step(reporter, 1, batch)
+    saved = {"step": 1, "reporter": reporter.state_dict()}
+    step(reporter, 2, batch)
+    reporter.close()
+    own = report(tmp_path, resumed=saved, resume_from=str(tmp_path / "out" / "checkpoints" / "step_1"))
+    step(own, 2, batch)
+    own.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    other = report(tmp_path, resumed=saved, resume_from=str(tmp_path / "elsewhere" / "checkpoints" / "step_1"))
+    step(other, 2, batch)
+    assert [line["step"] for line in lines(tmp_path)] == [2]
+
+
+def test_an_evaluation_is_written_with_its_samples(tmp_path) -> None:
+    """The version that was evaluated, and every completion."""
+    reporter = report(tmp_path)
+    metrics = reporter.evaluation(evaluator().evaluate(0), step=3, policy_version=3)
+    (line,) = lines(tmp_path)
+    assert (line["step"], line["policy_version"], line["eval/scores"]) == (3, 3, metrics["eval/scores"])
+    assert line["eval/custom/calls"] == 1.0
+    samples = (tmp_path / "out" / "rollouts" / "eval_step_3.jsonl").read_text().splitlines()
+    assert len(samples) == 3
+    assert np.isfinite(metrics["eval/scores"])
+
+
+def test_a_failed_report_does_not_end_the_run(tmp_path, monkeypatch, caplog) -> None:
+    """A page is worth less than the training it describes."""
+
+    def fail(folder):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("mgrpo.run.reporter.write_report", fail)
+    report(tmp_path).write_report()
+    assert "no report: OSError: disk full" in caplog.text
+
+
+@pytest.mark.parametrize("role", ["Source", "Reporter"])
+def test_the_twins_answer_every_call_of_the_trainer(role) -> None:
+    """A call that only rank 0 knows ends the others with an AttributeError, after the engines have started."""
+    room = Path(__file__).parents[3] / "mgrpo" / "run"
+    classes = {
+        node.name: {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+        for node in ast.walk(ast.parse((room / f"{role.lower()}.py").read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    called = {
+        node.attr
+        for name in ("trainer.py", "assembly.py", "launch.py")
+        for node in ast.walk(ast.parse((room / name).read_text()))
+        if isinstance(node, ast.Attribute)
+        and role.lower() in (getattr(node.value, "attr", ""), getattr(node.value, "id", ""))
+    }
+    assert len(called) >= 4
+    assert called <= classes[role] and called <= classes[f"Silent{role}"]
