@@ -185,7 +185,7 @@ class Learner:
         names = [*algo.metric_names(self.loss_config), ENTROPY]
         sums = torch.zeros(len(names), 2, dtype=torch.float64)
         maxima = torch.full((len(algo.maxima_names(self.loss_config)),), -torch.inf, dtype=torch.float64)
-        if self.policy.measures:
+        if self.policy.reports_metrics:
             for own_sums, own_maxima in (measured for result in results for measured in result.measured):
                 sums += own_sums.to(sums)
                 maxima = torch.maximum(maxima, own_maxima.to(maxima))
@@ -196,7 +196,7 @@ class Learner:
         )
 
     def _mini_batches(self, arrays: dict[str, np.ndarray]) -> list[MiniBatch]:
-        own = packing.from_arrays(arrays, self.policy.place.data)
+        own = packing.from_arrays(arrays, self.policy.coordinate.data)
         if self.loss_config.effective_aggregation == "local_token":
             denominators = self._local_denominators(arrays)
         else:
@@ -225,7 +225,11 @@ class Learner:
 
     def _choose_uncertain_tokens(self, mini_batch: MiniBatch) -> None:
         """Leave in each micro-batch which tokens have the highest entropies of the mini-batch over all ranks."""
-        own = [batch.entropy[batch.loss_inputs.loss_mask] for batch in mini_batch.microbatches if self.policy.measures]
+        own = [
+            batch.entropy[batch.loss_inputs.loss_mask]
+            for batch in mini_batch.microbatches
+            if self.policy.reports_metrics
+        ]
         everyones = gather_values(torch.cat([torch.zeros(0), *(part.cpu() for part in own)]), self.host_group)
         quantile = self.config.algorithm.top_entropy_quantile
         threshold = float(algo.entropy_threshold(everyones, top_entropy_quantile=quantile))
