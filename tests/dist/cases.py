@@ -7,7 +7,6 @@ import hashlib
 import importlib
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import torch
