@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mgrpo.ops import linear_logprobs, policy_loss, token_logprobs
+from mgrpo.ops import LossSettings, linear_logprobs, policy_loss, token_logprobs
 
 Scores = tuple[Tensor, Tensor | None]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -356,8 +356,26 @@ def loss_by_formula(logprobs: Tensor, operands: dict[str, Tensor]) -> tuple[Tens
     return ((operands["weights"] * (rho * policy + 0.05 * (torch.expm1(-d) + d))).sum(),)
 
 
+SETTINGS = LossSettings(
+    surrogate="ppo_clip",
+    ratio_level="token",
+    clip_low=0.8,
+    clip_high=1.2,
+    delta=0.0,
+    dual_clip=0.0,
+    beta=0.05,
+    kl_estimator=2,
+    kl_bias_correction=False,
+    use_rho=True,
+    rho_clamp_low=0.0,
+    rho_clamp_high=2.0,
+    rho_mask_low=0.0,
+    rho_mask_high=0.0,
+)
+
+
 def our_loss(logprobs: Tensor, operands: dict[str, Tensor]) -> tuple[Tensor]:
-    loss, _ = policy_loss(logprobs, **operands, beta=0.05, use_rho=True, rho_bounds=(0.0, 2.0, 0.0, 0.0))
+    loss, _ = policy_loss(logprobs, **operands, settings=SETTINGS)
     return (loss,)
 
 

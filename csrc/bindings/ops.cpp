@@ -80,15 +80,13 @@ STABLE_TORCH_LIBRARY(mgrpo, m) {
       "logprob_grad_out(Tensor logits, Tensor(a!) out, Tensor targets, Tensor? inv_rows, int vocab_start, "
       "int valid_cols, Tensor inv_temp, Tensor stats, Tensor g_logprob, Tensor? g_entropy) -> ()");
   // The loss of core/policy_loss.h, each token's times its weight. Vectors are float32, [n] or [num_seqs] (advantages:
-  // either); cu_seqlens [num_seqs + 1] int32 reaches from 0 to n. surrogate 0 ppo_clip, 1 cispo, 2 reinforce;
-  // ratio_level 0 token, 1 sequence, 2 sequence_token; delta, dual_clip and rho bounds of 0 are off. Returns
-  // d loss / d logprobs [n], d loss / d seq_log_ratio [num_seqs], and sums [num_seqs, columns], the loss in column 0.
+  // either); cu_seqlens [num_seqs + 1] int32 reaches from 0 to n. settings: a number for each of MGRPO_POLICY_SETTINGS,
+  // in that order. Returns d loss / d logprobs [n], d loss / d seq_log_ratio [num_seqs], and sums [num_seqs, columns],
+  // the loss in column 0.
   m.def(
       "policy_loss(Tensor logprobs, Tensor old_logprobs, Tensor? ref_logprobs, Tensor? rollout_logprobs, "
       "Tensor advantages, Tensor weights, Tensor? keep, Tensor cu_seqlens, Tensor? seq_log_ratio, Tensor? seq_log_rho, "
-      "Tensor? seq_log_rho_mask, int surrogate, int ratio_level, float clip_low, float clip_high, float delta, "
-      "float dual_clip, float beta, int kl_estimator, bool kl_bias_correction, bool use_rho, float rho_clamp_low, "
-      "float rho_clamp_high, float rho_mask_low, float rho_mask_high) -> (Tensor grad, Tensor seq_grad, Tensor sums)");
+      "Tensor? seq_log_rho_mask, float[] settings) -> (Tensor grad, Tensor seq_grad, Tensor sums)");
   // x [n], weights [n] float32, cu_seqlens [num_seqs + 1] int32 -> [2, num_seqs]: sum of weights x, sum of weights.
   m.def("segment_sums(Tensor x, Tensor weights, Tensor cu_seqlens) -> Tensor");
 }

@@ -2,7 +2,10 @@
 // and ops_cuda.cpp share every line of this.
 #pragma once
 
+#include <iterator>
 #include <tuple>
+#include <type_traits>
+#include <vector>
 
 #include "bindings/checks.h"
 #include "core/policy_loss.h"
@@ -29,39 +32,46 @@ inline const int32_t* cu_seqlens_of(const Tensor& cu_seqlens, const Tensor& like
   return cu_seqlens.const_data_ptr<int32_t>();
 }
 
+// A setting from its number: an enum must be one of its values, a float or a bool may be anything.
+template <class T>
+T setting_of(double value, const char* name) {
+  if constexpr (std::is_enum_v<T>) {
+    constexpr int kCount = static_cast<int>(T::kCount);
+    STD_TORCH_CHECK(value >= 0 && value < kCount, name, "=", value, " is outside [0, ", kCount - 1, "]");
+    return static_cast<T>(static_cast<int>(value));
+  } else {
+    return static_cast<T>(value);
+  }
+}
+
+inline PolicyConfig config_of(const std::vector<double>& settings) {
+  STD_TORCH_CHECK(settings.size() == std::size(kSettingNames), "settings must have ", std::size(kSettingNames),
+                  " numbers, got ", settings.size());
+  PolicyConfig config{};
+  size_t i = 0;
+#define MGRPO_UNPACK(Type, name) config.name = setting_of<Type>(settings[i++], #name);
+  MGRPO_POLICY_SETTINGS(MGRPO_UNPACK)
+#undef MGRPO_UNPACK
+  return config;
+}
+
 template <auto kRun>
 std::tuple<Tensor, Tensor, Tensor> policy_loss(
     const Tensor& logprobs, const Tensor& old_logprobs, const OptionalTensor& ref_logprobs,
     const OptionalTensor& rollout_logprobs, const Tensor& advantages, const Tensor& weights, const OptionalTensor& keep,
     const Tensor& cu_seqlens, const OptionalTensor& seq_log_ratio, const OptionalTensor& seq_log_rho,
-    const OptionalTensor& seq_log_rho_mask, int64_t surrogate, int64_t ratio_level, double clip_low, double clip_high,
-    double delta, double dual_clip, double beta, int64_t kl_estimator, bool kl_bias_correction, bool use_rho,
-    double rho_clamp_low, double rho_clamp_high, double rho_mask_low, double rho_mask_high) {
+    const OptionalTensor& seq_log_rho_mask, const std::vector<double>& settings) {
   const int64_t n = logprobs.numel(), num_seqs = num_seqs_of(cu_seqlens);
-  STD_TORCH_CHECK(surrogate >= 0 && surrogate <= 2, "surrogate=", surrogate, " is outside [0, 2]");
-  STD_TORCH_CHECK(ratio_level >= 0 && ratio_level <= 2, "ratio_level=", ratio_level, " is outside [0, 2]");
-  STD_TORCH_CHECK(kl_estimator >= 0 && kl_estimator <= 3, "kl_estimator=", kl_estimator, " is outside [0, 3]");
-  STD_TORCH_CHECK((ratio_level == 0) != seq_log_ratio.has_value(), "seq_log_ratio belongs to ratio_level 1 and 2");
+  const PolicyConfig config = config_of(settings);
+  STD_TORCH_CHECK((config.ratio_level == RatioLevel::kToken) != seq_log_ratio.has_value(),
+                  "seq_log_ratio belongs to ratio_level 1 and 2");
   STD_TORCH_CHECK(advantages.numel() == n || advantages.numel() == num_seqs, "advantages must have ", n, " or ",
                   num_seqs, " elements, got ", advantages.numel());
 
   Tensor grad = new_vector(logprobs, n), seq_grad = new_vector(logprobs, num_seqs);
   Tensor sums = torch::stable::new_empty(logprobs, {num_seqs, kNumColumns}, ScalarType::Float);
   PolicyLossArgs args{};
-  args.config = {static_cast<Surrogate>(surrogate),
-                 static_cast<RatioLevel>(ratio_level),
-                 static_cast<float>(clip_low),
-                 static_cast<float>(clip_high),
-                 static_cast<float>(delta),
-                 static_cast<float>(dual_clip),
-                 static_cast<float>(beta),
-                 kl_estimator,
-                 kl_bias_correction,
-                 use_rho,
-                 static_cast<float>(rho_clamp_low),
-                 static_cast<float>(rho_clamp_high),
-                 static_cast<float>(rho_mask_low),
-                 static_cast<float>(rho_mask_high)};
+  args.config = config;
   args.logprobs = floats(logprobs, "logprobs", n, logprobs);
   args.old_logprobs = floats(old_logprobs, "old_logprobs", n, logprobs);
   args.ref_logprobs = floats(ref_logprobs, "ref_logprobs", n, logprobs);

@@ -19,7 +19,10 @@
 // logprob -inf, never a plausible number.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+
+#include "core/host_device.h"
 
 namespace mgrpo {
 
@@ -61,6 +64,34 @@ struct MergeArgs {
   InverseTemperature inv_temp;
   float *logprob, *entropy, *merged;
 };
+
+// Entry i of a merge.
+MGRPO_HOST_DEVICE void merge_entry(const MergeArgs& args, int64_t i) {
+  const int64_t n = args.n;
+  const float inv_temp = args.inv_temp.data[i * args.inv_temp.stride];
+  const float* part = args.stats + i;
+  float m = -INFINITY, t = -INFINITY;
+  for (int64_t p = 0; p < args.parts; ++p, part += 4 * n) {
+    m = fmaxf(m, part[0]);
+    t = fmaxf(t, part[3 * n]);
+  }
+  part = args.stats + i;
+  float s = 0.f, w = 0.f;
+  for (int64_t p = 0; p < args.parts; ++p, part += 4 * n) {
+    // An empty part has s = w = 0, or s = NaN when it met a NaN, which must get through.
+    const float d = part[0] > -INFINITY ? inv_temp * (part[0] - m) : 0.f;
+    const float k = expf(d);
+    s += k * part[n];
+    w += k > 0.f ? k * (part[2 * n] + d * part[n]) : 0.f;
+  }
+  const float log_s = logf(s);
+  args.logprob[i] = inv_temp * (t - m) - log_s;
+  args.entropy[i] = log_s - w / s;
+  args.merged[i] = m;
+  args.merged[n + i] = s;
+  args.merged[2 * n + i] = w;
+  args.merged[3 * n + i] = t;
+}
 
 // Writes every column of every row of out, which may be slice.data itself:
 //   dx = b [ g_logprob (1[v=y] - p) - g_entropy p (log p + H) ]

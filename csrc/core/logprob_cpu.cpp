@@ -210,32 +210,7 @@ void stats(const StatsArgs& args, int64_t begin, int64_t end) {
 }
 
 void merge(const MergeArgs& args, int64_t begin, int64_t end) {
-  const int64_t n = args.n;
-  for (int64_t i = begin; i < end; ++i) {
-    const float inv_temp = args.inv_temp.data[i * args.inv_temp.stride];
-    const float* part = args.stats + i;
-    float m = -kInf, t = -kInf;
-    for (int64_t p = 0; p < args.parts; ++p, part += 4 * n) {
-      m = std::max(m, part[0]);
-      t = std::max(t, part[3 * n]);
-    }
-    part = args.stats + i;
-    float s = 0.f, w = 0.f;
-    for (int64_t p = 0; p < args.parts; ++p, part += 4 * n) {
-      // An empty part has s = w = 0, or s = NaN when it met a NaN, which must get through.
-      const float d = part[0] > -kInf ? inv_temp * (part[0] - m) : 0.f;
-      const float k = std::exp(d);
-      s += k * part[n];
-      w += k > 0.f ? k * (part[2 * n] + d * part[n]) : 0.f;
-    }
-    const float log_s = std::log(s);
-    args.logprob[i] = inv_temp * (t - m) - log_s;
-    args.entropy[i] = log_s - w / s;
-    args.merged[i] = m;
-    args.merged[n + i] = s;
-    args.merged[2 * n + i] = w;
-    args.merged[3 * n + i] = t;
-  }
+  for (int64_t i = begin; i < end; ++i) merge_entry(args, i);
 }
 
 void grad(const GradArgs& args, int64_t begin, int64_t end) {

@@ -203,31 +203,8 @@ __global__ void __launch_bounds__(kThreads) stats_kernel(const StatsArgs args) {
 
 // One thread owns one entry and adds its parts in their order.
 __global__ void merge_kernel(const MergeArgs args) {
-  const int64_t n = args.n, i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-  if (i >= n) return;
-  const float inv_temp = args.inv_temp.data[i * args.inv_temp.stride];
-  const float* part = args.stats + i;
-  float m = -CUDART_INF_F, t = -CUDART_INF_F;
-  for (int64_t p = 0; p < args.parts; ++p, part += 4 * n) {
-    m = fmaxf(m, part[0]);
-    t = fmaxf(t, part[3 * n]);
-  }
-  part = args.stats + i;
-  float s = 0.f, w = 0.f;
-  for (int64_t p = 0; p < args.parts; ++p, part += 4 * n) {
-    // An empty part has s = w = 0, or s = NaN when it met a NaN, which must get through.
-    const float d = part[0] > -CUDART_INF_F ? inv_temp * (part[0] - m) : 0.f;
-    const float k = expf(d);
-    s += k * part[n];
-    w += k > 0.f ? k * (part[2 * n] + d * part[n]) : 0.f;
-  }
-  const float log_s = logf(s);
-  args.logprob[i] = inv_temp * (t - m) - log_s;
-  args.entropy[i] = log_s - w / s;
-  args.merged[i] = m;
-  args.merged[n + i] = s;
-  args.merged[2 * n + i] = w;
-  args.merged[3 * n + i] = t;
+  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  if (i < args.n) merge_entry(args, i);
 }
 
 // One block owns one row: x [valid_cols] is read once, y [cols] written once; y may be x, since every column is read by

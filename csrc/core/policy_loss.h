@@ -22,30 +22,47 @@
 #include <cmath>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define MGRPO_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define MGRPO_HOST_DEVICE inline
-#endif
+#include "core/host_device.h"
 
 namespace mgrpo {
 
-enum class Surrogate { kPpoClip, kCispo, kReinforce };
+// Each enum ends with the number of its values; Python's names for them stand in the same order in
+// mgrpo/ops/settings.py.
+enum class Surrogate { kPpoClip, kCispo, kReinforce, kCount };
 // kSequence: the ratio is e^seq_log_ratio, which has a gradient of its own. kSequenceToken: that value, but its
 // gradient is the one of each token's log-probability.
-enum class RatioLevel { kToken, kSequence, kSequenceToken };
+enum class RatioLevel { kToken, kSequence, kSequenceToken, kCount };
+enum class KlEstimator { k0, k1, k2, k3, kCount };
+
+// Every setting, as (type, name), in the order in which the op takes their values: the only list of them in C++.
+//   clip_low, clip_high   bounds of the ratio
+//   delta, dual_clip      0: off
+//   rho_*                 0: off
+#define MGRPO_POLICY_SETTINGS(X) \
+  X(Surrogate, surrogate)        \
+  X(RatioLevel, ratio_level)     \
+  X(float, clip_low)             \
+  X(float, clip_high)            \
+  X(float, delta)                \
+  X(float, dual_clip)            \
+  X(float, beta)                 \
+  X(KlEstimator, kl_estimator)   \
+  X(bool, kl_bias_correction)    \
+  X(bool, use_rho)               \
+  X(float, rho_clamp_low)        \
+  X(float, rho_clamp_high)       \
+  X(float, rho_mask_low)         \
+  X(float, rho_mask_high)
 
 struct PolicyConfig {
-  Surrogate surrogate;
-  RatioLevel ratio_level;
-  float clip_low, clip_high;  // bounds of the ratio
-  float delta, dual_clip;     // 0: off
-  float beta;
-  int64_t kl_estimator;
-  bool kl_bias_correction;
-  bool use_rho;
-  float rho_clamp_low, rho_clamp_high, rho_mask_low, rho_mask_high;  // 0: off
+#define MGRPO_FIELD(Type, name) Type name;
+  MGRPO_POLICY_SETTINGS(MGRPO_FIELD)
+#undef MGRPO_FIELD
 };
+
+#define MGRPO_NAME(Type, name) #name,
+constexpr const char* kSettingNames[] = {MGRPO_POLICY_SETTINGS(MGRPO_NAME)};
+#undef MGRPO_NAME
 
 // What is added up over the trained tokens of a sequence; the last one is a maximum.
 enum Column {
@@ -182,13 +199,13 @@ MGRPO_HOST_DEVICE Dual kl_estimate(const PolicyConfig& config, Dual r, float log
   sums[kKl3] = r.value * x;
   Dual kl{};
   switch (config.kl_estimator) {
-    case 0:
+    case KlEstimator::k0:
       kl = {x, slope, 0.f};
       break;
-    case 1:
+    case KlEstimator::k1:
       kl = {0.5f * x * x, slope * x, 0.f};
       break;
-    case 2:
+    case KlEstimator::k2:
       kl = {e + x, slope * -e, 0.f};
       break;
     default:
@@ -197,8 +214,8 @@ MGRPO_HOST_DEVICE Dual kl_estimate(const PolicyConfig& config, Dual r, float log
   if (!config.kl_bias_correction) return kl;
   // Where the ratio is the token's own, the e^-d of the two terms cancel and leave d r, of which fp32 keeps nothing
   // when e^-d is large: they are taken together.
-  const float d_token = config.kl_estimator == 2 ? e * (r.d_token - slope * r.value) + x * r.d_token
-                                                 : kl.d_token * r.value + kl.value * r.d_token;
+  const float d_token = config.kl_estimator == KlEstimator::k2 ? e * (r.d_token - slope * r.value) + x * r.d_token
+                                                               : kl.d_token * r.value + kl.value * r.d_token;
   return {kl.value * r.value, d_token, kl.d_seq * r.value + kl.value * r.d_seq};
 }
 

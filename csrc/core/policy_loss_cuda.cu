@@ -22,11 +22,10 @@ __device__ __forceinline__ float fold_warp_max(float value) {
   return value;
 }
 
-// One block owns one sequence; its threads walk the tokens at stride kThreads, one pass, about 32 bytes a token.
+// One block owns one sequence; its threads walk the tokens at stride kThreads, one pass, about 32 bytes per token.
 //   1. Each token's gradient is written, its columns are added to the thread's own sums, in registers.
-//   2. Warps fold by shuffles, then one thread a column adds the warps in their order. No atomics: the same bits in
-//   every
-//      run, whatever else is in the pack.
+//   2. Warps fold by shuffles, then one thread per column adds the warps in their order. There are no atomics: the
+//      result is the same bit by bit from run to run, whatever else is in the pack.
 __global__ void __launch_bounds__(kThreads) policy_loss_kernel(const PolicyLossArgs args) {
   const int64_t s = blockIdx.x;
   const int thread = static_cast<int>(threadIdx.x);

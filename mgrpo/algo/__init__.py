@@ -1,29 +1,39 @@
-"""The mathematics of GRPO on plain tensors: advantages, filters, KL penalty, policy loss, entropy, and their metrics.
+"""The mathematics of GRPO on plain tensors: advantages, filters, KL penalty, losses, entropy, and their metrics.
 
-Owns formulas only. Ranks, reductions, micro-batches and files belong to the callers: a sum and a denominator leave this
-room, so that the result does not depend on how the tokens were cut up.
+Owns formulas only. Ranks, reductions, micro-batches and files belong to the callers: sums and a denominator leave this
+room, so that the result does not depend on how the tokens were divided.
 """
 
 from mgrpo.algo.advantage import advantages
+from mgrpo.algo.aggregation import local_denominators, loss_denominator
 from mgrpo.algo.entropy import AdaptiveEntropy, entropy_bonus, entropy_threshold, top_entropy_keep
 from mgrpo.algo.filters import has_spread, solved_for_good
+from mgrpo.algo.inputs import LossFunction, LossInputs, PolicyLoss
 from mgrpo.algo.kl import kl_penalty
-from mgrpo.algo.loss import PolicyLoss, loss_denominator, policy_loss
-from mgrpo.algo.metrics import maxima_names, metric_names, reduce_metrics
+from mgrpo.algo.loss import policy_loss
+from mgrpo.algo.metrics import MetricSums, add_metrics, metric_sums, reduce_metrics
+from mgrpo.algo.own_loss import load_loss, loss_problems, loss_remarks
 from mgrpo.config.loss import LossConfig
 
 __all__ = [
     "AdaptiveEntropy",
     "LossConfig",
+    "LossFunction",
+    "LossInputs",
+    "MetricSums",
     "PolicyLoss",
+    "add_metrics",
     "advantages",
     "entropy_bonus",
     "entropy_threshold",
     "has_spread",
     "kl_penalty",
+    "load_loss",
+    "local_denominators",
     "loss_denominator",
-    "maxima_names",
-    "metric_names",
+    "loss_problems",
+    "loss_remarks",
+    "metric_sums",
     "policy_loss",
     "reduce_metrics",
     "solved_for_good",

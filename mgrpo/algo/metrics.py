@@ -1,4 +1,4 @@
-"""What the policy loss reports, in a form that adds up over micro-batches and ranks.
+"""What a loss reports, in a form that adds up over micro-batches and ranks.
 
 A metric is a pair (sum over trained tokens, number of tokens in that sum). Pairs are added, and divided once at the end,
 so every token weighs the same wherever it was computed. A pair with count 0 was not measured and is not logged.
@@ -6,16 +6,15 @@ so every token weighs the same wherever it was computed. A pair with count 0 was
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mgrpo import ops
-from mgrpo.algo.correction import RHO_COLUMNS
-from mgrpo.config.loss import LossConfig
 
 _RATIO, _RATIO_VAR = "val/ratio", "val/ratio_var"
 _MISMATCH, _MISMATCH_STD = "debug/vllm_vs_local_logprob_diff_mean", "debug/vllm_vs_local_logprob_diff_std"
@@ -46,38 +45,57 @@ _COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
     "val/rho_drop_high_frac": (("rho_dropped_high",), "count"),
 }
 """Which columns of `ops.policy_loss`'s sums make a metric's sum, and which its count."""
-_NAMES = (*_COLUMNS, _KEPT_OUT)
-_MAXIMA = ("debug/vllm_vs_local_logprob_diff_max",)
+METRICS = (*_COLUMNS, _KEPT_OUT)
+"""Keys of `PolicyLoss.metrics`; a user's function adds its own."""
+MAXIMA = ("debug/vllm_vs_local_logprob_diff_max",)
+"""Keys of `PolicyLoss.maxima`."""
+KL = frozenset(("kl0", "kl1", "kl2", "kl3"))
+RHO = frozenset(("rho", "rho_clamped", "rho_dropped_low", "rho_dropped_high"))
+SURROGATE = frozenset(("policy", "penalty", "clipped_low", "clipped_high", "bounded"))
+"""Groups of columns that a call may not measure."""
 
 
-def metric_names(config: LossConfig) -> tuple[str, ...]:
-    """Keys of `PolicyLoss.metrics` in their order: what a rank without a loss fills with zeros to join the reduction.
+class MetricSums(NamedTuple):
+    """Metrics of some tokens by name, as plain numbers; made of lists and dictionaries, so that JSON can carry it."""
 
-    Whether a reference or rollout logprobs were given does not change the names, only the counts.
-    """
-    return _NAMES
+    sums: Mapping[str, list[float]]
+    """Name -> [sum, count]."""
+    maxima: Mapping[str, float]
 
 
-def maxima_names(config: LossConfig) -> tuple[str, ...]:
-    """Keys of `PolicyLoss.maxima` in their order; the value that joins a maximum without changing it is -inf."""
-    return _MAXIMA
+def metric_sums(metrics: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> MetricSums:
+    """From a `PolicyLoss`; waits for the device."""
+    pairs = torch.stack(list(metrics.values())).double().tolist()
+    return MetricSums(
+        dict(zip(metrics, pairs, strict=True)), {name: float(largest) for name, largest in maxima.items()}
+    )
+
+
+def add_metrics(parts: Iterable[MetricSums]) -> MetricSums:
+    """The metrics of all tokens, from those of parts of them in a fixed order; a name may be absent from some parts."""
+    sums: dict[str, list[float]] = {}
+    maxima: dict[str, float] = {}
+    for part in parts:
+        for name, (total, count) in part.sums.items():
+            before = sums.get(name, [0.0, 0.0])
+            sums[name] = [before[0] + total, before[1] + count]
+        for name, largest in part.maxima.items():
+            # Not max(): NaN must get through.
+            maxima[name] = float(np.maximum(maxima.get(name, -np.inf), largest))
+    return MetricSums(sums, maxima)
 
 
 def reduce_metrics(
-    sums: Mapping[str, Tensor] | Tensor | np.ndarray, maxima: Mapping[str, Tensor] | None = None
+    sums: Mapping[str, Tensor] | Mapping[str, list[float]],
+    maxima: Mapping[str, Tensor] | Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Logged names and values, from pairs that were already added over micro-batches and ranks.
 
     Args:
-        sums: name -> `[2]` (sum, count), further names of the caller's own allowed; or `[metrics, 2]` in the order of
-            `metric_names`.
+        sums: name -> `[2]` (sum, count); names beyond `METRICS` are allowed.
         maxima: name -> scalar.
     """
-    if isinstance(sums, Mapping):
-        pairs = {name: (float(pair[0]), float(pair[1])) for name, pair in sums.items()}
-    else:
-        assert tuple(sums.shape) == (len(_NAMES), 2), f"sums must be [{len(_NAMES)}, 2], got {list(sums.shape)}"
-        pairs = {name: (total, count) for name, (total, count) in zip(_NAMES, sums.tolist(), strict=True)}
+    pairs = {name: (float(pair[0]), float(pair[1])) for name, pair in sums.items()}
     logged = {name: total / count for name, (total, count) in pairs.items() if count > 0}
     if _RATIO_VAR in logged:
         # The pair holds squares of (ratio - 1), not of the ratio: near 1 the difference of two squares would cancel.
@@ -92,37 +110,41 @@ def reduce_metrics(
 
 @torch.no_grad()
 def summarise(
-    sums: Tensor, *, has_reference: bool, use_rho: bool, rho_sums: Tensor | None, keep: Tensor | None, mask: Tensor
+    sums: Tensor,
+    *,
+    unmeasured: frozenset[str],
+    rho_sums: Mapping[str, Tensor] | None = None,
+    keep: Tensor | None,
+    mask: Tensor,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Pairs and maxima of one call of the loss, from the sums `[num_seqs, columns]` that the op gave.
 
     Args:
-        rho_sums: those of `RHO_COLUMNS` where the op did not compute them; None: it did.
+        unmeasured: columns that mean nothing in this call.
+        rho_sums: column -> scalar where the op did not compute it; None: it did.
         keep, mask: `[tokens]`.
     """
     totals = torch.cat((sums[:, :-1].sum(0), sums.new_zeros(1)))
-    if rho_sums is not None:
-        first = ops.COLUMNS.index(RHO_COLUMNS[0])
-        totals[first : first + len(RHO_COLUMNS)] = rho_sums
+    for name, total in (rho_sums or {}).items():
+        totals[ops.COLUMNS.index(name)] = total
     largest = torch.cat((sums[:, -1], sums.new_full((1,), -torch.inf))).amax()
     # Picked, not multiplied by 0 and 1: one column that is not finite must not take the others along.
-    pairs = totals[_choice(has_reference, use_rho, sums.device)].sum(-1)
+    pairs = totals[_choice(unmeasured, sums.device)].sum(-1)
     dropped = mask.new_zeros(2) if keep is None else torch.stack(((mask * (keep == 0)).sum(), mask.sum()))
     pairs = torch.cat((pairs, dropped[None])).float()
-    return dict(zip(_NAMES, pairs.unbind(), strict=True)), dict(zip(_MAXIMA, (largest.float(),), strict=True))
+    return dict(zip(METRICS, pairs.unbind(), strict=True)), dict(zip(MAXIMA, (largest.float(),), strict=True))
 
 
 @cache
-def _choice(has_reference: bool, use_rho: bool, device: torch.device) -> Tensor:
+def _choice(unmeasured: frozenset[str], device: torch.device) -> Tensor:
     """Which columns to add up for each metric's sum and count, `[metrics, 2, 2]`; the column behind the last one is 0.
 
     What was not measured has count 0.
     """
     none = len(ops.COLUMNS) - 1
     choice = torch.full((len(_COLUMNS), 2, 2), none)
-    for number, (name, (parts, count)) in enumerate(_COLUMNS.items()):
-        if (name.startswith("objective/kl") and not has_reference) or (name.startswith("val/rho") and not use_rho):
-            continue
-        choice[number, 0, : len(parts)] = torch.tensor([ops.COLUMNS.index(part) for part in parts])
-        choice[number, 1, 0] = ops.COLUMNS.index(count)
+    for number, (parts, count) in enumerate(_COLUMNS.values()):
+        if unmeasured.isdisjoint(parts):
+            choice[number, 0, : len(parts)] = torch.tensor([ops.COLUMNS.index(part) for part in parts])
+            choice[number, 1, 0] = ops.COLUMNS.index(count)
     return choice.to(device)

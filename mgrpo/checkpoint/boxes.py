@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from mgrpo.layout import least_loaded
 from mgrpo.models.table import Box, Shape
 
 
@@ -30,7 +31,7 @@ def assign(holdings: Sequence[Sequence[tuple[str, Box]]], itemsizes: Mapping[str
         return len(holders[item]) > 1, -box.size * itemsizes[kind], kind, box.name, box.start
 
     for item in sorted(holders, key=order):
-        writer = min(holders[item], key=lambda rank: (load[rank], rank))
+        writer = least_loaded(holders[item], load)
         load[writer] += item[1].size * itemsizes[item[0]]
         chosen[writer].append(holders[item][writer])
     return [sorted(indices) for indices in chosen]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from pathlib import Path
@@ -24,10 +23,8 @@ from mgrpo.checkpoint.folder import (
 )
 from mgrpo.checkpoint.manifest import DamagedCheckpoint, Manifest, PieceRecord, TensorRecord
 from mgrpo.checkpoint.mapped import MappedFiles
-from mgrpo.checkpoint.shard import CODES, DTYPES
+from mgrpo.checkpoint.shard import CODES, DTYPES, sha256_of
 from mgrpo.models.table import Box, Shape
-
-_CHUNK_BYTES = 16 << 20
 
 
 def open_checkpoint(path: str | Path, *, cache: str | Path | None = None) -> Checkpoint:
@@ -176,14 +173,11 @@ class Checkpoint:
             raise self._damaged(f"{name} is {how}, {found} bytes of {expected}")
 
     def _check_sum(self, name: str, path: Path) -> None:
-        digest = hashlib.sha256()
         try:
-            with open(path, "rb") as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    digest.update(chunk)
+            found = sha256_of(path)
         except OSError as err:
             raise self._damaged(f"{name} cannot be read: {err}") from err
-        if digest.hexdigest() != self._manifest.files[name].sha256:
+        if found != self._manifest.files[name].sha256:
             raise self._damaged(f"{name} has changed, its checksum is not the one it was written with")
 
     def _damaged(self, what: str) -> DamagedCheckpoint:

@@ -145,7 +145,7 @@ class Saver:
         """This rank's files; `written` gets their names as they come into being."""
         files: dict[str, FileRecord] = {}
         records: list[PartRecord] = []
-        for number, parts in enumerate(split(save.parts, self.file_bytes)):
+        for number, parts in enumerate(split(save.parts, self.file_bytes, size=lambda part: part.tensor.nbytes)):
             name = f"shard-{self.rank:05d}-{number}-{save.attempt}.safetensors"
             written.append(name)
             with folder.create(name) as stream:

@@ -12,7 +12,8 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
@@ -21,7 +22,7 @@ from mgrpo.checkpoint.manifest import FileRecord, PartRecord, PieceRecord
 from mgrpo.models.table import Box, Shape
 
 FILE_BYTES = 4 << 30
-"""Size of a file, unless one part alone is larger."""
+"""Most bytes of tensors in a file, unless one tensor alone is larger."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,6 +40,7 @@ DTYPES = {
 """safetensors' names of the types that may be stored."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK_BYTES = 16 << 20
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,16 +77,25 @@ class Hashed:
         return FileRecord(num_bytes=self._num_bytes, sha256=self._digest.hexdigest())
 
 
-def split(parts: Sequence[Part], file_bytes: int) -> list[list[Part]]:
-    """The parts of each file: in order, as many as `file_bytes` hold, at least one."""
-    files: list[list[Part]] = []
+def sha256_of(path: Path) -> str:
+    """Checksum of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def split(items: Iterable[Item], file_bytes: int, *, size: Callable[[Item], int]) -> list[list[Item]]:
+    """The items of each file: in order, as many as `file_bytes` hold, at least one."""
+    files: list[list[Item]] = []
     room = 0
-    for part in parts:
-        if part.tensor.nbytes > room or not files:
+    for item in items:
+        if size(item) > room or not files:
             files.append([])
             room = file_bytes
-        files[-1].append(part)
-        room -= part.tensor.nbytes
+        files[-1].append(item)
+        room -= size(item)
     return files
 
 
@@ -116,7 +127,8 @@ def write_tensors(
     """
     # Widest type first: then each tensor begins at a multiple of its type's size, which readers rely on.
     names = sorted(headers, key=lambda name: -headers[name][0].itemsize)
-    offset, header = 0, {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    header: dict[str, dict[str, Any]] = {"__metadata__": dict(metadata)} if metadata else {}
     for name in names:
         dtype, shape = headers[name]
         end = offset + dtype.itemsize * math.prod(shape)

@@ -1,7 +1,7 @@
 """Prepared data on disk: folders named by a hash of all that they were made of, whole or not there at all.
 
-A folder is built under a temporary name and renamed; it lists its files with their sizes and checksums, so that one that
-was damaged is noticed, and built again. Any folder may be deleted at any time.
+A folder is built under a temporary name and renamed. It lists its files with their sizes and checksums, so that a damaged one is
+noticed and built again. Any folder may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 import uuid
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +49,23 @@ class Cache:
         _log.warning("prepared data in %s are damaged (%s) and made again", folder, problem)
         return None
 
-    def new_folder(self) -> Path:
-        """An empty folder to build in, for `keep`."""
-        return _new_folder(self._place())
-
-    def keep(self, folder: Path, kind: str, key: Mapping[str, Any]) -> Path:
-        """Make what was built in `folder` the one for `key`; returns where it is now.
+    def make(self, kind: str, key: Mapping[str, Any], write: Callable[[Path], object]) -> Path:
+        """Have `write` fill an empty folder and make it the one for `key`; returns where it is now.
 
         Another run may have built the same in the meantime: then that one is used.
         """
-        files = {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(folder.iterdir())}
-        (folder / _MANIFEST).write_text(json.dumps({"made_of": _plain(key), "files": files}, indent=1))
-        if self._skip or folder.parent != self._root:
-            return folder
-        final = self._folder(kind, key)
+        parent = self._parent()
+        folder = _new_folder(parent)
+        try:
+            write(folder)
+            files = {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(folder.iterdir())}
+            (folder / _MANIFEST).write_text(json.dumps({"made_of": _plain(key), "files": files}, indent=1))
+            return folder if parent != self._root else self._keep(folder, self._folder(kind, key), key)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _keep(self, folder: Path, final: Path, key: Mapping[str, Any]) -> Path:
         for _ in range(10):
             try:
                 folder.rename(final)
@@ -83,8 +86,8 @@ class Cache:
     def _folder(self, kind: str, key: Mapping[str, Any]) -> Path:
         return self._root / f"{kind}-{digest(key)[:20]}"
 
-    def _place(self) -> Path:
-        """Where folders are built: beside the finished ones, or in one that goes with this object."""
+    def _parent(self) -> Path:
+        """Where folders are built: beside the finished ones, or in a folder that is deleted with this object."""
         if self._scratch is None:
             is_usable = self._is_usable()
             if is_usable and not self._skip:
@@ -126,7 +129,7 @@ def digest(value: object) -> str:
 
 
 def _new_folder(parent: Path) -> Path:
-    # Not mkdtemp's, which only its owner may read: a cache may be shared.
+    # Not mkdtemp, which makes folders that only their owner may read: a cache may be shared.
     folder = parent / f"{_UNFINISHED}{uuid.uuid4().hex}"
     folder.mkdir()
     return folder

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 PROMPT = "prompt"
 VERIFIERS = "dataset"
 
-Message = dict[str, object]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,7 @@ class Contract:
         prompt = self._given(record)
         if isinstance(prompt, str):
             return prompt
+        assert isinstance(prompt, list)
         # Tables give every message the keys of all others, with null.
         messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
         return messages[:-1] if len(messages) > 1 and messages[-1]["role"] == "assistant" else messages
@@ -157,4 +159,4 @@ def _plain(value: object) -> object:
         return str(value)
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} is no JSON value")
+    raise TypeError(f"{type(value).__name__} is not a JSON value")

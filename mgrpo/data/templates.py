@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.data.builtin_templates import TEMPLATES
+from mgrpo.data.rows import Message
 
 NAMES: tuple[str, ...] = tuple(TEMPLATES)
 
@@ -37,8 +38,6 @@ _NOT_FOR_TEMPLATES = frozenset(
         "truncation",
     }
 )
-
-Message = Mapping[str, Any]
 
 
 def check_name(name: str) -> None:

@@ -11,8 +11,8 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,9 @@ import torch
 from mgrpo.checkpoint.boxes import described
 from mgrpo.checkpoint.manifest import DamagedCheckpoint
 from mgrpo.checkpoint.reader import open_checkpoint
-from mgrpo.config import Config
-from mgrpo.config.model_rules import model_problems
-from mgrpo.config.schema import Parallel
+from mgrpo.checkpoint.shard import FILE_BYTES
 from mgrpo.layout import Layout
 from mgrpo.model_io.hf_folder import (
-    FILE_BYTES,
     MEGATRON,
     HfFolder,
     carry,
@@ -37,11 +34,12 @@ from mgrpo.model_io.hf_folder import (
     write_hf,
 )
 from mgrpo.model_io.megatron_folder import MegatronFolder, is_megatron_folder, stored_bytes, write_megatron
-from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
+from mgrpo.models.cuts import layout_problems
+from mgrpo.models.family import ModelShape, read_hf_config, shape_of
+from mgrpo.models.memory import DTYPE_BYTES
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.policy.weights import Read
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCE = 1e-3
 """Share of the largest logit by which rounding may set two float32 models apart."""
 MASTER = "master"
@@ -65,7 +63,7 @@ def hf_to_megatron(
     hf = Path(hf)
     config = read_hf_config(hf)
     shape = shape_of(config)
-    if problems := list(_layout_problems(config, shape, layout)):
+    if problems := layout.problems() or list(layout_problems(config, layout)):
         raise ValueError("; ".join(problems))
     with new_folder(Path(out)) as folder:
         source = HfFolder(hf, shape)
@@ -151,14 +149,15 @@ def _run_source(path: str | Path, hf: str | Path | None) -> _Source:
     checkpoint.verify()
     config = read_hf_config(beside)
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in DTYPES:
-        raise ValueError(f"the config.json in {beside} has dtype {name!r}; choose one of {', '.join(DTYPES)}: --dtype")
+    if name not in DTYPE_BYTES:
+        choices = ", ".join(DTYPE_BYTES)
+        raise ValueError(f"the config.json in {beside} has dtype {name!r}; choose one of {choices}: --dtype")
     shape, read = shape_of(config), partial(checkpoint.read, MASTER)
     boxes = [Box(name, (0,) * len(full), full) for name, full in hf_tensors(shape).items()]
     return _Source(
         beside=beside,
         shape=shape,
-        dtypes=dict.fromkeys(hf_tensors(shape), DTYPES[name]),
+        dtypes=dict.fromkeys(hf_tensors(shape), getattr(torch, name)),
         read=read,
         boxes=lambda: ((box, read(box)) for box in boxes),
     )
@@ -174,56 +173,6 @@ def _check_same(tensors: Mapping[str, Shape], path: str | Path, beside: Path) ->
                 f"{path} holds another model than the config.json in {beside} describes: {name} is {found} instead of "
                 f"{wanted}; give the model's own folder: --hf DIR"
             )
-
-
-def _layout_problems(config: HfConfig, shape: ModelShape, layout: Layout) -> Iterator[str]:
-    """Why the model cannot be laid out so, one sentence each."""
-    if problems := layout.problems():
-        yield from problems
-        return
-    parallel = Parallel(tensor_model_parallel_size=layout.tensor)
-    about_model = model_problems(replace(Config(), parallel=parallel), config)
-    # Every size that it does not divide makes a sentence, all with the same choices.
-    yield from [problem for problem in about_model if problem.startswith("tensor_model_parallel_size=")][:1]
-    yield from _stage_problems(shape.num_layers, layout)
-    if layout.expert > 1 and shape.experts is None:
-        yield f"expert_model_parallel_size={layout.expert} needs a model with experts; use 1"
-    elif shape.experts is not None and shape.experts.count % layout.expert:
-        yield (
-            f"expert_model_parallel_size={layout.expert} does not divide the model's {shape.experts.count} experts; choose "
-            f"from {_divisors(shape.experts.count)}"
-        )
-
-
-def _stage_problems(layers: int, layout: Layout) -> Iterator[str]:
-    ends = {
-        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
-    }
-    given = {flag: size for flag, size in ends.items() if size is not None}
-    if given:
-        middle, rest = layout.pipeline - len(given), layers - sum(given.values())
-        if rest < middle or (rest % middle if middle else rest):
-            yield (
-                f"{' and '.join(f'{flag}={size}' for flag, size in given.items())} leave {rest} of {layers} layers to {middle} "
-                "other pipeline stages, which take equally many, at least one each"
-            )
-        return
-    if layers % layout.pipeline:
-        yield (
-            f"pipeline_model_parallel_size={layout.pipeline} does not divide num_hidden_layers={layers}; choose from "
-            f"{_divisors(layers)}, or give num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
-        )
-    elif layers % (layout.pipeline * layout.virtual_pipeline):
-        yield (
-            f"virtual_pipeline_model_parallel_size={layout.virtual_pipeline} x pipeline_model_parallel_size="
-            f"{layout.pipeline} does not divide num_hidden_layers={layers}; choose it from "
-            f"{_divisors(layers // layout.pipeline)}"
-        )
-
-
-def _divisors(number: int) -> str:
-    return f"{{{', '.join(str(size) for size in range(1, number + 1) if number % size == 0)}}}"
 
 
 class _Report:
@@ -347,9 +296,9 @@ def megatron_to_hf_command(argv: Sequence[str], *, prog: str) -> int:
     parser.add_argument(
         "--hf", metavar="DIR", help="folder with config.json and tokenizer; default what the checkpoint brings or names"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="type of the written weights; default the model's own")
+    parser.add_argument("--dtype", choices=DTYPE_BYTES, help="type of the written weights; default the model's own")
     args = parser.parse_args(argv)
-    dtype = args.dtype and DTYPES[args.dtype]
+    dtype = args.dtype and getattr(torch, args.dtype)
     return _run(prog, partial(megatron_to_hf, args.checkpoint, args.out, hf=args.hf, dtype=dtype, **_common(args)))
 
 

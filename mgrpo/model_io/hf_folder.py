@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,13 +19,11 @@ from safetensors import SafetensorError
 
 from mgrpo.checkpoint.folder import LocalFolder
 from mgrpo.checkpoint.mapped import MappedFiles
-from mgrpo.checkpoint.shard import write_tensors
+from mgrpo.checkpoint.shard import FILE_BYTES, split, write_tensors
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.policy.weights import Read, tensor_files
 
-FILE_BYTES = 1 << 30
-"""Size of a file of weights, unless one tensor alone is larger."""
 INDEX, MEGATRON = "model.safetensors.index.json", "megatron.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BLOCK_BYTES = 2 << 20
@@ -35,7 +33,7 @@ _TEMPLATES = "additional_chat_templates"
 
 Header = tuple[torch.dtype, Shape]
 Tell = Callable[[int], object]
-"""Is told how many bytes more are written."""
+"""Called with the number of bytes that were written since the last call."""
 
 
 class HfFolder:
@@ -107,7 +105,7 @@ def write_hf(
     file_bytes: int = FILE_BYTES,
     tell: Tell = lambda num_bytes: None,
 ) -> None:
-    """Write weights to a folder, with an index when one file does not hold them. A block of rows at a time is in memory.
+    """Write a model's weights to a folder. A block of rows at a time is in memory.
 
     Args:
         read: gives each tensor's values, which are rounded to its type in `dtypes` where they have another.
@@ -120,8 +118,23 @@ def write_hf(
             tell(block.nbytes)
             yield block
 
-    files = bounded_files(tensors, file_bytes)
-    weight_map = {}
+    write_weights(tensors, values, folder, file_bytes=file_bytes)
+
+
+def write_weights(
+    tensors: Mapping[str, Header],
+    values: Callable[[str], Iterable[torch.Tensor]],
+    folder: Path,
+    *,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write tensors to the files of a Hugging Face folder, with an index when one file does not hold them.
+
+    Args:
+        values: gives a tensor in blocks of rows, each of which is written before the next is asked for.
+    """
+    files = split(tensors, file_bytes, size=lambda name: header_bytes(tensors[name]))
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         with LocalFolder(folder).create(file) as stream:
@@ -146,17 +159,9 @@ def header_bytes(header: Header) -> int:
     return header[0].itemsize * Box("", (), header[1]).size
 
 
-def bounded_files(tensors: Mapping[str, Header], file_bytes: int) -> list[list[str]]:
-    """Names of each file's tensors: in order, as many as `file_bytes` hold, at least one."""
-    files: list[list[str]] = []
-    room = 0
-    for name, header in tensors.items():
-        if header_bytes(header) > room or not files:
-            files.append([])
-            room = file_bytes
-        files[-1].append(name)
-        room -= header_bytes(header)
-    return files
+def dtype_name(dtype: torch.dtype) -> str:
+    """What config.json calls a type."""
+    return str(dtype).removeprefix("torch.")
 
 
 def carry(source: Path, folder: Path, *, dtype: torch.dtype | None = None) -> None:
@@ -172,9 +177,9 @@ def carry(source: Path, folder: Path, *, dtype: torch.dtype | None = None) -> No
         shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
     if dtype is not None:
         config = json.loads((folder / "config.json").read_text())
-        name = str(dtype).removeprefix("torch.")
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-        (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, name), indent=2) + "\n")
+        config |= dict.fromkeys(keys, dtype_name(dtype))
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 @contextlib.contextmanager

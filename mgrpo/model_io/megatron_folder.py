@@ -13,7 +13,6 @@ all else is in those of ep_00.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections import Counter
@@ -28,17 +27,16 @@ import torch
 from mgrpo.checkpoint.boxes import covers
 from mgrpo.checkpoint.folder import LocalFolder
 from mgrpo.checkpoint.mapped import MappedFiles
-from mgrpo.checkpoint.shard import CODES, write_tensors
+from mgrpo.checkpoint.shard import CODES, FILE_BYTES, sha256_of, split, write_tensors
 from mgrpo.layout import Layout
-from mgrpo.model_io.hf_folder import FILE_BYTES, MEGATRON, Tell, bounded_files, header_bytes, row_blocks
+from mgrpo.model_io.hf_folder import MEGATRON, Tell, dtype_name, header_bytes, row_blocks
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, LocalParameter, Shape, hf_tensors, local_parameters
-from mgrpo.policy.weights import Read, checkpoint_reader
+from mgrpo.policy.weights import Read, hf_reader
 
 VERSION = 1
 _AXES = ("tensor", "pipeline", "expert", "virtual_pipeline", "first_stage_layers", "last_stage_layers")
 """What of a layout decides who holds which weights."""
-_CHUNK_BYTES = 16 << 20
 
 
 def stem(*, tensor: int, pipeline: int, expert: int) -> str:
@@ -117,19 +115,19 @@ def write_megatron(
     places: dict[str, dict[str, str]] = {}
     for own, parameters in stored.items():
         headers = {name: (kept[name], parameter.shape) for name, parameter in parameters.items()}
-
+        sizes = {name: header_bytes(header) for name, header in headers.items()}
         places[own] = {}
-        for number, names in enumerate(bounded_files(headers, file_bytes)):
+        for number, names in enumerate(split(headers, file_bytes, size=sizes.__getitem__)):
             file = f"{own}-{number}.safetensors"
             with LocalFolder(folder).create(file) as stream:
                 chosen = {name: headers[name] for name in names}
-                record = write_tensors(stream, chosen, partial(_blocks, parameters, kept, read, tell))
-            files[file] = {"bytes": record.num_bytes, "sha256": record.sha256}
+                written = write_tensors(stream, chosen, partial(_blocks, parameters, kept, read, tell))
+            files[file] = {"bytes": written.num_bytes, "sha256": written.sha256}
             places[own] |= dict.fromkeys(names, file)
     record = {
         "version": VERSION,
         "layout": {axis: getattr(layout, axis) for axis in _AXES},
-        "dtype": str(Counter(dtypes.values()).most_common(1)[0][0]).removeprefix("torch."),
+        "dtype": dtype_name(Counter(dtypes.values()).most_common(1)[0][0]),
         "model": asdict(shape),
         "files": files,
         "parameters": places,
@@ -157,9 +155,7 @@ def _parameter_dtypes(
                 sources.setdefault(name, {}).setdefault(dtypes[piece.box.name], piece.box.name)
     for name, by_dtype in sources.items():
         if len(by_dtype) > 1:
-            found = " and ".join(
-                f"{source} is {str(dtype).removeprefix('torch.')}" for dtype, source in by_dtype.items()
-            )
+            found = " and ".join(f"{source} is {dtype_name(dtype)}" for dtype, source in by_dtype.items())
             raise ValueError(
                 f"{found}, but both are parts of Megatron's {name}, which has one type; give them the same"
             )
@@ -206,7 +202,7 @@ def megatron_reader(folder: str | Path, shape: ModelShape) -> Read:
 
 def model_reader(folder: str | Path, shape: ModelShape) -> Read:
     """Reads boxes of HF tensors from a model's folder, Hugging Face's or Megatron's; ValueError as for either."""
-    return (megatron_reader if is_megatron_folder(folder) else checkpoint_reader)(folder, shape)
+    return (megatron_reader if is_megatron_folder(folder) else hf_reader)(folder, shape)
 
 
 class MegatronFolder:
@@ -266,11 +262,7 @@ class MegatronFolder:
     def check_sums(self) -> None:
         """Compare every file with its checksum; ValueError when one has changed since it was written."""
         for name, (_, expected) in self._files.items():
-            digest = hashlib.sha256()
-            with open(self.path / name, "rb") as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    digest.update(chunk)
-            if digest.hexdigest() != expected:
+            if sha256_of(self.path / name) != expected:
                 raise self._damaged(f"{name} has changed, its checksum is not the one it was written with")
 
     def _record(self) -> dict[str, Any]:

@@ -265,6 +265,9 @@ def shape_of(hf: HfConfig) -> ModelShape:
     missing = [key for key in needed if key not in hf]
     if missing:
         raise ValueError(f"config.json of a {name} model lacks {', '.join(missing)}")
+    wrong = [f"{key}={hf[key]!r}" for key in needed if not isinstance(hf[key], int) or hf[key] < 1]
+    if wrong:
+        raise ValueError(f"config.json of a {name} model has {', '.join(wrong)}; expected whole numbers above 0")
     try:
         fields, layer_types = family.fields(hf), family.layer_types(hf)
     except KeyError as err:

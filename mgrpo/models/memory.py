@@ -12,7 +12,6 @@ from functools import lru_cache
 from itertools import chain
 from typing import Literal
 
-from mgrpo.config.schema import Parallel
 from mgrpo.layout import VOCAB_MULTIPLE, Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import local_parameters
@@ -126,7 +125,8 @@ def state_bytes(
     dtype_bytes: int,
     has_reference: bool = False,
     reference_moves: bool = False,
-    settings: Parallel | None = None,
+    moment_bytes: int = 2 * FP32_BYTES,
+    offload_fraction: float = 0.0,
 ) -> StateBytes:
     """One rank of a pipeline stage under `layout.zero_stage` (ZeRO, arXiv:1910.02054).
 
@@ -135,10 +135,10 @@ def state_bytes(
 
     Args:
         reference_moves: the reference is updated, for which it has an fp32 copy.
-        settings: where the optimizer's states lie and in which type.
+        moment_bytes: of Adam's two moments, per weight.
+        offload_fraction: share of the optimizer's states that lies in host memory.
     """
     held = stage_elements(shape, layout, stage=stage)
-    settings = settings or Parallel()
 
     def share(is_shared: bool) -> int:
         if not is_shared:
@@ -148,8 +148,8 @@ def state_bytes(
     stepped = share(layout.sharding >= 1)
     # Megatron-FSDP keeps an fp32 master of fp32 weights, too.
     has_master = dtype_bytes != FP32_BYTES or layout.sharding >= 2
-    optimizer = stepped * (FP32_BYTES * has_master + _moment_bytes(settings))
-    on_host = int(optimizer * settings.optimizer_offload_fraction) if settings.optimizer_cpu_offload else 0
+    optimizer = stepped * (FP32_BYTES * has_master + moment_bytes)
+    on_host = int(optimizer * offload_fraction)
     return StateBytes(
         parameters=share(layout.sharding == 3) * dtype_bytes,
         gradients=share(layout.sharding >= 2) * FP32_BYTES,
@@ -159,13 +159,6 @@ def state_bytes(
         update=int(stepped * FP32_BYTES * (optimizer - on_host) / optimizer),
         host=on_host,
     )
-
-
-def _moment_bytes(settings: Parallel) -> int:
-    """Of Adam's two moments, a weight."""
-    if settings.use_precision_aware_optimizer:
-        return DTYPE_BYTES[settings.exp_avg_dtype] + DTYPE_BYTES[settings.exp_avg_sq_dtype]
-    return 2 * FP32_BYTES
 
 
 def _unsharded_bytes(shape: ModelShape, layout: Layout, *, stage: int, dtype_bytes: int) -> int:

@@ -7,10 +7,13 @@ from mgrpo.ops.library import build_info
 from mgrpo.ops.linear import linear_logprobs
 from mgrpo.ops.logprobs import token_logprobs
 from mgrpo.ops.loss import policy_loss, segment_mean, segment_sums
-from mgrpo.ops.reference import COLUMNS, per_token
+from mgrpo.ops.reference_loss import per_token
+from mgrpo.ops.settings import COLUMNS, LossSettings, SurrogateFunction
 
 __all__ = [
     "COLUMNS",
+    "LossSettings",
+    "SurrogateFunction",
     "build_info",
     "linear_logprobs",
     "per_token",

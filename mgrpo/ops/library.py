@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import functools
 import warnings
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mgrpo.ops import reference
+from mgrpo.ops.settings import COLUMNS, SETTINGS
 
-try:
-    from mgrpo import _C  # registers torch.ops.mgrpo
-except ImportError as error:  # not built, or built for another Python or an older torch: the message says which
-    _C = None
-    _load_error = str(error)
-else:
-    _load_error = None
+
+def _load() -> tuple[ModuleType | None, str | None]:
+    """The library, whose import registers torch.ops.mgrpo, or why there is none."""
+    try:
+        from mgrpo import _C
+    except ImportError as error:  # not built, or built for another Python or an older torch: the message says which
+        return None, str(error)
+    # The settings of the loss travel as numbers without names.
+    if tuple(getattr(_C, "loss_settings", list)()) != SETTINGS:
+        return None, "it was built from other sources than this Python code"
+    return _C, None
+
+
+_C, _load_error = _load()
 
 
 def build_info() -> dict[str, Any]:
@@ -39,7 +48,7 @@ def ops_for(logits: Tensor) -> Any:
     if logits.dtype == torch.float64:
         return reference
     if _C is None:
-        _warn_once(f"the compiled ops cannot be imported ({_load_error})", "python setup.py build_ext --inplace")
+        _warn_once(f"the compiled ops cannot be used ({_load_error})", "python setup.py build_ext --inplace")
         return reference
     if logits.device.type == "cuda" and not build_info()["cuda_archs"]:
         _warn_once("the compiled ops have no CUDA kernels", "MGRPO_CUDA=1 python setup.py build_ext --inplace")
@@ -77,9 +86,9 @@ def _register_fakes() -> None:
         return None
 
     @torch.library.register_fake("mgrpo::policy_loss")
-    def _(logprobs, old_logprobs, ref, rollout, advantages, weights, keep, cu_seqlens, *settings):
+    def _(logprobs, old_logprobs, ref, rollout, advantages, weights, keep, cu_seqlens, *others):
         num_seqs = cu_seqlens.shape[0] - 1
-        sums = logprobs.new_empty((num_seqs, len(reference.COLUMNS)))
+        sums = logprobs.new_empty((num_seqs, len(COLUMNS)))
         return torch.empty_like(logprobs), logprobs.new_empty(num_seqs), sums
 
     @torch.library.register_fake("mgrpo::segment_sums")

@@ -7,6 +7,7 @@ except the gradient when it is not written in place.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from mgrpo.ops.library import ops_for
 
-# torch 2.13 renamed it; the old name warns there.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed it, and warns about the old name.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def token_logprobs(
@@ -133,12 +134,12 @@ def _gather(stats: Tensor, group: ProcessGroup | None) -> Tensor:
         return stats[None]
     # gloo and NCCL both want the ranks' tensors one above the other, not stacked.
     gathered = stats.new_empty((group.size() * stats.shape[0], stats.shape[1]))
-    torch.distributed.all_gather_into_tensor(gathered, stats, group=group)
+    _all_gather(gathered, stats, group=group)
     return gathered.view(group.size(), *stats.shape)
 
 
 def _cotangents(g_logprobs: Tensor | None, g_entropy: Tensor | None, merged: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What autograd hands to backward, as the ops take it: the entropy's may stay away, and costs less so."""
+    """What autograd hands to backward, as the ops take it; the entropy's may be None, which is cheaper."""
     g_logprobs = torch.zeros_like(merged[0]) if g_logprobs is None else g_logprobs.contiguous()
     return g_logprobs, None if g_entropy is None else g_entropy.contiguous()
 

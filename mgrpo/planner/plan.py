@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mgrpo.config.derived import layout_of
-from mgrpo.config.schema import Config
+from mgrpo.config.schema import Config, Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
-from mgrpo.models.memory import DTYPE_BYTES, StateBytes, choose_logits_chunk, holdings, state_bytes
+from mgrpo.models.memory import DTYPE_BYTES, FP32_BYTES, StateBytes, choose_logits_chunk, holdings, state_bytes
 from mgrpo.planner.activations import StageActivations, logits_working_bytes, stage_activations
 from mgrpo.planner.engine import EngineMemory, GenerationTime, engine_memory, generation_time
 from mgrpo.planner.hardware import GIB, Hardware
@@ -287,7 +287,8 @@ def stage_memory(
             dtype_bytes=dtype_bytes,
             has_reference=has_reference(config),
             reference_moves=config.algorithm.ref_policy_update_freq is not None,
-            settings=settings,
+            moment_bytes=_moment_bytes(settings),
+            offload_fraction=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
         ),
         activations=activations,
         logits=logits,
@@ -295,6 +296,13 @@ def stage_memory(
         fragmentation=int(assumed.fragmentation * (activations.total + logits)),
         reserved=int(assumed.reserved_gib * GIB),
     )
+
+
+def _moment_bytes(settings: Parallel) -> int:
+    """Of Adam's two moments, per weight."""
+    if settings.use_precision_aware_optimizer:
+        return DTYPE_BYTES[settings.exp_avg_dtype] + DTYPE_BYTES[settings.exp_avg_sq_dtype]
+    return 2 * FP32_BYTES
 
 
 def _sync_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:

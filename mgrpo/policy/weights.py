@@ -33,7 +33,7 @@ Read = Callable[[Box], torch.Tensor]
 """Returns the values of one box of an HF tensor, wherever they are stored."""
 
 
-def checkpoint_reader(model_dir: str | Path, shape: ModelShape) -> Read:
+def hf_reader(model_dir: str | Path, shape: ModelShape) -> Read:
     """A function that reads single boxes from the safetensors files of a Hugging Face folder.
 
     Raises:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import importlib
-import importlib.util
 import inspect
-import sys
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from mgrpo.config.user_functions import user_function
 from mgrpo.rewards.builtin_functions import BUILTIN
 from mgrpo.rewards.compose import Verifies
 from mgrpo.rewards.function_calls import RewardFunction
@@ -92,9 +87,7 @@ def _load(
         return BUILTIN[word](max_completion_length, scorer)
     path, colon, name = word.rpartition(":")
     if colon and path.endswith(".py"):
-        if not Path(path).is_file():
-            raise ValueError(f"reward_funcs: {word}: there is no file {Path(path).resolve()}")
-        return _member(word, functools.partial(_file_module, path), name)
+        return user_function("reward_funcs", word, path, name)
     if Path(word).is_dir():
         try:
             return RewardModel(word, chat_template_kwargs=chat_template_kwargs)
@@ -104,45 +97,7 @@ def _load(
         raise ValueError(f"reward_funcs: {word} names a file but no function in it; write {word}:function")
     module, dot, name = word.rpartition(".")
     if dot and all(part.isidentifier() for part in word.split(".")):
-        return _member(word, functools.partial(importlib.import_module, module), name)
+        return user_function("reward_funcs", word, module, name)
     near = difflib.get_close_matches(word, BUILTIN, n=2, cutoff=0.5)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(f"reward_funcs: {word} names no reward function; {meant}{_FORMS}")
-
-
-def _member(word: str, load: Callable[[], ModuleType], name: str) -> RewardFunction:
-    try:
-        module = load()
-    except ModuleNotFoundError as err:
-        raise ValueError(
-            f"reward_funcs: {word} cannot be imported: there is no module {err.name}; put its folder on PYTHONPATH, or "
-            "write path/to/file.py:function"
-        ) from err
-    # The user's module runs here, and may raise anything.
-    except (Exception, SystemExit) as err:
-        raise ValueError(f"reward_funcs: {word} cannot be imported: {type(err).__name__}: {err}") from err
-    function = getattr(module, name, None)
-    if callable(function) and not inspect.isclass(function):
-        return function
-    others = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
-    near = ", ".join(difflib.get_close_matches(name, others, n=3, cutoff=0.0)) or "none"
-    found = "is no function" if hasattr(module, name) else "does not exist"
-    raise ValueError(f"reward_funcs: {word}: {name} {found}; functions there: {near}")
-
-
-def _file_module(path: str) -> ModuleType:
-    """The module that is the file; run once however many of its functions are named."""
-    file = Path(path).resolve()
-    name = f"reward_functions_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # the name ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

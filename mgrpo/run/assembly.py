@@ -9,6 +9,7 @@ from functools import partial
 import torch.distributed as dist
 
 from mgrpo import ops
+from mgrpo.algo import LossFunction
 from mgrpo.config import Config
 from mgrpo.config.derived import layout_of
 from mgrpo.models.family import read_hf_config, shape_of
@@ -23,19 +24,27 @@ from mgrpo.run.trainer import Trainer
 from mgrpo.telemetry.versions import package_versions
 
 
-def make_trainer(config: Config, lead: Lead, started: Started | None, *, resume_from: str | None = None) -> Trainer:
+def make_trainer(
+    config: Config,
+    lead: Lead,
+    started: Started | None,
+    *,
+    resume_from: str | None = None,
+    loss: LossFunction | None = None,
+) -> Trainer:
     """A trainer whose engines have the policy's weights. Collective over all learners.
 
     Args:
         started: on rank 0.
         resume_from: path or URL of the state that the run continues; rank 0's counts.
+        loss: in place of the configuration's `policy_loss`.
     """
     host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.experiment.backend_timeout))
     layout = layout_of(config, dist.get_world_size())
     shape = shape_of(read_hf_config(config.model.path))
     states = States(config, lead, host_group)
     checkpoint = states.open(resume_from, shape)
-    learner = Learner(config, shape=shape, layout=layout, host_group=host_group, checkpoint=checkpoint)
+    learner = Learner(config, shape=shape, layout=layout, host_group=host_group, checkpoint=checkpoint, loss=loss)
     # Ranks load at their own speed; after this, none keeps rank 0 waiting for long.
     dist.barrier(group=host_group)
     remarks: Sequence[str] = ()

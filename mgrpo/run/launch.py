@@ -28,6 +28,7 @@ from mgrpo.rollout.vllm.arguments import machine_problems
 from mgrpo.run.inputs import as_functions
 
 if TYPE_CHECKING:
+    from mgrpo.algo import LossFunction
     from mgrpo.run.inputs import Inputs
     from mgrpo.run.production import Started
     from mgrpo.run.result import TrainResult
@@ -38,6 +39,7 @@ def train(
     *,
     reward_funcs: Sequence[str | Callable] | str | Callable | None = None,
     dataset: Iterable[Mapping] | None = None,
+    loss: LossFunction | None = None,
 ) -> TrainResult | None:
     """Train a model: the same as the command line. Under torchrun every rank must call it; alone it is one rank.
 
@@ -46,17 +48,18 @@ def train(
             `f(prompts, completions, completion_ids, **columns) -> list[float | None]` as in TRL; several are added up,
             each times its entry of `reward_weights`.
         dataset: rows in the form of a JSONL file, or a `datasets.Dataset`, instead of `dataset_mixer_list`.
+        loss: called on every rank in place of the configuration's `policy_loss`, see `mgrpo.algo.LossFunction`.
     Returns:
         None with `cache_dataset_only`, which ends when the data are prepared.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
     """
     functions = as_functions(reward_funcs)
-    inputs = _check(config, functions=functions, dataset=dataset)
+    inputs = _check(config, functions=functions, dataset=dataset, loss=loss)
     if config.experiment.cache_dataset_only:
         _prepare_data(config, inputs)
         return None
-    return _start(config, inputs)
+    return _start(config, inputs, loss)
 
 
 def try_out(config: Config) -> None:
@@ -119,7 +122,7 @@ class StopRequest:
         self.event.set()
 
 
-def _start(config: Config, inputs: Inputs | None) -> TrainResult:
+def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = None) -> TrainResult:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGTERM if _rank() == 0 else signal.SIGKILL)
     prepare_environment()
@@ -129,14 +132,14 @@ def _start(config: Config, inputs: Inputs | None) -> TrainResult:
         if inputs is None:
             # Rank 0 saves the run's state with the help of all, and says when the run is over.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            return _run(config, None, stop)
+            return _run(config, None, stop, loss)
         from mgrpo.run.production import started
 
         with started(config, inputs, num_local_learners=_num_local_learners()) as parts:
             # After ray.init, which sets its own handler.
             signal.signal(signal.SIGTERM, stop.on_signal)
             try:
-                return _run(config, parts, stop)
+                return _run(config, parts, stop, loss)
             finally:
                 # A second signal must not cut the clean-up short.
                 for number in handlers:
@@ -152,13 +155,19 @@ def _resume_from(config: Config) -> str | None:
     return latest(state_root(config)) if choice == "auto" else None if choice == "never" else choice
 
 
-def _check(config: Config, *, functions: list[str | Callable], dataset: Iterable[Mapping] | None) -> Inputs | None:
+def _check(
+    config: Config,
+    *,
+    functions: list[str | Callable],
+    dataset: Iterable[Mapping] | None,
+    loss: LossFunction | None = None,
+) -> Inputs | None:
     """Configuration on every rank, on rank 0 data and rewards too, which it returns; all problems in one error."""
     world_size, is_head = _world_size(), _rank() == 0
     problems = []
     hf_config, about_model = None, []
     try:
-        hf_config = read_hf_config(config.model.path)
+        hf_config = read_hf_config(config.model.model_name_or_path or "")
         head_dim = shape_of(hf_config).head_dim
         about_model = machine_problems(config, num_local_learners=_num_local_learners(), head_dim=head_dim)
     except ValueError as err:
@@ -176,6 +185,7 @@ def _check(config: Config, *, functions: list[str | Callable], dataset: Iterable
         problems = list(err.problems)
     if not any("model_name_or_path" in problem for problem in problems):
         problems += about_model
+    problems += _loss_problems(config, loss)
     if is_head:
         try:
             check_root(state_root(config))
@@ -197,6 +207,16 @@ def _check(config: Config, *, functions: list[str | Callable], dataset: Iterable
         for sentence in (*config.notes, *found, *inputs.notes(config)):
             print(f"mgrpo: {sentence}", file=sys.stderr)
     return inputs
+
+
+def _loss_problems(config: Config, loss: LossFunction | None) -> list[str]:
+    """What is wrong with a loss of the user's own, whose module imports torch; named losses do without that here."""
+    if loss is None and not config.loss.is_own_function:
+        return []
+    prepare_environment()
+    from mgrpo.algo import loss_problems
+
+    return loss_problems(config.loss, loss)
 
 
 def _rank() -> int:
@@ -227,7 +247,7 @@ def prepare_environment() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _run(config: Config, parts: Started | None, stop: StopRequest) -> TrainResult:
+def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFunction | None) -> TrainResult:
     # What torch and Megatron make while they are imported stays: without the collector that takes a fifth less time.
     gc.disable()
     from mgrpo.parallel import backend
@@ -243,7 +263,7 @@ def _run(config: Config, parts: Started | None, stop: StopRequest) -> TrainResul
     lead = Lead(stop.event)
     trainer = None
     try:
-        trainer = make_trainer(config, lead, parts, resume_from=_resume_from(config) if parts else None)
+        trainer = make_trainer(config, lead, parts, resume_from=_resume_from(config) if parts else None, loss=loss)
         stop.is_heeded = True
         result = trainer.fit()
     except Stopped:

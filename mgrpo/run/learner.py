@@ -7,6 +7,7 @@ learner ranks unless it says otherwise.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,8 +28,7 @@ from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend
 from mgrpo.parallel.gather import gather_values
-from mgrpo.policy.policy import Microbatch, Policy, StepResult
-from mgrpo.types import PackedBatch
+from mgrpo.policy.policy import LossFunction, Microbatch, Policy, StepResult
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ENTROPY = "policy/entropy_avg"
@@ -55,8 +55,10 @@ class Learner:
         layout: Layout,
         host_group: dist.ProcessGroup,
         checkpoint: Checkpoint | None = None,
+        loss: algo.LossFunction | None = None,
     ) -> None:
         self.config, self.loss_config, self.host_group = config, config.loss, host_group
+        self.own_loss = loss or algo.load_loss(config.loss)
         self.shape, self.layout = shape, layout
         algorithm = config.algorithm
         self.has_reference = config.loss.beta != 0 or algorithm.log_ref_kl
@@ -140,11 +142,7 @@ class Learner:
         found = []
         if self.logits_chunk:
             found.append(f"LM head: {self.logits_chunk} columns at a time, whole logits never exist")
-        if self.loss_config.policy_loss == "sapo":
-            found.append("policy_loss sapo: computed in PyTorch, the extension has no kernel for it")
-        if self.loss_config.policy_loss == "vespo":
-            found.append("policy_loss vespo: its weight is computed in PyTorch, the extension has no kernel for it")
-        return found
+        return found + algo.loss_remarks(self.loss_config, self.own_loss)
 
     def learn(self, arrays: dict[str, np.ndarray]) -> list[StepResult]:
         """One optimizer step for each mini-batch and epoch; mini-batches without a trained token are passed over."""
@@ -182,18 +180,10 @@ class Learner:
 
     def reduce(self, results: Sequence[StepResult]) -> dict[str, float]:
         """Metrics over all mini-batches and ranks; every trained token counts once."""
-        names = [*algo.metric_names(self.loss_config), ENTROPY]
-        sums = torch.zeros(len(names), 2, dtype=torch.float64)
-        maxima = torch.full((len(algo.maxima_names(self.loss_config)),), -torch.inf, dtype=torch.float64)
-        if self.policy.reports_metrics:
-            for own_sums, own_maxima in (measured for result in results for measured in result.measured):
-                sums += own_sums.to(sums)
-                maxima = torch.maximum(maxima, own_maxima.to(maxima))
-        dist.all_reduce(sums, group=self.host_group)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.host_group)
-        return algo.reduce_metrics(
-            dict(zip(names, sums, strict=True)), dict(zip(algo.maxima_names(self.loss_config), maxima, strict=True))
-        )
+        # Only ranks that measure know the names, which a user's loss chooses: they travel with the numbers.
+        own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.reports_metrics]
+        everyones = _gathered(algo.add_metrics(own), self.host_group)
+        return algo.reduce_metrics(*algo.add_metrics(algo.MetricSums(*part) for part in everyones))
 
     def _mini_batches(self, arrays: dict[str, np.ndarray]) -> list[MiniBatch]:
         own = packing.from_arrays(arrays, self.policy.coordinate.data)
@@ -219,7 +209,7 @@ class Learner:
         """Of each mini-batch, whose samples lie in the packs of all data-parallel ranks."""
         everyone = [packing.from_arrays(arrays, rank) for rank in range(self.layout.data)]
         return [
-            local_denominators(list(itertools.chain(*ranks)), self.loss_config.local_batch_size)
+            algo.local_denominators(list(itertools.chain(*ranks)), self.loss_config.local_batch_size)
             for ranks in zip(*everyone, strict=True)
         ]
 
@@ -237,14 +227,14 @@ class Learner:
             for batch in mini_batch.microbatches:
                 batch.keep = algo.top_entropy_keep(batch.entropy, threshold)
 
-    def _loss(self, mini_batch: MiniBatch) -> Any:
+    def _loss(self, mini_batch: MiniBatch) -> LossFunction:
         """The loss of one micro-batch, divided by the denominator of its whole mini-batch."""
         algorithm = self.config.algorithm
         entropy_coef = self.entropy_control.applied if self.entropy_control else algorithm.entropy_coef
 
         def grpo_loss(
             logprobs: torch.Tensor, entropy: torch.Tensor, batch: Microbatch
-        ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        ) -> tuple[torch.Tensor, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
             pack = batch.loss_inputs
             old = pack.rollout_logprobs if algorithm.use_vllm_logprobs else batch.logprobs.get("old")
             denominator = mini_batch.denominators
@@ -261,6 +251,7 @@ class Learner:
                 rollout_logprobs=pack.rollout_logprobs,
                 keep=batch.keep,
                 denominator=denominator,
+                function=self.own_loss,
             )
             loss = result.loss
             if entropy_coef:
@@ -269,28 +260,13 @@ class Learner:
                     entropy, rewarded, coef=entropy_coef, num_trained_tokens=mini_batch.num_trained_tokens
                 )
             entropy_sum = torch.stack((entropy.detach().where(pack.loss_mask, 0.0).sum(), pack.loss_mask.sum()))
-            return loss, (
-                torch.stack([*result.metrics.values(), entropy_sum.float()]),
-                torch.stack(list(result.maxima.values())),
-            )
+            return loss, (result.metrics | {ENTROPY: entropy_sum.float()}, result.maxima)
 
         return grpo_loss
 
 
-def local_denominators(packs: Sequence[PackedBatch], batch_size: int) -> np.ndarray:
-    """For aggregation local_token: each sample's denominator, `[largest sample + 1]` float32, from all ranks' packs.
-
-    TRL's micro-batches are `batch_size` samples in the order they were drawn, however they are packed here: the loss is
-    the mean over micro-batches of their means over tokens.
-    """
-    trained = {
-        int(sample): int(pack.loss_mask[a:b].sum())
-        for pack in packs
-        for sample, (a, b) in zip(pack.samples, itertools.pairwise(pack.response_cu_seqlens.tolist()), strict=True)
-    }
-    order = sorted(trained)
-    parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    denominators = np.ones(max(order, default=-1) + 1, dtype=np.float32)
-    for part in parts:
-        denominators[part] = max(sum(trained[sample] for sample in part), 1) * len(parts)
-    return denominators
+def _gathered(values: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's values, which JSON can carry, in rank order. All ranks of `group` must call."""
+    line = json.dumps(values).encode() + b"\n"
+    lines = gather_values(torch.frombuffer(bytearray(line), dtype=torch.uint8), group)
+    return [json.loads(line) for line in lines.numpy().tobytes().splitlines()]

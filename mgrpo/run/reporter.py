@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgrpo.checkpoint.folder import abandon, lies_in
 from mgrpo.config import Config, to_yaml
-from mgrpo.config.derived import derive, state_root
+from mgrpo.config.derived import state_root
 from mgrpo.telemetry.batch import batch_metrics
 from mgrpo.telemetry.evaluation import correctness, evaluation_metrics
 from mgrpo.telemetry.metrics import MetricsWriter
@@ -76,7 +76,7 @@ class Reporter:
         if config.rollout.save_traces:
             self.traces = Traces(
                 config.rollout.rollouts_save_path or self.output_dir / "rollouts",
-                derive(config, world_size=1).run_name,
+                config.experiment.run_name,
                 resumed_after=resumed_after,
             )
         abandon(root, after=-1 if resumed_after is None else resumed_after)

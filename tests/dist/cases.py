@@ -43,7 +43,7 @@ def make_policy(
 ):
     """A policy on `layout`, in new groups; with the weights of `checkpoint`, a (checkpoint, kind), if given."""
     from mgrpo.policy.policy import Policy
-    from mgrpo.policy.weights import checkpoint_reader
+    from mgrpo.policy.weights import hf_reader
 
     forget_groups()
     policy = Policy(
@@ -55,9 +55,7 @@ def make_policy(
         logits_chunk=logits_chunk,
         settings=Parallel(**(settings or {})),
     )
-    policy.load(
-        partial(checkpoint[0].read, checkpoint[1]) if checkpoint else checkpoint_reader(model_dir, policy.shape)
-    )
+    policy.load(partial(checkpoint[0].read, checkpoint[1]) if checkpoint else hf_reader(model_dir, policy.shape))
     return policy
 
 

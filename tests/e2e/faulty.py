@@ -34,7 +34,7 @@ PLACES: dict[str, tuple[int, str, int, Callable[..., bool]]] = {
     "save, half a file": (1, "mgrpo.checkpoint.shard:Hashed.write", 50, lambda *args: True),
     "save, no manifest": (0, "os:replace", 1, lambda *args: str(args[1]).endswith("manifest.json")),
     "rotation": (0, "mgrpo.checkpoint.folder:LocalFolder.remove_all", 1, lambda *args: True),
-    "export": (0, "mgrpo.model_io.hf_export:save_file", 1, lambda *args: True),
+    "export": (0, "mgrpo.model_io.hf_folder:write_tensors", 1, lambda *args: True),
 }
 
 

@@ -92,7 +92,7 @@ void for_each_config(Check check) {
         config.ratio_level = level;
         config.clip_low = 0.8f;
         config.clip_high = 1.3f;
-        config.kl_estimator = next(4);
+        config.kl_estimator = static_cast<KlEstimator>(next(4));
         config.kl_bias_correction = next(2) == 1;
         config.delta = next(2) ? 1.6f : 0.f;
         config.dual_clip = next(2) ? 1.5f : 0.f;

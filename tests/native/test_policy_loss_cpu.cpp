@@ -94,7 +94,7 @@ Columns columns_of(const PolicyConfig& config, const Token& token, double logpro
     const double d = held(logprob - token.ref_logprob, 40);
     const double kls[] = {d, d * d / 2, std::exp(-d) - 1 + d, r * d};
     for (int k = 0; k < 4; ++k) columns[kKl0 + k] = kls[k];
-    columns[kPenalty] = config.beta * kls[config.kl_estimator] * (config.kl_bias_correction ? r : 1);
+    columns[kPenalty] = config.beta * kls[static_cast<int>(config.kl_estimator)] * (config.kl_bias_correction ? r : 1);
   }
   columns[kLoss] = token.weight * (columns[kPolicy] + columns[kPenalty]);
   columns[kCount] = 1;
@@ -124,9 +124,10 @@ double slope(const PolicyConfig& config, const Token& token, double d_logprob, d
 
 void expect_close(double got, double want, double tolerance, const PolicyConfig& config, const char* what, int64_t i) {
   EXPECT(is_close(got, want, tolerance),
-         "%s[%ld] at surrogate %d, level %d, kl %ld, corrected %d, delta %g, dual clip %g, rho %d: %g and %g", what, i,
-         static_cast<int>(config.surrogate), static_cast<int>(config.ratio_level), config.kl_estimator,
-         config.kl_bias_correction, config.delta, config.dual_clip, config.use_rho, got, want);
+         "%s[%ld] at surrogate %d, level %d, kl %d, corrected %d, delta %g, dual clip %g, rho %d: %g and %g", what, i,
+         static_cast<int>(config.surrogate), static_cast<int>(config.ratio_level),
+         static_cast<int>(config.kl_estimator), config.kl_bias_correction, config.delta, config.dual_clip,
+         config.use_rho, got, want);
 }
 
 void check_config(const Batch& batch, const PolicyConfig& config, int absent) {

@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mgrpo.config.derived import derive
 from mgrpo.config.schema import Config
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -69,7 +68,7 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
         "dtype": config.model.model_dtype,
         # A Megatron folder's weights reach an engine as all later ones do: it serves nothing before its first sync.
         "load_format": "dummy" if (Path(config.model.path) / "megatron.json").is_file() else "auto",
-        "max_model_len": derive(config, world_size=1).max_model_length,
+        "max_model_len": config.max_model_length,
         "max_num_seqs": settings.vllm_max_num_seqs,
         "tensor_parallel_size": settings.vllm_tensor_parallel_size,
         "enable_prefix_caching": settings.vllm_enable_prefix_caching,

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from mgrpo.algo import loss_denominator, maxima_names, metric_names, policy_loss, reduce_metrics
+from mgrpo.algo import loss_denominator, policy_loss, reduce_metrics
+from mgrpo.algo.metrics import MAXIMA, METRICS, MetricSums, add_metrics, metric_sums
 from tests.unit.algo.loss_cases import LENGTHS, batch, loop_loss, loss_config, plain
 
 NAN, INF = float("nan"), float("inf")
@@ -88,8 +89,8 @@ def test_loss_gradient_and_metrics_do_not_depend_on_micro_batches(cuts):
     whole = policy_loss(logprobs, **b, config=config)  # its own denominator: the same tokens
     want = torch.autograd.grad(whole.loss, logprobs)[0]
 
-    total, sums = 0.0, {name: torch.zeros(2) for name in metric_names(config)}
-    maxima = {name: torch.tensor(-INF) for name in maxima_names(config)}
+    total, sums = 0.0, {name: torch.zeros(2) for name in METRICS}
+    maxima = {name: torch.tensor(-INF) for name in MAXIMA}
     ends = b["cu_seqlens"].tolist()
     for first, last in zip([0, *cuts[:-1]], cuts, strict=True):
         rows = slice(ends[first], ends[last])
@@ -151,7 +152,7 @@ def test_nothing_to_train_is_a_zero_with_a_graph(num_tokens):
     assert got.loss.item() == 0.0
     got.loss.backward()
     assert torch.equal(logprobs.grad, torch.zeros(num_tokens))
-    assert tuple(got.metrics) == metric_names(config) and tuple(got.maxima) == maxima_names(config)
+    assert tuple(got.metrics) == METRICS and tuple(got.maxima) == MAXIMA
     assert reduce_metrics(got.metrics, got.maxima) == {}
 
 
@@ -199,14 +200,22 @@ def test_reference_metrics_appear_only_with_a_reference():
     assert "objective/kl2_avg" in reduce_metrics(policy_loss(**b, config=loss_config()).metrics)
 
 
-def test_metrics_have_one_order_and_can_be_reduced_as_one_array():
-    """Pipeline stages without a loss would add their zeros to other metrics, or hang."""
+def test_metrics_add_up_by_name_whatever_their_order():
+    """A rank with a metric more, or in another order, would report its neighbour's number under its own name."""
     b = batch()
     config = loss_config(beta=0.3)
     got = policy_loss(**b, config=config)
-    assert tuple(got.metrics) == metric_names(config)
+    assert tuple(got.metrics) == METRICS
     assert not any(pair.requires_grad for pair in got.metrics.values())
-    assert reduce_metrics(torch.stack(list(got.metrics.values()))) == reduce_metrics(got.metrics)
+    own = metric_sums(got.metrics, got.maxima)
+    assert reduce_metrics(*own) == reduce_metrics(got.metrics, got.maxima)
+    other = MetricSums({"custom/x": [6.0, 4.0], "val/ratio": [1.0, 1.0]}, {MAXIMA[0]: math.inf})
+    total = add_metrics([MetricSums({}, {}), other, own])
+    assert total.sums["custom/x"] == [6.0, 4.0] and total.maxima[MAXIMA[0]] == math.inf
+    assert total.sums["val/ratio"] == [a + b for a, b in zip(own.sums["val/ratio"], [1.0, 1.0], strict=True)]
+    assert {name: pair for name, pair in total.sums.items() if name not in other.sums} == {
+        name: pair for name, pair in own.sums.items() if name != "val/ratio"
+    }
 
 
 def test_callers_may_add_metrics_of_their_own():

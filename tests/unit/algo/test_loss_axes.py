@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mgrpo.algo import LossConfig, policy_loss, reduce_metrics
-from mgrpo.algo.metrics import maxima_names, metric_names
+from mgrpo.algo.metrics import MAXIMA, METRICS
 from tests.unit.algo.loss_cases import batch, loop_loss, loss_config, plain, whole_denominator
 
 SURROGATES = ("ppo_clip", "cispo", "sapo", "vespo", "reinforce")
@@ -85,7 +85,7 @@ def check(b: dict[str, torch.Tensor], config: LossConfig) -> None:
         assert got.loss.item() == pytest.approx(want, rel=tolerance, abs=tolerance), config
         metrics = reduce_metrics(got.metrics, got.maxima)
         assert metrics == pytest.approx(want_metrics, rel=1e-5, abs=1e-6), config
-        assert set(got.metrics) == set(metric_names(config)) and set(got.maxima) == set(maxima_names(config))
+        assert set(got.metrics) == set(METRICS) and set(got.maxima) == set(MAXIMA)
     scale = grads[torch.float64].abs().max().item()
     torch.testing.assert_close(grads[torch.float32], grads[torch.float64], rtol=1e-5, atol=1e-5 * scale)
     trained = [t for t, is_trained in enumerate(lists["loss_mask"]) if is_trained]

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from mgrpo.algo import LossConfig, maxima_names, metric_names, policy_loss, reduce_metrics
+from mgrpo.algo import LossConfig, policy_loss, reduce_metrics
+from mgrpo.algo.metrics import MAXIMA, METRICS
 from tests.unit.algo.loss_cases import LENGTHS, batch, loss_config, select, whole_denominator
 
 CONFIGS = {
@@ -39,8 +40,8 @@ def parts_of(b: dict[str, torch.Tensor], parts: list[list[int]], config: LossCon
     denominator = whole_denominator(b, config)
     b = {**b, "logprobs": b["logprobs"].clone().requires_grad_()}
     loss = 0.0
-    sums = {name: torch.zeros(2) for name in metric_names(config)}
-    maxima = {name: torch.tensor(-math.inf) for name in maxima_names(config)}
+    sums = {name: torch.zeros(2) for name in METRICS}
+    maxima = {name: torch.tensor(-math.inf) for name in MAXIMA}
     for part in parts:
         got = policy_loss(**select(b, part), config=config, denominator=denominator)
         got.loss.backward()
@@ -82,7 +83,7 @@ def test_two_documents_in_a_pack_are_two_documents(name):
         alone = [policy_loss(**select(b, [s]), config=config) for s in (first, second)]
         together = policy_loss(**select(b, [first, second]), config=config)
         assert together.loss.item() == pytest.approx(sum(part.loss.item() for part in alone), rel=1e-12)
-        for metric in metric_names(config):
+        for metric in METRICS:
             torch.testing.assert_close(together.metrics[metric], alone[0].metrics[metric] + alone[1].metrics[metric])
 
 

@@ -48,7 +48,7 @@ def test_every_spelling_of_true_turns_a_switch_on(text):
 @pytest.mark.parametrize("text", ["false", "False", "0", "no"])
 def test_every_spelling_of_false_turns_a_switch_off(text):
     """`bool("False")` is true: the classic way to train with an option one has turned off."""
-    assert parse([f"--load_ref_policy={text}"]).model.load_ref_policy is False
+    assert parse([f"--save_final={text}"]).checkpoint.save_final is False
 
 
 @pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("true", True), ("0", False)])
@@ -136,7 +136,7 @@ def test_the_error_lists_one_problem_a_line():
         (["--seed", "true"], "seed must be a whole number"),
         (["--seed", "inf"], "seed must be a whole number"),
         (["--temperature", "true"], "temperature must be a number"),
-        (["--load_ref_policy", "maybe"], "load_ref_policy must be true or false, got 'maybe'"),
+        (["--save_final", "maybe"], "save_final must be true or false, got 'maybe'"),
         (["--sequence_parallel", "maybe"], "sequence_parallel must be true or false or auto"),
         (["--kl_estimator", "4"], "kl_estimator must be one of 0, 1, 2, 3, got '4'"),
         (["--model_dtype", "float16"], "model_dtype must be one of bfloat16, float32, got 'float16'"),

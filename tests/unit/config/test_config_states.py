@@ -50,7 +50,7 @@ def test_trl_says_true_or_a_path(given, resume):
 
 def test_two_words_for_resuming_must_agree():
     """One of them would be ignored, and the run might start anew."""
-    with pytest.raises(ConfigError, match="resume_from_checkpoint means resume=auto, but resume=never is given, too"):
+    with pytest.raises(ConfigError, match="resume_from_checkpoint means resume=auto, but resume=never is given"):
         from_values({"resume": "never", "resume_from_checkpoint": True})
     assert from_values({"resume": "never", "resume_from_checkpoint": False}).checkpoint.resume == "never"
 
@@ -89,7 +89,7 @@ def test_a_state_to_resume_from_is_judged_by_its_path(tmp_path, monkeypatch, res
         ({"checkpoint_async": True}, "checkpoint_async=true has no effect without checkpoint_state_freq above 0"),
         (
             {"checkpoint_state_freq": 5, "checkpoint_state_dir": "a", "gs_checkpoint_state_dir": "gs://b/c"},
-            "checkpoint_state_dir=a is not used, training states go to gs_checkpoint_state_dir=gs://b/c",
+            "checkpoint_state_dir=a is ignored, because training states are written to gs_checkpoint_state_dir=gs://b/c",
         ),
     ],
 )

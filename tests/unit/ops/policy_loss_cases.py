@@ -9,17 +9,45 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mgrpo.ops import policy_loss
+from mgrpo.ops import LossSettings, policy_loss
+from mgrpo.ops.settings import SETTINGS
 
 LENGTHS = (5, 0, 37, 300, 1, 8, 64)
 EXTREME, UNTRAINED = 0, 5  # sequences with log ratios of +-50, and without any trained token
 
+OFF = {
+    "surrogate": "ppo_clip",
+    "ratio_level": "token",
+    "clip_low": 0.8,
+    "clip_high": 1.2,
+    "delta": 0.0,
+    "dual_clip": 0.0,
+    "beta": 0.0,
+    "kl_estimator": 2,
+    "kl_bias_correction": False,
+    "use_rho": False,
+    "rho_clamp_low": 0.0,
+    "rho_clamp_high": 0.0,
+    "rho_mask_low": 0.0,
+    "rho_mask_high": 0.0,
+}
+"""Settings of a call that says no more: the plain clipped loss."""
 BY_TOKEN = {"use_rho": True}
 BY_SEQUENCE = {"use_rho": True, "by_sequence": True}
-CLAMP, MASK, BOTH = (0.75, 1.25, 0.0, 0.0), (0.0, 0.0, 0.7, 1.4), (0.75, 1.25, 0.7, 1.4)
-RHO = [{}] + [
-    by | {"rho_bounds": bounds} for by in (BY_TOKEN, BY_SEQUENCE) for bounds in ((0.0,) * 4, CLAMP, MASK, BOTH)
-]
+CLAMP = {"rho_clamp_low": 0.75, "rho_clamp_high": 1.25}
+MASK = {"rho_mask_low": 0.7, "rho_mask_high": 1.4}
+# Every part of the loss at once: clip, delta and dual clip, a KL penalty with the ratio in it, rho clamped and masked.
+EVERYTHING = {
+    "beta": 0.1,
+    "kl_estimator": 3,
+    "kl_bias_correction": True,
+    "delta": 1.6,
+    "dual_clip": 1.5,
+    "use_rho": True,
+    **CLAMP,
+    **MASK,
+}
+RHO = [{}] + [by | bounds for by in (BY_TOKEN, BY_SEQUENCE) for bounds in ({}, CLAMP, MASK, CLAMP | MASK)]
 
 
 class Result(NamedTuple):
@@ -91,10 +119,10 @@ def to(operands: dict[str, Tensor | None], *target: torch.dtype | torch.device |
 
 
 def chosen(operands: dict[str, Tensor], settings: dict) -> tuple[dict[str, Tensor], dict]:
-    """The operands that these settings go with, and the settings as policy_loss takes them (without `by_sequence`)."""
-    settings = dict(settings)
+    """The operands that these settings go with, and all settings by name (`by_sequence` is about the operands)."""
+    settings = OFF | settings
     left_out = set() if settings.pop("by_sequence", False) else {"seq_log_rho", "seq_log_rho_mask"}
-    if settings.get("ratio_level", "token") == "token":
+    if settings["ratio_level"] == "token":
         left_out.add("seq_log_ratio")
     return {name: x for name, x in operands.items() if name not in left_out}, settings
 
@@ -106,15 +134,28 @@ def run(operands: dict[str, Tensor], settings: dict, call=policy_loss) -> Result
     if "seq_log_ratio" in operands:
         leaves.append(operands["seq_log_ratio"].detach().clone().requires_grad_())
         operands["seq_log_ratio"] = leaves[1]
-    loss, sums = call(**operands | {"logprobs": leaves[0]}, **settings)
+    loss, sums = call(**operands | {"logprobs": leaves[0]}, settings=LossSettings(**settings))
     grads = torch.autograd.grad(loss, leaves)
     seq_grad = grads[1] if len(grads) > 1 else torch.zeros(sums.shape[0], dtype=sums.dtype, device=sums.device)
     return Result(loss.detach(), grads[0], seq_grad, sums)
 
 
+def raw_arguments(operands: dict[str, Tensor | None], **changes: object) -> list:
+    """Arguments of torch.ops.mgrpo.policy_loss in their order; `changes` replaces operands and settings, or leaves an
+    operand out (None)."""
+    names = (
+        "logprobs old_logprobs ref_logprobs rollout_logprobs advantages weights keep cu_seqlens seq_log_ratio "
+        "seq_log_rho seq_log_rho_mask"
+    )
+    settings = LossSettings(**OFF | EVERYTHING | {"kl_estimator": 2, "delta": 4.0, "dual_clip": 3.0}).numbers()
+    numbers = dict(zip(SETTINGS, settings, strict=True)) | {k: x for k, x in changes.items() if k in SETTINGS}
+    tensors = {**operands, "seq_log_ratio": operands["seq_log_ratio"] if numbers["ratio_level"] else None, **changes}
+    return [*(tensors[name] for name in names.split()), [float(x) for x in numbers.values()]]
+
+
 def all_settings(surrogate: str, ratio_level: str, kl_estimator: int) -> Iterator[dict]:
     """Every combination of the settings that these three leave open."""
-    for is_corrected, rho, delta, dual_clip in itertools.product((False, True), RHO, (None, 1.6), (None, 1.5)):
+    for is_corrected, rho, delta, dual_clip in itertools.product((False, True), RHO, (0.0, 1.6), (0.0, 1.5)):
         yield {
             "surrogate": surrogate,
             "ratio_level": ratio_level,

@@ -75,7 +75,7 @@ def token_columns(token: dict[str, float], settings: dict, logprob: float, seq_l
         policy = -advantage * max(r, low)
         sides["clipped_low"] = r < low
         for bound in (delta, dual):
-            if bound is not None and policy > -advantage * bound:
+            if bound and policy > -advantage * bound:
                 policy = -advantage * bound
                 sides["bounded"] = True
 
@@ -89,8 +89,10 @@ def token_columns(token: dict[str, float], settings: dict, logprob: float, seq_l
         columns["mismatch_tail"] = float(not math.log(0.9) <= mismatch <= math.log(1.1))
         columns["rollout_kl"] = token["rollout_logprobs"] - fixed
     factor = token.get("keep", 1.0)
-    if settings.get("use_rho"):
-        clamp_low, clamp_high, mask_low, mask_high = settings["rho_bounds"]
+    if settings["use_rho"]:
+        clamp_low, clamp_high, mask_low, mask_high = (
+            settings[f"rho_{name}"] for name in ("clamp_low", "clamp_high", "mask_low", "mask_high")
+        )
         rho = math.exp(held(token.get("seq_log_rho", log_rho), 10.0))
         judged = math.exp(held(token.get("seq_log_rho_mask", log_rho), 10.0))
         used = max(rho, clamp_low) if clamp_low else rho

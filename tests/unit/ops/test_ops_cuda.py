@@ -11,11 +11,11 @@ import policy_loss_cases
 import pytest
 import torch
 from logprob_cases import Case, check_distant_rows, make_case, relative_error
-from policy_loss_cases import all_settings, check_close, chosen, make_operands, to
+from policy_loss_cases import all_settings, check_close, chosen, make_operands, raw_arguments, to
 from torch import Tensor
 
 import mgrpo.ops
-from mgrpo.ops import linear_logprobs, policy_loss, reference, segment_mean, segment_sums
+from mgrpo.ops import LossSettings, linear_logprobs, policy_loss, reference, segment_mean, segment_sums
 
 pytestmark = [
     pytest.mark.gpu,
@@ -151,13 +151,8 @@ def test_raw_ops_on_cuda_are_one_kernel_each() -> None:
     operands = to(make_operands(), "cuda")
     arguments = [operands[name] for name in ("logprobs", "weights", "cu_seqlens")]
     assert kernels_of(lambda: torch.ops.mgrpo.segment_sums(*arguments)) == ["segment_sums"]
-    tensors = [
-        *("logprobs", "old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "weights", "keep"),
-        *("cu_seqlens", "seq_log_ratio", "seq_log_rho", "seq_log_rho_mask"),
-    ]
-    arguments = [operands[name] for name in tensors]
-    settings = [0, 1, 0.8, 1.2, 4.0, 3.0, 0.1, 3, True, True, 0.5, 2.0, 0.25, 4.0]
-    assert kernels_of(lambda: torch.ops.mgrpo.policy_loss(*arguments, *settings)) == ["policy_loss"]
+    arguments = raw_arguments(operands, ratio_level=1)
+    assert kernels_of(lambda: torch.ops.mgrpo.policy_loss(*arguments)) == ["policy_loss"]
 
 
 def kernels_of(call: Callable) -> list[str]:
@@ -183,7 +178,7 @@ def test_the_loss_does_not_wait_for_the_device() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         operands["seq_log_ratio"] = segment_mean(logprobs, operands["weights"], operands["cu_seqlens"])
-        loss, _ = policy_loss(**operands | {"logprobs": logprobs}, **settings)
+        loss, _ = policy_loss(**operands | {"logprobs": logprobs}, settings=LossSettings(**settings))
         loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

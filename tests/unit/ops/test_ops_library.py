@@ -44,7 +44,7 @@ def test_without_the_library_the_reference_runs_and_says_so_once() -> None:
         import sys, warnings
         sys.modules["mgrpo._C"] = None  # importing it now raises ImportError
         import torch
-        from mgrpo.ops import build_info, policy_loss, segment_mean, token_logprobs
+        from mgrpo.ops import LossSettings, build_info, policy_loss, segment_mean, token_logprobs
         assert not build_info()["compiled"] and "_C" in build_info()["error"]
         torch.manual_seed(0)
         with warnings.catch_warnings(record=True) as seen:
@@ -62,8 +62,12 @@ def test_without_the_library_the_reference_runs_and_says_so_once() -> None:
             for operands in (x, x.double()):
                 leaf = operands[0].clone().requires_grad_()
                 ratio = segment_mean(leaf - operands[1], operands[2].abs(), cu_seqlens)
+                settings = LossSettings(surrogate="ppo_clip", ratio_level="sequence", clip_low=0.8, clip_high=1.2,
+                                        delta=0, dual_clip=0, beta=0.1, kl_estimator=2, kl_bias_correction=False,
+                                        use_rho=False, rho_clamp_low=0, rho_clamp_high=0, rho_mask_low=0,
+                                        rho_mask_high=0)
                 loss, _ = policy_loss(leaf, *operands[1:3], operands[3].abs(), cu_seqlens, seq_log_ratio=ratio,
-                                      ratio_level="sequence", ref_logprobs=operands[4], beta=0.1)
+                                      ref_logprobs=operands[4], settings=settings)
                 results.append((loss.detach().double(), torch.autograd.grad(loss, leaf)[0].double()))
             torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
         [warning] = [str(w.message) for w in seen if "mgrpo" in str(w.message)]
@@ -82,6 +86,22 @@ def test_build_info_describes_the_library(compiled: None) -> None:
     assert info["error"] is None
     assert re.match(r"\d+\.\d+", info["built_with_torch"])
     assert (info["cuda_archs"] != "") == ("CUDA" in torch._C._dispatch_dump("mgrpo::logprob_stats"))
+
+
+def test_a_library_from_other_sources_is_not_used(compiled: None) -> None:
+    """Settings travel without names: an old build would take a clip bound for a weight, and train."""
+    program = """
+        import torch
+        from mgrpo import _C
+        _C.loss_settings = lambda: ["surrogate"]
+        import mgrpo.ops
+        info = mgrpo.ops.build_info()
+        print(info["compiled"], info["error"])
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert run.stdout == "False it was built from other sources than this Python code\n", run.stderr
 
 
 def test_every_source_file_is_listed() -> None:

@@ -9,24 +9,30 @@ from pathlib import Path
 
 import pytest
 import torch
-from policy_loss_cases import EXTREME, UNTRAINED, Result, all_settings, check_close, chosen, make_operands, run, to
+from policy_loss_cases import (
+    EVERYTHING,
+    EXTREME,
+    OFF,
+    UNTRAINED,
+    Result,
+    all_settings,
+    check_close,
+    chosen,
+    make_operands,
+    raw_arguments,
+    run,
+    to,
+)
 from policy_loss_oracle import python_loss
 from torch import Tensor
 
-from mgrpo.ops import COLUMNS, policy_loss, reference
+from mgrpo.algo.losses.sapo import soft_gate
+from mgrpo.ops import COLUMNS, LossSettings, policy_loss, reference
+from mgrpo.ops.settings import RATIO_LEVELS, SURROGATES
 
 LEVELS = ("token", "sequence", "sequence_token")
 COMPILED = ("ppo_clip", "cispo", "reinforce")
-# Every part of the loss at once: clip, delta and dual clip, a KL penalty with the ratio in it, rho clamped and masked.
-EVERYTHING = {
-    "beta": 0.1,
-    "kl_estimator": 3,
-    "kl_bias_correction": True,
-    "delta": 1.6,
-    "dual_clip": 1.5,
-    "use_rho": True,
-    "rho_bounds": (0.75, 1.25, 0.7, 1.4),
-}
+IN_PYTORCH = soft_gate(1.0, 1.05)
 
 
 @pytest.mark.parametrize("kl_estimator", range(4))
@@ -116,7 +122,8 @@ def test_rho_of_one_token_is_the_one_worked_by_hand(
     log_rho: float, bounds: tuple, used: float, ones: list[str], is_sequence: bool
 ) -> None:
     """A correction for the engine that is applied the wrong way round doubles the bias it is there to remove."""
-    settings = {"use_rho": True, "rho_bounds": bounds, "beta": 0.5, "kl_estimator": 0}
+    names = ("rho_clamp_low", "rho_clamp_high", "rho_mask_low", "rho_mask_high")
+    settings = {"use_rho": True, "beta": 0.5, "kl_estimator": 0, **dict(zip(names, bounds, strict=True))}
     if is_sequence:  # the token's own rho is then not looked at
         one = torch.tensor([log_rho], dtype=torch.float64)
         settings |= {"seq_log_rho": one, "seq_log_rho_mask": one}
@@ -230,7 +237,7 @@ SMOOTH = [
 ]
 
 
-@pytest.mark.parametrize("surrogate", ["ppo_clip", "cispo", "reinforce", "sapo"])
+@pytest.mark.parametrize("surrogate", [*COMPILED, IN_PYTORCH])
 @pytest.mark.parametrize("ratio_level", ["token", "sequence"])
 def test_gradient_is_the_derivative_of_the_loss(surrogate: str, ratio_level: str) -> None:
     """Finite differences in float64. Level "sequence_token" is left out: its gradient is not that of its value."""
@@ -243,7 +250,7 @@ def test_gradient_is_the_derivative_of_the_loss(surrogate: str, ratio_level: str
         rest, options = chosen(operands, settings)
 
         def loss(*leaves: Tensor, names: list = names, rest: dict = rest, options: dict = options) -> Tensor:
-            return policy_loss(**rest | dict(zip(names, leaves, strict=True)), **options)[0]
+            return policy_loss(**rest | dict(zip(names, leaves, strict=True)), settings=LossSettings(**options))[0]
 
         assert torch.autograd.gradcheck(loss, [operands[name].clone().requires_grad_() for name in names])
 
@@ -251,7 +258,7 @@ def test_gradient_is_the_derivative_of_the_loss(surrogate: str, ratio_level: str
 def test_sapo_equals_its_formula() -> None:
     """SAPO exists in PyTorch only; a gate with the two temperatures swapped is soft where it should be hard."""
     operands = make_operands((7, 20), smooth=True)
-    settings = {"surrogate": "sapo", "sapo_temperatures": (1.0, 2.0)}
+    settings = {"surrogate": soft_gate(1.0, 2.0)}
     x = {name: value.double() for name, value in operands.items()}
     logprobs = x["logprobs"].clone().requires_grad_()
     ratio = (logprobs - x["old_logprobs"]).exp()
@@ -279,24 +286,6 @@ def test_sequence_token_has_the_value_of_sequence_and_the_gradient_of_token() ->
     # The ratio's part of the gradient moves from the tokens to the sequence.
     moved = torch.zeros(3).index_add_(0, segment, token.grad - sequence.grad)
     torch.testing.assert_close(sequence.seq_grad, moved, rtol=1e-4, atol=1e-5)
-
-
-def raw_arguments(
-    operands: dict[str, Tensor | None],
-    *,
-    surrogate: int = 0,
-    ratio_level: int = 0,
-    kl_estimator: int = 2,
-    **others: object,
-) -> list:
-    """Arguments of torch.ops.mgrpo.policy_loss in their order; `others` replaces or leaves out (None) operands."""
-    names = (
-        "logprobs old_logprobs ref_logprobs rollout_logprobs advantages weights keep cu_seqlens seq_log_ratio "
-        "seq_log_rho seq_log_rho_mask"
-    )
-    tensors = {**operands, "seq_log_ratio": operands["seq_log_ratio"] if ratio_level else None, **others}
-    settings = [surrogate, ratio_level, 0.8, 1.2, 4.0, 3.0, 0.1, kl_estimator, True, True, 0.5, 2.0, 0.25, 4.0]
-    return [tensors[name] for name in names.split()] + settings
 
 
 def test_opcheck_accepts_the_op_with_and_without_its_optional_operands(compiled: None) -> None:
@@ -370,7 +359,9 @@ def test_gradient_is_scaled_by_what_comes_after_the_loss() -> None:
     operands, settings = chosen(make_operands(), {"ratio_level": "sequence", "beta": 0.1})
     once = run(operands, settings)
     logprobs, ratio = (operands[name].clone().requires_grad_() for name in ("logprobs", "seq_log_ratio"))
-    loss, sums = policy_loss(**operands | {"logprobs": logprobs, "seq_log_ratio": ratio}, **settings)
+    loss, sums = policy_loss(
+        **operands | {"logprobs": logprobs, "seq_log_ratio": ratio}, settings=LossSettings(**settings)
+    )
     assert loss.requires_grad and not sums.requires_grad
     (loss * 0.25).backward(retain_graph=True)
     (loss * 0.5).backward()
@@ -408,7 +399,7 @@ def test_tokens_of_weight_zero_add_exactly_nothing(ratio_level: str) -> None:
     """Prompt and padding tokens hold whatever was in memory; one NaN of theirs would end the run."""
     for dtype in (torch.float32, torch.float64):
         operands = to(make_operands(), dtype)
-        for surrogate in (*COMPILED, "sapo"):
+        for surrogate in (*COMPILED, IN_PYTORCH):
             settings = EVERYTHING | {"ratio_level": ratio_level, "surrogate": surrogate, "by_sequence": True}
             result = run(operands, settings)
             assert all(torch.isfinite(x).all() for x in (result.loss, result.grad, result.seq_grad))
@@ -439,7 +430,7 @@ def test_huge_log_ratios_stay_finite(log_ratio: float) -> None:
     operands["rollout_logprobs"] = operands["old_logprobs"] - log_ratio
     for name in ("seq_log_ratio", "seq_log_rho", "seq_log_rho_mask"):
         operands[name] = torch.full((2,), log_ratio)
-    for surrogate, level, kl_estimator in itertools.product((*COMPILED, "sapo"), LEVELS, range(4)):
+    for surrogate, level, kl_estimator in itertools.product((*COMPILED, IN_PYTORCH), LEVELS, range(4)):
         settings = {"surrogate": surrogate, "ratio_level": level, "kl_estimator": kl_estimator, "beta": 0.1}
         settings |= {"kl_bias_correction": True, "use_rho": True}
         for x in run(operands, settings):
@@ -449,7 +440,7 @@ def test_huge_log_ratios_stay_finite(log_ratio: float) -> None:
 def test_nan_of_a_trained_token_shows_in_the_loss() -> None:
     """The trainer skips a step whose loss is not finite; a clip that turns NaN into a number would hide it."""
     for surrogate, ratio_level, name in itertools.product(
-        (*COMPILED, "sapo"), LEVELS, ("logprobs", "advantages", "ref_logprobs")
+        (*COMPILED, IN_PYTORCH), LEVELS, ("logprobs", "advantages", "ref_logprobs")
     ):
         operands = make_operands((3, 4), smooth=True)
         operands["keep"] = torch.ones(7)
@@ -534,6 +525,7 @@ def test_results_repeat_bitwise_and_do_not_depend_on_threads() -> None:
         ({"surrogate": -1}, r"surrogate=-1 is outside \[0, 2\]"),
         ({"ratio_level": 3}, r"ratio_level=3 is outside \[0, 2\]"),
         ({"kl_estimator": 4}, r"kl_estimator=4 is outside \[0, 3\]"),
+        ({"kl_estimator": math.nan}, r"kl_estimator=nan is outside \[0, 3\]"),
     ],
 )
 def test_raw_op_refuses_what_would_read_foreign_memory(compiled: None, changes: dict, message: str) -> None:
@@ -545,21 +537,37 @@ def test_raw_op_refuses_what_would_read_foreign_memory(compiled: None, changes: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"surrogate": "ppo"}, "surrogate='ppo' is unknown; choose one of ppo_clip, cispo, reinforce, sapo"),
+        ({"surrogate": "ppo"}, "surrogate='ppo' is unknown; choose one of ppo_clip, cispo, reinforce"),
         ({"ratio_level": "tokens"}, "ratio_level='tokens' is unknown; choose one of token, sequence, sequence_token"),
     ],
 )
 def test_unknown_names_are_refused(settings: dict, message: str) -> None:
     """A misspelt loss must not train as another one."""
-    operands, _ = chosen(make_operands((4,), smooth=True), {})
     with pytest.raises(ValueError, match=message):
-        policy_loss(**operands, **settings)
+        LossSettings(**OFF | settings)
 
 
-def test_columns_have_the_names_that_the_kernel_gives_them() -> None:
-    """Metrics pick columns by name; one line moved in the header would report clipping as KL."""
+def test_settings_come_back_from_their_numbers() -> None:
+    """The reference reads what the kernel reads; a number in the wrong place would make it the oracle of another loss."""
+    settings = LossSettings(**OFF | EVERYTHING | {"surrogate": "reinforce", "ratio_level": "sequence_token"})
+    assert LossSettings.of_numbers(settings.numbers()) == settings
+
+
+def test_raw_op_refuses_settings_of_another_length(compiled: None) -> None:
+    """Settings travel without names; one too few would shift all that follow."""
+    *tensors, settings = raw_arguments(make_operands((4, 0, 9), smooth=True))
+    with pytest.raises(RuntimeError, match=f"settings must have {len(settings)} numbers, got {len(settings) - 1}"):
+        torch.ops.mgrpo.policy_loss(*tensors, settings[1:])
+
+
+@pytest.mark.parametrize(
+    ("enum", "names"),
+    [("enum Column", COLUMNS), ("enum class Surrogate", SURROGATES), ("enum class RatioLevel", RATIO_LEVELS)],
+)
+def test_enums_have_the_order_that_the_kernel_gives_them(enum: str, names: tuple[str, ...]) -> None:
+    """Metrics pick columns by name, settings name a surrogate; one line moved in the header would mean another one."""
     header = (Path(__file__).resolve().parents[3] / "csrc" / "core" / "policy_loss.h").read_text()
-    body = re.search(r"enum Column \{(.*?)\};", header, re.DOTALL).group(1)
-    *columns, count = re.findall(r"^\s*k(\w+)", body, re.MULTILINE)
-    assert count == "NumColumns"
-    assert tuple(re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower() for name in columns) == COLUMNS
+    body = re.search(rf"{enum} \{{(.*?)\}};", header, re.DOTALL).group(1)
+    *values, count = re.findall(r"\bk([A-Z]\w*)", re.sub(r"//.*", "", body))
+    assert count in ("NumColumns", "Count")
+    assert tuple(re.sub(r"(?<!^)(?=[A-Z])", "_", value).lower() for value in values) == names

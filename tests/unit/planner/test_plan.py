@@ -155,6 +155,16 @@ def test_peak_is_the_sum_of_what_is_there_at_once() -> None:
     assert plan.worst.sync == 64 * 64 * 2**20
 
 
+def test_offload_and_small_moments_shrink_the_optimizer() -> None:
+    """Settings that the plan does not pass on would make a run look too large for its GPUs."""
+    optimizer = shipped_plan("7b_8gpu")[0].worst.states.optimizer
+    half = shipped_plan("7b_8gpu", optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)[0].worst.states
+    assert half.optimizer == half.host == optimizer // 2
+    moments = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+    small = shipped_plan("7b_8gpu", **moments)[0].worst.states
+    assert small.optimizer == pytest.approx(optimizer * 8 / 12)
+
+
 def test_phases_and_causes_add_up_to_the_step() -> None:
     """A cause without a phase, or counted twice, would name the wrong bottleneck."""
     plan, _ = shipped_plan("7b_8gpu")

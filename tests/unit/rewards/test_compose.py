@@ -13,7 +13,7 @@ import pytest
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.compose import has_r1_format, score_groups
-from mgrpo.rewards.pool import Item
+from mgrpo.rewards.verifier import Item
 from mgrpo.types import Completion, RolloutGroup, Score
 from tests import builders
 
@@ -29,7 +29,7 @@ class FakePool:
 
     def verify_many(self, items: list[Item]) -> list[float]:
         self.items += items
-        return [float(item.ground_truth) for item in items]
+        return [float(item.answer.ground_truth) for item in items]
 
 
 def _group(
@@ -127,7 +127,7 @@ def test_scores_stay_beside_their_completions() -> None:
     pool = FakePool()
     scored = score_groups(groups, pool, OFF)
     assert [list(group.rewards) for group in scored] == [[2.5, 2.5], [7.5], [0.0], [10.0] * 3]
-    assert [item.completion for item in pool.items] == ["a", "b", "c", "c", "e", "f", "g"]
+    assert [item.answer.completion for item in pool.items] == ["a", "b", "c", "c", "e", "f", "g"]
     assert [group.group for group in scored] == groups
     assert score_groups(groups, pool, NOTHING)[0].scores[0].parts == {} and len(pool.items) == 7
 

@@ -1,6 +1,6 @@
 """Every metric by name, its own and the peers': what it means and whether a run logs it.
 
-The one table behind docs/metrics.md, which `python -m mgrpo.telemetry.catalog > docs/metrics.md` writes. A name in braces
+The one table behind docs/metrics.md, which `python -m tools.docs.metrics > docs/metrics.md` writes. A name in braces
 stands for many: {verifier} for any without a slash, {n} and {k} for numbers.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 from mgrpo.telemetry.batch import LENGTH_BINS, MAGNITUDES, RATE_BINS
+from tools.docs.markdown import table
 
 OI, OLD, TRL, OWN = "Open Instruct", "old script", "TRL", "own"
 
@@ -102,7 +102,6 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("unsolved_batch_size_ratio", OI, "share", "of the scored completions, those whose reward, what its length costs apart, is below the highest possible one of its row: more with several verifiers"),
     ),
     "Judges and reward functions": (
-        logged("objective/{verifier}_cost", OWN, "dollars", "what a judge has cost since the start, by the list prices of known models"),
         logged("objective/{verifier}_prompt_tokens", OWN, "tokens", "that a judge has read since the start"),
         logged("objective/{verifier}_completion_tokens", OWN, "tokens", "that a judge has written since the start"),
         logged("objective/{verifier}_requests", OWN, "requests", "sent to a judge since the start, repeated ones among them"),
@@ -293,7 +292,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
 
 INTRODUCTION = f"""# Metrics
 
-Written by `python -m mgrpo.telemetry.catalog > docs/metrics.md`; do not edit.
+Written by `python -m tools.docs.metrics > docs/metrics.md`; do not edit.
 
 A training step is one line of `metrics.jsonl`, an evaluation another, whose names begin with `eval/`. Names are Open Instruct's
 where it has one. Each quantity is logged once: look here for what a peer's name is called.
@@ -335,10 +334,10 @@ def to_markdown() -> str:
         lines = [f"## {title}", ""]
         if own:
             rows = ((f"`{metric.name}`", metric.unit, metric.source, metric.meaning) for metric in own)
-            lines += [*_table(("logged", "unit", "name of", "meaning"), rows), ""]
+            lines += [*table(("logged", "unit", "name of", "meaning"), rows), ""]
         if others:
             rows = ((f"`{metric.name}`", metric.source, metric.status, _note(metric)) for metric in others)
-            lines += [*_table(("other name", "of", "status", "note"), rows), ""]
+            lines += [*table(("other name", "of", "status", "note"), rows), ""]
         parts.append("\n".join(lines))
     return "\n".join(parts)
 
@@ -364,13 +363,6 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 def _note(metric: Metric) -> str:
     return "; ".join(part for part in (metric.target and f"`{metric.target}`", metric.meaning) if part)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
 
 
 if __name__ == "__main__":

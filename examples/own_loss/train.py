@@ -1,0 +1,18 @@
+"""The quickstart's model learns by a loss of one's own.
+
+    torchrun --nproc-per-node 2 examples/own_loss/train.py --output_dir output/own_loss
+
+Flags are those of every run, on top of the quickstart's YAML file.
+"""
+
+import sys
+
+from loss import smooth_clip
+
+import mgrpo
+from mgrpo.config import parse
+
+if __name__ == "__main__":
+    # Two mini-batches per step: the second one is off-policy, and only there ratios are not 1.
+    settings = ["--config", "examples/configs/quickstart.yaml", "--num_mini_batches", "2"]
+    mgrpo.train(parse([*settings, *sys.argv[1:]]), loss=smooth_clip)

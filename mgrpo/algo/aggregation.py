@@ -1,0 +1,87 @@
+"""How the losses of tokens become one number: a weight for each token, and the denominator of a mini-batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from mgrpo import ops
+from mgrpo.config.loss import LossConfig
+from mgrpo.types import PackedBatch
+
+
+def token_weights(
+    loss_mask: Tensor, cu_seqlens: Tensor, config: LossConfig, denominator: float | Tensor | None = None
+) -> Tensor:
+    """What each token's loss is multiplied by: the mask times the normaliser of `config.aggregation`, `[tokens]`.
+
+    Arguments as `policy_loss`; the sum of weight x loss over all micro-batches and ranks is the aggregated loss.
+    """
+    num_seqs, num_tokens = len(cu_seqlens) - 1, len(loss_mask)
+    if denominator is None:
+        denominator = loss_denominator(loss_mask.sum().clamp(min=1), config, num_seqs=num_seqs)
+    if isinstance(denominator, Tensor) and denominator.ndim == 1:
+        denominator = ops.per_token(denominator.to(loss_mask.dtype), cu_seqlens, num_tokens)
+    weights = loss_mask / denominator
+    if config.effective_aggregation == "seq_mean":
+        lengths = ops.segment_sums(loss_mask, loss_mask, cu_seqlens)[1]
+        weights = weights / ops.per_token(lengths.clamp(min=1), cu_seqlens, num_tokens)
+    return weights
+
+
+def loss_denominator(
+    num_trained_tokens: float | Tensor,
+    config: LossConfig,
+    *,
+    num_seqs: int | None = None,
+    response_length: float | None = None,
+) -> float | Tensor:
+    """The denominator of a mini-batch, from its trained tokens and sequences over all data-parallel ranks; never 0.
+
+        token         trained tokens: every token weighs the same (DAPO, arXiv 2503.14476)
+        constant      the number in `config.loss_denominator` (Dr. GRPO, arXiv 2503.20783)
+        dr_grpo       sequences x `response_length`, the most tokens of a completion
+        seq_mean      sequences, whose own token means are taken first (GRPO, arXiv 2402.03300)
+        luspo         sequences, whose token sums are taken: length x mean (arXiv 2602.05261)
+        local_token   as token, but of one micro-batch: call `policy_loss` with each micro-batch's own count times the
+                      number of micro-batches (TRL's bnpo)
+
+    Sequences without a trained token also count.
+    """
+    aggregation = config.effective_aggregation
+    if aggregation == "constant":
+        if not config.constant:
+            raise ValueError(f"aggregation 'constant' needs a number, got loss_denominator={config.loss_denominator}")
+        return config.constant
+    if aggregation in ("token", "local_token"):
+        is_tensor = isinstance(num_trained_tokens, Tensor)
+        return num_trained_tokens.clamp(min=1) if is_tensor else float(max(num_trained_tokens, 1))
+    if num_seqs is None:
+        raise ValueError(f"aggregation {aggregation!r} divides by the number of sequences; pass num_seqs")
+    if aggregation != "dr_grpo":
+        return float(max(num_seqs, 1))
+    if response_length is None:
+        raise ValueError("aggregation 'dr_grpo' divides by sequences x response_length; pass response_length")
+    return float(max(num_seqs, 1)) * response_length
+
+
+def local_denominators(packs: Sequence[PackedBatch], batch_size: int) -> np.ndarray:
+    """For aggregation local_token: each sample's denominator, `[largest sample + 1]` float32, from all ranks' packs.
+
+    A micro-batch of TRL's is `batch_size` samples in the order in which they were drawn, however they are packed here; the
+    loss is the mean over micro-batches of their means over tokens.
+    """
+    trained = {
+        int(sample): int(pack.loss_mask[a:b].sum())
+        for pack in packs
+        for sample, (a, b) in zip(pack.samples, itertools.pairwise(pack.response_cu_seqlens.tolist()), strict=True)
+    }
+    order = sorted(trained)
+    parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    denominators = np.ones(max(order, default=-1) + 1, dtype=np.float32)
+    for part in parts:
+        denominators[part] = max(sum(trained[sample] for sample in part), 1) * len(parts)
+    return denominators

@@ -1,0 +1,8 @@
+"""The losses that `policy_loss` names, one file each: `loss(inputs) -> PolicyLoss`, and a remark for the user.
+
+A loss of a user's own is a function, see `mgrpo.algo.inputs.LossFunction`.
+"""
+
+from mgrpo.algo.losses import cispo, ppo_clip, reinforce, sapo, vespo
+
+NAMED = {"ppo_clip": ppo_clip, "cispo": cispo, "sapo": sapo, "vespo": vespo, "reinforce": reinforce}

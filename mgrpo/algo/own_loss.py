@@ -1,0 +1,142 @@
+"""A loss of a user's own: found by its name, checked before a run, and called in place of a named one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mgrpo import ops
+from mgrpo.algo.inputs import LossFunction, LossInputs, PolicyLoss
+from mgrpo.algo.losses import NAMED
+from mgrpo.algo.metrics import KL, RHO, SURROGATE, summarise
+from mgrpo.config.loss import LossConfig
+from mgrpo.config.user_functions import user_function
+
+PREFIX = "custom/"
+"""Before the names of its metrics."""
+_SIGNATURE = "it is called as function(inputs), see mgrpo.algo.LossFunction"
+
+
+def load_loss(config: LossConfig) -> LossFunction | None:
+    """The function that `policy_loss` names; None where it names one of ours.
+
+    Raises:
+        ValueError: the function cannot be imported or called, in one sentence about `policy_loss`.
+    """
+    if not config.is_own_function:
+        return None
+    module, _, name = config.policy_loss.rpartition(":")
+    function = user_function("policy_loss", config.policy_loss, module, name)
+    _check(function, f"policy_loss={config.policy_loss}")
+    return function
+
+
+def loss_problems(config: LossConfig, function: object = None) -> list[str]:
+    """What is wrong with the user's loss, `function` or the one that `policy_loss` names; nothing where there is none."""
+    try:
+        if function is None:
+            load_loss(config)
+        else:
+            _check(function, f"policy_loss: loss={_name(function)}")
+    except ValueError as err:
+        return [str(err)]
+    return []
+
+
+def loss_remarks(config: LossConfig, function: LossFunction | None) -> list[str]:
+    """What a user should know about how the loss is computed."""
+    if function is not None:
+        return [f"policy_loss {_name(function)}: a function of yours, computed in PyTorch; its metrics are {PREFIX}*"]
+    remark = NAMED[config.policy_loss].REMARK
+    return [f"policy_loss {config.policy_loss}: {remark}"] if remark else []
+
+
+def own_loss(function: LossFunction, inputs: LossInputs) -> PolicyLoss:
+    """What the function gives, and the metrics that do not depend on it."""
+    returned: Any = function(inputs)
+    loss, own = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+        raise ValueError(
+            f"policy_loss: {_name(function)} returned {_described(loss)} as its loss, expected a scalar tensor computed "
+            "from inputs.logprobs: inputs.total(token_losses)"
+        )
+    if not isinstance(own, Mapping):
+        raise ValueError(
+            f"policy_loss: {_name(function)} returned its metrics as {_described(own)}, expected a mapping of names to "
+            "(sum, count)"
+        )
+    metrics, maxima = _measures(inputs)
+    for name, pair in own.items():
+        metrics[PREFIX + name] = _pair(function, name, pair).to(loss.device)
+    return PolicyLoss(loss=loss, metrics=metrics, maxima=maxima)
+
+
+@torch.no_grad()
+def _measures(inputs: LossInputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The metrics of ratio, reference and engine, which the op adds up whatever the surrogate."""
+    settings = ops.LossSettings(
+        surrogate="reinforce",
+        ratio_level="token",
+        clip_low=0.0,
+        clip_high=0.0,
+        delta=0.0,
+        dual_clip=0.0,
+        beta=0.0,
+        kl_estimator=0,
+        kl_bias_correction=False,
+        use_rho=False,
+        rho_clamp_low=0.0,
+        rho_clamp_high=0.0,
+        rho_mask_low=0.0,
+        rho_mask_high=0.0,
+    )
+    _, sums = ops.policy_loss(
+        inputs.logprobs,
+        inputs.old_logprobs,
+        inputs.advantages,
+        inputs.mask,
+        inputs.cu_seqlens,
+        settings=settings,
+        ref_logprobs=inputs.ref_logprobs,
+        rollout_logprobs=inputs.rollout_logprobs,
+    )
+    unmeasured = SURROGATE | RHO | (KL if inputs.ref_logprobs is None else frozenset())
+    return summarise(sums, unmeasured=unmeasured, keep=None, mask=inputs.mask)
+
+
+def _check(function: object, said: str) -> None:
+    if not callable(function) or inspect.isclass(function):
+        raise ValueError(f"{said} is not a function; {_SIGNATURE}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        signature.bind(object())
+    except TypeError as err:
+        raise ValueError(f"{said} cannot be called with one argument: {err}; {_SIGNATURE}") from err
+
+
+def _pair(function: Callable, name: object, pair: object) -> Tensor:
+    """A metric as `[2]` fp32."""
+    if not isinstance(name, str) or not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ValueError(
+            f"policy_loss: {_name(function)} returned the metric {name!r} as {_described(pair)}, expected name -> (sum, "
+            "count): inputs.measured(values)"
+        )
+    return torch.stack([torch.as_tensor(x, dtype=torch.float32).detach().reshape(()) for x in pair])
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        graph = "a gradient" if value.requires_grad else "no gradient"
+        return f"a tensor of shape {list(value.shape)} with {graph}"
+    return type(value).__name__

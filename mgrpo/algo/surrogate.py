@@ -1,0 +1,90 @@
+"""What all named losses share: a surrogate's operands for the extension, corrections, KL penalty, denominators and metrics.
+
+The token's arithmetic is the extension's (`mgrpo.ops.policy_loss`); here a `LossConfig` becomes its settings and operands.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from mgrpo import ops
+from mgrpo.algo.correction import Correction, correction
+from mgrpo.algo.inputs import LossInputs, PolicyLoss
+from mgrpo.algo.metrics import KL, RHO, summarise
+
+
+def surrogate_loss(
+    inputs: LossInputs,
+    surrogate: str | ops.SurrogateFunction,
+    *,
+    clip_low: float = 0.0,
+    clip_high: float = math.inf,
+    delta: float | None = None,
+    dual_clip: float | None = None,
+    factors: Correction | None = None,
+) -> PolicyLoss:
+    """The surrogate times rho and `keep`, plus the KL penalty, summed with the weights of `aggregation`.
+
+    Args:
+        surrogate: one of `mgrpo.ops.settings.SURROGATES`, or a function in PyTorch.
+        clip_low, clip_high: bounds of the ratio.
+        delta, dual_clip: as in `LossConfig`.
+        factors: the corrections, where the caller has them; None: what the settings ask for.
+    """
+    config, mask = inputs.config, inputs.mask
+    if config.beta != 0.0 and inputs.ref_logprobs is None:
+        raise ValueError(f"beta={config.beta} needs ref_logprobs; load the reference model or set beta=0")
+    if factors is None:
+        factors = correction(inputs)
+    keep = product(inputs.keep, factors.keep)
+    seq_log_ratio = None
+    if config.ratio_level != "token":
+        seq_log_ratio = ops.segment_mean(inputs.logprobs - inputs.old_logprobs, mask, inputs.cu_seqlens)
+    clamp_low, clamp_high, mask_low, mask_high = config.rho_bounds
+    loss, sums = ops.policy_loss(
+        inputs.logprobs,
+        inputs.old_logprobs,
+        inputs.advantages,
+        inputs.weights(),
+        inputs.cu_seqlens,
+        settings=ops.LossSettings(
+            surrogate=surrogate,
+            ratio_level=config.ratio_level,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            delta=delta or 0.0,
+            dual_clip=dual_clip or 0.0,
+            beta=config.beta,
+            kl_estimator=config.kl_estimator,
+            kl_bias_correction=config.kl_bias_correction,
+            use_rho=factors.rho_is_left_to_op,
+            rho_clamp_low=clamp_low,
+            rho_clamp_high=clamp_high,
+            rho_mask_low=mask_low,
+            rho_mask_high=mask_high,
+        ),
+        ref_logprobs=inputs.ref_logprobs,
+        rollout_logprobs=inputs.rollout_logprobs,
+        keep=product(keep, factors.rho),
+        seq_log_ratio=seq_log_ratio,
+        seq_log_rho=factors.seq_log_rho,
+        seq_log_rho_mask=factors.seq_log_rho_mask,
+    )
+    unmeasured = (KL if inputs.ref_logprobs is None else frozenset()) | (
+        frozenset() if config.use_rho_correction else RHO
+    )
+    metrics, maxima = summarise(
+        sums,
+        unmeasured=unmeasured,
+        rho_sums=factors.rho_sums,
+        keep=keep,
+        mask=mask,
+    )
+    return PolicyLoss(loss=loss, metrics=metrics, maxima=maxima)
+
+
+def product(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    """None is 1."""
+    return x if y is None else y if x is None else x * y

@@ -1,0 +1,160 @@
+"""The loss ops of csrc/ in plain PyTorch: the oracle of their tests, and what runs when they are not compiled.
+
+Signatures as in csrc/bindings/ops.cpp, formulas as in csrc/core/policy_loss.h, gradients by autograd. Computed in the dtype
+of the operands, float64 included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mgrpo.ops.settings import LossSettings
+
+
+class _Rho(NamedTuple):
+    """`[tokens]` each: the weight of the policy term, and whether it was clamped or dropped."""
+
+    weight: Tensor
+    is_clamped: Tensor
+    is_low: Tensor
+    is_high: Tensor
+
+
+class _Term(NamedTuple):
+    """`[tokens]` each: the policy term before its factors, and whether it was clipped or bounded."""
+
+    policy: Tensor
+    is_low: Tensor
+    is_high: Tensor
+    is_bounded: Tensor
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    rollout_logprobs: Tensor | None,
+    advantages: Tensor,
+    weights: Tensor,
+    keep: Tensor | None,
+    cu_seqlens: Tensor,
+    seq_log_ratio: Tensor | None,
+    seq_log_rho: Tensor | None,
+    seq_log_rho_mask: Tensor | None,
+    settings: LossSettings | Sequence[float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients `[n]` and `[num_seqs]`, and sums `[num_seqs, columns]`.
+
+    Args:
+        settings: as numbers like the compiled op's, or the record, whose surrogate may then be a function.
+    """
+    if not isinstance(settings, LossSettings):
+        settings = LossSettings.of_numbers(settings)
+    n, num_seqs = len(logprobs), len(cu_seqlens) - 1
+    segment = per_token(torch.arange(num_seqs, device=logprobs.device), cu_seqlens, n)
+    trained = weights != 0
+    no = torch.zeros_like(trained)
+
+    def known(x: Tensor) -> Tensor:
+        return torch.where(trained, x, 0.0)
+
+    # The engine's other probabilities: constants.
+    old = torch.where(old_logprobs.isfinite(), old_logprobs, logprobs.detach())
+    knows_rollout, mismatch = no, torch.zeros_like(logprobs)
+    if rollout_logprobs is not None:
+        knows_rollout = trained & rollout_logprobs.isfinite()
+        mismatch = torch.where(knows_rollout, old - rollout_logprobs, 0.0)
+    token_rho = mismatch.clamp(-10, 10).exp()
+    factor = torch.ones_like(old) if keep is None else keep
+    rho = _Rho(no.to(old.dtype), no, no, no)
+    if settings.use_rho:
+        free, judged = (
+            token_rho if x is None else x.clamp(-10, 10).exp()[segment] for x in (seq_log_rho, seq_log_rho_mask)
+        )
+        rho = _rho(settings, free, judged)
+        factor = factor * rho.weight
+
+    with torch.enable_grad():
+        leaf = logprobs.detach().clone().requires_grad_()
+        seq_leaf = leaf.new_zeros(num_seqs) if seq_log_ratio is None else seq_log_ratio.detach().clone()
+        seq_leaf.requires_grad_()
+        x = known(leaf)
+        a = known(advantages if len(advantages) == n else advantages[segment])
+        log_ratio = known(leaf - old if settings.ratio_level == "token" else seq_leaf[segment])
+        ratio = log_ratio.clamp(-40, 40).exp()
+        if settings.ratio_level == "sequence_token":
+            ratio = ratio.detach() * (x - x.detach()).exp()
+        term = _term(settings, ratio, x, a)
+        # Not a product: infinity that is left out must not become NaN.
+        policy = torch.where(factor != 0, factor * term.policy, 0.0)
+        d = torch.zeros_like(x) if ref_logprobs is None else known(leaf - ref_logprobs).clamp(-40, 40)
+        kls = (d, d.square() / 2, torch.expm1(-d) + d, ratio * d)
+        penalty = settings.beta * kls[settings.kl_estimator] * (ratio if settings.kl_bias_correction else 1.0)
+        penalty = penalty if ref_logprobs is not None and settings.beta != 0 else torch.zeros_like(x)
+        loss = known(weights * (policy + penalty))
+        grad, seq_grad = torch.autograd.grad(loss.sum(), (leaf, seq_leaf), allow_unused=True, materialize_grads=True)
+
+    counts, r = factor != 0, ratio.detach()
+    rows = [loss, trained, policy, penalty, r, (r - 1).square(), (x - old).square() / 2]
+    rows += [term.is_low & counts, term.is_high & counts, term.is_bounded & counts, *kls, *rho]
+    rows += [knows_rollout, mismatch.abs(), mismatch.square(), (token_rho < 0.9) | (token_rho > 1.1)]
+    rows += [no if rollout_logprobs is None else torch.where(knows_rollout, rollout_logprobs - x, 0.0)]
+    sums = _sums_by_sequence([known(row.detach().to(logprobs.dtype)) for row in rows], segment, num_seqs)
+    largest = sums.new_full((num_seqs,), -torch.inf)
+    largest = largest.scatter_reduce(0, segment[knows_rollout], mismatch.abs()[knows_rollout], "amax")
+    return grad, seq_grad, torch.cat((sums, largest[:, None]), 1)
+
+
+def _rho(settings: LossSettings, free: Tensor, judged: Tensor) -> _Rho:
+    """From the rho that weighs and the one that the mask bounds look at, `[tokens]` each."""
+    no = torch.zeros_like(free, dtype=torch.bool)
+    is_low = judged < settings.rho_mask_low if settings.rho_mask_low > 0 else no
+    is_high = judged > settings.rho_mask_high if settings.rho_mask_high > 0 else no
+    held = free.clamp(settings.rho_clamp_low, settings.rho_clamp_high if settings.rho_clamp_high > 0 else torch.inf)
+    return _Rho(torch.where(is_low | is_high, 0.0, held), held != free, is_low, is_high)
+
+
+def _term(settings: LossSettings, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> _Term:
+    """The surrogate of each token, with a graph; all arguments `[tokens]`."""
+    a, r = advantages, ratio.detach()
+    no = torch.zeros_like(r, dtype=torch.bool)
+    if callable(settings.surrogate):
+        return _Term(settings.surrogate(ratio, logprobs, a), no, no, no)
+    if settings.surrogate == "reinforce":
+        return _Term(-a * logprobs, no, no, no)
+    if settings.surrogate == "cispo":
+        return _Term(-a * r.clamp(max=settings.clip_high) * logprobs, no, r > settings.clip_high, no)
+    unclipped = (ratio.clamp(max=settings.delta) if settings.delta > 0 else ratio) * a
+    clipped = ratio.clamp(settings.clip_low, settings.clip_high) * a
+    policy, is_clipped, is_bounded = -torch.minimum(unclipped, clipped), clipped < unclipped, no
+    if settings.delta > 0:
+        is_bounded = (clipped >= unclipped) & (r > settings.delta) & (a != 0)
+    if settings.dual_clip > 0:
+        worst = -a * settings.dual_clip
+        is_bounded = is_bounded | ((a < 0) & (policy > worst))
+        policy = torch.where(a < 0, torch.minimum(policy, worst), policy)
+    return _Term(policy, is_clipped & (r < settings.clip_low), is_clipped & (r > settings.clip_high), is_bounded)
+
+
+def _sums_by_sequence(rows: list[Tensor], segment: Tensor, num_seqs: int) -> Tensor:
+    """`[num_seqs, rows]`, from `[tokens]` each and the sequence of each token."""
+    table = torch.stack(rows, 1)
+    return table.new_zeros(num_seqs, len(rows)).index_add_(0, segment, table)
+
+
+def segment_sums(x: Tensor, weights: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum of weights x, and of weights, of each sequence: `[2, num_seqs]`."""
+    num_seqs = len(cu_seqlens) - 1
+    segment = per_token(torch.arange(num_seqs, device=x.device), cu_seqlens, len(x))
+    rows = torch.stack((torch.where(weights != 0, weights * x, 0.0), weights))
+    return rows.new_zeros(2, num_seqs).index_add_(1, segment, rows)
+
+
+def per_token(values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Each sequence's value `[num_seqs]` at each of its tokens, `[tokens]`."""
+    # Without output_size a GPU would have to tell the host the sum of the lengths.
+    return torch.repeat_interleave(values, cu_seqlens.diff(), output_size=num_tokens)
