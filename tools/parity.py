@@ -215,7 +215,7 @@ def collect(ranks: list[dict[str, Any]], shapes: dict[str, tuple[int, ...]]) -> 
     missing = [name for name, gradient in whole.items() if np.isnan(gradient).any()]
     if missing:
         raise ValueError(f"no rank has the gradient of {missing[:3]} whole")
-    last = [rank for rank in ranks if rank["measures"]]
+    last = [rank for rank in ranks if rank["reports_metrics"]]
     return Outcome(
         loss=sum(rank["loss"] for rank in last),
         logprobs={n: np.array(values) for rank in last for n, (values, _) in rank["samples"].items()},

@@ -64,10 +64,10 @@ class Policy:
         if not parallel_state.model_parallel_is_initialized():
             axes.make_groups(layout, seed=seed)
         self.rank = torch.distributed.get_rank()
-        self.place = layout.coordinate(self.rank)
+        self.coordinate = layout.coordinate(self.rank)
         self.is_last_stage = parallel_state.is_pipeline_last_stage()
-        # Ranks that only differ in their tensor or context coordinate measure the same.
-        self.measures = self.is_last_stage and self.place.tensor == 0 and self.place.context == 0
+        # Ranks that differ only in their tensor or context coordinate have the same metrics.
+        self.reports_metrics = self.is_last_stage and self.coordinate.tensor == 0 and self.coordinate.context == 0
         chunks = build(
             shape,
             layout,
@@ -147,7 +147,8 @@ class Policy:
     def microbatches(self, packs: Sequence[PackedBatch]) -> list[Microbatch]:
         """Move packs of this rank's data-parallel slice to the device."""
         return [
-            collate(pack, self.layout, context_rank=self.place.context, temperature=self.temperature) for pack in packs
+            collate(pack, self.layout, context_rank=self.coordinate.context, temperature=self.temperature)
+            for pack in packs
         ]
 
     @torch.no_grad()

@@ -181,12 +181,12 @@ class Learner:
     def reduce(self, results: Sequence[StepResult]) -> dict[str, float]:
         """Metrics over all mini-batches and ranks; every trained token counts once."""
         # Only ranks that measure know the names, which a user's loss chooses: they travel with the numbers.
-        own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.measures]
+        own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.reports_metrics]
         everyones = _gathered(algo.add_metrics(own), self.host_group)
         return algo.reduce_metrics(*algo.add_metrics(algo.MetricSums(*part) for part in everyones))
 
     def _mini_batches(self, arrays: dict[str, np.ndarray]) -> list[MiniBatch]:
-        own = packing.from_arrays(arrays, self.policy.place.data)
+        own = packing.from_arrays(arrays, self.policy.coordinate.data)
         if self.loss_config.effective_aggregation == "local_token":
             denominators = self._local_denominators(arrays)
         else:
@@ -215,7 +215,11 @@ class Learner:
 
     def _choose_uncertain_tokens(self, mini_batch: MiniBatch) -> None:
         """Leave in each micro-batch which tokens have the highest entropies of the mini-batch over all ranks."""
-        own = [batch.entropy[batch.loss_inputs.loss_mask] for batch in mini_batch.microbatches if self.policy.measures]
+        own = [
+            batch.entropy[batch.loss_inputs.loss_mask]
+            for batch in mini_batch.microbatches
+            if self.policy.reports_metrics
+        ]
         everyones = gather_values(torch.cat([torch.zeros(0), *(part.cpu() for part in own)]), self.host_group)
         quantile = self.config.algorithm.top_entropy_quantile
         threshold = float(algo.entropy_threshold(everyones, top_entropy_quantile=quantile))

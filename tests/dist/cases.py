@@ -7,7 +7,6 @@ import hashlib
 import importlib
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import torch
@@ -56,9 +55,7 @@ def make_policy(
         logits_chunk=logits_chunk,
         settings=Parallel(**(settings or {})),
     )
-    policy.load(
-        partial(checkpoint[0].read, checkpoint[1]) if checkpoint else hf_reader(model_dir, policy.shape)
-    )
+    policy.load(partial(checkpoint[0].read, checkpoint[1]) if checkpoint else hf_reader(model_dir, policy.shape))
     return policy
 
 
@@ -75,7 +72,7 @@ def own_packs(policy, samples: list[TrainSample], *, share_prompts: bool, pack_l
         share_prompts=share_prompts and policy.layout.context == 1,
     )
     arrays = packing.to_arrays(packs)
-    return packing.from_arrays(arrays, policy.place.data)[0], int(arrays["num_trained_tokens"][0])
+    return packing.from_arrays(arrays, policy.coordinate.data)[0], int(arrays["num_trained_tokens"][0])
 
 
 def gradients(
@@ -129,9 +126,9 @@ def gradients(
         "samples": {k: v for _, by_sample in result.measured for k, v in by_sample.items()},
         "grad_norm": result.grad_norm,
         "gradients": boxes,
-        "place": policy.place,
+        "coordinate": policy.coordinate,
         "is_last_stage": policy.is_last_stage,
-        "measures": policy.measures,
+        "reports_metrics": policy.reports_metrics,
         "head_calls": len(head_calls),
     }
 
@@ -238,7 +235,7 @@ def response_logits(model_dir: str, layout: dict[str, Any], samples: list[TrainS
         for sample, a, b in zip(microbatch.pack.samples, cuts[:-1], cuts[1:], strict=True)
         if captured
     }
-    return {"logits": by_sample, "tensor_rank": policy.place.tensor}
+    return {"logits": by_sample, "tensor_rank": policy.coordinate.tensor}
 
 
 def broadcast_messages(message: str) -> list[Any]:
@@ -517,7 +514,7 @@ def train_steps(
     losses, norms = [], []
     for step in range(done, steps):
         result = policy.train_step(policy.microbatches(packs), loss)
-        total = torch.tensor(sum(result.measured) if policy.measures else 0.0, dtype=torch.float64)
+        total = torch.tensor(sum(result.measured) if policy.reports_metrics else 0.0, dtype=torch.float64)
         dist.all_reduce(total)
         losses.append(float(total))
         norms.append(result.grad_norm)
