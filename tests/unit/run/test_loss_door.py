@@ -47,7 +47,7 @@ def test_a_bad_name_is_one_problem_on_every_rank(config, monkeypatch, rank, poli
 
 def test_an_object_that_is_not_a_loss_is_a_problem(config):
     """`mgrpo.train(config, loss=...)` with the wrong thing."""
-    with pytest.raises(ConfigError, match="^1 problem .*\n.*policy_loss: loss=.* cannot be called with one argument"):
+    with pytest.raises(ConfigError, match=r"^1 problem .*\n.*policy_loss: loss=.* cannot be called with one argument"):
         launch.train(config, loss=lambda: 0)
 
 
