@@ -1,5 +1,5 @@
 // From tensors to the kernels' argument structs, every shape, dtype and device checked on the way.
-// These checks keep the kernels memory-safe; friendlier words for users are said in Python.
+// These checks keep the kernels memory-safe; Python has the messages for users.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

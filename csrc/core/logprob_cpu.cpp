@@ -69,7 +69,7 @@ struct RowStats {
   float m, s, w;
 };
 
-// m, s, w of one row. Per block: the maximum, a rescale of the sums so far, then one exponential an element.
+// m, s, w of one row. Per block: the maximum, a rescale of the sums so far, then one exponential per element.
 template <class T, bool kEntropy>
 MGRPO_INLINE RowStats row_stats(const T* x, int64_t cols, float inv_temp) {
   const float scale = inv_temp * kLog2E;

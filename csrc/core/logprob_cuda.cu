@@ -95,7 +95,7 @@ struct Sums {
   float m, s, w;
 };
 
-// Raises the reference to a new maximum. Happens a few times a row, so its exponential is off the common path.
+// Raises the reference to a new maximum. Happens a few times per row, so its exponential is off the common path.
 template <bool kEntropy>
 __device__ __forceinline__ void raise_max(Sums& sums, float m, float scale) {
   if (!(m > sums.m)) return;
@@ -136,9 +136,9 @@ __device__ __forceinline__ void add_sums(Sums& sums, Sums other, float scale) {
   if constexpr (kEntropy) sums.w += other.w;
 }
 
-// One block owns one entry: a row of logits [cols], read once, 16 bytes a load.
+// One block owns one entry: a row of logits [cols], read once, 16 bytes per load.
 //   1. Each thread walks the row at stride kThreads; a batch of kUnroll packs raises the thread's maximum once
-//      (packed bf16 maximum), then costs one exponential an element.
+//      (packed bf16 maximum), then costs one exponential per element.
 //   2. Threads fold by shuffles, warps through shared memory, always in the same order: the result of a row depends on
 //      that row alone, not on the batch around it or on the run.
 template <class T, bool kEntropy, int kThreads>
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kThreads) grad_kernel(const GradArgs args) {
     __stcs(y_packs + k, Pack<T>::pack(value));
   };
 
-  // A new buffer may lie otherwise on its 16-byte grid than a row of a strided view: then by scalars.
+  // A new buffer may be aligned to 16 bytes differently from a row of a strided view: then by scalars.
   const bool same_grid = ((reinterpret_cast<uintptr_t>(x) ^ reinterpret_cast<uintptr_t>(y)) & 15) == 0;
   if (!same_grid) {
     for (int column = thread; column < cols; column += kThreads) do_scalar(column);

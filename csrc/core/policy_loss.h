@@ -3,7 +3,7 @@
 // With l, l_old, l_ref, l_roll the log-probabilities of a sampled token under the policy, the policy at the start of
 // the batch, the reference and the engine, A the advantage and k the factor `keep`:
 //
-//   r      = e^(l - l_old), or one value a sequence (RatioLevel)
+//   r      = e^(l - l_old), or one value per sequence (RatioLevel)
 //   ppo    = -min(min(r, delta) A, clip(r, clip_low, clip_high) A), for A < 0 at most -A dual_clip
 //   cispo  = -A min(r, clip_high) l, r a constant
 //   reinforce = -A l
@@ -275,7 +275,7 @@ MGRPO_HOST_DEVICE Dual token_loss(const PolicyLossArgs& args, int64_t i, int64_t
 }
 
 // x [n], weights [n] cut by cu_seqlens -> out [2, num_seqs]: sum of weights x, and sum of weights. Tokens of weight 0
-// are not read. Partial sums of the ranks that share a sequence add up to those of the whole.
+// are not read.
 struct SegmentSumsArgs {
   const float *x, *weights;
   const int32_t* cu_seqlens;

@@ -33,14 +33,14 @@ def advantages(
         gdpo        s = sum over functions of weight x standard(rewards of that function), then
                     (s - mean of all s) / (std of all s + eps) (arXiv 2601.05242)
 
-    A NaN reward (no score) leaves every mean and deviation and gets advantage 0; in "gdpo" a function's NaN only leaves
-    that function out, and a completion that no function scores gets 0. Rewards of a group that are all equal are 0 after
-    centering. With one completion a prompt the whole batch is the group: REINFORCE with a batch baseline.
+    A NaN reward (no score) leaves every mean and deviation and gets advantage 0; in "gdpo" a function's NaN leaves out
+    that function only, and a completion that no function scores gets 0. Rewards of a group that are all equal are 0 after
+    centering. With one completion per prompt the whole batch is the group: REINFORCE with a batch baseline.
 
     Args:
         rewards: `[prompts, group]`; for "gdpo" `[prompts, group, functions]`.
         ddof: a deviation divides by the number of its rewards minus this, 0 or 1.
-        weights: one a function, for "gdpo" only; None: 1 each.
+        weights: one per function, for "gdpo" only; None: 1 each.
     Returns:
         `[prompts, group]` in the type of `rewards`, float32 if that is an integer type.
     """
@@ -100,7 +100,7 @@ def _centered(values: Tensor, dim: int | tuple[int, ...], tolerance: float) -> T
 
 
 def _std(values: Tensor, dim: int | tuple[int, ...], ddof: int) -> Tensor:
-    """Standard deviation of what is not NaN; 0 where that is too little for one."""
+    """Standard deviation of the values that are not NaN; 0 where there are too few."""
     count = (~values.isnan()).sum(dim, keepdim=True)
     square = (values - values.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
     return (square / (count - ddof).clamp(min=1)).sqrt()
@@ -110,12 +110,12 @@ def _check(rewards: Tensor, normalization: str, ddof: int, weights: Sequence[flo
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization={normalization!r} is unknown; choose one of {', '.join(NORMALIZATIONS)}")
     if ddof not in (0, 1):
-        raise ValueError(f"ddof={ddof} is not a deviation in use; choose 0 (population) or 1 (sample)")
+        raise ValueError(f"ddof={ddof} is not supported; choose 0 (population) or 1 (sample)")
     shape = "[prompts, group, functions]" if normalization == "gdpo" else "[prompts, group]"
     if rewards.ndim != shape.count(",") + 1:
         raise ValueError(f"rewards must be {shape} for {normalization!r}, got shape {list(rewards.shape)}")
     if weights is not None and (normalization != "gdpo" or len(weights) != rewards.shape[2]):
         expected = f"{rewards.shape[2]}" if normalization == "gdpo" else f"none for {normalization!r}"
-        raise ValueError(f"weights are one a reward function, expected {expected}, got {len(weights)}")
+        raise ValueError(f"weights must be one per reward function, expected {expected}, got {len(weights)}")
     if torch.isinf(rewards).any():
         raise ValueError("a reward is infinite, which makes its whole group useless; use NaN for 'no score'")

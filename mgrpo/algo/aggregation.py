@@ -57,8 +57,9 @@ def loss_denominator(
             raise ValueError(f"aggregation 'constant' needs a number, got loss_denominator={config.loss_denominator}")
         return config.constant
     if aggregation in ("token", "local_token"):
-        is_tensor = isinstance(num_trained_tokens, Tensor)
-        return num_trained_tokens.clamp(min=1) if is_tensor else float(max(num_trained_tokens, 1))
+        if isinstance(num_trained_tokens, Tensor):
+            return num_trained_tokens.clamp(min=1)
+        return float(max(num_trained_tokens, 1))
     if num_seqs is None:
         raise ValueError(f"aggregation {aggregation!r} divides by the number of sequences; pass num_seqs")
     if aggregation != "dr_grpo":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +42,7 @@ class AdaptiveEntropy:
     coef_min: float
     coef_max: float
     last_entropy: float | None = None
-    """Of the last optimizer step, a token's mean over all ranks; None before the first one."""
+    """Of the last optimizer step, the mean per token over all ranks; None before the first step."""
 
     @property
     def applied(self) -> float:
@@ -59,8 +61,8 @@ class AdaptiveEntropy:
         """What a checkpoint keeps."""
         return {"coef": self.coef, "last_entropy": self.last_entropy}
 
-    def with_state(self, state: dict[str, float | None]) -> AdaptiveEntropy:
-        """The same settings, going on from a checkpoint."""
+    def with_state(self, state: Mapping[str, Any]) -> AdaptiveEntropy:
+        """The same settings, continued from the `state` in a checkpoint."""
         return replace(self, coef=state["coef"], last_entropy=state["last_entropy"])
 
 

@@ -21,11 +21,11 @@ def train_samples(
     reward_weights: Mapping[str, float] | None = None,
     mask_truncated: bool = False,
 ) -> list[TrainSample]:
-    """One sample a completion, in order, with its advantage within its group.
+    """One sample per completion, in order, with its advantage within its group.
 
-    A completion without a score (NaN) stays in the list with advantage 0 and no trained token, so that nothing is lost
-    without being counted. So does, under `mask_truncated`, one that did not stop by itself, but its reward still counts in
-    its group's mean and deviation.
+    A completion without a score (NaN) stays in the list with advantage 0 and no trained token, so that every completion is
+    counted. Under `mask_truncated` the same holds for a completion that did not stop by itself, but its reward still counts
+    in its group's mean and deviation.
 
     Args:
         dropped: groups of the same batch that are not trained on; statistics over the batch include them.
@@ -39,7 +39,7 @@ def train_samples(
     if normalization == "gdpo":
         if not reward_weights:
             raise ValueError(
-                "normalization='gdpo' needs reward functions of the user's, there are none; choose 'standard'"
+                "normalization='gdpo' needs reward functions of your own, but there are none; choose 'standard'"
             )
         by_function = [[[score.parts[name] for name in reward_weights] for score in group.scores] for group in batch]
         by_group = advantages(

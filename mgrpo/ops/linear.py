@@ -1,4 +1,4 @@
-"""Owns `linear_logprobs`: an LM head and its log-probabilities in one, so that whole logits never exist.
+"""Owns `linear_logprobs`: an LM head and its log-probabilities in one op, so that the whole logits never exist.
 
 The head's columns are taken in chunks. To the ops a chunk is what a tensor-parallel shard is, a slice of the vocabulary
 that merges with the others (csrc/core/logprob.h has the formulas); the GEMMs around them are torch's.
@@ -59,7 +59,7 @@ def linear_logprobs(
         logits_chunk: at least 1. Results depend on it by rounding only; it may differ between the ranks of `group`.
     Returns:
         Logprobs `[n]` and entropy `[n]` or None, fp32, bitwise equal on all ranks of `group`. Collective over `group`:
-        one all-gather of 16 bytes a token, and in backward one all-reduce of hidden's gradient in fp32, which is then
+        one all-gather of 16 bytes per token, and in backward one all-reduce of hidden's gradient in fp32, which is then
         that of the whole vocabulary, given that every rank computes the same loss.
     """
     if valid_cols is None:
@@ -107,7 +107,7 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs, entropy, merged = ops.logprob_merge(_gather(own, group), inv_temp)
         ctx.save_for_backward(hidden, weight, targets, inv_temp, merged)
         ctx.vocab_start, ctx.valid_cols, ctx.group, ctx.logits_chunk = vocab_start, valid_cols, group, logits_chunk
-        # An output that the loss does not use then arrives as None, which is how backward knows it need not care.
+        # An output that the loss does not use then arrives in backward as None and is skipped there.
         ctx.set_materialize_grads(False)
         return logprobs, entropy if with_entropy else None
 
@@ -143,7 +143,7 @@ def _chunks(hidden: Tensor, weight: Tensor, valid_cols: int, logits_chunk: int) 
     A rank that holds only padding has one chunk without columns: it must meet the others at the gather.
     """
     n, width = hidden.shape[0], min(logits_chunk, max(valid_cols, 1))
-    # Flat, so that the last chunk's logits are contiguous, too: torch.compile takes no other `out`.
+    # Flat, so that the last chunk's logits are also contiguous: torch.compile takes no other `out`.
     buffer = hidden.new_empty(n * width)
     for start in range(0, max(valid_cols, 1), width):
         columns = slice(start, min(start + width, valid_cols))

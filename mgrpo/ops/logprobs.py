@@ -48,10 +48,10 @@ def token_logprobs(
         with_entropy: also compute the entropy. It is differentiable; when the loss does not use it, backward takes
             the cheaper path by itself.
         inplace: backward overwrites the logits with their gradient and needs no second buffer. Then backward runs
-            once, and whoever made the logits must not need them in its own backward (autograd reports it).
+            once, and the op that made the logits must not need them in its own backward (autograd reports it).
     Returns:
         Logprobs `[n]` and entropy `[n]` or None, fp32, bitwise equal on all ranks of `group`. Collective over `group`:
-        one all-gather of 16 bytes a token, none in backward: a rank's gradient is that of its own shard, given that
+        one all-gather of 16 bytes per token, none in backward: a rank's gradient is that of its own shard, given that
         every rank computes the same loss.
     """
     if valid_cols is None:
@@ -97,7 +97,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(logits, targets, rows, inv_temp, merged)
         ctx.vocab_start, ctx.valid_cols, ctx.inplace = vocab_start, valid_cols, inplace
         ctx.is_consumed = False
-        # An output that the loss does not use then arrives as None, which is how backward knows it need not care.
+        # An output that the loss does not use then arrives in backward as None and is skipped there.
         ctx.set_materialize_grads(False)
         return logprobs, entropy if with_entropy else None
 
@@ -119,7 +119,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if ctx.inplace:
             ctx.is_consumed = True
             ops.logprob_grad_(logits, *rest)
-            # Without this a producer that saved the logits for its own backward would silently read the gradient.
+            # Without this, an op that saved the logits for its own backward would silently read the gradient.
             torch.autograd.graph.increment_version(logits)
             grad = logits.detach()
         else:
@@ -132,7 +132,7 @@ def _gather(stats: Tensor, group: ProcessGroup | None) -> Tensor:
     """Stats `[4, n]` of every rank, in rank order: `[tp, 4, n]`."""
     if group is None:
         return stats[None]
-    # gloo and NCCL both want the ranks' tensors one above the other, not stacked.
+    # gloo and NCCL both take the ranks' tensors concatenated, not stacked.
     gathered = stats.new_empty((group.size() * stats.shape[0], stats.shape[1]))
     _all_gather(gathered, stats, group=group)
     return gathered.view(group.size(), *stats.shape)
@@ -238,7 +238,7 @@ def _check_index_values(
         if low < 0 or high >= logits.shape[0]:
             raise ValueError(f"rows reach from {low} to {high}, expected rows of logits, [0, {logits.shape[0]})")
         if torch.bincount(rows, minlength=logits.shape[0]).max() > 1:
-            raise ValueError("rows names a row of logits twice, but a row can have one target only")
+            raise ValueError("rows names a row of logits twice, but a row can have only one target")
 
 
 def _describe(x: Tensor) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import Tensor
 
@@ -80,17 +81,17 @@ class LossSettings:
 
     def numbers(self) -> list[float]:
         """The settings as the compiled op takes them."""
-        values = [getattr(self, name) for name in SETTINGS]
-        values[:2] = SURROGATES.index(self.surrogate), RATIO_LEVELS.index(self.ratio_level)
-        return [float(value) for value in values]
+        codes = {"surrogate": SURROGATES.index(self.surrogate), "ratio_level": RATIO_LEVELS.index(self.ratio_level)}
+        return [float(codes[name] if name in codes else getattr(self, name)) for name in SETTINGS]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> LossSettings:
         """The settings whose `numbers` these are."""
-        surrogate, ratio_level, *values = numbers
-        named = dict(zip(SETTINGS[2:], values, strict=True))
+        named: dict[str, Any] = dict(zip(SETTINGS, numbers, strict=True))
+        named["surrogate"] = SURROGATES[int(named["surrogate"])]
+        named["ratio_level"] = RATIO_LEVELS[int(named["ratio_level"])]
         named["kl_estimator"] = int(named["kl_estimator"])
-        return cls(surrogate=SURROGATES[int(surrogate)], ratio_level=RATIO_LEVELS[int(ratio_level)], **named)
+        return cls(**named | {name: bool(named[name]) for name in ("kl_bias_correction", "use_rho")})
 
 
 SETTINGS = tuple(field.name for field in fields(LossSettings))

@@ -30,6 +30,9 @@ from mgrpo.parallel import backend
 from mgrpo.parallel.gather import gather_values
 from mgrpo.policy.policy import LossFunction, Microbatch, Policy, StepResult
 
+Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
+"""What a micro-batch reports, see `algo.PolicyLoss`: metrics as (sum, count), and maxima."""
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ENTROPY = "policy/entropy_avg"
 
@@ -42,6 +45,12 @@ class MiniBatch:
     num_trained_tokens: int
     denominators: float | np.ndarray
     """Of the loss: a number, or one for each sample of the step (aggregation local_token)."""
+
+    def denominator(self, batch: Microbatch) -> float | torch.Tensor:
+        """That of one of the micro-batches: a number, or one for each of its sequences."""
+        if isinstance(self.denominators, float):
+            return self.denominators
+        return torch.from_numpy(self.denominators[batch.pack.samples]).to(batch.loss_inputs.advantages.device)
 
 
 class Learner:
@@ -104,7 +113,7 @@ class Learner:
 
     def _load(self, checkpoint: Checkpoint | None) -> None:
         """Weights from the checkpoint; those that it does not hold, and all without one, from model_name_or_path."""
-        read = model_reader(self.config.model.model_name_or_path, self.shape)
+        read = model_reader(self.config.model.path, self.shape)
         self.policy.load(partial(checkpoint.read, MASTER) if checkpoint else read)
         if self.reference and checkpoint and REFERENCE in checkpoint.kinds:
             self.reference.load_masters(partial(checkpoint.read, REFERENCE))
@@ -187,45 +196,39 @@ class Learner:
 
     def _mini_batches(self, arrays: dict[str, np.ndarray]) -> list[MiniBatch]:
         own = packing.from_arrays(arrays, self.policy.coordinate.data)
-        if self.loss_config.effective_aggregation == "local_token":
-            denominators = self._local_denominators(arrays)
-        else:
-            counts = zip(arrays["num_trained_tokens"].tolist(), arrays["num_sequences"].tolist(), strict=True)
-            longest = self.config.rollout.response_length
-            denominators = [
-                algo.loss_denominator(n, self.loss_config, num_seqs=seqs, response_length=longest) for n, seqs in counts
-            ]
+        counts = arrays["num_trained_tokens"].tolist()
         return [
             MiniBatch(
-                microbatches=self.policy.microbatches(packs), num_trained_tokens=num_trained, denominators=denominator
+                microbatches=self.policy.microbatches(packs), num_trained_tokens=num_trained, denominators=denominators
             )
-            for packs, num_trained, denominator in zip(
-                own, arrays["num_trained_tokens"].tolist(), denominators, strict=True
-            )
+            for packs, num_trained, denominators in zip(own, counts, self._denominators(arrays), strict=True)
             if num_trained
         ]
 
-    def _local_denominators(self, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
-        """Of each mini-batch, whose samples lie in the packs of all data-parallel ranks."""
-        everyone = [packing.from_arrays(arrays, rank) for rank in range(self.layout.data)]
-        return [
-            algo.local_denominators(list(itertools.chain(*ranks)), self.loss_config.local_batch_size)
-            for ranks in zip(*everyone, strict=True)
-        ]
+    def _denominators(self, arrays: dict[str, np.ndarray]) -> Sequence[float | np.ndarray]:
+        """Of each mini-batch, over all ranks."""
+        config = self.loss_config
+        if config.effective_aggregation == "local_token":
+            # Its micro-batches are samples that may lie in the packs of any data-parallel rank.
+            everyone = [packing.from_arrays(arrays, rank) for rank in range(self.layout.data)]
+            return [
+                algo.local_denominators(list(itertools.chain(*ranks)), config.local_batch_size)
+                for ranks in zip(*everyone, strict=True)
+            ]
+        longest = self.config.rollout.response_length
+        counts = zip(arrays["num_trained_tokens"].tolist(), arrays["num_sequences"].tolist(), strict=True)
+        return [float(algo.loss_denominator(n, config, num_seqs=s, response_length=longest)) for n, s in counts]
 
     def _choose_uncertain_tokens(self, mini_batch: MiniBatch) -> None:
         """Leave in each micro-batch which tokens have the highest entropies of the mini-batch over all ranks."""
-        own = [
-            batch.entropy[batch.loss_inputs.loss_mask]
-            for batch in mini_batch.microbatches
-            if self.policy.reports_metrics
-        ]
-        everyones = gather_values(torch.cat([torch.zeros(0), *(part.cpu() for part in own)]), self.host_group)
+        # Only the last stage has entropies.
+        scored = [(batch, batch.entropy) for batch in mini_batch.microbatches if batch.entropy is not None]
+        own = [entropy[batch.loss_inputs.loss_mask].cpu() for batch, entropy in scored if self.policy.reports_metrics]
+        everyones = gather_values(torch.cat([torch.zeros(0), *own]), self.host_group)
         quantile = self.config.algorithm.top_entropy_quantile
         threshold = float(algo.entropy_threshold(everyones, top_entropy_quantile=quantile))
-        if self.policy.is_last_stage:
-            for batch in mini_batch.microbatches:
-                batch.keep = algo.top_entropy_keep(batch.entropy, threshold)
+        for batch, entropy in scored:
+            batch.keep = algo.top_entropy_keep(entropy, threshold)
 
     def _loss(self, mini_batch: MiniBatch) -> LossFunction:
         """The loss of one micro-batch, divided by the denominator of its whole mini-batch."""
@@ -234,12 +237,9 @@ class Learner:
 
         def grpo_loss(
             logprobs: torch.Tensor, entropy: torch.Tensor, batch: Microbatch
-        ) -> tuple[torch.Tensor, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+        ) -> tuple[torch.Tensor, Measured]:
             pack = batch.loss_inputs
             old = pack.rollout_logprobs if algorithm.use_vllm_logprobs else batch.logprobs.get("old")
-            denominator = mini_batch.denominators
-            if isinstance(denominator, np.ndarray):
-                denominator = torch.from_numpy(denominator[batch.pack.samples]).to(logprobs.device)
             result = algo.policy_loss(
                 logprobs,
                 logprobs.detach() if old is None else old,
@@ -250,7 +250,7 @@ class Learner:
                 ref_logprobs=batch.logprobs.get("ref"),
                 rollout_logprobs=pack.rollout_logprobs,
                 keep=batch.keep,
-                denominator=denominator,
+                denominator=mini_batch.denominator(batch),
                 function=self.own_loss,
             )
             loss = result.loss

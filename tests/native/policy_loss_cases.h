@@ -51,7 +51,7 @@ inline Batch make_batch(const std::vector<int32_t>& lengths) {
 // What stays when operands of a call are left out; bit k of `absent` leaves out the k-th.
 enum Optional { kRef = 1, kRollout = 2, kKeep = 4, kTokenAdvantages = 8, kSeqRho = 16, kSeqRhoMask = 32 };
 
-// The arguments of a call, all but its results.
+// The arguments of a call, except its results.
 inline mgrpo::PolicyLossArgs arguments(const Batch& batch, const mgrpo::PolicyConfig& config, int absent) {
   const auto unless = [&](int bit, const std::vector<float>& x) { return absent & bit ? nullptr : x.data(); };
   mgrpo::PolicyLossArgs args{};

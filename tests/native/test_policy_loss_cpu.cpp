@@ -113,7 +113,7 @@ Columns columns_of(const PolicyConfig& config, const Token& token, double logpro
   return columns;
 }
 
-// The two terms apart: next to a policy loss of e^40 a penalty has no digits left.
+// The two terms are taken separately: next to a policy loss of e^40 a penalty has no digits left.
 double slope(const PolicyConfig& config, const Token& token, double d_logprob, double d_seq) {
   const Columns ahead = columns_of(config, token, token.logprob + d_logprob, token.seq_log_ratio + d_seq);
   const Columns behind = columns_of(config, token, token.logprob - d_logprob, token.seq_log_ratio - d_seq);

@@ -194,6 +194,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         alias("objective/kl3", OLD, "objective/kl2_avg", _SUM),
         alias("kl", TRL, "objective/kl2_avg"),
     ),
+    "A loss of your own": (
+        logged("custom/{metric}", OWN, "any", "what the function that policy_loss names reports: its sums divided by its counts (docs/algorithms.md)"),
+    ),
     "Engine and trainer": (
         logged("debug/vllm_vs_local_logprob_diff_mean", OI, "nats", "|old logprob - the engine's|"),
         logged("debug/vllm_vs_local_logprob_diff_std", OI, "nats", "its standard deviation over the trained tokens"),

@@ -132,7 +132,7 @@ def open_instruct(
     tv: bool = False,
     clip: tuple[float, float] = (0.2, 0.2),
 ) -> Tensor:
-    """One row a document: with several in a row its sequence levels would mix them."""
+    """One row per document: with several in a row its sequence levels would mix them."""
     mask = p["mask"].bool()
     diff = torch.where(mask, (p["old_logprobs"] - p["rollout_logprobs"]).clamp(-10, 10), 0.0)
 

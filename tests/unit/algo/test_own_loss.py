@@ -215,7 +215,7 @@ def test_what_is_wrong_with_an_object_is_one_problem(given, words):
 
 
 def test_every_named_loss_has_a_file():
-    """A name that the configuration accepts and nobody computes would fail after the engines have started."""
+    """A name that the configuration accepts but no file computes would fail after the engines have started."""
     assert set(NAMED) == set(NAMED_LOSSES)
 
 

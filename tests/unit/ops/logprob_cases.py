@@ -49,7 +49,7 @@ def make_case(
     offset: float = 0.0,
     all_rows: bool = False,
 ) -> Case:
-    """Permuted rows, one temperature a token and vocabulary padding, unless told otherwise."""
+    """Permuted rows, one temperature per token and vocabulary padding, unless told otherwise."""
     n = tokens if all_rows else (tokens + 1) // 2
     return Case(
         logits=(torch.randn(tokens, cols + padding) * scale + offset).to(dtype),

@@ -31,7 +31,7 @@ OFF = {
     "rho_mask_low": 0.0,
     "rho_mask_high": 0.0,
 }
-"""Settings of a call that says no more: the plain clipped loss."""
+"""Settings that a case does not name: the plain clipped loss."""
 BY_TOKEN = {"use_rho": True}
 BY_SEQUENCE = {"use_rho": True, "by_sequence": True}
 CLAMP = {"rho_clamp_low": 0.75, "rho_clamp_high": 1.25}

@@ -35,7 +35,7 @@ def python_loss(operands: dict[str, Tensor], settings: dict) -> Result:
 
 
 def slope(token: dict[str, float], settings: dict, at: tuple[float, float], step: tuple[float, float]) -> float:
-    """Derivative of a token's loss along step. The two terms apart: next to a loss of e^40 a penalty has no digits."""
+    """Derivative of a token's loss along step. The two terms are taken separately: next to a loss of e^40 a penalty has no digits."""
     ahead = token_columns(token, settings, at[0] + step[0], at[1] + step[1])
     behind = token_columns(token, settings, at[0] - step[0], at[1] - step[1])
     return token["weights"] * sum((ahead[name] - behind[name]) / (2 * sum(step)) for name in ("policy", "penalty"))

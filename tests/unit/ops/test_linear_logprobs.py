@@ -51,7 +51,7 @@ class Case:
 
 
 def make_case(*, n: int = 11, cols: int = COLS, padding: int = PADDING, dtype: torch.dtype = torch.float32) -> Case:
-    """Logits of standard deviation 2 and one temperature a token; padding rows of the weight hold NaN."""
+    """Logits of standard deviation 2 and one temperature per token; padding rows of the weight hold NaN."""
     weight = torch.randn(cols + padding, HIDDEN) * (2 / HIDDEN**0.5)
     weight[cols:] = torch.nan
     return Case(

@@ -39,7 +39,7 @@ IN_PYTORCH = soft_gate(1.0, 1.05)
 @pytest.mark.parametrize("ratio_level", LEVELS)
 @pytest.mark.parametrize("surrogate", COMPILED)
 def test_compiled_loss_equals_float64(compiled: None, surrogate: str, ratio_level: str, kl_estimator: int) -> None:
-    """Each combination of settings is somebody's training run; the kernel must be right in the ones nobody tried."""
+    """Each combination of settings is a training run; the kernel must also be right in combinations that are never tried."""
     operands = make_operands()
     exact = to(operands, torch.float64)
     for settings in all_settings(surrogate, ratio_level, kl_estimator):
@@ -80,7 +80,7 @@ HAND_WORKED = {
     "the smaller bound counts": (5.0, -1.0, DELTA | DUAL, 3.0, 0.0, ["bounded"]),
     # The logprob is -0.7.
     "cispo caps the factor, not the gradient": (1.5, 2.0, {"surrogate": "cispo"}, 1.68, -2.4, ["clipped_high"]),
-    "cispo caps losses, too": (1.5, -2.0, {"surrogate": "cispo"}, -1.68, 2.4, ["clipped_high"]),
+    "cispo also caps losses": (1.5, -2.0, {"surrogate": "cispo"}, -1.68, 2.4, ["clipped_high"]),
     "cispo has no floor": (0.5, 2.0, {"surrogate": "cispo"}, 0.7, -1.0, []),
     "reinforce knows no ratio": (5.0, 2.0, {"surrogate": "reinforce"}, 1.4, -2.0, []),
 }
@@ -245,7 +245,9 @@ def test_gradient_is_the_derivative_of_the_loss(surrogate: str, ratio_level: str
     for settings in SMOOTH:
         settings = {"ratio_level": ratio_level, "surrogate": surrogate, **settings}
         if surrogate == "cispo":
-            settings |= {"clip_high": 0.1}  # its factor is a constant to autograd, so let it be one to differences, too
+            settings |= {
+                "clip_high": 0.1
+            }  # its factor is a constant to autograd, so it must also be one to differences
         names = ["logprobs", *(["seq_log_ratio"] if ratio_level == "sequence" else [])]
         rest, options = chosen(operands, settings)
 
@@ -327,14 +329,14 @@ def test_without_beta_a_reference_only_feeds_the_columns() -> None:
 
 
 def test_an_advantage_a_sequence_is_that_of_each_of_its_tokens() -> None:
-    """One number a response is the common case; read as one a token, sequences would train on each other's reward."""
+    """One number per response is the common case; read as one per token, sequences would train on each other's reward."""
     operands = make_operands()
     advantages = torch.randn(len(operands["cu_seqlens"]) - 1)
     each = torch.repeat_interleave(advantages, operands["cu_seqlens"].diff())
     expected = run({**operands, "advantages": each}, EVERYTHING)
     for got, want in zip(run({**operands, "advantages": advantages}, EVERYTHING), expected, strict=True):
         assert torch.equal(got, want)
-    # As many as there are tokens: one a token, here in sequences of 2, 0 and 1.
+    # As many as there are tokens: one per token, here in sequences of 2, 0 and 1.
     three = make_operands((2, 0, 1), smooth=True)
     result = run({**three, "advantages": torch.tensor([1.0, 0.0, 0.0])}, {"surrogate": "reinforce"})
     assert (result.grad != 0).tolist() == [three["keep"][0].item() != 0, False, False]
@@ -529,7 +531,7 @@ def test_results_repeat_bitwise_and_do_not_depend_on_threads() -> None:
     ],
 )
 def test_raw_op_refuses_what_would_read_foreign_memory(compiled: None, changes: dict, message: str) -> None:
-    """Nobody should call it like this; if somebody does, it must not end in a crash or in garbage."""
+    """No caller should do this, but it must not end in a crash or in garbage."""
     with pytest.raises(RuntimeError, match=message):
         torch.ops.mgrpo.policy_loss(*raw_arguments(make_operands((4, 0, 9), smooth=True), **changes))
 

@@ -113,7 +113,7 @@ def test_targets_beyond_32_bits_have_one_owner(target: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_may_lie_beyond_32_bit_offsets(compiled: None, tmp_path: Path, dtype: torch.dtype) -> None:
-    """16k tokens of a 152k vocabulary are 2.5e9 logits: a 32-bit row offset would wrap to somebody else's memory."""
+    """16k tokens of a 152k vocabulary are 2.5e9 logits: a 32-bit row offset would wrap to foreign memory."""
     numbers = itertools.count()
     check_distant_rows(torch.ops.mgrpo, lambda: sparse_rows(tmp_path / f"{next(numbers)}", dtype, 1003, 2**31 + 5))
 
@@ -154,7 +154,7 @@ def test_reference_gradient_is_the_derivative_of_its_forward() -> None:
 
 
 def test_raw_ops_refuse_what_would_read_foreign_memory(compiled: None) -> None:
-    """Nobody should call them with wrong shapes; if somebody does, it must not end in a crash or in garbage."""
+    """No caller should pass wrong shapes, but it must not end in a crash or in garbage."""
     op = torch.ops.mgrpo
     x, y = torch.randn(3, 8), torch.tensor([1, 2, 3])
     stats = op.logprob_stats(x, y, None, 0, 8, ONE, False)
