@@ -80,7 +80,7 @@ class Data:
     dataset_skip_cache: bool = False
     """Prepare the data even if that was done before."""
     dataset_num_proc: int = 0
-    """Processes that prepare large data; 0: one for each core."""
+    """Threads that tokenize; 0: one for each core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
