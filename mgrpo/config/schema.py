@@ -107,7 +107,7 @@ class Data:
     dataset_skip_cache: Annotated[bool, OPEN_INSTRUCT] = False
     """Prepare the data again even if prepared data exists."""
     dataset_num_proc: Annotated[int, NOT_NEGATIVE] = 0
-    """Processes that prepare large data; 0: one per core."""
+    """Threads that tokenize; 0: one per core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Prompts of the rows that a mix takes, written to a folder: each row is encoded once, however often it is taken.
 
-`Dataset.map` of `datasets` does it in this process, and a fast tokenizer uses threads. Not in forked processes: rank 0 runs Ray
-and threads of its own when it prepares data. Nor in spawned ones, which would import the user's script again.
+`Dataset.map` does it in this process, and a fast tokenizer uses threads. There are no forked processes, because rank 0
+runs Ray and other threads at that time, and no spawned ones, because they would import the user's script again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Selection:
         return [line.num_taken(rows) for line, rows in zip(self.lines, self.num_rows, strict=True)]
 
     def places(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """For each source the distinct rows that are taken of it; for each line the places of its rows among all these."""
+        """The distinct rows taken from each source; for each line, the places of its rows among all of these."""
         taken = [line.rows(rows) for line, rows in zip(self.lines, self.num_rows, strict=True)]
         distinct = [
             np.unique(np.concatenate([rows for rows, own in zip(taken, self.numbers, strict=True) if own == number]))

@@ -1,4 +1,4 @@
-"""Checks rows one by one, whatever they come from, and keeps what is worth knowing of all of them."""
+"""Checks rows one by one, wherever they come from, and summarizes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Summary:
-    """What the run needs to know of the rows of a source before it reads them again."""
+    """What a run needs to know about the rows of a source without reading them again."""
 
     num_rows: int = 0
     """Good rows."""
@@ -50,7 +50,7 @@ class Summary:
     """Columns with values that JSON cannot hold."""
 
     def good(self, rows: Iterable[Row], contract: Contract) -> Iterator[Row]:
-        """The rows that keep the contract; all of them are entered in the summary."""
+        """The rows that satisfy the contract; every row is counted in the summary."""
         for row in rows:
             try:
                 self._add(row, contract)

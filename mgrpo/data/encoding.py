@@ -1,4 +1,4 @@
-"""Rows to tokens: the template, the first token, the tokenizer, the limit."""
+"""From rows to tokens: template, bos token, tokenizer, length limit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mgrpo.data.tokenizer import token_ids
 
 
 class Cancelled(Exception):
-    """The work was given up, as the caller asked."""
+    """The caller cancelled the work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What makes tokens of a row, besides the tokenizer; in JSON."""
+    """What decides the tokens of a row, besides the tokenizer; in JSON."""
 
     template: str | None
     """Jinja; None joins the contents of messages by newlines."""
@@ -53,7 +53,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """Makes prompts of a batch of rows, for `Dataset.map`."""
+    """Makes prompts from a batch of rows, for `Dataset.map`."""
 
     recipe: Recipe
     tokenizer: Any

@@ -1,7 +1,7 @@
 """The data of a run, in two steps: `open_data` reads and checks rows, `Mixture.encode` makes prompts of them.
 
 The first needs neither tokenizer nor torch, so that bad data end a run before anything is started; the second runs while
-the engines start. What either has done for large data is in the cache (`cache`) and is not done again.
+the engines start. Their results are cached, those of the first for large sources only.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def open_data(
     need_verifiers: bool = True,
     dataset: Iterable[Mapping[str, object]] | None = None,
 ) -> tuple[Mixture, Mixture]:
-    """The training mix and the held-out one, every row read and checked; a mix that is not configured is empty.
+    """The training mix and the held-out mix, with every row read and checked; a mix that is not configured is empty.
 
     Args:
-        need_verifiers: False for runs that verify nothing: `dataset` is not looked at, there may be no ground truth.
+        need_verifiers: False for runs without verifiers, which ignore `dataset` and need no ground truth.
         dataset: rows to train on, in place of `dataset_mixer_list`.
     Raises:
-        ValueError: all that is wrong; of bad rows the first 20, by file and line.
+        ValueError: everything that is wrong; of bad rows the first 20, by file and line.
     """
     opening = _Opening(data, need_verifiers)
     if dataset is None:
@@ -68,12 +68,12 @@ class Mixture:
         self._cancelled = threading.Event()
 
     def __len__(self) -> int:
-        """Rows that are taken, prompts over the limit among them."""
+        """Rows that are taken, including those whose prompts will be over the limit."""
         return sum(self._selection.num_taken)
 
     @property
     def verifiers(self) -> dict[str, str]:
-        """Names of the verifiers in the sources that rows are taken of, with the "file:line" of their first use."""
+        """Names of the verifiers in the sources that rows are taken from, with the "file:line" of their first use."""
         found: dict[str, str] = {}
         for number, num_taken in zip(self._selection.numbers, self._selection.num_taken, strict=True):
             source = self._selection.sources[number]
@@ -83,7 +83,7 @@ class Mixture:
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns that at least one row has, those of the prompt left out; for reward functions."""
+        """Names of the columns that at least one row has, except those of the prompt; for reward functions."""
         found = dict.fromkeys(name for source in self._selection.sources for name in source.summary.columns)
         return list(self._contract.columns(found))
 
@@ -97,10 +97,10 @@ class Mixture:
         ]
 
     def encode(self, tokenizer: Any) -> PromptSet:
-        """Template and tokenize the rows, or find what an earlier run made of them.
+        """Render and tokenize the rows, or load what an earlier run made of them.
 
-        Text prompts are encoded as they are, without special tokens; messages go through the chat template, which writes
-        the special tokens itself. An answer that ends the messages is dropped: it is what the model is to write.
+        Text prompts are encoded as they are, without special tokens; messages go through the chat template, which
+        writes the special tokens itself. An answer that ends the messages is dropped, because the model is to write it.
         """
         if not len(self):
             raise ValueError("there are no data; name them in dataset_mixer_list")
@@ -156,7 +156,7 @@ class Mixture:
 
 
 class _Opening:
-    """Reads each source once, and gathers what is wrong with any of them."""
+    """Reads each source once, and collects what is wrong with any of them."""
 
     def __init__(self, data: Data, need_verifiers: bool) -> None:
         contract = Contract(
@@ -170,7 +170,7 @@ class _Opening:
         self._tried(lambda: _template_kwargs(data.chat_template_kwargs))
 
     def read(self, what: str, mixer_list: Sequence[object], splits: Sequence[str]) -> Selection:
-        """The sources of a mix, those that can be read."""
+        """The sources of a mix that can be read."""
         lines = self._tried(lambda: entries(mixer_list, splits)) or []
         selection = self._select(lines, lambda line: self.reader.named(line.source, line.split))
         if lines and len(selection.lines) == len(lines) and not sum(selection.num_taken):
@@ -179,12 +179,12 @@ class _Opening:
         return selection
 
     def take(self, dataset: Iterable[Mapping]) -> Selection:
-        """The rows that the caller brings."""
+        """The rows that the caller passed."""
         line = Entry(source="dataset", amount="1.0", split="")
         return self._select([line], lambda line: self.reader.given(dataset))
 
     def finish(self) -> None:
-        """Raise what is wrong, all of it."""
+        """Raise everything that is wrong, in one error."""
         sources = [source for source in self._sources.values() if source is not None]
         problems, num_bad = list(self._failures), sum(source.summary.num_problems for source in sources)
         rows = [(source.origin(line), problem) for source in sources for line, problem in source.summary.problems]
@@ -200,7 +200,9 @@ class _Opening:
             raise ValueError("\n  ".join(problems))
         for source in sources if not self.reader.contract.need_verifiers else ():
             if lost := source.summary.lost_columns:
-                _log.warning("reward functions get None for %s of %s: no JSON values", ", ".join(lost), source.name)
+                _log.warning(
+                    "reward functions get None for %s of %s: the values cannot be JSON", ", ".join(lost), source.name
+                )
 
     def _select(self, lines: Sequence[Entry], read: Callable[[Entry], Source]) -> Selection:
         kept: list[tuple[Entry, Source]] = []
@@ -254,7 +256,7 @@ def _template_kwargs(text: str) -> dict[str, Any]:
     try:
         kwargs = json.loads(text)
     except ValueError as err:
-        raise ValueError(f"chat_template_kwargs={text} is no JSON: {err}") from err
+        raise ValueError(f"chat_template_kwargs={text} is not JSON: {err}") from err
     if not isinstance(kwargs, dict):
         raise ValueError(
             f'chat_template_kwargs={text}; expected a JSON object, for example {{"enable_thinking": false}}'
@@ -265,7 +267,9 @@ def _template_kwargs(text: str) -> dict[str, Any]:
 
 def _warn_of_long_prompts(statistics: Mapping[str, Any]) -> None:
     fate = (
-        "cut to their last" if statistics["overlong_prompt_policy"] == "truncate_left" else "left out, having more than"
+        "cut to their last"
+        if statistics["overlong_prompt_policy"] == "truncate_left"
+        else "left out: they have more than"
     )
     for part in statistics["sources"]:
         if part["too_long"]:

@@ -1,6 +1,6 @@
 """Every prompt of a run by its index, made from memory-mapped tables when it is asked for.
 
-Opened with pyarrow alone: the import of `datasets` takes longer than everything else in a start from the cache.
+It is opened with pyarrow alone, because importing `datasets` takes longer than all of a start from the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 PROMPTS = "prompts.arrow"
-"""The distinct rows: source (its number), line, record (JSON), text, tokens, num_tokens (before any were cut), problem."""
+"""The distinct rows: source (number), line, record (JSON), text, tokens, num_tokens (before any were cut), problem."""
 ORDER = "order.npy"
 """For each prompt of the mix its place among the distinct rows."""
 STATISTICS = "statistics.json"

@@ -1,7 +1,7 @@
-"""Where rows come from: files, folders, names of data sets, and Python. Each becomes a `Source` of checked rows.
+"""Where rows come from: files, folders, names of datasets, and Python. Each becomes a `Source` of checked rows.
 
-JSON and JSONL are read here, so that bad lines have their numbers; everything else is read by `datasets`. A source is known by
-its content. The check of a large one is kept in the cache; its rows are read again when they are made prompts.
+JSON and JSONL are read here, so that bad lines have their numbers; everything else is read by `datasets`. A source is
+identified by its content. The check of a large one is cached; its rows are read again when they become prompts.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mgrpo.data.rows import Contract
 # Part of every key of the cache: another number where the same bytes would give other rows.
 _ROWS_VERSION = 2
 _DATA_SUFFIXES = (".jsonl", ".ndjson", ".parquet", ".json", ".csv")
-# From which size on the check of a source is kept.
+# The check of a source above either size is cached.
 _KEPT_BYTES = 4 * 2**20
 _KEPT_ROWS = 20_000
 _BATCH_ROWS = 1000
 _BLOCK = 2**20
 
 Content = Mapping[str, Any]
-"""What tells the rows of one source from those of another, in JSON."""
+"""What distinguishes the rows of one source from those of another, in JSON."""
 Reader = Callable[[], Iterable[Row]]
 Stamp = Sequence[tuple[str, int, int]]
 """Name, time and size of files."""
@@ -83,13 +83,13 @@ class SourceReader:
             dataset = _load(name, split=split)
         except Exception as err:
             raise ValueError(
-                f"{name} is neither a file nor a folder, and could not be loaded as the name of a data set "
+                f"{name} is neither a file nor a folder, and could not be loaded as the name of a dataset "
                 f"(split {split!r}): {type(err).__name__}: {err}"
             ) from err
         return self._arrow(name, dataset)
 
     def given(self, dataset: Iterable[Mapping[str, object]]) -> Source:
-        """Rows from Python: a data set of `datasets`, or any iterable of dicts, whose rows are then held in memory."""
+        """Rows from Python: a `Dataset`, or any iterable of dicts, whose rows are then held in memory."""
         if isinstance(dataset, Mapping):
             names = ", ".join(map(str, dataset)) or "nothing"
             raise ValueError(f"dataset is a mapping of {names}, expected rows; pass one split, or a list of dicts")
@@ -112,7 +112,7 @@ class SourceReader:
         return self._checked(name, content, read, is_large=sum(size for *_, size in stamp) > _KEPT_BYTES)
 
     def _arrow(self, name: str, dataset: Any) -> Source:
-        """A data set in Arrow tables, which the fingerprint of `datasets` stands for."""
+        """A `Dataset`, identified by its fingerprint."""
         read = partial(_rows_of_dataset, dataset, self.contract)
         content = {"fingerprint": dataset._fingerprint}
         return self._checked(name, content, read, is_large=len(dataset) > _KEPT_ROWS)
@@ -136,7 +136,7 @@ class SourceReader:
 
 
 def _is_arrow(dataset: object) -> bool:
-    """Whether this is a data set of `datasets` that gives the same rows at every reading."""
+    """Whether this is a `Dataset` that gives the same rows whenever it is read."""
     datasets = sys.modules.get("datasets")
     if datasets is None or not isinstance(dataset, datasets.Dataset):
         return False
@@ -169,7 +169,7 @@ def _read_local(path: Path, split: str, contract: Contract) -> Iterator[Row]:
 
 
 def _open(path: Path, split: str) -> Any:
-    """A file or a folder, as `datasets` reads it; not by way of its cache, which knows files by their names and times."""
+    """A file or folder, read by `datasets` without its cache, which identifies files by their names and times."""
     if path.is_file():
         return _load(str(path.absolute().parent), data_files=path.name, split="train", streaming=True)
     if not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):

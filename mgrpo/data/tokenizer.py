@@ -1,4 +1,4 @@
-"""The tokenizer of a run: loading it, what it is known by, text of tokens, and which tokens end a completion.
+"""The tokenizer of a run: loading, fingerprint, encoding, decoding, and which tokens end a completion.
 
 Completions are never tokenized again.
 """
@@ -20,7 +20,7 @@ _PART_TEXTS = 64
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a folder, a checkpoint's or its own (a transformers tokenizer)."""
+    """The transformers tokenizer in a folder, which may be a checkpoint."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"tokenizer folder {path} does not exist (looked for {folder.absolute()})")
@@ -37,13 +37,13 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """A hash of all that decides which tokens a text becomes, and of the special tokens a template may write."""
+    """A hash of everything that decides which tokens a text becomes, and of the special tokens a template may write."""
     import tokenizers
 
     found = hashlib.sha256(f"tokenizers {tokenizers.__version__}\n{type(tokenizer).__name__}\n".encode())
     if getattr(tokenizer, "is_fast", False):
         content = tokenizer.backend_tokenizer.to_str()
-        # Without what stands in front of it: truncation and padding, which every call sets anew.
+        # Without truncation and padding, which come first and are set by every call.
         found.update(content[content.index('"added_tokens"') :].encode())
     else:
         found.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
@@ -88,11 +88,11 @@ def _only_calls_its_backend(tokenizer: Any) -> bool:
 
 
 def decode(tokenizer: Any, tokens: Sequence[np.ndarray]) -> list[str]:
-    """Text of each token array without special tokens; ids that the tokenizer does not know have no text.
+    """Text of each token array without special tokens; ids that the tokenizer does not know become no text.
 
-    A model's vocabulary is often padded beyond its tokenizer's, and an early policy samples from the padding.
+    A model's vocabulary is often padded beyond its tokenizer's, and an untrained policy samples from the padding.
     """
-    # Fast tokenizers skip unknown ids themselves; the others look ids up in a list.
+    # Fast tokenizers skip unknown ids themselves; others look ids up in a list.
     end = 2**31 if getattr(tokenizer, "is_fast", False) else len(tokenizer)
     return [
         tokenizer.decode(
@@ -122,6 +122,6 @@ def stop_token_ids(model_dir: str | Path, tokenizer: Any) -> list[int]:
     if tokenizer.eos_token_id is not None:
         return [tokenizer.eos_token_id]
     raise ValueError(
-        f"nothing says which token ends a completion: neither generation_config.json nor config.json in {model_dir} "
-        "has eos_token_id, and the tokenizer has no eos token; add eos_token_id to generation_config.json"
+        f"no token ends a completion: neither generation_config.json nor config.json in {model_dir} has eos_token_id, "
+        "and the tokenizer has no eos token; add eos_token_id to generation_config.json"
     )

@@ -118,7 +118,7 @@ def test_settings_of_the_template_are_checked_with_the_rows(settings, write, tmp
         ),
         (chat, {"system_prompt_override_file": "gone.txt"}, r"system_prompt_override_file=gone\.txt cannot be read"),
         (chat, {"system_prompt_override_file": str(tmp_path / "empty.txt")}, "is empty; expected the system prompt"),
-        (chat, {"chat_template_kwargs": "{enable"}, "chat_template_kwargs={enable is no JSON"),
+        (chat, {"chat_template_kwargs": "{enable"}, "chat_template_kwargs={enable is not JSON"),
         (chat, {"chat_template_kwargs": "[1]"}, r"chat_template_kwargs=\[1\]; expected a JSON object"),
         (chat, {"chat_template_kwargs": '{"tokenize": true}'}, "chat_template_kwargs has tokenize"),
     ):

@@ -114,7 +114,7 @@ def test_add_bos_is_for_text_prompts_too_and_never_doubles(encode) -> None:
 
 
 def test_messages_need_a_template(encode, tokenizer) -> None:
-    """A silent fallback to some other format costs accuracy that nobody can explain."""
+    """A silent fallback to some other format costs accuracy without an explanation."""
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"dataset:2 has messages: .* no chat template; pass chat_template_name none"):
         encode(rows("1", [user("1")]))
@@ -139,7 +139,7 @@ def test_longer_prompts_are_left_out_and_counted(encode, caplog) -> None:
     assert prompts.num_left_out == 1 and len(prompts) == 3
     assert [prompt.ground_truths[0] for prompt in everything(prompts)] == [0, 1, 3]
     assert prompts.lengths.tolist() == [4, 1, 1]
-    assert "1 of 4 prompts of dataset are left out, having more than 4 tokens" in caplog.text
+    assert "1 of 4 prompts of dataset are left out: they have more than 4 tokens" in caplog.text
     with pytest.raises(ValueError, match="none of 2 prompts fits max_prompt_token_length=3; the shortest has 4"):
         encode(rows("1+2=", "1+22="), max_prompt_token_length=3)
 
@@ -280,7 +280,7 @@ def test_long_rows_are_encoded_few_at_once(settings, write, tokenizer, monkeypat
 
 
 def test_data_are_prepared_beside_running_threads(settings, write, tokenizer, monkeypatch) -> None:
-    """Rank 0 runs Ray and threads that hold locks: a fork of it could wait for ever for one that nothing releases."""
+    """Rank 0 runs Ray and threads that hold locks: a fork of it could wait forever for one that is never released."""
     is_done, forks = threading.Event(), []
     os.register_at_fork(before=lambda: is_done.is_set() or forks.append(1))
     for name in ("Popen", "run"):
@@ -412,7 +412,7 @@ def test_every_ingredient_has_its_part_in_the_key(settings, write, folder, tmp_p
     shutil.copy(a, tmp_path / "copy.jsonl")
     shutil.copytree(folder, tmp_path / "model")
     assert builds.by(lambda: run(str(tmp_path / "copy.jsonl"), "6", tokenizer=tmp_path / "model")) == 0, "same content"
-    assert builds.by(lambda: run(dataset_num_proc=1)) == 0, "how is no part of what"
+    assert builds.by(lambda: run(dataset_num_proc=1)) == 0, "the number of threads is not part of the content"
     own = tmp_path / "own"
     shutil.copytree(folder, own)
     (own / "chat_template.jinja").write_text(TEMPLATE + "!")

@@ -194,7 +194,7 @@ def test_an_edited_file_is_read_again_and_a_copy_is_not(
 def test_a_file_that_is_written_while_it_is_in_use_is_refused(
     tmp_path: Path, cache: Path, monkeypatch, all_are_large
 ) -> None:
-    """Its new rows would be kept under the hash of the old ones, and found there for ever."""
+    """Its new rows would be kept under the hash of the old ones, and found there from then on."""
     from mgrpo.data import sources
 
     first, second = (write_lines(tmp_path / name, sums(num)) for name, num in (("a.jsonl", 9), ("b.jsonl", 8)))
@@ -261,7 +261,7 @@ def test_what_is_not_a_list_of_rows_is_refused(datasets, cache: Path) -> None:
 
 
 def test_pictures_are_neither_decoded_nor_kept(datasets, tmp_path: Path, cache: Path) -> None:
-    """Decoding a million pictures that nobody looks at takes hours, and needs packages that are not here."""
+    """Decoding a million pictures that are never used takes hours, and needs packages that are not here."""
     rows = [{**row, "picture": {"bytes": b"no picture", "path": None}} for row in sums(3)]
     features = datasets.Features(
         {
@@ -300,7 +300,7 @@ def test_a_source_that_cannot_be_read_says_why(
 def test_an_unknown_name_says_where_it_was_looked_for(datasets, cache: Path) -> None:
     """A typing error in a path looks like the name of a data set."""
     with pytest.raises(
-        ValueError, match="data/trian is neither a file nor a folder, and could not be loaded as the name of a data set"
+        ValueError, match="data/trian is neither a file nor a folder, and could not be loaded as the name of a dataset"
     ):
         read("data/trian", cache=cache)
 
