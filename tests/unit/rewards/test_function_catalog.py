@@ -116,5 +116,5 @@ def test_all_problems_are_reported_at_once() -> None:
     """One restart for each typo is one too many."""
     problems = check_functions(["a_b", "c_d", "nowhere.py:f"])
     assert len(problems) == 3
-    with pytest.raises(ValueError, match=r"a_b names no .*; reward_funcs: c_d names no"):
+    with pytest.raises(ValueError, match=r"a_b is not the .*; reward_funcs: c_d is not the"):
         _load("a_b", "c_d")
