@@ -3,7 +3,3 @@
 `replies` reads their verdicts, `context` makes a prompt fit. `asking` has the base classes of the verifiers that use all
 this.
 """
-
-from mgrpo.rewards.judges.endpoint import problems
-
-__all__ = ["problems"]
