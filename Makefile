@@ -1,5 +1,6 @@
 # make quickstart   install into .venv and watch GRPO raise a small model's accuracy
 # make test         the tests (installs what is missing); make test-all adds the slow ones
+# make lint         ruff, mypy and clang-format
 # make parity       every parallel layout against one rank, into docs/parity.md
 VENV ?= .venv
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.txt csrc/*/*)
@@ -27,6 +28,7 @@ test-all: $(VENV)/.installed-dev
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 	$(VENV)/bin/clang-format --dry-run -Werror csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h tests/native/*.cpp
 
 bench: $(VENV)/.installed
