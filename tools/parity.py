@@ -6,7 +6,7 @@
 
 A layout is its axes joined by x (tp, pp, vpp, cp, ep, dp), then options joined by +: sp, zero0 to zero3, shard2 (HSDP),
 first1 / last1 (layers of the first or last stage), a2a, full / selective (recompute), chunked (LM head by columns),
-unpacked, packs512. What is missing from the number of ranks is data parallel.
+unpacked, packs512. The remaining ranks are data parallel.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Case:
 
 
 def parse(name: str) -> Case:
-    """A layout from its name; a ValueError says what is not understood."""
+    """A layout from its name; a ValueError names the part that is wrong."""
     axes, *marks = name.split("+")
     sizes = {}
     for axis in axes.split("x"):
@@ -172,14 +172,14 @@ def parse(name: str) -> Case:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far one layout is from one rank."""
+    """How much one layout differs from one rank."""
 
     logprob: float
     loss: float
     gradient: float
     """Relative to the largest element of its tensor."""
     parameter: str
-    """The tensor that has it; the global norm is compared too."""
+    """The tensor that has it; the global norm is also compared."""
 
     @property
     def is_equal(self) -> bool:
@@ -189,7 +189,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Loss, logprobs by sample, and whole gradients, put together from all ranks."""
+    """Loss, logprobs by sample, and whole gradients, assembled from all ranks."""
 
     loss: float
     logprobs: dict[int, np.ndarray]
@@ -201,7 +201,7 @@ class Outcome:
 
 
 def collect(ranks: list[dict[str, Any]], shapes: dict[str, tuple[int, ...]]) -> Outcome:
-    """Put together what the ranks measured; an element that nobody holds is a ValueError."""
+    """Assemble what the ranks measured; an element that no rank holds is a ValueError."""
     whole = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
     spread = 0.0
     for rank in ranks:
@@ -253,7 +253,8 @@ def run(pools: dict[int, RankPool], case: Case, folder: Path, shapes: dict[str, 
 def report(rows: Iterable[tuple[str, str, int, Difference | str]]) -> str:
     """The table in Markdown."""
     lines = [
-        "| layout | ranks | model | max logprob difference | loss difference | worst gradient | its parameter | verdict |",
+        "| layout | ranks | model | max logprob difference | loss difference | worst gradient | its parameter "
+        "| verdict |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for layout, model, ranks, found in rows:
