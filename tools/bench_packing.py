@@ -1,4 +1,4 @@
-"""How even, how full and how fast packing is, against what other trainers do; and how near to a long search.
+"""How even, how full and how fast packing is, compared with other trainers and with a long search.
 
     python tools/bench_packing.py
 
@@ -18,7 +18,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,7 +145,7 @@ def by_first_fit(batch: Batch) -> Ranks:
 
 
 def by_differencing(batch: Batch) -> Ranks:
-    """verl: equal counts of documents to each rank, then even micro-batches, which do not look at the limit."""
+    """verl: equal counts of documents to each rank, then even micro-batches, which ignore the limit."""
     weights = [batch.cost.of(length) for length in batch.lengths]
     own = differencing(weights, batch.dp, equal_counts=len(weights) % batch.dp == 0)
     count = max(-(-sum(batch.lengths[index] for index in members) // batch.pack_length) for members in own)
@@ -178,8 +178,8 @@ def rank_costs(ranks: Ranks, batch: Batch) -> list[float]:
 def long_search(batch: Batch, ranks: Ranks, *, steps: int, seed: int) -> float:
     """Cost of the costliest rank after simulated annealing from `ranks`, at the same number of packs.
 
-    Moves and swaps of single documents, accepted by the sum of squared rank costs; starts hot enough to forget where it
-    came from. The best of all states counts, the first included.
+    Moves and swaps of single documents, accepted by the sum of squared rank costs; starts hot enough to forget its
+    starting point. The best of all states counts, including the first.
     """
     rng = random.Random(seed)
     lengths = batch.lengths
@@ -241,7 +241,7 @@ def measure(method: Callable[[Batch], Ranks], batch: Batch) -> dict[str, float]:
 
 
 def gap(batch: Batch, *, steps: int, seed: int) -> float:
-    """How much costlier our costliest rank is than the long search's; the search starts from ours and from first fit's."""
+    """How much costlier our costliest rank is than that of a long search from our and from first fit's assignment."""
     ours = by_mgrpo(batch)
     starts = [ours]
     tight = by_first_fit(batch)
@@ -249,6 +249,26 @@ def gap(batch: Batch, *, steps: int, seed: int) -> float:
         starts.append(tight)
     best = min(long_search(batch, start, steps=steps, seed=seed) for start in starts)
     return max(rank_costs(ours, batch)) / best - 1
+
+
+def compare(batches: list[Batch], *, search_steps: int) -> Iterator[dict[str, str | float]]:
+    """Every method's means over batches of one kind, printed and returned; then how far ours is from the long search."""
+    dp = batches[0].dp
+    for method in METHODS:
+        runs = [measure(METHODS[method], batch) for batch in batches]
+        row = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
+        print(
+            f"{dp:>4} {method:<22}{row['packs']:>8.1f}{row['packs_over_limit']:>8.1f}"
+            f"{row['dropped_tokens']:>9.1%}{row['cost_max_over_mean']:>10.3f}"
+            f"{row['cost_max_over_bound']:>8.3f}{row['ms']:>9.1f}",
+            flush=True,
+        )
+        yield {"method": method, **row}
+    # One rank leaves no choice, and thousands of documents reach the bound itself.
+    if dp > 1 and len(batches[0].lengths) <= 1024 and search_steps:
+        worst = max(gap(batch, steps=search_steps, seed=0) for batch in batches)
+        print(f"{dp:>4} over the long search, worst of {len(batches)}: {worst:.2%}", flush=True)
+        yield {"method": "mgrpo over long search", "gap": worst}
 
 
 def main() -> None:
@@ -275,29 +295,8 @@ def main() -> None:
                     )
                     for seed in range(args.seeds)
                 ]
-                for method in METHODS:
-                    runs = [measure(METHODS[method], batch) for batch in batches]
-                    row = {key: statistics.fmean(run[key] for run in runs) for key in runs[0]}
-                    print(
-                        f"{dp:>4} {method:<22}{row['packs']:>8.1f}{row['packs_over_limit']:>8.1f}"
-                        f"{row['dropped_tokens']:>9.1%}{row['cost_max_over_mean']:>10.3f}"
-                        f"{row['cost_max_over_bound']:>8.3f}{row['ms']:>9.1f}",
-                        flush=True,
-                    )
-                    rows.append({"lengths": name, "documents": count, "dp": dp, "method": method, **row})
-                # With one rank the cost is what it is; with thousands of documents the bound itself is reached.
-                if dp > 1 and count <= 1024 and args.search_steps:
-                    worst = max(gap(batch, steps=args.search_steps, seed=0) for batch in batches)
-                    print(f"{dp:>4} over the long search, worst of {args.seeds}: {worst:.2%}", flush=True)
-                    rows.append(
-                        {
-                            "lengths": name,
-                            "documents": count,
-                            "dp": dp,
-                            "method": "mgrpo over long search",
-                            "gap": worst,
-                        }
-                    )
+                case = {"lengths": name, "documents": count, "dp": dp}
+                rows += [case | row for row in compare(batches, search_steps=args.search_steps)]
     report = {
         "protocol": (
             f"means over {args.seeds} seeds; cost = len + len^2 / (6 * 4096); ms of CPU time; long search: simulated "

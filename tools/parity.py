@@ -172,7 +172,7 @@ def parse(name: str) -> Case:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far one layout is from one rank."""
+    """How much one layout differs from one rank."""
 
     logprob: float
     loss: float
@@ -253,7 +253,8 @@ def run(pools: dict[int, RankPool], case: Case, folder: Path, shapes: dict[str, 
 def report(rows: Iterable[tuple[str, str, int, Difference | str]]) -> str:
     """The table in Markdown."""
     lines = [
-        "| layout | ranks | model | max logprob difference | loss difference | worst gradient | its parameter | verdict |",
+        "| layout | ranks | model | max logprob difference | loss difference | worst gradient | its parameter "
+        "| verdict |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for layout, model, ranks, result in rows:
