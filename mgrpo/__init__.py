@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
 
         return train
     if name == "GRPOConfig":
-        from mgrpo.config.peers.doors import GRPOConfig
+        from mgrpo.config.peers.grpo_config import GRPOConfig
 
         return GRPOConfig
     raise AttributeError(f"module 'mgrpo' has no attribute {name!r}")

@@ -17,14 +17,22 @@ from mgrpo.config.load import raise_problems, started_ranks
 from mgrpo.config.validate import problems
 
 USAGE = """usage: mgrpo train [--config FILE.yaml] [--name value ...]   (under torchrun for more than one rank)
-       mgrpo eval [--config FILE.yaml] --model_name_or_path DIR ...   a model on the held-out prompts; one process
-       mgrpo code-server [--port 1234] ...                  the sandbox for programs, as a service
-       mgrpo report DIR                                     a run's report.html anew
-       mgrpo plan [--config FILE.yaml] [--gpu H100] ...       memory, time and layouts of a run on paper
+       mgrpo eval [--config FILE.yaml] --model_name_or_path DIR ...   evaluate a model on the held-out prompts; one process
+       mgrpo code-server [--port 1234] ...                  run the sandbox for programs as a service
+       mgrpo report DIR                                     write a run's report.html again
+       mgrpo plan [--config FILE.yaml] [--gpu H100] ...       estimate memory, time and layouts of a run
        mgrpo convert hf-to-megatron --hf DIR --out DIR [--tensor_model_parallel_size N ...] [--verify]
        mgrpo convert megatron-to-hf --checkpoint DIR --out DIR [--hf DIR] [--dtype NAME] [--verify]
-       mgrpo env                                            what is installed, and what is missing
+       mgrpo env                                            list what is installed and what is missing
 """
+COMMANDS = {
+    "eval": ("mgrpo.run.evaluate", "eval_command"),
+    "code-server": ("mgrpo.sandbox.server", "serve_command"),
+    "report": ("mgrpo.telemetry.report", "report_command"),
+    "plan": ("mgrpo.planner.command", "plan_command"),
+    "convert": ("mgrpo.model_io.convert", "convert_command"),
+}
+"""Module and function of each command that is imported only when it runs."""
 PACKAGES = (
     ("torch", ("torch",), True),
     ("megatron-core", ("megatron-core",), True),
@@ -36,14 +44,13 @@ PACKAGES = (
     ("transformer-engine", ("transformer-engine", "transformer_engine"), False),
     ("datasets", ("datasets",), False),
     ("tensorboard", ("tensorboard",), False),
-    ("matplotlib", ("matplotlib",), False),
 )
-"""What a run uses: its name, the distributions that bring it, and whether it cannot do without."""
+"""What a run uses: its name, the distributions that provide it, and whether it is required."""
 SWITCHES = ("--show_config", "--dry_run")
-"""Words of the train command that are no settings."""
+"""Flags of the train command that are not settings."""
 INSTALL = "sh requirements/install.sh VENV"
 RANK_0_FIRST_S = 30.0
-"""How long the other ranks leave it to rank 0 to say what is wrong."""
+"""How long the other ranks wait for rank 0 to report a problem."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,18 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if words[0] == "train":
         return train_command(words[1:], prog="mgrpo train")
-    if words[0] == "eval":
-        return importlib.import_module("mgrpo.run.evaluate").eval_command(words[1:])
-    if words[0] == "code-server":
-        return importlib.import_module("mgrpo.sandbox.server").serve_command(words[1:])
-    if words[0] == "report":
-        return importlib.import_module("mgrpo.telemetry.report").report_command(words[1:])
-    if words[0] == "plan":
-        return importlib.import_module("mgrpo.planner.command").plan_command(words[1:])
-    if words[0] == "convert":
-        from mgrpo.model_io.convert import convert_command
-
-        return convert_command(words[1:])
+    if words[0] in COMMANDS:
+        module, function = COMMANDS[words[0]]
+        return getattr(importlib.import_module(module), function)(words[1:])
     if words == ["env"]:
         sys.stdout.write("\n".join(environment()) + "\n")
         return 0
@@ -74,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
-    """Parse, train, and turn a configuration error into one message, which is rank 0's to print.
+    """Parse and train. A configuration error becomes one message, printed by rank 0.
 
-    torchrun ends all ranks as soon as one has ended. The others are faster, because they read no data: they wait to be
-    ended, and speak only when rank 0 has found nothing wrong.
+    torchrun ends all ranks as soon as one has exited. The other ranks find their problems earlier, because they read no
+    data: they wait to be ended, and print theirs only if rank 0 has found none.
     """
     is_head = os.environ.get("RANK", "0") == "0"
     try:
@@ -98,7 +96,7 @@ def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
 
 
 def show(config: Config) -> str:
-    """The effective configuration, what follows from it when it is sound, and what was understood of other names."""
+    """The effective configuration, what follows from it if it is sound, and how other names were understood."""
     world_size = started_ranks()
     found = problems(config, world_size=world_size, has_dataset=True)
     is_sound = all(problem.startswith("model_name_or_path") for problem in found)
@@ -107,7 +105,7 @@ def show(config: Config) -> str:
 
 
 def environment() -> Iterator[str]:
-    """Versions of what does the work, one a line, then what is missing and how to get it."""
+    """Versions of the packages, one per line, then what is missing and how to install it."""
     yield f"mgrpo {version('mgrpo') if _has('mgrpo') else 'not installed, run from its folder'}"
     yield f"python {platform.python_version()} ({sys.executable})"
     missing = []
@@ -122,7 +120,7 @@ def environment() -> Iterator[str]:
     if missing:
         yield f"missing: {', '.join(missing)}; install everything, pinned, with: {INSTALL}"
     if not is_compiled:
-        yield "the extension is not compiled, so the slow reference runs; build it with: pip install --no-build-isolation -e ."
+        yield "the extension is not compiled, so the slow reference implementation is used; build it with: pip install --no-build-isolation -e ."
     if not missing and is_compiled:
         yield "nothing is missing"
 
@@ -136,7 +134,7 @@ def _has(distribution: str) -> bool:
 
 
 def _extension() -> tuple[str, bool]:
-    """What the ops report about their build, and whether there is one."""
+    """What the ops report about their build, and whether they are compiled."""
     try:
         info = importlib.import_module("mgrpo.ops").build_info()
     except ImportError as err:

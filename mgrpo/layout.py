@@ -1,16 +1,17 @@
-"""Who holds what: the parallel axes of a training run and of the inference engines. No torch, no processes.
+"""The parallel axes of a training run and of the inference engines, and what each rank holds. No torch, no processes.
 
-Rank order is Megatron's default "tp-cp-ep-dp-pp": tensor-parallel ranks are neighbours, pipeline stages are farthest apart.
+Rank order is Megatron's default "tp-cp-ep-dp-pp": tensor-parallel ranks are neighbours, pipeline stages lie farthest
+apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 VOCAB_MULTIPLE = 128
-"""The vocabulary is padded to a multiple of this whatever the layout, so that a checkpoint fits every one."""
+"""The vocabulary is padded up to a multiple of this in every layout, so that a checkpoint fits all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +25,13 @@ class Layout:
     expert: int = 1
     virtual_pipeline: int = 1
     first_stage_layers: int | None = None
-    """Layers of the first pipeline stage; None: as many as the stages in the middle."""
+    """Layers of the first pipeline stage; None: as many as a stage in the middle."""
     last_stage_layers: int | None = None
-    """Layers of the last pipeline stage; None: as many as the stages in the middle."""
+    """Layers of the last pipeline stage; None: as many as a stage in the middle."""
     sequence_parallel: bool = False
     zero_stage: int = 1
     shard_size: int | None = None
-    """ZeRO-3: consecutive data x context ranks that share each parameter; None: all of them."""
+    """ZeRO-3: the number of consecutive data x context ranks that share each parameter; None: all of them."""
 
     @property
     def data(self) -> int:
@@ -39,7 +40,7 @@ class Layout:
 
     @property
     def expert_tensor(self) -> int:
-        """Ranks that share each expert's matrices: shared out over `expert` ranks, an expert stays whole."""
+        """Ranks that split each expert's matrices; an expert stays whole where experts are distributed over ranks."""
         return self.tensor if self.expert == 1 else 1
 
     @property
@@ -54,17 +55,17 @@ class Layout:
 
     @property
     def sharding(self) -> int:
-        """The ZeRO stage that runs: a rank that shares with nobody runs stage 1 for 2 and 3, whose gradients are wrong there."""
+        """The ZeRO stage that runs: at most 1 in a group of one rank, where gradients of stages 2 and 3 are wrong."""
         return self.zero_stage if self.data * self.context > 1 else min(self.zero_stage, 1)
 
     @property
     def micro_batches_multiple_of(self) -> int:
-        """Interleaved stages take micro-batches in rounds of as many as there are stages."""
+        """Interleaved stages take micro-batches in rounds, one micro-batch per stage."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     @property
     def document_multiple_of(self) -> int:
-        """A context rank holds two stretches of every document, an early and a late one, so that causal attention is even work."""
+        """A context rank holds an early and a late stretch of every document, which evens out causal attention."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
@@ -74,7 +75,7 @@ class Layout:
         return math.lcm(self.document_multiple_of, shares)
 
     def round_up(self, pack_length: int) -> int:
-        """The length of a pack on these axes."""
+        """`pack_length` rounded up to `pack_multiple_of`, which is the only place where it is rounded."""
         return -(-pack_length // self.pack_multiple_of) * self.pack_multiple_of
 
     def coordinate(self, rank: int) -> Coordinate:
@@ -88,7 +89,7 @@ class Layout:
         )
 
     def chunk_layers(self, num_layers: int, stage: int, chunk: int = 0) -> range:
-        """Layers of one chunk of a pipeline stage; interleaved, chunk c of all stages comes before chunk c + 1 of any."""
+        """Layers of one chunk of a pipeline stage; chunk c of every stage comes before chunk c + 1 of any."""
         if self.virtual_pipeline > 1:
             share = num_layers // (self.pipeline * self.virtual_pipeline)
             start = (chunk * self.pipeline + stage) * share
@@ -106,7 +107,7 @@ class Layout:
         return [*([] if first is None else [first]), *[middle] * num_middle, *([] if last is None else [last])]
 
     def problems(self) -> list[str]:
-        """What is impossible about this layout by itself, one sentence each."""
+        """Why this layout is impossible for any model, one sentence each."""
         found = []
         for flag, size in self._sizes().items():
             if size < 1:
@@ -124,14 +125,52 @@ class Layout:
             found.append("sequence_parallel=true needs tensor_model_parallel_size > 1")
         return [*found, *self._pipeline_problems(), *self._sharing_problems()]
 
-    def _pipeline_problems(self) -> Iterator[str]:
+    def stage_problems(self, num_layers: int) -> Iterator[str]:
+        """Why the pipeline cannot split `num_layers` layers, one sentence each: all but its ends take equal shares."""
+        stages, chunks, ends = self.pipeline, self.virtual_pipeline, self._ends
+        if ends and stages > 1:
+            yield from self._end_problems(num_layers)
+        elif num_layers % stages:
+            yield (
+                f"pipeline_model_parallel_size={stages} does not divide num_hidden_layers={num_layers}; "
+                f"{choose_from(divisors(num_layers))}"
+            )
+        elif num_layers // stages % chunks:
+            yield (
+                f"virtual_pipeline_model_parallel_size={chunks} does not divide the {num_layers // stages} layers of a "
+                f"stage (num_hidden_layers={num_layers} / pipeline_model_parallel_size={stages}); "
+                f"{choose_from(divisors(num_layers // stages))}"
+            )
+
+    def _end_problems(self, num_layers: int) -> Iterator[str]:
+        flags, lengths = list(self._ends), list(self._ends.values())
+        middle = self.pipeline - len(lengths)
+
+        def fits(length: int) -> bool:
+            """Whether the stages in the middle can share the rest if the first of `lengths` is changed to this one."""
+            rest = num_layers - length - sum(lengths[1:])
+            return rest == 0 if middle == 0 else rest >= middle and rest % middle == 0
+
+        if not fits(lengths[0]):
+            nearest = sorted((n for n in range(1, num_layers) if fits(n)), key=lambda n: abs(n - lengths[0]))[:4]
+            remedy = f"for {flags[0]} {choose_from(sorted(nearest))}" if nearest else "use fewer stages"
+            yield (
+                f"{' + '.join(f'{flag}={length}' for flag, length in self._ends.items())} leaves "
+                f"{num_layers - sum(lengths)} of num_hidden_layers={num_layers} to the other {middle} stages, which "
+                f"need equal shares; {remedy}"
+            )
+
+    @property
+    def _ends(self) -> dict[str, int]:
+        """The settings of the first and the last stage that are given."""
         ends = {
             "num_layers_in_first_pipeline_stage": self.first_stage_layers,
             "num_layers_in_last_pipeline_stage": self.last_stage_layers,
         }
-        for flag, layers in ends.items():
-            if layers is None:
-                continue
+        return {flag: layers for flag, layers in ends.items() if layers is not None}
+
+    def _pipeline_problems(self) -> Iterator[str]:
+        for flag, layers in self._ends.items():
             if layers < 1:
                 yield f"{flag}={layers} must be at least 1"
             elif self.pipeline == 1:
@@ -143,42 +182,41 @@ class Layout:
                 )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             yield (
-                f"virtual_pipeline_model_parallel_size={self.virtual_pipeline} interleaves the stages of a pipeline; it "
-                "needs pipeline_model_parallel_size > 1"
+                f"virtual_pipeline_model_parallel_size={self.virtual_pipeline} interleaves the stages of a pipeline; "
+                "it needs pipeline_model_parallel_size > 1"
             )
 
     def _sharing_problems(self) -> Iterator[str]:
         """About experts, and about what data-parallel ranks share."""
         stage = self.world_size // self.pipeline
         if stage % self.expert:
-            legal = ", ".join(str(size) for size in range(1, stage + 1) if stage % size == 0)
             yield (
                 f"expert_model_parallel_size={self.expert} does not divide the {stage} ranks of a pipeline stage; "
-                f"choose from {{{legal}}}"
+                f"{choose_from(divisors(stage))}"
             )
             return
         shared = self.data * self.context
         if self.zero_stage >= 2 and self.expert > 1 and self.expert_data == 1:
             yield (
-                f"zero_stage={self.zero_stage} with expert_model_parallel_size={self.expert} leaves no two ranks with the "
-                f"same experts, for which Megatron-FSDP computes wrong gradients; use zero_stage=1, "
+                f"zero_stage={self.zero_stage} with expert_model_parallel_size={self.expert} leaves no two ranks with "
+                f"the same experts, for which Megatron-FSDP computes wrong gradients; use zero_stage=1, "
                 f"expert_model_parallel_size={self.expert // 2}, or twice as many ranks"
             )
         if self.shard_size is None:
             return
-        legal = ", ".join(str(size) for size in range(2, shared + 1) if shared % size == 0)
-        choices = f"choose from {{{legal}}}" if legal else "leave it out"
+        legal = divisors(shared)[1:]
+        choices = choose_from(legal) if legal else "leave it out"
         if self.zero_stage != 3:
             yield f"fsdp_shard_degree={self.shard_size} needs zero_stage=3, got {self.zero_stage}"
         elif self.shard_size < 2 or shared % self.shard_size:
             yield (
-                f"fsdp_shard_degree={self.shard_size} must divide the {shared} data- and context-parallel ranks and be at "
-                f"least 2; {choices}"
+                f"fsdp_shard_degree={self.shard_size} must divide the {shared} data- and context-parallel ranks and be "
+                f"at least 2; {choices}"
             )
         elif self.shard_size < shared and self.expert > 1:
             yield (
-                f"fsdp_shard_degree={self.shard_size} cannot be combined with expert_model_parallel_size={self.expert}; "
-                "leave it out"
+                f"fsdp_shard_degree={self.shard_size} cannot be combined with "
+                f"expert_model_parallel_size={self.expert}; leave it out"
             )
 
     def _sizes(self) -> dict[str, int]:
@@ -209,3 +247,18 @@ class InferLayout:
 
     engines: int = 1
     tensor: int = 1
+
+
+def divisors(number: int) -> list[int]:
+    """Every size that divides `number`, ascending."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def choose_from(sizes: Iterable[int]) -> str:
+    """The remedy that ends an error about a size."""
+    return f"choose from {{{', '.join(map(str, sizes))}}}"
+
+
+def least_loaded(holders: Iterable[int], load: Sequence[int]) -> int:
+    """The holder with the least load, the first of equals: it spreads work over ranks that hold the same data."""
+    return min(holders, key=lambda rank: (load[rank], rank))

@@ -1,4 +1,4 @@
-"""Random Hugging Face models of the supported families, small enough for a test and awkward enough to find errors."""
+"""Random Hugging Face models of the supported families, small enough for a test and irregular enough to reveal errors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 VOCAB = 125
-"""Not a multiple of anything, so that padding of the vocabulary is always at work."""
+"""A multiple of no padding, so that the vocabulary is always padded."""
 
 MOE = {"head_dim": 32, "num_experts_per_tok": 2}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 5, "final_logit_softcapping": 1.5}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 100.0}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    # Class, and what makes a small model a proper member: windows and original positions shorter than the samples are.
+    # Class and settings that exercise the family's features: windows and original positions are shorter than samples.
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "mixtral": ("Mixtral", {**MOE, "num_local_experts": 4}),
@@ -62,17 +62,17 @@ def save_tiny(
     tied: bool = False,
     **settings: Any,
 ) -> Path:
-    """Write a random model to a folder below `folder`; every parameter, norms and biases too, is drawn at random.
+    """Write a random model to a folder below `folder`; every parameter is random, including norms and biases.
 
     Args:
         settings: further fields of the family's transformers config.
     """
     import transformers
 
-    name, own = FAMILIES[family]
-    own = own | settings
-    if "layer_types" in own:
-        own["layer_types"] = (own["layer_types"] * layers)[:layers]
+    name, family_settings = FAMILIES[family]
+    special = family_settings | settings
+    if "layer_types" in special:
+        special["layer_types"] = (special["layer_types"] * layers)[:layers]
     shape = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -88,7 +88,7 @@ def save_tiny(
     }
     torch.manual_seed(len(family) + layers)
     config_name = f"{name}TextConfig" if family == "gemma3_text" else f"{name}Config"
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, config_name)(**shape | own))
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, config_name)(**shape | special))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter.normal_(std=0.1)
@@ -108,7 +108,7 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module
 
 
 def saved_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every gradient under the name that its weight has in a checkpoint; transformers keeps all experts in one tensor."""
+    """Every gradient under the name of its weight in a checkpoint; transformers keeps all experts in one tensor."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, {name: parameter.grad for name, parameter in model.named_parameters()})

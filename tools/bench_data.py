@@ -3,12 +3,12 @@
     python tools/bench_data.py [--rows 10000 100000 1000000] [--baseline_rows 100000] [--num_proc 0]
 
 Rows are conversations of 20 to 80 words with a number as the label; the tokenizer is a byte-level BPE that is trained on the
-spot, with a chat template. Each figure is taken in a process of its own, with the tokenizer loaded before the clock starts.
-CPU
-seconds are of all processes, also what is measured besides (2,000 prompts); seconds are of the clock, and depend on what else
-the machine does. The baseline is `datasets`: load_dataset, a batched map in one process that renders and tokenizes, and a filter by length.
-Memory is sampled every quarter of a second: the proportional set sizes of the process and its children, with the pages of
-mapped files, and the part of it that is anonymous, which is what they cannot give back.
+spot, with a chat template. Each figure is taken in a process of its own, which loads the tokenizer before the clock starts; the
+import of `datasets` counts for mgrpo, which imports it when it needs it, and not for the baseline. CPU seconds include what is
+measured in addition (2,000 prompts); seconds are of the clock and depend on what else the machine does. The baseline is
+`datasets` alone: load_dataset, a batched map in one process that renders and tokenizes, and a filter by length. Memory is sampled
+every quarter of a second: the proportional set sizes of the process and its children, with the pages of mapped files, and the part
+of it that is anonymous, which they cannot give back.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def memory(pid: int) -> tuple[float, float]:
 
 
 def make_words() -> list[str]:
-    """Words of letters that follow each other as they do in no language, but with lengths as in one."""
+    """Random words with the lengths of natural ones."""
     rng = random.Random(0)
     return [
         "".join(rng.choices("etaoinshrdlucmfwyp", k=min(14, 1 + int(rng.gammavariate(3, 1.6)))))
@@ -121,7 +121,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def measure_ours(data: Path, tokenizer: Any, cache: Path, num_proc: int) -> dict[str, float]:
-    """Both stages, and the time of a prompt."""
+    """Both stages, and the time per prompt."""
     from mgrpo.config.schema import Data
     from mgrpo.data.mixture import open_data
 
@@ -277,8 +277,8 @@ def cpu_model() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
-    parser.add_argument("--baseline_rows", type=int, default=100_000, help="most rows that datasets is measured on")
-    parser.add_argument("--num_proc", type=int, default=0, help="processes of ours; 0: one for each core")
+    parser.add_argument("--baseline_rows", type=int, default=100_000, help="most rows that the baseline is measured on")
+    parser.add_argument("--num_proc", type=int, default=0, help="threads of mgrpo; 0: one per core")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "data.json")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()

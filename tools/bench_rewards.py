@@ -25,9 +25,12 @@ from pathlib import Path
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.catalog import find
 from mgrpo.rewards.pool import VerifierPool
-from mgrpo.rewards.process import Item
 from mgrpo.rewards.scorer import Scorer
-from mgrpo.rewards.verifier import Answer
+from mgrpo.rewards.verifier import Answer, Item
+
+
+def item(verifier: str, completion: str, ground_truth: object) -> Item:
+    return Item(verifier, Answer(completion=completion, ground_truth=ground_truth))
 
 
 def sentences(rng: random.Random, count: int) -> str:
@@ -55,11 +58,11 @@ def sentences(rng: random.Random, count: int) -> str:
 
 def simple(rng: random.Random) -> Item:
     number = rng.randrange(10_000)
-    return Item("gsm8k", f"{sentences(rng, 60)} {number + rng.randrange(2)}", str(number))
+    return item("gsm8k", f"{sentences(rng, 60)} {number + rng.randrange(2)}", str(number))
 
 
 def matching(rng: random.Random) -> Item:
-    return Item("string_f1", sentences(rng, 60), sentences(rng, 5))
+    return item("string_f1", sentences(rng, 60), sentences(rng, 5))
 
 
 def mathematics(rng: random.Random) -> Item:
@@ -77,7 +80,7 @@ def mathematics(rng: random.Random) -> Item:
     )
     label, answer = rng.choice(forms)
     ending = rf"The answer is \boxed{{{answer}}}." if rng.random() < 0.5 else f"The answer is ${answer}$."
-    return Item("math", f"{sentences(rng, 200)} {ending}", label)
+    return item("math", f"{sentences(rng, 200)} {ending}", label)
 
 
 def instructions(rng: random.Random) -> Item:
@@ -87,7 +90,7 @@ def instructions(rng: random.Random) -> Item:
             "kwargs": [{"num_words": 50, "relation": "at least"}, {"keywords": ["divide"]}],
         }
     ]
-    return Item("ifeval", sentences(rng, rng.randrange(30, 90)), json.dumps(label))
+    return item("ifeval", sentences(rng, rng.randrange(30, 90)), json.dumps(label))
 
 
 KINDS: dict[str, Callable[[random.Random], Item]] = {
@@ -111,7 +114,7 @@ def seconds(work: Callable[[Sequence[Item]], object], batches: Sequence[Sequence
 def in_process(items: Sequence[Item]) -> None:
     verifier = find(items[0].verifier)(Reward())
     for item in items:
-        verifier.score(Answer(**dict(zip(Item._fields[1:], item[1:], strict=True))))
+        verifier.score(item.answer)
 
 
 def measure(name: str, count: int, repeat: int) -> dict[str, object]:
@@ -142,7 +145,7 @@ def measure_programs(count: int) -> dict[str, object]:
 
     scorer = Scorer(Reward(code_sandbox_accept_risk=True))
     try:
-        items = [Item("code", f"```python\n{program}\n```", tests)] * count
+        items = [item("code", f"```python\n{program}\n```", tests)] * count
         assert scorer.verify_many(items) == [1.0] * count
         baseline, took = seconds(bare, [items] * 3), seconds(scorer.verify_many, [items] * 3)
     finally:

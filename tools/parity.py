@@ -1,4 +1,4 @@
-"""Every parallel layout against one rank: log-probabilities, loss, and the gradient of every parameter.
+"""Compare every parallel layout with one rank: log-probabilities, loss, and the gradient of every parameter.
 
     python tools/parity.py                          # the whole matrix on 4 gloo ranks (or GPUs)
     python tools/parity.py tp2+sp cp2xtp2+zero3     # these layouts, on every model they fit
@@ -6,7 +6,7 @@
 
 A layout is its axes joined by x (tp, pp, vpp, cp, ep, dp), then options joined by +: sp, zero0 to zero3, shard2 (HSDP),
 first1 / last1 (layers of the first or last stage), a2a, full / selective (recompute), chunked (LM head by columns),
-unpacked, packs512. What is missing from the number of ranks is data parallel.
+unpacked, packs512. Ranks that no axis names are data parallel.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.tiny_models import save_tiny
 LOSS = {"beta": 0.05, "kl_estimator": 2, "clip_lower": 0.2, "clip_higher": 0.28}
 SAMPLES = cases.random_samples(seed=0)
 LOGPROB_LIMIT, LOSS_LIMIT, GRADIENT_LIMIT = 2e-5, 2e-6, 3e-5
-"""Largest absolute difference of a logprob and of the loss, and of a gradient relative to its tensor's largest."""
+"""Largest absolute difference of a logprob and of the loss, and of a gradient relative to its tensor's largest element."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2"},
@@ -104,12 +104,12 @@ MATRIX: dict[str, tuple[str, ...]] = {
     "ep2xdp4+zero3": _MOE,
     "ep4xdp4": _MOE,
 }
-"""The published matrix: which models each layout is shown on."""
+"""The published matrix: the models that each layout is compared on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One layout and how the batch is cut."""
+    """One layout and how its batch is packed."""
 
     name: str
     ranks: int
@@ -118,7 +118,7 @@ class Case:
 
 
 def parse(name: str) -> Case:
-    """A layout from its name; a ValueError says what is not understood."""
+    """A layout from its name; a ValueError names the part that is not understood."""
     axes, *marks = name.split("+")
     sizes = {}
     for axis in axes.split("x"):
@@ -144,8 +144,8 @@ def parse(name: str) -> Case:
     options: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     for mark in marks:
-        kind, number = re.fullmatch(r"(a2a|[a-z]+)(\d*)", mark).groups() if mark else ("", "")
-        number = int(number or 0)
+        match = re.fullmatch(r"(a2a|[a-z]+)(\d*)", mark)
+        kind, number = (match[1], int(match[2] or 0)) if match else ("", 0)
         match kind:
             case "sp":
                 layout["sequence_parallel"] = True
@@ -179,7 +179,7 @@ class Difference:
     gradient: float
     """Relative to the largest element of its tensor."""
     parameter: str
-    """The tensor that has it; the global norm is compared too."""
+    """The tensor with that gradient; the global norm is also compared."""
 
     @property
     def is_equal(self) -> bool:
@@ -189,33 +189,33 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Loss, logprobs by sample, and whole gradients, put together from all ranks."""
+    """Loss, logprobs by sample, and whole gradients, collected from all ranks."""
 
     loss: float
     logprobs: dict[int, np.ndarray]
     gradients: dict[str, np.ndarray]
     grad_norms: list[float]
-    """Global gradient norm, as each rank reports it."""
+    """Global gradient norm that each rank reports."""
     spread: float
     """Largest relative difference between two ranks' copies of one gradient."""
 
 
 def collect(ranks: list[dict[str, Any]], shapes: dict[str, tuple[int, ...]]) -> Outcome:
-    """Put together what the ranks measured; an element that nobody holds is a ValueError."""
+    """The outcome of all ranks together; a ValueError if no rank holds some element."""
     whole = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
     spread = 0.0
     for rank in ranks:
         for box, gradient in rank["gradients"]:
             place = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
-            seen = whole[box.name][place]
-            both = ~np.isnan(seen)
+            earlier = whole[box.name][place]
+            both = ~np.isnan(earlier)
             if both.any():
-                spread = max(spread, float(np.abs(seen - gradient)[both].max() / (np.abs(gradient).max() + 1e-12)))
+                spread = max(spread, float(np.abs(earlier - gradient)[both].max() / (np.abs(gradient).max() + 1e-12)))
             whole[box.name][place] = gradient
     missing = [name for name, gradient in whole.items() if np.isnan(gradient).any()]
     if missing:
         raise ValueError(f"no rank has the gradient of {missing[:3]} whole")
-    last = [rank for rank in ranks if rank["measures"]]
+    last = [rank for rank in ranks if rank["reports_metrics"]]
     return Outcome(
         loss=sum(rank["loss"] for rank in last),
         logprobs={n: np.array(values) for rank in last for n, (values, _) in rank["samples"].items()},
@@ -226,7 +226,7 @@ def collect(ranks: list[dict[str, Any]], shapes: dict[str, tuple[int, ...]]) -> 
 
 
 def compare(outcome: Outcome, reference: Outcome) -> Difference:
-    """The largest differences; samples must be the same."""
+    """The largest differences; both must have trained the same samples."""
     assert outcome.logprobs.keys() == reference.logprobs.keys(), "some sample was not trained"
     logprob = max(float(np.abs(outcome.logprobs[n] - values).max()) for n, values in reference.logprobs.items())
     norm = reference.grad_norms[0]
@@ -241,7 +241,7 @@ def compare(outcome: Outcome, reference: Outcome) -> Difference:
 
 
 def run(pools: dict[int, RankPool], case: Case, folder: Path, shapes: dict[str, tuple[int, ...]]) -> Outcome:
-    """Measure one case on its ranks."""
+    """Run one case on its ranks."""
     if case.ranks in pools and not pools[case.ranks].is_usable:
         pools.pop(case.ranks).close()
     if case.ranks not in pools:
@@ -256,14 +256,14 @@ def report(rows: Iterable[tuple[str, str, int, Difference | str]]) -> str:
         "| layout | ranks | model | max logprob difference | loss difference | worst gradient | its parameter | verdict |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for layout, model, ranks, found in rows:
-        if isinstance(found, str):
-            lines.append(f"| {layout} | {ranks} | {model} | | | | {found} | **fails** |")
+    for layout, model, ranks, result in rows:
+        if isinstance(result, str):
+            lines.append(f"| {layout} | {ranks} | {model} | | | | {result} | **fails** |")
         else:
-            verdict = "equal" if found.is_equal else "**differs**"
+            verdict = "equal" if result.is_equal else "**differs**"
             lines.append(
-                f"| {layout} | {ranks} | {model} | {found.logprob:.1e} | {found.loss:.1e} | {found.gradient:.1e} | "
-                f"{found.parameter if not found.is_equal else ''} | {verdict} |"
+                f"| {layout} | {ranks} | {model} | {result.logprob:.1e} | {result.loss:.1e} | {result.gradient:.1e} | "
+                f"{result.parameter if not result.is_equal else ''} | {verdict} |"
             )
     return "\n".join(lines)
 
@@ -273,9 +273,9 @@ def main() -> int:
     from mgrpo.models.table import hf_tensors
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layouts", nargs="*", help="names of layouts; none: the whole matrix")
-    parser.add_argument("--models", nargs="*", choices=list(MODELS), help="on these models only")
-    parser.add_argument("--markdown", type=Path, help="also write the table into this file, between its markers")
+    parser.add_argument("layouts", nargs="*", help="names of layouts; default: the whole matrix")
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), help="compare these models only")
+    parser.add_argument("--markdown", type=Path, help="also write the table into this file, between the markers")
     options = parser.parse_args()
     wanted = {name: MATRIX.get(name, _DENSE) for name in options.layouts} or MATRIX
     parsed = [parse(name) for name in wanted]
@@ -292,10 +292,10 @@ def main() -> int:
             reference = run(pools, parse("dp1"), folder, shapes)
             for case in chosen:
                 try:
-                    found: Difference | str = compare(run(pools, case, folder, shapes), reference)
+                    result: Difference | str = compare(run(pools, case, folder, shapes), reference)
                 except (AssertionError, ValueError, OSError, EOFError) as err:
-                    found = str(err).strip().splitlines()[-1][:160]
-                rows.append((case.name, model, case.ranks, found))
+                    result = str(err).strip().splitlines()[-1][:160]
+                rows.append((case.name, model, case.ranks, result))
                 print(report(rows[-1:]).splitlines()[-1], flush=True)
         for pool in pools.values():
             if pool.is_alive:
@@ -303,7 +303,7 @@ def main() -> int:
     order = list(wanted)
     rows.sort(key=lambda row: order.index(row[0]))
     table = report(rows)
-    equal = sum(not isinstance(found, str) and found.is_equal for *_, found in rows)
+    equal = sum(not isinstance(result, str) and result.is_equal for *_, result in rows)
     summary = (
         f"{equal} of {len(rows)} cases equal one rank, {len(wanted)} layouts, {time.perf_counter() - started:.0f} s"
     )

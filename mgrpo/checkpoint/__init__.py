@@ -1,1 +1,1 @@
-"""What a run leaves behind: its train states, to be resumed in any layout, and the model in Hugging Face format."""
+"""The train states of a run, which can be resumed in any layout, and the folders that keep them."""

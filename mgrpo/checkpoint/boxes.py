@@ -1,14 +1,15 @@
-"""Boxes of canonical tensors: who writes which, and whether together they are the whole. Pure; no torch."""
+"""Boxes of HF tensors: which rank writes which, and whether together they are complete. Pure; no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from mgrpo.layout import least_loaded
 from mgrpo.models.table import Box, Shape
 
 
 def assign(holdings: Sequence[Sequence[tuple[str, Box]]], itemsizes: Mapping[str, int]) -> list[list[int]]:
-    """Choose one writer for every box, the bytes balanced over those that hold it. Every rank computes the same.
+    """Choose one writer for every box, the bytes balanced over the ranks that hold it. Every rank computes the same.
 
     Args:
         holdings: for each rank the (kind, box) pairs it holds. Boxes of one kind and tensor are equal (replicas) or
@@ -22,26 +23,28 @@ def assign(holdings: Sequence[Sequence[tuple[str, Box]]], itemsizes: Mapping[str
         for index, item in enumerate(held):
             holders.setdefault(item, {}).setdefault(rank, index)
     _check_disjoint(holders)
-    load, chosen = [0] * len(holdings), [[] for _ in holdings]
+    load = [0] * len(holdings)
+    chosen: list[list[int]] = [[] for _ in holdings]
 
-    # What has one holder only is given; then the largest first, or the last large one would tip the balance.
-    def order(item: tuple[str, Box]) -> tuple:
+    # Boxes with one holder leave no choice and come first; then the largest, or the last large one would tip the
+    # balance.
+    def order(item: tuple[str, Box]) -> tuple[bool, int, str, str, Shape]:
         kind, box = item
         return len(holders[item]) > 1, -box.size * itemsizes[kind], kind, box.name, box.start
 
     for item in sorted(holders, key=order):
-        writer = min(holders[item], key=lambda rank: (load[rank], rank))
+        writer = least_loaded(holders[item], load)
         load[writer] += item[1].size * itemsizes[item[0]]
         chosen[writer].append(holders[item][writer])
     return [sorted(indices) for indices in chosen]
 
 
 def covers(boxes: Iterable[Box], shapes: Mapping[str, Shape]) -> None:
-    """Check that the boxes of each tensor of `shapes` cover it exactly once, and that there are no others; else ValueError."""
+    """Raise ValueError unless the boxes cover each tensor of `shapes` exactly once and belong to no other tensor."""
     by_name: dict[str, list[Box]] = {name: [] for name in shapes}
     for box in boxes:
         if box.name not in by_name:
-            raise ValueError(f"{box.name} is no tensor of the model")
+            raise ValueError(f"{box.name} is not a tensor of the model")
         by_name[box.name].append(box)
     for name, own in by_name.items():
         shape = shapes[name]
@@ -53,12 +56,12 @@ def covers(boxes: Iterable[Box], shapes: Mapping[str, Shape]) -> None:
             raise ValueError(f"{described(box)} and {described(other)} overlap")
         covered = sum(box.size for box in own)
         if covered != whole.size or not own:
-            raise ValueError(f"{name}: {covered} of {whole.size} elements are there, in {len(own)} pieces")
+            raise ValueError(f"{name}: {covered} of {whole.size} elements are present, in {len(own)} pieces")
 
 
 def overlaps(boxes: Sequence[Box]) -> Iterable[tuple[Box, Box]]:
-    """Pairs of boxes of one tensor that have elements in common; the same box twice is a pair, too."""
-    # Swept along the first dimension: shards are cut along few dimensions, so few boxes are open at any row.
+    """Pairs of boxes of one tensor that have elements in common; the same box twice is also a pair."""
+    # A sweep along the first dimension: shards are cut along few dimensions, so few boxes are open at any row.
     open_boxes: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.start):
         first = box.start[:1]
@@ -70,7 +73,7 @@ def overlaps(boxes: Sequence[Box]) -> Iterable[tuple[Box, Box]]:
 
 
 def described(box: Box) -> str:
-    """A box as a reader of an error wants it: `name[0:4, 8:16]`."""
+    """A box as errors show it: `name[0:4, 8:16]`."""
     return f"{box.name}[{', '.join(f'{a}:{a + n}' for a, n in zip(box.start, box.shape, strict=True))}]"
 
 

@@ -1,6 +1,7 @@
-"""The folders of checkpoints: what a folder can do, here and on remote storage, and which checkpoints of a root are whole.
+"""The folders of checkpoints: what a folder can do, local or remote, and which checkpoints of a root are complete.
 
-A checkpoint `<root>/step_N` exists if and only if its manifest does. No torch: a run looks here before it starts anything.
+A checkpoint `<root>/step_N` exists if and only if its manifest does. No torch: a run looks here before it starts
+anything.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from typing import BinaryIO, Protocol
 
 MANIFEST = "manifest.json"
 ABANDONED = "manifest.abandoned.json"
-"""The manifest's name in a checkpoint that the run has turned away from."""
+"""The name of the manifest in a checkpoint that the run has abandoned."""
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 _log = logging.getLogger(__name__)
 
 
 class Folder(Protocol):
-    """A folder somewhere. Names are of files directly in it; what does not exist raises FileNotFoundError when it is read."""
+    """A folder, local or remote. Names are those of files directly in it; a missing one is a FileNotFoundError."""
 
     location: str
 
     def child(self, name: str) -> Folder: ...
 
     def names(self) -> list[str]:
-        """Of everything in it; nothing when it does not exist."""
+        """The names of everything in it; none when it does not exist."""
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None when there is none."""
+        """Bytes of a file; None when it does not exist."""
 
     def read(self, name: str) -> bytes: ...
 
@@ -41,20 +42,20 @@ class Folder(Protocol):
         """A file to write, on stable storage once the context is left without an error."""
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a file at once: a reader finds the old one or the new one, also after a crash."""
+        """Write a file atomically: a reader finds the old one or the new one, also after a crash."""
 
     def remove(self, name: str) -> None:
-        """Delete a file, which may be gone."""
+        """Delete a file if it exists."""
 
     def remove_all(self) -> None:
         """Delete the folder."""
 
     def local_copy(self, name: str, folder: Path) -> Path:
-        """A path on this machine under which the file can be read; `folder` takes the copy where one is needed."""
+        """A path on this machine from which the file can be read; a copy, where one is needed, goes into `folder`."""
 
 
 class LocalFolder:
-    """A folder of this machine's file systems, shared or not."""
+    """A folder on a file system of this machine, shared or not."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -125,12 +126,12 @@ def open_folder(root: str | Path) -> Folder:
 
 
 def check_root(root: str | Path) -> None:
-    """Raise ValueError when no checkpoint can be kept at `root`: no driver, no access, a file in its place."""
+    """Raise ValueError when no checkpoint can be kept at `root`: no driver, no access, or it is a file."""
     folder = open_folder(root)
     if not isinstance(folder, LocalFolder):
         try:
             folder.names()
-        except Exception as err:  # every driver has errors of its own
+        except Exception as err:  # every driver raises its own errors
             raise ValueError(f"checkpoints cannot be kept in {root}, which cannot be listed: {err!r}") from err
         return
     nearest = next(path for path in (folder.path, *folder.path.absolute().parents) if path.exists())
@@ -154,7 +155,7 @@ def split_path(path: str | Path) -> tuple[Folder, int]:
     if not found:
         steps = complete(path)
         hint = f"; the newest in it is {step_path(path, steps[-1])}" if steps else ""
-        raise ValueError(f"{path} is no checkpoint, whose folder is called step_N{hint}")
+        raise ValueError(f"{path} is not a checkpoint, whose folder is called step_N{hint}")
     return open_folder(root or ("/" if str(path).startswith("/") else ".")), int(found[1])
 
 
@@ -164,7 +165,7 @@ def step_path(root: str | Path, step: int) -> str:
 
 
 def lies_in(path: str | Path, root: str | Path) -> bool:
-    """Whether the checkpoint at `path` is one of `root`'s."""
+    """Whether the checkpoint at `path` lies directly in `root`."""
     origin, _ = split_path(path)
     here = open_folder(root)
     if isinstance(origin, LocalFolder) and isinstance(here, LocalFolder):
@@ -173,11 +174,11 @@ def lies_in(path: str | Path, root: str | Path) -> bool:
 
 
 def check_complete(root: Folder, step: int) -> None:
-    """Raise ValueError, with the newest one that is, when the checkpoint of step `step` is not complete."""
+    """Raise ValueError, naming the newest complete one, when the checkpoint of this step is not complete."""
     if root.child(step_folder(step)).size(MANIFEST) is None:
         steps = _complete(root)
         hint = f"the newest complete one is {step_path(root.location, steps[-1])}" if steps else "none is complete"
-        raise ValueError(f"{step_path(root.location, step)} is no complete checkpoint, it has no {MANIFEST}; {hint}")
+        raise ValueError(f"{step_path(root.location, step)} is not a complete checkpoint, it has no {MANIFEST}; {hint}")
 
 
 def complete(root: str | Path) -> list[int]:
@@ -192,10 +193,11 @@ def latest(root: str | Path) -> str | None:
 
 
 def abandon(root: str | Path, *, after: int) -> list[int]:
-    """Take the complete checkpoints beyond step `after` out of the run; which they were. One process must call.
+    """Take the complete checkpoints after step `after` out of the run and return their steps. One process must call.
 
-    For a run that does not go on from its newest checkpoint: otherwise that one would be found again by the next resume,
-    and would make rotation delete the new ones. Their manifests are renamed; rotation deletes them in time.
+    A run that does not continue from its newest checkpoint calls it: otherwise the next resume would find that one
+        again, and rotation would delete the new ones. Their manifests are renamed; rotation deletes their folders
+        later.
     """
     folder = open_folder(root)
     steps = [step for step in _complete(folder) if step > after]
@@ -207,9 +209,9 @@ def abandon(root: str | Path, *, after: int) -> list[int]:
 
 
 def rotate(folder: Folder, *, keep_last_n: int) -> None:
-    """Delete all but the newest complete checkpoints (-1: none), and incomplete folders that are older than the newest.
+    """Keep the newest complete checkpoints (-1: all); delete the others, and incomplete folders older than the newest.
 
-    What cannot be deleted is logged and tried again next time: it is no reason to end a run.
+    What cannot be deleted is logged and tried again next time; it must not end the run.
     """
     steps = _complete(folder)
     if not steps:
@@ -219,7 +221,7 @@ def rotate(folder: Folder, *, keep_last_n: int) -> None:
         if step < steps[-1] and step not in kept:
             own = folder.child(step_folder(step))
             try:
-                own.remove(MANIFEST)  # first, so that half a checkpoint never looks like one
+                own.remove(MANIFEST)  # first, so that a partly deleted checkpoint never looks complete
                 own.remove_all()
             except OSError as err:
                 _log.warning("%s cannot be deleted: %s", own.location, err)
@@ -234,12 +236,12 @@ def _complete(folder: Folder) -> list[int]:
 
 
 def _sync(path: Path) -> None:
-    """Bring a folder's entries to stable storage."""
+    """Flush the entries of a folder to stable storage."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as err:
-        if err.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that sync no folders
+        if err.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot sync folders
             raise
     finally:
         os.close(handle)

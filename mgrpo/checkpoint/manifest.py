@@ -1,15 +1,16 @@
-"""The JSON beside the tensors: what a rank says it wrote (index), and what a whole checkpoint is made of (manifest).
+"""The JSON beside the tensors: what a rank wrote (index), and what a whole checkpoint is made of (manifest).
 
-Both are read as the words of a stranger: every value is checked, and no file name leaves the checkpoint's folder.
+Both are untrusted input: checksums guard the files, and nothing guards the manifest that holds them. So every value is
+checked, and no file name leaves the checkpoint's folder.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from mgrpo.checkpoint.boxes import covers
 from mgrpo.checkpoint.folder import MANIFEST
@@ -19,10 +20,11 @@ VERSION = 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+Record = TypeVar("Record")
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that is not what was written; `previous` is the newest complete one before it, if there is any."""
+    """A checkpoint that differs from what was written; `previous` is the newest complete one before it, if any."""
 
     def __init__(self, message: str, *, previous: str | None = None) -> None:
         self.previous = previous
@@ -36,23 +38,41 @@ class FileRecord:
     num_bytes: int
     sha256: str
 
+    def as_json(self) -> dict[str, object]:
+        """As `from_json` takes it."""
+        return {"bytes": self.num_bytes, "sha256": self.sha256}
+
+    @classmethod
+    def from_json(cls, data: Any) -> FileRecord:
+        """ValueError for what is not a size and a checksum."""
+        if not _SHA256.fullmatch(_text(data["sha256"])):
+            raise ValueError(f"{data['sha256']!r} must be a SHA-256 checksum in hexadecimal digits")
+        return cls(num_bytes=_count(data["bytes"]), sha256=data["sha256"])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceRecord:
-    """Where one box of a tensor lies."""
+    """Where one box of a tensor of one kind lies."""
 
+    kind: str
+    dtype: str
     box: Box
     file: str
     key: str
 
+    @property
+    def place(self) -> list[object]:
+        """All but the tensor, as `read` takes it."""
+        return [self.box.start, self.box.shape, self.file, self.key]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartRecord:
-    """A piece, and of what."""
-
-    kind: str
-    dtype: str
-    piece: PieceRecord
+    @classmethod
+    def read(cls, kind: object, name: object, dtype: object, place: Any) -> PieceRecord:
+        """ValueError for what is not a box in a file of the checkpoint's folder."""
+        start, shape, file, key = place
+        box = Box(_text(name), _shape(start), _shape(shape))
+        if len(box.start) != len(box.shape):
+            raise ValueError(f"a piece of {name} starts at {start} and has shape {shape}")
+        return cls(kind=_text(kind), dtype=_text(dtype), box=box, file=file_name(file), key=_text(key))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,34 +93,33 @@ class Index:
     world_size: int
     attempt: str
     files: Mapping[str, FileRecord] = field(default_factory=dict)
-    parts: tuple[PartRecord, ...] = ()
+    pieces: tuple[PieceRecord, ...] = ()
     error: str | None = None
 
     def to_json(self) -> bytes:
-        files = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in self.files.items()}
-        parts = [[part.kind, part.piece.box.name, part.dtype, *_piece(part.piece)] for part in self.parts]
         head = {"step": self.step, "rank": self.rank, "world_size": self.world_size, "attempt": self.attempt}
-        return json.dumps({**head, "error": self.error, "files": files, "parts": parts}).encode()
+        files = {name: file.as_json() for name, file in self.files.items()}
+        pieces = [[piece.kind, piece.box.name, piece.dtype, *piece.place] for piece in self.pieces]
+        return json.dumps({**head, "error": self.error, "files": files, "pieces": pieces}).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Index:
         """ValueError for anything that `to_json` cannot have made."""
-        data = _load(text, "the index")
-        try:
+
+        def read(data: dict[str, Any]) -> Index:
             return cls(
                 step=_count(data["step"]),
                 rank=_count(data["rank"]),
                 world_size=_count(data["world_size"]),
                 attempt=check_attempt(data["attempt"]),
                 files=_files(data["files"]),
-                parts=tuple(
-                    PartRecord(kind=_text(kind), dtype=_text(dtype), piece=_read_piece(name, piece))
-                    for kind, name, dtype, *piece in data["parts"]
+                pieces=tuple(
+                    PieceRecord.read(kind, name, dtype, place) for kind, name, dtype, *place in data["pieces"]
                 ),
                 error=None if data["error"] is None else _text(data["error"]),
             )
-        except (KeyError, TypeError, AttributeError) as err:
-            raise ValueError(f"the index is malformed: {err!r}") from None
+
+        return _parsed(text, "the index", read)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,37 +136,37 @@ class Manifest:
     """By kind and name."""
 
     def to_json(self) -> bytes:
-        files = {name: {"bytes": file.num_bytes, "sha256": file.sha256} for name, file in self.files.items()}
+        head = {"version": VERSION, "step": self.step, "world_size": self.world_size, "attempt": self.attempt}
+        files = {name: file.as_json() for name, file in self.files.items()}
         tensors = {
             kind: {
-                name: {"dtype": own.dtype, "shape": own.shape, "pieces": [_piece(piece) for piece in own.pieces]}
+                name: {"dtype": own.dtype, "shape": own.shape, "pieces": [piece.place for piece in own.pieces]}
                 for name, own in by_name.items()
             }
             for kind, by_name in self.tensors.items()
         }
-        head = {"version": VERSION, "step": self.step, "world_size": self.world_size, "attempt": self.attempt}
         return json.dumps({**head, "state": self.state, "files": files, "tensors": tensors}).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
         """ValueError for another version, and for anything that `to_json` cannot have made."""
-        data = _load(text, MANIFEST)
-        if data.get("version") != VERSION:
-            raise ValueError(f"{MANIFEST} has version {data.get('version')!r}, this mgrpo reads {VERSION}")
-        try:
-            made = cls(
+
+        def read(data: dict[str, Any]) -> Manifest:
+            if data.get("version") != VERSION:
+                raise ValueError(f"{MANIFEST} has version {data.get('version')!r}, this mgrpo reads {VERSION}")
+            return cls(
                 step=_count(data["step"]),
                 world_size=_count(data["world_size"]),
                 attempt=check_attempt(data["attempt"]),
-                state=_file_name(data["state"]),
+                state=file_name(data["state"]),
                 files=_files(data["files"]),
                 tensors={
-                    kind: {name: _read_tensor(name, own) for name, own in by_name.items()}
+                    kind: {name: _tensor(kind, name, own) for name, own in by_name.items()}
                     for kind, by_name in data["tensors"].items()
                 },
             )
-        except (KeyError, TypeError, AttributeError) as err:
-            raise ValueError(f"{MANIFEST} is malformed: {err!r}") from None
+
+        made = _parsed(text, MANIFEST, read)
         made.check()
         return made
 
@@ -172,93 +191,73 @@ def merge(
     full_shapes: Mapping[str, Mapping[str, Shape]],
 ) -> Manifest:
     """The manifest of what all ranks wrote; ValueError when it is not exactly `full_shapes`, given by kind and name."""
-    indexes = list(indexes)
+    first, *others = indexes
     files = {state[0]: state[1]}
-    found: dict[str, dict[str, list[PartRecord]]] = {
-        kind: {name: [] for name in shapes} for kind, shapes in full_shapes.items()
-    }
-    for index in indexes:
+    pieces: dict[tuple[str, str], list[PieceRecord]] = {}
+    for index in (first, *others):
         files.update(index.files)
-        for part in index.parts:
-            name = part.piece.box.name
-            if name not in found.get(part.kind, ()):
-                raise ValueError(f"rank {index.rank} wrote {part.kind} {name}, which is not expected")
-            found[part.kind][name].append(part)
-    tensors: dict[str, dict[str, TensorRecord]] = {}
-    for kind, by_name in found.items():
-        tensors[kind] = {}
-        for name, parts in by_name.items():
-            dtypes = sorted({part.dtype for part in parts})
-            if len(dtypes) > 1:
-                raise ValueError(f"{kind} {name} was written as {' and '.join(dtypes)}")
-            tensors[kind][name] = TensorRecord(
-                dtype=dtypes[0] if dtypes else "",
-                shape=tuple(full_shapes[kind][name]),
-                pieces=tuple(sorted((part.piece for part in parts), key=lambda piece: piece.box.start)),
-            )
-    first = indexes[0]
+        for piece in index.pieces:
+            if piece.box.name not in full_shapes.get(piece.kind, ()):
+                raise ValueError(f"rank {index.rank} wrote {piece.kind} {piece.box.name}, which is not expected")
+            pieces.setdefault((piece.kind, piece.box.name), []).append(piece)
     made = Manifest(
         step=first.step,
         world_size=first.world_size,
         attempt=first.attempt,
         state=state[0],
         files=dict(sorted(files.items())),
-        tensors=tensors,
+        tensors={
+            kind: {name: _merged(shape, pieces.get((kind, name), [])) for name, shape in shapes.items()}
+            for kind, shapes in full_shapes.items()
+        },
     )
     made.check()
     return made
 
 
+def _merged(shape: Shape, pieces: list[PieceRecord]) -> TensorRecord:
+    dtypes = sorted({piece.dtype for piece in pieces})
+    if len(dtypes) > 1:
+        raise ValueError(f"{pieces[0].kind} {pieces[0].box.name} was written as {' and '.join(dtypes)}")
+    ordered = sorted(pieces, key=lambda piece: piece.box.start)
+    return TensorRecord(dtype=dtypes[0] if dtypes else "", shape=tuple(shape), pieces=tuple(ordered))
+
+
 def check_attempt(attempt: object) -> str:
-    """`attempt`, which becomes part of file names."""
+    """`attempt`, which becomes part of file names; else ValueError."""
     if not isinstance(attempt, str) or not _ATTEMPT.fullmatch(attempt):
         raise ValueError(f"attempt {attempt!r} must be 1 to 40 letters, digits, underscores or dashes")
     return attempt
 
 
-def _load(text: bytes, what: str) -> dict[str, Any]:
+def file_name(name: object) -> str:
+    """`name`, if it is that of a file directly in the folder; else ValueError."""
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of a file in this folder")
+    return name
+
+
+def _parsed(text: bytes, what: str, read: Callable[[dict[str, Any]], Record]) -> Record:
+    """What `read` makes of JSON; ValueError for whatever is missing or of another type."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as err:
-        raise ValueError(f"{what} is no JSON: {err}") from None
+        raise ValueError(f"{what} is not JSON: {err}") from None
     if not isinstance(data, dict):
-        raise ValueError(f"{what} is no JSON object")
-    return data
+        raise ValueError(f"{what} is not a JSON object")
+    try:
+        return read(data)
+    except (KeyError, TypeError, AttributeError) as err:
+        raise ValueError(f"{what} is malformed: {err!r}") from None
 
 
-def _piece(piece: PieceRecord) -> list[object]:
-    return [piece.box.start, piece.box.shape, piece.file, piece.key]
-
-
-def _read_piece(name: object, piece: Any) -> PieceRecord:
-    start, shape, file, key = piece
-    box = Box(_text(name), _shape(start), _shape(shape))
-    if len(box.start) != len(box.shape):
-        raise ValueError(f"a piece of {name} starts at {start} and has shape {shape}")
-    return PieceRecord(box=box, file=_file_name(file), key=_text(key))
-
-
-def _read_tensor(name: str, data: Any) -> TensorRecord:
-    return TensorRecord(
-        dtype=_text(data["dtype"]),
-        shape=_shape(data["shape"]),
-        pieces=tuple(_read_piece(name, piece) for piece in data["pieces"]),
-    )
+def _tensor(kind: str, name: str, data: Any) -> TensorRecord:
+    pieces = tuple(PieceRecord.read(kind, name, data["dtype"], place) for place in data["pieces"])
+    return TensorRecord(dtype=_text(data["dtype"]), shape=_shape(data["shape"]), pieces=pieces)
 
 
 def _files(data: Any) -> dict[str, FileRecord]:
-    found = {}
-    for name, file in data.items():
-        if not _SHA256.fullmatch(_text(file["sha256"])):
-            raise ValueError(f"{name} has the checksum {file['sha256']!r}")
-        found[_file_name(name)] = FileRecord(num_bytes=_count(file["bytes"]), sha256=file["sha256"])
-    return found
-
-
-def _file_name(name: object) -> str:
-    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a file of this folder")
-    return name
+    return {file_name(name): FileRecord.from_json(file) for name, file in data.items()}
 
 
 def _text(value: object) -> str:

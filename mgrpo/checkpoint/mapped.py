@@ -1,7 +1,7 @@
-"""Safetensors files that are read slice by slice, in memory that stays small however much of them is read.
+"""Safetensors files that are read slice by slice, in little memory however much of them is read.
 
-A file is mapped into memory, and every page of it that was touched counts as this process's until the file is closed. So
-all are closed whenever a certain amount has been read; they open again by themselves.
+A file is mapped into memory, and every page that was touched counts towards this process until the file is closed. So
+all files are closed whenever a certain amount has been read, and opened again when they are needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAPPED_BYTES = 16 << 20
 
 
 class MappedFiles:
-    """Files that together take `MAPPED_BYTES` of memory, or what one read needs. ValueError names one that is damaged."""
+    """Files that together take `MAPPED_BYTES` of memory, or what one read needs; ValueError names a damaged one."""
 
     def __init__(self) -> None:
         self._open: dict[Path, safe_open] = {}
@@ -39,7 +39,7 @@ class MappedFiles:
     def read(self, path: Path, name: str, region: tuple[slice, ...]) -> torch.Tensor:
         """A copy of a part of a tensor."""
         shape = self._slice(path, name).get_shape()
-        # Whole rows are touched, however few of their columns are wanted.
+        # Whole rows are touched even where few of their columns are read.
         num_rows = region[0].stop - region[0].start if region else 1
         num_bytes = num_rows * math.prod(shape[1:]) * self.header(path, name)[0].itemsize
         if self._num_bytes + num_bytes > MAPPED_BYTES:
@@ -48,7 +48,7 @@ class MappedFiles:
         return self._slice(path, name)[region].clone()
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
         self._open.clear()
         self._num_bytes = 0
 
@@ -63,5 +63,5 @@ class MappedFiles:
             try:
                 self._open[path] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as err:
-                raise ValueError(f"{path} is no complete safetensors file: {err}") from err
+                raise ValueError(f"{path} is not a complete safetensors file: {err}") from err
         return self._open[path]

@@ -1,8 +1,7 @@
-"""Reading: any box of any tensor of a checkpoint, whatever layout wrote it, from the slices that are needed."""
+"""Reads any box of any tensor of a checkpoint, written in any layout, from the slices that are needed."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from pathlib import Path
@@ -24,28 +23,26 @@ from mgrpo.checkpoint.folder import (
 )
 from mgrpo.checkpoint.manifest import DamagedCheckpoint, Manifest, PieceRecord, TensorRecord
 from mgrpo.checkpoint.mapped import MappedFiles
-from mgrpo.checkpoint.shard import CODES, DTYPES
+from mgrpo.checkpoint.shard import CODES, DTYPES, sha256_of
 from mgrpo.models.table import Box, Shape
-
-_CHUNK_BYTES = 16 << 20
 
 
 def open_checkpoint(path: str | Path, *, cache: str | Path | None = None) -> Checkpoint:
     """The complete checkpoint at a path or URL `.../step_N`.
 
     Args:
-        cache: folder that takes the files of a remote checkpoint as they are needed; by default one that is deleted with
-            the checkpoint.
+        cache: folder that takes copies of the files of a remote checkpoint as they are needed; by default a temporary
+            one that `close` deletes.
     Raises:
         ValueError: there is no complete checkpoint at `path`.
-        DamagedCheckpoint: there is one that is not as it was written.
+        DamagedCheckpoint: there is one that differs from what was written.
     """
     folder, step = split_path(path)
     return Checkpoint(folder, step, cache=None if cache is None else Path(cache))
 
 
 class Checkpoint:
-    """A train state on storage. Its files are read when a box is asked for."""
+    """A train state on storage. Its files are read when a box is requested."""
 
     def __init__(self, root: Folder, step: int, *, cache: Path | None = None) -> None:
         self.root, self.step = root, step
@@ -63,11 +60,12 @@ class Checkpoint:
                 if own.dtype not in DTYPES:
                     raise self._damaged(f"{MANIFEST} gives {kind} {name} the type {own.dtype!r}")
         self._is_remote = not isinstance(root, LocalFolder)
-        self._temporary = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if cache is None and self._is_remote:
             self._temporary = tempfile.TemporaryDirectory(prefix="mgrpo-checkpoint-")
             cache = Path(self._temporary.name)
-        self._cache = cache
+        # A local folder makes no copies.
+        self._cache = cache or Path(self.path)
         self._local: dict[str, Path] = {}
         self._mapped = MappedFiles()
 
@@ -84,7 +82,7 @@ class Checkpoint:
 
     @property
     def kinds(self) -> list[str]:
-        """What is kept of the tensors."""
+        """The kinds of tensors it holds."""
         return sorted(self._manifest.tensors)
 
     def names(self, kind: str) -> list[str]:
@@ -101,7 +99,7 @@ class Checkpoint:
 
     @torch.no_grad()
     def read(self, kind: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The values of one box, put together from the pieces that it meets.
+        """The values of one box, assembled from the pieces that it overlaps.
 
         Args:
             out: takes the values, in its own type and on its own device; by default a new tensor as stored.
@@ -121,12 +119,12 @@ class Checkpoint:
         return out
 
     def verify(self, rank: int = 0, world_size: int = 1) -> None:
-        """Compare size and checksum of this rank's share of the files with what was written; DamagedCheckpoint if they differ."""
+        """Raise DamagedCheckpoint unless size and checksum of this rank's share of the files are as written."""
         for name in list(self._manifest.files)[rank::world_size]:
             self._verify(name)
 
     def close(self) -> None:
-        """Let go of its files; a remote one's copies are deleted."""
+        """Close its files, and delete temporary copies of remote ones."""
         self._mapped.close()
         self._local.clear()
         if self._temporary is not None:
@@ -158,7 +156,7 @@ class Checkpoint:
             self._check_sum(name, path)
 
     def _path_of(self, name: str) -> Path:
-        """Where a file lies on this machine; a copy of a remote one is checked when it is made."""
+        """Where a file lies on this machine; the copy of a remote file is checked when it is made."""
         if name not in self._local:
             self._check_size(name)
             path = self._folder.local_copy(name, self._cache)
@@ -176,15 +174,12 @@ class Checkpoint:
             raise self._damaged(f"{name} is {how}, {found} bytes of {expected}")
 
     def _check_sum(self, name: str, path: Path) -> None:
-        digest = hashlib.sha256()
         try:
-            with open(path, "rb") as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    digest.update(chunk)
+            found = sha256_of(path)
         except OSError as err:
             raise self._damaged(f"{name} cannot be read: {err}") from err
-        if digest.hexdigest() != self._manifest.files[name].sha256:
-            raise self._damaged(f"{name} has changed, its checksum is not the one it was written with")
+        if found != self._manifest.files[name].sha256:
+            raise self._damaged(f"{name} has changed since it was written, its checksum differs")
 
     def _damaged(self, what: str) -> DamagedCheckpoint:
         earlier = [step for step in complete(self.root.location) if step < self.step]

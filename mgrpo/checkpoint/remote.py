@@ -1,6 +1,6 @@
-"""Checkpoints on remote storage through fsspec: `gs://`, `s3://`, `memory://` and every other URL it knows.
+"""Checkpoints on remote storage through fsspec: `gs://`, `s3://`, `memory://` and every other URL it supports.
 
-Object stores show a file when it is closed, whole, which is all that the folder's contract needs.
+Object stores show a file only when it is closed and complete, which is all that the folder's contract needs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ PACKAGES = {
     "abfs": "adlfs",
     "hdfs": "pyarrow",
 }
-"""The package that speaks each protocol."""
+"""The package that implements each protocol."""
 
 
 class RemoteFolder:
-    """A folder at an fsspec URL. ValueError when its protocol's driver is not installed or the URL is none."""
+    """A folder at an fsspec URL; ValueError for an invalid URL or one whose driver is not installed."""
 
     def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs
@@ -34,7 +34,7 @@ class RemoteFolder:
         self.location = url.rstrip("/")
         protocol, _, path = url.partition("://")
         if not path.strip("/"):
-            raise ValueError(f"{url} names no folder; write {protocol}://BUCKET/FOLDER")
+            raise ValueError(f"{url} does not name a folder; write {protocol}://BUCKET/FOLDER")
         try:
             # A cached listing would never show the other ranks' files.
             self.fs, self.path = url_to_fs(self.location, use_listings_cache=False)
@@ -42,7 +42,7 @@ class RemoteFolder:
             package = PACKAGES.get(protocol, protocol)
             raise ValueError(f"{url} needs the Python package {package}: pip install {package} ({err})") from err
         except ValueError as err:
-            raise ValueError(f"{url} is no folder that can be used: {err}") from err
+            raise ValueError(f"{url} cannot be used as a folder: {err}") from err
 
     def child(self, name: str) -> RemoteFolder:
         return RemoteFolder(f"{self.location}/{name}")

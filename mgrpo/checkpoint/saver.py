@@ -1,8 +1,8 @@
-"""Saving: every rank writes what it was assigned, rank 0 makes it a checkpoint.
+"""Saves checkpoints: every rank writes what it was assigned, and rank 0 adds the manifest that makes it a checkpoint.
 
-Ranks meet in the file system alone, without collectives, so that all of it can run in a thread beside the training. Every
-file carries the attempt's token in its name: what an attempt that was killed left behind, or still writes, is never mixed
-in, and the step's older checkpoint stays whole until the new manifest takes its place.
+Ranks communicate through the file system only, without collectives, so that all of it can run in a thread beside the
+training. Every file carries the attempt's token in its name: files that a killed attempt left behind, or still writes,
+are never mixed in, and an older checkpoint of the step stays complete until the new manifest replaces its own.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 import torch
 
 from mgrpo.checkpoint.folder import MANIFEST, Folder, latest, open_folder, rotate, step_folder
-from mgrpo.checkpoint.manifest import FileRecord, Index, PartRecord, check_attempt, merge
+from mgrpo.checkpoint.manifest import FileRecord, Index, PieceRecord, check_attempt, merge
 from mgrpo.checkpoint.shard import FILE_BYTES, Hashed, Part, split, write_shard
 from mgrpo.models.table import Shape
 
-_PATIENCE_S = (0.02, 1.0)
-"""First and longest pause between two looks for the other ranks' indexes."""
+_PAUSES_S = (0.02, 1.0)
+"""Shortest and longest pause between two looks for the other ranks' indexes."""
 
 
 class SaveError(RuntimeError):
-    """A checkpoint was not saved. Those before it are as they were."""
+    """A checkpoint was not saved. Earlier ones are unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Save:
-    """One rank's share of one checkpoint, in memory that nobody else changes."""
+    """One rank's share of one checkpoint, in memory that nothing else changes."""
 
     step: int
     attempt: str
@@ -47,7 +47,7 @@ class Saver:
 
     Args:
         root: folder or fsspec URL that holds the checkpoints, reachable by all ranks.
-        keep_last_n: complete checkpoints that stay; -1: all.
+        keep_last_n: how many complete checkpoints are kept; -1: all.
         asynchronous: copy the tensors to host memory and write in a thread.
         timeout_s: how long rank 0 waits for the other ranks' files.
     """
@@ -81,13 +81,13 @@ class Saver:
     ) -> None:
         """Save one checkpoint. Every rank must call; each returns when its own files are written, rank 0 when all are.
 
-        Asynchronous, all return as soon as the tensors are copied; a failure is raised by the next `save` or `wait`.
+        When asynchronous, all return as soon as the tensors are copied; the next `save` or `wait` raises a failure.
 
         Args:
             parts: what this rank was assigned.
             state: plain JSON values; only rank 0's is kept.
             full_shapes: shape of every tensor of the checkpoint by kind and name; only rank 0's is read.
-            attempt: a token that is equal on all ranks and that no other call has had.
+            attempt: a token, equal on all ranks and different for every call.
         """
         self.wait()
         save = _Save(
@@ -104,11 +104,11 @@ class Saver:
         self._thread.start()
 
     def close(self) -> None:
-        """Finish what is under way, at the end of a run."""
+        """Finish the save in progress, at the end of a run."""
         self.wait()
 
     def wait(self) -> None:
-        """Wait until this rank has written what it was told to; raise what went wrong."""
+        """Wait until this rank has written its files; raise what went wrong."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -117,7 +117,7 @@ class Saver:
             raise error
 
     def stop(self) -> None:
-        """The run ends by an error: wait for nobody, leave a checkpoint under way incomplete."""
+        """The run ends with an error: stop waiting for other ranks, and leave the save in progress incomplete."""
         self._stopped.set()
 
     def _write_behind(self, save: _Save) -> None:
@@ -142,19 +142,19 @@ class Saver:
             ) from err
 
     def _write_own(self, folder: Folder, save: _Save, written: list[str]) -> Index:
-        """This rank's files; `written` gets their names as they come into being."""
+        """Write this rank's files, each named in `written` before it is opened."""
         files: dict[str, FileRecord] = {}
-        records: list[PartRecord] = []
-        for number, parts in enumerate(split(save.parts, self.file_bytes)):
+        pieces: list[PieceRecord] = []
+        for number, parts in enumerate(split(save.parts, self.file_bytes, size=lambda part: part.tensor.nbytes)):
             name = f"shard-{self.rank:05d}-{number}-{save.attempt}.safetensors"
             written.append(name)
             with folder.create(name) as stream:
                 files[name], own = write_shard(stream, name, parts)
-            records += own
-        return replace(self._blank(save, self.rank), files=files, parts=tuple(records))
+            pieces += own
+        return replace(self._blank(save, self.rank), files=files, pieces=tuple(pieces))
 
     def _complete(self, folder: Folder, save: _Save, own: Index, written: list[str]) -> None:
-        """Rank 0: the trainer's state, everyone's indexes, the manifest; then nothing else stays in the folder."""
+        """Rank 0: add the trainer's state and the manifest of all ranks' files, and delete all else in the folder."""
         name = f"state-{save.attempt}.json"
         written.append(name)
         with folder.create(name) as stream:
@@ -162,19 +162,19 @@ class Saver:
             hashed.write(save.state)
         indexes = [own, *self._others(folder, save)]
         manifest = merge(indexes, state=(name, hashed.record()), full_shapes=save.full_shapes)
-        written.clear()  # from here on they may belong to a checkpoint
+        written.clear()  # from here on they may belong to a complete checkpoint
         folder.replace(MANIFEST, manifest.to_json())
         for other in folder.names():
             if other != MANIFEST and other not in manifest.files:
-                with contextlib.suppress(OSError):  # left over from an earlier attempt: in nobody's way
+                with contextlib.suppress(OSError):  # left over from an earlier attempt, and harmless
                     folder.remove(other)
         rotate(self.folder, keep_last_n=self.keep_last_n)
 
     def _others(self, folder: Folder, save: _Save) -> list[Index]:
-        """The other ranks' indexes, once all are there."""
+        """The other ranks' indexes, as soon as all exist."""
         deadline = time.monotonic() + self.timeout_s
         found: dict[int, Index] = {}
-        missing, pause = set(range(1, self.world_size)), _PATIENCE_S[0]
+        missing, pause = set(range(1, self.world_size)), _PAUSES_S[0]
         while missing:
             names = set(folder.names())
             for rank in sorted(missing):
@@ -187,14 +187,14 @@ class Saver:
                     "all ranks must write to this one folder"
                 )
             if missing and self._stopped.wait(pause):
-                raise InterruptedError("the run ends")
-            pause = min(2 * pause, _PATIENCE_S[1])
+                raise InterruptedError("the run is ending")
+            pause = min(2 * pause, _PAUSES_S[1])
         return [found[rank] for rank in sorted(found)]
 
     def _read_index(self, folder: Folder, save: _Save, rank: int) -> Index:
         name = _index_name(rank, save.attempt)
         index = Index.from_json(folder.read(name))
-        if replace(index, files={}, parts=(), error=None) != self._blank(save, rank):
+        if replace(index, files={}, pieces=(), error=None) != self._blank(save, rank):
             raise ValueError(
                 f"{name} is of step {index.step}, rank {index.rank} of {index.world_size}, attempt {index.attempt}"
             )
@@ -209,7 +209,7 @@ class Saver:
         folder.replace(_index_name(index.rank, index.attempt), index.to_json())
 
     def _give_up(self, folder: Folder, save: _Save, written: list[str], err: Exception) -> None:
-        """Make room again, and tell rank 0 why it need not wait. Both may fail as the writing did."""
+        """Delete what was written and tell rank 0 the reason. Both may fail like the writing did."""
         for name in written:
             with contextlib.suppress(Exception):
                 folder.remove(name)

@@ -1,7 +1,7 @@
-"""One file of a train state: parts in the safetensors format, written and hashed in one pass.
+"""Files in the safetensors format, written and hashed in one pass.
 
-Written here and not by the safetensors package, which would hold the file in memory and leave it to be read again for its
-checksum. It is read by the package, slice by slice.
+The safetensors package, which reads them slice by slice, would hold a whole file in memory to write it, and the file
+would have to be read again for its checksum.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
 from mgrpo.checkpoint.boxes import described
-from mgrpo.checkpoint.manifest import FileRecord, PartRecord, PieceRecord
+from mgrpo.checkpoint.manifest import FileRecord, PieceRecord
 from mgrpo.models.table import Box, Shape
 
 FILE_BYTES = 4 << 30
-"""Size of a file, unless one part alone is larger."""
+"""Most bytes of tensors in a file, unless one tensor alone is larger."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,6 +40,7 @@ DTYPES = {
 """safetensors' names of the types that may be stored."""
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK_BYTES = 16 << 20
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,14 +58,14 @@ class Part:
 
 
 class Hashed:
-    """A stream that knows the size and the checksum of what was written to it."""
+    """A stream that records the size and the checksum of what is written to it."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream = stream
         self._digest, self._num_bytes = hashlib.sha256(), 0
 
     def write(self, data: bytes | memoryview) -> None:
-        # In chunks, each hashed while it is in the cache; a remote stream copies no more than one.
+        # In chunks, each hashed while it is in the cache; a remote stream copies at most one.
         view = memoryview(data)
         for start in range(0, len(view), _CHUNK_BYTES):
             chunk = view[start : start + _CHUNK_BYTES]
@@ -75,28 +77,37 @@ class Hashed:
         return FileRecord(num_bytes=self._num_bytes, sha256=self._digest.hexdigest())
 
 
-def split(parts: Sequence[Part], file_bytes: int) -> list[list[Part]]:
-    """The parts of each file: in order, as many as `file_bytes` hold, at least one."""
-    files: list[list[Part]] = []
+def sha256_of(path: Path) -> str:
+    """Checksum of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def split(items: Iterable[Item], file_bytes: int, *, size: Callable[[Item], int]) -> list[list[Item]]:
+    """The items of each file: in order, as many as fit into `file_bytes`, at least one."""
+    files: list[list[Item]] = []
     room = 0
-    for part in parts:
-        if part.tensor.nbytes > room or not files:
+    for item in items:
+        if size(item) > room or not files:
             files.append([])
             room = file_bytes
-        files[-1].append(part)
-        room -= part.tensor.nbytes
+        files[-1].append(item)
+        room -= size(item)
     return files
 
 
-def write_shard(stream: BinaryIO, file: str, parts: Sequence[Part]) -> tuple[FileRecord, list[PartRecord]]:
-    """Write `parts` as one file called `file`; what the manifest has to know of it."""
+def write_shard(stream: BinaryIO, file: str, parts: Sequence[Part]) -> tuple[FileRecord, list[PieceRecord]]:
+    """Write `parts` as one file called `file`; its records for the manifest."""
     tensors, records = {}, []
     for part in parts:
         if part.tensor.dtype not in CODES:
             raise ValueError(f"{part.kind} {part.box.name} has type {part.tensor.dtype}, which safetensors cannot hold")
         key, code = f"{part.kind} {described(part.box)}", CODES[part.tensor.dtype]
         tensors[key] = part.tensor
-        records.append(PartRecord(kind=part.kind, dtype=code, piece=PieceRecord(box=part.box, file=file, key=key)))
+        records.append(PieceRecord(kind=part.kind, dtype=code, box=part.box, file=file, key=key))
     assert len(tensors) == len(parts), f"{file} would hold a part twice"
     headers = {key: (tensor.dtype, part.box.shape) for (key, tensor), part in zip(tensors.items(), parts, strict=True)}
     return write_tensors(stream, headers, lambda key: [tensors[key]]), records
@@ -108,15 +119,16 @@ def write_tensors(
     values: Callable[[str], Iterable[torch.Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> FileRecord:
-    """Write a file with a tensor of each name, type and shape.
+    """Write a file of tensors with these names, types and shapes.
 
     Args:
-        headers: types are of `CODES`.
+        headers: of types in `CODES`.
         values: gives a tensor in blocks of rows, each of which is written before the next is asked for.
     """
-    # Widest type first: then each tensor begins at a multiple of its type's size, which readers rely on.
+    # Widest type first, so that each tensor begins at a multiple of its type's size, which readers rely on.
     names = sorted(headers, key=lambda name: -headers[name][0].itemsize)
-    offset, header = 0, {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    header: dict[str, dict[str, Any]] = {"__metadata__": dict(metadata)} if metadata else {}
     for name in names:
         dtype, shape = headers[name]
         end = offset + dtype.itemsize * math.prod(shape)
@@ -129,7 +141,7 @@ def write_tensors(
     for name in names:
         for block in values(name):
             assert block.dtype == headers[name][0], (name, block.dtype, headers[name])
-            hashed.write(memoryview(block.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()))
+            hashed.write(block.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
     found = hashed.record()
     assert found.num_bytes == 8 + len(text) + offset, (
         f"{found.num_bytes - 8 - len(text)} bytes of values instead of {offset}"

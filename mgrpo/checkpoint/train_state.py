@@ -1,4 +1,4 @@
-"""What a learner rank puts into a checkpoint and takes out of it, in slices of HF tensors that no layout knows.
+"""What a learner rank puts into a checkpoint and takes out of it, in slices of HF tensors, independent of the layout.
 
 Every layout, ZeRO stage and number of ranks writes the same tensors, so each can continue from any other: masters and
 Adam's moments in float32, the reference model when it has moved, and one step count. Random states are kept by rank.
@@ -16,7 +16,7 @@ from mgrpo.checkpoint.reader import Checkpoint
 from mgrpo.checkpoint.shard import Part
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.parallel import backend
-from mgrpo.policy.holdings import everyones
+from mgrpo.policy.parameters import gather_boxes
 from mgrpo.policy.policy import Policy
 from mgrpo.policy.shards import MOMENTS, Shard
 
@@ -25,14 +25,14 @@ KINDS = (MASTER, *MOMENTS, REFERENCE)
 
 
 class TrainState:
-    """The tensors of a run's state on this rank: the policy's and, where it moves, the reference's."""
+    """The tensors of a run's state on this rank: those of the policy and of a reference that is updated."""
 
     def __init__(self, policy: Policy, reference: Policy | None, *, group: dist.ProcessGroup) -> None:
         self.policy, self.reference, self.group = policy, reference, group
         self.rank = dist.get_rank()
 
     def parts(self) -> list[Part]:
-        """What this rank has to write: each box is written by one of the ranks that hold it. Every rank must call.
+        """What this rank writes: each box is written by one of the ranks that hold it. Every rank must call.
 
         Raises:
             ValueError: the optimizer does not show its float32 weights.
@@ -42,7 +42,7 @@ class TrainState:
         held = list(self._held())
         own = [(KINDS.index(part.kind), part.box) for part in held]
         holdings = [
-            [(KINDS[kind], box) for kind, box in boxes] for boxes in everyones(own, self.policy.shape, self.group)
+            [(KINDS[kind], box) for kind, box in boxes] for boxes in gather_boxes(own, self.policy.shape, self.group)
         ]
         chosen = assign(holdings, dict.fromkeys(KINDS, 4))[self.rank]
         return [*(held[index] for index in chosen), *self._random_parts()]
@@ -59,7 +59,7 @@ class TrainState:
         return {kind: dict(tensors) for kind in kinds} | {RANDOM: random}
 
     def restore_optimizer(self, checkpoint: Checkpoint, *, num_updates: int) -> None:
-        """Masters, moments and Adam's step count; call after `prepare_training`, with weights loaded from `checkpoint`.
+        """Load masters, moments and Adam's step count; call after `prepare_training` and after the weights are loaded.
 
         Raises:
             ValueError: the optimizer keeps its states where they cannot be put back.
@@ -75,7 +75,7 @@ class TrainState:
             shard.set_num_updates(num_updates)
 
     def restore_random(self, checkpoint: Checkpoint) -> None:
-        """This rank's random states, where the checkpoint was written by as many ranks."""
+        """Load this rank's random states, if the checkpoint was written by the same number of ranks."""
         names = set(checkpoint.names(RANDOM))
         states = backend.random_states()
         own = {name: _random_name(self.rank, name) for name in states}
@@ -95,7 +95,7 @@ class TrainState:
             for kind, values in self._kinds(shard) if not place.is_copy else ():
                 for box, view in shard.boxes(place, values):
                     yield Part(kind, box, view)
-        if self._reference_moves:
+        if self.reference is not None and self.reference.has_moved:
             for box, view in self.reference.master_boxes():
                 yield Part(REFERENCE, box, view)
 

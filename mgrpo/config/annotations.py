@@ -1,4 +1,4 @@
-"""What a field of the schema is annotated with: the numbers it may hold, the reason, and which trainers share its name."""
+"""Metadata of the schema's fields: the numbers they may hold, the reason, and the trainers with a setting of the same name."""
 
 from __future__ import annotations
 

@@ -1,18 +1,25 @@
-"""The effective configuration as YAML that loads back to an equal `Config`, with where each value came from."""
+"""The effective configuration as YAML that loads back to an equal `Config`, with the source of each value."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import yaml
 
-from mgrpo.config.derived import derive
+from mgrpo.config.derived import layout_of
 from mgrpo.config.fields import flat, settings
 from mgrpo.config.schema import Config
 
+DERIVED = (
+    "batch_size",
+    "completions_per_optimizer_step",
+    "num_training_steps",
+    "num_optimizer_steps",
+    "max_model_length",
+)
+"""Properties of `Config` to print."""
+
 
 def to_yaml(config: Config) -> str:
-    """Every setting, one a line, under its section's name as a comment; behind those that are not defaults, who set it.
+    """One line per setting, by section; a comment names the source of each value that is not a default.
 
     ASCII, whatever the values hold.
     """
@@ -27,8 +34,14 @@ def to_yaml(config: Config) -> str:
 
 
 def derived_lines(config: Config, *, world_size: int) -> str:
-    """What follows from a sound `config`, as comments to put under `to_yaml`."""
-    values = dataclasses.asdict(derive(config, world_size=world_size))
+    """What follows from a sound `config`, as comments to append to `to_yaml`."""
+    values: dict[str, object] = {
+        "run_name": config.experiment.run_name,
+        "world_size": world_size,
+        "data_parallel_size": layout_of(config, world_size).data,
+        **{name: getattr(config, name) for name in DERIVED},
+        "max_possible_score": config.reward.max_possible_score,
+    }
     return "\n".join(["", "# derived", *(f"# {name}: {value}" for name, value in values.items())]) + "\n"
 
 
@@ -40,5 +53,5 @@ def _line(name: str, value: object) -> str:
 
 
 def _comment(source: str | None) -> str:
-    # A path may hold anything; a comment ends with its line.
+    # A path may contain line breaks, which would end the comment.
     return f"  # {source.encode('unicode_escape').decode()}" if source else ""

@@ -1,4 +1,4 @@
-"""The one error a user's configuration can cause."""
+"""The error for a configuration that cannot run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, one sentence a line; `problems` holds the sentences."""
+    """Everything that is wrong with a configuration, one sentence per line; `problems` holds the sentences."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)

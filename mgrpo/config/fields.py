@@ -19,7 +19,7 @@ from mgrpo.config.provenance import Provenance
 from mgrpo.config.schema import Config, JSONObject
 
 Text = str | tuple[str, ...] | None
-"""What a file or a flag says: one word, a list of words, or nothing (YAML's null)."""
+"""A value in a file or a flag: one word, a list of words, or nothing (YAML's null)."""
 
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 LISTED = {str: "words", int: "whole numbers", float: "numbers"}
@@ -76,7 +76,7 @@ def settings() -> dict[str, Setting]:
     for section, section_type in section_types().items():
         annotations = typing.get_type_hints(section_type, include_extras=True)
         for field in dataclasses.fields(section_type):
-            assert field.name not in found, f"{field.name} stands in two sections of the schema"
+            assert field.name not in found, f"{field.name} is in two sections of the schema"
             kind, *marks = _without_metadata(annotations[field.name])
             found[field.name] = Setting(
                 name=field.name,
@@ -91,7 +91,7 @@ def settings() -> dict[str, Setting]:
 
 
 def _without_metadata(annotation: Any) -> tuple[Any, ...]:
-    """The type, then what it is annotated with."""
+    """The type, followed by its metadata."""
     return typing.get_args(annotation) if typing.get_origin(annotation) is Annotated else (annotation,)
 
 
@@ -110,7 +110,7 @@ def build(values: Mapping[str, object], provenance: Provenance | None = None) ->
 
 
 def unknown(name: str, where: str, known: Iterable[str]) -> str:
-    """The sentence for a name that is none of `known`."""
+    """The sentence for a name that is not in `known`."""
     near = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1)
     advice = f"did you mean {near[0]}?" if near else "--help lists every setting"
     return f"unknown setting {name} ({where}); {advice}"
@@ -159,7 +159,7 @@ def _read_word(word: str, expected: Any) -> object:
         return _pick(word.lower(), BOOLEANS)
     if expected is int:
         return _whole(word)
-    assert expected is float, f"no rule reads {expected}"
+    assert expected is float, f"fields of type {expected} cannot be read"
     return YAML_FLOATS[word.lower()] if word.lower() in YAML_FLOATS else float(word)
 
 
@@ -218,6 +218,15 @@ def describe(expected: Any) -> str:
         type(None): "none",
     }
     return words[expected]
+
+
+def shown(value: object) -> str:
+    """A value as a user would write it."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "nothing"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def alternatives(expected: Any) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ def help_text(prog: str | None = None) -> str:
         prog=prog,
         usage="%(prog)s [--config FILE.yaml | FILE.yaml] [--preset NAME] [--name value | --name=value ...]",
         description="A flag wins over the file, the file over the preset, the preset over the default. Lists take several "
-        "words or a comma between them. Names of Open Instruct and TRL are understood, too: docs/config.md.",
+        "words or a comma between them. Names of Open Instruct and TRL are also accepted: docs/config.md.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=8, width=100),
         allow_abbrev=False,
         add_help=False,
@@ -31,13 +31,13 @@ def help_text(prog: str | None = None) -> str:
     general.add_argument(
         "--preset",
         metavar="{" + ",".join(PRESETS) + "}",
-        help="Whose defaults to take; `preset: NAME` in a file does the same. (default: mgrpo)",
+        help="Whose defaults to use; `preset: NAME` in a file does the same. (default: mgrpo)",
     )
-    general.add_argument("--show_config", action="store_true", help="Print every value and who set it, and stop.")
+    general.add_argument("--show_config", action="store_true", help="Print every value with its source and exit.")
     general.add_argument(
         "--dry_run",
         action="store_true",
-        help="Check configuration, data and layout, start everything, train one step, keep nothing.",
+        help="Check configuration, data and layout, start everything, train one step and keep nothing.",
     )
     general.add_argument("-h", "--help", action="store_true", help="Show this text.")
     for section, record in section_types().items():

@@ -17,11 +17,12 @@ import yaml
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import Setting, Text, describe, mismatch, read, unknown
 from mgrpo.config.peers.names import SPELLINGS, accepted, setting_of
-from mgrpo.config.resolve import FILE, FLAG, Layer, resolve
+from mgrpo.config.resolution import FILE, FLAG, Layer
+from mgrpo.config.resolve import resolve
 from mgrpo.config.schema import Config
 
 GENERAL = ("config", "preset")
-"""Words of a command line that are no settings."""
+"""Flags that are not settings."""
 
 
 def parse(
@@ -35,9 +36,9 @@ def parse(
     """Config of `[FILE.yaml | --config FILE.yaml] [--preset NAME] [--name value | --name=value ...]`.
 
     Args:
-        preset: the one to take when neither file nor flags name one.
-        world_size: learner ranks, for what is counted per rank elsewhere; torchrun's when it is not given.
-        defer: leave problems in `provenance.problems`, where `validate` lists them with its own, instead of raising.
+        preset: the one to use if neither the file nor a flag names one.
+        world_size: learner ranks, for names that count per rank; by default those that torchrun started.
+        defer: leave problems in `provenance.problems`, which `validate` adds to its own, instead of raising.
     Prints the settings and exits on -h and --help. Raises ConfigError with all problems of file and flags.
     """
     if "-h" in argv or "--help" in argv:
@@ -85,7 +86,7 @@ def started_ranks() -> int:
 
 
 def raise_problems(config: Config) -> Config:
-    """`config`, or ConfigError when reading it found problems."""
+    """`config`, or ConfigError if reading it found problems."""
     if config.provenance.problems:
         raise ConfigError(config.provenance.problems)
     return config
@@ -119,10 +120,10 @@ def _as_text(value: object) -> Text:
 
 
 def _split_argv(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, str | None], list[tuple[str, list[str]]]]:
-    """The general words, and `(name, values)` of every flag.
+    """The flags that are not settings, and `(name, values)` of every other flag.
 
-    Not argparse: it stops at the first problem. A word that opens with two dashes is a flag, so `--save_freq -1` and
-    `--learning_rate -1e-5` carry values; a value that opens so is written `--name=--value`.
+    Not by argparse, which stops at the first problem. A word that begins with two dashes is a flag, so `--save_freq -1` and
+    `--learning_rate -1e-5` carry values; a value that begins with dashes is written `--name=--value`.
     """
     found: dict[str, list[str]] = {name: [] for name in GENERAL}
     flags: list[tuple[str, list[str]]] = []
@@ -136,7 +137,7 @@ def _split_argv(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, str
         elif flags:
             flags[-1][1].append(word)
         else:
-            problems.append(f"unexpected {word!r}: settings are written --name value, a YAML file comes first")
+            problems.append(f"unexpected {word!r}: write settings as --name value, after the YAML file")
     for name, values in [flag for flag in flags if flag[0] in GENERAL]:
         found[name].extend(values)
         if not values:
@@ -182,11 +183,11 @@ def _read_flag(setting: Setting, words: list[str], layer: Layer, problems: list[
 
 
 def _read_file(path: Path, problems: list[str]) -> tuple[Layer, str | None]:
-    """Values of a flat YAML file, and the preset it names.
+    """Values of a flat YAML file, and the preset that it names.
 
     The file is read as a tree of text, not as YAML's own types: YAML 1.1 would make a string of `2e-5`, a date of
-    `2026-01-01` and 80 of `1:20`, and would keep the last of two equal keys. Without the file nothing else can be judged:
-    that error is raised at once.
+    `2026-01-01` and 80 of `1:20`, and would keep the last of two equal keys. Nothing else can be checked
+    without the file, so that error is raised at once.
     """
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -200,7 +201,7 @@ def _read_file(path: Path, problems: list[str]) -> tuple[Layer, str | None]:
     if root is None:
         return layer, preset
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError([*problems, f"{path} must hold `name: value` lines, got a {root.id}"])
+        raise ConfigError([*problems, f"{path} must hold `name: value` lines, got {_kind(root)}"])
     seen: dict[str, int] = {}
     for key, node in root.value:
         name, line = str(key.value), key.start_mark.line + 1
@@ -213,6 +214,10 @@ def _read_file(path: Path, problems: list[str]) -> tuple[Layer, str | None]:
             _read_node(name, node, where, layer, problems)
         seen.setdefault(name, line)
     return layer, preset
+
+
+def _kind(node: yaml.Node) -> str:
+    return "a sequence" if isinstance(node, yaml.SequenceNode) else "a scalar"
 
 
 def _read_node(name: str, node: yaml.Node, where: str, layer: Layer, problems: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which settings of the algorithm contradict each other."""
+"""Rules between the settings of the loss and the algorithm."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mgrpo.config.schema import Config
 def _reference(config: Config) -> Iterator[str]:
     own, beta = config.algorithm, config.loss.beta
     measured = [name for name, on in ((f"beta={beta}", beta != 0), ("log_ref_kl=true", own.log_ref_kl)) if on]
-    if measured and not config.model.load_ref_policy:
+    if measured and not config.provenance.expected.get("load_ref_policy", True):
         yield (
             f"{' and '.join(measured)} needs the reference model, but load_ref_policy=false; "
             "set beta to 0 and log_ref_kl to false, or load_ref_policy to true"
         )
     elif own.ref_policy_update_freq is not None and not measured:
         yield (
-            f"ref_policy_update_freq={own.ref_policy_update_freq} updates a reference model that beta=0 does not load; "
+            f"ref_policy_update_freq={own.ref_policy_update_freq} updates a reference model, which is not loaded with beta=0; "
             "leave it out, or set beta above 0"
         )
 
@@ -66,7 +66,7 @@ def _surrogate(config: Config) -> Iterator[str]:
             yield f"{name}={getattr(own, name):g} belongs to policy_loss=ppo_clip, got {own.policy_loss}; leave it out"
     if own.policy_loss == "vespo" and own.use_rho_correction and own.rho_level != "token":
         yield (
-            f"policy_loss=vespo takes rho of each token into its own weight, got rho_level={own.rho_level}; "
+            f"policy_loss=vespo includes the rho of each token in its own weight, got rho_level={own.rho_level}; "
             "set rho_level to token (vllm_importance_sampling_mode token_truncate or token_mask)"
         )
 
@@ -99,8 +99,8 @@ def _groups(config: Config) -> Iterator[str]:
         )
     if rollout.num_unique_prompts_rollout == 1:
         yield (
-            "num_samples_per_prompt_rollout=1 is compared with the batch's mean, but num_unique_prompts_rollout=1 is "
-            "the whole batch; sample at least 2 of one of them"
+            "num_samples_per_prompt_rollout=1 compares completions within the batch, but num_unique_prompts_rollout=1 "
+            "makes a batch of one; sample at least 2 of one of them"
         )
 
 
@@ -116,21 +116,21 @@ def _entropy(config: Config) -> Iterator[str]:
 def _overlong(config: Config) -> Iterator[str]:
     cache, length = config.algorithm.overlong_cache_length, config.rollout.response_length
     if cache is not None and cache > length:
-        yield f"overlong_cache_length={cache} must be at most response_length={length}, whose last tokens it punishes"
+        yield f"overlong_cache_length={cache} must be at most response_length={length}, in whose last tokens it applies"
 
 
 def weight_problems(config: Config, num_reward_funcs: int) -> Iterator[str]:
-    """What depends on the reward functions that the caller brings: one weight for each, and what needs them."""
+    """Rules about the number of reward functions: one weight for each, and what needs or excludes them."""
     weights = config.algorithm.reward_weights
     if config.algorithm.advantage_normalization_type == "gdpo" and not num_reward_funcs:
         yield (
-            "advantage_normalization_type=gdpo weighs reward functions (reward_funcs), of which there are none; choose "
+            "advantage_normalization_type=gdpo weighs reward functions (reward_funcs), but there are none; choose "
             "standard, centered or batch_std"
         )
     if config.algorithm.no_resampling_pass_rate is not None and num_reward_funcs:
         yield (
-            f"no_resampling_pass_rate={config.algorithm.no_resampling_pass_rate:g} is a share of the highest reward, which "
-            "reward functions do not have; leave it out"
+            f"no_resampling_pass_rate={config.algorithm.no_resampling_pass_rate:g} is a share of the highest reward, but "
+            "reward functions have none; leave it out"
         )
     if not all(math.isfinite(weight) for weight in weights):
         yield f"reward_weights={' '.join(map(str, weights))} must be finite numbers"
@@ -142,7 +142,7 @@ def weight_problems(config: Config, num_reward_funcs: int) -> Iterator[str]:
 
 
 LOSS_RULES: tuple[Rule, ...] = (
-    (("load_ref_policy", "beta", "log_ref_kl", "ref_policy_update_freq"), _reference),
+    (("beta", "log_ref_kl", "ref_policy_update_freq"), _reference),
     (("use_vllm_logprobs", "use_rho_correction"), _old_logprobs),
     (
         (
@@ -169,4 +169,4 @@ LOSS_RULES: tuple[Rule, ...] = (
     (("use_adaptive_entropy", "entropy_coef", "entropy_coef_min", "entropy_coef_max"), _entropy),
     (("overlong_cache_length", "response_length"), _overlong),
 )
-"""Questions about the algorithm, each with the fields that must be sound before it is asked."""
+"""Each rule with the fields that must be sound before it is checked."""

@@ -1,24 +1,25 @@
-"""Where the values of a configuration come from, and what is to be said about how they were understood."""
+"""Where the values of a configuration come from, and the notes and problems found while reading them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """The history of a `Config`; it takes no part in comparing two of them."""
+    """The history of a `Config`, which comparisons ignore."""
 
     preset: str = "mgrpo"
-    """The preset that gave what neither file nor flag gives."""
+    """The preset whose defaults apply."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Of every setting that is not at its default: "flag", "file F", "preset P", "argument", "alias A (flag)", "derived"."""
     notes: tuple[str, ...] = ()
     """What the user should know: each alias that was used, each name without effect."""
     problems: tuple[str, ...] = ()
-    """Mistakes that reading found; `validate` lists them before its own."""
+    """Mistakes found while reading; `validate` lists them before its own."""
     unsound: frozenset[str] = frozenset()
-    """Settings whose value could not be understood; they hold defaults and are not judged."""
-    expected: Mapping[str, object] = field(default_factory=dict)
-    """Values that follow from others and were given all the same: `validate` compares."""
+    """Settings whose value could not be read; they hold defaults and are not checked."""
+    expected: Mapping[str, Any] = field(default_factory=dict)
+    """Values that were given although they follow from others; `validate` compares."""

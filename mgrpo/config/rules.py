@@ -1,4 +1,4 @@
-"""Questions about several fields of a run, the algorithm's apart. Each is asked only when its fields are sound."""
+"""Rules between several fields, except for those of the algorithm. Each is checked only if its fields are sound."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mgrpo.config.annotations import POSITIVE
 from mgrpo.config.schema import Config
 
 Rule = tuple[tuple[str, ...], Callable[[Config], Iterator[str]]]
-"""The fields that must be sound, and the question."""
+"""The fields that must be sound, and the rule: one sentence per violation."""
 
 
 def _output_dir(config: Config) -> Iterator[str]:
@@ -45,8 +45,8 @@ def _data(config: Config) -> Iterator[str]:
         for name, amount in pairs(words):
             if not _is_amount(amount):
                 yield (
-                    f"{mixer}: amount {amount!r} of {name} must be a share with a point (1.0 is all of it) "
-                    "or a count of rows, above 0"
+                    f"{mixer}: amount {amount!r} of {name} must be a share with a decimal point (1.0 is all of it) "
+                    "or a number of rows, above 0"
                 )
         if words and len(splits) not in (1, len(words) // 2):
             yield f"{mixer}_splits has {len(splits)} entries, expected 1 or one for each of {len(words) // 2} datasets"
@@ -68,7 +68,7 @@ REWARD_SWITCHES = ("apply_verifiable_reward", "apply_r1_style_format_reward", "n
 
 
 def reward_problems(config: Config) -> Iterator[str]:
-    """Whether anything is rewarded, when the caller brings no functions."""
+    """Whether anything is rewarded if the caller passes no functions."""
     if not any(getattr(config.reward, switch) for switch in REWARD_SWITCHES):
         yield f"no reward is on, so nothing can be learned; turn on one of {', '.join(REWARD_SWITCHES)}"
 
@@ -111,7 +111,7 @@ def _routing_replay(config: Config) -> Iterator[str]:
     if recomputes:
         yield (
             "moe_enable_routing_replay=true cannot be combined with pipeline_model_parallel_size="
-            f"{parallel.pipeline_model_parallel_size} and recomputed routers, which would follow another pack's choices; "
+            f"{parallel.pipeline_model_parallel_size} and recomputed routers, which would replay the choices of another pack; "
             "use recompute_granularity=selective with recompute_modules core_attn"
         )
 
@@ -127,7 +127,7 @@ def _optimizer_memory(config: Config) -> Iterator[str]:
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if getattr(config.parallel, name) and frequency > 0:
             yield (
-                f"{name}=true cannot be combined with checkpoint_state_freq={frequency}: a run cannot go on from its state "
+                f"{name}=true cannot be combined with checkpoint_state_freq={frequency}: its state cannot be resumed "
                 "yet; turn one of them off"
             )
     if is_precision_aware and stage == 0:
@@ -135,7 +135,7 @@ def _optimizer_memory(config: Config) -> Iterator[str]:
     if is_precision_aware and config.parallel.optimizer_cpu_offload:
         yield (
             "use_precision_aware_optimizer=true cannot be combined with optimizer_cpu_offload=true, whose optimizer keeps "
-            "float32 moments on host and device; leave one of the two out"
+            "float32 moments on host and device; leave one of them out"
         )
 
 
@@ -229,13 +229,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (("async_steps",), _asynchrony),
     (
-        (
-            "pack_length",
-            "max_prompt_token_length",
-            "response_length",
-            "tensor_model_parallel_size",
-            "sequence_parallel",
-        ),
+        ("pack_length", "max_prompt_token_length", "response_length"),
         _pack_length,
     ),
     (("recompute_modules", "recompute_granularity"), _recompute_modules),
@@ -258,4 +252,4 @@ RULES: tuple[Rule, ...] = (
     (STATE_FIELDS, _states),
     ((*BATCH_FIELDS, "total_episodes", "resume"), _resume),
 )
-"""Questions about several fields, each with the fields that must be sound before it is asked."""
+"""Each rule with the fields that must be sound before it is checked."""

@@ -1,7 +1,8 @@
 """Every setting of a run: one flat namespace on the command line and in YAML, sections in the code.
 
-Names are Open Instruct's where it has one, Megatron's for Megatron's knobs. The docstring under a field is its --help text.
-A default stands here and nowhere else; `None` means off unless the docstring says otherwise.
+Names are Open Instruct's where it has one, and Megatron's for Megatron's own settings. The annotation holds the range and
+the other trainers with a setting of the same name; the docstring under a field is its --help text. Each default is written
+once, in its section; `None` means off unless the docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mgrpo.config.annotations import (
 )
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.provenance import Provenance
+from mgrpo.config.reward import Reward
 
 JSONObject = NewType("JSONObject", str)
 """The text of a JSON object; a YAML file may hold a mapping for it."""
@@ -32,31 +34,34 @@ JSONObject = NewType("JSONObject", str)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
     exp_name: Annotated[str, OPEN_INSTRUCT] = "grpo"
-    """Name of the experiment, shown in logs."""
+    """Name of the experiment in logs."""
     seed: Annotated[int, Range(low=0, high=2**32 - 1), OPEN_INSTRUCT, TRL] = 1
-    """Seeds data order, sampling and every random state."""
+    """Seed of the data order, of sampling and of every other random state."""
     output_dir: Annotated[str, OPEN_INSTRUCT, TRL] = "output"
-    """Folder for everything the run writes; used as given."""
+    """Folder for everything that the run writes; used as given."""
     total_episodes: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 100_000
     """Completions to train on; the number of steps is total_episodes / (prompts x samples per step), rounded down."""
     local_eval_every: Annotated[int, FINITE, OPEN_INSTRUCT] = 100
     """Steps between evaluations on the held-out prompts; 0 or less evaluates only before and after training."""
     backend_timeout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 120
-    """Minutes a collective between learners may take."""
+    """Minutes that a collective between learners may take."""
     cache_dataset_only: Annotated[bool, OPEN_INSTRUCT] = False
-    """Prepare the data, say what came of it, and end."""
+    """Prepare the data, print a summary and exit."""
+
+    @property
+    def run_name(self) -> str:
+        """exp_name__seed."""
+        return f"{self.exp_name}__{self.seed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     model_name_or_path: Annotated[str | None, OPEN_INSTRUCT] = None
-    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer files), or what mgrpo convert made of one."""
+    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer files), or the output of mgrpo convert."""
     model_dtype: Annotated[
         Literal["bfloat16", "float32"], Reason("float16 needs loss scaling, which does not exist here"), OPEN_INSTRUCT
     ] = "bfloat16"
     """Type of weights and activations in training and in the engines; the optimizer always keeps float32."""
-    load_ref_policy: Annotated[bool, OPEN_INSTRUCT] = True
-    """May be false only when beta is 0; the reference model is loaded when beta is not 0 or log_ref_kl is set."""
 
     @property
     def path(self) -> str:
@@ -68,135 +73,71 @@ class Model:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
     dataset_mixer_list: Annotated[tuple[str, ...], OPEN_INSTRUCT] = ()
-    """Training data: path or dataset name, amount, path, amount, ... An amount with a point is a share, else a count of rows."""
+    """Training data: path or dataset name, amount, path, amount, ... An amount with a decimal point is a share, one without
+    is a number of rows."""
     dataset_mixer_eval_list: Annotated[tuple[str, ...], OPEN_INSTRUCT] = ()
-    """Held-out data, same form; empty means no evaluation."""
+    """Held-out data, in the same form; empty: no evaluation."""
     dataset_mixer_list_splits: Annotated[tuple[str, ...], OPEN_INSTRUCT] = ("train",)
-    """Split of each training dataset: one for all, or one each."""
+    """Split of each training dataset: one for all of them, or one each."""
     dataset_mixer_eval_list_splits: Annotated[tuple[str, ...], OPEN_INSTRUCT] = ("test",)
-    """Split of each held-out dataset: one for all, or one each."""
+    """Split of each held-out dataset: one for all of them, or one each."""
     ground_truths_key: Annotated[str, OPEN_INSTRUCT] = "ground_truth"
-    """Column of what the verifier compares with."""
+    """Column with the ground truth that the verifier compares with."""
     sft_messages_key: Annotated[str, OPEN_INSTRUCT] = "messages"
-    """Column of the messages."""
+    """Column with the messages."""
     max_prompt_token_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 256
-    """Longer prompts meet overlong_prompt_policy."""
+    """Most tokens in a prompt; overlong_prompt_policy decides about longer ones."""
     overlong_prompt_policy: Literal["filter", "truncate_left", "error"] = "filter"
-    """filter: they are left out, and counted; truncate_left: their last tokens stay; error: the run does not start."""
+    """filter: leave them out and count them; truncate_left: keep their last tokens; error: do not start the run."""
     tokenizer_name_or_path: Annotated[str | None, OPEN_INSTRUCT] = None
     """Folder of the tokenizer; none: the model's."""
     chat_template_name: Annotated[str, OPEN_INSTRUCT] = "auto"
-    """For rows with `messages`: auto is the tokenizer's own template, none joins the contents as plain text; else one of the
-    names in docs/data.md or the path of a Jinja file."""
+    """For rows with `messages`: auto is the tokenizer's own template, none joins the contents as plain text; otherwise a
+    name from docs/data.md or the path of a Jinja file."""
     chat_template_kwargs: Annotated[JSONObject, TRL] = JSONObject("{}")
-    """Further variables of the template, a JSON object, for example {"enable_thinking": false}."""
+    """More variables for the template, as a JSON object, for example {"enable_thinking": false}."""
     add_bos: Annotated[bool, OPEN_INSTRUCT] = False
-    """Begin every prompt with the tokenizer's bos token; an error where the template writes it already."""
+    """Begin every prompt with the tokenizer's bos token; an error if the template already writes it."""
     system_prompt_override_file: Annotated[str | None, OPEN_INSTRUCT] = None
-    """File with the system prompt of every row, in place of its own."""
+    """File with a system prompt that replaces that of every row."""
     shuffle_dataset: Annotated[bool, TRL] = True
-    """Shuffle the prompts anew every epoch; false: in the order of the data."""
+    """Shuffle the prompts in every epoch; false: keep the order of the data."""
     dataset_local_cache_dir: Annotated[str | None, OPEN_INSTRUCT] = None
-    """Folder of prepared data; none: mgrpo/datasets in the user's cache folder."""
+    """Folder for prepared data; none: mgrpo/datasets in the user's cache folder."""
     dataset_skip_cache: Annotated[bool, OPEN_INSTRUCT] = False
-    """Prepare the data even if that was done before."""
+    """Prepare the data again even if prepared data exists."""
     dataset_num_proc: Annotated[int, NOT_NEGATIVE] = 0
-    """Processes that prepare large data; 0: one for each core."""
+    """Threads that tokenize; 0: one per core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     num_unique_prompts_rollout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 16
-    """Prompts a training step."""
+    """Prompts per training step."""
     num_samples_per_prompt_rollout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 4
-    """Completions sampled for each prompt: the group."""
+    """Completions sampled for each prompt, which form its group."""
     response_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 256
     """Most tokens in a completion."""
     temperature: Annotated[float, POSITIVE, Reason("the training logits are divided by it"), OPEN_INSTRUCT, TRL] = 1.0
     """Sampling temperature, also the divisor of the training logits."""
     async_steps: Annotated[int, NOT_NEGATIVE, OPEN_INSTRUCT] = 0
-    """Steps that generation may run ahead of training; only 0 (synchronous, repeatable) exists so far."""
+    """Steps that generation may run ahead of training; only 0 (synchronous, repeatable) is implemented so far."""
     stop_strings: Annotated[tuple[str, ...], OPEN_INSTRUCT] = ()
-    """Texts that end a completion, and stay in it; the model's own stop tokens always do."""
+    """Texts that end a completion and stay in it, in addition to the model's own stop tokens."""
     eval_pass_at_k: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 1
     """Completions sampled for each held-out prompt."""
     eval_temperature: Annotated[float | None, NOT_NEGATIVE] = None
     """Sampling temperature of evaluations; none: temperature; 0: greedy."""
     eval_top_p: Annotated[float, SHARE, OPEN_INSTRUCT] = 1.0
-    """Evaluations sample from the likeliest tokens that make up this share."""
+    """Evaluations sample from the likeliest tokens whose probabilities add up to this."""
     eval_response_length: Annotated[int | None, ONE_OR_MORE, OPEN_INSTRUCT] = None
-    """Most tokens in a completion of an evaluation; none: response_length."""
+    """Most tokens in a completion during evaluations; none: response_length."""
     save_traces: Annotated[bool, OPEN_INSTRUCT] = False
-    """Write every completion that is trained on to rollouts_save_path."""
+    """Write every completion that the run trains on to rollouts_save_path."""
     rollouts_save_path: Annotated[str | None, OPEN_INSTRUCT] = None
     """Folder for completions; none: output_dir/rollouts."""
     rollout_timeout: Annotated[int, ONE_OR_MORE] = 3600
-    """Seconds that one step's generation may take before the run ends with an error."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reward:
-    apply_verifiable_reward: Annotated[bool, OPEN_INSTRUCT] = True
-    """Score completions with the verifier each row names."""
-    verification_reward: Annotated[float, POSITIVE, OPEN_INSTRUCT] = 10.0
-    """Multiplier of the verifier's score."""
-    apply_r1_style_format_reward: Annotated[bool, OPEN_INSTRUCT] = False
-    """Look for `...</think> <answer>...</answer>`."""
-    r1_style_format_reward: Annotated[float, POSITIVE, OPEN_INSTRUCT] = 1.0
-    """Reward for the format."""
-    additive_format_reward: Annotated[bool, OPEN_INSTRUCT] = False
-    """Add the format reward to the verifier's; otherwise a completion without the format scores 0 (gate)."""
-    non_stop_penalty: Annotated[bool, OPEN_INSTRUCT] = False
-    """Overwrite the reward of completions that did not stop by themselves."""
-    non_stop_penalty_value: Annotated[float, FINITE, OPEN_INSTRUCT] = 0.0
-    """The reward they get."""
-    remap_verifier: Annotated[str | None, OPEN_INSTRUCT] = None
-    """old=new: rows that name verifier old use verifier new."""
-    verifier_weights: tuple[str, ...] = ()
-    """name=weight, ...: weights of verifiers whose scores are added up; 1 for the others."""
-    only_reward_good_outputs: Annotated[bool, OPEN_INSTRUCT] = False
-    """Verify only completions that used a tool with success."""
-    reward_funcs: Annotated[tuple[str, ...], TRL] = ()
-    """Reward functions in place of verifiers: package.module.function, file.py:function, one of TRL's six names, or the folder
-    of a sequence-classification model. reward_weights weighs them."""
-    verifier_modules: tuple[str, ...] = ()
-    """Python modules with verifiers of your own, found by their names."""
-    max_length_verifier_max_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 32768
-    """Tokens by which a length must miss for a score of 0, in the verifiers max_length and up_to_max_length."""
-    code_api_url: Annotated[str | None, OPEN_INSTRUCT] = None
-    """URL of a code service, .../test_program; none: CODE_API_URL of the environment, else a sandbox on this machine."""
-    code_max_execution_time: Annotated[float, POSITIVE, OPEN_INSTRUCT] = 1.0
-    """Seconds a test of a program may take."""
-    code_pass_rate_reward_threshold: Annotated[float, Range(low=0, high=1), OPEN_INSTRUCT] = 0.0
-    """A program that passes a smaller share of its tests scores 0."""
-    code_apply_perf_penalty: Annotated[bool, OPEN_INSTRUCT] = False
-    """A passed test counts less, the longer it took."""
-    code_sandbox_memory_mb: Annotated[int, Range(low=64)] = 1024
-    """MiB of memory a program may take in the sandbox of this machine."""
-    code_sandbox_accept_risk: bool = False
-    """Run programs even where this machine cannot isolate them."""
-    llm_judge_model: Annotated[str | None, OPEN_INSTRUCT] = None
-    """Model that judges; hosted_vllm/NAME and azure/NAME find their servers in the environment, see docs/rewards.md."""
-    llm_judge_base_url: str | None = None
-    """OpenAI-compatible endpoint of the judge, for example http://localhost:8000/v1."""
-    llm_judge_max_tokens: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 2048
-    """Most tokens of a judgement."""
-    llm_judge_max_context_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 8192
-    """Tokens of the judge's context; a longer answer is shortened in its middle."""
-    llm_judge_temperature: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT] = 1.0
-    """Temperature of the judge."""
-    llm_judge_timeout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 60
-    """Seconds one judgement may take."""
-    rubric_judge_model: str | None = None
-    """Model that judges the criteria of rubrics; none: RUBRIC_JUDGE_MODEL of the environment, else llm_judge_model."""
-    remote_verifier_concurrency: Annotated[int, ONE_OR_MORE] = 64
-    """Calls of judges and code services under way at once."""
-    verifier_memory_mb: Annotated[int, Range(low=256)] = 2048
-    """MiB of memory of a verifier process."""
-    verifier_timeout: Annotated[float, POSITIVE] = 10.0
-    """Seconds a verifier may spend on one completion before it is killed and the completion has no score."""
-    verifier_workers: Annotated[int, ONE_OR_MORE] = 1
-    """Verifier processes."""
+    """Seconds that the generation of one step may take before the run ends with an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,54 +145,54 @@ class Algorithm:
     log_ref_kl: bool = False
     """Measure the KL to the reference model even when beta is 0."""
     alpha: Annotated[float, SHARE, OPEN_INSTRUCT] = 0.6
-    """Share of the policy in each update of the reference model: reference <- alpha x policy + (1 - alpha) x reference."""
+    """Weight of the policy in each update of the reference model: reference <- alpha x policy + (1 - alpha) x reference."""
     ref_policy_update_freq: Annotated[int | None, ONE_OR_MORE, OPEN_INSTRUCT] = None
-    """Training steps between these updates; none: the reference stays as it is."""
+    """Training steps between these updates; none: the reference never changes."""
     use_vllm_logprobs: Annotated[bool, OPEN_INSTRUCT] = False
-    """Take the engine's logprobs as the old ones instead of computing them again."""
+    """Use the engine's logprobs as the old logprobs instead of computing these again."""
     advantage_normalization_type: Annotated[Literal["standard", "centered", "batch_std", "gdpo"], OPEN_INSTRUCT] = (
         "standard"
     )
     """standard: (reward - mean) / (std + eps) within the group; centered: reward - mean; batch_std: the std of the batch;
     gdpo: standard for each reward function, then their weighted sum over the batch."""
     advantage_ddof: Literal[0, 1] = 0
-    """The std divides by the number of rewards minus this."""
+    """The standard deviation divides by the number of rewards minus this."""
     advantage_eps: Annotated[float, NOT_NEGATIVE] = 1e-8
-    """Added to the std."""
+    """Added to the standard deviation."""
     reward_weights: Annotated[tuple[float, ...], TRL] = ()
-    """Weight of each reward function; empty: 1 each."""
+    """Weight of each reward function; empty: 1 for each."""
     filter_zero_std_samples: Annotated[bool, OPEN_INSTRUCT] = True
     """Leave out groups whose rewards are all equal."""
     active_sampling: Annotated[bool, OPEN_INSTRUCT] = False
-    """Sample other prompts in place of the groups left out, until the batch is full."""
+    """Sample further prompts to replace the groups left out, until the batch is full."""
     active_sampling_max_rounds: Annotated[int, ONE_OR_MORE] = 10
-    """Most rounds of that in a step; then it trains on what there is."""
+    """Most rounds of active sampling per step; after that the step trains on what it has."""
     no_resampling_pass_rate: Annotated[float | None, SHARE, OPEN_INSTRUCT] = None
     """A prompt whose mean reward reaches this share of the highest one is never sampled again; none: off."""
     mask_truncated_completions: Annotated[bool, OPEN_INSTRUCT, TRL] = False
-    """Completions that did not stop by themselves train nothing; they still count in their group's mean and std."""
+    """Do not train on truncated completions; they still count in the mean and standard deviation of their group."""
     overlong_cache_length: Annotated[int | None, ONE_OR_MORE] = None
-    """Soft punishment: the reward falls from 0 to -1 over the last so many tokens of response_length; none: off."""
+    """Soft penalty for length: it grows from 0 to -1 over this many tokens before response_length; none: off."""
     top_entropy_quantile: Annotated[float, SHARE, TRL] = 1.0
-    """Train only this share of the tokens, those of the highest entropy; 1: all."""
+    """Train only on this share of the tokens, those with the highest entropy; 1: all."""
     entropy_coef: Annotated[float, NOT_NEGATIVE, TRL] = 0.0
     """Weight of the entropy bonus."""
     use_adaptive_entropy: Annotated[bool, TRL] = False
-    """Move the weight of the bonus by entropy_coef_delta each optimizer step: up below entropy_target, else down."""
+    """Change entropy_coef by entropy_coef_delta after each optimizer step: up below entropy_target, otherwise down."""
     entropy_coef_min: Annotated[float, NOT_NEGATIVE, TRL] = 0.0
-    """Smallest weight it may reach."""
+    """Lower limit of the adapted entropy_coef."""
     entropy_coef_max: Annotated[float, NOT_NEGATIVE, TRL] = 1.0
-    """Largest weight it may reach."""
+    """Upper limit of the adapted entropy_coef."""
     entropy_coef_delta: Annotated[float, NOT_NEGATIVE, TRL] = 0.005
-    """Size of a move."""
+    """Change of entropy_coef per optimizer step."""
     entropy_target: Annotated[float, NOT_NEGATIVE, TRL] = 0.2
-    """Entropy a token to hold."""
+    """Mean entropy per token to aim for."""
     num_epochs: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 1
     """Passes over each rollout batch."""
     num_mini_batches: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 1
-    """Optimizer steps a pass."""
+    """Optimizer steps per pass."""
     reshuffle_mini_batches: bool = False
-    """Cut the batch into other mini-batches in every pass."""
+    """Form new mini-batches in every pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,17 +204,17 @@ class Optimizer:
         OPEN_INSTRUCT,
         TRL,
     ] = "linear"
-    """How the rate falls over all optimizer steps, after the warm-up; linear and cosine end at 0."""
+    """How the rate changes after the warm-up, over all optimizer steps; linear and cosine end at 0."""
     warm_up_steps: Annotated[int, NOT_NEGATIVE, OPEN_INSTRUCT] = 0
     """Optimizer steps of linear warm-up; used when warmup_ratio is 0."""
     warmup_ratio: Annotated[float, BELOW_ONE, OPEN_INSTRUCT, TRL] = 0.0
-    """Share of all optimizer steps spent warming up."""
+    """Share of all optimizer steps used for warm-up."""
     weight_decay: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT, TRL] = 0.0
-    """AdamW's decay."""
+    """AdamW's weight decay."""
     set_weight_decay_on_bias_and_norm: bool = False
-    """Decay biases and norms, too. Open Instruct's flag of this name does the opposite of what it says."""
+    """Also decay biases and norms. (Open Instruct's flag of this name does the opposite.)"""
     max_grad_norm: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT, TRL] = 1.0
-    """Gradients are clipped to this global norm; 0 turns clipping off."""
+    """Global norm to which gradients are clipped; 0: no clipping."""
     adam_beta1: Annotated[float, BELOW_ONE, TRL] = 0.9
     """AdamW's first decay rate."""
     adam_beta2: Annotated[float, BELOW_ONE, TRL] = 0.999
@@ -285,35 +226,35 @@ class Optimizer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
     num_learners_per_node: Annotated[tuple[int, ...], OPEN_INSTRUCT] = ()
-    """Learner ranks on each node, to compare with what torchrun started; empty: as many as were started."""
+    """Learner ranks on each node, checked against those that torchrun started; empty: not checked."""
     tensor_model_parallel_size: Annotated[int, ONE_OR_MORE, MEGATRON] = 1
     """Ranks that share each layer's matrices."""
     pipeline_model_parallel_size: Annotated[int, ONE_OR_MORE, MEGATRON] = 1
-    """Stages the layers are cut into."""
+    """Pipeline stages that the layers are divided into."""
     context_parallel_size: Annotated[int, ONE_OR_MORE, MEGATRON] = 1
     """Ranks that share each sequence."""
     cp_comm_type: Annotated[Literal["all_gather", "a2a"], MEGATRON] = "all_gather"
-    """How they attend to each other's tokens: gather keys and values, or exchange sequence for heads (Ulysses), of which
-    each tensor rank then needs a multiple of context_parallel_size."""
+    """How context-parallel ranks attend to each other's tokens: all_gather gathers keys and values, a2a exchanges sequence for
+    heads (Ulysses) and needs a multiple of context_parallel_size heads per tensor rank."""
     expert_model_parallel_size: Annotated[int, ONE_OR_MORE, MEGATRON] = 1
-    """Ranks that share the experts of a mixture-of-experts model, among those of a pipeline stage."""
+    """Ranks of a pipeline stage that share the experts of a mixture-of-experts model."""
     virtual_pipeline_model_parallel_size: Annotated[int, ONE_OR_MORE, MEGATRON] = 1
-    """Chunks of layers a stage, interleaved: smaller bubbles, more messages."""
+    """Chunks of layers per stage, interleaved: smaller bubbles, more communication."""
     num_layers_in_first_pipeline_stage: Annotated[int | None, ONE_OR_MORE, MEGATRON] = None
-    """Layers of the first stage; none: as many as the others."""
+    """Layers in the first stage; none: as many as in the others."""
     num_layers_in_last_pipeline_stage: Annotated[int | None, ONE_OR_MORE, MEGATRON] = None
-    """Layers of the last stage; none: as many as the others."""
+    """Layers in the last stage; none: as many as in the others."""
     sequence_parallel: Annotated[bool | Literal["auto"], MEGATRON] = "auto"
-    """Megatron's sequence parallelism: split activations between layers over the tensor ranks; auto = tensor size > 1."""
+    """Megatron's sequence parallelism: split activations between layers across the tensor ranks; auto: if there are several."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What data-parallel ranks share instead of repeat, as in DeepSpeed: 0 nothing, 1 the optimizer's states (Megatron's
-    distributed optimizer), 2 gradients, too, 3 parameters, too (Megatron-FSDP)."""
+    """What is sharded over the data-parallel ranks, as in DeepSpeed: 0 nothing, 1 the optimizer's states (Megatron's
+    distributed optimizer), 2 also gradients, 3 also parameters (both Megatron-FSDP)."""
     fsdp_shard_degree: Annotated[int | None, ONE_OR_MORE, OPEN_INSTRUCT] = None
-    """With zero_stage=3: neighbouring ranks that share each parameter; the rest are replicas (HSDP). none: all share."""
+    """With zero_stage=3: consecutive ranks that shard each parameter, replicated over the others (HSDP); none: all ranks."""
     optimizer_cpu_offload: Annotated[bool, MEGATRON] = False
-    """Keep the optimizer's states in host memory and update there; needs zero_stage=1."""
+    """Keep the optimizer's states in host memory and update them there; needs zero_stage=1."""
     optimizer_offload_fraction: Annotated[float, SHARE, MEGATRON] = 1.0
-    """Share of the states that go there."""
+    """Share of the optimizer's states that is offloaded."""
     use_precision_aware_optimizer: Annotated[bool, MEGATRON] = False
     """Keep Adam's moments in exp_avg_dtype and exp_avg_sq_dtype; needs Transformer Engine."""
     exp_avg_dtype: Annotated[Literal["float32", "float16", "bfloat16"], MEGATRON] = "float32"
@@ -321,72 +262,72 @@ class Parallel:
     exp_avg_sq_dtype: Annotated[Literal["float32", "float16", "bfloat16"], MEGATRON] = "float32"
     """Type of Adam's second moment with use_precision_aware_optimizer."""
     recompute_granularity: Annotated[Literal["none", "selective", "full"], MEGATRON] = "none"
-    """Activations computed again in the backward pass instead of kept: none, those of recompute_modules, whole layers."""
+    """Activations that the backward pass recomputes: none, those of recompute_modules (selective), or whole layers (full)."""
     recompute_modules: Annotated[tuple[str, ...], MEGATRON] = ("core_attn", "mlp")
-    """With recompute_granularity=selective: core_attn, mlp, moe."""
+    """Modules to recompute with recompute_granularity=selective: core_attn, mlp, moe."""
     moe_enable_routing_replay: Annotated[bool, MEGATRON] = False
-    """Train on the experts that were chosen when the policy scored the batch before its first update."""
+    """Route every token to the experts that were chosen when the policy scored the batch before its first update."""
     pack_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 512
     """Most tokens in a pack, the unit of a micro-batch."""
     logits_chunk: Annotated[int | Literal["auto"], NOT_NEGATIVE] = "auto"
-    """Columns of the LM head computed at a time: 0 computes all at once; auto = 0 where the logits fit, else 16384."""
+    """Columns of the LM head to compute at a time; 0: all at once; auto: 0 if the logits fit into memory, else 16384."""
     shared_prompt_packing: bool | Literal["auto"] = "auto"
-    """Put a group into a pack as one prompt with branches instead of repeating the prompt; auto = on CPU, where it saves work.
-    Not with context_parallel_size above 1."""
+    """Pack a group as one prompt with branches instead of repeating the prompt; auto: on CPU, where it saves work. Not with
+    context_parallel_size above 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     vllm_num_engines: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 1
-    """vLLM engines."""
+    """Number of vLLM engines."""
     vllm_tensor_parallel_size: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT, TRL] = 1
     """Workers of each engine."""
     vllm_gpu_memory_utilization: Annotated[float, SHARE, OPEN_INSTRUCT, TRL] = 0.9
-    """Share of a GPU's memory an engine may use; no meaning on CPU."""
+    """Share of a GPU's memory that an engine may use; ignored on CPU."""
     vllm_kv_cache_mb: Annotated[int, ONE_OR_MORE] = 64
     """KV cache of an engine in MiB on CPU; on GPU vllm_gpu_memory_utilization decides."""
     vllm_max_num_seqs: Annotated[int, ONE_OR_MORE] = 256
-    """Completions an engine works on at once."""
+    """Completions that an engine generates at once."""
     vllm_enforce_eager: Annotated[bool, OPEN_INSTRUCT] = False
-    """No CUDA graphs; always so on CPU."""
+    """Run without CUDA graphs; always on CPU."""
     vllm_enable_prefix_caching: Annotated[bool, OPEN_INSTRUCT] = False
-    """Reuse the cache of equal prompt beginnings within a step."""
+    """Reuse the KV cache of equal prompt prefixes within a step."""
     ray_address: str | None = None
-    """Join this Ray cluster; otherwise one is started on this machine, on loopback."""
+    """Address of a Ray cluster to join; none: start one on this machine, on the loopback interface."""
     engine_start_timeout: Annotated[int, ONE_OR_MORE] = 600
-    """Seconds an engine may take to start."""
+    """Seconds that an engine may take to start."""
     weight_sync_bucket_mb: Annotated[int, ONE_OR_MORE] = 256
     """Most MiB of weights in flight between two processes."""
     weight_sync_timeout: Annotated[int, ONE_OR_MORE] = 120
-    """Seconds one weight sync may take before the run ends, naming who was waited for."""
+    """Seconds that one weight sync may take before the run ends with an error that names the missing process."""
     weight_sync_check_every: Annotated[int, NOT_NEGATIVE] = 50
-    """Compare a digest of every weight in trainer and engines before the first step and every so many; 0: then only."""
+    """Steps between comparisons of the weights in trainer and engines by digest; 0: only before the first step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     save_freq: Annotated[int, FINITE, OPEN_INSTRUCT] = 200
-    """Steps between exports of the model in Hugging Face format; 0 or less: only at the end."""
+    """Steps between exports of the model in Hugging Face format; 0 or less: none before the end."""
     save_final: bool = True
     """Export the trained model at the end."""
     checkpoint_state_freq: Annotated[int, FINITE, OPEN_INSTRUCT] = -1
-    """Steps between saves of the whole training state, from which a run resumes in any layout; 0 or less: none."""
+    """Steps between checkpoints of the training state, which a run can resume from in any layout; 0 or less: none."""
     checkpoint_state_dir: Annotated[str | None, OPEN_INSTRUCT] = None
-    """Folder of these states, or a URL such as s3://bucket/run; none: output_dir/checkpoints."""
+    """Folder of the training states, or a URL such as s3://bucket/run; none: output_dir/checkpoints."""
     gs_checkpoint_state_dir: Annotated[str | None, OPEN_INSTRUCT] = None
-    """The same on Google Cloud Storage, gs://bucket/run; wins over checkpoint_state_dir."""
+    """URL of the training states on Google Cloud Storage, gs://bucket/run; overrides checkpoint_state_dir."""
     keep_last_n_checkpoints: Annotated[int, Range(low=-1), OPEN_INSTRUCT] = 3
-    """Newest states that stay; -1: all."""
+    """Number of newest training states to keep; -1: all."""
     checkpoint_async: bool = False
-    """Write a state in the background, from a copy in host memory."""
+    """Write training states in the background, from a copy in host memory."""
     resume: str = "auto"
-    """auto: go on from the newest complete state of this run, if there is one; never: start anew; or the path of a state,
-    .../checkpoints/step_N."""
+    """auto: continue from the newest complete state of this run, if there is one; never: start afresh; or the path of a
+    state, .../checkpoints/step_N."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The whole configuration of a run, as `mgrpo.config.parse` returns it: typed, but checked only by `validate`."""
+    """The whole configuration of a run. Types are not enough: `validate` says whether it can run."""
 
     experiment: Experiment = field(default_factory=Experiment)
     model: Model = field(default_factory=Model)
@@ -403,8 +344,13 @@ class Config:
 
     @property
     def batch_size(self) -> int:
-        """Completions a training step."""
+        """Completions per training step."""
         return self.rollout.num_unique_prompts_rollout * self.rollout.num_samples_per_prompt_rollout
+
+    @property
+    def completions_per_optimizer_step(self) -> int:
+        """batch_size / num_mini_batches, rounded up."""
+        return -(-self.batch_size // self.algorithm.num_mini_batches)
 
     @property
     def num_training_steps(self) -> int:
@@ -429,5 +375,5 @@ class Config:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was understood of names that are not settings, one sentence each."""
+        """How names that are not settings were understood, one sentence each."""
         return self.provenance.notes

@@ -23,26 +23,26 @@ def user_function(setting: str, word: str, module: str, name: str) -> Callable[.
     Raises:
         ValueError: there is no such file, module or function, or its code raises.
     """
-    said = f"{setting}: {word}"
+    subject = f"{setting}: {word}"
     if module.endswith(".py") and not Path(module).is_file():
-        raise ValueError(f"{said}: there is no file {Path(module).resolve()}")
+        raise ValueError(f"{subject}: there is no file {Path(module).resolve()}")
     try:
         found = _file_module(Path(module).resolve()) if module.endswith(".py") else importlib.import_module(module)
     except ModuleNotFoundError as err:
         raise ValueError(
-            f"{said} cannot be imported: there is no module {err.name}; put its folder on PYTHONPATH, or "
+            f"{subject} cannot be imported: there is no module {err.name}; put its folder on PYTHONPATH, or "
             "write path/to/file.py:function"
         ) from err
     # The user's module runs here, and may raise anything.
     except (Exception, SystemExit) as err:
-        raise ValueError(f"{said} cannot be imported: {type(err).__name__}: {err}") from err
+        raise ValueError(f"{subject} cannot be imported: {type(err).__name__}: {err}") from err
     function = getattr(found, name, None)
     if callable(function) and not inspect.isclass(function):
         return function
     others = [key for key, value in vars(found).items() if inspect.isfunction(value) and not key.startswith("_")]
     near = ", ".join(difflib.get_close_matches(name, others, n=3, cutoff=0.0)) or "none"
     problem = "is not a function" if hasattr(found, name) else "does not exist"
-    raise ValueError(f"{said}: {name} {problem}; functions there: {near}")
+    raise ValueError(f"{subject}: {name} {problem}; functions there: {near}")
 
 
 def _file_module(file: Path) -> ModuleType:

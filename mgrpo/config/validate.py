@@ -1,8 +1,8 @@
-"""What is impossible about a configuration: every problem in one list, each a sentence that says how to fix it.
+"""Whether a configuration can run: every problem in one list, each a sentence that says how to fix it.
 
-Pure and total: reads no environment, changes nothing, never raises whatever the fields hold. A question that needs
-several fields is asked only when each of them is sound, so one mistake makes one sentence. The questions themselves are
-in `ranges`, `rules`, `loss_rules` and `model_rules`.
+Changes nothing and never raises, whatever the fields hold. A rule between several fields is checked only if each of them
+is sound, so that one mistake makes one sentence. Ranges are in the schema, the rules in `rules`, `loss_rules`,
+`reward_rules` and `model_rules`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mgrpo.config.annotations import POSITIVE
-from mgrpo.config.derived import derive, layout_of
+from mgrpo.config.derived import layout_of
 from mgrpo.config.errors import ConfigError
-from mgrpo.config.fields import describe, fits, flat, settings
+from mgrpo.config.fields import describe, fits, flat, settings, shown
 from mgrpo.config.loss_rules import LOSS_RULES, weight_problems
 from mgrpo.config.model_rules import longest_sequence, model_problems, num_experts, size_of
-from mgrpo.config.resolve import shown
 from mgrpo.config.reward_rules import REWARD_RULES
 from mgrpo.config.rules import REWARD_SWITCHES, RULES, pairs, reward_problems
 from mgrpo.config.schema import Config
-
-__all__ = ["check", "layout_of", "problems", "warnings"]
 
 LAYOUT_FIELDS = (
     "tensor_model_parallel_size",
@@ -66,13 +63,13 @@ def problems(
     has_dataset: bool = False,
     num_reward_funcs: int = 0,
 ) -> list[str]:
-    """Everything that keeps this run from starting, one sentence each; those that reading found come first.
+    """Everything that prevents this run, one sentence each; problems found while reading come first.
 
     Args:
         world_size: learner ranks, torchrun's WORLD_SIZE.
-        hf_config: the model's config.json; without it nothing is said about how the model splits.
-        has_dataset: the caller brings training data of its own, so `dataset_mixer_list` may be empty.
-        num_reward_funcs: rewards that the caller brings, in place of those of reward_funcs.
+        hf_config: the model's config.json; without it the model is not checked.
+        has_dataset: the caller passes training data, so `dataset_mixer_list` may be empty.
+        num_reward_funcs: reward functions that the caller passes in place of reward_funcs.
     """
     by_field = _field_problems(config)
     found = list(by_field.values())
@@ -107,7 +104,7 @@ def problems(
 def warnings(
     config: Config, *, world_size: int, hf_config: Mapping[str, Any] | None = None, num_reward_funcs: int = 0
 ) -> list[str]:
-    """What a sound configuration probably does not mean, one sentence each. Call it after `check`."""
+    """What is probably not intended in a sound configuration, one sentence each. Call it after `check`."""
     found = [
         *_data_warnings(config),
         *_loss_warnings(config),
@@ -118,7 +115,7 @@ def warnings(
     ]
     if config.optimizer.warmup_ratio > 0 and config.optimizer.warm_up_steps > 0:
         found.append(
-            f"warm_up_steps={config.optimizer.warm_up_steps} is not used, warmup_ratio={config.optimizer.warmup_ratio} wins"
+            f"warm_up_steps={config.optimizer.warm_up_steps} is ignored, because warmup_ratio={config.optimizer.warmup_ratio} overrides it"
         )
     return found
 
@@ -133,7 +130,7 @@ def _field_problems(config: Config) -> dict[str, str]:
             found[name] = f"{name}={value!r} must be {describe(setting.type)}{reason}"
         elif setting.range and isinstance(value, (int, float)) and not setting.range.holds(value):
             found[name] = f"{name}={value} must be {setting.range}{reason}"
-        elif name == "loss_denominator" and not _is_denominator(value):
+        elif name == "loss_denominator" and not _is_denominator(str(value)):
             found[name] = f"{name}={value!r} must be token or a finite number above 0"
     return found
 
@@ -152,14 +149,14 @@ def _learner_problems(config: Config, world_size: int) -> Iterator[str]:
     elif counts and sum(counts) != world_size:
         yield (
             f"num_learners_per_node={' '.join(map(str, counts))} asks for {sum(counts)} learner ranks, but {world_size} "
-            f"were started; start each node with its number: torchrun --nnodes {len(counts)} --nproc-per-node "
+            f"were started; start each node with its number of ranks: torchrun --nnodes {len(counts)} --nproc-per-node "
             f"{counts[0]}, or leave it out"
         )
 
 
 def _derived_problems(config: Config, world_size: int) -> Iterator[str]:
-    """Values that follow from others and were given nevertheless; and a batch that leaves ranks idle."""
-    expected, actual = config.provenance.expected, derive(config, world_size=world_size)
+    """Values that were given although they follow from others, and a batch that leaves ranks idle."""
+    expected, data_parallel_size = config.provenance.expected, layout_of(config, world_size).data
     if expected.get("world_size", world_size) != world_size and not config.parallel.num_learners_per_node:
         yield (
             f"world_size={expected['world_size']} is what batch and layout were computed for, but {world_size} learner ranks were "
@@ -168,23 +165,26 @@ def _derived_problems(config: Config, world_size: int) -> Iterator[str]:
     nodes = len(config.parallel.num_learners_per_node)
     if nodes and expected.get("num_nodes", nodes) not in (1, nodes):
         yield f"num_nodes={expected['num_nodes']} differs from the {nodes} entries of num_learners_per_node; leave it out"
-    for name in ("num_training_steps", "max_possible_score"):
-        if expected.get(name, getattr(actual, name)) != getattr(actual, name):
-            yield f"{name}={expected[name]} follows from other settings and is {getattr(actual, name)}; leave it out"
-    if expected.get("vllm_max_model_length", actual.max_model_length) < actual.max_model_length:
+    for name, value in (
+        ("num_training_steps", config.num_training_steps),
+        ("max_possible_score", config.reward.max_possible_score),
+    ):
+        if expected.get(name, value) != value:
+            yield f"{name}={expected[name]} follows from other settings and is {value}; leave it out"
+    if expected.get("vllm_max_model_length", config.max_model_length) < config.max_model_length:
         yield (
             f"vllm_max_model_length={expected['vllm_max_model_length']} is less than "
-            f"{longest_sequence(config)} = {actual.max_model_length}; leave it out"
+            f"{longest_sequence(config)} = {config.max_model_length}; leave it out"
         )
-    if actual.batch_size < actual.data_parallel_size:
+    if config.batch_size < data_parallel_size:
         yield (
-            f"{actual.batch_size} completions a step (num_unique_prompts_rollout x num_samples_per_prompt_rollout) leave "
-            f"some of {actual.data_parallel_size} data-parallel ranks without any; sample at least one for each"
+            f"{config.batch_size} completions per step (num_unique_prompts_rollout x num_samples_per_prompt_rollout) leave "
+            f"some of {data_parallel_size} data-parallel ranks without any; sample at least one for each"
         )
 
 
 def _with_alias(sentence: str, config: Config) -> str:
-    """Adds by which other name the user gave the field that the sentence opens with."""
+    """Adds the alias by which the user gave the field that the sentence begins with."""
     name = sentence.partition("=")[0]
     source = config.provenance.sources.get(name, "")
     return f"{sentence} ({name} was given as {source.split()[1]})" if source.startswith("alias ") else sentence
@@ -194,7 +194,7 @@ def _data_warnings(config: Config) -> Iterator[str]:
     for mixer in ("dataset_mixer_list", "dataset_mixer_eval_list"):
         for name, amount in pairs(getattr(config.data, mixer)):
             if amount == "1":
-                yield f"{mixer}: amount 1 of {name} is a single row; 1.0 is the whole dataset"
+                yield f"{mixer}: amount 1 of {name} means a single row; 1.0 is the whole dataset"
     if config.rollout.num_unique_prompts_rollout < config.engine.vllm_num_engines:
         yield (
             f"num_unique_prompts_rollout={config.rollout.num_unique_prompts_rollout} leaves some of "
@@ -205,9 +205,9 @@ def _data_warnings(config: Config) -> Iterator[str]:
 def _loss_warnings(config: Config) -> Iterator[str]:
     own = config.loss
     if own.delta is not None and own.delta <= 1 + own.clip_higher:
-        yield f"delta={own.delta:g} is not above 1 + clip_higher = {1 + own.clip_higher:g}, so it clips before the clip does"
+        yield f"delta={own.delta:g} is not above 1 + clip_higher = {1 + own.clip_higher:g}, so it clips before clip_higher does"
     if own.aggregation == "luspo" and own.ratio_level != "sequence":
-        yield f"aggregation=luspo is made for ratio_level=sequence, got {own.ratio_level}"
+        yield f"aggregation=luspo is meant for ratio_level=sequence, got {own.ratio_level}"
     if config.rollout.num_samples_per_prompt_rollout == 1:
         yield "num_samples_per_prompt_rollout=1: the baseline is the mean of the batch, as in REINFORCE"
 
@@ -217,7 +217,7 @@ def _state_warnings(config: Config) -> Iterator[str]:
     is_folder_of_bucket = "gs_bucket_path" in config.provenance.sources.get("gs_checkpoint_state_dir", "")
     if own.gs_checkpoint_state_dir and own.checkpoint_state_dir and not is_folder_of_bucket:
         yield (
-            f"checkpoint_state_dir={own.checkpoint_state_dir} is not used, training states go to "
+            f"checkpoint_state_dir={own.checkpoint_state_dir} is ignored, because training states are written to "
             f"gs_checkpoint_state_dir={own.gs_checkpoint_state_dir}"
         )
 
@@ -251,7 +251,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("ratio_level", "a policy_loss with a ratio", lambda c: c.loss.policy_loss not in ("vespo", "reinforce")),
     (
         "warm_up_steps warmup_ratio",
-        "another lr_scheduler_type, constant_with_warmup for example",
+        "another lr_scheduler_type, for example constant_with_warmup",
         lambda c: c.optimizer.lr_scheduler_type != "constant",
     ),
     ("cp_comm_type", "context_parallel_size above 1", lambda c: c.parallel.context_parallel_size > 1),
@@ -277,13 +277,13 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: not c.algorithm.use_vllm_logprobs,
     ),
 )
-"""Settings, and what they need to have an effect."""
+"""Settings that have an effect only under a condition."""
 _USED_BY_FUNCTIONS = ("apply_verifiable_reward", "verifier_memory_mb", "verifier_timeout", "verifier_workers")
-"""Reward settings that functions do not replace: the limits of the workers of built-in ones, and not to verify."""
+"""Reward settings that apply to reward functions as well: limits of the workers, and turning verifiers off."""
 
 
 def _idle(config: Config, num_reward_funcs: int) -> Iterator[str]:
-    """Settings that somebody set, and that nothing will read."""
+    """Settings that were given and have no effect."""
     given = {name for name, source in config.provenance.sources.items() if not source.startswith("preset")}
     values = flat(config)
     for names, condition, holds in _NEEDS:
@@ -297,7 +297,7 @@ def _idle(config: Config, num_reward_funcs: int) -> Iterator[str]:
         if settings()[name].section == "reward" and name not in used and values[name] != settings()[name].default
     )
     if (num_reward_funcs or config.reward.reward_funcs) and replaced:
-        functions = "reward functions of the caller's" if num_reward_funcs else "reward_funcs"
+        functions = "the caller's reward functions" if num_reward_funcs else "reward_funcs"
         yield f"{functions} replace {', '.join(replaced)}"
 
 
@@ -306,15 +306,15 @@ def _layout_warnings(config: Config, world_size: int) -> Iterator[str]:
     parts = config.algorithm.num_mini_batches
     if config.batch_size < layout.data * parts:
         yield (
-            f"{config.batch_size} completions a step in num_mini_batches={parts} parts "
+            f"{config.batch_size} completions per step in num_mini_batches={parts} parts "
             f"leave some of {layout.data} data-parallel ranks without work"
         )
     elif layout.pipeline > 1 and config.batch_size < layout.data * parts * layout.pipeline:
-        interleaved = "interleaved stages take that many at a time, so the rest are empty"
+        interleaved = "interleaved stages take that many at a time, so some are empty"
         yield (
-            f"{config.batch_size} completions a step make fewer micro-batches than pipeline_model_parallel_size="
+            f"{config.batch_size} completions per step make fewer micro-batches than pipeline_model_parallel_size="
             f"{layout.pipeline} on each of {layout.data} data-parallel ranks; "
-            f"{interleaved if layout.virtual_pipeline > 1 else 'its stages wait for each other'}"
+            f"{interleaved if layout.virtual_pipeline > 1 else 'so stages are idle part of the time'}"
         )
     length, multiple = config.parallel.pack_length, layout.pack_multiple_of
     if length % multiple:
@@ -324,13 +324,13 @@ def _layout_warnings(config: Config, world_size: int) -> Iterator[str]:
         )
     if layout.sharding != layout.zero_stage:
         yield (
-            f"zero_stage={layout.zero_stage} has no two data- or context-parallel ranks to share anything; it runs as "
-            f"zero_stage={layout.sharding}, which takes the same memory"
+            f"zero_stage={layout.zero_stage} has only one data- and context-parallel rank, so there is nothing to shard; it runs "
+            f"as zero_stage={layout.sharding}, which takes the same memory"
         )
     if any(count % layout.tensor for count in config.parallel.num_learners_per_node):
         yield (
             f"tensor_model_parallel_size={layout.tensor} does not divide every entry of num_learners_per_node="
-            f"{' '.join(map(str, config.parallel.num_learners_per_node))}: some matrices are shared across nodes, which is slow"
+            f"{' '.join(map(str, config.parallel.num_learners_per_node))}: some matrices are split across nodes, which is slow"
         )
 
 

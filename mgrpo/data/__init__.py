@@ -1,7 +1,7 @@
-"""From data sets to prompts.
+"""From datasets to prompts, on the `datasets` library.
 
-`amounts` says how many rows of what, `sources` reads them, `rows` knows their contracts and `checking` finds the bad ones;
-`encoding` makes prompts of them, with `templates` and `tokenizer`, and `building` does so for a whole mix, in processes
-(`workers`, `worker`) where it is large. `mixture` is all of that in two calls, `cache` keeps what they made, `prompt_set` hands
-it out and `sampler` says in which order.
+`amounts` decides how many rows of which source a mix takes, `sources` reads them, `rows` defines what a row must look
+like and `checking` finds the bad ones. `encoding` makes prompts of rows with `templates` and `tokenizer`, and `building`
+maps it over a whole mix. `mixture` combines all of that in two calls, `cache` keeps the results, `prompt_set` serves the
+prompts and `sampler` orders them.
 """

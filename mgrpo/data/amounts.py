@@ -1,7 +1,7 @@
-"""How much of each source a mix takes, and which rows these are: the same rows that Open Instruct takes.
+"""How much of each source a mix takes, and which rows: the same as in Open Instruct.
 
 An amount with a point is a share of the source's rows, computed in double precision and rounded down; one without is a
-count. Whole passes over the source come first, in its order, then a random remainder without repeats, always the same one.
+count. Whole passes over the source come first, in its order, then a random remainder without repeats, always the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 _log = logging.getLogger(__name__)
 
-# Open Instruct's seed for choosing a part of a data set.
+# Open Instruct's seed for choosing a part of a dataset.
 _SUBSET_SEED = 42
 _MOST = 2**31 - 1
 
@@ -24,7 +24,7 @@ class Entry:
     """One line of a mix."""
 
     source: str
-    """A path, or the name of a data set."""
+    """A path, or the name of a dataset."""
     amount: str
     split: str
 
@@ -46,7 +46,7 @@ class Entry:
         return np.concatenate([whole, rest.astype(np.int64)])
 
     def warn_if_few(self, num_rows: int) -> None:
-        """Say so when 1 was written where 1.0 may have been meant."""
+        """Warn if the amount is 1 where 1.0 may have been meant."""
         if isinstance(_parse(self), int) and self.num_taken(num_rows) <= 10 and num_rows > 100:
             _log.warning(
                 "amount %s takes %d of the %d rows of %s; a share needs a point: %s.0",

@@ -1,33 +1,37 @@
-"""Prompts of the rows that a mix takes, written to a folder: each row is encoded once, however often it is taken."""
+"""Prompts of the rows that a mix takes, written to a folder: each row is encoded once, however often it is taken.
+
+`Dataset.map` does it in this process, and a fast tokenizer uses threads. There are no forked processes, because rank 0
+runs Ray and other threads at that time, and no spawned ones, because they would import the user's script again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import logging
-import threading
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mgrpo.data.amounts import Entry
-from mgrpo.data.checking import MOST_SHOWN
-from mgrpo.data.encoding import Encoder, Recipe
-from mgrpo.data.progress import progress_bar
-from mgrpo.data.sources import Scale, Source
+from mgrpo.data.checking import MOST_SHOWN, Row
+from mgrpo.data.encoding import Cancelled, Encoder, Recipe
+from mgrpo.data.prompt_set import ORDER, PROMPTS, STATISTICS, num_tokens, open_prompts
+from mgrpo.data.sources import Source
 from mgrpo.data.statistics import statistics_of
-from mgrpo.data.tables import Table, Writer, record_batch
-from mgrpo.data.tokenizer import describe
-from mgrpo.data.workers import do_all
 
-_log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    import pyarrow
 
-_MOST_TASK_ROWS = 16_384
-_LEAST_TASK_ROWS = 512
-_TASKS_A_WORKER = 8
+_BATCH_ROWS = 1000
+_BATCH_CHARS = 4 * 2**20
+_ANNOUNCED_ROWS = 50_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +54,19 @@ class Selection:
         """Rows that each line takes."""
         return [line.num_taken(rows) for line, rows in zip(self.lines, self.num_rows, strict=True)]
 
-    def rows(self) -> list[np.ndarray]:
-        """The rows that each line takes of its source."""
-        return [line.rows(rows) for line, rows in zip(self.lines, self.num_rows, strict=True)]
-
-
-class Cancelled(Exception):
-    """The work was not done, as somebody wished."""
+    def places(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """The distinct rows taken from each source; for each line, the places of its rows among all of these."""
+        taken = [line.rows(rows) for line, rows in zip(self.lines, self.num_rows, strict=True)]
+        distinct = [
+            np.unique(np.concatenate([rows for rows, own in zip(taken, self.numbers, strict=True) if own == number]))
+            for number in range(len(self.sources))
+        ]
+        starts = np.cumsum([0, *map(len, distinct)])
+        places = [
+            starts[number] + np.searchsorted(distinct[number], rows)
+            for rows, number in zip(taken, self.numbers, strict=True)
+        ]
+        return distinct, places
 
 
 def build(
@@ -64,24 +74,27 @@ def build(
     selection: Selection,
     recipe: Recipe,
     tokenizer: Any,
-    scale: Scale,
     *,
-    cancelled: threading.Event,
+    fingerprint: str,
+    num_threads: int,
+    cancelled: Event,
 ) -> None:
-    """Write the tables `prompts-*` (distinct rows), `order` (of the mix, prompts only) and statistics.json."""
-    taken = selection.rows()
-    distinct = [
-        np.unique(np.concatenate([rows for rows, own in zip(taken, selection.numbers, strict=True) if own == number]))
-        for number in range(len(selection.sources))
-    ]
-    starts = np.cumsum([0, *map(len, distinct)])
-    places = [
-        starts[number] + np.searchsorted(distinct[number], rows)
-        for rows, number in zip(taken, selection.numbers, strict=True)
-    ]
-    _encode(folder, selection, distinct, recipe, tokenizer, scale, cancelled)
+    """Write the files of a `PromptSet`: prompts of the distinct rows, their order in the mix, statistics.
 
-    lengths = Table.open(sorted(folder.glob("prompts-*.arrow"))).numbers("num_tokens")
+    Args:
+        fingerprint: what `datasets` is to know the prompts by; its own would hash the tokenizer.
+        num_threads: 0: one for each core.
+    """
+    distinct, places = selection.places()
+    if (num_rows := sum(map(len, distinct))) >= _ANNOUNCED_ROWS:
+        print(f"tokenizing {num_rows:,} rows", file=sys.stderr, flush=True)
+    with _no_progress_bars(), ThreadPoolExecutor(num_threads or _cores()) as threads:
+        encoder = Encoder(recipe=recipe, tokenizer=tokenizer, threads=threads, cancelled=cancelled)
+        _encode(folder, _batches(selection.sources, distinct, cancelled), encoder, fingerprint)
+
+    prompts = open_prompts(folder)
+    _raise_problems(prompts, selection.sources, recipe)
+    lengths = num_tokens(prompts)
     order = np.concatenate(places)
     if recipe.overlong != "truncate_left":
         order = order[lengths[order] <= recipe.max_tokens]
@@ -90,8 +103,7 @@ def build(
             f"none of {sum(map(len, places))} prompts fits max_prompt_token_length={recipe.max_tokens}; "
             f"the shortest has {lengths.min()} tokens"
         )
-    with Writer(folder / "order.arrow") as writer:
-        writer.add(record_batch(numbers={"position": order}))
+    np.save(folder / ORDER, order)
     statistics = statistics_of(
         selection.lines,
         selection.num_rows,
@@ -99,95 +111,95 @@ def build(
         max_tokens=recipe.max_tokens,
         overlong=recipe.overlong,
     )
-    (folder / "statistics.json").write_text(json.dumps(statistics, indent=1) + "\n")
+    (folder / STATISTICS).write_text(json.dumps(statistics, indent=1) + "\n")
 
 
-def _encode(
-    folder: Path,
-    selection: Selection,
-    distinct: Sequence[np.ndarray],
-    recipe: Recipe,
-    tokenizer: Any,
-    scale: Scale,
-    cancelled: threading.Event,
-) -> None:
-    """Write the prompts of the distinct rows, source after source; raises if any cannot be made."""
-    num_rows, num_bytes = sum(map(len, distinct)), sum(source.table.num_bytes for source in selection.sources)
-    is_large = num_rows >= scale.pool_rows or num_bytes >= scale.pool_bytes
-    num_workers, setup, written = 1, None, []
-    if is_large and scale.num_workers > 1:
-        num_workers, setup, written = _pool_setup(folder, selection, recipe, tokenizer, scale)
-    tasks = list(_tasks(folder, distinct, num_workers))
-    encoder = Encoder(recipe, tokenizer, [source.table for source in selection.sources])
-    with progress_bar("tokenizing", num_rows) if is_large else nullcontext(lambda number: None) as bar:
+def _encode(folder: Path, batches: Iterator[tuple[int, list[Row]]], encoder: Encoder, fingerprint: str) -> None:
+    """Write `PROMPTS`: for each row its source's number, its line and JSON, and what the encoder makes of it."""
+    from datasets import Dataset, Features, List, Value
+    from datasets.arrow_writer import ArrowWriter
 
-        def advance(account: Mapping[str, Any]) -> None:
-            if cancelled.is_set():
-                raise Cancelled
-            bar(account["num_rows"])
-
-        accounts = do_all(
-            tasks,
-            here=encoder.encode_task,
-            kind="encode",
-            num_workers=min(num_workers, len(tasks)),
-            setup=setup,
-            advance=advance,
-        )
-    for path in written:
-        path.unlink()
-    _raise_problems(accounts, selection.sources, recipe, num_rows)
+    features = Features(source=Value("int32"), line=Value("int64"), record=Value("large_string"))
+    path = folder / "rows.arrow"
+    with ArrowWriter(path=str(path), features=features) as writer:
+        for source, rows in batches:
+            lines, texts = [row.line for row in rows], [row.text for row in rows]
+            writer.write_batch({"source": [source] * len(rows), "line": lines, "record": texts})
+        writer.finalize()
+    rows = Dataset.from_file(str(path))
+    # Of very long rows fewer at once: a batch is in memory several times.
+    batch_rows = max(1, min(_BATCH_ROWS, len(rows) * _BATCH_CHARS // (rows.data.nbytes + 1)))
+    rows.map(
+        encoder,
+        input_columns=["record"],
+        batched=True,
+        batch_size=batch_rows,
+        writer_batch_size=batch_rows,
+        features=Features(
+            **features,
+            text=Value("large_string"),
+            tokens=List(Value("int32")),
+            num_tokens=Value("int64"),
+            problem=Value("large_string"),
+        ),
+        cache_file_name=str(folder / PROMPTS),
+        new_fingerprint=fingerprint,
+    )
+    path.unlink()
 
 
-def _pool_setup(
-    folder: Path, selection: Selection, recipe: Recipe, tokenizer: Any, scale: Scale
-) -> tuple[int, dict[str, Any] | None, list[Path]]:
-    """How many processes to use, what to tell them, and the tables that were written for them alone."""
-    scratch = folder / "tokenizer"
-    description = describe(tokenizer, scratch)
-    if description is None:
-        _log.warning("the tokenizer cannot be loaded in other processes; one process prepares all data")
-        return 1, None, []
-    files, written = [], []
-    for number, source in enumerate(selection.sources):
-        if not source.files:
-            written.append(folder / f"source-{number:05}.arrow")
-            with Writer(written[-1]) as writer:
-                for batch in source.table.batches():
-                    writer.add(batch)
-        files.append([str(path) for path in source.files or written[-1:]])
-    written += sorted(scratch.glob("*"))
-    setup = {"prepare": {"recipe": recipe.to_json(), "tokenizer": description, "files": files}}
-    return scale.num_workers, setup, written
+def _batches(
+    sources: Sequence[Source], distinct: Sequence[np.ndarray], cancelled: Event
+) -> Iterator[tuple[int, list[Row]]]:
+    """The distinct rows, source after source, as many as are written at once."""
+    for number, (source, wanted) in enumerate(zip(sources, distinct, strict=True)):
+        batch: list[Row] = []
+        num_chars = 0
+        for row in source.taken(wanted):
+            batch.append(row)
+            num_chars += len(row.text)
+            if len(batch) == _BATCH_ROWS or num_chars > _BATCH_CHARS:
+                if cancelled.is_set():
+                    raise Cancelled
+                yield number, batch
+                batch, num_chars = [], 0
+        yield number, batch
 
 
-def _tasks(folder: Path, distinct: Sequence[np.ndarray], num_workers: int) -> list[dict[str, Any]]:
-    """Tasks of `Encoder.encode_task`, in the order of the table that they make together."""
-    total = sum(map(len, distinct))
-    size = max(_LEAST_TASK_ROWS, min(_MOST_TASK_ROWS, -(-total // (num_workers * _TASKS_A_WORKER))))
-    tasks: list[dict[str, Any]] = []
-    for source, rows in enumerate(distinct):
-        for start in range(0, len(rows), size):
-            part = rows[start : start + size]
-            is_span = part[-1] - part[0] == len(part) - 1
-            which = {"span": [int(part[0]), int(part[-1]) + 1]} if is_span else {"rows": part.tolist()}
-            tasks.append({"source": source, "out": str(folder / f"prompts-{len(tasks):05}.arrow"), **which})
-    return tasks
+def _raise_problems(prompts: pyarrow.Table, sources: Sequence[Source], recipe: Recipe) -> None:
+    def origin(place: int) -> str:
+        source, line = (prompts.column(name)[place].as_py() for name in ("source", "line"))
+        return sources[source].origin(line)
 
-
-def _raise_problems(
-    accounts: Sequence[Mapping[str, Any]], sources: Sequence[Source], recipe: Recipe, num_rows: int
-) -> None:
-    num_bad = sum(account["num_problems"] for account in accounts)
-    if num_bad:
-        bad = [problem for account in accounts for problem in account["problems"]][:MOST_SHOWN]
-        shown = [f"{sources[source].origin(line)}: {problem}" for source, line, problem in bad]
-        more = [f"... and {num_bad - len(shown)} more"] if num_bad > len(shown) else []
-        raise ValueError(f"{num_bad} of {num_rows} rows cannot be made prompts:\n  " + "\n  ".join(shown + more))
-    too_long = [row for account in accounts for row in account["too_long"]][:MOST_SHOWN]
+    problems = prompts.column("problem")
+    bad = [place for place, problem in enumerate(problems.to_pylist()) if problem]
+    if bad:
+        shown = [f"{origin(place)}: {problems[place]}" for place in bad[:MOST_SHOWN]]
+        more = [f"... and {len(bad) - len(shown)} more"] if len(bad) > len(shown) else []
+        raise ValueError(f"{len(bad)} of {len(prompts)} rows cannot be made prompts:\n  " + "\n  ".join(shown + more))
+    lengths = num_tokens(prompts)
+    too_long = np.flatnonzero(lengths > recipe.max_tokens)[:MOST_SHOWN].tolist()
     if too_long and recipe.overlong == "error":
-        shown = [f"{sources[source].origin(line)}: {length} tokens" for source, line, length in too_long]
+        shown = [f"{origin(place)}: {lengths[place]} tokens" for place in too_long]
         raise ValueError(
             f"prompts are longer than max_prompt_token_length={recipe.max_tokens}, which overlong_prompt_policy=error "
             "forbids; the first:\n  " + "\n  ".join(shown)
         )
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    import datasets
+
+    were_disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_disabled:
+            datasets.enable_progress_bars()
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

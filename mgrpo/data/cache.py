@@ -1,7 +1,7 @@
-"""Prepared data on disk: folders named by a hash of all that they were made of, whole or not there at all.
+"""Prepared data on disk: folders named by a hash of everything they were made of, either complete or absent.
 
-A folder is built under a temporary name and renamed; it lists its files with their sizes and checksums, so that one that
-was damaged is noticed, and built again. Any folder may be deleted at any time.
+A folder is built under a temporary name and renamed. It lists its files with their sizes and checksums, so that a
+damaged one is noticed and built again. Any folder may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 import uuid
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,36 +33,39 @@ class Cache:
     """Folders of prepared data under one root."""
 
     def __init__(self, root: str | Path | None = None, *, skip: bool = False) -> None:
-        """`root` defaults to mgrpo/datasets in the user's cache folder. With `skip` nothing is found and nothing is kept."""
+        """`root` defaults to mgrpo/datasets in the user's cache folder. With `skip` nothing is found or kept."""
         self._root = Path(root) if root is not None else default_root()
         self._skip = skip
         self._scratch: Path | None = None
 
     def find(self, kind: str, key: Mapping[str, Any]) -> Path | None:
-        """The folder that was made of `key`, if there is a whole one."""
+        """The folder that was made from `key`, if there is an undamaged one."""
         folder = self._folder(kind, key)
         if self._skip or not folder.is_dir():
             return None
         problem = _damage(folder, key)
         if problem is None:
             return folder
-        _log.warning("prepared data in %s are damaged (%s) and made again", folder, problem)
+        _log.warning("prepared data in %s are damaged (%s) and will be made again", folder, problem)
         return None
 
-    def new_folder(self) -> Path:
-        """An empty folder to build in, for `keep`."""
-        return _new_folder(self._place())
+    def make(self, kind: str, key: Mapping[str, Any], write: Callable[[Path], object]) -> Path:
+        """Have `write` fill an empty folder, and store it under `key`; returns where it is.
 
-    def keep(self, folder: Path, kind: str, key: Mapping[str, Any]) -> Path:
-        """Make what was built in `folder` the one for `key`; returns where it is now.
-
-        Another run may have built the same in the meantime: then that one is used.
+        If another run has stored the same in the meantime, that folder is used.
         """
-        files = {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(folder.iterdir())}
-        (folder / _MANIFEST).write_text(json.dumps({"made_of": _plain(key), "files": files}, indent=1))
-        if self._skip or folder.parent != self._root:
-            return folder
-        final = self._folder(kind, key)
+        parent = self._parent()
+        folder = _new_folder(parent)
+        try:
+            write(folder)
+            files = {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(folder.iterdir())}
+            (folder / _MANIFEST).write_text(json.dumps({"made_of": _plain(key), "files": files}, indent=1))
+            return folder if parent != self._root else self._keep(folder, self._folder(kind, key), key)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _keep(self, folder: Path, final: Path, key: Mapping[str, Any]) -> Path:
         for _ in range(10):
             try:
                 folder.rename(final)
@@ -73,7 +76,7 @@ class Cache:
             if _damage(final, key) is None:
                 shutil.rmtree(folder, ignore_errors=True)
                 return final
-            # Moved before it is deleted: a folder that is half deleted must not be found under this name.
+            # Moved before it is deleted: a half-deleted folder must not be found under this name.
             aside = _new_folder(self._root)
             with contextlib.suppress(OSError):
                 final.rename(aside / "damaged")
@@ -83,8 +86,8 @@ class Cache:
     def _folder(self, kind: str, key: Mapping[str, Any]) -> Path:
         return self._root / f"{kind}-{digest(key)[:20]}"
 
-    def _place(self) -> Path:
-        """Where folders are built: beside the finished ones, or in one that goes with this object."""
+    def _parent(self) -> Path:
+        """Where folders are built: next to the finished ones, or in a folder that is deleted with this object."""
         if self._scratch is None:
             is_usable = self._is_usable()
             if is_usable and not self._skip:
@@ -107,7 +110,7 @@ class Cache:
         return False
 
     def _sweep(self) -> None:
-        """Delete what killed runs left behind."""
+        """Delete unfinished folders of killed runs."""
         for path in self._root.glob(f"{_UNFINISHED}*"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _ABANDONED_AFTER_S:
@@ -126,7 +129,7 @@ def digest(value: object) -> str:
 
 
 def _new_folder(parent: Path) -> Path:
-    # Not mkdtemp's, which only its owner may read: a cache may be shared.
+    # Not mkdtemp, which makes folders that only their owner may read: a cache may be shared.
     folder = parent / f"{_UNFINISHED}{uuid.uuid4().hex}"
     folder.mkdir()
     return folder
@@ -142,7 +145,7 @@ def _damage(folder: Path, key: Mapping[str, Any]) -> str | None:
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         if manifest["made_of"] != _plain(key):
-            return "it was made of something else"
+            return "it was made from something else"
         for name, (size, checksum) in manifest["files"].items():
             path = folder / name
             if path.stat().st_size != size or _checksum(path) != checksum:

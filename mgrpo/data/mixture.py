@@ -1,81 +1,79 @@
 """The data of a run, in two steps: `open_data` reads and checks rows, `Mixture.encode` makes prompts of them.
 
 The first needs neither tokenizer nor torch, so that bad data end a run before anything is started; the second runs while
-the engines start. What either has done for large data is in the cache (`cache`) and is not done again.
+the engines start. Their results are cached, those of the first for large sources only.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mgrpo.config.schema import Data
 from mgrpo.data.amounts import Entry, entries
 from mgrpo.data.building import Selection, build
-from mgrpo.data.cache import Cache
+from mgrpo.data.cache import Cache, digest
 from mgrpo.data.checking import MOST_SHOWN
 from mgrpo.data.encoding import Recipe
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.rows import Contract
-from mgrpo.data.sources import Scale, Source, read_dataset, read_source
+from mgrpo.data.sources import Source, SourceReader
 from mgrpo.data.templates import check_kwargs, find_template
 from mgrpo.data.tokenizer import fingerprint
 
 _log = logging.getLogger(__name__)
 
 # Part of every key of the cache: another number where the same rows would become other prompts.
-_TRANSFORM_VERSION = 1
+_TRANSFORM_VERSION = 2
+
+T = TypeVar("T")
 
 
 def open_data(
     data: Data,
     *,
     need_verifiers: bool = True,
-    dataset: Iterable[Mapping] | None = None,
-    scale: Scale | None = None,
+    dataset: Iterable[Mapping[str, object]] | None = None,
 ) -> tuple[Mixture, Mixture]:
-    """The training mix and the held-out one, every row read and checked; a mix that is not configured is empty.
+    """The training mix and the held-out mix, with every row read and checked; a mix that is not configured is empty.
 
     Args:
-        need_verifiers: False for runs that verify nothing: `dataset` is not looked at, there may be no ground truth.
+        need_verifiers: False for runs without verifiers, which ignore `dataset` and need no ground truth.
         dataset: rows to train on, in place of `dataset_mixer_list`.
-        scale: from which size on data are large; None: the defaults, with `dataset_num_proc` processes.
     Raises:
-        ValueError: all that is wrong; of bad rows the first 20, by file and line.
+        ValueError: everything that is wrong; of bad rows the first 20, by file and line.
     """
-    opening = _Opening(data, need_verifiers, scale or Scale(num_proc=data.dataset_num_proc))
+    opening = _Opening(data, need_verifiers)
     if dataset is None:
         train = opening.read("data mix", data.dataset_mixer_list, data.dataset_mixer_list_splits)
     else:
         train = opening.take(dataset)
     held_out = opening.read("held-out mix", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits)
     opening.finish()
-    return tuple(
-        Mixture(selection, data, opening.contract, opening.cache, opening.scale) for selection in (train, held_out)
-    )
+    return Mixture(train, data, opening.reader), Mixture(held_out, data, opening.reader)
 
 
 class Mixture:
     """Checked rows of a mix."""
 
-    def __init__(self, selection: Selection, data: Data, contract: Contract, cache: Cache, scale: Scale) -> None:
+    def __init__(self, selection: Selection, data: Data, reader: SourceReader) -> None:
         """Made by `open_data`."""
-        self._selection, self._data, self._contract = selection, data, contract
-        self._cache, self._scale = cache, scale
+        self._selection, self._data = selection, data
+        self._contract, self._cache = reader.contract, reader.cache
         self._cancelled = threading.Event()
 
     def __len__(self) -> int:
-        """Rows that are taken, prompts over the limit among them."""
+        """Rows that are taken, including those whose prompts will be over the limit."""
         return sum(self._selection.num_taken)
 
     @property
     def verifiers(self) -> dict[str, str]:
-        """Names of the verifiers in the sources that rows are taken of, with the "file:line" of their first use."""
+        """Names of the verifiers in the sources that rows are taken from, with the "file:line" of their first use."""
         found: dict[str, str] = {}
         for number, num_taken in zip(self._selection.numbers, self._selection.num_taken, strict=True):
             source = self._selection.sources[number]
@@ -85,7 +83,7 @@ class Mixture:
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns that at least one row has, those of the prompt left out; for reward functions."""
+        """Names of the columns that at least one row has, except those of the prompt; for reward functions."""
         found = dict.fromkeys(name for source in self._selection.sources for name in source.summary.columns)
         return list(self._contract.columns(found))
 
@@ -99,10 +97,10 @@ class Mixture:
         ]
 
     def encode(self, tokenizer: Any) -> PromptSet:
-        """Template and tokenize the rows, or find what an earlier run made of them.
+        """Render and tokenize the rows, or load what an earlier run made of them.
 
-        Text prompts are encoded as they are, without special tokens; messages go through the chat template, which writes
-        the special tokens itself. An answer that ends the messages is dropped: it is what the model is to write.
+        Text prompts are encoded as they are, without special tokens; messages go through the chat template, which
+        writes the special tokens itself. An answer that ends the messages is dropped, because the model is to write it.
         """
         if not len(self):
             raise ValueError("there are no data; name them in dataset_mixer_list")
@@ -114,17 +112,20 @@ class Mixture:
             "tokenizer": fingerprint(tokenizer),
             "recipe": recipe.to_json(),
         }
-        folder = self._cache.find("prompts", key)
-        if folder is None:
-            folder = self._cache.new_folder()
-            try:
-                build(folder, selection, recipe, tokenizer, self._scale, cancelled=self._cancelled)
-                folder = self._cache.keep(folder, "prompts", key)
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-        # The same content may have been prepared under other names.
-        prompts = PromptSet(folder, recipe, selection.sources, named=self.counts)
+
+        def write(folder: Path) -> None:
+            build(
+                folder,
+                selection,
+                recipe,
+                tokenizer,
+                fingerprint=digest(key)[:32],
+                num_threads=self._data.dataset_num_proc,
+                cancelled=self._cancelled,
+            )
+
+        folder = self._cache.find("prompts", key) or self._cache.make("prompts", key, write)
+        prompts = PromptSet(folder, recipe, [source.name for source in selection.sources], named=self.counts)
         _warn_of_long_prompts(prompts.statistics)
         return prompts
 
@@ -155,35 +156,35 @@ class Mixture:
 
 
 class _Opening:
-    """Reads each source once, and gathers what is wrong with any of them."""
+    """Reads each source once, and collects what is wrong with any of them."""
 
-    def __init__(self, data: Data, need_verifiers: bool, scale: Scale) -> None:
-        self.scale = scale
-        self.cache = Cache(data.dataset_local_cache_dir, skip=data.dataset_skip_cache)
-        self.contract = Contract(
+    def __init__(self, data: Data, need_verifiers: bool) -> None:
+        contract = Contract(
             messages_key=data.sft_messages_key, ground_truths_key=data.ground_truths_key, need_verifiers=need_verifiers
         )
+        cache = Cache(data.dataset_local_cache_dir, skip=data.dataset_skip_cache)
+        self.reader = SourceReader(contract=contract, cache=cache)
         self._sources: dict[tuple[str, str], Source | None] = {}
         self._failures: list[str] = []
         self._overrides_system = self._tried(lambda: _system_prompt(data.system_prompt_override_file)) is not None
         self._tried(lambda: _template_kwargs(data.chat_template_kwargs))
 
     def read(self, what: str, mixer_list: Sequence[object], splits: Sequence[str]) -> Selection:
-        """The sources of a mix, those that can be read."""
+        """The sources of a mix that can be read."""
         lines = self._tried(lambda: entries(mixer_list, splits)) or []
-        selection = self._select(lines, lambda line: read_source(line.source, line.split, **self._options()))
+        selection = self._select(lines, lambda line: self.reader.named(line.source, line.split))
         if lines and len(selection.lines) == len(lines) and not sum(selection.num_taken):
             words = " ".join(f"{line.source} {line.amount}" for line in lines)
             self._failures.append(f"the {what} {words} selects no rows; ask for more")
         return selection
 
     def take(self, dataset: Iterable[Mapping]) -> Selection:
-        """The rows that the caller brings."""
+        """The rows that the caller passed."""
         line = Entry(source="dataset", amount="1.0", split="")
-        return self._select([line], lambda line: read_dataset(dataset, **self._options()))
+        return self._select([line], lambda line: self.reader.given(dataset))
 
     def finish(self) -> None:
-        """Raise what is wrong, all of it."""
+        """Raise everything that is wrong, in one error."""
         sources = [source for source in self._sources.values() if source is not None]
         problems, num_bad = list(self._failures), sum(source.summary.num_problems for source in sources)
         rows = [(source.origin(line), problem) for source in sources for line, problem in source.summary.problems]
@@ -197,9 +198,11 @@ class _Opening:
             raise ValueError(f"{count}{also}{where}:\n  " + "\n  ".join(problems))
         if problems:
             raise ValueError("\n  ".join(problems))
-        for source in sources if not self.contract.need_verifiers else ():
+        for source in sources if not self.reader.contract.need_verifiers else ():
             if lost := source.summary.lost_columns:
-                _log.warning("reward functions get None for %s of %s: no JSON values", ", ".join(lost), source.name)
+                _log.warning(
+                    "reward functions get None for %s of %s: the values cannot be JSON", ", ".join(lost), source.name
+                )
 
     def _select(self, lines: Sequence[Entry], read: Callable[[Entry], Source]) -> Selection:
         kept: list[tuple[Entry, Source]] = []
@@ -207,7 +210,7 @@ class _Opening:
             # A file is the same under every split.
             place = (line.source, "" if Path(line.source).is_file() else line.split)
             if place not in self._sources:
-                self._sources[place] = self._tried(lambda line=line: self._checked(read(line)))
+                self._sources[place] = self._tried(partial(self._checked, read, line))
             if (source := self._sources[place]) is not None and source.summary.num_rows:
                 line.warn_if_few(source.summary.num_rows)
                 kept.append((line, source))
@@ -218,7 +221,8 @@ class _Opening:
             numbers=tuple(list(unique).index(id(source)) for _, source in kept),
         )
 
-    def _checked(self, source: Source) -> Source:
+    def _checked(self, read: Callable[[Entry], Source], line: Entry) -> Source:
+        source = read(line)
         if not source.summary.num_rows and not source.summary.num_problems:
             raise ValueError(f"{source.name} has no rows")
         if self._overrides_system and source.summary.first_text is not None:
@@ -228,10 +232,7 @@ class _Opening:
             )
         return source
 
-    def _options(self) -> dict[str, Any]:
-        return {"contract": self.contract, "cache": self.cache, "scale": self.scale}
-
-    def _tried(self, action: Callable[[], Any]) -> Any:
+    def _tried(self, action: Callable[[], T]) -> T | None:
         try:
             return action()
         except (ValueError, OSError) as err:
@@ -255,7 +256,7 @@ def _template_kwargs(text: str) -> dict[str, Any]:
     try:
         kwargs = json.loads(text)
     except ValueError as err:
-        raise ValueError(f"chat_template_kwargs={text} is no JSON: {err}") from err
+        raise ValueError(f"chat_template_kwargs={text} is not JSON: {err}") from err
     if not isinstance(kwargs, dict):
         raise ValueError(
             f'chat_template_kwargs={text}; expected a JSON object, for example {{"enable_thinking": false}}'
@@ -266,7 +267,9 @@ def _template_kwargs(text: str) -> dict[str, Any]:
 
 def _warn_of_long_prompts(statistics: Mapping[str, Any]) -> None:
     fate = (
-        "cut to their last" if statistics["overlong_prompt_policy"] == "truncate_left" else "left out, having more than"
+        "cut to their last"
+        if statistics["overlong_prompt_policy"] == "truncate_left"
+        else "left out: they have more than"
     )
     for part in statistics["sources"]:
         if part["too_long"]:

@@ -1,22 +1,32 @@
-"""Every prompt of a run by its index, made from memory-mapped tables when it is asked for."""
+"""Every prompt of a run by its index, made from memory-mapped tables when it is asked for.
+
+It is opened with pyarrow alone, because importing `datasets` takes longer than all of a start from the cache.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mgrpo.data.encoding import Recipe
-from mgrpo.data.sources import Source
-from mgrpo.data.tables import Table
 from mgrpo.types import Prompt, PromptId
+
+if TYPE_CHECKING:
+    import pyarrow
+
+PROMPTS = "prompts.arrow"
+"""The distinct rows: source (number), line, record (JSON), text, tokens, num_tokens (before any were cut), problem."""
+ORDER = "order.npy"
+"""For each prompt of the mix its place among the distinct rows."""
+STATISTICS = "statistics.json"
 
 
 class PromptSet:
-    """Prompts, labels and columns; a prompt and its labels come from one row and cannot part. Any thread may ask."""
+    """Prompts, labels and columns; a prompt and its labels come from one row. Safe to use from several threads."""
 
     statistics: Mapping[str, Any]
     """Of `statistics_of`; also in the folder's statistics.json."""
@@ -24,45 +34,49 @@ class PromptSet:
     """Where the tables are, or were: they may be deleted while they are in use."""
 
     def __init__(
-        self, folder: Path, recipe: Recipe, sources: Sequence[Source], *, named: Sequence[Mapping[str, Any]]
+        self, folder: Path, recipe: Recipe, sources: Sequence[str], *, named: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Open what `building` wrote from `sources`; `named` says what the lines of the mix are called here."""
+        """Open what `building` wrote.
+
+        Args:
+            sources: the names of the sources.
+            named: what the lines of the mix are called here: the same content may have been prepared under other names.
+        """
         self.folder = folder
-        statistics = json.loads((folder / "statistics.json").read_text())
+        statistics = json.loads((folder / STATISTICS).read_text())
         own = [part | name for part, name in zip(statistics["sources"], named, strict=True)]
         self.statistics = statistics | {"sources": own}
-        self._recipe = recipe
-        # Now and not when the first thread asks: a source makes its table once.
-        self._names, self._rows = [source.name for source in sources], [source.table for source in sources]
-        self._encoded = Table.open(sorted(folder.glob("prompts-*.arrow")))
-        self._order = Table.open([folder / "order.arrow"]).numbers("position")
+        self._recipe, self._sources = recipe, list(sources)
+        self._prompts = open_prompts(folder)
+        self._order = np.load(folder / ORDER, mmap_mode="r")
 
     def __len__(self) -> int:
         return len(self._order)
 
     @property
     def num_left_out(self) -> int:
-        """Rows over the limit that are no prompts."""
+        """Rows that were left out because they are over the limit."""
         return self.statistics["total"]["taken"] - self.statistics["total"]["prompts"]
 
     @property
     def lengths(self) -> np.ndarray:
         """`[prompts]` int64: tokens of each prompt."""
-        lengths = self._encoded.numbers("num_tokens")[self._order]
+        lengths = num_tokens(self._prompts)[self._order]
         return np.minimum(lengths, self._recipe.max_tokens)
 
     def source_of(self, index: int) -> str:
         """The name of the dataset that the prompt at `index` comes from."""
-        return self._names[self._encoded.value("source", int(self._order[index]))]
+        return self._sources[self._value("source", int(self._order[index])).as_py()]
 
     def prompt(self, prompt_id: PromptId) -> Prompt:
         """The prompt at the index of `prompt_id` (epoch, index)."""
         position = int(self._order[prompt_id[1]])
-        rows = self._rows[self._encoded.value("source", position)]
-        record = json.loads(rows.value("text", self._encoded.value("row", position)))
-        text = self._encoded.value("text", position)
+        record = json.loads(self._value("record", position).as_py())
+        text = self._value("text", position).as_py()
         contract, asked = self._recipe.contract, self._recipe.asked(record)
         verifiers, ground_truths = contract.labels(record)
+        query: str
+        source: str | tuple[dict[str, str], ...]
         if isinstance(asked, str):
             query, source = asked, asked
         else:
@@ -70,7 +84,7 @@ class PromptSet:
             source = tuple(asked) if contract.is_own_prompt(record) else text
         return Prompt(
             id=prompt_id,
-            tokens=np.array(self._encoded.value("tokens", position), dtype=np.int32),
+            tokens=_view(self._value("tokens", position).values).copy(),
             text=text,
             verifiers=verifiers,
             ground_truths=ground_truths,
@@ -78,3 +92,26 @@ class PromptSet:
             source=source,
             columns=contract.columns(record),
         )
+
+    def _value(self, column: str, position: int) -> Any:
+        return self._prompts.column(column)[position]
+
+
+def open_prompts(folder: Path) -> pyarrow.Table:
+    """The prompts of the distinct rows of a mix, memory-mapped; they hold when the files are deleted."""
+    import pyarrow
+
+    return pyarrow.ipc.open_stream(pyarrow.memory_map(str(folder / PROMPTS))).read_all()
+
+
+def num_tokens(prompts: pyarrow.Table) -> np.ndarray:
+    """`[distinct rows]` int64: tokens of the prompts before any were left out or cut."""
+    return np.concatenate([_view(chunk) for chunk in prompts.column("num_tokens").chunks])
+
+
+def _view(numbers: pyarrow.Array) -> np.ndarray:
+    """Numbers without nulls, not copied; `to_numpy` would import pandas, which takes half a second."""
+    dtype = np.dtype(f"int{numbers.type.bit_width}")
+    if not len(numbers):
+        return np.empty(0, dtype)
+    return np.frombuffer(numbers.buffers()[1], dtype)[numbers.offset : numbers.offset + len(numbers)]

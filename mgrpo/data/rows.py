@@ -1,4 +1,4 @@
-"""What a row must look like, and what its columns mean. Plain JSON values: no files, no tokenizer.
+"""What a row must look like, and what its columns mean. Rows are plain JSON values here: no files, no tokenizer.
 
 A row has `messages` (a list of {"role", "content"}) or else `prompt` (text, or such a list), `dataset` (the name of a
 verifier, or a list of names) and `ground_truth` (any JSON value; with a list of names, one each). All other columns are for
@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 PROMPT = "prompt"
 VERIFIERS = "dataset"
 
-Message = dict[str, object]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +25,10 @@ class Contract:
     messages_key: str = "messages"
     ground_truths_key: str = "ground_truth"
     need_verifiers: bool = True
-    """False for runs that verify nothing: `dataset` may be any column, and there may be no ground truth."""
+    """False for runs without verifiers: `dataset` may be any column, and there may be no ground truth."""
 
     def check(self, record: object) -> tuple[bool, tuple[str, ...]]:
-        """Whether the row is a conversation, and its verifiers; ValueError says what is wrong with it."""
+        """Whether the row is a conversation, and its verifiers; raises ValueError with what is wrong with it."""
         if not isinstance(record, dict):
             raise ValueError(
                 f"found {shown(record)}, expected an object with {self.messages_key} or prompt, "
@@ -49,20 +50,21 @@ class Contract:
         return isinstance(prompt, list), self.labels(record)[0]
 
     def prompt(self, record: Mapping[str, object]) -> str | list[Message]:
-        """What the model is asked: text, or messages without the answer that may end them."""
+        """What the model is asked: text, or messages without a final answer."""
         prompt = self._given(record)
         if isinstance(prompt, str):
             return prompt
+        assert isinstance(prompt, list)
         # Tables give every message the keys of all others, with null.
         messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
         return messages[:-1] if len(messages) > 1 and messages[-1]["role"] == "assistant" else messages
 
     def is_own_prompt(self, record: Mapping[str, object]) -> bool:
-        """Whether the prompt is in the column `prompt`, as TRL has it."""
+        """Whether the prompt is in the column `prompt`, as in TRL."""
         return record.get(self.messages_key) is None
 
     def labels(self, record: Mapping[str, object]) -> tuple[tuple[str, ...], tuple[object, ...]]:
-        """Verifiers and ground truths, one each; without verifiers the ground truth as it is, where there is one."""
+        """Verifiers and their ground truths; in runs without verifiers the ground truth as it is, if there is one."""
         names, truth = record.get(VERIFIERS), record.get(self.ground_truths_key)
         if not self.need_verifiers:
             return (), () if truth is None else (truth,)
@@ -84,14 +86,14 @@ class Contract:
         return verifiers, tuple(truth)
 
     def columns(self, record: Mapping[str, object]) -> dict[str, object]:
-        """All columns but the prompt."""
+        """All columns except the prompt."""
         return {key: value for key, value in record.items() if key not in (PROMPT, self.messages_key)}
 
     def to_json(self, record: object) -> tuple[str, list[str]]:
-        """The row as JSON text, and the columns that JSON cannot hold, which are null there.
+        """The row as JSON text, and the names of the columns that JSON cannot hold, which become null.
 
-        Numpy values become lists and numbers, dates ISO text, decimals text. A label or a prompt that cannot be kept is a
-        ValueError.
+        Numpy values become lists and numbers, dates ISO text, decimals text. Raises ValueError for a label or
+        a prompt that JSON cannot hold.
         """
         if isinstance(record, Mapping):
             record = dict(record)
@@ -157,4 +159,4 @@ def _plain(value: object) -> object:
         return str(value)
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} is no JSON value")
+    raise TypeError(f"{type(value).__name__} is not a JSON value")

@@ -1,4 +1,4 @@
-"""The order of prompts: shuffled anew every epoch, or as the data are; for ever, and exactly resumable.
+"""The order of prompts: reshuffled every epoch, or the order of the data; endless, and exactly resumable.
 
 Rank 0 alone has a sampler, so that the stream of prompts is the same for any number of learners and engines.
 """
@@ -16,10 +16,10 @@ _WINDOW = 4096
 
 
 class Sampler:
-    """Hands out (epoch, index) pairs; an epoch's order depends on the seed and the epoch's number alone."""
+    """Hands out (epoch, index) pairs; an epoch's order depends only on the seed and the epoch's number."""
 
     def __init__(self, num_prompts: int, seed: int, *, shuffle: bool = True) -> None:
-        """`shuffle` False: every epoch in the order of the data."""
+        """With `shuffle` False every epoch is in the order of the data."""
         if num_prompts < 1:
             raise ValueError(f"num_prompts={num_prompts}; at least one prompt is needed")
         if seed < 0:
@@ -34,10 +34,10 @@ class Sampler:
         self._order = self._permutation()
 
     def exclude(self, indices: Collection[int]) -> None:
-        """Never hand out these rows again; the order of the others stays as it was."""
+        """Never hand out these rows again; the order of the others does not change."""
         if indices:
             self._is_excluded[list(indices)] = True
-            # A new list: states that were taken before keep theirs.
+            # A new list, because earlier states hold the old one.
             self._excluded = np.flatnonzero(self._is_excluded).tolist()
 
     @property
@@ -46,9 +46,9 @@ class Sampler:
         return len(self._excluded)
 
     def take(self, n: int) -> list[PromptId]:
-        """The next `n` prompts; a take may run over the end of an epoch, but meets no prompt twice in the same one.
+        """The next `n` prompts, across the end of an epoch if need be, but never the same prompt twice in one epoch.
 
-        Never more than there are rows left, and none once every row is excluded.
+        At most as many as there are rows left, and none once every row is excluded.
         """
         taken: list[PromptId] = []
         n = min(n, self._num_prompts - len(self._excluded)) if self._excluded else n
@@ -57,7 +57,7 @@ class Sampler:
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._permutation()
             wanted = n - len(taken)
-            # Wide enough to go past a long run of excluded rows at once.
+            # Wide enough to skip a long run of excluded rows at once.
             window = self._order[self._position : self._position + max(wanted, _WINDOW)]
             places = np.flatnonzero(~self._is_excluded[window])[:wanted]
             taken.extend((self._epoch, index) for index in window[places].tolist())
@@ -65,7 +65,7 @@ class Sampler:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands, in JSON; not to be changed."""
+        """The position, in JSON; not to be changed."""
         return {
             "num_prompts": self._num_prompts,
             "seed": self._seed,
@@ -76,14 +76,14 @@ class Sampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; other data or another seed would be another order, and is refused."""
+        """Continue where `state` was taken; ValueError if data, seed or shuffling differ."""
         for name, here in (("num_prompts", self._num_prompts), ("seed", self._seed)):
             if state[name] != here:
                 raise ValueError(
                     f"the saved data order has {name}={state[name]}, this run has {here}; "
                     "resume with the data and the seed that the run began with"
                 )
-        # States of runs that could only shuffle do not say so.
+        # Old states lack the key: those runs always shuffled.
         if state.get("shuffle", True) != self._shuffle:
             raise ValueError(
                 f"the saved data order has shuffle_dataset={state.get('shuffle', True)}, this run has {self._shuffle}; "
@@ -98,6 +98,6 @@ class Sampler:
     def _permutation(self) -> np.ndarray:
         if not self._shuffle:
             return np.arange(self._num_prompts)
-        # RandomState and not Generator: numpy promises that its streams never change, so a run resumes under any numpy.
+        # RandomState, not Generator: numpy promises that its streams never change, so a run resumes under any version.
         bits = np.random.MT19937(np.random.SeedSequence([self._seed, self._epoch]))
         return np.random.RandomState(bits).permutation(self._num_prompts)

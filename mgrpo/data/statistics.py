@@ -1,4 +1,4 @@
-"""What came of a mix, in numbers: for each of its entries and in all."""
+"""Counts and token lengths of a mix: for each entry and in total."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def statistics_of(
 
     Args:
         num_rows: rows of each entry's source.
-        lengths: for each entry `[taken]`, tokens of the prompts before any was left out or cut.
+        lengths: for each entry `[taken]`, tokens of the prompts before any were left out or cut.
     """
     each = [
         {"source": entry.source, "split": entry.split, "amount": entry.amount, "rows": rows}
@@ -39,7 +39,7 @@ def statistics_of(
 
 
 def statistics_lines(statistics: Mapping[str, Any]) -> list[str]:
-    """The statistics in words, a line for each source and one for all if there are several."""
+    """The statistics as text: a line per source, and one for all of them if there are several."""
     parts = list(statistics["sources"])
     if len(parts) > 1:
         parts.append({"source": "all", **statistics["total"]})

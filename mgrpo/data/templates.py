@@ -1,7 +1,7 @@
-"""From a conversation to the text of a prompt: which chat template, what it renders, and its first token.
+"""From a conversation to the text of a prompt: choosing the chat template, rendering it, and the bos token.
 
-Templates with a name are in `builtin_templates`. The text is meant to be encoded with `add_special_tokens=False`: the
-template, or `add_bos`, has written every special token.
+Named templates are in `builtin_templates`. The text is to be encoded with `add_special_tokens=False`: the template, or
+`add_bos`, has written every special token.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.data.builtin_templates import TEMPLATES
+from mgrpo.data.rows import Message
 
 NAMES: tuple[str, ...] = tuple(TEMPLATES)
 
 _OWN = "auto"
 _NO_TEMPLATE = "none"
 _FILE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
-# Parameters of apply_chat_template that are no variables of a template.
+# Parameters of apply_chat_template that are not variables of a template.
 _NOT_FOR_TEMPLATES = frozenset(
     {
         "add_generation_prompt",
@@ -38,8 +39,6 @@ _NOT_FOR_TEMPLATES = frozenset(
     }
 )
 
-Message = Mapping[str, Any]
-
 
 def check_name(name: str) -> None:
     """Raise ValueError unless `chat_template_name` says auto, none, a built-in name or an existing file."""
@@ -50,7 +49,7 @@ def check_name(name: str) -> None:
 def find_template(name: str, tokenizer: Any) -> str | None:
     """The Jinja text that `chat_template_name` stands for; None for "none".
 
-    Raises for "auto" with a tokenizer that has no template, so it is to be called where there are conversations.
+    Raises ValueError for "auto" with a tokenizer that has no template, so call it only if there are conversations.
     """
     if name == _NO_TEMPLATE:
         return None
@@ -62,14 +61,14 @@ def find_template(name: str, tokenizer: Any) -> str | None:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as err:
-        raise ValueError(f"chat_template_name={name} is no UTF-8 text ({err}); expected a Jinja file") from err
+        raise ValueError(f"chat_template_name={name} is not UTF-8 text ({err}); expected a Jinja file") from err
     if not text.strip():
         raise ValueError(f"chat_template_name={name} is an empty file; expected a Jinja template")
     return text
 
 
 def check_kwargs(kwargs: Mapping[str, object]) -> None:
-    """Raise ValueError if `chat_template_kwargs` holds what is not for the template to read."""
+    """Raise ValueError if `chat_template_kwargs` has arguments of apply_chat_template itself."""
     if taken := sorted(_NOT_FOR_TEMPLATES & kwargs.keys()):
         raise ValueError(
             f"chat_template_kwargs has {', '.join(taken)}, which the trainer sets itself; "
@@ -80,11 +79,11 @@ def check_kwargs(kwargs: Mapping[str, object]) -> None:
 def render(
     messages: Sequence[Message], tokenizer: Any, template: str, *, add_bos: bool, kwargs: Mapping[str, object]
 ) -> str:
-    """The prompt's text for a conversation, up to and with the opening of the model's turn.
+    """The prompt's text for a conversation, up to and including the opening of the model's turn.
 
     Args:
         template: Jinja text, of `find_template`.
-        kwargs: variables for the template, beside the messages and the tokenizer's special tokens.
+        kwargs: variables for the template, in addition to the messages and the tokenizer's special tokens.
     """
     check_kwargs(kwargs)
     try:
@@ -94,15 +93,15 @@ def render(
     except Exception as err:
         roles = ", ".join(str(message.get("role")) for message in messages) or "none"
         line = getattr(err, "lineno", None)
-        said = " ".join(str(err).split()) + (f" (line {line})" if line else "")
+        reason = " ".join(str(err).split()) + (f" (line {line})" if line else "")
         raise ValueError(
-            f"the chat template refused the messages (roles: {roles}): {type(err).__name__}: {said}"
+            f"the chat template refused the messages (roles: {roles}): {type(err).__name__}: {reason}"
         ) from err
     return with_bos(text, tokenizer) if add_bos else text
 
 
 def with_bos(text: str, tokenizer: Any) -> str:
-    """`text` behind the tokenizer's first token; ValueError if the text has it already."""
+    """`text` after the tokenizer's bos token; ValueError if the text already begins with it."""
     bos = tokenizer.bos_token
     if not bos:
         raise ValueError(
@@ -116,21 +115,21 @@ def with_bos(text: str, tokenizer: Any) -> str:
 
 
 def override_system(messages: Sequence[Message], system_prompt: str) -> list[Message]:
-    """The conversation with `system_prompt` in place of the system message it begins with, or in front of it."""
+    """The conversation with `system_prompt` in place of its first system message, or in front if there is none."""
     rest = messages[1:] if messages and messages[0].get("role") == "system" else messages
     return [{"role": "system", "content": system_prompt}, *rest]
 
 
 def stop_strings_for(name: str) -> tuple[str, ...]:
-    """The stop strings that pair with a built-in template; none for auto, none and files, whose model knows its end."""
+    """The stop strings of a built-in template; none for auto, none and files, whose models end with a token."""
     return TEMPLATES[name].stop_strings if name in TEMPLATES else ()
 
 
 def missing_stop_strings(name: str, *, stop_strings: Collection[str], stop_tokens: Collection[str]) -> tuple[str, ...]:
-    """Stop strings of a template that nothing in the run stands for.
+    """Stop strings that a template needs and the run lacks.
 
     Args:
-        stop_strings: those of the run.
+        stop_strings: of the run.
         stop_tokens: texts of the tokens that end a completion; most chat models end with <|im_end|> anyway.
     """
     return tuple(text for text in stop_strings_for(name) if text not in stop_strings and text not in stop_tokens)
@@ -154,7 +153,7 @@ def _own_template(tokenizer: Any) -> str:
 
 
 def _file(name: str) -> Path:
-    """The existing file that `name` must be, as it is no name."""
+    """The existing file that `name` must be, since it is not the name of a template."""
     path = Path(name)
     if name and path.is_file():
         return path

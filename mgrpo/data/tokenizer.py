@@ -1,22 +1,26 @@
-"""The tokenizer of a run: loading it, what it is known by, text of tokens, and which tokens end a completion.
+"""The tokenizer of a run: loading, fingerprint, encoding, decoding, and which tokens end a completion.
 
-Completions are never tokenised again.
+Completions are never tokenized again.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from collections.abc import Sequence
+from concurrent.futures import Executor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+_PART_TEXTS = 64
+"""Texts that one thread encodes at once."""
+
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a folder, a checkpoint's or its own (a transformers tokenizer)."""
+    """The transformers tokenizer in a folder, which may be a checkpoint."""
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"tokenizer folder {path} does not exist (looked for {folder.absolute()})")
@@ -33,13 +37,13 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """A hash of all that decides which tokens a text becomes, and of the special tokens a template may write."""
+    """A hash of everything that decides which tokens a text becomes, and of the special tokens a template may write."""
     import tokenizers
 
     found = hashlib.sha256(f"tokenizers {tokenizers.__version__}\n{type(tokenizer).__name__}\n".encode())
     if getattr(tokenizer, "is_fast", False):
         content = tokenizer.backend_tokenizer.to_str()
-        # Without what stands in front of it: truncation and padding, which every call sets anew.
+        # Without truncation and padding, which come first and are set by every call.
         found.update(content[content.index('"added_tokens"') :].encode())
     else:
         found.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
@@ -51,43 +55,26 @@ def fingerprint(tokenizer: Any) -> str:
     return found.hexdigest()
 
 
-def token_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    """The tokens of texts, in which every special token is written out."""
+def token_ids(tokenizer: Any, texts: Sequence[str], *, threads: Executor | None = None) -> list[list[int]]:
+    """The tokens of texts, in which every special token is written out.
+
+    Args:
+        threads: what a fast tokenizer may use; it encodes without holding Python's lock.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not _only_calls_its_backend(tokenizer) or not hasattr(backend, "encode_batch_fast"):
+    if backend is None or not hasattr(backend, "encode_batch_fast") or not _only_calls_its_backend(tokenizer):
         options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
-        return tokenizer(texts, verbose=False, **options)["input_ids"]
+        return tokenizer(list(texts), verbose=False, **options)["input_ids"]
     # What transformers does, without the offsets and masks that it asks for: a quarter of the time.
     backend.no_padding()
     backend.no_truncation()
     backend.encode_special_tokens = tokenizer.split_special_tokens
-    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def encode(part: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in backend.encode_batch_fast(part, add_special_tokens=False)]
 
-def describe(tokenizer: Any, scratch: Path) -> dict[str, str] | None:
-    """How another process loads the same tokenizer, in JSON; None where that cannot be done.
-
-    Args:
-        scratch: a folder that the tokenizer may be written to.
-    """
-    kind = type(tokenizer)
-    own = str(getattr(tokenizer, "name_or_path", ""))
-    for folder in (own, str(scratch)):
-        if folder != own:
-            tokenizer.save_pretrained(folder)
-        description = {"module": kind.__module__, "name": kind.__name__, "folder": folder}
-        try:
-            if Path(folder).is_dir() and fingerprint(load_described(description)) == fingerprint(tokenizer):
-                return description
-        except Exception:
-            continue
-    return None
-
-
-def load_described(description: dict[str, str]) -> Any:
-    """The tokenizer that `describe` described; imports no more of transformers than it needs."""
-    kind = getattr(importlib.import_module(description["module"]), description["name"])
-    return kind.from_pretrained(description["folder"], local_files_only=True)
+    parts = [texts[start : start + _PART_TEXTS] for start in range(0, len(texts), _PART_TEXTS)]
+    return list(chain.from_iterable(threads.map(encode, parts) if threads is not None else map(encode, parts)))
 
 
 def _only_calls_its_backend(tokenizer: Any) -> bool:
@@ -101,11 +88,11 @@ def _only_calls_its_backend(tokenizer: Any) -> bool:
 
 
 def decode(tokenizer: Any, tokens: Sequence[np.ndarray]) -> list[str]:
-    """Text of each token array without special tokens; ids that the tokenizer does not know have no text.
+    """Text of each token array without special tokens; ids that the tokenizer does not know become no text.
 
-    A model's vocabulary is often padded beyond its tokenizer's, and an early policy samples from the padding.
+    A model's vocabulary is often padded beyond its tokenizer's, and an untrained policy samples from the padding.
     """
-    # Fast tokenizers skip unknown ids themselves; the others look ids up in a list.
+    # Fast tokenizers skip unknown ids themselves; others look ids up in a list.
     end = 2**31 if getattr(tokenizer, "is_fast", False) else len(tokenizer)
     return [
         tokenizer.decode(
@@ -126,7 +113,7 @@ def stop_token_ids(model_dir: str | Path, tokenizer: Any) -> list[int]:
         try:
             found = json.loads(path.read_text()).get("eos_token_id")
         except ValueError as err:
-            raise ValueError(f"{path} is no JSON: {err}") from err
+            raise ValueError(f"{path} is not JSON: {err}") from err
         ids = found if isinstance(found, list) else [] if found is None else [found]
         if not all(isinstance(token, int) and token >= 0 for token in ids):
             raise ValueError(f"{path} has eos_token_id={found!r}; expected a token id or a list of them")
@@ -135,6 +122,6 @@ def stop_token_ids(model_dir: str | Path, tokenizer: Any) -> list[int]:
     if tokenizer.eos_token_id is not None:
         return [tokenizer.eos_token_id]
     raise ValueError(
-        f"nothing says which token ends a completion: neither generation_config.json nor config.json in {model_dir} "
-        "has eos_token_id, and the tokenizer has no eos token; add eos_token_id to generation_config.json"
+        f"no token ends a completion: neither generation_config.json nor config.json in {model_dir} has eos_token_id, "
+        "and the tokenizer has no eos token; add eos_token_id to generation_config.json"
     )

@@ -1,6 +1,6 @@
 """Whether the model that training builds computes what transformers computes: logits of random tokens, in float32.
 
-One model after the other is held whole, on the CPU whatever the machine has, so that the two differ by rounding alone.
+The two models are held whole, one after the other, and on the CPU of any machine, so that they differ only by rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_SEQUENCES, NUM_TOKENS = 4, 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How far two models' logits are apart."""
+    """How much the logits of two models differ."""
 
     rows: int
     largest: float
@@ -38,8 +38,12 @@ class Agreement:
 
 
 def compare_logits(model: Path, hf: Path) -> Agreement:
-    """Logits of the model in a folder of either format, as training builds it, against transformers' of the folder `hf`."""
-    # Megatron's attention on GPUs takes no float32. Read before CUDA is first used, which is not before the imports below.
+    """Logits of the model in folder `model`, as training builds it, and those of transformers from folder `hf`.
+
+    Args:
+        model: a Hugging Face folder or a Megatron folder.
+    """
+    # Megatron's attention on GPUs takes no float32. CUDA reads this when it is first used, after the imports below.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     samples = _random_samples(read_hf_config(hf)["vocab_size"])
@@ -52,7 +56,7 @@ def compare_logits(model: Path, hf: Path) -> Agreement:
 
 
 def _random_samples(vocab: int) -> list[TrainSample]:
-    """All tokens but the first of each are responses: only these have logits."""
+    """Every token of a row except the first is a response: only responses have logits."""
     rng = np.random.default_rng(0)
     rows = rng.integers(0, vocab, (NUM_SEQUENCES, NUM_TOKENS)).astype(np.int32)
     return [
@@ -90,6 +94,7 @@ def _own_logits(folder: Path, samples: list[TrainSample]) -> list[torch.Tensor]:
     from mgrpo.parallel import backend
 
     backend.install()
+    from mgrpo.policy.model import ResponseModel
     from mgrpo.policy.policy import Policy
 
     packs = packing.pack_step(
@@ -101,7 +106,9 @@ def _own_logits(folder: Path, samples: list[TrainSample]) -> list[torch.Tensor]:
         policy = Policy(shape, Layout(world_size=1), dtype=torch.float32, seed=0, temperature=1.0)
         policy.load(model_reader(folder, shape))
         (microbatch,) = policy.microbatches(packs[0][0])
-        model, seen = policy.chunks[-1], []
+        (model,) = policy.chunks
+        assert isinstance(model, ResponseModel)
+        seen: list[torch.Tensor] = []
         model.output_layer.register_forward_hook(lambda layer, args, output: seen.append(model.capped(output[0][:, 0])))
         policy.score([microbatch], "old")
     finally:

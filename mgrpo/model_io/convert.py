@@ -1,6 +1,6 @@
 """Conversions of a model between Hugging Face's folders and Megatron's: exact, or refused with nothing written.
 
-A few megabytes at a time pass through memory, whatever the model's size; only the comparison of logits holds it whole.
+A few megabytes at a time pass through memory for a model of any size; only the comparison of logits holds all of it.
 The commands are `mgrpo convert hf-to-megatron` and `mgrpo convert megatron-to-hf`, see docs/conversion.md.
 """
 
@@ -11,8 +11,8 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,9 @@ import torch
 from mgrpo.checkpoint.boxes import described
 from mgrpo.checkpoint.manifest import DamagedCheckpoint
 from mgrpo.checkpoint.reader import open_checkpoint
-from mgrpo.config import Config
-from mgrpo.config.model_rules import model_problems
-from mgrpo.config.schema import Parallel
+from mgrpo.checkpoint.shard import FILE_BYTES
 from mgrpo.layout import Layout
 from mgrpo.model_io.hf_folder import (
-    FILE_BYTES,
     MEGATRON,
     HfFolder,
     carry,
@@ -37,13 +34,14 @@ from mgrpo.model_io.hf_folder import (
     write_hf,
 )
 from mgrpo.model_io.megatron_folder import MegatronFolder, is_megatron_folder, stored_bytes, write_megatron
-from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
+from mgrpo.models.cuts import layout_problems
+from mgrpo.models.family import ModelShape, read_hf_config, shape_of
+from mgrpo.models.memory import DTYPE_BYTES
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.policy.weights import Read
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCE = 1e-3
-"""Share of the largest logit by which rounding may set two float32 models apart."""
+"""Share of the largest logit by which two float32 models may differ through rounding."""
 MASTER = "master"
 """What a run's checkpoint calls its weights, in float32."""
 
@@ -60,12 +58,12 @@ def hf_to_megatron(
     """Write the model of a Hugging Face folder as the ranks of `layout` hold it.
 
     Raises:
-        ValueError: it cannot be kept exactly, or cannot be laid out so; nothing is written.
+        ValueError: the model cannot be kept exactly, or not in this layout; nothing is written.
     """
     hf = Path(hf)
     config = read_hf_config(hf)
     shape = shape_of(config)
-    if problems := list(_layout_problems(config, shape, layout)):
+    if problems := layout.problems() or list(layout_problems(config, layout)):
         raise ValueError("; ".join(problems))
     with new_folder(Path(out)) as folder:
         source = HfFolder(hf, shape)
@@ -78,7 +76,7 @@ def hf_to_megatron(
             if verify:
                 written = MegatronFolder(folder)
                 report.compare(written.boxes(), source.read)
-                written.check_sums()  # padding, too
+                written.check_sums()  # also of the padding
                 report.compare_logits(folder, hf, tolerance)
 
 
@@ -96,10 +94,10 @@ def megatron_to_hf(
 
     Args:
         hf: folder that gives configuration and tokenizer; default the Megatron folder itself, or the model that the run
-            began with.
+            started from.
         dtype: of the written weights; default the Megatron folder's own, or what the configuration says.
     Raises:
-        ValueError: something is damaged or does not fit together; nothing is written.
+        ValueError: something is damaged or does not match; nothing is written.
     """
     with new_folder(Path(out)) as folder:
         source = (_megatron_source if is_megatron_folder(checkpoint) else _run_source)(checkpoint, hf)
@@ -117,12 +115,12 @@ def megatron_to_hf(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """Weights to export, and the folder with what belongs beside them."""
+    """Weights to export, and the folder with the files that belong beside them."""
 
     beside: Path
     shape: ModelShape
     dtypes: Mapping[str, torch.dtype]
-    """In which each tensor is exported."""
+    """The type in which each tensor is exported."""
     read: Read
     boxes: Callable[[], Iterable[tuple[Box, torch.Tensor]]]
     """Everything that is stored."""
@@ -144,28 +142,31 @@ def _run_source(path: str | Path, hf: str | Path | None) -> _Source:
         raise ValueError(f"{path} is neither a Megatron folder (no {MEGATRON}) nor a run's checkpoint: {err}") from err
     beside = hf or checkpoint.state.get("model_name_or_path")
     if not beside or not Path(beside).is_dir():
-        where = f"began with {beside}, which is no folder here" if beside else "does not say which model it began with"
+        where = (
+            f"started from {beside}, which is not a folder" if beside else "does not say which model it started from"
+        )
         raise ValueError(f"{path} {where}; give the folder with its config.json and tokenizer: --hf DIR")
     beside = Path(beside)
     _check_same({name: checkpoint.shape(MASTER, name) for name in checkpoint.names(MASTER)}, path, beside)
     checkpoint.verify()
     config = read_hf_config(beside)
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if name not in DTYPES:
-        raise ValueError(f"the config.json in {beside} has dtype {name!r}; choose one of {', '.join(DTYPES)}: --dtype")
+    if name not in DTYPE_BYTES:
+        choices = ", ".join(DTYPE_BYTES)
+        raise ValueError(f"the config.json in {beside} has dtype {name!r}; choose one of {choices}: --dtype")
     shape, read = shape_of(config), partial(checkpoint.read, MASTER)
     boxes = [Box(name, (0,) * len(full), full) for name, full in hf_tensors(shape).items()]
     return _Source(
         beside=beside,
         shape=shape,
-        dtypes=dict.fromkeys(hf_tensors(shape), DTYPES[name]),
+        dtypes=dict.fromkeys(hf_tensors(shape), getattr(torch, name)),
         read=read,
         boxes=lambda: ((box, read(box)) for box in boxes),
     )
 
 
 def _check_same(tensors: Mapping[str, Shape], path: str | Path, beside: Path) -> None:
-    """That these are the tensors which the configuration in `beside` describes."""
+    """Raise ValueError unless these are the tensors that the configuration in `beside` describes."""
     expected = hf_tensors(shape_of(read_hf_config(beside)))
     for name in sorted(tensors.keys() | expected.keys()):
         found, wanted = (list(own[name]) if name in own else "missing" for own in (tensors, expected))
@@ -176,58 +177,8 @@ def _check_same(tensors: Mapping[str, Shape], path: str | Path, beside: Path) ->
             )
 
 
-def _layout_problems(config: HfConfig, shape: ModelShape, layout: Layout) -> Iterator[str]:
-    """Why the model cannot be laid out so, one sentence each."""
-    if problems := layout.problems():
-        yield from problems
-        return
-    parallel = Parallel(tensor_model_parallel_size=layout.tensor)
-    about_model = model_problems(replace(Config(), parallel=parallel), config)
-    # Every size that it does not divide makes a sentence, all with the same choices.
-    yield from [problem for problem in about_model if problem.startswith("tensor_model_parallel_size=")][:1]
-    yield from _stage_problems(shape.num_layers, layout)
-    if layout.expert > 1 and shape.experts is None:
-        yield f"expert_model_parallel_size={layout.expert} needs a model with experts; use 1"
-    elif shape.experts is not None and shape.experts.count % layout.expert:
-        yield (
-            f"expert_model_parallel_size={layout.expert} does not divide the model's {shape.experts.count} experts; choose "
-            f"from {_divisors(shape.experts.count)}"
-        )
-
-
-def _stage_problems(layers: int, layout: Layout) -> Iterator[str]:
-    ends = {
-        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
-    }
-    given = {flag: size for flag, size in ends.items() if size is not None}
-    if given:
-        middle, rest = layout.pipeline - len(given), layers - sum(given.values())
-        if rest < middle or (rest % middle if middle else rest):
-            yield (
-                f"{' and '.join(f'{flag}={size}' for flag, size in given.items())} leave {rest} of {layers} layers to {middle} "
-                "other pipeline stages, which take equally many, at least one each"
-            )
-        return
-    if layers % layout.pipeline:
-        yield (
-            f"pipeline_model_parallel_size={layout.pipeline} does not divide num_hidden_layers={layers}; choose from "
-            f"{_divisors(layers)}, or give num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
-        )
-    elif layers % (layout.pipeline * layout.virtual_pipeline):
-        yield (
-            f"virtual_pipeline_model_parallel_size={layout.virtual_pipeline} x pipeline_model_parallel_size="
-            f"{layout.pipeline} does not divide num_hidden_layers={layers}; choose it from "
-            f"{_divisors(layers // layout.pipeline)}"
-        )
-
-
-def _divisors(number: int) -> str:
-    return f"{{{', '.join(str(size) for size in range(1, number + 1) if number % size == 0)}}}"
-
-
 class _Report:
-    """Tells how far a conversion is, and what it was like."""
+    """Shows the progress of a conversion, and what it took."""
 
     def __init__(self, out: str | Path, num_bytes: int) -> None:
         from rich.console import Console
@@ -248,21 +199,21 @@ class _Report:
         self.progress.stop()
 
     def advance(self, num_bytes: int) -> None:
-        """So many bytes more."""
+        """`num_bytes` more are written."""
         self.progress.advance(self.task, num_bytes)
 
     def written(self, folder: Path) -> None:
-        """All weights are in `folder`."""
+        """Print size, time and memory, once all weights are in `folder`."""
         num_files = len(list(folder.glob("*.safetensors")))
         peak = _memory_bytes("VmHWM")
         print(
-            f"{self.out}: {self.num_bytes / 1e6:,.1f} MB of weights in {num_files} {'files' if num_files > 1 else 'file'}, "
-            f"{time.monotonic() - self.start:.1f} s, peak memory {peak / 1e6:,.0f} MB, of which "
-            f"{(peak - self.memory_before) / 1e6:,.0f} MB for the conversion"
+            f"{self.out}: {self.num_bytes / 1e6:,.1f} MB of weights in {num_files} "
+            f"{'files' if num_files > 1 else 'file'}, {time.monotonic() - self.start:.1f} s, peak memory "
+            f"{peak / 1e6:,.0f} MB, of which {(peak - self.memory_before) / 1e6:,.0f} MB for the conversion"
         )
 
     def compare(self, boxes: Iterable[tuple[Box, torch.Tensor]], read: Read) -> None:
-        """Every box bit by bit; ValueError names the first that differs."""
+        """Compare every box bit by bit; ValueError names the first that differs."""
         self.progress.reset(self.task, description="comparing", total=None)
         names, num_bytes = set(), 0
         for box, values in boxes:
@@ -274,7 +225,7 @@ class _Report:
         print(f"verified: {len(names)} tensors, {num_bytes / 1e6:,.1f} MB, equal in every bit")
 
     def compare_logits(self, model: Path, hf: Path, tolerance: float) -> None:
-        """Training's model from the folder `model` against transformers' from `hf`; ValueError when they differ."""
+        """Compare training's model of folder `model` with transformers' of folder `hf`; ValueError if they differ."""
         from mgrpo.model_io.agreement import compare_logits
 
         self.progress.reset(self.task, description="computing logits", total=None)
@@ -290,7 +241,7 @@ class _Report:
 
 
 def _memory_bytes(field: str) -> int:
-    """This process's resident memory, now ("VmRSS") or at its highest ("VmHWM"); where /proc is missing, the latter."""
+    """Resident memory of this process, now ("VmRSS") or at its peak ("VmHWM"); without /proc always the peak."""
     with contextlib.suppress(FileNotFoundError):
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
@@ -329,12 +280,12 @@ def hf_to_megatron_command(argv: Sequence[str], *, prog: str) -> int:
 _LAYOUT_FLAGS = {
     "tensor": ("tensor_model_parallel_size", "ranks that share every matrix"),
     "pipeline": ("pipeline_model_parallel_size", "pipeline stages"),
-    "expert": ("expert_model_parallel_size", "ranks that experts are shared out over"),
+    "expert": ("expert_model_parallel_size", "ranks that experts are distributed over"),
     "virtual_pipeline": ("virtual_pipeline_model_parallel_size", "chunks of each pipeline stage"),
-    "first_stage_layers": ("num_layers_in_first_pipeline_stage", "layers of the first stage, where it differs"),
-    "last_stage_layers": ("num_layers_in_last_pipeline_stage", "layers of the last stage, where it differs"),
+    "first_stage_layers": ("num_layers_in_first_pipeline_stage", "layers of the first stage, if it differs"),
+    "last_stage_layers": ("num_layers_in_last_pipeline_stage", "layers of the last stage, if it differs"),
 }
-"""What can be chosen of a layout: its flag, as in training, and what it means."""
+"""The axes that can be chosen: their flags, as in training, and what they mean."""
 
 
 def megatron_to_hf_command(argv: Sequence[str], *, prog: str) -> int:
@@ -345,11 +296,11 @@ def megatron_to_hf_command(argv: Sequence[str], *, prog: str) -> int:
     )
     _add_common(parser)
     parser.add_argument(
-        "--hf", metavar="DIR", help="folder with config.json and tokenizer; default what the checkpoint brings or names"
+        "--hf", metavar="DIR", help="folder with config.json and tokenizer; default the checkpoint or its model"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="type of the written weights; default the model's own")
+    parser.add_argument("--dtype", choices=DTYPE_BYTES, help="type of the written weights; default the model's own")
     args = parser.parse_args(argv)
-    dtype = args.dtype and DTYPES[args.dtype]
+    dtype = args.dtype and getattr(torch, args.dtype)
     return _run(prog, partial(megatron_to_hf, args.checkpoint, args.out, hf=args.hf, dtype=dtype, **_common(args)))
 
 
@@ -358,13 +309,13 @@ def _parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", metavar="DIR", required=True, help="folder to write; must not exist, or be empty")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder to write; must be new or empty")
     parser.add_argument(
         "--max_file_mib",
         type=_size,
         default=FILE_BYTES >> 20,
         metavar="N",
-        help="size of a file of weights (%(default)s)",
+        help="most MiB of weights in a file (%(default)s)",
     )
     parser.add_argument(
         "--verify",
@@ -372,7 +323,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         help="compare every written tensor bit by bit, and logits with transformers'; holds the whole model in float32",
     )
     parser.add_argument(
-        "--tolerance", type=float, default=TOLERANCE, help="of the largest logit that they may differ by (%(default)s)"
+        "--tolerance",
+        type=float,
+        default=TOLERANCE,
+        help="allowed difference, as a share of the largest logit (%(default)s)",
     )
 
 

@@ -1,36 +1,22 @@
 """The trained model as a Hugging Face folder that transformers and vLLM load.
 
-Tensors travel one by one from the ranks that hold them to rank 0, which writes a file of bounded size at a time: no rank
-holds more than one file's worth beside its own weights.
+Tensors travel one by one from the ranks that hold them to rank 0, which writes each before it asks for the next: no
+    rank holds more than one tensor beside its own weights.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
-from mgrpo.models.table import Box, hf_tensors
+from mgrpo.model_io.hf_folder import carry, write_weights
+from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.policy.policy import Policy
-
-FILE_BYTES = 4 << 30
-_COPIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 
 
 def export_hf(policy: Policy, source: str | Path, folder: str | Path, *, group: dist.ProcessGroup) -> None:
@@ -38,32 +24,25 @@ def export_hf(policy: Policy, source: str | Path, folder: str | Path, *, group: 
 
     Every learner rank must call. `group` is a gloo group of all learners. The folder appears complete or not at all.
     """
-    rank, folder = dist.get_rank(), Path(folder)
-    partial = folder.with_name(folder.name + ".partial")
-    if rank == 0:
+    folder = Path(folder)
+    shapes = hf_tensors(policy.shape)
+    held, owners = dict(policy.boxes()), _owners(policy.holdings(group))
+    if dist.get_rank() == 0:
+        partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    held = dict(policy.boxes())
-    owners = _owners(policy.holdings(group))
-    files = _files(hf_tensors(policy.shape), policy.dtype.itemsize)
-    weight_map = {}
-    for number, names in enumerate(files, start=1):
-        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors = {name: _gather(name, shape, owners[name], held, policy.dtype, group) for name, shape in names.items()}
-        if rank == 0:
-            save_file(tensors, partial / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
-    if rank == 0:
-        if len(files) > 1:
-            total = sum(policy.dtype.itemsize * Box("", (), shape).size for names in files for shape in names.values())
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        for name in _COPIED:
-            if (Path(source) / name).is_file():
-                shutil.copy(Path(source) / name, partial / name)
-        _set_dtype(partial / "config.json", policy.dtype)
+        carry(Path(source), partial, dtype=policy.dtype)
+        # All tensors are of one type, so that they are written in the order of `shapes`, in which the others send them.
+        write_weights(
+            {name: (policy.dtype, shape) for name, shape in shapes.items()},
+            lambda name: [_gather(name, shapes[name], owners[name], held, policy.dtype, group)],
+            partial,
+        )
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
+    else:
+        for name in shapes:
+            _send(owners[name], held, policy.dtype, group)
     dist.barrier(group=group)
 
 
@@ -76,45 +55,30 @@ def _owners(boxes: list[list[Box]]) -> dict[str, dict[Box, int]]:
     return owners
 
 
-def _files(tensors: dict[str, tuple[int, ...]], itemsize: int) -> list[dict[str, tuple[int, ...]]]:
-    files: list[dict[str, tuple[int, ...]]] = [{}]
-    size = 0
-    for name, shape in tensors.items():
-        size += itemsize * Box(name, (), shape).size
-        if size > FILE_BYTES and files[-1]:
-            files.append({})
-            size = itemsize * Box(name, (), shape).size
-        files[-1][name] = shape
-    return files
-
-
 def _gather(
     name: str,
-    shape: tuple[int, ...],
-    owners: dict[Box, int],
-    held: dict[Box, torch.Tensor],
+    shape: Shape,
+    owners: Mapping[Box, int],
+    held: Mapping[Box, torch.Tensor],
     dtype: torch.dtype,
     group: dist.ProcessGroup,
-) -> torch.Tensor | None:
-    """The whole tensor on rank 0, None elsewhere."""
-    rank = dist.get_rank()
-    whole = torch.empty(shape, dtype=dtype) if rank == 0 else None
-    everything = Box(name, (0,) * len(shape), shape)
+) -> torch.Tensor:
+    """Rank 0: the whole tensor."""
+    whole, everything = torch.empty(shape, dtype=dtype), Box(name, (0,) * len(shape), shape)
     for box, owner in owners.items():
-        if rank == owner:
-            part = held[box].to("cpu", dtype).contiguous()
-            if rank != 0:
-                dist.send(part, 0, group=group)
-        if rank == 0:
-            if owner != 0:
-                part = torch.empty(box.shape, dtype=dtype)
-                dist.recv(part, owner, group=group)
-            whole[box.within(everything)] = part
+        if owner == 0:
+            part = held[box].to("cpu", dtype)
+        else:
+            part = torch.empty(box.shape, dtype=dtype)
+            dist.recv(part, owner, group=group)
+        whole[box.within(everything)] = part
     return whole
 
 
-def _set_dtype(path: Path, dtype: torch.dtype) -> None:
-    config = json.loads(path.read_text())
-    name = str(dtype).removeprefix("torch.")
-    config |= {key: name for key in ("torch_dtype", "dtype") if key in config}
-    path.write_text(json.dumps(config, indent=2) + "\n")
+def _send(
+    owners: Mapping[Box, int], held: Mapping[Box, torch.Tensor], dtype: torch.dtype, group: dist.ProcessGroup
+) -> None:
+    """The other ranks: what this one owns of a tensor."""
+    for box, owner in owners.items():
+        if owner == dist.get_rank():
+            dist.send(held[box].to("cpu", dtype).contiguous(), 0, group=group)

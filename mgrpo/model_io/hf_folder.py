@@ -1,7 +1,7 @@
-"""A model as a Hugging Face folder: its weights one tensor at a time, and what lies beside them.
+"""A model as a Hugging Face folder: its weights, tensor by tensor, and the files beside them.
 
-Reading is strict, for conversions that must lose nothing: a folder that holds other tensors than its config.json implies
-is refused. Training, which needs no more than its own slices, reads through `policy.weights`.
+Reading is strict, because conversions must lose nothing: a folder whose tensors are not those that its config.json
+    implies is refused. Training, which needs only its own slices, reads through `policy.weights`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,13 +19,11 @@ from safetensors import SafetensorError
 
 from mgrpo.checkpoint.folder import LocalFolder
 from mgrpo.checkpoint.mapped import MappedFiles
-from mgrpo.checkpoint.shard import write_tensors
+from mgrpo.checkpoint.shard import FILE_BYTES, split, write_tensors
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.policy.weights import Read, tensor_files
 
-FILE_BYTES = 1 << 30
-"""Size of a file of weights, unless one tensor alone is larger."""
 INDEX, MEGATRON = "model.safetensors.index.json", "megatron.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BLOCK_BYTES = 2 << 20
@@ -35,14 +33,14 @@ _TEMPLATES = "additional_chat_templates"
 
 Header = tuple[torch.dtype, Shape]
 Tell = Callable[[int], object]
-"""Is told how many bytes more are written."""
+"""Called with the number of bytes that were written since the last call."""
 
 
 class HfFolder:
     """The weights of a Hugging Face folder.
 
     Raises:
-        ValueError: a tensor is missing, is not one that `shape` has, or has another shape or a type that cannot be kept.
+        ValueError: a tensor is missing, is not part of `shape`, or has another shape or a type that cannot be kept.
     """
 
     def __init__(self, path: str | Path, shape: ModelShape) -> None:
@@ -50,7 +48,7 @@ class HfFolder:
         try:
             listed = tensor_files(self.path)
         except SafetensorError as err:
-            raise ValueError(f"{path}: model.safetensors is no complete safetensors file: {err}") from err
+            raise ValueError(f"{path}: model.safetensors is not a complete safetensors file: {err}") from err
         self._places = {name: file for file in dict.fromkeys(listed.values()) for name in self._files.names(file)}
         self._places |= listed
         self.shapes = hf_tensors(shape)
@@ -82,7 +80,7 @@ class HfFolder:
             yield box, self.read(box)
 
     def _head_is_embedding(self) -> bool:
-        """Whether the head that a tied model's folder may hold is its embedding once more, so that nothing is lost with it."""
+        """Whether the LM head in a tied model's folder equals its embedding, so that nothing is lost without it."""
         header = self.dtypes[EMBEDDING], self.shapes[EMBEDDING]
         if self._files.header(self._places[HEAD], HEAD) != header:
             return False
@@ -92,7 +90,7 @@ class HfFolder:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are of one type and shape and equal in every bit: 0 differs from -0, NaN equals itself."""
+    """Whether two tensors have the same type, shape and bits: 0 differs from -0, and NaN equals itself."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
@@ -107,10 +105,10 @@ def write_hf(
     file_bytes: int = FILE_BYTES,
     tell: Tell = lambda num_bytes: None,
 ) -> None:
-    """Write weights to a folder, with an index when one file does not hold them. A block of rows at a time is in memory.
+    """Write a model's weights to a folder, with one block of rows in memory at a time.
 
     Args:
-        read: gives each tensor's values, which are rounded to its type in `dtypes` where they have another.
+        read: gives the values of a box, which are rounded to the tensor's type in `dtypes` where they differ.
     """
     tensors = {name: (dtypes[name], full) for name, full in hf_tensors(shape).items()}
 
@@ -120,8 +118,23 @@ def write_hf(
             tell(block.nbytes)
             yield block
 
-    files = bounded_files(tensors, file_bytes)
-    weight_map = {}
+    write_weights(tensors, values, folder, file_bytes=file_bytes)
+
+
+def write_weights(
+    tensors: Mapping[str, Header],
+    values: Callable[[str], Iterable[torch.Tensor]],
+    folder: Path,
+    *,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write tensors to the files of a Hugging Face folder, with an index when one file does not hold them.
+
+    Args:
+        values: gives a tensor in blocks of rows, each of which is written before the next is asked for.
+    """
+    files = split(tensors, file_bytes, size=lambda name: header_bytes(tensors[name]))
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         with LocalFolder(folder).create(file) as stream:
@@ -134,7 +147,7 @@ def write_hf(
 
 
 def row_blocks(name: str, header: Header) -> Iterator[Box]:
-    """A tensor, of at least one dimension, in blocks of whole rows that are small enough to be copied."""
+    """A tensor of at least one dimension in blocks of whole rows that are small enough to copy."""
     dtype, shape = header
     step = max(_BLOCK_BYTES // max(header_bytes((dtype, shape[1:])), 1), 1)
     for start in range(0, shape[0], step):
@@ -146,24 +159,16 @@ def header_bytes(header: Header) -> int:
     return header[0].itemsize * Box("", (), header[1]).size
 
 
-def bounded_files(tensors: Mapping[str, Header], file_bytes: int) -> list[list[str]]:
-    """Names of each file's tensors: in order, as many as `file_bytes` hold, at least one."""
-    files: list[list[str]] = []
-    room = 0
-    for name, header in tensors.items():
-        if header_bytes(header) > room or not files:
-            files.append([])
-            room = file_bytes
-        files[-1].append(name)
-        room -= header_bytes(header)
-    return files
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a type in config.json."""
+    return str(dtype).removeprefix("torch.")
 
 
 def carry(source: Path, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Copy what lies beside the weights: configurations, tokenizer, chat templates, model card, licence.
+    """Copy the files beside the weights: configurations, tokenizer, chat templates, model card, licence.
 
     Args:
-        dtype: written into config.json; None leaves what stands there.
+        dtype: is written into config.json; None leaves config.json as it is.
     """
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith((*_WEIGHTS, MEGATRON)):
@@ -172,28 +177,28 @@ def carry(source: Path, folder: Path, *, dtype: torch.dtype | None = None) -> No
         shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
     if dtype is not None:
         config = json.loads((folder / "config.json").read_text())
-        name = str(dtype).removeprefix("torch.")
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-        (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, name), indent=2) + "\n")
+        config |= dict.fromkeys(keys, dtype_name(dtype))
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `out` when the context is left without an error, and nothing otherwise.
+    """A folder to fill, which becomes `out` when the context ends without an error, and is deleted otherwise.
 
     Raises:
         ValueError: `out` exists and is not empty.
     """
     out = Path(os.path.abspath(out))
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} exists already; name a folder that does not, or empty it")
+        raise ValueError(f"{out} exists already; name a new folder, or empty it")
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     new = [path for path in partial.parents if not path.exists()]
     partial.mkdir(parents=True)
     try:
         yield partial
-        os.replace(partial, out)  # an empty folder gives way
+        os.replace(partial, out)  # replaces an empty folder
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         for path in new:

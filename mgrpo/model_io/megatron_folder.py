@@ -1,19 +1,18 @@
-"""A model's weights as the ranks of one Megatron layout hold them, in safetensors files that every layout can read.
+"""A model's weights as the ranks of one Megatron layout hold them, in safetensors files that any layout can load.
 
-    config.json, tokenizer, ...          carried along, see `hf_folder`
+    config.json, tokenizer, ...          copied, see `hf_folder.carry`
     tp_00_pp_000_ep_00-0.safetensors     parameters of the ranks with these coordinates, in files of bounded size
     megatron.json                        written last: the layout, the model's shape, size and checksum of every file
 
 Names, shapes and contents are those of `models.table.local_parameters`: query, key and value rows interleaved by group,
 gate above up, a padded vocabulary; layers and experts are counted over the whole model. Ranks that differ only in their
-data or context coordinate hold the same and share a file. Where experts are shared out over ranks, an expert does not
-depend on the tensor coordinate and all else does not depend on the expert coordinate: experts are in the files of tp_00,
-all else is in those of ep_00.
+data or context coordinate hold the same and share a file. Where experts are distributed over ranks, they do not depend
+on the tensor coordinate and nothing else depends on the expert coordinate: experts are in the files of tp_00,
+everything else in those of ep_00.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections import Counter
@@ -27,30 +26,30 @@ import torch
 
 from mgrpo.checkpoint.boxes import covers
 from mgrpo.checkpoint.folder import LocalFolder
+from mgrpo.checkpoint.manifest import FileRecord, file_name
 from mgrpo.checkpoint.mapped import MappedFiles
-from mgrpo.checkpoint.shard import CODES, write_tensors
+from mgrpo.checkpoint.shard import CODES, FILE_BYTES, sha256_of, split, write_tensors
 from mgrpo.layout import Layout
-from mgrpo.model_io.hf_folder import FILE_BYTES, MEGATRON, Tell, bounded_files, header_bytes, row_blocks
+from mgrpo.model_io.hf_folder import MEGATRON, Tell, dtype_name, header_bytes, row_blocks
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, LocalParameter, Shape, hf_tensors, local_parameters
-from mgrpo.policy.weights import Read, checkpoint_reader
+from mgrpo.policy.weights import Read, hf_reader
 
 VERSION = 1
 _AXES = ("tensor", "pipeline", "expert", "virtual_pipeline", "first_stage_layers", "last_stage_layers")
-"""What of a layout decides who holds which weights."""
-_CHUNK_BYTES = 16 << 20
+"""The axes of a layout that determine which rank holds which weights."""
 
 
 def stem(*, tensor: int, pipeline: int, expert: int) -> str:
-    """How the files of these coordinates are called."""
+    """What the names of the files of these coordinates begin with."""
     return f"tp_{tensor:02d}_pp_{pipeline:03d}_ep_{expert:02d}"
 
 
 def stored_parameters(shape: ModelShape, layout: Layout) -> dict[str, dict[str, LocalParameter]]:
-    """For each stem the parameters in its files. Of `layout` only the axes that share out weights matter.
+    """For each stem the parameters in its files. Of `layout` only the axes that distribute weights matter.
 
     Raises:
-        ValueError: they are not the whole model, because something does not divide.
+        ValueError: together they are not the whole model, because something does not divide.
     """
     layout = _smallest(layout)
     stored: dict[str, dict[str, LocalParameter]] = {}
@@ -69,7 +68,7 @@ def stored_parameters(shape: ModelShape, layout: Layout) -> dict[str, dict[str, 
 
 
 def _smallest(layout: Layout) -> Layout:
-    """The same without data and context ranks, except those that experts are shared out over."""
+    """The same without data and context ranks, except those that experts are distributed over."""
     ranks = layout.pipeline * math.lcm(layout.tensor, layout.expert)
     return Layout(world_size=ranks, **{axis: getattr(layout, axis) for axis in _AXES})
 
@@ -84,7 +83,7 @@ class _Place:
 
 
 def _first_places(stored: Mapping[str, Mapping[str, LocalParameter]]) -> dict[Box, _Place]:
-    """For each box one of the parameters that hold it."""
+    """For each box the first of the parameters that hold it."""
     places: dict[Box, _Place] = {}
     for own, parameters in stored.items():
         for name, parameter in parameters.items():
@@ -103,7 +102,7 @@ def write_megatron(
     file_bytes: int = FILE_BYTES,
     tell: Tell = lambda num_bytes: None,
 ) -> None:
-    """Write all ranks' parameters to `folder`, block by block of their rows: no more than that is in memory.
+    """Write all ranks' parameters to `folder`, with one block of rows in memory at a time.
 
     Args:
         read: gives boxes of HF tensors.
@@ -113,25 +112,24 @@ def write_megatron(
     """
     stored = stored_parameters(shape, layout)
     kept = _parameter_dtypes(stored, dtypes)
-    files: dict[str, dict[str, Any]] = {}
+    files: dict[str, FileRecord] = {}
     places: dict[str, dict[str, str]] = {}
     for own, parameters in stored.items():
         headers = {name: (kept[name], parameter.shape) for name, parameter in parameters.items()}
-
+        sizes = {name: header_bytes(header) for name, header in headers.items()}
         places[own] = {}
-        for number, names in enumerate(bounded_files(headers, file_bytes)):
+        for number, names in enumerate(split(headers, file_bytes, size=sizes.__getitem__)):
             file = f"{own}-{number}.safetensors"
             with LocalFolder(folder).create(file) as stream:
                 chosen = {name: headers[name] for name in names}
-                record = write_tensors(stream, chosen, partial(_blocks, parameters, kept, read, tell))
-            files[file] = {"bytes": record.num_bytes, "sha256": record.sha256}
+                files[file] = write_tensors(stream, chosen, partial(_blocks, parameters, kept, read, tell))
             places[own] |= dict.fromkeys(names, file)
     record = {
         "version": VERSION,
         "layout": {axis: getattr(layout, axis) for axis in _AXES},
-        "dtype": str(Counter(dtypes.values()).most_common(1)[0][0]).removeprefix("torch."),
+        "dtype": dtype_name(Counter(dtypes.values()).most_common(1)[0][0]),
         "model": asdict(shape),
-        "files": files,
+        "files": {file: written.as_json() for file, written in files.items()},
         "parameters": places,
     }
     LocalFolder(folder).replace(MEGATRON, json.dumps(record, indent=1).encode())
@@ -149,7 +147,7 @@ def stored_bytes(shape: ModelShape, layout: Layout, dtypes: Mapping[str, torch.d
 def _parameter_dtypes(
     stored: Mapping[str, Mapping[str, LocalParameter]], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, torch.dtype]:
-    # By name over all ranks: one that holds nothing but padding takes the type of the others.
+    # By name over all ranks, because one may hold only padding and takes the type of the others.
     sources: dict[str, dict[torch.dtype, str]] = {}
     for parameters in stored.values():
         for name, parameter in parameters.items():
@@ -157,9 +155,7 @@ def _parameter_dtypes(
                 sources.setdefault(name, {}).setdefault(dtypes[piece.box.name], piece.box.name)
     for name, by_dtype in sources.items():
         if len(by_dtype) > 1:
-            found = " and ".join(
-                f"{source} is {str(dtype).removeprefix('torch.')}" for dtype, source in by_dtype.items()
-            )
+            found = " and ".join(f"{source} is {dtype_name(dtype)}" for dtype, source in by_dtype.items())
             raise ValueError(
                 f"{found}, but both are parts of Megatron's {name}, which has one type; give them the same"
             )
@@ -172,7 +168,7 @@ def _parameter_dtypes(
 def _blocks(
     parameters: Mapping[str, LocalParameter], dtypes: Mapping[str, torch.dtype], read: Read, tell: Tell, name: str
 ) -> Iterator[torch.Tensor]:
-    """A parameter's values, block by block of its rows; those that no piece covers are 0."""
+    """A parameter's values in blocks of rows; those that no piece covers are 0."""
     parameter, dtype = parameters[name], dtypes[name]
     for rows in row_blocks("", (dtype, parameter.shape)):
         values = torch.zeros(rows.shape, dtype=dtype)
@@ -196,7 +192,7 @@ def megatron_reader(folder: str | Path, shape: ModelShape) -> Read:
     """Reads boxes of HF tensors from a Megatron folder of any layout.
 
     Raises:
-        ValueError: it is damaged, or of a model with other tensors than `shape` has.
+        ValueError: it is damaged, or its tensors are not those of `shape`.
     """
     stored = MegatronFolder(folder)
     if hf_tensors(stored.shape) != hf_tensors(shape):
@@ -205,15 +201,15 @@ def megatron_reader(folder: str | Path, shape: ModelShape) -> Read:
 
 
 def model_reader(folder: str | Path, shape: ModelShape) -> Read:
-    """Reads boxes of HF tensors from a model's folder, Hugging Face's or Megatron's; ValueError as for either."""
-    return (megatron_reader if is_megatron_folder(folder) else checkpoint_reader)(folder, shape)
+    """Reads boxes of HF tensors from a folder of either format, with the errors of its reader."""
+    return (megatron_reader if is_megatron_folder(folder) else hf_reader)(folder, shape)
 
 
 class MegatronFolder:
     """The weights of a Megatron folder, as boxes of HF tensors.
 
     Raises:
-        ValueError: it is not what `write_megatron` wrote. Contents are compared with their checksums by `check_sums` only.
+        ValueError: it is not what `write_megatron` wrote. Only `check_sums` compares contents with their checksums.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -222,7 +218,7 @@ class MegatronFolder:
         try:
             self.shape = ModelShape.from_dict(record["model"])
             self.layout = _smallest(Layout(world_size=1, **record["layout"]))
-            self._files = {name: (file["bytes"], file["sha256"]) for name, file in record["files"].items()}
+            self._files = {file_name(name): FileRecord.from_json(file) for name, file in record["files"].items()}
             self._parameters = stored_parameters(self.shape, self.layout)
             self._file_of = {
                 own: {name: record["parameters"][own][name] for name in parameters}
@@ -230,12 +226,12 @@ class MegatronFolder:
             }
         except (KeyError, TypeError, AttributeError, ValueError) as err:
             raise self._damaged(f"{MEGATRON} is malformed: {err!r}") from None
-        for name, (num_bytes, _) in self._files.items():
+        for name, file in self._files.items():
             found = self.path / name
-            if Path(name).name != name or not found.is_file():
+            if not found.is_file():
                 raise self._damaged(f"{name} is missing")
-            if found.stat().st_size != num_bytes:
-                raise self._damaged(f"{name} has {found.stat().st_size} bytes instead of {num_bytes}")
+            if found.stat().st_size != file.num_bytes:
+                raise self._damaged(f"{name} has {found.stat().st_size} bytes instead of {file.num_bytes}")
         dtypes = {(own, name): self._dtype(own, name) for own, names in self._parameters.items() for name in names}
         self._places: dict[str, dict[Box, _Place]] = {name: {} for name in hf_tensors(self.shape)}
         self.dtypes: dict[str, torch.dtype] = {}
@@ -246,7 +242,7 @@ class MegatronFolder:
 
     @torch.no_grad()
     def read(self, box: Box) -> torch.Tensor:
-        """The values of a box, put together from the parameters that hold it."""
+        """The values of a box, assembled from the parameters that hold it."""
         out = torch.empty(box.shape, dtype=self.dtypes[box.name])
         for held, place in self._places[box.name].items():
             common = box.intersect(held)
@@ -257,7 +253,7 @@ class MegatronFolder:
         return out
 
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Everything that is stored but padding; what several ranks hold comes more than once."""
+        """Everything that is stored except padding; what several ranks hold comes more than once."""
         for own, parameters in self._parameters.items():
             for name, parameter in parameters.items():
                 for piece in parameter.pieces:
@@ -265,18 +261,14 @@ class MegatronFolder:
 
     def check_sums(self) -> None:
         """Compare every file with its checksum; ValueError when one has changed since it was written."""
-        for name, (_, expected) in self._files.items():
-            digest = hashlib.sha256()
-            with open(self.path / name, "rb") as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    digest.update(chunk)
-            if digest.hexdigest() != expected:
-                raise self._damaged(f"{name} has changed, its checksum is not the one it was written with")
+        for name, file in self._files.items():
+            if sha256_of(self.path / name) != file.sha256:
+                raise self._damaged(f"{name} has changed since it was written, its checksum differs")
 
     def _record(self) -> dict[str, Any]:
         path = self.path / MEGATRON
         if not path.is_file():
-            raise ValueError(f"{self.path} is no Megatron folder, it has no {MEGATRON}")
+            raise ValueError(f"{self.path} is not a Megatron folder, it has no {MEGATRON}")
         try:
             record = json.loads(path.read_text())
             version = record.get("version")
@@ -290,7 +282,7 @@ class MegatronFolder:
         return self.path / self._file_of[own][name]
 
     def _dtype(self, own: str, name: str) -> torch.dtype:
-        """Type of a stored parameter, once its shape is what the layout implies."""
+        """Type of a stored parameter, whose shape must be what the layout implies."""
         dtype, found = self._mapped.header(self._path(own, name), name)
         expected = self._parameters[own][name].shape
         if found != expected:

@@ -1,1 +1,1 @@
-"""HF <-> Megatron: one immutable rule table a family; import, export, weight sync and checkpoints all read it."""
+"""HF <-> Megatron: one immutable rule table per family; import, export, weight sync and checkpoints all read it."""

@@ -1,11 +1,11 @@
-"""The shape of a model, read from a Hugging Face config.json, for the families we can build exactly.
+"""The shape of a model, read from a Hugging Face config.json, for the families that can be built exactly.
 
 What cannot be built exactly is refused with its reason: a silently different model is worse than an error.
 
-A family is one entry of `FAMILIES`: what transformers assumes where config.json is silent, and a small function from the
-config to those fields of `ModelShape` in which the family differs from a Llama. Tensor names that no family has yet go
-into `table`, modules that none has yet into `policy.architecture`; `tests/unit/models/test_checkpoints.py` and
-`tests/dist/test_families.py` compare the result with transformers.
+A family is one entry of `FAMILIES`: the defaults of transformers, and a small function from the config to those fields
+of `ModelShape` in which the family differs from a Llama. New tensor names go into `table`, new modules into
+`policy.architecture`; `tests/unit/models/test_checkpoints.py` and `tests/dist/test_families.py` compare the result with
+transformers.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Experts:
     normalised: bool
     """Whether the weights of the chosen experts add up to 1."""
     dense_layers: tuple[int, ...] = ()
-    """Layers that have a plain MLP nevertheless."""
+    """Layers that have a plain MLP instead."""
     names: Literal["mlp", "block_sparse_moe"] = "mlp"
-    """How the checkpoint calls them, see `table`."""
+    """Their name in the checkpoint, see `table`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What Megatron, the rule table and the engines need to know of a decoder."""
+    """What Megatron, the rule table and the engines need to know about a decoder."""
 
     family: str
     num_layers: int
@@ -52,16 +52,16 @@ class ModelShape:
     tied: bool
     norm_eps: float
     norms: Literal["before", "after", "around"] = "before"
-    """Where attention and MLP have their norms: on their input, on their output ahead of the residual sum, on both."""
+    """Where attention and MLP have norms: on their input, on their output before the residual sum, or on both."""
     zero_centred_norms: bool = False
     """Norms multiply by 1 + weight."""
     qkv_bias: bool = False
     qk_norm: Literal["head", "whole"] | None = None
-    """Queries and keys are normalised, each head by itself or all of a token's heads together."""
+    """Queries and keys are normalised, each head separately or all heads of a token together."""
     ropes: tuple[Rope, ...]
     """For each layer."""
     windows: tuple[int | None, ...]
-    """For each layer: how many tokens a token sees, itself included; None: all before it."""
+    """For each layer: how many tokens a token attends to, itself included; None: all before it."""
     attention_scale: float
     """Multiplies queries x keys."""
     attention_softcap: float | None = None
@@ -69,19 +69,23 @@ class ModelShape:
     logit_softcap: float | None = None
     """The same for the LM head's logits."""
     embedding_scale: float = 1.0
-    """Multiplies embeddings, not the tied LM head; rounded to the embeddings' dtype."""
+    """Multiplies embeddings but not the tied LM head; rounded to the embeddings' dtype."""
     activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
     """Of the gate, which multiplies the up projection."""
     experts: Experts | None = None
 
     @property
     def rope_kinds(self) -> tuple[Rope, ...]:
-        """The different ones among `ropes`."""
+        """The distinct entries of `ropes`."""
         return tuple(dict.fromkeys(self.ropes))
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The mixture of experts of this layer; None where it has a plain MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def has_experts(self, layer: int) -> bool:
         """Whether this layer is a mixture of experts."""
-        return self.experts is not None and layer not in self.experts.dense_layers
+        return self.experts_of(layer) is not None
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelShape:
@@ -101,18 +105,18 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One `model_type` of transformers: in what it differs from a Llama."""
+    """How one `model_type` of transformers differs from a Llama."""
 
     fields: Callable[[HfConfig], dict[str, Any]] = lambda hf: {}
     """Fields of `ModelShape`."""
     layer_types: Callable[[HfConfig], Sequence[str]] = lambda hf: [FULL] * hf["num_hidden_layers"]
-    """What each layer attends to, everything or its window."""
+    """Whether each layer attends to everything or to a window."""
     defaults: HfConfig = field(default_factory=dict)
-    """What transformers assumes where config.json is silent."""
+    """What transformers assumes for keys that config.json lacks."""
     windowed_rope: Callable[[HfConfig], HfConfig] | None = None
-    """RoPE of layers with a window, where config.json has one record for all; None: that of the others."""
+    """RoPE of layers with a window, where config.json has one record for all layers; None: the same."""
     activation: tuple[str, str] = ("hidden_act", "silu")
-    """Key and value of config.json; the engines know no other."""
+    """Key and value in config.json; the engines support no other value."""
 
 
 def _all_sliding(hf: HfConfig) -> list[str]:
@@ -120,7 +124,7 @@ def _all_sliding(hf: HfConfig) -> list[str]:
 
 
 def _qwen_layer_types(hf: HfConfig) -> Sequence[str]:
-    """The later layers have the window, if any."""
+    """Only the later layers have a window."""
     layers = range(hf["num_hidden_layers"])
     if not hf.get("use_sliding_window"):
         return [FULL] * len(layers)
@@ -132,7 +136,7 @@ def _qwen_moe_layer_types(hf: HfConfig) -> list[str]:
 
 
 def _every(period: int, hf: HfConfig) -> Sequence[str]:
-    """As listed, else: every so many layers one attends to everything."""
+    """As listed in config.json; else one layer in `period` attends to everything."""
     layers = range(hf["num_hidden_layers"])
     return hf.get("layer_types") or [SLIDING if (layer + 1) % period else FULL for layer in layers]
 
@@ -254,7 +258,7 @@ def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
 
 
 def shape_of(hf: HfConfig) -> ModelShape:
-    """The model's shape; every reason why it cannot be built exactly goes into one ValueError."""
+    """The model's shape; one ValueError names every reason why it cannot be built exactly."""
     name = hf.get("model_type")
     if name not in FAMILIES:
         reason = f": {NOT_BUILT[name]}" if name in NOT_BUILT else ""
@@ -265,6 +269,9 @@ def shape_of(hf: HfConfig) -> ModelShape:
     missing = [key for key in needed if key not in hf]
     if missing:
         raise ValueError(f"config.json of a {name} model lacks {', '.join(missing)}")
+    wrong = [f"{key}={hf[key]!r}" for key in needed if not isinstance(hf[key], int) or hf[key] < 1]
+    if wrong:
+        raise ValueError(f"config.json of a {name} model has {', '.join(wrong)}; expected whole numbers above 0")
     try:
         fields, layer_types = family.fields(hf), family.layer_types(hf)
     except KeyError as err:

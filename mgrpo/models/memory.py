@@ -1,7 +1,7 @@
-"""Bytes a learner rank holds from the first step to the last: parameters, gradients, optimizer states; and its logits.
+"""Bytes that a learner rank holds throughout a run (parameters, gradients, optimizer states), and those of its logits.
 
-What is counted is what Megatron allocates once, by the rule table that also loads the weights. Activations are in
-`activations`, engines in `engine`; `plan` adds up.
+Counted is what Megatron allocates once, by the rule table that also loads the weights. Activations, engines and the sum
+are the planner's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from functools import lru_cache
 from itertools import chain
 from typing import Literal
 
-from mgrpo.config.schema import Parallel
 from mgrpo.layout import VOCAB_MULTIPLE, Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import local_parameters
@@ -20,36 +19,36 @@ from mgrpo.models.table import local_parameters
 FP32_BYTES = 4
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOGITS_CHUNK = 16_384
-"""Most columns at a time where logits do not fit: 0.5 GiB in bf16 for 16,384 tokens, and still wide GEMMs."""
+"""Most columns per chunk where logits do not fit: 0.5 GiB in bf16 for 16,384 tokens, and still wide GEMMs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """What one rank holds from the first step to the last."""
+    """What one rank holds throughout a run."""
 
     parameters: int
     gradients: int
     """The fp32 buffer that micro-batches add to and data-parallel ranks reduce."""
     optimizer: int
-    """This rank's share: two moments and an fp32 master, which fp32 weights are themselves up to ZeRO-1."""
+    """This rank's share: two moments and an fp32 master copy, which fp32 weights do not need up to ZeRO-1."""
     reference: int
-    """The reference model's parameters, and an fp32 copy of them where the reference moves."""
+    """The reference model's parameters, and an fp32 copy of them where the reference is updated."""
     unsharded: int = 0
     """ZeRO-2 and 3: the whole gradients and parameters of the layers that are being computed."""
     update: int = 0
-    """Present only while the optimizer steps: one fp32 temporary of its share (torch's AdamW over all tensors at once)."""
+    """Only while the optimizer steps: one fp32 temporary of its share (torch's AdamW over all tensors at once)."""
     host: int = 0
     """Optimizer states in host memory."""
 
     @property
     def total(self) -> int:
-        """All that stays on the device."""
+        """Everything that stays on the device."""
         return self.parameters + self.gradients + self.optimizer + self.reference + self.unsharded
 
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Numbers of weights on one rank. Experts are apart: other ranks share them."""
+    """Numbers of weights on one rank. Experts are counted separately because other ranks share them."""
 
     dense: int
     experts: int
@@ -65,24 +64,24 @@ class Elements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """What a rank would hold if there were one pipeline stage, part by part; vocabulary padding included."""
+    """What a rank would hold with a single pipeline stage, part by part; vocabulary padding included."""
 
     layers: tuple[Elements, ...]
     embedding: int
     head: int
-    """0 in a tied model, whose embedding it is."""
+    """0 in a tied model, where it is the embedding."""
     norm: int
-    """The final one."""
+    """The final norm."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum."""
         return sum(layer.total for layer in self.layers) + self.embedding + self.head + self.norm
 
 
 @lru_cache(maxsize=256)
 def holdings(shape: ModelShape, *, tensor: int, expert: int) -> Holdings:
-    """By the rule table; equal on the ranks of a stage."""
+    """Counted by the rule table; equal on all ranks of a stage."""
     one_stage = Layout(world_size=tensor * expert, tensor=tensor, expert=expert)
     layers = [Elements(0, 0)] * shape.num_layers
     rest = {"embedding": 0, "output_layer": 0, "decoder": 0}
@@ -103,7 +102,7 @@ def stage_layers(layout: Layout, num_layers: int, stage: int) -> list[int]:
 
 
 def stage_elements(shape: ModelShape, layout: Layout, *, stage: int) -> Elements:
-    """Weights that one rank of a pipeline stage holds; a tied model's last stage has the embedding once more."""
+    """Weights that one rank of a pipeline stage holds; the last stage of a tied model has a copy of the embedding."""
     held = holdings(shape, tensor=layout.tensor, expert=layout.expert)
     found = sum((held.layers[layer] for layer in stage_layers(layout, shape.num_layers, stage)), Elements(0, 0))
     ends = held.embedding if stage == 0 else 0
@@ -126,19 +125,20 @@ def state_bytes(
     dtype_bytes: int,
     has_reference: bool = False,
     reference_moves: bool = False,
-    settings: Parallel | None = None,
+    moment_bytes: int = 2 * FP32_BYTES,
+    offload_fraction: float = 0.0,
 ) -> StateBytes:
     """One rank of a pipeline stage under `layout.zero_stage` (ZeRO, arXiv:1910.02054).
 
-    The optimizer's states are shared from stage 1 on, gradients from 2, parameters with 3: those of experts by the ranks
-    that hold the same experts, all others by the data x context ranks.
+    Optimizer states are shared from stage 1 on, gradients from stage 2, parameters in stage 3: those of experts among
+        the ranks that hold the same experts, all others among the data x context ranks.
 
     Args:
-        reference_moves: the reference is updated, for which it has an fp32 copy.
-        settings: where the optimizer's states lie and in which type.
+        reference_moves: the reference is updated, which takes an fp32 copy.
+        moment_bytes: of Adam's two moments, per weight.
+        offload_fraction: share of the optimizer states in host memory.
     """
     held = stage_elements(shape, layout, stage=stage)
-    settings = settings or Parallel()
 
     def share(is_shared: bool) -> int:
         if not is_shared:
@@ -146,10 +146,10 @@ def state_bytes(
         return -(-held.dense // layout.num_shards) - (-held.experts // layout.expert_data)
 
     stepped = share(layout.sharding >= 1)
-    # Megatron-FSDP keeps an fp32 master of fp32 weights, too.
+    # Megatron-FSDP also keeps an fp32 master copy of fp32 weights.
     has_master = dtype_bytes != FP32_BYTES or layout.sharding >= 2
-    optimizer = stepped * (FP32_BYTES * has_master + _moment_bytes(settings))
-    on_host = int(optimizer * settings.optimizer_offload_fraction) if settings.optimizer_cpu_offload else 0
+    optimizer = stepped * (FP32_BYTES * has_master + moment_bytes)
+    on_host = int(optimizer * offload_fraction)
     return StateBytes(
         parameters=share(layout.sharding == 3) * dtype_bytes,
         gradients=share(layout.sharding >= 2) * FP32_BYTES,
@@ -161,18 +161,11 @@ def state_bytes(
     )
 
 
-def _moment_bytes(settings: Parallel) -> int:
-    """Of Adam's two moments, a weight."""
-    if settings.use_precision_aware_optimizer:
-        return DTYPE_BYTES[settings.exp_avg_dtype] + DTYPE_BYTES[settings.exp_avg_sq_dtype]
-    return 2 * FP32_BYTES
-
-
 def _unsharded_bytes(shape: ModelShape, layout: Layout, *, stage: int, dtype_bytes: int) -> int:
-    """What is whole at a time: fp32 gradients, and with ZeRO-3 weights.
+    """What is unsharded at any one time: fp32 gradients, and with ZeRO-3 also weights.
 
-    Two layers, the one being computed and the next or the one before, and what is in no layer, embedding, final norm and
-    head, which Megatron-FSDP does not give back.
+    This is two layers, the one being computed and the next or the one before, and what is outside all layers:
+        embedding, final norm and head, which Megatron-FSDP does not free.
     """
     if layout.sharding < 2:
         return 0
@@ -183,7 +176,7 @@ def _unsharded_bytes(shape: ModelShape, layout: Layout, *, stage: int, dtype_byt
 
 
 def logits_bytes(tokens: int, *, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
-    """Logits of `tokens` rows on one rank of the last stage; their gradient is written over them."""
+    """Logits of `tokens` rows on one rank of the last stage; their gradient overwrites them."""
     return tokens * (padded_vocab(shape) // layout.tensor) * dtype_bytes
 
 
@@ -204,17 +197,17 @@ def choose_logits_chunk(
 ) -> int:
     """Columns of the LM head to compute at a time; 0 computes all at once.
 
-    A number is taken as given. "auto" is 0 for a model that caps its logits, whose chunks nobody caps, and when the
-    logits of a rank's share of a pack fit into half of what the last stage's states leave of the device, else
-    `LOGITS_CHUNK` or a quarter of the shard. An estimate: a pack has fewer response rows than tokens, so the logits are
-    rather over- than underestimated; activations are not counted and have the other half, which long packs without
-    recomputation can exceed whatever is chosen here.
+    A number is taken as given. "auto" is 0 for a model that caps its logits, because the chunked head cannot, and where
+    the logits of a rank's share of a pack fit into half of the device memory that the last stage's states leave free;
+    else `LOGITS_CHUNK` or a quarter of the shard. This is an estimate. A pack has fewer response rows than tokens, so
+    the logits are overestimated. Activations are not counted: they have the other half, which long packs without
+    recomputation can exceed in either case.
 
     Args:
         dtype_bytes: of the model's weights and logits.
         pack_length: most tokens in a pack.
         has_reference: a reference model lies on the same device.
-        device_bytes: memory of the device. Give all ranks the same number: a tensor-parallel group must agree.
+        device_bytes: memory of the device; the same number on all ranks, because a tensor-parallel group must agree.
     """
     if setting != "auto":
         return setting
@@ -225,5 +218,5 @@ def choose_logits_chunk(
     logits = logits_bytes(rows, shape=shape, layout=layout, dtype_bytes=dtype_bytes)
     if 2 * logits <= device_bytes - states.total:
         return 0
-    # At least four chunks, or little is saved.
+    # Fewer than four chunks save little.
     return min(LOGITS_CHUNK, -(-padded_vocab(shape) // layout.tensor // 4))

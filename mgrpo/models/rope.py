@@ -1,6 +1,6 @@
 """Rotary position embeddings as a Hugging Face config.json describes them. Pure: the angles are computed in policy/.
 
-Two spellings are read: `rope_theta` + `rope_scaling`, and transformers 5's `rope_parameters`, which is one record for the
+Two forms are read: `rope_theta` + `rope_scaling`, and transformers 5's `rope_parameters`, which is one record for the
 whole model or one for each type of layer.
 """
 
@@ -16,7 +16,7 @@ SCALINGS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Frequencies `theta ** (-2 i / head_dim)`, some of them divided by `factor` so that more positions fit in.
+    """Frequencies `theta ** (-2 i / head_dim)`, some of them divided by `factor` to make room for more positions.
 
     linear divides all. llama3 and yarn divide those that turn less than `slow` times within `original_positions`, keep
     those that turn more than `fast` times, and blend in between: llama3 by the number of turns, yarn by the index i.
@@ -35,7 +35,7 @@ class Rope:
 
 
 def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> dict[str, Any]:
-    """The record that holds for layers of this type, in either spelling, `rope_theta` included."""
+    """The record for layers of this type, from either form, `rope_theta` included."""
     new = hf.get("rope_parameters") or {}
     own = (new[layer_type] or {}) if layer_type in new else {**(hf.get("rope_scaling") or {}), **new}
     common = {"rope_theta": hf.get("rope_theta") or 10_000.0, "partial_rotary_factor": hf.get("partial_rotary_factor")}
@@ -57,7 +57,7 @@ def rope_problems(parameters: Mapping[str, Any]) -> Iterator[str]:
 
 
 def read_rope(parameters: Mapping[str, Any], *, max_positions: int) -> Rope:
-    """A record without `rope_problems`."""
+    """The embeddings of a record that has no `rope_problems`."""
     scaling, theta = _scaling(parameters), float(parameters["rope_theta"])
     if scaling == "default":
         return Rope(theta=theta)

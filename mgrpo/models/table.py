@@ -1,9 +1,9 @@
-"""Which slice of which Hugging Face tensor every shard of the model holds, in training and in the engines.
+"""Which slice of which Hugging Face tensor each shard of the model holds, in training and in the engines.
 
-One table (`_layer_rules`) and four rules say how a Megatron parameter is laid out in HF tensors:
+One table (`_layer_rules`) and four rules define how a Megatron parameter is laid out in HF tensors:
     Replicated  every tensor rank holds the whole tensor
     Split       the tensor is cut along one dimension (rows of column-parallel layers and vocabularies, columns of
-                row-parallel layers); a padded vocabulary's last rows belong to nothing
+                row-parallel layers); the last rows of a padded vocabulary correspond to nothing
     Stacked     several tensors, each cut along its rows, one above the other (gate and up)
     Grouped     query, key and value rows interleaved by key-value group, then cut along the rows
 Loading, exporting, the weight-sync plan and the layout-free part of a checkpoint read `local_parameters`; nothing else
@@ -80,10 +80,10 @@ class LocalParameter:
     shape: Shape
     pieces: tuple[Piece, ...]
     is_copy: bool = False
-    """The LM head of a tied model's last stage, which is the first stage's embedding once more."""
+    """The LM head of a tied model's last stage, a copy of the first stage's embedding."""
 
     def run(self, start: int, stop: int) -> Iterator[FlatPiece]:
-        """What elements `start` to `stop` hold, counted row by row: the shard of an optimizer that knows no rows.
+        """What elements `start` to `stop` hold, counted row by row: the shard of an optimizer that ignores rows.
 
         Each box lies in a partial first row, whole rows, or a partial last row.
         """
@@ -124,7 +124,7 @@ class Split:
     name: str
     dim: int = 0
     multiple: int = 1
-    """The dimension is padded to a multiple of this before it is cut."""
+    """The dimension is padded up to a multiple of this before it is cut."""
 
     def place(self, tensors: dict[str, Shape], rank: int, size: int) -> LocalParameter:
         shape = tensors[self.name]
@@ -142,14 +142,14 @@ class Stacked:
     names: tuple[str, ...]
 
     def place(self, tensors: dict[str, Shape], rank: int, size: int) -> LocalParameter:
-        pieces, offset, shape = [], 0, ()
+        columns = tensors[self.names[0]][1:]
+        rest = (0,) * len(columns)
+        pieces, offset = [], 0
         for name in self.names:
-            shape = tensors[name]
-            share = shape[0] // size
-            rest = (0,) * (len(shape) - 1)
-            pieces.append(Piece(Box(name, (rank * share, *rest), (share, *shape[1:])), (offset, *rest)))
+            share = tensors[name][0] // size
+            pieces.append(Piece(Box(name, (rank * share, *rest), (share, *columns)), (offset, *rest)))
             offset += share
-        return LocalParameter((offset, *shape[1:]), tuple(pieces))
+        return LocalParameter((offset, *columns), tuple(pieces))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ NORMS = {
         "post_feedforward_layernorm": "mlp_bda.norm",
     },
 }
-"""A layer's norms by their place (`ModelShape.norms`): HF's name and Megatron's."""
+"""The norms of a layer for each `ModelShape.norms`: their names in HF and in Megatron."""
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 EXPERT_MATRICES = {"mlp": GATE_UP_DOWN, "block_sparse_moe": ("w1", "w3", "w2")}
@@ -213,12 +213,11 @@ def hf_tensors(model: ModelShape) -> dict[str, Shape]:
         tensors[at + "self_attn.o_proj.weight"] = (model.hidden, widths["q"])
         for name in NORMS[model.norms]:
             tensors[at + f"{name}.weight"] = (model.hidden,)
-        if model.has_experts(layer):
-            moe = f"{at}{model.experts.names}."
-            tensors[moe + "gate.weight"] = (model.experts.count, model.hidden)
-            for expert in range(model.experts.count):
-                matrices = EXPERT_MATRICES[model.experts.names]
-                tensors |= _mlp_tensors(f"{moe}experts.{expert}.", matrices, model.hidden, model.experts.ffn)
+        if experts := model.experts_of(layer):
+            moe, matrices = f"{at}{experts.names}.", EXPERT_MATRICES[experts.names]
+            tensors[moe + "gate.weight"] = (experts.count, model.hidden)
+            for expert in range(experts.count):
+                tensors |= _mlp_tensors(f"{moe}experts.{expert}.", matrices, model.hidden, experts.ffn)
         else:
             tensors |= _mlp_tensors(at + "mlp.", GATE_UP_DOWN, model.hidden, model.ffn)
     tensors["model.norm.weight"] = (model.hidden,)
@@ -238,7 +237,7 @@ def _mlp_rules(at: str, hf_at: str, matrices: tuple[str, str, str] = GATE_UP_DOW
 
 
 def _layer_rules(model: ModelShape, layer: int) -> dict[str, Rule]:
-    """Megatron's parameters of one layer, its experts apart."""
+    """Megatron's parameters of one layer except its experts."""
     at = f"model.layers.{layer}."
 
     def qkv(kind: str) -> Grouped:
@@ -250,8 +249,8 @@ def _layer_rules(model: ModelShape, layer: int) -> dict[str, Rule]:
     }
     for hf_name, name in NORMS[model.norms].items():
         rules[f"{name}.weight"] = Replicated(f"{at}{hf_name}.weight")
-    if model.has_experts(layer):
-        rules["mlp.router.weight"] = Replicated(f"{at}{model.experts.names}.gate.weight")
+    if experts := model.experts_of(layer):
+        rules["mlp.router.weight"] = Replicated(f"{at}{experts.names}.gate.weight")
     else:
         rules |= _mlp_rules("mlp.", at + "mlp.")
     if model.qkv_bias:
@@ -265,9 +264,10 @@ def _layer_rules(model: ModelShape, layer: int) -> dict[str, Rule]:
 
 def _expert_rules(model: ModelShape, layer: int, layout: Layout, expert_rank: int) -> dict[str, Rule]:
     """The experts of one layer that a rank holds."""
-    if not model.has_experts(layer):
+    experts = model.experts_of(layer)
+    if experts is None:
         return {}
-    names, share = model.experts.names, model.experts.count // layout.expert
+    names, share = experts.names, experts.count // layout.expert
     rules: dict[str, Rule] = {}
     for expert in range(expert_rank * share, (expert_rank + 1) * share):
         hf_at = f"model.layers.{layer}.{names}.experts.{expert}."
@@ -313,7 +313,7 @@ def training_boxes(model: ModelShape, layout: Layout) -> list[list[Box]]:
 
 
 ENGINE_VOCAB_MULTIPLE = 64
-"""vLLM pads vocabularies to this."""
+"""vLLM pads vocabularies up to a multiple of this."""
 
 
 def engine_boxes(model: ModelShape, layout: InferLayout) -> list[list[Box]]:
@@ -338,7 +338,7 @@ def _engine_parameter(
     if kind in ("embed_tokens", "lm_head"):
         return Split(name, multiple=ENGINE_VOCAB_MULTIPLE).place(tensors, worker, workers)
     if kind in ("k_proj", "v_proj") and model.kv_heads < workers:
-        # Fewer key-value heads than workers: neighbours hold copies of one head.
+        # With fewer key-value heads than workers, neighbours hold copies of one head.
         return Split(name).place(tensors, worker * model.kv_heads // workers, model.kv_heads)
     return Split(name, dim=1 if kind in ("o_proj", "down_proj", "w2") else 0).place(tensors, worker, workers)
 

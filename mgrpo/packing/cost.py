@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class Cost:
     """a * tokens + b * tokens^2 for a document, in any unit.
 
-    A transformer layer of width h does 24 h^2 operations a token in its matrices (12 h^2 weights) and 4 h s for a token
-    that attends to s others, so b / a = 4 h / 24 h^2 = 1 / (6 h) (arXiv:2104.04473, section 4.1). Causal attention needs
-    half of that, but its kernels run at about half the speed of matrix products, so the ratio stands. The default is
-    h = 4096, as in models of 7 to 8 billion parameters: both parts are equal at 24,576 tokens.
+    A transformer layer of width h does 24 h^2 operations per token in its matrices (12 h^2 weights) and 4 h s for a
+    token that attends to s others, so b / a = 4 h / 24 h^2 = 1 / (6 h) (arXiv:2104.04473, section 4.1). Causal
+    attention needs half of that, but its kernels run at about half the speed of matrix products, so the ratio holds.
+    The default is h = 4096, as in models of 7 to 8 billion parameters: both parts are equal at 24,576 tokens.
     """
 
     a: float = 1.0

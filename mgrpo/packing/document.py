@@ -1,7 +1,7 @@
 """Samples into documents, and documents into one pack.
 
-A document is a prompt followed by the completions that share it, each without its last token (`PackedBatch` in types.py),
-and padding where ranks share its tokens.
+A document is a prompt followed by the completions that share it, each without its last token (`PackedBatch` in
+types.py), and padding where ranks share its tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def documents(
     """Which samples form a document, as indices; every sample in exactly one.
 
     Samples of a group with equal prompts become one document if it is not longer than `pack_length`: with True always,
-    with "auto" where that is cheaper, with False never. Each other sample is a document.
+    with "auto" where that is cheaper, with False never. Every other sample is a document of its own.
 
     Args:
         cost: of a document, for "auto"; default `Cost()`.
@@ -70,17 +70,17 @@ def assemble(
 ) -> PackedBatch:
     """One pack of these documents, in their order; no documents make a dummy pack.
 
-    A document's last branch is continued with token 0 to a multiple of `document_multiple_of`: nothing before sees it,
-    and it predicts nothing. What is missing to a multiple of `multiple_of` tokens is added as one document of token 0 that
-    predicts nothing; a dummy pack is such a document alone, so that every rank has something to run.
+    Padding up to a multiple of `document_multiple_of` continues a document's last branch with token 0: no earlier row
+    sees it, and it predicts nothing. Padding of the pack up to a multiple of `multiple_of` is one document of token 0
+    that predicts nothing; a dummy pack is such a document alone, so that every rank has something to run.
     """
     # A segment is a prompt or a completion without its last token: a run of consecutive rows.
     segments: list[np.ndarray] = []
     branches: list[int] = []
-    prompt_segments: list[int] = []
+    prompts: list[int] = []
     order: list[int] = []
     for members in documents:
-        prompt_segments.append(len(segments))
+        prompts.append(len(segments))
         segments.append(samples[members[0]].prompt_tokens)
         segments.extend([samples[index].tokens[:-1] for index in members])
         num_missing = -document_length(samples, members) % document_multiple_of
@@ -88,43 +88,20 @@ def assemble(
         branches.extend(range(len(members) + 1))
         order.extend(members)
 
-    segment_branches = np.array(branches, dtype=np.int32)
-    segment_starts = _cumulative(segments)
-    segment_lengths = np.diff(segment_starts)
-    fan_out = np.array([len(members) for members in documents], dtype=np.int64)
     chosen = [samples[index] for index in order]
-    response_starts = _cumulative([sample.tokens for sample in chosen])
-    response_lengths = np.diff(response_starts)
-    prompts = np.array(prompt_segments, dtype=np.int64)
-    assert np.all(segment_lengths[prompts] > 0), (
-        "a prompt without tokens: nothing would predict the first response token"
-    )
-    assert np.all(response_lengths > 0), "a sample without response tokens"
-
-    num_tokens = int(segment_starts[-1])
+    starts, response_starts = _cumulative(segments), _cumulative([sample.tokens for sample in chosen])
+    num_tokens = int(starts[-1])
     num_padding = -num_tokens % multiple_of if num_tokens else multiple_of
     padding = np.arange(num_padding, dtype=np.int32)
-
-    is_completion = segment_branches > 0
-    prompt_ends = segment_starts[prompts + 1]
-    # Row i of a segment that starts at row s and continues at position f has position i - s + f, with f = 0 for a prompt
-    # and the prompt's length for a completion.
-    first_positions = np.where(is_completion, np.repeat(segment_lengths[prompts], fan_out + 1), 0)
-    positions = np.arange(num_tokens) - np.repeat(segment_starts[:-1] - first_positions, segment_lengths)
-    # Response token j is predicted by the row of token j - 1 of its branch, and token 0 by the prompt's last row.
-    rows = np.arange(response_starts[-1]) - np.repeat(
-        response_starts[:-1] - segment_starts[:-1][is_completion] + 1, response_lengths
-    )
-    rows[response_starts[:-1]] = np.repeat(prompt_ends - 1, fan_out)
-
-    document_ends = np.append(segment_starts[prompts], num_tokens)
-    if num_padding:
-        document_ends = np.append(document_ends, num_tokens + num_padding)
+    positions, rows = _positions_and_rows(starts, response_starts, np.array(branches, dtype=np.int32), prompts)
+    document_ends = [*starts[prompts], num_tokens, *([num_tokens + num_padding] if num_padding else [])]
     return PackedBatch(
         tokens=_joined([*segments, np.zeros_like(padding)], np.int32),
         positions=_joined([positions, padding], np.int32),
-        branches=_joined([np.repeat(segment_branches, segment_lengths), np.zeros_like(padding)], np.int32),
-        cu_seqlens=document_ends.astype(np.int32),
+        branches=_joined(
+            [np.repeat(np.array(branches, dtype=np.int32), np.diff(starts)), np.zeros_like(padding)], np.int32
+        ),
+        cu_seqlens=np.array(document_ends, dtype=np.int32),
         rows=rows.astype(np.int32),
         targets=_joined([sample.tokens for sample in chosen], np.int32),
         response_cu_seqlens=response_starts.astype(np.int32),
@@ -133,6 +110,35 @@ def assemble(
         advantages=np.array([sample.advantage for sample in chosen], dtype=np.float32),
         samples=np.array(order, dtype=np.int32),
     )
+
+
+def _positions_and_rows(
+    starts: np.ndarray, response_starts: np.ndarray, branches: np.ndarray, prompts: list[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Position of each row in its branch `[tokens]`, and the row that predicts each response token `[responses]`.
+
+    Args:
+        starts, branches: first row `[segments + 1]` and branch `[segments]` of each segment, 0 for a prompt.
+        response_starts: `[completions + 1]`, counted in response tokens.
+        prompts: which segments are prompts; the completions of each follow it.
+    """
+    lengths, response_lengths = np.diff(starts), np.diff(response_starts)
+    heads = np.array(prompts, dtype=np.int64)
+    fan_out = np.diff(np.append(heads, len(lengths))) - 1
+    assert np.all(lengths[heads] > 0), "a prompt without tokens: nothing would predict the first response token"
+    assert np.all(response_lengths > 0), "a sample without response tokens"
+
+    is_completion = branches > 0
+    # Row i of a segment that starts at row s and continues at position f has position i - s + f, with f = 0 for a
+    # prompt and the prompt's length for a completion.
+    first_positions = np.where(is_completion, np.repeat(lengths[heads], fan_out + 1), 0)
+    positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - first_positions, lengths)
+    # Response token j is predicted by the row of token j - 1 of its branch, and token 0 by the prompt's last row.
+    rows = np.arange(response_starts[-1]) - np.repeat(
+        response_starts[:-1] - starts[:-1][is_completion] + 1, response_lengths
+    )
+    rows[response_starts[:-1]] = np.repeat(starts[heads + 1] - 1, fan_out)
+    return positions, rows
 
 
 def _cumulative(arrays: list[np.ndarray]) -> np.ndarray:

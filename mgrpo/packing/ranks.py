@@ -12,15 +12,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mgrpo.packing.bins import checked, fewest_packs, longest_first, token_limit
+from mgrpo.packing.bins import Packs, best_fit, check_pack_length, checked, longest_first, next_fit
 from mgrpo.packing.cost import Cost
 
 GOOD_ENOUGH = 1.001
-"""Ratio to the least cost the costliest rank could have, at which exchanging documents ends."""
+"""Ratio to the least cost the costliest rank could have, at which the exchange of documents ends."""
 COMPARED = 128
-"""Documents of a rank that are considered for an exchange; with more, a sample of every length is good enough."""
-
-Packs = list[list[int]]
+"""About how many documents of a rank are considered for a swap; of more, every n-th by length is good enough."""
 
 
 def balance(
@@ -37,22 +35,25 @@ def balance(
 ) -> list[list[Packs]]:
     """Indices of `lengths` as [mini-batch][data-parallel rank][micro-batch].
 
-    All ranks of a mini-batch have the same number of micro-batches, the fewest found to fit and at least one, rounded up
-    to a multiple of `micro_batches_multiple_of`, costly ones first; an empty list stands for a dummy pack. Exactly `num_mini_batches` parts come out; see `mini_batches`.
+    All ranks of a mini-batch have the same number of micro-batches: as many as `pack` needs, at least one, rounded up
+    to a multiple of `micro_batches_multiple_of`. A rank's costly ones come first; an empty list stands for a dummy
+    pack. Exactly `num_mini_batches` parts come out; see `mini_batches`.
 
     Args:
-        pack_length: most tokens in a pack, including the padding to a multiple of `multiple_of`.
+        pack_length: most tokens in a pack, a multiple of `multiple_of`, up to which packs are padded.
         cost: of a document, default `Cost()`.
         epoch, seed: which partition into mini-batches.
+    Raises:
+        ValueError: a document is longer than a pack, or `pack_length` is not such a multiple.
     """
     if dp < 1 or num_mini_batches < 1:
         raise ValueError(f"dp={dp} and num_mini_batches={num_mini_batches} must be at least 1")
-    limit = token_limit(pack_length, multiple_of)
-    lengths = checked(lengths, limit)
+    check_pack_length(pack_length, multiple_of)
+    lengths = checked(lengths, pack_length)
     cost = cost or Cost()
     costs = [cost.of(length) for length in lengths]
     parts = mini_batches(lengths, num_mini_batches, epoch=epoch, seed=seed)
-    return [_to_ranks(members, lengths, costs, limit, dp, micro_batches_multiple_of) for members in parts]
+    return [_to_ranks(members, lengths, costs, pack_length, dp, micro_batches_multiple_of) for members in parts]
 
 
 def mini_batches(lengths: Sequence[int], num_mini_batches: int, *, epoch: int = 0, seed: int = 0) -> list[list[int]]:
@@ -64,7 +65,7 @@ def mini_batches(lengths: Sequence[int], num_mini_batches: int, *, epoch: int = 
     order = longest_first(range(len(lengths)), lengths)
     if not epoch:
         return _spread(order, lengths, num_mini_batches)
-    # The last documents dealt even out the rest: shuffling only those of similar length leaves the short ones last.
+    # The documents dealt last even out the parts: shuffling only those of similar length keeps the short ones last.
     rng = np.random.default_rng((seed, epoch))
     shuffled = np.argsort(-np.asarray(lengths) * 2 ** rng.uniform(0, 1, len(lengths)), kind="stable")
     parts = _spread(shuffled.tolist(), lengths, num_mini_batches)
@@ -74,8 +75,8 @@ def mini_batches(lengths: Sequence[int], num_mini_batches: int, *, epoch: int = 
 def _spread(order: Iterable[int], sizes: Sequence[float], num_bins: int) -> Packs:
     """`num_bins` bins of even size: each index, in this order, into the emptiest bin."""
     bins: Packs = [[] for _ in range(num_bins)]
-    # Bins of equal size are taken by their number of documents, so that documents of length 0 spread out too.
-    emptiest = [(0, 0, number) for number in range(num_bins)]
+    # Of equal bins the one with fewer documents comes first, so that documents of length 0 also spread out.
+    emptiest: list[tuple[float, int, int]] = [(0.0, 0, number) for number in range(num_bins)]
     for index in order:
         size, count, number = emptiest[0]
         bins[number].append(index)
@@ -84,19 +85,25 @@ def _spread(order: Iterable[int], sizes: Sequence[float], num_bins: int) -> Pack
 
 
 def _to_ranks(
-    members: list[int], lengths: list[int], costs: list[float], limit: int, dp: int, micro_batches_multiple_of: int
+    members: list[int],
+    lengths: list[int],
+    costs: list[float],
+    pack_length: int,
+    dp: int,
+    micro_batches_multiple_of: int,
 ) -> list[Packs]:
     """[rank][micro-batch] of one mini-batch: the best of three first assignments, improved by exchanges."""
-    packs = fewest_packs(members, lengths, limit, count_in=dp)
-    count = max(1, -(-len(packs) // (dp * micro_batches_multiple_of))) * micro_batches_multiple_of
+    tight, consecutive = best_fit(members, lengths, pack_length), next_fit(members, lengths, pack_length)
+    num_packs = min(len(tight), len(consecutive))
+    count = max(1, -(-num_packs // (dp * micro_batches_multiple_of))) * micro_batches_multiple_of
     found = [
-        _to_cheapest(members, lengths, costs, limit, dp, count),
-        _deal(packs, costs, dp, count),
-        _in_order(members, lengths, limit, dp, count),
+        _to_cheapest(members, lengths, costs, pack_length, dp, count),
+        _deal(tight, costs, dp, count),
+        _in_order(consecutive, dp, count),
     ]
     ranks = min((ranks for ranks in found if ranks), key=lambda ranks: max(_costs(ranks, costs)))
-    _exchange(ranks, lengths, costs, limit)
-    return [_evened(packs, lengths, costs, limit) for packs in ranks]
+    _exchange(ranks, lengths, costs, pack_length)
+    return [_evened(packs, lengths, costs, pack_length) for packs in ranks]
 
 
 def _costs(ranks: list[Packs], costs: list[float]) -> list[float]:
@@ -104,11 +111,11 @@ def _costs(ranks: list[Packs], costs: list[float]) -> list[float]:
 
 
 def _to_cheapest(
-    members: list[int], lengths: list[int], costs: list[float], limit: int, dp: int, count: int
+    members: list[int], lengths: list[int], costs: list[float], pack_length: int, dp: int, count: int
 ) -> list[Packs] | None:
-    """Each document, longest first, to the cheapest rank with room, there into the fullest pack; None if one has no place."""
+    """Each document, longest first, to the cheapest rank with room, there into the fullest pack; None if one cannot."""
     ranks: list[Packs] = [[[] for _ in range(count)] for _ in range(dp)]
-    rooms = [[(limit, number) for number in range(count)] for _ in range(dp)]  # (room, pack) of each rank, rising
+    rooms = [[(pack_length, number) for number in range(count)] for _ in range(dp)]  # (room, pack) of each rank, rising
     cheapest = [(0.0, 0, rank) for rank in range(dp)]
     for index in longest_first(members, lengths):
         passed_over = []
@@ -127,8 +134,13 @@ def _to_cheapest(
     return ranks
 
 
-def _deal(packs: Packs, costs: list[float], dp: int, count: int) -> list[Packs]:
-    """`count` packs to each rank: costliest first, to the cheapest rank that may have one more; dummies fill up."""
+def _deal(packs: Packs, costs: list[float], dp: int, count: int) -> list[Packs] | None:
+    """`count` packs for each rank: costliest first, to the cheapest rank with fewer; empty packs fill up.
+
+    None if there are more packs than that.
+    """
+    if len(packs) > dp * count:
+        return None
     ranks: list[Packs] = [[] for _ in range(dp)]
     sizes = _costs([[chosen] for chosen in packs], costs)
     cheapest = [(0.0, rank) for rank in range(dp)]
@@ -140,27 +152,19 @@ def _deal(packs: Packs, costs: list[float], dp: int, count: int) -> list[Packs]:
     return [own + [[] for _ in range(count - len(own))] for own in ranks]
 
 
-def _in_order(members: list[int], lengths: list[int], limit: int, dp: int, count: int) -> list[Packs] | None:
-    """Next fit: packs cut from the documents as they come; None if that takes too many.
+def _in_order(packs: Packs, dp: int, count: int) -> list[Packs] | None:
+    """`count` packs for each rank in their order; None if there are more.
 
-    Rarely the best, but what others train with: starting from it too, we are never worse.
+    Rarely the best, but what others train with: it makes sure that ours is never worse.
     """
-    packs: Packs = [[]]
-    room = limit
-    for index in members:
-        if lengths[index] > room:
-            packs.append([])
-            room = limit
-        packs[-1].append(index)
-        room -= lengths[index]
     if len(packs) > dp * count:
         return None
-    packs += [[] for _ in range(dp * count - len(packs))]
+    packs = packs + [[] for _ in range(dp * count - len(packs))]
     return [packs[rank * count : (rank + 1) * count] for rank in range(dp)]
 
 
-def _exchange(ranks: list[Packs], lengths: list[int], costs: list[float], limit: int) -> None:
-    """Let the costliest rank swap a document with another rank, or hand one over, as long as that helps; in place."""
+def _exchange(ranks: list[Packs], lengths: list[int], costs: list[float], pack_length: int) -> None:
+    """Swap a document of the costliest rank for another rank's, or move it there, as long as that helps; in place."""
     spent = _costs(ranks, costs)
     least = max(sum(spent) / len(ranks), max((costs[i] for packs in ranks for own in packs for i in own), default=0))
     while True:
@@ -169,7 +173,7 @@ def _exchange(ranks: list[Packs], lengths: list[int], costs: list[float], limit:
         if spent[costliest] <= GOOD_ENOUGH * least:
             return
         for other in by_cost:
-            gain = _swap(ranks[costliest], ranks[other], lengths, costs, limit, spent[costliest] - spent[other])
+            gain = _swap(ranks[costliest], ranks[other], lengths, costs, pack_length, spent[costliest] - spent[other])
             if gain:
                 spent[costliest] -= gain
                 spent[other] += gain
@@ -178,16 +182,19 @@ def _exchange(ranks: list[Packs], lengths: list[int], costs: list[float], limit:
             return
 
 
-def _swap(giver: Packs, taker: Packs, lengths: list[int], costs: list[float], limit: int, difference: float) -> float:
-    """Move half of `difference` in cost from one rank to the other as nearly as one swap can; the cost moved, or 0."""
-    given, given_size, given_cost, given_room = _offers(giver, lengths, costs, limit)
-    taken, taken_size, taken_cost, taken_room = _offers(taker, lengths, costs, limit)
+def _swap(
+    giver: Packs, taker: Packs, lengths: list[int], costs: list[float], pack_length: int, difference: float
+) -> float:
+    """The one swap that moves closest to half of `difference` in cost from giver to taker; the cost moved, or 0."""
+    given, given_size, given_cost, given_room = _offers(giver, lengths, costs, pack_length)
+    taken, taken_size, taken_cost, taken_room = _offers(taker, lengths, costs, pack_length)
     growth = given_size[:, None] - taken_size
     moved = given_cost[:, None] - taken_cost
     fits = (growth <= taken_room) & (-growth <= given_room[:, None])
     distance = np.where(fits, np.abs(moved - difference / 2), np.inf)
     i, j = np.unravel_index(distance.argmin(), distance.shape)
-    # A swap has to lower the greater cost by a measurable part, or rounding could keep the exchange going for ever.
+    # A swap has to lower the greater cost by a measurable part, or rounding errors could keep the exchange going
+    # forever.
     if distance[i, j] >= difference / 2 * (1 - 1e-6):
         return 0.0
     (here, left), (there, right) = given[i], taken[j]
@@ -199,16 +206,16 @@ def _swap(giver: Packs, taker: Packs, lengths: list[int], costs: list[float], li
 
 
 def _offers(
-    packs: Packs, lengths: list[int], costs: list[float], limit: int
+    packs: Packs, lengths: list[int], costs: list[float], pack_length: int
 ) -> tuple[list[tuple[int | None, int]], np.ndarray, np.ndarray, np.ndarray]:
     """What a rank can put into a swap, as (document, its pack), with its length, its cost and the room in its pack.
 
-    Beside its documents that is nothing (None), in each of its packs.
+    A document of None offers a place in that pack and nothing in return.
     """
     held = [(index, number) for number, own in enumerate(packs) for index in own]
     held.sort(key=lambda offer: (lengths[offer[0]], offer[0]))
     offers = [*held[:: len(held) // COMPARED + 1], *((None, number) for number in range(len(packs)))]
-    room = [limit - sum(lengths[index] for index in own) for own in packs]
+    room = [pack_length - sum(lengths[index] for index in own) for own in packs]
     return (
         offers,
         np.array([0 if index is None else lengths[index] for index, _ in offers]),
@@ -217,13 +224,13 @@ def _offers(
     )
 
 
-def _evened(packs: Packs, lengths: list[int], costs: list[float], limit: int) -> Packs:
+def _evened(packs: Packs, lengths: list[int], costs: list[float], pack_length: int) -> Packs:
     """A rank's packs with even cost if they can have it, costliest first.
 
-    Even packs lower the peak of memory and leave a pipeline fewer gaps; and where ranks wait for each other in every
-    micro-batch (expert parallelism, ZeRO-3), equals wait for equals.
+    Even packs lower the peak of memory and leave a pipeline fewer gaps. Where ranks wait for each other in every
+    micro-batch (expert parallelism, ZeRO-3), they also shorten the wait.
     """
     even = _spread(longest_first((index for own in packs for index in own), lengths), costs, len(packs))
-    if all(sum(lengths[index] for index in own) <= limit for own in even):
+    if all(sum(lengths[index] for index in own) <= pack_length for own in even):
         packs = even
     return sorted((sorted(own) for own in packs), key=lambda own: (-sum(costs[index] for index in own), own))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-from mgrpo.packing.bins import token_limit
+from mgrpo.packing.bins import check_pack_length
 from mgrpo.packing.cost import Cost
 from mgrpo.packing.document import assemble, document_length, documents
 from mgrpo.packing.ranks import balance, mini_batches
@@ -30,27 +30,31 @@ def pack_step(
     """Packs as [mini-batch][data-parallel rank][micro-batch]; every sample is in exactly one, see `balance`.
 
     Args:
-        multiple_of, document_multiple_of: what the tokens of a pack and of each document are padded to, see `Layout`.
-        micro_batches_multiple_of: what the number of micro-batches is a multiple of, `Layout.micro_batches_multiple_of`.
+        pack_length: most tokens in a pack, a multiple of `multiple_of`; `Layout.round_up` makes it one.
+        multiple_of, document_multiple_of: what the tokens of a pack and of each document are padded up to, see
+            `Layout`.
+        micro_batches_multiple_of: what the number of micro-batches is a multiple of, see `Layout`.
         share_prompts: see `documents`.
         cost: of a document, default `Cost()`.
         epoch, seed: which partition into mini-batches, see `mini_batches`.
+    Raises:
+        ValueError: a sample is longer than a pack, or `pack_length` is not such a multiple.
     """
-    assert multiple_of % document_multiple_of == 0, "the padding at a pack's end is a document too"
+    assert multiple_of % document_multiple_of == 0, "the padding at a pack's end is also a document"
     if document_multiple_of > 1:
         if share_prompts is True:
             raise ValueError(
-                "documents with shared prompts cannot be split over context-parallel ranks yet; use "
+                "documents with shared prompts cannot be split over context-parallel ranks; use "
                 "shared_prompt_packing=auto or off, or context_parallel_size=1"
             )
         share_prompts = False
-    limit = token_limit(pack_length, multiple_of)
+    check_pack_length(pack_length, multiple_of)
     packs = []
     for members in _mini_batches(samples, num_mini_batches, epoch=epoch, seed=seed):
         own = [samples[index] for index in members]
         grouped = [
             [members[number] for number in chosen]
-            for chosen in documents(own, share_prompts=share_prompts, pack_length=limit, cost=cost)
+            for chosen in documents(own, share_prompts=share_prompts, pack_length=pack_length, cost=cost)
         ]
         (ranks,) = balance(
             [document_length(samples, chosen, multiple_of=document_multiple_of) for chosen in grouped],
@@ -68,7 +72,7 @@ def pack_step(
 def _mini_batches(samples: Sequence[TrainSample], num_mini_batches: int, *, epoch: int, seed: int) -> list[list[int]]:
     """Which samples train in which optimizer step: whole groups, or single samples where there are too few of them.
 
-    By the samples alone: it is the same whatever the layout pads and whether prompts are shared.
+    It depends on the samples alone, not on the layout's padding or on shared prompts.
     """
     by_group: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):

@@ -1,8 +1,8 @@
 """A step's packs as a few flat arrays and back, so that they travel without pickling.
 
-The arrays say by themselves how to cut them: `num_micro_batches [mini-batches]`, `dp [1]` and `sizes [packs, 4]` (tokens,
+The arrays carry their own structure: `num_micro_batches [mini-batches]`, `dp [1]` and `sizes [packs, 4]` (tokens,
 documents, responses, sequences), packs in the order mini-batch, rank, micro-batch. `num_trained_tokens` and
-`num_sequences`, both `[mini-batches]`, count over all ranks, so that each knows the loss's denominator without looking at
+`num_sequences`, both `[mini-batches]`, count over all ranks, so that each knows the loss's denominator without reading
 the others' packs.
 """
 

@@ -1,1 +1,1 @@
-"""Megatron's axes: process groups, the CPU stand-in, packed attention, and what rank 0 tells the others."""
+"""Megatron's axes: process groups, the CPU stand-in, attention over packs, and broadcasts from rank 0."""

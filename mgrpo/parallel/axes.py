@@ -8,7 +8,7 @@ from mgrpo.layout import Layout
 
 
 def make_groups(layout: Layout, *, seed: int) -> None:
-    """Make the groups of every axis and seed their random states. Every learner rank must call, once a process."""
+    """Make the groups of every axis and seed their random states. Every learner rank must call, once per process."""
     parallel_state.initialize_model_parallel(
         layout.tensor,
         layout.pipeline,

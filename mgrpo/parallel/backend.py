@@ -1,8 +1,8 @@
 """The one place that knows whether this machine trains on CUDA or on the CPU.
 
-megatron-core 0.16 names its device as `torch.cuda.<something>` or as the literal "cuda", both through the global name
-`torch` of its own modules. Without CUDA `install()` gives those modules, and no others, a stand-in for that name in
-which the current device is the CPU. Nothing of megatron-core is edited. With CUDA nothing here is active.
+megatron-core 0.16 refers to its device as `torch.cuda.<something>` or as the literal "cuda", both through the global name
+`torch` of its own modules. Without CUDA `install()` rebinds that name, in those modules only, to a stand-in whose current
+device is the CPU. megatron-core itself is not edited, and with CUDA the stand-in is not used.
 
 `REBOUND` lists everything that is replaced and why; a test fails when one of the names goes away.
 """
@@ -16,7 +16,9 @@ import os
 import sys
 import types
 import warnings
-from typing import Any
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch
 from torch.distributed import DeviceMesh
@@ -25,23 +27,27 @@ CPU = torch.device("cpu")
 
 REBOUND: tuple[tuple[str, str, str], ...] = (
     # (module under megatron.core, name, why)
-    ("tensor_parallel.layers", "torch", "weights are allocated on torch.cuda.current_device()"),
-    ("tensor_parallel.random", "torch", "the CUDA random state; here the CUDA generator is the CPU's"),
-    ("tensor_parallel.random", "_lazy_call", "imported by name from torch.cuda"),
-    ("pipeline_parallel.p2p_communication", "torch", "shapes are exchanged on torch.cuda.current_device()"),
-    ("pipeline_parallel.schedules", "torch", "token counts on device 'cuda'"),
-    ("distributed.param_and_grad_buffer", "torch", "gradient buffers, streams and events"),
+    ("tensor_parallel.layers", "torch", "allocates weights on torch.cuda.current_device()"),
+    ("tensor_parallel.random", "torch", "uses the CUDA random state; here the CUDA generator is the CPU's"),
+    ("tensor_parallel.random", "_lazy_call", "is imported by name from torch.cuda"),
+    ("pipeline_parallel.p2p_communication", "torch", "exchanges shapes on torch.cuda.current_device()"),
+    ("pipeline_parallel.schedules", "torch", "creates token counts on device 'cuda'"),
+    ("distributed.param_and_grad_buffer", "torch", "allocates gradient buffers, uses streams and events"),
     ("optimizer.distrib_optimizer", "torch", "compares Tensor.type() with 'torch.cuda.FloatTensor'"),
-    ("optimizer.clip_grads", "torch", "norms on device 'cuda', Tensor.type()"),
-    ("models.common.embeddings.rope_utils", "torch", "pinned memory, which a CPU build refuses"),
-    ("jit", "jit_fuser", "torch.compile would run a C++ compiler in every rank"),
+    ("optimizer.clip_grads", "torch", "creates norms on device 'cuda', calls Tensor.type()"),
+    ("models.common.embeddings.rope_utils", "torch", "pins memory, which a CPU build refuses"),
+    ("jit", "jit_fuser", "is torch.compile, which would run a C++ compiler in every rank"),
     (
         "transformer.moe.moe_utils",
         "maybe_move_tensor_to_cpu",
-        "asks is_cuda before it makes the numpy sizes of a split",
+        "checks is_cuda before it converts the sizes of a split to numpy",
     ),
-    ("distributed.fsdp.mcore_fsdp_adapter", "TELinear", "a mock without Transformer Engine, which isinstance refuses"),
-    ("distributed.fsdp.mcore_fsdp_adapter", "DeviceMesh", "meshes of device type 'cuda'"),
+    (
+        "distributed.fsdp.mcore_fsdp_adapter",
+        "TELinear",
+        "is a mock without Transformer Engine, which isinstance refuses",
+    ),
+    ("distributed.fsdp.mcore_fsdp_adapter", "DeviceMesh", "creates meshes of device type 'cuda'"),
 )
 
 
@@ -56,7 +62,7 @@ def device() -> torch.device:
 
 
 def device_bytes() -> int:
-    """Memory of this rank's device; on the CPU its share of the machine's, which the machine's ranks have in common."""
+    """Memory of this rank's device; on the CPU an equal share of the machine's memory for each of its ranks."""
     if has_cuda():
         return torch.cuda.get_device_properties(device()).total_memory
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -64,9 +70,7 @@ def device_bytes() -> int:
 
 
 def init_process_group(*, rank: int, world_size: int, timeout_minutes: float) -> None:
-    """Join the default process group: NCCL with CUDA, gloo without. Every learner rank must call; alone none is needed."""
-    from datetime import timedelta
-
+    """Join the default process group: NCCL with CUDA, gloo without. Every rank must call; one alone needs no rendezvous."""
     if has_cuda():
         torch.cuda.set_device(device())
     torch.distributed.init_process_group(
@@ -79,7 +83,7 @@ def init_process_group(*, rank: int, world_size: int, timeout_minutes: float) ->
 
 
 def leave_process_groups() -> None:
-    """Undo `init_process_group` and Megatron's groups, so that another run may begin. Every learner rank must call."""
+    """Destroy the default group and Megatron's groups, so that another run may start. Every learner rank must call."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -97,13 +101,14 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def set_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Go on where `random_states` was."""
+    """Restore what `random_states` returned."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     torch.set_rng_state(states["cpu"])
     if has_cuda():
         torch.cuda.set_rng_state(states["cuda"], device())
-    trackers = {name.removeprefix("tracker/"): s for name, s in states.items() if name.startswith("tracker/")}
+    prefix = "tracker/"
+    trackers = {name.removeprefix(prefix): state for name, state in states.items() if name.startswith(prefix)}
     get_cuda_rng_tracker().set_states(trackers)
 
 
@@ -122,7 +127,7 @@ def transformer_settings() -> dict[str, Any]:
 
 
 class _Stream:
-    """A CUDA stream on the CPU: program order is all there is."""
+    """A CUDA stream on the CPU, where everything runs in program order."""
 
     cuda_stream, device = 0, CPU
 
@@ -131,7 +136,7 @@ class _Stream:
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *error: object) -> bool:
+    def __exit__(self, *error: object) -> Literal[False]:
         return False
 
     def record_event(self, event: Any = None) -> _Event:
@@ -180,11 +185,11 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like"
 
 
 class _StandIn(types.ModuleType):
-    """A module that answers `over` first and the real module for the rest."""
+    """The module `real` with some names replaced."""
 
-    def __init__(self, real: types.ModuleType, over: dict[str, Any]) -> None:
+    def __init__(self, real: types.ModuleType, replaced: dict[str, Any]) -> None:
         super().__init__(real.__name__)
-        self.__dict__.update(over, _real=real)
+        self.__dict__.update(replaced, _real=real)
 
     def __getattr__(self, name: str) -> Any:
         value = self.__dict__[name] = getattr(self._real, name)
@@ -213,7 +218,7 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _on_cpu(factory: Any) -> Any:
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
         if str(kwargs.get("device")).startswith("cuda"):
@@ -225,10 +230,10 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def _torch_without_cuda() -> _StandIn:
-    over: dict[str, Any] = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
-    over["device"] = _Device
-    over["cuda"] = _StandIn(torch.cuda, _CUDA | {"random": _StandIn(torch.cuda.random, _CUDA)})
-    return _StandIn(torch, over)
+    replaced: dict[str, Any] = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    replaced["device"] = _Device
+    replaced["cuda"] = _StandIn(torch.cuda, _CUDA | {"random": _StandIn(torch.cuda.random, _CUDA)})
+    return _StandIn(torch, replaced)
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
@@ -243,13 +248,14 @@ class _ImportHook(importlib.abc.MetaPathFinder):
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
-            run_body = spec.loader.exec_module
+            loader: Any = spec.loader
+            run_body = loader.exec_module
 
             def exec_module(module: types.ModuleType) -> None:
                 run_body(module)
                 self.rebind(module)
 
-            spec.loader.exec_module = exec_module
+            loader.exec_module = exec_module
         return spec
 
     def rebind(self, module: types.ModuleType) -> None:
@@ -263,36 +269,37 @@ class _ImportHook(importlib.abc.MetaPathFinder):
             names["TELinear"] = type("TELinear", (), {})
         if module.__name__ == "megatron.core.transformer.moe.moe_utils":
             names["maybe_move_tensor_to_cpu"] = _on_host
-            names.setdefault("te_general_gemm", None)  # read there without Transformer Engine, too
+            names.setdefault("te_general_gemm", None)  # also read without Transformer Engine
         if module.__name__ == "megatron.core.jit":
             module.disable_jit_fuser()
         if module.__name__ == "megatron.core.tensor_parallel.random":
-            # It reports an error when the CPU generator moves while the CUDA one is borrowed: here they are the same.
+            # It logs an error when the CPU generator changes inside a CUDA fork; here both are the same generator.
             logging.getLogger(module.__name__).setLevel(logging.CRITICAL)
 
 
 def _patch_tensor(stand_in: _StandIn) -> None:
     """For calls made inside megatron-core, `t.cuda()` is `t` and a float tensor's type is 'torch.cuda.FloatTensor'."""
-    real_type, real_cuda = torch.Tensor.type, torch.Tensor.cuda
+    tensor_class: Any = torch.Tensor
+    real_type, real_cuda = tensor_class.type, tensor_class.cuda
 
     def from_megatron() -> bool:
         return sys._getframe(2).f_globals.get("torch") is stand_in
 
-    def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = real_type(self, *args, **kwargs)
-        if isinstance(answer, str) and from_megatron():
-            return answer.replace("torch.", "torch.cuda.", 1)
-        return answer
+    def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> str | torch.Tensor:
+        name_or_tensor = real_type(self, *args, **kwargs)
+        if isinstance(name_or_tensor, str) and from_megatron():
+            return name_or_tensor.replace("torch.", "torch.cuda.", 1)
+        return name_or_tensor
 
     def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self if from_megatron() else real_cuda(self, *args, **kwargs)
 
-    torch.Tensor.type, torch.Tensor.cuda = tensor_type, cuda
+    tensor_class.type, tensor_class.cuda = tensor_type, cuda
 
 
 def install() -> None:
     """Let megatron-core run without CUDA. Call before the first import of `megatron.core`; with CUDA it does nothing."""
-    # What is installed beside Megatron is said once by the run, not by a dozen modules in every rank.
+    # The run reports once what is installed beside Megatron; a dozen modules would warn about it on every rank.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", message=".*_tensor. is deprecated", category=FutureWarning)
     if has_cuda() or any(isinstance(finder, _ImportHook) for finder in sys.meta_path):

@@ -1,7 +1,7 @@
-"""What rank 0 tells the other learners: a small header that opens every step, and arrays. No pickled objects.
+"""Messages from rank 0 to the other learners: a small header before every step, and arrays. No pickled objects.
 
-All of it runs over a gloo group of its own, so that a rank that waits for rank 0 gives up after `timeout_s` and not after
-the hours a collective of the training may take.
+They have their own gloo group, so that a rank stops waiting for rank 0 after `timeout_s` and not after the hours that a
+collective of the training may take.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Action(enum.IntEnum):
     """What the learners do next."""
 
     RUN = 0
-    """Rank 0 has what the others wait for."""
+    """The data that the others wait for follows."""
     HEARTBEAT = 1
-    """It has not yet, but is alive."""
+    """Rank 0 is alive but not ready yet."""
     ERROR = 2
     """The run is over; a message follows."""
     STOP = 3
@@ -31,36 +31,37 @@ class Action(enum.IntEnum):
 
 
 class Channel:
-    """One way, from rank 0 to all learners. Every rank makes one, in the same order, and calls the same methods."""
+    """A one-way channel from rank 0 to all learners. All ranks make theirs in the same order and call the same methods."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self.rank = dist.get_rank()
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def action(self, action: Action | None = None, message: str = "") -> Action:
-        """Rank 0 gives the next action, the others (`None`) receive it; ERROR raises RuntimeError(message) on them."""
-        head = torch.tensor([action if self.rank == 0 else 0, len(message.encode())], dtype=torch.int64)
-        dist.broadcast(head, 0, group=self.group)
-        received = Action(int(head[0]))
+        """Rank 0 sends the next action, the others (`None`) receive it; ERROR raises RuntimeError(message) on them."""
+        header = torch.tensor([action if self.rank == 0 else 0, len(message.encode())], dtype=torch.int64)
+        dist.broadcast(header, 0, group=self.group)
+        received = Action(int(header[0]))
         if received is Action.ERROR:
-            text = self._bytes(message.encode() if self.rank == 0 else None, int(head[1]))
+            text = self._bytes(message.encode() if self.rank == 0 else None, int(header[1]))
             if self.rank != 0:
                 raise RuntimeError(text.decode())
         return received
 
     def arrays(self, arrays: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """Rank 0's named arrays, on every rank: two collectives, whatever their number."""
+        """Rank 0's named arrays, on every rank, in two collectives; the other ranks pass None."""
         if self.rank == 0:
+            assert arrays is not None
             flat = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
             index = json.dumps([[name, str(array.dtype), array.shape] for name, array in flat.items()]).encode()
             body = b"".join(array.tobytes() for array in flat.values())
-            head = torch.tensor([len(index), len(body)], dtype=torch.int64)
-            dist.broadcast(head, 0, group=self.group)
+            header = torch.tensor([len(index), len(body)], dtype=torch.int64)
+            dist.broadcast(header, 0, group=self.group)
             self._bytes(index + body, len(index) + len(body))
             return flat
-        head = torch.zeros(2, dtype=torch.int64)
-        dist.broadcast(head, 0, group=self.group)
-        index_size, body_size = head.tolist()
+        header = torch.zeros(2, dtype=torch.int64)
+        dist.broadcast(header, 0, group=self.group)
+        index_size, body_size = header.tolist()
         data = self._bytes(None, index_size + body_size)
         received, offset = {}, index_size
         for name, dtype, shape in json.loads(data[:index_size]):
@@ -69,14 +70,14 @@ class Channel:
             offset += received[name].nbytes
         return received
 
-    def fail(self, message: str, patience_s: float = 5.0) -> None:
-        """Rank 0, on its way out: tell whoever waits for an action why; gives up soon where nobody does."""
+    def fail(self, message: str, timeout_s: float = 5.0) -> None:
+        """On rank 0: send an ERROR to ranks that wait for an action; returns after `timeout_s` where none does."""
         if self.rank == 0:
-            teller = threading.Thread(target=self._tell, args=(message,), daemon=True)
-            teller.start()
-            teller.join(patience_s)
+            sender = threading.Thread(target=self._send_error, args=(message,), daemon=True)
+            sender.start()
+            sender.join(timeout_s)
 
-    def _tell(self, message: str) -> None:
+    def _send_error(self, message: str) -> None:
         with contextlib.suppress(RuntimeError):
             self.action(Action.ERROR, message)
 

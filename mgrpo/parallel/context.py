@@ -1,8 +1,8 @@
-"""Attention when context-parallel ranks share every document, each with the stretches that `own_tokens` says.
+"""Attention when context-parallel ranks share every document, each with the stretches of `packs.local_tokens`.
 
-all_gather: every rank gathers the keys and values of all, for its own queries. a2a (DeepSpeed-Ulysses, arXiv:2309.14509):
-the ranks exchange, so that each holds all tokens of some heads, and exchange back. No token's output differs from one
-rank's, and the loss sees whole documents (`whole_responses`), so that no boundary goes untrained.
+all_gather: every rank gathers all keys and values, for its own queries. a2a (DeepSpeed-Ulysses, arXiv:2309.14509): the
+ranks exchange tokens for heads, so that each holds all tokens of some heads, and exchange back. Every token's output is
+that of a single rank, and the loss sees whole documents (`whole_responses`), so tokens at the cuts are trained as well.
 """
 
 from __future__ import annotations
@@ -15,38 +15,49 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from mgrpo.parallel.attention import PackedAttention, PackedDocuments
+from mgrpo.parallel.attention import PackedAttention
+from mgrpo.parallel.packs import PackedDocuments
 
 
 class GatheredAttention(PackedAttention):
-    """Own queries over everyone's keys and values; the gradient of these is summed where they came from."""
+    """Local queries over all ranks' keys and values, whose gradients are summed on the rank that they came from."""
 
     def attend_over_context(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pack: PackedDocuments,
+        gathered_rows: torch.Tensor,
     ) -> torch.Tensor:
         group = parallel_state.get_context_parallel_group()
-        both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=group)
-        key, value = both.index_select(0, pack.gathered).unbind(1)
-        return self.attend(query, key, value, pack, pack.share)
+        gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=group)
+        key, value = gathered.index_select(0, gathered_rows).unbind(1)
+        return self.attend(query, key, value, pack, pack.local_queries)
 
 
 class UlyssesAttention(PackedAttention):
-    """All tokens, a share of the heads: heads and key-value heads of a tensor rank must divide by the context size."""
+    """All tokens, some of the heads: a tensor rank's heads and key-value heads must divide by the context size."""
 
     def attend_over_context(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pack: PackedDocuments,
+        gathered_rows: torch.Tensor,
     ) -> torch.Tensor:
         group = parallel_state.get_context_parallel_group()
         size = group.size()
 
         def all_tokens(x: torch.Tensor) -> torch.Tensor:
-            parts = x.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
-            return all_to_all(group, parts).index_select(0, pack.gathered)
+            heads_by_rank = x.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+            return all_to_all(group, heads_by_rank).index_select(0, gathered_rows)
 
-        out = self.attend(all_tokens(query), all_tokens(key), all_tokens(value), pack, pack.whole)
-        by_rank = out.index_select(0, pack.gathered.argsort())
-        parts = all_to_all(group, by_rank.contiguous()).unflatten(0, (size, -1))
-        return parts.transpose(0, 1).flatten(1, 2)
+        out = self.attend(all_tokens(query), all_tokens(key), all_tokens(value), pack, pack.all_queries)
+        tokens_by_rank = out.index_select(0, gathered_rows.argsort())
+        heads_by_rank = all_to_all(group, tokens_by_rank.contiguous()).unflatten(0, (size, -1))
+        return heads_by_rank.transpose(0, 1).flatten(1, 2)
 
 
 def core_attention(cp_comm_type: str) -> type[PackedAttention]:
@@ -54,11 +65,11 @@ def core_attention(cp_comm_type: str) -> type[PackedAttention]:
     return {"all_gather": GatheredAttention, "a2a": UlyssesAttention}[cp_comm_type]
 
 
-def whole_responses(values: torch.Tensor, places: torch.Tensor, num_responses: int) -> torch.Tensor:
-    """`[n, own responses]` -> `[n, num_responses]` on every context-parallel rank; a gradient returns to its own rank.
+def whole_responses(values: torch.Tensor, indices: torch.Tensor, num_responses: int) -> torch.Tensor:
+    """`[n, local responses]` -> `[n, num_responses]` on every context-parallel rank; gradients return to their own rank.
 
     Args:
-        places: `[own responses]` which of the responses these are.
+        indices: `[local responses]` which of the responses these are.
     """
-    everyones = values.new_zeros(values.shape[0], num_responses).index_copy(1, places, values)
-    return reduce_from_tensor_model_parallel_region(everyones, group=parallel_state.get_context_parallel_group())
+    whole = values.new_zeros(values.shape[0], num_responses).index_copy(1, indices, values)
+    return reduce_from_tensor_model_parallel_region(whole, group=parallel_state.get_context_parallel_group())

@@ -11,21 +11,25 @@ __all__ = ["REBOUND", "FullyShardedDataParallel", "install"]
 
 REBOUND: tuple[tuple[str, str, str], ...] = (
     # (module under megatron.core, name, why; megatron-core 0.16.1)
-    ("distributed.fsdp.mcore_fsdp_adapter", "_get_dp_tp_mesh", "lays its mesh over the world, not over the own stage"),
+    (
+        "distributed.fsdp.mcore_fsdp_adapter",
+        "_get_dp_tp_mesh",
+        "builds its mesh over the world instead of this pipeline stage",
+    ),
     ("distributed.fsdp.mcore_fsdp_adapter", "_get_hsdp_tp_mesh", "the same with replicas (HSDP)"),
 )
 
 
 def install() -> None:
-    """Let Megatron-FSDP find the ranks of its mesh in the groups it is given. May be called again."""
+    """Make Megatron-FSDP build its mesh from the groups that it is given. May be called again."""
     mcore_fsdp_adapter._get_dp_tp_mesh = lambda data, tensor, ep_size=1: _mesh(data, tensor)
     mcore_fsdp_adapter._get_hsdp_tp_mesh = _mesh
 
 
 def _mesh(*groups: dist.ProcessGroup) -> torch.Tensor:
-    """Ranks of a mesh whose axes through this rank are `groups`: along each of them rank numbers grow evenly."""
+    """Ranks of a mesh whose axes through this rank are `groups`; along each axis ranks are evenly spaced."""
     mesh = torch.tensor(dist.get_rank())
     for group in groups:
-        steps = torch.tensor(dist.get_process_group_ranks(group)) - dist.get_rank()
-        mesh = mesh[..., None] + steps
+        offsets = torch.tensor(dist.get_process_group_ranks(group)) - dist.get_rank()
+        mesh = mesh[..., None] + offsets
     return mesh

@@ -1,16 +1,16 @@
 """Bytes that a forward pass keeps for its backward pass, on one learner rank.
 
 The terms are those of Korthikanti et al. (arXiv:2205.05198, section 4) for the layers that are trained here: packs (one
-sequence of `pack_length` tokens in the place of sequence x micro-batch), grouped queries, flash attention, which keeps no
-scores, SwiGLU, RMSNorm, experts, no dropout. Per token of a layer, in elements, with q = heads x head_dim / tp,
+sequence of `pack_length` tokens in place of sequence x micro-batch), grouped queries, flash attention, which keeps no
+scores, SwiGLU, RMSNorm, experts, no dropout. Elements per token and layer, with q = heads x head_dim / tp,
 k = kv_heads x head_dim / tp, f = ffn / tp, h = hidden:
 
-    residual stream   2h   (inputs of the norms that come first)
-    norms' outputs    2h   (inputs of the qkv and of the first MLP projection)
-    attention         3q + 3k + 4 head_dim   (qkv as it left its projection, rotated q and k, sines and cosines, output)
+    residual stream   2h   (inputs of the two norms)
+    norms' outputs    2h   (inputs of the qkv projection and of the first MLP projection)
+    attention         3q + 3k + 4 head_dim   (output of the qkv projection, rotated q and k, sines and cosines, output)
     MLP               3f   (gate and up together 2f, their product f)
 
-`2h` are split over tensor ranks under sequence parallelism, all tokens over context ranks.
+Sequence parallelism splits both `2h` over tensor ranks; context parallelism splits all tokens over context ranks.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ INDEX_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerActivations:
-    """Bytes that one layer keeps, by what the recomputation modules can drop."""
+    """Bytes that one layer keeps, by the parts that recomputation modules can drop."""
 
     stream: int
     """The layer's input and the input of its second half."""
     norms: int
     """Outputs of the two norms; module layernorm."""
     attention: int
-    """What attention and its projections need, whatever is recomputed."""
+    """Attention and its projections, whatever is recomputed."""
     scores: int
-    """The logarithms of attention's denominators; module core_attn, which with flash attention saves little."""
+    """Logarithms of attention's denominators; module core_attn, which saves little with flash attention."""
     mlp: int
     """Between the MLP's projections; module mlp, or moe for experts."""
     layer_input: int
-    """All that full recomputation keeps."""
+    """The only part that full recomputation keeps."""
 
     @property
     def total(self) -> int:
@@ -52,14 +52,14 @@ class LayerActivations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageActivations:
-    """Peak of one rank of a pipeline stage."""
+    """Peak bytes of one rank of a pipeline stage."""
 
     kept: int
-    """Of all micro-batches in flight."""
+    """Activations of all micro-batches in flight."""
     recomputed: int
-    """Of the layer whose forward is being repeated."""
+    """Activations of the layer whose forward pass is being repeated."""
     working: int
-    """Gradients inside the layer that is in its backward pass, and its gathered input."""
+    """Gradients within the layer in its backward pass, and its gathered input."""
     in_flight: float
     """Micro-batches whose activations are kept at once, in units of the whole stage."""
 
@@ -83,9 +83,9 @@ def layer_activations(
     """One layer, one pack, one rank.
 
     Args:
-        fused: norms, SwiGLU and attention keep only what CUDA's kernels and Megatron's fusions keep. On a CPU a norm keeps
-            its input and its normalised input, in fp32, SwiGLU each of its factors (of experts, its product, too), and
-            attention its padded operands beside the others.
+        fused: norms, SwiGLU and attention keep only what CUDA's kernels and Megatron's fusions keep. On a CPU a norm
+            keeps its input and its normalised input in fp32, SwiGLU each of its factors (for experts also their
+            product), and attention also its padded operands.
     """
     tokens = -(-pack_length // layout.context)
     split_tokens = -(-tokens // layout.tensor) if layout.sequence_parallel else tokens
@@ -104,7 +104,7 @@ def layer_activations(
 
 
 def _norm(rows: int, width: int, dtype_bytes: int, fused: bool) -> int:
-    """Input and one fp32 factor a row; on a CPU the normalised input, too, and both in fp32."""
+    """Input and one fp32 factor per row; on a CPU also the normalised input, both in fp32."""
     return rows * (width * dtype_bytes if fused else 2 * width * FP32_BYTES) + rows * FP32_BYTES
 
 
@@ -113,7 +113,7 @@ def _scores(shape: ModelShape, layout: Layout, tokens: int, dtype_bytes: int, se
     kept = tokens * heads * FP32_BYTES
     if fused:
         return kept
-    # On a CPU queries, keys, values and output once more, padded to equal documents.
+    # On a CPU also copies of queries, keys, values and output, padded to documents of equal length.
     keys_of = layout.context if settings.cp_comm_type == "all_gather" else 1
     return kept + tokens * 2 * (heads + kv_heads * keys_of) * shape.head_dim * dtype_bytes
 
@@ -128,44 +128,45 @@ def _attention(
     heads, kv_heads = _local_heads(shape, layout)
     query, key = heads * shape.head_dim, kv_heads * shape.head_dim
     if layout.context == 1:
-        # The values are a view of the qkv projection's output, which keeps all of it.
+        # The values are a view of the qkv projection's output, which keeps all of that output alive.
         elements = 3 * query + 3 * key
     elif settings.cp_comm_type == "all_gather":
         # Keys and values of the whole pack, in the order of its tokens.
         elements = 2 * query + 2 * key * layout.context
     else:
-        # All tokens, a share of the heads; the output once more after the exchange back.
+        # All tokens and a share of the heads; also the output after the exchange back.
         elements = 3 * query + 2 * key
-    found = tokens * (elements + 4 * shape.head_dim) * dtype_bytes
+    kept = tokens * (elements + 4 * shape.head_dim) * dtype_bytes
     if shape.qk_norm:
         norms = _norm(tokens * heads, shape.head_dim, dtype_bytes, fused)
-        # The keys' input is part of the qkv projection's output where that is kept anyway.
+        # Fused, the keys' input is part of the qkv projection's output, which is kept already.
         norms += tokens * kv_heads * FP32_BYTES if fused else _norm(tokens * kv_heads, shape.head_dim, 4, False)
-        found += norms
-    return found
+        kept += norms
+    return kept
 
 
 def _experts(shape: ModelShape, layout: Layout, split_tokens: int, dtype_bytes: int, fused: bool) -> int:
-    """Router, tokens in the order of their experts, and the experts' SwiGLU; experts are assumed to get equal shares."""
+    """Router, tokens sorted by expert, and the experts' SwiGLU; experts are assumed to get equal shares."""
     experts = shape.experts
+    assert experts is not None
     copies = split_tokens * experts.top_k
     # With tensor-parallel experts every rank has all ranks' tokens and a share of the width.
     rows, ffn = copies * layout.expert_tensor, experts.ffn // layout.expert_tensor
-    # Probabilities and the map of all experts, chosen experts with their scores, and the places of the copies.
+    # Probabilities and routing map of all experts; chosen experts with their scores, and positions of the copies.
     router = split_tokens * experts.count * (FP32_BYTES + 1) + copies * 2 * (FP32_BYTES + INDEX_BYTES)
     per_row = shape.hidden * dtype_bytes + ffn * dtype_bytes * (3 if fused else 6)
     return router + rows * (per_row + FP32_BYTES)
 
 
 def kept_bytes(layer: LayerActivations, *, has_experts: bool, settings: Parallel) -> int:
-    """What one layer keeps between its forward and its backward pass."""
+    """Bytes that one layer keeps between its forward and its backward pass."""
     if settings.recompute_granularity == "full":
         return layer.layer_input
     return layer.total - dropped_bytes(layer, has_experts=has_experts, settings=settings)
 
 
 def dropped_bytes(layer: LayerActivations, *, has_experts: bool, settings: Parallel) -> int:
-    """What one layer computes again in its backward pass."""
+    """Bytes that one layer recomputes in its backward pass."""
     if settings.recompute_granularity == "none":
         return 0
     if settings.recompute_granularity == "full":
@@ -176,10 +177,10 @@ def dropped_bytes(layer: LayerActivations, *, has_experts: bool, settings: Paral
 
 
 def chunks_in_flight(layout: Layout, *, stage: int, num_micro_batches: int) -> int:
-    """Forward passes of a chunk whose backward is still to come, at most.
+    """Maximum number of a chunk's forward passes that wait for their backward pass.
 
     1F1B (arXiv:2104.04473, section 2.2): pipeline - stage. Interleaved (Megatron's schedule): twice the distance to the
-    last stage, one round of all stages for each chunk but the last, and the pass being computed.
+    last stage, one round of all stages for each chunk except the last, and the current pass.
     """
     stages, chunks = layout.pipeline, layout.virtual_pipeline
     if chunks == 1:
@@ -198,7 +199,7 @@ def stage_activations(
     num_micro_batches: int,
     fused: bool = True,
 ) -> StageActivations:
-    """Peak over a training step of one rank; the LM head's logits are apart, see `memory.logits_bytes`."""
+    """Peak of one rank over a training step, without the LM head's logits (see `logits_working_bytes`)."""
     layers = {
         kind: layer_activations(
             shape,
@@ -217,7 +218,7 @@ def stage_activations(
     total = int(kept * in_flight)
     stream = next(iter(layers.values())).layer_input
     if stage == layout.pipeline - 1:
-        # The final norm, and the head's input, which is not split.
+        # The final norm, and the LM head's input, which is not split.
         rows = -(-pack_length // layout.context)
         split_rows = rows // layout.tensor if layout.sequence_parallel else rows
         total += _norm(split_rows, shape.hidden, dtype_bytes, fused) + rows * shape.hidden * dtype_bytes

@@ -1,4 +1,4 @@
-"""The command: a configuration and a cluster in, the plan out. Needs no GPU and starts nothing."""
+"""The command `mgrpo plan`: prints the plan of a configuration on given hardware. Needs no GPU and starts nothing."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from mgrpo.config.help import field_docs
 from mgrpo.config.schema import Parallel
 from mgrpo.config.validate import problems
 from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.planner.hardware import GPUS, Assumptions, Cluster
+from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import plan_run
 from mgrpo.planner.report import as_json, show
 from mgrpo.planner.suggest import suggest
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "configs" / "models"
-"""config.json files of public models: name.json stands for a model whose name begins so."""
+"""config.json files of public models: name.json serves models whose name begins with `name`."""
 
 
 def plan_command(argv: Sequence[str], *, prog: str = "mgrpo plan") -> int:
-    """Print the plan; 0 when the run fits, 1 when it does not, 2 when something about the request is wrong."""
-    own, rest = _parser(prog).parse_known_args(argv)
+    """Print the plan; returns 0 when the run fits, 1 when it does not, 2 when the request is wrong."""
+    options, rest = _parser(prog).parse_known_args(argv)
     try:
-        return _plan(own, parse(rest, prog=prog))
+        return _plan(options, parse(rest, prog=prog))
     except ConfigError as err:
         sys.stderr.write(f"{prog}: {err}\n")
     except ValueError as err:
@@ -36,32 +36,32 @@ def plan_command(argv: Sequence[str], *, prog: str = "mgrpo plan") -> int:
     return 2
 
 
-def _plan(own: argparse.Namespace, config: Config) -> int:
-    hf_config = _model_config(own.hf_config, config.model.model_name_or_path)
+def _plan(options: argparse.Namespace, config: Config) -> int:
+    hf_config = _model_config(options.hf_config, config.model.model_name_or_path)
     shape = shape_of(hf_config)
-    num_learners, nodes = _sizes(config, own.nodes, own.gpus_per_node)
-    found = problems(config, world_size=num_learners, hf_config=hf_config, has_dataset=True)
-    if own.hf_config:
-        found = [problem for problem in found if not problem.startswith("model_name_or_path")]
-    if found:
-        raise ConfigError(found)
+    num_learners, nodes = _sizes(config, options.nodes, options.gpus_per_node)
+    wrong = problems(config, world_size=num_learners, hf_config=hf_config, has_dataset=True)
+    if options.hf_config:
+        wrong = [problem for problem in wrong if not problem.startswith("model_name_or_path")]
+    if wrong:
+        raise ConfigError(wrong)
     names = [field.name for field in dataclasses.fields(Assumptions)]
-    cluster = Cluster(
-        gpu=GPUS[own.gpu],
+    hardware = Hardware(
+        gpu=GPUS[options.gpu],
         nodes=nodes,
-        gpus_per_node=own.gpus_per_node,
-        network_gbps=own.network_gbps,
-        assumed=Assumptions(**{name: getattr(own, name) for name in names}),
+        gpus_per_node=options.gpus_per_node,
+        network_gbps=options.network_gbps,
+        assumed=Assumptions(**{name: getattr(options, name) for name in names}),
     )
-    plan = plan_run(config, shape, cluster, num_learners=num_learners)
+    plan = plan_run(config, shape, hardware, num_learners=num_learners)
     layouts = (
-        suggest(config, shape, cluster, num_learners=num_learners, count=own.suggest, hf_config=hf_config)
-        if own.suggest
+        suggest(config, shape, hardware, num_learners=num_learners, count=options.suggest, hf_config=hf_config)
+        if options.suggest
         else []
     )
     show(plan, layouts)
-    if own.json:
-        Path(own.json).write_text(json.dumps(as_json(plan, layouts), indent=1) + "\n")
+    if options.json:
+        Path(options.json).write_text(json.dumps(as_json(plan, layouts), indent=1) + "\n")
     return 0 if plan.fits else 1
 
 
@@ -69,8 +69,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         usage="%(prog)s --config FILE.yaml [--gpu H100] [--nodes N] [--suggest N] [--json FILE] [--name value ...]",
-        description="Memory, time and traffic of a run on paper. Every setting of a run may be given as in training.",
-        epilog="Exits with 0 when the run fits, 1 when it does not, 2 when the request is wrong. docs/planning.md says what is assumed.",
+        description="Memory, time and traffic of a run, estimated without a GPU. Accepts every setting of a run.",
+        epilog="Exit status: 0 when the run fits, 1 when it does not, 2 when the request is wrong. "
+        "docs/planning.md lists the assumptions.",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -80,13 +81,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--nodes",
         type=_positive_int,
         default=None,
-        help="nodes; as many as learners and engines need where it is not given",
+        help="nodes; by default as many as learners and engines need",
     )
     parser.add_argument("--network_gbps", type=_positive, default=400.0, help="network of each GPU, Gbit/s one way")
     parser.add_argument("--suggest", type=_count, default=5, help="layouts to rank; 0 ranks none")
-    parser.add_argument("--json", metavar="FILE", default=None, help="write everything there, too")
+    parser.add_argument("--json", metavar="FILE", default=None, help="also write the plan as JSON")
     parser.add_argument(
-        "--hf_config", metavar="FILE", default=None, help="the model's config.json, where its folder is not here"
+        "--hf_config", metavar="FILE", default=None, help="the model's config.json, where its folder is not available"
     )
     assumed = parser.add_argument_group("assumptions", "shares, seconds and sizes that nothing here measures")
     documents = field_docs(Assumptions)
@@ -133,7 +134,7 @@ def _positive_int(text: str) -> int:
 
 
 def _model_config(hf_config: str | None, name: str | None) -> dict[str, Any]:
-    """The model's config.json: the file that was named, the one in the model's folder, or one that is shipped."""
+    """The model's config.json: the given file, the one in the model's folder, or a shipped one."""
     if hf_config:
         try:
             return json.loads(Path(hf_config).read_text())
@@ -143,27 +144,27 @@ def _model_config(hf_config: str | None, name: str | None) -> dict[str, Any]:
         raise ValueError("model_name_or_path is not set; give it, or --hf_config FILE")
     if Path(name).is_dir():
         return read_hf_config(name)
-    found = shipped_config(name)
-    if found is None:
+    shipped = shipped_config(name)
+    if shipped is None:
         known = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.json")))
         raise ValueError(
-            f"model_name_or_path={name} is no folder here and none of the models known by name ({known}); "
+            f"model_name_or_path={name} is neither a folder here nor a model known by name ({known}); "
             "give its config.json: --hf_config FILE"
         )
-    return json.loads(found.read_text())
+    return json.loads(shipped.read_text())
 
 
 def shipped_config(name: str) -> Path | None:
-    """The shipped file for a model of this name, `Qwen/Qwen2.5-7B-Instruct` for example: the longest name that begins it."""
-    own = Path(name).name.lower()
-    fitting = [path for path in SHIPPED.glob("*.json") if f"{own}-".startswith(f"{path.stem}-")]
-    return max(fitting, key=lambda path: len(path.stem), default=None)
+    """The shipped file with the longest name that begins the model's, `Qwen/Qwen2.5-7B-Instruct` for example."""
+    base = Path(name).name.lower()
+    matching = [path for path in SHIPPED.glob("*.json") if f"{base}-".startswith(f"{path.stem}-")]
+    return max(matching, key=lambda path: len(path.stem), default=None)
 
 
 def _sizes(config: Config, nodes: int | None, gpus_per_node: int) -> tuple[int, int]:
-    """Learner ranks and nodes: as configured, or all GPUs that engines leave, in whole copies of the model."""
+    """Learner ranks and nodes: as configured, or all GPUs that engines do not use, in whole copies of the model."""
     engines = config.engine.vllm_num_engines * config.engine.vllm_tensor_parallel_size
-    copy = max(_model_parallel_size(config.parallel), 1)  # `problems` speaks of sizes below 1
+    copy = max(_model_parallel_size(config.parallel), 1)  # `problems` reports sizes below 1
     counts = config.parallel.num_learners_per_node
     if counts:
         return sum(counts), nodes or max(len(counts), -(-(sum(counts) + engines) // gpus_per_node))

@@ -1,7 +1,7 @@
-"""What an inference engine needs: its weights, its KV cache, and how long it samples.
+"""An inference engine: its weights, its KV cache, and the time of generation.
 
-A decoding step reads the weights once and the keys and values of every running sequence: the time of sampling is a matter
-of memory bandwidth (Pope et al., arXiv:2211.05102). vLLM gives the cache what its share of the GPU leaves.
+A decoding step reads the weights once and the keys and values of every running sequence, so memory bandwidth limits
+generation (Pope et al., arXiv:2211.05102). The cache gets what the weights leave of vLLM's share of the GPU.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from mgrpo.layout import InferLayout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import holdings, padded_vocab
 from mgrpo.models.table import engine_boxes
-from mgrpo.planner.hardware import GIB, Cluster
+from mgrpo.planner.hardware import GIB, Hardware
 from mgrpo.planner.work import Workload, generation_flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """One GPU of an engine."""
+    """Memory of one GPU of an engine, in bytes."""
 
     weights: int
     workspace: int
     cache: int
-    """What is left of vllm_gpu_memory_utilization for keys and values; below 0 the engine cannot start."""
+    """What vllm_gpu_memory_utilization leaves for keys and values; if negative, the engine cannot start."""
     cache_bytes_per_token: int
     longest: int
-    """Most tokens in a sequence."""
+    """Maximum tokens of a sequence."""
 
     @property
     def cached_tokens(self) -> int:
@@ -37,67 +37,67 @@ class EngineMemory:
 
     @property
     def longest_sequences(self) -> int:
-        """Sequences of full length that fit at once."""
+        """Sequences of maximum length that fit at a time."""
         return self.cached_tokens // self.longest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationTime:
-    """Seconds of sampling one batch, by what they are spent on."""
+    """Seconds of generating one batch, by cause."""
 
     prefill: float
     weights: float
-    """Reading weights in decoding steps, or computing with them where that takes longer."""
+    """Reading weights in decoding steps, or computing with them where that is slower."""
     cache: float
     """Reading keys and values."""
     exchange: float
     """All-reduces between an engine's workers."""
     overhead: float
-    """Around the model: `Assumptions.decode_step_ms`."""
+    """Outside the model: `Assumptions.decode_step_ms`."""
     num_steps: int
     """Decoding steps of each engine."""
     running: float
-    """Sequences in a mean step of an engine."""
+    """Mean number of sequences in a step of an engine."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Their sum."""
         return self.prefill + self.weights + self.cache + self.exchange + self.overhead
 
 
 @cache
 def worker_weights(shape: ModelShape, workers: int) -> int:
-    """Weights that the fullest of an engine's workers holds, by the rule table."""
+    """Number of weights on the fullest of an engine's workers, by the rule table."""
     return max(sum(box.size for box in boxes) for boxes in engine_boxes(shape, InferLayout(tensor=workers)))
 
 
 def engine_memory(
-    shape: ModelShape, settings: Engine, cluster: Cluster, *, longest: int, dtype_bytes: int
+    shape: ModelShape, settings: Engine, hardware: Hardware, *, longest: int, dtype_bytes: int
 ) -> EngineMemory:
-    """One GPU of an engine; keys and values of windowed layers are counted in full."""
+    """Memory of one GPU of an engine; keys and values of windowed layers are counted in full."""
     workers = settings.vllm_tensor_parallel_size
     weights = worker_weights(shape, workers) * dtype_bytes
-    workspace = int(cluster.assumed.engine_workspace_gib * GIB)
+    workspace = int(hardware.assumed.engine_workspace_gib * GIB)
     # With fewer key-value heads than workers, neighbours hold copies of one head.
     kv_heads = max(shape.kv_heads // workers, 1)
     return EngineMemory(
         weights=weights,
         workspace=workspace,
-        cache=int(cluster.gpu.memory_bytes * settings.vllm_gpu_memory_utilization) - weights - workspace,
+        cache=int(hardware.gpu.memory_bytes * settings.vllm_gpu_memory_utilization) - weights - workspace,
         cache_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * dtype_bytes,
         longest=longest,
     )
 
 
 def generation_time(
-    shape: ModelShape, settings: Engine, memory: EngineMemory, work: Workload, cluster: Cluster, *, dtype_bytes: int
+    shape: ModelShape, settings: Engine, memory: EngineMemory, work: Workload, hardware: Hardware, *, dtype_bytes: int
 ) -> GenerationTime | None:
-    """Sampling a whole batch on all engines at once; None where an engine cannot hold one sequence.
+    """Generation of a whole batch on all engines in parallel; None where an engine cannot hold one sequence.
 
-    Sequences run as many at once as the cache holds at their mean final length, at most vllm_max_num_seqs; the last ones
-    are assumed to run to response_length.
+    As many sequences run at a time as the cache holds at their mean final length, at most vllm_max_num_seqs; the last
+    ones are assumed to run to response_length.
     """
-    assumed, workers = cluster.assumed, settings.vllm_tensor_parallel_size
+    assumed, workers = hardware.assumed, settings.vllm_tensor_parallel_size
     if memory.longest_sequences < 1:
         return None
     sequences = -(-work.sequences // settings.vllm_num_engines)
@@ -107,20 +107,20 @@ def generation_time(
     running = sequences * work.response_tokens / num_steps
 
     prompts = -(-sequences * work.prompts // work.sequences) if settings.vllm_enable_prefix_caching else sequences
-    # Operations of a mean token serve both for prompts and for decoding.
+    # The operations of a mean token are used both for prompts and for decoding.
     token = generation_flops(shape, work) * (1 / (work.sequences * work.length))
-    prefill = cluster.compute_seconds(token * (prompts * work.prompt_tokens), gpus=workers)
-    reading = _weights_read(shape, running) / workers * dtype_bytes / cluster.hbm_bytes_s
-    computing = cluster.compute_seconds(token * running, gpus=workers)
+    prefill = hardware.compute_seconds(token * (prompts * work.prompt_tokens), gpus=workers)
+    reading = _weights_read(shape, running) / workers * dtype_bytes / hardware.hbm_bytes_s
+    computing = hardware.compute_seconds(token * running, gpus=workers)
     # Token i of a completion reads the prompt's keys and values and those of i tokens before it.
     read = sequences * work.response_tokens * (work.prompt_tokens + work.response_tokens / 2)
     exchanges = 2 * shape.num_layers * (workers > 1)
     moved = 2 * (workers - 1) / workers * running * shape.hidden * dtype_bytes
-    exchange = exchanges * (assumed.allreduce_us * 1e-6 + moved / cluster.link_bytes_s(workers))
+    exchange = exchanges * (assumed.allreduce_us * 1e-6 + moved / hardware.link_bytes_s(workers))
     return GenerationTime(
         prefill=prefill,
         weights=num_steps * max(reading, computing),
-        cache=read * memory.cache_bytes_per_token / cluster.hbm_bytes_s,
+        cache=read * memory.cache_bytes_per_token / hardware.hbm_bytes_s,
         exchange=num_steps * exchange,
         overhead=num_steps * assumed.decode_step_ms * 1e-3,
         num_steps=int(num_steps),
@@ -129,7 +129,7 @@ def generation_time(
 
 
 def _weights_read(shape: ModelShape, running: float) -> float:
-    """Weights that a decoding step of so many sequences reads: all but the experts that no token is sent to."""
+    """Weights that a decoding step of `running` sequences reads: all except experts without a token."""
     held = holdings(shape, tensor=1, expert=1)
     hit = 1 - (1 - shape.experts.top_k / shape.experts.count) ** running if shape.experts else 0.0
     return sum(layer.dense + layer.experts * hit for layer in held.layers) + shape.hidden * padded_vocab(shape)

@@ -1,6 +1,6 @@
-"""GPUs as their data sheets describe them, the cluster they make, and how much of a data sheet a run is assumed to reach.
+"""GPUs by their data sheets, clusters of them, and the share of a peak rate that a run is assumed to reach.
 
-Peak rates are the vendor's; what a program reaches of them is an assumption, a field of `Assumptions`, never a measurement.
+Peak rates are the vendor's; the share that a program reaches is assumed (a field of `Assumptions`), not measured.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class Gpu:
 
     name: str
     tflops: float
-    """Peak of dense bf16 matrix products, 1e12 operations a second."""
+    """Peak of dense bf16 matrix products, 1e12 operations per second."""
     memory_gib: float
-    """What a data sheet calls GB of a GPU is nearly GiB; the difference is part of `Assumptions.reserved_gib`."""
+    """The data sheets' GB are nearly GiB; the difference is part of `Assumptions.reserved_gib`."""
     hbm_gb_s: float
-    """Peak memory bandwidth, 1e9 bytes a second."""
+    """Peak memory bandwidth, 1e9 bytes per second."""
     nvlink_gb_s: float
-    """To the node's other GPUs, one direction, 1e9 bytes a second; PCIe's where there is no NVLink."""
+    """To the other GPUs of the node, one direction, 1e9 bytes per second; PCIe's rate where there is no NVLink."""
     pcie_gb_s: float
-    """To the host, one direction, 1e9 bytes a second."""
+    """To the host, one direction, 1e9 bytes per second."""
 
     @property
     def memory_bytes(self) -> int:
@@ -32,8 +32,8 @@ class Gpu:
         return int(self.memory_gib * GIB)
 
 
-# NVIDIA's data sheets "A100 80GB" (SXM), "H100" (SXM5), "H200" (SXM), "HGX B200" (a GPU's eighth) and "L40S". Where only
-# the rate with sparsity is printed, half of it; NVLink's figures add both directions, so half of those, too.
+# NVIDIA's data sheets "A100 80GB" (SXM), "H100" (SXM5), "H200" (SXM), "HGX B200" (an eighth per GPU) and "L40S". Where
+# only the rate with sparsity is printed, half of it; NVLink's figures add both directions, so half of those as well.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -49,37 +49,37 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What no configuration says and nothing here measures. Each is a flag of the command of the same name."""
+    """What no configuration defines and nothing here measures. The command has a flag of the same name for each."""
 
     compute_efficiency: float = 0.55
-    """Share of a GPU's peak that matrix products reach, communication and waiting apart."""
+    """Share of a GPU's peak that matrix products reach, without communication and waiting."""
     expert_efficiency: float = 0.3
     """The same for experts, whose matrix products are many and small."""
     link_efficiency: float = 0.75
     """Share of NVLink's and the network's rate that collectives reach."""
     hbm_efficiency: float = 0.7
-    """Share of the memory's rate that decoding and the optimizer reach."""
+    """Share of the memory bandwidth that decoding and the optimizer reach."""
     allreduce_us: float = 15.0
-    """Microseconds of a small all-reduce between an engine's workers, two a layer and decoding step."""
+    """Microseconds of a small all-reduce between an engine's workers; there are two per layer and decoding step."""
     decode_step_ms: float = 4.0
-    """Milliseconds an engine spends on a decoding step beside the model: scheduling, sampling, launching."""
+    """Milliseconds of a decoding step outside the model: scheduling, sampling, kernel launches."""
     reserved_gib: float = 4.0
-    """Of each learner GPU: CUDA's context, NCCL's buffers, libraries, and what the data sheet's GB lacks in GiB."""
+    """GiB per learner GPU for the CUDA context, NCCL, libraries, and for data-sheet GB that are less than GiB."""
     fragmentation: float = 0.1
-    """What the allocator wastes, as a share of activations and logits."""
+    """Memory that the allocator wastes, as a share of activations and logits."""
     engine_workspace_gib: float = 4.0
-    """Of each engine GPU, within vllm_gpu_memory_utilization: activations of a forward pass and CUDA graphs."""
+    """GiB per engine GPU, within vllm_gpu_memory_utilization, for activations of a forward pass and CUDA graphs."""
     prompt_share: float = 0.5
-    """Mean prompt, as a share of max_prompt_token_length."""
+    """Mean prompt length as a share of max_prompt_token_length."""
     response_share: float = 0.5
-    """Mean completion, as a share of response_length."""
+    """Mean completion length as a share of response_length."""
     pack_fill: float = 0.95
-    """Tokens of a mean pack, as a share of pack_length."""
+    """Mean tokens in a pack as a share of pack_length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Operations of matrix products; those of experts are apart, whose products are smaller."""
+    """Operations of matrix products; those of experts separately, because their products are smaller."""
 
     dense: float = 0.0
     experts: float = 0.0
@@ -97,14 +97,14 @@ class Flops:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class Hardware:
     """Equal nodes of equal GPUs."""
 
     gpu: Gpu
     nodes: int
     gpus_per_node: int = 8
     network_gbps: float = 400.0
-    """Of each GPU's network card, one direction, 1e9 bits a second."""
+    """Rate of each GPU's network card, one direction, 1e9 bits per second."""
     assumed: Assumptions = Assumptions()
 
     @property
@@ -113,19 +113,19 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
     def compute_seconds(self, work: Flops, *, gpus: float) -> float:
-        """Seconds that `gpus` of them take for matrix products spread evenly."""
+        """Seconds of matrix products spread evenly over `gpus` GPUs."""
         at_peak = work.dense / self.assumed.compute_efficiency + work.experts / self.assumed.expert_efficiency
         return at_peak / (gpus * self.gpu.tflops * 1e12)
 
     @property
     def hbm_bytes_s(self) -> float:
-        """Bytes a second that a GPU's memory is assumed to deliver."""
+        """Assumed bytes per second from a GPU's memory."""
         return self.gpu.hbm_gb_s * 1e9 * self.assumed.hbm_efficiency
 
     def link_bytes_s(self, span: int) -> float:
-        """Bytes a second and GPU that a group reaches whose ranks lie among `span` consecutive ones.
+        """Assumed bytes per second and GPU for a group whose ranks lie within `span` consecutive ranks.
 
-        Within a node it is NVLink; a group that leaves its node is as fast as its slowest part, the network.
+        Within a node the link is NVLink; a group across nodes is as fast as its slowest link, the network.
         """
         is_local = span <= self.gpus_per_node
         gb_s = self.gpu.nvlink_gb_s if is_local else self.network_gbps / 8

@@ -1,4 +1,4 @@
-"""A run on paper: who holds which GPU, memory of the fullest learner and of an engine, and where a step's time goes."""
+"""The plan of a run: GPUs of learners and engines, their memory, and the time of a step by phase and cause."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mgrpo.config.derived import layout_of
-from mgrpo.config.schema import Config
+from mgrpo.config.schema import Config, Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
-from mgrpo.models.memory import DTYPE_BYTES, StateBytes, choose_logits_chunk, holdings, state_bytes
+from mgrpo.models.memory import DTYPE_BYTES, FP32_BYTES, StateBytes, choose_logits_chunk, holdings, state_bytes
 from mgrpo.planner.activations import StageActivations, logits_working_bytes, stage_activations
 from mgrpo.planner.engine import EngineMemory, GenerationTime, engine_memory, generation_time
-from mgrpo.planner.hardware import GIB, Cluster
+from mgrpo.planner.hardware import GIB, Hardware
 from mgrpo.planner.timing import LearnerTime, learner_time, num_micro_batches, sync_seconds
 from mgrpo.planner.work import (
     Passes,
@@ -30,52 +30,52 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSplit:
-    """Learners and engines have GPUs of their own."""
+    """Learners and engines have separate GPUs."""
 
     learners: int
     engines: int
     """GPUs of all engines."""
     idle: int
-    """Below 0: that many are missing."""
+    """Negative: that many GPUs are missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """One learner rank of a pipeline stage, in bytes."""
+    """Memory of one learner rank of a pipeline stage, in bytes."""
 
     stage: int
     states: StateBytes
     activations: StageActivations
     logits: int
     sync: int
-    """Buckets in flight during a weight sync, when there are no activations."""
+    """Buckets in flight during a weight sync, while there are no activations."""
     fragmentation: int
     reserved: int
 
     @property
     def training(self) -> int:
-        """What comes and goes with micro-batches."""
+        """Allocated and freed with each micro-batch."""
         return self.activations.total + self.logits + self.fragmentation
 
     @property
     def transient(self) -> int:
-        """The largest of what is never there at the same time: a micro-batch, an optimizer step, a weight sync."""
+        """The largest of what never coexists: a micro-batch, an optimizer step, a weight sync."""
         return max(self.training, self.states.update, self.sync)
 
     @property
     def total(self) -> int:
-        """Peak."""
+        """Peak of the rank."""
         return self.states.total + self.transient + self.reserved
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Everything that is known of a run before it starts."""
+class RunPlan:
+    """All estimates of a run before it starts."""
 
     config: Config
     shape: ModelShape
     layout: Layout
-    cluster: Cluster
+    hardware: Hardware
     split: GpuSplit
     work: Workload
     passes: Passes
@@ -84,114 +84,110 @@ class Plan:
     engine: EngineMemory
     learners: LearnerTime
     generation: GenerationTime | None
-    """None where an engine cannot hold one sequence of full length."""
+    """None where an engine cannot hold one sequence of maximum length."""
     sync_s: float
 
     @cached_property
     def worst(self) -> StageMemory:
-        """The stage whose ranks need most."""
+        """The stage whose ranks need the most memory."""
         return max(self.stages, key=lambda stage: stage.total)
 
     @property
     def fits(self) -> bool:
-        """Whether learners and engines fit into their GPUs, and the GPUs into the cluster."""
+        """Whether learners and engines fit into their GPUs, and there are enough GPUs."""
         return not list(self.shortages())
 
     def shortages(self) -> Iterator[str]:
-        """What does not fit, a sentence each that opens with what to change."""
-        memory = self.cluster.gpu.memory_bytes
+        """What does not fit: one sentence each, which begins with the setting to change."""
+        memory = self.hardware.gpu.memory_bytes
         if self.split.idle < 0:
             yield (
-                f"num_learners_per_node and vllm_num_engines x vllm_tensor_parallel_size ask for {self.split.learners} + "
-                f"{self.split.engines} GPUs, the cluster has {self.cluster.num_gpus}; give more nodes or fewer of them"
+                f"num_learners_per_node and vllm_num_engines x vllm_tensor_parallel_size ask for "
+                f"{self.split.learners} + {self.split.engines} GPUs, the cluster has {self.hardware.num_gpus}; "
+                "use more nodes or fewer learners or engines"
             )
         if self.worst.total > memory:
             yield (
-                f"learners: {self.worst.total / GIB:.1f} of {memory / GIB:.0f} GiB on each rank of stage {self.worst.stage}; "
-                f"{self._relief()}"
+                f"learners: {self.worst.total / GIB:.1f} of {memory / GIB:.0f} GiB on each rank of stage "
+                f"{self.worst.stage}; {self._relief()}"
             )
         if self.engine.longest_sequences < 1:
             yield (
-                f"vllm_tensor_parallel_size={self.config.engine.vllm_tensor_parallel_size}: weights of "
-                f"{self.engine.weights / GIB:.1f} GiB leave {max(self.engine.cache, 0) / GIB:.1f} GiB for the KV cache, too "
-                f"little for one sequence of {self.engine.longest} tokens; use more workers an engine"
+                f"vllm_tensor_parallel_size={self.config.engine.vllm_tensor_parallel_size}: "
+                f"weights of {self.engine.weights / GIB:.1f} GiB leave {max(self.engine.cache, 0) / GIB:.1f} GiB for the "
+                f"KV cache, not enough for one sequence of {self.engine.longest} tokens; use more workers per engine"
             )
 
     def _relief(self) -> str:
         if self.worst.sync == self.worst.transient:
             megabytes = self.config.engine.weight_sync_bucket_mb
-            return f"a weight sync takes most of it, lower weight_sync_bucket_mb={megabytes}"
-        return "see the layouts below, or use more learners"
+            return f"most of it is for the weight sync: lower weight_sync_bucket_mb={megabytes}"
+        return "choose one of the layouts below, or use more learners"
 
     @property
     def phases(self) -> dict[str, float]:
         """Seconds of each phase of a step."""
         return {
             "generate": self.generation.total if self.generation else 0.0,
-            "score": sum(self.learners.scoring.values()),
+            "logprobs": sum(self.learners.logprobs.values()),
             "train": sum(self.learners.training.values()),
             "sync": self.sync_s,
         }
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: the phases in turn, or side by side where generation runs ahead (async_steps)."""
-        seconds = self.phases
-        if self.config.rollout.async_steps:
-            return max(seconds["generate"], seconds["score"] + seconds["train"]) + seconds["sync"]
-        return sum(seconds.values())
+        """Seconds of a step: its phases run one after the other."""
+        return sum(self.phases.values())
 
     @property
     def causes(self) -> dict[tuple[str, str], float]:
-        """Seconds by (phase, cause); the largest is the bottleneck."""
-        found = {("train", cause): seconds for cause, seconds in self.learners.training.items()}
-        found |= {("score", cause): seconds for cause, seconds in self.learners.scoring.items()}
+        """Seconds by (phase, cause)."""
+        causes = {("train", cause): seconds for cause, seconds in self.learners.training.items()}
+        causes |= {("logprobs", cause): seconds for cause, seconds in self.learners.logprobs.items()}
         if self.generation:
             parts = ("prefill", "weights", "cache", "exchange", "overhead")
-            found |= {("generate", part): getattr(self.generation, part) for part in parts}
-        return found | {("sync", "weights"): self.sync_s}
+            causes |= {("generate", part): getattr(self.generation, part) for part in parts}
+        return causes | {("sync", "weights"): self.sync_s}
 
     @property
     def bottleneck(self) -> tuple[str, str]:
-        """The phase that takes longest (side by side: that the other side waits for), and its largest cause."""
+        """The longest phase and its largest cause."""
         phases = self.phases
-        if self.config.rollout.async_steps and phases["generate"] <= phases["score"] + phases["train"]:
-            del phases["generate"]
-        phase = max(phases, key=phases.get)
+        phase = max(phases, key=phases.__getitem__)
         causes = {key: seconds for key, seconds in self.causes.items() if key[0] == phase}
-        return max(causes, key=causes.get)
+        return max(causes, key=causes.__getitem__)
 
     @property
     def training_flops(self) -> float:
-        """Of a step: forward and backward passes and scores, without what recomputation repeats."""
+        """Operations of training and logprob passes in a step, without what recomputation repeats."""
         passes = 3 * self.passes.train + self.passes.reference + self.passes.old
         return passes * forward_flops(self.shape, self.work).total
 
     @property
     def generation_flops(self) -> float:
-        """Of a step: prefill and decoding."""
+        """Operations of prefill and decoding in a step."""
         return generation_flops(self.shape, self.work).total
 
     @property
     def learner_utilisation(self) -> float:
-        """Model operations of training and scoring over what the learners' GPUs could do in that time (MFU)."""
-        return self.training_flops / self.learners.total / self.split.learners / (self.cluster.gpu.tflops * 1e12)
+        """Model FLOPs utilisation: operations of the learners over the peak of their GPUs in the same time."""
+        return self.training_flops / self.learners.total / self.split.learners / (self.hardware.gpu.tflops * 1e12)
 
     @property
     def dtype_bytes(self) -> int:
-        """Of a weight or an activation."""
+        """Bytes of a weight or an activation."""
         return DTYPE_BYTES[self.config.model.model_dtype]
 
     @property
     def model_bytes(self) -> int:
-        """All weights in the run's dtype."""
+        """Bytes of all weights in the run's dtype."""
         return holdings(self.shape, tensor=1, expert=1).total * self.dtype_bytes
 
 
-def plan_run(config: Config, shape: ModelShape, cluster: Cluster, *, num_learners: int) -> Plan:
-    """The plan of a sound `config` on `num_learners` learner ranks; whether it fits is for the reader to see."""
+def plan_run(config: Config, shape: ModelShape, hardware: Hardware, *, num_learners: int) -> RunPlan:
+    """The plan of a valid `config` on `num_learners` learner ranks; `fits` tells whether it fits."""
     layout = layout_of(config, num_learners)
-    work, passes = workload_of(config, cluster.assumed), passes_of(config)
+    work, passes = workload_of(config, hardware.assumed), passes_of(config)
     settings, engines = config.parallel, config.engine
     dtype_bytes = DTYPE_BYTES[config.model.model_dtype]
     logits_chunk = choose_logits_chunk(
@@ -201,24 +197,24 @@ def plan_run(config: Config, shape: ModelShape, cluster: Cluster, *, num_learner
         dtype_bytes=dtype_bytes,
         pack_length=settings.pack_length,
         has_reference=has_reference(config),
-        device_bytes=cluster.gpu.memory_bytes,
+        device_bytes=hardware.gpu.memory_bytes,
     )
     stages = tuple(
-        stage_memory(config, shape, layout, cluster, work, stage=stage, logits_chunk=logits_chunk)
+        stage_memory(config, shape, layout, hardware, work, stage=stage, logits_chunk=logits_chunk)
         for stage in range(layout.pipeline)
     )
     worst = max(stages, key=lambda stage: stage.total)
-    engine = engine_memory(shape, engines, cluster, longest=config.max_model_length, dtype_bytes=dtype_bytes)
+    engine = engine_memory(shape, engines, hardware, longest=config.max_model_length, dtype_bytes=dtype_bytes)
     num_engine_gpus = engines.vllm_num_engines * engines.vllm_tensor_parallel_size
-    plan = Plan(
+    plan = RunPlan(
         config=config,
         shape=shape,
         layout=layout,
-        cluster=cluster,
+        hardware=hardware,
         split=GpuSplit(
             learners=num_learners,
             engines=num_engine_gpus,
-            idle=cluster.num_gpus - num_learners - num_engine_gpus,
+            idle=hardware.num_gpus - num_learners - num_engine_gpus,
         ),
         work=work,
         passes=passes,
@@ -232,11 +228,11 @@ def plan_run(config: Config, shape: ModelShape, cluster: Cluster, *, num_learner
             work,
             passes,
             worst.states,
-            cluster,
+            hardware,
             logits_chunk=logits_chunk,
             dtype_bytes=dtype_bytes,
         ),
-        generation=generation_time(shape, engines, engine, work, cluster, dtype_bytes=dtype_bytes),
+        generation=generation_time(shape, engines, engine, work, hardware, dtype_bytes=dtype_bytes),
         sync_s=0.0,
     )
     seconds = sync_seconds(
@@ -244,7 +240,7 @@ def plan_run(config: Config, shape: ModelShape, cluster: Cluster, *, num_learner
         engines=engines.vllm_num_engines,
         workers=engines.vllm_tensor_parallel_size,
         learners=num_learners,
-        cluster=cluster,
+        hardware=hardware,
     )
     return replace(plan, sync_s=seconds)
 
@@ -253,14 +249,14 @@ def stage_memory(
     config: Config,
     shape: ModelShape,
     layout: Layout,
-    cluster: Cluster,
+    hardware: Hardware,
     work: Workload,
     *,
     stage: int,
     logits_chunk: int,
 ) -> StageMemory:
-    """Peak of one rank of a pipeline stage, part by part."""
-    settings, assumed = config.parallel, cluster.assumed
+    """Memory of one rank of a pipeline stage, by part."""
+    settings, assumed = config.parallel, hardware.assumed
     dtype_bytes = DTYPE_BYTES[config.model.model_dtype]
     activations = stage_activations(
         shape,
@@ -291,7 +287,8 @@ def stage_memory(
             dtype_bytes=dtype_bytes,
             has_reference=has_reference(config),
             reference_moves=config.algorithm.ref_policy_update_freq is not None,
-            settings=settings,
+            moment_bytes=_moment_bytes(settings),
+            offload_fraction=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
         ),
         activations=activations,
         logits=logits,
@@ -301,8 +298,15 @@ def stage_memory(
     )
 
 
+def _moment_bytes(settings: Parallel) -> int:
+    """Of Adam's two moments, per weight."""
+    if settings.use_precision_aware_optimizer:
+        return DTYPE_BYTES[settings.exp_avg_dtype] + DTYPE_BYTES[settings.exp_avg_sq_dtype]
+    return 2 * FP32_BYTES
+
+
 def _sync_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
-    """One bucket for each worker that a rank sends to, but never more than its even part of everything sent."""
+    """One bucket per worker that a rank sends to, but never more than an even share of everything sent."""
     engines = config.engine
     weights = holdings(shape, tensor=1, expert=1).total
     part = weights * dtype_bytes * engines.vllm_num_engines // layout.world_size

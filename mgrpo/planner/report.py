@@ -1,4 +1,4 @@
-"""The plan as a user reads it: the verdict first, then memory, time, traffic and other layouts; and all of it as JSON."""
+"""The plan as text (the verdict first, then memory, time, traffic and other layouts) and as JSON."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from rich.table import Table
 
 from mgrpo.planner.activations import stage_activations
 from mgrpo.planner.hardware import GIB
-from mgrpo.planner.plan import Plan, StageMemory
-from mgrpo.planner.suggest import Suggestion
+from mgrpo.planner.plan import RunPlan, StageMemory
+from mgrpo.planner.suggest import RECOMPUTE, Recompute, Suggestion
 from mgrpo.planner.traffic import AXES, span_of
 
 SHOWN_STAGES = 4
-PHASES = {"generate": "generation", "score": "scoring", "train": "training", "sync": "weight sync"}
+PHASES = {"generate": "generation", "logprobs": "logprob passes", "train": "training", "sync": "weight sync"}
 CAUSES = {
     "generate": {
         "prefill": "computing prompts",
         "weights": "decoding: weights",
         "cache": "decoding: keys and values",
         "exchange": "decoding: all-reduces",
-        "overhead": "decoding: around the model",
+        "overhead": "decoding: outside the model",
     },
     "sync": {"weights": "sending weights"},
     "train": {
         "compute": "matrix products",
-        "recompute": "matrix products again (recompute)",
-        "bubble": "stages waiting (pipeline bubble)",
+        "recompute": "matrix products, repeated (recompute)",
+        "bubble": "pipeline bubble",
         "tensor": "tensor-parallel collectives",
         "context": "context-parallel exchange",
         "expert": "expert all-to-all",
@@ -38,24 +38,24 @@ CAUSES = {
         "optimizer": "optimizer update",
     },
 }
-CAUSES["score"] = CAUSES["train"]
+CAUSES["logprobs"] = CAUSES["train"]
 ADVICE = {
     ("generate", "prefill"): "more engines, or vllm_enable_prefix_caching",
     ("generate", "weights"): "more sequences at once, or engines with more workers",
     ("generate", "cache"): "more engines",
     ("generate", "exchange"): "engines with fewer workers",
-    ("generate", "overhead"): "more sequences at once, or more of them a step",
+    ("generate", "overhead"): "more sequences at once, or more of them per step",
     ("sync", "weights"): "a faster network, or fewer engines with more workers",
     ("train", "compute"): "more learners",
-    ("score", "compute"): "more learners, or beta 0",
+    ("logprobs", "compute"): "more learners, or beta 0",
     ("train", "recompute"): "a layout that keeps activations",
     ("train", "bubble"): "fewer stages, or virtual_pipeline_model_parallel_size",
 }
-"""What shortens the largest cause of the longest phase; for the rest, another layout."""
+"""What shortens a phase by its largest cause; for other causes, another layout."""
 
 
-def show(plan: Plan, suggestions: Sequence[Suggestion]) -> None:
-    """Print everything."""
+def show(plan: RunPlan, suggestions: Sequence[Suggestion]) -> None:
+    """Print the whole plan."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=120)
@@ -70,52 +70,53 @@ def show(plan: Plan, suggestions: Sequence[Suggestion]) -> None:
         console.print(_layouts(plan, suggestions))
     console.print()
     console.print(
-        "Sizes are counted; lengths, efficiencies and reserves are assumptions, so times are estimates and nothing here was "
-        "measured: docs/planning.md"
+        "Sizes are counted. Lengths, efficiencies and reserves are assumptions, times are estimates, and nothing was "
+        "measured; see docs/planning.md."
     )
 
 
-def verdict(plan: Plan) -> str:
-    """Whether it fits, in one line for each reason."""
+def verdict(plan: RunPlan) -> str:
+    """Whether the run fits: one line, or one line per shortage."""
     shortages = list(plan.shortages())
     if shortages:
         return "\n".join(f"does not fit: {sentence}" for sentence in shortages)
-    memory, engine = plan.cluster.gpu.memory_bytes, plan.engine
+    memory, engine = plan.hardware.gpu.memory_bytes, plan.engine
     return (
         f"fits: {_gib(plan.worst.total)} of {memory / GIB:.0f} GiB on the worst learner (stage {plan.worst.stage}); "
-        f"an engine caches {engine.longest_sequences} sequences of {engine.longest} tokens at once"
+        f"an engine caches {engine.longest_sequences} sequences of {engine.longest} tokens at a time"
     )
 
 
-def _summary(plan: Plan) -> Iterator[str]:
-    cluster, engines, split = plan.cluster, plan.config.engine, plan.split
+def _summary(plan: RunPlan) -> Iterator[str]:
+    hardware, engines, split = plan.hardware, plan.config.engine, plan.split
     if plan.generation:
         phase, cause = plan.bottleneck
         yield (
-            f"about {plan.step_s:.{0 if plan.step_s >= 10 else 1}f} s a step; bottleneck: {PHASES[phase]} ({plan.phases[phase] / plan.step_s:.0%}), most of "
-            f"it {CAUSES[phase][cause]}; what helps: {ADVICE.get((phase, cause), 'another layout')}"
+            f"about {plan.step_s:.{0 if plan.step_s >= 10 else 1}f} s per step; bottleneck: {PHASES[phase]} "
+            f"({plan.phases[phase] / plan.step_s:.0%}), mostly {CAUSES[phase][cause]}; "
+            f"remedy: {ADVICE.get((phase, cause), 'another layout')}"
         )
     yield (
         f"{plan.config.model.model_name_or_path}: {_billions(plan.model_bytes / plan.dtype_bytes)} weights, "
-        f"{plan.config.model.model_dtype}; {plan.work.sequences} completions a step, assumed mean "
+        f"{plan.config.model.model_dtype}; {plan.work.sequences} completions per step, assumed mean "
         f"{plan.work.prompt_tokens:.0f} + {plan.work.response_tokens:.0f} tokens"
     )
     yield (
-        f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}: {split.learners} learners, {split.engines} for "
+        f"{hardware.nodes} x {hardware.gpus_per_node} {hardware.gpu.name}: {split.learners} learners, {split.engines} for "
         f"{engines.vllm_num_engines} engines of {engines.vllm_tensor_parallel_size}, {max(split.idle, 0)} idle"
     )
     yield (
         f"learners: {_layout_text(plan)}; packs of {plan.config.parallel.pack_length} tokens, "
-        f"{plan.learners.num_micro_batches} micro-batches a rank"
+        f"{plan.learners.num_micro_batches} micro-batches per rank"
         + (f", LM head {plan.logits_chunk} columns at a time" if plan.logits_chunk else "")
     )
     yield (
-        f"a step computes {plan.training_flops:.2e} operations in training and scoring (MFU {plan.learner_utilisation:.0%}) "
-        f"and {plan.generation_flops:.2e} in generation"
+        f"operations per step: {plan.training_flops:.2e} in training and logprob passes "
+        f"(MFU {plan.learner_utilisation:.0%}), {plan.generation_flops:.2e} in generation"
     )
 
 
-def _layout_text(plan: Plan) -> str:
+def _layout_text(plan: RunPlan) -> str:
     layout, settings = plan.layout, plan.config.parallel
     parts = [f"TP {layout.tensor}", f"PP {layout.pipeline}"]
     if layout.virtual_pipeline > 1:
@@ -126,8 +127,8 @@ def _layout_text(plan: Plan) -> str:
     return f"{' x '.join(parts)}, ZeRO {layout.zero_stage}, recompute {settings.recompute_granularity}"
 
 
-def _memory(plan: Plan) -> Table:
-    """Parts of a learner GPU, a column for each stage or for the first, the worst and the last."""
+def _memory(plan: RunPlan) -> Table:
+    """Memory of a learner GPU by part; a column per stage, or for the first, the worst and the last stage."""
     stages = list(plan.stages)
     if len(stages) > SHOWN_STAGES:
         shown = {0, plan.worst.stage, len(stages) - 1}
@@ -137,7 +138,7 @@ def _memory(plan: Plan) -> Table:
     for stage in stages:
         is_worst = stage.stage == plan.worst.stage and len(plan.stages) > 1
         table.add_column(f"stage {stage.stage}{' (worst)' if is_worst else ''}", justify="right")
-    for group in (_lasting, _passing):
+    for group in (_permanent, _temporary):
         for name, values in group(stages):
             if any(values):
                 table.add_row(name, *map(_gib, values))
@@ -145,7 +146,7 @@ def _memory(plan: Plan) -> Table:
     table.add_row("peak", *(_gib(stage.total) for stage in stages), style="bold")
     table.add_section()
     settings = plan.config.parallel
-    for recompute in ("none", "selective", "full"):
+    for recompute in RECOMPUTE:
         totals = (_activations(plan, stage.stage, recompute) for stage in stages)
         modules = f" {' '.join(settings.recompute_modules)}" if recompute == "selective" else ""
         used = " (used)" if recompute == settings.recompute_granularity else ""
@@ -155,7 +156,7 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _lasting(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]:
+def _permanent(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]:
     yield "parameters", [stage.states.parameters for stage in stages]
     yield "gradients (fp32)", [stage.states.gradients for stage in stages]
     yield "optimizer", [stage.states.optimizer for stage in stages]
@@ -164,8 +165,8 @@ def _lasting(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]:
     yield "CUDA, NCCL, libraries (assumed)", [stage.reserved for stage in stages]
 
 
-def _passing(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]:
-    """Never at once: the largest of the three is part of the peak."""
+def _temporary(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]:
+    """The three never coexist: only the largest is part of the peak."""
     yield "largest of: training", [stage.training for stage in stages]
     yield "              activations", [stage.activations.total for stage in stages]
     yield "              logits", [stage.logits for stage in stages]
@@ -174,7 +175,7 @@ def _passing(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]:
     yield "            weight sync (buckets)", [stage.sync for stage in stages]
 
 
-def _activations(plan: Plan, stage: int, recompute: str) -> int:
+def _activations(plan: RunPlan, stage: int, recompute: Recompute) -> int:
     settings = dataclasses.replace(plan.config.parallel, recompute_granularity=recompute)
     return stage_activations(
         plan.shape,
@@ -187,10 +188,10 @@ def _activations(plan: Plan, stage: int, recompute: str) -> int:
     ).total
 
 
-def _engine(plan: Plan) -> Table:
+def _engine(plan: RunPlan) -> Table:
     engine, settings = plan.engine, plan.config.engine
     table = Table(title="memory of an engine GPU, GiB", title_justify="left", title_style="bold")
-    for column in ("weights", "workspace (assumed)", "KV cache", "a token", "sequences of full length"):
+    for column in ("weights", "workspace (assumed)", "KV cache", "per token", "sequences of maximum length"):
         table.add_column(column, justify="right")
     running = f"{engine.longest_sequences} (vllm_max_num_seqs {settings.vllm_max_num_seqs})"
     per_token = f"{engine.cache_bytes_per_token / 1024:.0f} KiB"
@@ -198,7 +199,7 @@ def _engine(plan: Plan) -> Table:
     return table
 
 
-def _time(plan: Plan) -> Table:
+def _time(plan: RunPlan) -> Table:
     table = Table(title="time of a step, s (estimate)", title_justify="left", title_style="bold")
     table.add_column("phase")
     table.add_column("cause")
@@ -208,43 +209,40 @@ def _time(plan: Plan) -> Table:
         if not seconds:
             continue
         table.add_row(PHASES[phase], "", f"{seconds:.1f}", f"{seconds / plan.step_s:.0%}", style="bold")
-        for (own_phase, cause), part in plan.causes.items():
-            if own_phase == phase and phase != "sync" and part >= 0.005 * plan.step_s:
+        for (cause_phase, cause), part in plan.causes.items():
+            if cause_phase == phase and phase != "sync" and part >= 0.005 * plan.step_s:
                 table.add_row("", CAUSES[phase][cause], f"{part:.1f}", f"{part / plan.step_s:.0%}")
     table.add_section()
-    how = "generation beside training" if plan.config.rollout.async_steps else "one phase after the other"
-    table.add_row("step", how, f"{plan.step_s:.1f}", "", style="bold")
+    table.add_row("step", "one phase after the other", f"{plan.step_s:.1f}", "", style="bold")
     return table
 
 
-def _traffic(plan: Plan) -> Table:
-    table = Table(title="sent in a step", title_justify="left", title_style="bold")
+def _traffic(plan: RunPlan) -> Table:
+    table = Table(title="sent per step", title_justify="left", title_style="bold")
     for column in ("", "GB", "by", "link", "assumed GB/s"):
         table.add_column(column, justify="right" if column.endswith(("GB", "GB/s")) else "left")
-    cluster = plan.cluster
+    hardware = plan.hardware
     for axis in AXES:
         sent = getattr(plan.learners.traffic, axis)
         if not sent:
             continue
         span = span_of(plan.layout, axis)
-        link = "in the node" if span <= cluster.gpus_per_node else "network"
-        table.add_row(axis, f"{sent / 1e9:.1f}", "each learner", link, f"{cluster.link_bytes_s(span) / 1e9:.0f}")
+        link = "in the node" if span <= hardware.gpus_per_node else "network"
+        table.add_row(axis, f"{sent / 1e9:.1f}", "each learner", link, f"{hardware.link_bytes_s(span) / 1e9:.0f}")
     engines = plan.config.engine.vllm_num_engines
-    link = "in the node" if cluster.num_gpus <= cluster.gpus_per_node else "network"
+    link = "in the node" if hardware.num_gpus <= hardware.gpus_per_node else "network"
     table.add_row(
         "weight sync",
         f"{plan.model_bytes * engines / 1e9:.1f}",
         "all learners together",
         link,
-        f"{cluster.link_bytes_s(cluster.num_gpus) / 1e9:.0f}",
+        f"{hardware.link_bytes_s(hardware.num_gpus) / 1e9:.0f}",
     )
     return table
 
 
-def _layouts(plan: Plan, suggestions: Sequence[Suggestion]) -> Table:
-    title = (
-        f"layouts of {plan.split.learners} learners that fit, best first (docs/planning.md says how they are ranked)"
-    )
+def _layouts(plan: RunPlan, suggestions: Sequence[Suggestion]) -> Table:
+    title = f"layouts of {plan.split.learners} learners that fit, best first (ranked as docs/planning.md describes)"
     table = Table(title=title, title_justify="left", title_style="bold")
     names = (
         "",
@@ -259,10 +257,10 @@ def _layouts(plan: Plan, suggestions: Sequence[Suggestion]) -> Table:
         "GiB",
         "step s",
         "learners s",
-        "why: their time is",
+        "largest causes",
     )
     for name in names:
-        table.add_column(name, justify="left" if name.startswith(("recompute", "why")) else "right")
+        table.add_column(name, justify="left" if name.startswith(("recompute", "largest")) else "right")
     for number, suggestion in enumerate(suggestions, start=1):
         table.add_row(str(number), *_layout_row(suggestion))
     table.add_section()
@@ -299,13 +297,13 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size >= 0.05 * GIB or not size else f"{size / GIB:.2f}"
 
 
-def as_json(plan: Plan, suggestions: Sequence[Suggestion]) -> dict[str, Any]:
-    """Everything that is shown, in bytes, seconds and operations."""
+def as_json(plan: RunPlan, suggestions: Sequence[Suggestion]) -> dict[str, Any]:
+    """The whole plan in bytes, seconds and operations."""
     return {
         "fits": plan.fits,
         "problems": list(plan.shortages()),
         "model": plan.config.model.model_name_or_path,
-        "cluster": dataclasses.asdict(plan.cluster),
+        "hardware": dataclasses.asdict(plan.hardware),
         "gpus": dataclasses.asdict(plan.split),
         "workload": dataclasses.asdict(plan.work),
         "layout": dataclasses.asdict(plan.layout) | {"data": plan.layout.data},

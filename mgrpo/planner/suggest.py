@@ -1,32 +1,36 @@
-"""Layouts for the same learners that fit, the fastest first: every combination of the axes is planned."""
+"""Layouts of the same learners that fit, fastest first: every combination of the axes is planned."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from mgrpo.config.schema import Config, Parallel
 from mgrpo.config.validate import problems
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import padded_vocab
-from mgrpo.planner.hardware import Cluster
-from mgrpo.planner.plan import Plan, plan_run
+from mgrpo.planner.hardware import Hardware
+from mgrpo.planner.plan import RunPlan, plan_run
 
+Recompute = Literal["none", "selective", "full"]
+ZeroStage = Literal[1, 2, 3]
+
+# The sizes that are tried.
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 LARGEST_CONTEXT = 8
 CHUNKS = (1, 2, 4)
-"""Sizes that are tried."""
-ZERO_STAGES = (1, 2, 3)
-RECOMPUTE = ("none", "selective", "full")
+ZERO_STAGES: tuple[ZeroStage, ...] = (1, 2, 3)
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
 EQUALLY_FAST = 0.02
-"""Share of a step's time below which the estimate is no reason to prefer a layout."""
+"""Step times within this share of each other count as equal: the estimate is not more precise."""
 SPARE = 0.1
-"""Share of a GPU's memory that a layout had better leave free, for what the plan does not know."""
+"""Share of a GPU's memory that a layout should leave free, as a margin for what the plan omits."""
 CAUSES = {
     "compute": "compute",
-    "recompute": "computing again",
+    "recompute": "recomputation",
     "bubble": "bubble",
     "tensor": "TP",
     "context": "CP",
@@ -39,36 +43,36 @@ CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A layout that fits."""
+    """A layout that fits, and the largest causes of its time."""
 
-    plan: Plan
+    plan: RunPlan
     why: str
-    """What the learners' time goes into: the three largest causes."""
+    """The three largest causes of the learners' time."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Suggestion:
-        """The plan with its reason."""
+    def of(cls, plan: RunPlan) -> Suggestion:
+        """The plan with its largest causes."""
         return cls(plan, _why(plan))
 
 
 def suggest(
     config: Config,
     shape: ModelShape,
-    cluster: Cluster,
+    hardware: Hardware,
     *,
     num_learners: int,
     count: int,
     hf_config: Mapping[str, Any],
 ) -> list[Suggestion]:
-    """The `count` fastest layouts that fit and that a run would accept, one for each (TP, PP, CP, EP).
+    """The `count` fastest layouts that fit and that a run would accept, one per (TP, PP, CP, EP).
 
-    Learners, engines and everything but the layout stay as configured; see `_preference` for the order.
+    Learners, engines and everything except the layout stay as configured; see `_preference` for the order.
     """
     fitting = []
-    for parallel in _axes(config.parallel, shape, cluster, num_learners):
-        fitting.extend(_fitting(config, parallel, shape, cluster, num_learners))
+    for parallel in _axes(config.parallel, shape, hardware, num_learners):
+        fitting.extend(_fitting(config, parallel, shape, hardware, num_learners))
     fitting.sort(key=_preference)
-    chosen: dict[tuple[int, ...], Plan] = {}
+    chosen: dict[tuple[int, ...], RunPlan] = {}
     for plan in fitting:
         layout = plan.layout
         axes = (layout.tensor, layout.pipeline, layout.context, layout.expert)
@@ -81,18 +85,19 @@ def suggest(
     return [Suggestion.of(plan) for plan in chosen.values()]
 
 
-def _axes(given: Parallel, shape: ModelShape, cluster: Cluster, num_learners: int) -> Iterator[Parallel]:
-    """Every way to cut the model that its sizes and the number of learners allow; tensor groups stay in a node."""
+def _axes(given: Parallel, shape: ModelShape, hardware: Hardware, num_learners: int) -> Iterator[Parallel]:
+    """Every split of the model that its sizes and the number of learners allow; tensor groups stay within a node."""
+    experts = shape.experts
     for tensor in POWERS:
-        if tensor > cluster.gpus_per_node or not _splits(shape, tensor):
+        if tensor > hardware.gpus_per_node or not _splits(shape, tensor):
             continue
         for stages in range(1, min(num_learners // tensor, shape.num_layers) + 1):
             for context in POWERS:
                 model = tensor * stages * context
                 if shape.num_layers % stages or context > LARGEST_CONTEXT or num_learners % model:
                     continue
-                for expert in POWERS if shape.experts else (1,):
-                    if expert > 1 and (num_learners // stages % expert or shape.experts.count % expert):
+                for expert in POWERS if experts else (1,):
+                    if experts and (num_learners // stages % expert or experts.count % expert):
                         continue
                     for chunks in CHUNKS if stages > 1 else (1,):
                         if shape.num_layers % (stages * chunks) == 0:
@@ -115,10 +120,12 @@ def _splits(shape: ModelShape, tensor: int) -> bool:
     return all(size % tensor == 0 for size in sizes) and (shape.kv_heads % tensor == 0 or tensor % shape.kv_heads == 0)
 
 
-def _fitting(config: Config, parallel: Parallel, shape: ModelShape, cluster: Cluster, num_learners: int) -> list[Plan]:
-    """What fits of all combinations of ZeRO and recomputation; none are tried where the thriftiest do not fit."""
+def _fitting(
+    config: Config, parallel: Parallel, shape: ModelShape, hardware: Hardware, num_learners: int
+) -> list[RunPlan]:
+    """The plans that fit, for all ZeRO stages; less recomputation is tried only while more of it fits."""
     modules = ("core_attn", "moe" if shape.experts else "mlp")
-    found = []
+    fitting = []
     for recompute in reversed(RECOMPUTE):
         plans = [
             plan_run(
@@ -129,39 +136,39 @@ def _fitting(config: Config, parallel: Parallel, shape: ModelShape, cluster: Clu
                     ),
                 ),
                 shape,
-                cluster,
+                hardware,
                 num_learners=num_learners,
             )
             for zero in ZERO_STAGES
         ]
-        plans = [plan for plan in plans if plan.worst.total <= cluster.gpu.memory_bytes]
+        plans = [plan for plan in plans if plan.worst.total <= hardware.gpu.memory_bytes]
         if not plans:
             break
-        found.extend(plans)
-    return found
+        fitting.extend(plans)
+    return fitting
 
 
-def _preference(plan: Plan) -> tuple[float, ...]:
-    """Order of layouts that fit: by step time, and of equally fast ones first those with memory to spare, which cut the
-    model into fewer pieces, with Megatron's own distributed optimizer.
+def _preference(plan: RunPlan) -> tuple[float, ...]:
+    """Sort key of layouts that fit: step time; among equally fast ones, memory to spare, then fewer model pieces, then
+    Megatron's own distributed optimizer (ZeRO-1).
     """
     layout = plan.layout
     return (
         int(math.log(plan.step_s) / math.log1p(EQUALLY_FAST)),
-        plan.worst.total > (1 - SPARE) * plan.cluster.gpu.memory_bytes,
+        plan.worst.total > (1 - SPARE) * plan.hardware.gpu.memory_bytes,
         layout.tensor * layout.pipeline * layout.context * layout.virtual_pipeline,
         layout.zero_stage != 1,
         plan.step_s,
     )
 
 
-def _why(plan: Plan) -> str:
+def _why(plan: RunPlan) -> str:
     """The largest causes of the learners' time, with their shares."""
     seconds = dict(plan.learners.training)
-    for cause, own in plan.learners.scoring.items():
-        seconds[cause] = seconds.get(cause, 0.0) + own
+    for cause, added in plan.learners.logprobs.items():
+        seconds[cause] = seconds.get(cause, 0.0) + added
     total = sum(seconds.values())
-    largest = sorted(seconds, key=seconds.get, reverse=True)[:3]
+    largest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:3]
     return ", ".join(
         f"{CAUSES[cause]} {seconds[cause] / total:.0%}" for cause in largest if seconds[cause] > 0.005 * total
     )

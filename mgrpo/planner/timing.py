@@ -1,7 +1,7 @@
-"""How long a training step takes, from what it computes and sends: a sum of phases, each a sum of causes.
+"""Time of a training step from what it computes and sends: a sum of phases, each a sum of causes.
 
-Collectives are counted as if the GPU waited for them, Megatron-FSDP's apart, which overlap with what is computed. A pipeline adds
-`(p - 1) / (m x v)` of its own time for m micro-batches on p stages of v chunks (arXiv:2104.04473, section 2.2).
+The GPU is assumed to wait for all collectives except those of Megatron-FSDP, which overlap with computation. A pipeline
+adds `(p - 1) / (m x v)` of its time for m micro-batches on p stages of v chunks (arXiv:2104.04473, section 2.2).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mgrpo.config.schema import Config, Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import FP32_BYTES, StateBytes, stage_elements
-from mgrpo.planner.hardware import Cluster
+from mgrpo.planner.hardware import Hardware
 from mgrpo.planner.traffic import (
     AXES,
     Traffic,
@@ -28,27 +28,24 @@ from mgrpo.planner.work import Passes, StageFlops, Workload, stage_flops
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerTime:
-    """Seconds of a training step on the learners, by cause: compute, recompute, bubble, an axis' name, optimizer.
-
-    Of the slowest pipeline stage.
-    """
+    """Seconds of a step on the slowest pipeline stage, by cause: compute, recompute, bubble, an axis, optimizer."""
 
     training: dict[str, float]
-    scoring: dict[str, float]
-    """Passes of the reference model, and of the policy before its first update."""
+    logprobs: dict[str, float]
+    """Forward passes for log-probabilities: of the reference model, and of the policy before its first update."""
     traffic: Traffic
-    """Bytes that one rank sends in the step."""
+    """Bytes that one rank sends per step."""
     num_micro_batches: int
-    """Of each data-parallel rank and optimizer step."""
+    """Per data-parallel rank and optimizer step."""
 
     @property
     def total(self) -> float:
-        """Both."""
-        return sum(self.training.values()) + sum(self.scoring.values())
+        """Training and logprob passes."""
+        return sum(self.training.values()) + sum(self.logprobs.values())
 
 
 def num_micro_batches(layout: Layout, work: Workload, *, pack_length: int, pack_fill: float, parts: int) -> int:
-    """Packs of each data-parallel rank for one optimizer step; interleaved stages take them in rounds."""
+    """Packs per data-parallel rank and optimizer step, rounded up to whole rounds of interleaved stages."""
     packs = work.trained_tokens / parts / layout.data / (pack_length * pack_fill)
     rounds = layout.micro_batches_multiple_of
     return max(math.ceil(packs / rounds), 1) * rounds
@@ -61,20 +58,20 @@ def learner_time(
     work: Workload,
     passes: Passes,
     states: StateBytes,
-    cluster: Cluster,
+    hardware: Hardware,
     *,
     logits_chunk: int,
     dtype_bytes: int,
 ) -> LearnerTime:
-    """The learners' part of a training step: scores, forward and backward passes, updates.
+    """Time of the learners in a training step: logprob passes, forward and backward passes, updates.
 
     Args:
-        states: of the fullest rank, for the optimizer's time.
+        states: those of the fullest rank, for the optimizer's time.
     """
     settings = config.parallel
     parts = config.algorithm.num_mini_batches
     count = num_micro_batches(
-        layout, work, pack_length=settings.pack_length, pack_fill=cluster.assumed.pack_fill, parts=parts
+        layout, work, pack_length=settings.pack_length, pack_fill=hardware.assumed.pack_fill, parts=parts
     )
     stage, flops = _slowest_stage(shape, layout, work, settings, logits_chunk)
     bubble = (layout.pipeline - 1) / (count * layout.virtual_pipeline)
@@ -86,25 +83,25 @@ def learner_time(
     update = data_traffic(shape, layout, stage=stage, dtype_bytes=dtype_bytes, num_micro_batches=count)
 
     training = {
-        "compute": cluster.compute_seconds(flops.forward * 3 * passes.train, gpus=gpus),
-        "recompute": cluster.compute_seconds(flops.repeated * passes.train, gpus=gpus),
+        "compute": hardware.compute_seconds(flops.forward * 3 * passes.train, gpus=gpus),
+        "recompute": hardware.compute_seconds(flops.repeated * passes.train, gpus=gpus),
     }
-    training |= _link_seconds(both_ways * passes.train, layout, cluster)
+    training |= _link_seconds(both_ways * passes.train, layout, hardware)
     training["bubble"] = bubble * sum(training.values())
-    shared = _link_seconds(update * passes.optimizer_steps, layout, cluster).get("data", 0.0)
-    # Megatron-FSDP (ZeRO-2 and 3) sends while it computes; only what takes longer is waited for.
+    shared = _link_seconds(update * passes.optimizer_steps, layout, hardware).get("data", 0.0)
+    # Megatron-FSDP (ZeRO-2 and 3) sends while it computes; only the excess over the computation costs time.
     hidden = training["compute"] + training["recompute"] if layout.sharding >= 2 else 0.0
     training["data"] = max(shared - hidden, 0.0)
-    training["optimizer"] = passes.optimizer_steps * _optimizer_seconds(shape, layout, states, cluster, stage=stage)
+    training["optimizer"] = passes.optimizer_steps * _optimizer_seconds(shape, layout, states, hardware, stage=stage)
 
-    num_scores = passes.reference + passes.old
-    scoring = {"compute": cluster.compute_seconds(flops.forward * num_scores, gpus=gpus)}
-    scoring |= _link_seconds(forward * num_scores, layout, cluster)
-    scoring["bubble"] = bubble * sum(scoring.values())
+    num_forward = passes.reference + passes.old
+    logprobs = {"compute": hardware.compute_seconds(flops.forward * num_forward, gpus=gpus)}
+    logprobs |= _link_seconds(forward * num_forward, layout, hardware)
+    logprobs["bubble"] = bubble * sum(logprobs.values())
     return LearnerTime(
         training={cause: seconds for cause, seconds in training.items() if seconds},
-        scoring={cause: seconds for cause, seconds in scoring.items() if seconds},
-        traffic=both_ways * passes.train + forward * num_scores + update * passes.optimizer_steps,
+        logprobs={cause: seconds for cause, seconds in logprobs.items() if seconds},
+        traffic=both_ways * passes.train + forward * num_forward + update * passes.optimizer_steps,
         num_micro_batches=count,
     )
 
@@ -112,37 +109,39 @@ def learner_time(
 def _slowest_stage(
     shape: ModelShape, layout: Layout, work: Workload, settings: Parallel, logits_chunk: int
 ) -> tuple[int, StageFlops]:
-    found = {
+    flops = {
         stage: stage_flops(shape, layout, work, settings, stage=stage, logits_chunk=logits_chunk)
         for stage in range(layout.pipeline)
     }
-    return max(found.items(), key=lambda item: 3 * item[1].forward.total + item[1].repeated.total)
+    return max(flops.items(), key=lambda item: 3 * item[1].forward.total + item[1].repeated.total)
 
 
-def _link_seconds(traffic: Traffic, layout: Layout, cluster: Cluster) -> dict[str, float]:
+def _link_seconds(traffic: Traffic, layout: Layout, hardware: Hardware) -> dict[str, float]:
     sent = {axis: getattr(traffic, axis) for axis in AXES}
-    return {axis: bytes_ / cluster.link_bytes_s(span_of(layout, axis)) for axis, bytes_ in sent.items() if bytes_}
+    return {axis: bytes_ / hardware.link_bytes_s(span_of(layout, axis)) for axis, bytes_ in sent.items() if bytes_}
 
 
-def _optimizer_seconds(shape: ModelShape, layout: Layout, states: StateBytes, cluster: Cluster, *, stage: int) -> float:
-    """One update: reads and writes the states, reads gradients and writes parameters; over PCIe what lies in host memory.
+def _optimizer_seconds(
+    shape: ModelShape, layout: Layout, states: StateBytes, hardware: Hardware, *, stage: int
+) -> float:
+    """Seconds of one update: reads and writes states, reads gradients, writes parameters; offloaded shares cross PCIe.
 
-    The host's own arithmetic is taken to be hidden behind PCIe, which is optimistic for few cores a GPU.
+    The host's arithmetic is assumed to be hidden behind PCIe, which is optimistic with few cores per GPU.
     """
     touched = 2 * states.optimizer + states.gradients
     held = stage_elements(shape, layout, stage=stage).total
     offloaded = states.host / max(states.host + states.optimizer, 1)
     shared = held / max(layout.num_shards if layout.zero_stage else 1, 1)
-    over_pcie = shared * offloaded * 2 * FP32_BYTES  # gradients there, weights back
-    return touched / cluster.hbm_bytes_s + over_pcie / (cluster.gpu.pcie_gb_s * 1e9)
+    over_pcie = shared * offloaded * 2 * FP32_BYTES  # gradients to the host, weights back
+    return touched / hardware.hbm_bytes_s + over_pcie / (hardware.gpu.pcie_gb_s * 1e9)
 
 
-def sync_seconds(shape_bytes: float, *, engines: int, workers: int, learners: int, cluster: Cluster) -> float:
-    """One weight sync: every worker receives its share once, every learner sends an even part of all of them.
+def sync_seconds(model_bytes: float, *, engines: int, workers: int, learners: int, hardware: Hardware) -> float:
+    """Seconds of one weight sync: each worker receives its share once, each learner sends an even part of the total.
 
     Args:
-        shape_bytes: of all weights, in the engines' dtype.
+        model_bytes: all weights, in the engines' dtype.
     """
-    received = shape_bytes / workers
-    sent = shape_bytes * engines / learners
-    return max(received, sent) / cluster.link_bytes_s(cluster.num_gpus)
+    received = model_bytes / workers
+    sent = model_bytes * engines / learners
+    return max(received, sent) / hardware.link_bytes_s(hardware.num_gpus)

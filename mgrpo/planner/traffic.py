@@ -1,14 +1,14 @@
-"""Bytes that one learner rank sends in a training step, by axis, and over which link.
+"""Bytes that one learner rank sends in a training step, by axis, and the span of ranks that each axis connects.
 
-Rings: an all-gather or reduce-scatter over n ranks sends (n - 1) / n of the whole from each rank, an all-reduce twice that.
-The rank of the pipeline stage with the most layers counts. What each axis sends a layer (tokens: of one rank's
+Rings: an all-gather or reduce-scatter over n ranks sends (n - 1) / n of the whole from each rank, an all-reduce twice
+that. Counted for a rank of the slowest pipeline stage. Per layer each axis sends (tokens: those of one rank's
 micro-batches, h = hidden, k = kv heads x head_dim):
 
-    tensor     4 x tokens x h in a forward pass, 6 in a backward one under sequence parallelism, else 4 (arXiv:2205.05198)
-    context    keys and values of all other ranks, and their gradients back; or q, k, v and the output, exchanged
+    tensor     4 x tokens x h in a forward pass, 6 in a backward one (4 without sequence parallelism; 2205.05198)
+    context    keys and values of all other ranks, and their gradients back; or an exchange of q, k, v and the output
     expert     2 x tokens x top_k x h in each direction
-    pipeline   tokens x h for each stage boundary in each direction, once a chunk
-    data       gradients in fp32 and parameters, once an optimizer step; with ZeRO-2 gradients and with ZeRO-3 both in
+    pipeline   tokens x h per stage boundary and direction, once per chunk
+    data       gradients in fp32 and parameters, once per optimizer step; with ZeRO-2 gradients, and with ZeRO-3 both, in
                every micro-batch
 """
 
@@ -26,7 +26,7 @@ AXES = ("tensor", "context", "expert", "pipeline", "data")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes sent by one rank, by axis."""
+    """Bytes that one rank sends, by axis."""
 
     tensor: float = 0.0
     context: float = 0.0
@@ -42,7 +42,7 @@ class Traffic:
 
 
 def span_of(layout: Layout, axis: str) -> int:
-    """Consecutive ranks among which a group of this axis lies (rank order tp-cp-dp-pp)."""
+    """Number of consecutive ranks that contain a group of this axis (rank order tp-cp-dp-pp)."""
     within_stage = layout.world_size // layout.pipeline
     return {
         "tensor": layout.tensor,
@@ -56,7 +56,7 @@ def span_of(layout: Layout, axis: str) -> int:
 def forward_traffic(
     shape: ModelShape, layout: Layout, settings: Parallel, *, stage: int, tokens: float, dtype_bytes: int
 ) -> Traffic:
-    """One forward pass over `tokens`, those of the rank's context group."""
+    """Traffic of one forward pass over `tokens`, the tokens of the rank's context group."""
     layers = stage_layers(layout, shape.num_layers, stage)
     own_tokens = tokens / layout.context
     stream = own_tokens * shape.hidden * dtype_bytes
@@ -64,10 +64,10 @@ def forward_traffic(
     tensor = expert = 0.0
     if layout.tensor > 1:
         ring = (layout.tensor - 1) / layout.tensor * stream
-        # Experts exchange tokens themselves, in the MLP's place.
+        # Expert layers exchange tokens in place of the MLP's collectives.
         tensor = ring * (4 * len(layers) - 2 * num_expert_layers)
     split_tokens = own_tokens / layout.tensor if layout.sequence_parallel else own_tokens
-    if num_expert_layers:
+    if shape.experts and num_expert_layers:
         copies = split_tokens * shape.experts.top_k * shape.hidden * dtype_bytes
         exchanged = (layout.expert - 1) / layout.expert * copies
         gathered = (layout.expert_tensor - 1) * copies
@@ -82,7 +82,7 @@ def forward_traffic(
 
 
 def _context_bytes(shape: ModelShape, layout: Layout, settings: Parallel, own_tokens: float) -> float:
-    """Elements a layer."""
+    """Elements per layer."""
     if layout.context == 1:
         return 0.0
     key = max(shape.kv_heads // layout.tensor, 1) * shape.head_dim
@@ -93,12 +93,12 @@ def _context_bytes(shape: ModelShape, layout: Layout, settings: Parallel, own_to
 
 
 def backward_traffic(forward: Traffic, layout: Layout) -> Traffic:
-    """Of the backward pass; under sequence parallelism saved inputs are gathered once more for the weights' gradients."""
+    """Traffic of the backward pass; sequence parallelism gathers saved inputs again for the weights' gradients."""
     return replace(forward, tensor=forward.tensor * (1.5 if layout.sequence_parallel else 1))
 
 
 def data_traffic(shape: ModelShape, layout: Layout, *, stage: int, dtype_bytes: int, num_micro_batches: int) -> Traffic:
-    """One optimizer step."""
+    """Traffic of one optimizer step."""
     held = stage_elements(shape, layout, stage=stage)
     gradients = FP32_BYTES * _ring(held, layout)
     parameters = dtype_bytes * _ring(held, layout)
@@ -114,7 +114,7 @@ def data_traffic(shape: ModelShape, layout: Layout, *, stage: int, dtype_bytes: 
 
 
 def _ring(held: Elements, layout: Layout) -> float:
-    """Elements that a rank sends when each rank's share is gathered."""
+    """Elements that a rank sends in an all-gather of all ranks' shares."""
     dense, experts = layout.data * layout.context, layout.expert_data
     if layout.sharding == 3:
         dense, experts = layout.num_shards, min(experts, layout.num_shards)
@@ -122,5 +122,5 @@ def _ring(held: Elements, layout: Layout) -> float:
 
 
 def recompute_traffic(forward: Traffic, settings: Parallel) -> Traffic:
-    """What whole layers send when their forward pass is repeated; the parts of selective recomputation send nothing."""
+    """Traffic of repeated forward passes of whole layers; the modules of selective recomputation send nothing."""
     return replace(forward, pipeline=0.0) if settings.recompute_granularity == "full" else Traffic()

@@ -1,8 +1,8 @@
-"""What a training step computes: tokens and floating-point operations, by the usual count of two a weight and token.
+"""Tokens and floating-point operations of a training step, by the usual count of two per weight and token.
 
-A forward pass is `2 x active weights` operations a token, and in attention `4 x heads x head_dim` a pair of a query and a
-key that it sees; a backward pass twice that (Narayanan et al., arXiv:2104.04473, appendix; attention counted causally).
-The LM head runs on response tokens only. Sampling, norms, softmaxes and the loss are not counted.
+A forward pass has `2 x active weights` operations per token and, in attention, `4 x heads x head_dim` per pair of a
+query and a visible key; a backward pass twice that (Narayanan et al., arXiv:2104.04473, appendix; attention counted
+causally). The LM head runs on response tokens only. Sampling, norms, softmaxes and the loss are not counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mgrpo.planner.hardware import Assumptions, Flops
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One training step's batch; lengths are means."""
+    """The batch of one training step; lengths are means."""
 
     prompts: int
     sequences: int
@@ -28,7 +28,7 @@ class Workload:
     response_tokens: float
     longest_response: int
     shares_prompts: bool
-    """A group's prompt is computed once in training."""
+    """Whether training computes a group's prompt only once."""
 
     @property
     def length(self) -> float:
@@ -44,19 +44,19 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """How often a step goes over its batch."""
+    """Number of passes over the batch in a step."""
 
     train: int
     """Forward and backward: num_epochs."""
     reference: int
     """Forward, of the reference model."""
     old: int
-    """Forward, for the policy's own logprobs before its first update."""
+    """Forward, for the policy's logprobs before its first update."""
     optimizer_steps: int
 
 
 def workload_of(config: Config, assumed: Assumptions) -> Workload:
-    """The batch that `config` asks for, with mean lengths as assumed."""
+    """The batch that `config` defines, with assumed mean lengths."""
     return Workload(
         prompts=config.rollout.num_unique_prompts_rollout,
         sequences=config.batch_size,
@@ -68,12 +68,15 @@ def workload_of(config: Config, assumed: Assumptions) -> Workload:
 
 
 def passes_of(config: Config) -> Passes:
-    """How often this run's learners go over a batch."""
-    own = config.algorithm
-    updates = own.num_epochs * own.num_mini_batches
-    scores_itself = (updates > 1 and not own.use_vllm_logprobs) or own.top_entropy_quantile < 1
+    """Number of passes that the learners make over a batch."""
+    algorithm = config.algorithm
+    updates = algorithm.num_epochs * algorithm.num_mini_batches
+    computes_old = (updates > 1 and not algorithm.use_vllm_logprobs) or algorithm.top_entropy_quantile < 1
     return Passes(
-        train=own.num_epochs, reference=int(has_reference(config)), old=int(scores_itself), optimizer_steps=updates
+        train=algorithm.num_epochs,
+        reference=int(has_reference(config)),
+        old=int(computes_old),
+        optimizer_steps=updates,
     )
 
 
@@ -84,20 +87,20 @@ def has_reference(config: Config) -> bool:
 
 @cache
 def active_weights(shape: ModelShape) -> tuple[int, ...]:
-    """For each layer, the weights a token meets: of the experts only those it is sent to."""
+    """Per layer, the weights that process a token: of the experts only those it is routed to."""
     share = shape.experts.top_k / shape.experts.count if shape.experts else 0
     return tuple(layer.dense + int(layer.experts * share) for layer in holdings(shape, tensor=1, expert=1).layers)
 
 
 def seen_pairs(length: float, window: int | None) -> float:
-    """Pairs of a query and a key in causal attention over one document, at most `window` keys a query."""
+    """Pairs of a query and a key in causal attention over one document, at most `window` keys per query."""
     reach = min(length, window) if window else length
     return length * reach - reach * reach / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFlops:
-    """One layer's forward pass over the batch, in the parts that may be computed again."""
+    """One layer's forward pass over the batch, by the parts that recomputation can repeat."""
 
     core: Flops
     """Queries x keys and scores x values."""
@@ -106,14 +109,14 @@ class LayerFlops:
 
     @property
     def total(self) -> Flops:
-        """All of it."""
+        """All parts."""
         return self.core + self.mlp + self.rest
 
 
 @cache
 def layer_flops(shape: ModelShape, work: Workload) -> tuple[LayerFlops, ...]:
-    """For each layer, one forward pass of all ranks together over the batch."""
-    found = []
+    """Per layer, one forward pass over the batch, all ranks together."""
+    flops = []
     for layer, weights in enumerate(active_weights(shape)):
         pairs = work.sequences * seen_pairs(work.length, shape.windows[layer])
         if work.shares_prompts:
@@ -121,14 +124,14 @@ def layer_flops(shape: ModelShape, work: Workload) -> tuple[LayerFlops, ...]:
         experts = shape.experts if shape.has_experts(layer) else None
         mlp = 3 * shape.hidden * (experts.ffn * experts.top_k if experts else shape.ffn)
         mlp_flops = 2 * mlp * work.trained_tokens
-        found.append(
+        flops.append(
             LayerFlops(
                 core=Flops(4 * shape.heads * shape.head_dim * pairs),
                 mlp=Flops(experts=mlp_flops) if experts else Flops(mlp_flops),
                 rest=Flops(2 * (weights - mlp) * work.trained_tokens),
             )
         )
-    return tuple(found)
+    return tuple(flops)
 
 
 def head_flops(shape: ModelShape, work: Workload) -> Flops:
@@ -138,7 +141,7 @@ def head_flops(shape: ModelShape, work: Workload) -> Flops:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFlops:
-    """One forward pass over the batch, of all ranks of a pipeline stage together; a backward pass is twice as much."""
+    """One forward pass over the batch, all ranks of a pipeline stage together; a backward pass has twice as many."""
 
     forward: Flops
     repeated: Flops
@@ -148,11 +151,11 @@ class StageFlops:
 def stage_flops(
     shape: ModelShape, layout: Layout, work: Workload, settings: Parallel, *, stage: int, logits_chunk: int
 ) -> StageFlops:
-    """The layers of a stage, and the head on the last."""
+    """The layers of a stage, and the LM head on the last one."""
     layers = layer_flops(shape, work)
-    own = stage_layers(layout, shape.num_layers, stage)
-    forward = sum((layers[layer].total for layer in own), Flops())
-    repeated = sum((_repeated(layers[layer], shape.has_experts(layer), settings) for layer in own), Flops())
+    held = stage_layers(layout, shape.num_layers, stage)
+    forward = sum((layers[layer].total for layer in held), Flops())
+    repeated = sum((_repeated(layers[layer], shape.has_experts(layer), settings) for layer in held), Flops())
     if stage == layout.pipeline - 1:
         forward += head_flops(shape, work)
         repeated += head_flops(shape, work) * bool(logits_chunk)
@@ -174,5 +177,5 @@ def forward_flops(shape: ModelShape, work: Workload) -> Flops:
 
 
 def generation_flops(shape: ModelShape, work: Workload) -> Flops:
-    """Prefill and decoding: as one forward pass in which no prompt is shared."""
+    """Prefill and decoding: one forward pass in which no prompt is shared."""
     return forward_flops(shape, replace(work, shares_prompts=False))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -20,9 +20,10 @@ from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.parallel import backend
-from mgrpo.parallel.attention import PackedAttention, RotaryAttention
+from mgrpo.parallel.attention import PackedAttention
 from mgrpo.parallel.context import core_attention
 from mgrpo.parallel.norms import HeadsNorm, NormThenAdd, RMSNorm
+from mgrpo.policy.rotary import RotaryAttention
 
 
 def transformer_config(
@@ -60,21 +61,21 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
         "activation_func": F.silu,
         "add_bias_linear": False,
         "add_qkv_bias": shape.qkv_bias,
-        # It makes Megatron sum the gradients of these norms over tensor ranks, also without sequence parallelism; the
-        # weights of a norm of whole projections are split instead.
+        # Makes Megatron sum the gradients of these norms over tensor ranks, also without sequence parallelism; the
+        # weights of a norm over whole projections are split instead.
         "qk_layernorm": shape.qk_norm == "head",
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
     if shape.activation == "gelu_pytorch_tanh":
-        # Megatron's fused kernels have no name for this one.
+        # Megatron's fused kernels do not support this activation.
         settings |= {"activation_func": partial(F.gelu, approximate="tanh"), "bias_activation_fusion": False}
     if shape.experts:
         settings |= {
             "num_moe_experts": shape.experts.count,
             "moe_ffn_hidden_size": shape.experts.ffn,
             "moe_router_topk": shape.experts.top_k,
-            # Softmax over all experts, whose chosen weights then add up to 1, is softmax over the chosen ones.
+            # Softmax over all experts, with the chosen weights normalised to 1, equals softmax over the chosen ones.
             "moe_router_pre_softmax": not shape.experts.normalised,
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
@@ -100,7 +101,7 @@ def _axes(layout: Layout) -> dict[str, Any]:
     if layout.virtual_pipeline > 1:
         settings |= {
             "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
-            # With two stages the neighbour before and behind is one rank: in a batch their messages are mixed up.
+            # With two stages the previous and the next stage are the same rank: batched messages would be mixed up.
             "overlap_p2p_comm": True,
             "batch_p2p_comm": False,
         }
@@ -115,10 +116,12 @@ def _recompute_settings(settings: Parallel) -> dict[str, Any]:
     return {}
 
 
-def _finalize_without_scaling(model: list[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
-    """Sum gradients over the axes. The loss is already divided by its global denominator: no count divides it again."""
+def _finalize_without_scaling(
+    model: list[DistributedDataParallel], num_tokens: torch.Tensor | None = None, **kwargs: Any
+) -> None:
+    """Sum gradients over the axes; `num_tokens` is ignored, as the loss is already divided by its global denominator."""
     if model[0].ddp_config.use_megatron_fsdp and kwargs.get("pg_collection"):
-        # First and last stage shard their copies of a tied embedding differently; the policy adds these gradients up.
+        # First and last stage shard their copies of a tied embedding differently; PolicyOptimizer sums these gradients.
         kwargs["pg_collection"] = copy.copy(kwargs["pg_collection"])
         kwargs["pg_collection"].embd = SimpleNamespace(size=lambda: 1)
     finalize_model_grads(model, None, **kwargs)
@@ -127,7 +130,7 @@ def _finalize_without_scaling(model: list[torch.nn.Module], num_tokens: Any = No
 def block(
     config: TransformerConfig, shape: ModelShape, layers: range, settings: Parallel | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of one chunk of a stage."""
+    """Megatron's description of the layers of one chunk of a stage."""
     attention = core_attention((settings or Parallel()).cp_comm_type)
     return TransformerBlockSubmodules(
         layer_specs=[_layer(config, shape, layer, attention) for layer in layers], layer_norm=RMSNorm
@@ -135,20 +138,19 @@ def block(
 
 
 def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[PackedAttention]) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(
-        normalization="RMSNorm", num_experts=shape.experts.count if shape.has_experts(layer) else None
-    )
-    parts, rope = spec.submodules, shape.ropes[layer]
-    has_inner, has_outer = shape.norms != "after", shape.norms != "before"
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if has_inner else IdentityOp
-    if has_outer:
-        parts.self_attn_bda = parts.mlp_bda = ModuleSpec(NormThenAdd, params={"config": config})
-    parts.self_attention.module = RotaryAttention
-    parts.self_attention.params["rope"] = shape.rope_kinds.index(rope)
-    attention = parts.self_attention.submodules
+    experts = shape.experts if shape.has_experts(layer) else None
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=experts.count if experts else None)
+    modules, rope = spec.submodules, shape.ropes[layer]
+    norms_input, norms_output = shape.norms != "after", shape.norms != "before"
+    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm if norms_input else IdentityOp
+    if norms_output:
+        modules.self_attn_bda = modules.mlp_bda = ModuleSpec(NormThenAdd, params={"config": config})
+    modules.self_attention.module = RotaryAttention
+    modules.self_attention.params["rope"] = shape.rope_kinds.index(rope)
+    attention = modules.self_attention.submodules
     attention.core_attention = partial(
         core,
-        # Of queries and keys that are both multiplied by a factor.
+        # The attention factor multiplies queries and keys.
         scale=shape.attention_scale * rope.attention_factor**2,
         window=shape.windows[layer],
         softcap=shape.attention_softcap,

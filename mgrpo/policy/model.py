@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -22,38 +22,47 @@ from mgrpo.config.schema import Parallel
 from mgrpo.layout import VOCAB_MULTIPLE, Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.parallel import backend
-from mgrpo.parallel.attention import PackedDocuments, PackedRotary
 from mgrpo.parallel.context import whole_responses
+from mgrpo.parallel.packs import PackedDocuments
 from mgrpo.policy.architecture import block, transformer_config
-from mgrpo.policy.rotary import frequencies
+from mgrpo.policy.rotary import PackedRotary, frequencies
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseRows:
-    """Which outputs of a pack are scored, and against which tokens; of those a context-parallel rank holds, `own` of them."""
+    """Which outputs of a pack this rank scores, and against which tokens: those among its local tokens."""
 
     rows: torch.Tensor
-    """`[own]` int64, among the rank's tokens."""
+    """`[local responses]` int64, among the local tokens."""
     targets: torch.Tensor
-    """`[own]` int64."""
+    """`[local responses]` int64."""
     temperature: float
-    places: torch.Tensor | None = None
-    """`[own]` int64: which of the pack's responses these are; None: all of them, in order."""
+    indices: torch.Tensor | None = None
+    """`[local responses]` int64: which of the pack's responses these are; None: all of them, in order."""
     num_responses: int = 0
-    """Of the whole pack."""
+    """Number of responses of the whole pack; only with `indices`."""
+
+
+class HeadOptions(TypedDict):
+    """How the LM head works, see `ResponseModel`."""
+
+    logits_chunk: int
+    trains_entropy: bool
+    scores_entropy: bool
 
 
 class ResponseModel(GPTModel):
     """GPTModel whose last stage returns log-probability and entropy of response tokens: `[2, responses]` float32.
 
-    Context-parallel ranks, which each hold some of the tokens, all return all of them.
-
-    Without gradients, which is scoring, there is an entropy only if `scores_entropy`, else `[1, responses]`; it has a
-    gradient only if `trains_entropy`, which costs time.
+    Context-parallel ranks, each of which holds some of the tokens, all return the values of all responses.
 
     Hidden rows are gathered before the LM head, so that prompts never reach the vocabulary, and the vocabulary shard is
-    scored in place by `mgrpo.ops`; nothing of size `[tokens, vocab]` exists beyond the head's own output, and with
-    `logits_chunk` > 0 not even that: the head runs on so many columns at a time.
+    scored in place by `mgrpo.ops`; nothing of size `[tokens, vocab]` exists beyond the head's own output.
+
+    Args:
+        logits_chunk: above 0 the head runs on this many columns at a time, so that not even its own output exists.
+        trains_entropy: whether the entropy has a gradient, which costs time.
+        scores_entropy: whether there is an entropy without gradients (in scoring); if not the result is `[1, responses]`.
     """
 
     def __init__(
@@ -85,18 +94,18 @@ class ResponseModel(GPTModel):
         documents: PackedDocuments,
         response: ResponseRows,
     ) -> torch.Tensor:
-        """tokens and positions `[1, own tokens]`; all ranks of a data-parallel slice call with the same pack."""
+        """tokens and positions `[1, local tokens]`; all ranks of a data-parallel slice call with the same pack."""
         self._response = response
         return super().forward(tokens, positions, None, packed_seq_params=documents)
 
-    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple:
+    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         embeddings, *rest = super()._preprocess(*args, **kwargs)
         if self.shape.embedding_scale != 1 and embeddings is not None:
             embeddings = embeddings * embeddings.new_tensor(self.shape.embedding_scale)
         return embeddings, *rest
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits as the model means them, from those of its LM head."""
+        """The model's logits, from those of its LM head."""
         cap = self.shape.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -138,15 +147,20 @@ class ResponseModel(GPTModel):
             values = logprobs[None]
         else:
             values = torch.stack((logprobs, entropy if self.trains_entropy else entropy.detach()))
-        return values if response.places is None else whole_responses(values, response.places, response.num_responses)
+        return values if response.indices is None else whole_responses(values, response.indices, response.num_responses)
 
 
 def build(
-    shape: ModelShape, layout: Layout, dtype: torch.dtype, *, settings: Parallel | None = None, **head: Any
+    shape: ModelShape,
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    settings: Parallel | None = None,
+    **head: Unpack[HeadOptions],
 ) -> list[ResponseModel]:
-    """The chunks of the model that this rank holds, weights unset; `head` as in `ResponseModel`. Every rank must call.
+    """The chunks of the model that this rank holds, with uninitialised weights. Every rank must call.
 
-    One chunk, unless pipeline stages are interleaved.
+    There is one chunk unless pipeline stages are interleaved.
     """
     config = transformer_config(shape, layout, dtype, settings)
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -172,7 +186,7 @@ def _build_chunk(
     has_embedding: bool,
     has_head: bool,
     chunk: int | None,
-    **head: Any,
+    **head: Unpack[HeadOptions],
 ) -> ResponseModel:
     model = ResponseModel(
         config,
@@ -194,7 +208,7 @@ def _build_chunk(
 
 
 def _mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Say which weights are shards: Megatron does so only while it initialises them, and its gradient norm asks."""
+    """Mark which weights are shards, for the gradient norm: Megatron marks them only when it initialises them."""
     split_dim = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
     for module in model.modules():
         weight = getattr(module, "weight", None)

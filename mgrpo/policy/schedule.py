@@ -7,13 +7,13 @@ import math
 from mgrpo.config.schema import Optimizer
 
 POLYNOMIAL_END = 1e-7
-"""Where the polynomial schedule, of power 1, ends. This and the one cycle of cosine_with_restarts are transformers' defaults."""
+"""Final rate of the polynomial schedule, of power 1. This and one cycle of cosine_with_restarts are transformers' defaults."""
 
 
 def learning_rate(settings: Optimizer, step: int, num_steps: int) -> float:
     """Rate of optimizer step `step` (from 0) of `num_steps`: linear warm-up, then the schedule; "constant" has neither.
 
-    The first step of a warm-up of w steps has 1/w of the rate, where transformers' schedules waste it on a rate of 0.
+    The first step of a warm-up of w steps has 1/w of the rate; with transformers' schedules it would have a rate of 0.
     """
     kind, peak = settings.lr_scheduler_type, settings.learning_rate
     warm_up = int(num_steps * settings.warmup_ratio) if settings.warmup_ratio > 0 else settings.warm_up_steps

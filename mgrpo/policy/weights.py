@@ -1,24 +1,20 @@
-"""Weights between Hugging Face safetensors and this rank's live parameters, slice by slice.
-
-Reading opens the checkpoint's files and copies just the slices that the rule table names: no rank holds the whole model.
-"""
+"""Reads slices of tensors from the safetensors files of a Hugging Face folder: no rank holds the whole model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Box, LocalParameter, hf_tensors, local_parameters
+from mgrpo.models.table import Box, hf_tensors
 
 
 def tensor_files(model_dir: Path) -> dict[str, Path]:
-    """Which file of the checkpoint holds each tensor."""
+    """The file of the checkpoint that holds each tensor."""
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
         weight_map = json.loads(index.read_text())["weight_map"]
@@ -34,14 +30,14 @@ def tensor_files(model_dir: Path) -> dict[str, Path]:
 
 
 Read = Callable[[Box], torch.Tensor]
-"""Gives the values of one box of an HF tensor, from wherever they are kept."""
+"""Returns the values of one box of an HF tensor, wherever they are stored."""
 
 
-def checkpoint_reader(model_dir: str | Path, shape: ModelShape) -> Read:
-    """Reads boxes from the safetensors files of a Hugging Face folder; no more than the box is read.
+def hf_reader(model_dir: str | Path, shape: ModelShape) -> Read:
+    """A function that reads single boxes from the safetensors files of a Hugging Face folder.
 
     Raises:
-        ValueError: tensors are missing, or have another shape than config.json implies.
+        ValueError: tensors are missing, or (when read) have another shape than config.json implies.
     """
     model_dir = Path(model_dir)
     files = tensor_files(model_dir)
@@ -63,53 +59,3 @@ def checkpoint_reader(model_dir: str | Path, shape: ModelShape) -> Read:
         return source[tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
 
     return read
-
-
-class ShardedParameters:
-    """This rank's live parameters, seen as boxes of HF tensors through the rule table."""
-
-    def __init__(self, chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout, rank: int) -> None:
-        self.shape, self.layout = shape, layout
-        place = layout.coordinate(rank)
-        first_expert = place.expert * shape.experts.count // layout.expert if shape.experts else 0
-        live = {
-            global_name(
-                name, layout.chunk_layers(shape.num_layers, place.pipeline, number).start, first_expert
-            ): parameter
-            for number, chunk in enumerate(chunks)
-            for name, parameter in chunk.named_parameters()
-        }
-        self.places = local_parameters(shape, layout, rank)
-        if live.keys() != self.places.keys():
-            raise AssertionError(f"model and rule table differ in {sorted(live.keys() ^ self.places.keys())}")
-        for name, local in self.places.items():
-            assert tuple(live[name].shape) == local.shape, (name, tuple(live[name].shape), local.shape)
-        self.live = live
-
-    def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Every box this rank holds, with the view of the live parameter that is it."""
-        for name, place in self.places.items():
-            for piece in place.pieces:
-                yield piece.box, self.live[name].data[piece.region]
-
-    @torch.no_grad()
-    def load(self, read: Read) -> None:
-        """Fill every piece of this rank with what `read` gives for its box; padding rows become 0."""
-        for name, place in self.places.items():
-            self._clear_padding(name, place)
-            for piece in place.pieces:
-                self.live[name].data[piece.region].copy_(read(piece.box))
-
-    def _clear_padding(self, name: str, place: LocalParameter) -> None:
-        if sum(piece.box.size for piece in place.pieces) < self.live[name].numel():
-            self.live[name].data.zero_()
-
-
-def global_name(name: str, first_layer: int, first_expert: int) -> str:
-    """Megatron counts layers within a chunk and experts within a rank; the table counts them over the model."""
-    for mark, first in (("decoder.layers.", first_layer), ("local_experts.", first_expert)):
-        head, found, tail = name.partition(mark)
-        if found:
-            number, _, rest = tail.partition(".")
-            name = f"{head}{mark}{int(number) + first}.{rest}"
-    return name

@@ -42,12 +42,17 @@ def verify(
         RuntimeError: the verifier cannot be loaded.
     """
     from mgrpo.rewards.door import json_value, reward_settings
-    from mgrpo.rewards.process import Item
     from mgrpo.rewards.scorer import shared_scorer
+    from mgrpo.rewards.verifier import Answer, Item
 
     if not isinstance(completion, str):
         raise TypeError(f"completion={completion!r:.80} must be text, not {type(completion).__name__}")
     ids = tokenized_prediction if completion_ids is None else completion_ids
     count = num_tokens if ids is None else len(ids)
-    item = Item(name, completion, json_value(ground_truth), str(query or prompt), None if count is None else int(count))
-    return shared_scorer(reward_settings(settings)).verify_many([item])[0]
+    answer = Answer(
+        completion=completion,
+        ground_truth=json_value(ground_truth),
+        prompt=str(query or prompt),
+        num_tokens=None if count is None else int(count),
+    )
+    return shared_scorer(reward_settings(settings)).verify_many([Item(name, answer)])[0]

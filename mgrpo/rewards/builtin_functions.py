@@ -10,22 +10,37 @@ import math
 import numbers
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.compose import Verifies
-from mgrpo.rewards.pool import Item
+from mgrpo.rewards.overlong import overlong_penalty
 from mgrpo.rewards.scorer import shared_scorer
-from mgrpo.rewards.verifier import THINK_END
+from mgrpo.rewards.verifier import THINK_END, Answer, Item
 
 THINK_BEGIN = "<think>"
 
 
-class _Accuracy:
-    """`accuracy_reward`; a class so that a run can have its own workers read the answers."""
-
-    __name__ = "accuracy_reward"
+class _Reader:
+    """Reads answers in a run's own workers, or in those that all callers share."""
 
     def __init__(self, scorer: Verifies | None = None) -> None:
         self._scorer = scorer
+
+    def compare(self, texts: Sequence[str], solutions: Sequence[str]) -> list[float | None]:
+        """1.0 where the text's answer is the solution, else 0.0; None without a verdict."""
+        items = [
+            Item("trl_accuracy", Answer(completion=text, ground_truth=_label(gold)))
+            for text, gold in zip(texts, solutions, strict=True)
+        ]
+        scores = (self._scorer or shared_scorer(Reward())).verify_many(items)
+        return [None if math.isnan(score) else score for score in scores]
+
+
+class _Accuracy(_Reader):
+    """`accuracy_reward`."""
+
+    __name__ = "accuracy_reward"
 
     def __call__(
         self,
@@ -38,18 +53,13 @@ class _Accuracy:
 
         None where math-verify cannot read the solution, or gives no verdict within the limits of the verifiers.
         """
-        rewards = self._compare([_text_of(completion) for completion in completions], solution)
+        rewards = self.compare([_text_of(completion) for completion in completions], solution)
         if log_extra is not None:
             log_extra("solution", list(solution))
         return rewards
 
-    def _compare(self, texts: Sequence[str], solutions: Sequence[str]) -> list[float | None]:
-        items = [Item("trl_accuracy", text, _label(gold)) for text, gold in zip(texts, solutions, strict=True)]
-        scores = (self._scorer or shared_scorer(Reward())).verify_many(items)
-        return [None if math.isnan(score) else score for score in scores]
 
-
-class _ReasoningAccuracy(_Accuracy):
+class _ReasoningAccuracy(_Reader):
     """`reasoning_accuracy_reward`."""
 
     __name__ = "reasoning_accuracy_reward"
@@ -71,7 +81,7 @@ class _ReasoningAccuracy(_Accuracy):
         delimiters = [THINK_END] if reasoning_delimiters is None else reasoning_delimiters
         answers = [_after_reasoning(_text_of(completion), delimiters) for completion in completions]
         given = [(answer, gold) for answer, gold in zip(answers, solution, strict=True) if answer is not None]
-        compared = iter(self._compare([answer for answer, _ in given], [gold for _, gold in given]))
+        compared = iter(self.compare([answer for answer, _ in given], [gold for _, gold in given]))
         if log_extra is not None:
             log_extra("solution", list(solution))
         return [0.0 if answer is None else next(compared) for answer in answers]
@@ -92,7 +102,7 @@ def get_cosine_scaled_reward(
     max_value_wrong: float = -0.5,
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
-) -> Callable[..., list[float | None]]:
+) -> _CosineScaled:
     """A function that grades `accuracy_reward` by length: best short and right, worst short and wrong (arXiv:2502.03373).
 
     The value goes along half a cosine from the short end's (`max_value_correct`, `min_value_wrong`) to that of `max_len`
@@ -154,8 +164,11 @@ class _RepetitionPenalty:
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
     """A function that falls from 0 to -1 over the last `soft_punish_cache` tokens (DAPO, arXiv:2503.14476, equation 13)."""
-    if soft_punish_cache < 0:
-        raise ValueError(f"soft_punish_cache={soft_punish_cache}; give a number of tokens, 0 for a step from 0 to -1")
+    if not 0 <= soft_punish_cache <= max_completion_len:
+        raise ValueError(
+            f"soft_punish_cache={soft_punish_cache}; give a number of tokens between 0, for a step from 0 to -1, and "
+            f"max_completion_len={max_completion_len}"
+        )
     return _SoftOverlong(max_completion_len, soft_punish_cache)
 
 
@@ -166,12 +179,8 @@ class _SoftOverlong:
         self._max, self._cache = max_completion_len, soft_punish_cache
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **kwargs: object) -> list[float]:
-        return [self._value(len(ids)) for ids in completion_ids]
-
-    def _value(self, num_tokens: int) -> float:
-        if num_tokens <= self._max - self._cache:
-            return 0.0
-        return (self._max - self._cache - num_tokens) / self._cache if num_tokens <= self._max else -1.0
+        lengths = np.array([len(ids) for ids in completion_ids])
+        return overlong_penalty(lengths, max_length=self._max, cache_length=self._cache).tolist()
 
 
 def _cosine_scaled(max_len: int, scorer: Verifies | None) -> Callable:

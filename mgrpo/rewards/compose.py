@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from mgrpo.config.reward_rules import verifier_weights
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.pool import Item
+from mgrpo.rewards.verifier import Answer, Item
 from mgrpo.types import Completion, RolloutGroup, Score, ScoredGroup
 
 _R1_OPENING = re.compile(r"</think>\s*<answer>")
@@ -42,7 +41,7 @@ def score_groups(groups: Sequence[RolloutGroup], pool: Verifies, config: Reward)
     (1 if every verifier gave its full score); a missing score is NaN there too.
     """
     verified = iter(pool.verify_many(_items(groups)) if config.apply_verifiable_reward else [])
-    weights = verifier_weights(config)
+    weights = config.weight_by_verifier
     scored = []
     for group in groups:
         scores = []
@@ -74,7 +73,15 @@ def has_r1_format(text: str) -> bool:
 
 def _items(groups: Sequence[RolloutGroup]) -> list[Item]:
     return [
-        Item(verifier, completion.text, ground_truth, group.prompt.query, len(completion.tokens))
+        Item(
+            verifier,
+            Answer(
+                completion=completion.text,
+                ground_truth=ground_truth,
+                prompt=group.prompt.query,
+                num_tokens=len(completion.tokens),
+            ),
+        )
         for group in groups
         for completion in group.completions
         for verifier, ground_truth in zip(group.prompt.verifiers, group.prompt.ground_truths, strict=True)

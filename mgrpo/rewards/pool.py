@@ -1,7 +1,7 @@
-"""Verifier processes and their limits: who is running, who hangs, who is started anew.
+"""Verifiers in worker processes, under limits of time and memory: a worker that hangs or dies is replaced.
 
-A worker (`worker`) answers in order, so when it hangs or dies the first unanswered item is the culprit: that one has no
-score, the worker is replaced, and the items behind it are asked again.
+A worker (`worker`) answers in order, so when it hangs or dies its first unanswered item is the culprit: that item has no
+score, and the items behind it are asked again.
 """
 
 from __future__ import annotations
@@ -9,28 +9,32 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import selectors
+import re
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from mgrpo.config.schema import Reward
+from mgrpo.processes.json_lines import Child, exchange
 from mgrpo.rewards.catalog import find, module_folders
-from mgrpo.rewards.process import Item, Worker
+from mgrpo.rewards.verifier import Answer, Item
 
 _log = logging.getLogger(__name__)
 
-# Items a worker holds beyond the one it works on: enough that it never waits for us, few enough that one that hangs does
-# not keep them from the other workers for long.
+# Items a worker holds beyond the one it works on: enough that it never waits for this process, few enough that a worker
+# that hangs does not keep them from the others for long.
 _ITEMS_AHEAD = 16
-# A worker that is not ready after this long will not be; slow network disks are the reason that it is long.
+# Long, because imports from a slow network disk take long.
 _START_LIMIT_S = 120.0
 _STARTS_BEFORE_GIVING_UP = 3
 _LOGGED_PER_VERIFIER = 3
+# Bounds the time in which `close` takes effect.
 _LONGEST_WAIT_S = 0.2
-"""How late it may be noticed that the pool is being closed."""
+_MAX_ANSWER_BYTES = 1 << 20
+_SECRET = re.compile(r"^RAY_|_KEY$|_KEY_ID$|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_ANSWER_FIELDS = tuple(field.name for field in dataclasses.fields(Answer))
 
 NO_SCORE = float("nan")
 
@@ -50,7 +54,7 @@ class VerifierPool:
         verifiers: Sequence[str] = (),
         settings: Reward | None = None,
     ) -> None:
-        """Nothing is started yet. `verifiers` are loaded at the start; others when they are first asked for."""
+        """Starts nothing. `verifiers` are loaded at the start; others when they are first asked."""
         if num_workers < 1:
             raise ValueError(f"verifier_workers={num_workers}; at least 1 is needed")
         if not timeout_s > 0:
@@ -72,7 +76,11 @@ class VerifierPool:
             self._start()
 
     def verify_many(self, items: Sequence[Item]) -> list[float]:
-        """The score of every item, in order; NaN where none could be given, which `errors` counts."""
+        """The score of every item, in order; NaN where none could be given, which `errors` counts.
+
+        Raises:
+            RuntimeError: a verifier cannot be loaded, no worker starts, or the pool is closed meanwhile.
+        """
         for name in {item.verifier for item in items}:
             find(name)
         self._forget_parent_process()
@@ -80,12 +88,12 @@ class VerifierPool:
             try:
                 return self._verify_many(items)
             except BaseException:
-                # Workers may still hold questions of this call: their answers must not meet the next one.
-                self._kill_all()
+                # Workers may still hold questions of this call: their answers must not be taken for those of the next.
+                self._end_all()
                 raise
 
     def close(self) -> None:
-        """End the workers, also those that are at work: whoever waits for them gets a RuntimeError.
+        """End the workers, also while they work: a thread that waits for scores gets a RuntimeError.
 
         The pool may be used again, and then starts new ones.
         """
@@ -93,9 +101,7 @@ class VerifierPool:
         self._is_closing = True
         with self._lock:
             self._is_closing = False
-            self._kill_all()
-            self._spawner.shutdown()
-            self._spawner = _new_spawner()
+            self._end_all()
 
     def __enter__(self) -> VerifierPool:
         self.start()
@@ -107,40 +113,37 @@ class VerifierPool:
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers."""
-        return [worker.process.pid for worker in self._workers]
+        return [worker.child.process.pid for worker in self._workers]
 
     def _own_process(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._workers: list[Worker] = []
+        self._workers: list[_Worker] = []
         self._failed_starts = 0
         self._is_closing = False
-        # The kernel ends a worker when the thread that started it ends (`lifetime`), so they all come from one thread
-        # that lives as long as the pool, whoever calls.
-        self._spawner = _new_spawner()
 
     def _forget_parent_process(self) -> None:
         """After a fork the workers belong to the parent: this process starts its own."""
         if self._pid != os.getpid():
             for worker in self._workers:
-                worker.close_pipes()
+                worker.child.close_pipes()
             self._own_process()
 
     def _start(self) -> None:
-        for worker in [worker for worker in self._workers if worker.process.poll() is not None]:
-            worker.end()
+        for worker in [worker for worker in self._workers if worker.child.process.poll() is not None]:
+            worker.child.end()
             self._workers.remove(worker)
         while len(self._workers) < self._num_workers:
-            self._workers.append(self._spawn())
+            self._workers.append(self._new_worker())
 
-    def _spawn(self) -> Worker:
-        worker = self._spawner.submit(Worker, module_folders(self._settings["verifier_modules"])).result()
+    def _new_worker(self) -> _Worker:
+        worker = _Worker(module_folders(self._settings["verifier_modules"]))
         worker.load(self._verifiers, self._settings, memory_mb=self._memory_mb)
         return worker
 
-    def _kill_all(self) -> None:
+    def _end_all(self) -> None:
         for worker in self._workers:
-            worker.end()
+            worker.child.end()
         self._workers.clear()
 
     def _verify_many(self, items: Sequence[Item]) -> list[float]:
@@ -153,29 +156,23 @@ class VerifierPool:
                 worker.load(new, self._settings)
         self._start()
         batch = _Batch(items)
-        with selectors.DefaultSelector() as selector:
-            while batch.num_missing:
-                for worker in self._workers:
-                    batch.top_up(worker)
-                    _watch(selector, worker)
-                if self._is_closing:
-                    raise RuntimeError("the verifiers were closed while they were asked")
-                for key, _ in selector.select(self._wait_s()):
-                    worker = key.data
-                    worker.exchange()
-                    self._take_answers(worker, batch)
-                now = time.monotonic()
-                for place, worker in enumerate(self._workers):
-                    if worker.is_over or now > self._deadline(worker):
-                        _unwatch(selector, worker)
-                        self._bury(worker, batch)
-                        self._workers[place] = self._spawn()
+        while batch.num_missing:
+            for worker in self._workers:
+                batch.top_up(worker)
+            if self._is_closing:
+                raise RuntimeError("the verifiers were closed while they were asked")
+            exchange([worker.child for worker in self._workers], self._wait_s())
+            for place, worker in enumerate(self._workers):
+                self._take_answers(worker, batch)
+                if worker.child.is_over or time.monotonic() > self._deadline(worker):
+                    self._give_up(worker, batch)
+                    self._workers[place] = self._new_worker()
         return batch.scores
 
-    def _bury(self, worker: Worker, batch: _Batch) -> None:
-        """End a worker that hangs or is dead: its first unanswered item has no score, the others wait again."""
-        timed_out = not worker.is_over
-        worker.end()
+    def _give_up(self, worker: _Worker, batch: _Batch) -> None:
+        """End a worker that hangs or is dead: its first unanswered item has no score, the others are asked again."""
+        timed_out = not worker.child.is_over
+        worker.child.end()
         self._take_answers(worker, batch)
         if worker.num_loading:
             self._failed_starts += 1
@@ -183,12 +180,12 @@ class VerifierPool:
                 raise RuntimeError(self._start_failure(worker, timed_out))
         elif worker.asked:
             culprit = worker.asked.popleft()
-            why = f"took longer than {self._timeout_s:g} s" if timed_out else f"the worker {worker.ending}"
+            why = f"took longer than {self._timeout_s:g} s" if timed_out else f"the worker {worker.child.how_it_ended}"
             batch.set(culprit, self._no_score(batch.items[culprit], why))
         batch.take_back(worker)
 
-    def _take_answers(self, worker: Worker, batch: _Batch) -> None:
-        for answer in worker.answers():
+    def _take_answers(self, worker: _Worker, batch: _Batch) -> None:
+        for answer in worker.child.answers():
             if "ready" in answer:
                 worker.num_loading -= 1
                 self._failed_starts = 0
@@ -210,25 +207,61 @@ class VerifierPool:
         self.errors[name] += 1
         if self.errors[name] <= _LOGGED_PER_VERIFIER:
             last = "; further ones are only counted" if self.errors[name] == _LOGGED_PER_VERIFIER else ""
-            _log.warning("verifier %s gave no score for %.60r...: %s%s", name, item.completion, why, last)
+            _log.warning("verifier %s gave no score for %.60r...: %s%s", name, item.answer.completion, why, last)
         return NO_SCORE
 
-    def _deadline(self, worker: Worker) -> float:
-        """When the worker must have said something."""
+    def _deadline(self, worker: _Worker) -> float:
+        """When the worker must have answered."""
         if worker.num_loading:
-            return worker.heard_at + _START_LIMIT_S
-        return worker.heard_at + self._timeout_s if worker.asked else float("inf")
+            return worker.child.heard_at + _START_LIMIT_S
+        return worker.child.heard_at + self._timeout_s if worker.asked else float("inf")
 
     def _wait_s(self) -> float:
         first = min(self._deadline(worker) for worker in self._workers)
-        return min(max(0.0, first - time.monotonic()) + 0.001, _LONGEST_WAIT_S)
+        return min(max(0.0, first - time.monotonic()), _LONGEST_WAIT_S)
 
-    def _start_failure(self, worker: Worker, timed_out: bool) -> str:
-        how = f"was not ready after {_START_LIMIT_S:g} s" if timed_out else f"{worker.ending} before it was ready"
+    def _start_failure(self, worker: _Worker, timed_out: bool) -> str:
+        how = (
+            f"was not ready after {_START_LIMIT_S:g} s"
+            if timed_out
+            else f"{worker.child.how_it_ended} before it was ready"
+        )
         return (
             f"a verifier worker {how}, {_STARTS_BEFORE_GIVING_UP} times in a row "
             f"(verifiers {', '.join(self._verifiers)}; memory limit {self._memory_mb} MiB); its message is on stderr"
         )
+
+
+class _Worker:
+    """One worker process and what it has not answered."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        self.child = Child(
+            "mgrpo.rewards.worker",
+            # Without the run's secrets: what it reads is untrusted.
+            environment={name: value for name, value in os.environ.items() if not _SECRET.search(name)},
+            folders=folders,
+            max_line_bytes=_MAX_ANSWER_BYTES,
+        )
+        self.asked: deque[int] = deque()
+        """Indices of the items without an answer, in the order in which they were asked."""
+        self.num_loading = 0
+        """Load requests without an answer."""
+
+    def load(self, verifiers: Sequence[str], settings: Mapping[str, Any], *, memory_mb: int | None = None) -> None:
+        self.child.send([{"verifiers": list(verifiers), "settings": settings, "memory_mb": memory_mb}])
+        self.num_loading += 1
+
+    def ask(self, items: Sequence[tuple[int, Item]]) -> None:
+        self.child.send(
+            {
+                "id": index,
+                "verifier": item.verifier.lower(),
+                "answer": {name: getattr(item.answer, name) for name in _ANSWER_FIELDS},
+            }
+            for index, item in items
+        )
+        self.asked.extend(index for index, _ in items)
 
 
 class _Batch:
@@ -240,38 +273,18 @@ class _Batch:
         self.num_missing = len(items)
         self._waiting = deque(range(len(items)))
 
-    def top_up(self, worker: Worker) -> None:
-        """Ask the worker as many items as it may hold; refilled by halves, to write seldom."""
+    def top_up(self, worker: _Worker) -> None:
+        """Ask the worker as many items as it may hold; refilled by halves, so that writes are few."""
         if len(worker.asked) > _ITEMS_AHEAD // 2 or not self._waiting:
             return
         indices = [self._waiting.popleft() for _ in range(min(_ITEMS_AHEAD - len(worker.asked), len(self._waiting)))]
         worker.ask([(index, self.items[index]) for index in indices])
 
-    def take_back(self, worker: Worker) -> None:
-        """What the worker did not get to is asked again, first."""
+    def take_back(self, worker: _Worker) -> None:
+        """Ask first what the worker did not get to."""
         self._waiting.extendleft(reversed(worker.asked))
         worker.asked.clear()
 
     def set(self, index: int, score: float) -> None:
         self.scores[index] = score
         self.num_missing -= 1
-
-
-def _watch(selector: selectors.BaseSelector, worker: Worker) -> None:
-    """Have the selector wait for what the worker's pipes have to do now."""
-    for descriptor, events in worker.events().items():
-        watched = descriptor in selector.get_map()
-        if events and not watched:
-            selector.register(descriptor, events, worker)
-        elif watched and not events:
-            selector.unregister(descriptor)
-
-
-def _unwatch(selector: selectors.BaseSelector, worker: Worker) -> None:
-    for descriptor in worker.events():
-        if descriptor in selector.get_map():
-            selector.unregister(descriptor)
-
-
-def _new_spawner() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="verifier-spawner")

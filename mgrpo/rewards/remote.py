@@ -1,7 +1,7 @@
 """Verifiers that ask a server: one event loop in a thread, many calls under way at once.
 
-Nothing of an answer is run or evaluated here; it is only sent on. A verifier bounds its own calls; `RemoteVerifier.limit_s` is
-the last resort.
+Nothing of an answer is run or evaluated here; it is only sent on. Each verifier bounds its own calls, and
+`RemoteVerifier.limit_s` bounds them all.
 """
 
 from __future__ import annotations
@@ -14,19 +14,24 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.catalog import find
 from mgrpo.rewards.pool import NO_SCORE
-from mgrpo.rewards.process import Item
-from mgrpo.rewards.verifier import Answer, RemoteVerifier
+from mgrpo.rewards.verifier import Answer, Item, RemoteVerifier
 
 _log = logging.getLogger(__name__)
 _LOGGED_PER_VERIFIER = 3
 
 
+class _Running(NamedTuple):
+    loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
+
+
 class RemoteScorer:
-    """Scores items by servers; a failure of any kind is no score. Any number of threads may ask."""
+    """Scores items by servers; a failure of any kind means no score. Any number of threads may ask."""
 
     errors: Counter[str]
     """Items without a score since the start, by verifier."""
@@ -34,6 +39,8 @@ class RemoteScorer:
     def __init__(self, settings: Reward) -> None:
         self.errors = Counter()
         self._settings = settings
+        self._running: _Running | None = None
+        self._verifiers: dict[str, RemoteVerifier] = {}
         self._own_process()
 
     def verify_many(self, items: Sequence[Item]) -> list[float]:
@@ -69,47 +76,48 @@ class RemoteScorer:
             self._own_process()
             return
         with self._lock:
-            loop, thread, self._loop = self._loop, self._thread, None
-            if loop is None:
+            running, self._running = self._running, None
+            if running is None:
                 return
-            asyncio.run_coroutine_threadsafe(self._close_all(), loop).result()
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-            loop.close()
+            asyncio.run_coroutine_threadsafe(self._close_all(), running.loop).result()
+            running.loop.call_soon_threadsafe(running.loop.stop)
+            running.thread.join()
+            running.loop.close()
 
     def _own_process(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._verifiers: dict[str, RemoteVerifier] = {}
+        self._running = None
+        self._verifiers = {}
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+        if self._running is None:
             self._slots = asyncio.Semaphore(self._settings.remote_verifier_concurrency)
-            self._thread = threading.Thread(target=self._loop.run_forever, name="remote-verifiers", daemon=True)
-            self._thread.start()
-        return self._loop
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever, name="remote-verifiers", daemon=True)
+            thread.start()
+            self._running = _Running(loop, thread)
+        return self._running.loop
 
     async def _score_all(self, items: Sequence[Item]) -> list[float]:
         for name in {item.verifier.lower() for item in items} - self._verifiers.keys():
-            self._verifiers[name] = find(name)(self._settings)
+            verifier = find(name)(self._settings)
+            assert isinstance(verifier, RemoteVerifier)  # the pool has the others
+            self._verifiers[name] = verifier
         return list(await asyncio.gather(*(self._score(item) for item in items)))
 
     async def _score(self, item: Item) -> float:
-        name, *rest = item
-        verifier = self._verifiers[name.lower()]
+        name = item.verifier.lower()
+        verifier = self._verifiers[name]
         async with self._slots:
             try:
-                answer = Answer(**dict(zip(Item._fields[1:], rest, strict=True)))
-                score = float(await asyncio.wait_for(_asked(verifier, answer), verifier.limit_s))
+                score = float(await asyncio.wait_for(_asked(verifier, item.answer), verifier.limit_s))
                 if not math.isfinite(score):
                     raise ValueError(f"the score is {score}")
             except Exception as err:
-                self.errors[name.lower()] += 1
-                if self.errors[name.lower()] <= _LOGGED_PER_VERIFIER:
-                    _log.warning("verifier %s gave no score for %.60r...: %r", name, item.completion, err)
+                self.errors[name] += 1
+                if self.errors[name] <= _LOGGED_PER_VERIFIER:
+                    _log.warning("verifier %s gave no score for %.60r...: %r", name, item.answer.completion, err)
                 return NO_SCORE
         return score
 
@@ -126,5 +134,5 @@ class RemoteScorer:
 async def _asked(verifier: RemoteVerifier, answer: Answer) -> float:
     try:
         return await verifier.score(answer)
-    except SystemExit as err:  # it would end the thread that all calls share
+    except SystemExit as err:  # it would end the thread that serves all calls
         raise RuntimeError(f"the verifier wanted to exit: {err}") from err

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
-import os
-import subprocess
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mgrpo.processes.lifetime import start_program
+from mgrpo.processes.json_lines import Child, ChildError, Message
+
+_SETTINGS = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    # The devices belong to the learners and the engines.
+    "CUDA_VISIBLE_DEVICES": "",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +43,8 @@ class RewardModel:
         self.__name__ = self.folder.resolve().name
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
         self._lock = threading.Lock()
-        self._process: subprocess.Popen | None = None
-        self._spawner: ThreadPoolExecutor | None = None
+        self._child: Child | None = None
+        self._is_loading = False
         self._has_warned = False
 
     def start(self) -> None:
@@ -54,28 +57,27 @@ class RewardModel:
         if not completions:
             return []
         with self._lock:
-            self._start()
+            child = self._start()
             try:
                 if self._is_loading:
-                    self._hear()
+                    self._receive(child)
                     self._is_loading = False
-                self._say({"pairs": list(zip(prompts, completions, strict=True))})
-                scores = self._hear()["scores"]
+                child.send([{"pairs": list(zip(prompts, completions, strict=True))}])
+                scores = self._receive(child)["scores"]
             except BaseException:
-                # It may still hold this question: its answer must not meet the next one.
+                # It may still hold this question: its answer must not be taken for that to the next one.
                 self._end()
                 raise
             self._warn_of_nans(scores)
             return scores
 
     def close(self) -> None:
-        """End the process, at once: a thread that waits for scores gets an error. A later call loads the model anew."""
-        # Killed first: a model that is stuck holds the lock. Again and again: it may be about to start, or waited for by more
-        # than one thread.
+        """End the process at once: a thread that waits for scores gets an error. A later call loads the model anew."""
+        # Killed first: a call to a model that hangs holds the lock. Repeatedly: another thread may be about to start it.
         while True:
-            process = self._process
-            if process is not None:
-                process.kill()
+            child = self._child
+            if child is not None:
+                child.kill()
             if self._lock.acquire(timeout=0.1):
                 break
         try:
@@ -85,58 +87,40 @@ class RewardModel:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the worker, when there is one."""
-        return None if self._process is None else self._process.pid
+        """Process id of the worker, if there is one."""
+        return None if self._child is None else self._child.process.pid
 
-    def _start(self) -> None:
-        if self._process is not None:
-            return
-        # The kernel ends the worker when the thread that started it ends (`lifetime`), so that is one that waits here.
-        self._spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model-spawner")
-        self._process = self._spawner.submit(_spawn).result()
-        self._is_loading = True
-        self._say({"folder": str(self.folder), "chat_template_kwargs": self._chat_template_kwargs})
+    def _start(self) -> Child:
+        if self._child is None:
+            self._child = Child("mgrpo.rewards.reward_model_worker", settings=_SETTINGS)
+            self._is_loading = True
+            self._child.send([{"folder": str(self.folder), "chat_template_kwargs": self._chat_template_kwargs}])
+        return self._child
 
     def _warn_of_nans(self, scores: Sequence[float]) -> None:
         num_nans = sum(map(math.isnan, scores))
         if num_nans and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "reward model %s gave NaN for %d of %d completions, which counts as no score; this is said once",
+                "reward model %s gave NaN for %d of %d completions, which counts as no score; this warning appears once",
                 self.folder,
                 num_nans,
                 len(scores),
             )
 
-    def _say(self, message: dict) -> None:
+    def _receive(self, child: Child) -> Message:
         try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._hear()  # its last words, or how it ended
-            raise
-
-    def _hear(self) -> dict:
-        line = self._process.stdout.readline()
-        if not line:
-            code = self._process.wait()
-            how = f"died of signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise RuntimeError(f"the process of reward model {self.folder} {how}; its message is on stderr")
-        answer = json.loads(line)
+            answer = child.receive()
+        except ChildError as err:
+            raise RuntimeError(f"the process of reward model {self.folder} {err}; its message is on stderr") from err
         if "error" in answer:
             raise RuntimeError(f"reward model {self.folder} failed: {answer['error']}")
         return answer
 
     def _end(self) -> None:
-        if self._process is None:
-            return
-        self._process.kill()
-        self._process.wait()
-        self._process.stdout.close()
-        with contextlib.suppress(BrokenPipeError):  # what it had not read
-            self._process.stdin.close()
-        self._process = None
-        self._spawner.shutdown()
+        if self._child is not None:
+            self._child.end()
+        self._child = None
 
 
 def check_reward_model(folder: str | Path) -> None:
@@ -158,13 +142,3 @@ def check_reward_model(folder: str | Path) -> None:
         raise ValueError(f"reward model {folder}: there is no safetensors file (pickles are not loaded); {how}")
     if not (folder / "tokenizer_config.json").exists() and not (folder / "tokenizer.json").exists():
         raise ValueError(f"reward model {folder}: there is no tokenizer; {how}")
-
-
-def _spawn() -> subprocess.Popen:
-    settings = {
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        # The devices belong to the learners and the engines.
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return start_program("mgrpo.rewards.reward_model_worker", environment=os.environ, settings=settings)

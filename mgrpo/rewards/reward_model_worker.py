@@ -1,46 +1,41 @@
-"""The program that runs a reward model: `python -m mgrpo.rewards.reward_model_worker`, JSON lines on stdin and stdout.
+"""The program that runs a reward model: `python -m mgrpo.rewards.reward_model_worker` (`json_lines`).
 
 In:  {"folder": path, "chat_template_kwargs": {...}}         -> {"ready": path}
      {"pairs": [[prompt, completion], ...]}                  -> {"scores": [x, ...]}
-where prompt and completion are both text or both lists of messages. Whatever fails is answered by {"error": text}.
-It ends with its input, and with its parent.
+where prompt and completion are both text or both lists of messages. A failure is answered by {"error": text}.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from mgrpo.processes.lifetime import die_with_parent
+from mgrpo.processes.json_lines import Message, serve
 
 _BATCH_SIZE = 16
 
 
 def main() -> None:
-    die_with_parent()
-    # What libraries print goes to stderr.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
     model: Model | None = None
-    with os.fdopen(os.dup(0), "rb") as questions:
-        for line in questions:
-            question = json.loads(line)
-            try:
-                if "folder" in question:
-                    model = Model(question["folder"], question["chat_template_kwargs"])
-                    answer = {"ready": question["folder"]}
-                else:
-                    assert model is not None, "no model was named"
-                    answer = {"scores": model.scores(question["pairs"])}
-            except Exception as err:
-                answer = {"error": f"{type(err).__name__}: {err}"}
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
+
+    def answer(question: Message) -> Message:
+        nonlocal model
+        try:
+            if "folder" in question:
+                model = Model(question["folder"], question["chat_template_kwargs"])
+                return {"ready": question["folder"]}
+            assert model is not None, "no model was named"
+            return {"scores": model.scores(question["pairs"])}
+        except Exception as err:
+            return {"error": f"{type(err).__name__}: {err}"}
+
+    serve(answer)
 
 
 class Model:
-    def __init__(self, folder: str, chat_template_kwargs: dict) -> None:
+    """A sequence-classification model with its tokenizer, in float32 on one thread of the CPU."""
+
+    def __init__(self, folder: str, chat_template_kwargs: Mapping[str, Any]) -> None:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
         from transformers.utils import logging
@@ -68,9 +63,10 @@ class Model:
         self._model.config.pad_token_id = self._tokenizer.pad_token_id
         self._model.eval()
 
-    def scores(self, pairs: Sequence[tuple]) -> list[float]:
+    def scores(self, pairs: Sequence[tuple[Any, Any]]) -> list[float]:
+        """The one logit of each prompt + completion."""
         texts = [self._text(prompt, completion) for prompt, completion in pairs]
-        # Texts of one length share a batch, for little padding.
+        # Texts of similar length share a batch, which keeps the padding small.
         order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
         scores = [0.0] * len(texts)
         for start in range(0, len(order), _BATCH_SIZE):
@@ -79,7 +75,7 @@ class Model:
                 scores[place] = score
         return scores
 
-    def _text(self, prompt: str | list[dict], completion: str | list[dict]) -> str:
+    def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
             return prompt + completion
         return self._tokenizer.apply_chat_template(prompt + completion, tokenize=False, **self._chat_template_kwargs)

@@ -9,8 +9,6 @@ from dataclasses import replace
 import numpy as np
 
 from mgrpo.config import Config
-from mgrpo.config.derived import derive
-from mgrpo.config.reward_rules import verifier_weights
 from mgrpo.rewards.compose import add_to_rewards, score_groups
 from mgrpo.rewards.function_catalog import close_functions, load_functions, start_functions
 from mgrpo.rewards.functions import TrainerState, function_names, score_with_functions
@@ -83,10 +81,10 @@ class Rewarder:
             return None
         reward = self.config.reward
         return RewardScale(
-            max_possible_score=derive(self.config, world_size=1).max_possible_score,
+            max_possible_score=reward.max_possible_score,
             verification_reward=reward.verification_reward if reward.apply_verifiable_reward else 0.0,
             format_reward=reward.r1_style_format_reward,
-            weights=verifier_weights(reward),
+            weights=reward.weight_by_verifier,
         )
 
     def close(self) -> None:

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.catalog import add_modules, find
-from mgrpo.rewards.pool import Item, VerifierPool
+from mgrpo.rewards.pool import VerifierPool
 from mgrpo.rewards.remote import RemoteScorer
-from mgrpo.rewards.verifier import RemoteVerifier
+from mgrpo.rewards.verifier import Item, RemoteVerifier
 
 
 class Scorer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from mgrpo.config.schema import Reward
 
@@ -27,6 +27,13 @@ class Answer:
     """The prompt's messages as "role: content" lines, for judges."""
     num_tokens: int | None = None
     """Tokens of the completion; None where the caller does not know."""
+
+
+class Item(NamedTuple):
+    """One answer to score, and the name of the verifier that scores it."""
+
+    verifier: str
+    answer: Answer
 
 
 class _Named(ABC):

@@ -21,7 +21,7 @@ from mgrpo.run.reporter import Reporter, SilentReporter
 from mgrpo.run.resume import States
 from mgrpo.run.source import SilentSource, Source
 from mgrpo.run.trainer import Trainer
-from mgrpo.telemetry.versions import found
+from mgrpo.telemetry.versions import package_versions
 
 
 def make_trainer(
@@ -77,7 +77,7 @@ def make_trainer(
         checkpoint.close()
     for line in (
         *remarks,
-        found(is_extension_compiled=ops.build_info()["compiled"]),
+        package_versions(is_extension_compiled=ops.build_info()["compiled"]),
         *learner.remarks(),
         f"weight sync: {len(weights.plan.transfers)} slices, {weights.plan.bytes_moved / 1e6:.2f} MB a step "
         f"(lower bound {weights.plan.lower_bound / 1e6:.2f} MB)",

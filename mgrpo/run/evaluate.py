@@ -65,7 +65,7 @@ def evaluate(
         print(f"mgrpo: {sentence}", file=sys.stderr)
     config = for_evaluation(config)
 
-    from mgrpo.run.launch import prepare_environment
+    from mgrpo.run.environment import prepare_environment
     from mgrpo.run.production import prepare, started
     from mgrpo.run.reporter import Reporter
 

@@ -1,4 +1,4 @@
-"""What a run reads from its user: data, verifiers, templates, reward functions. All that is wrong with them, before anything starts."""
+"""What a user brings to a run: data, verifiers, templates, reward functions; and every problem with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config
-from mgrpo.config.reward_rules import remapped, verifier_weights
 from mgrpo.data.mixture import open_data
 from mgrpo.data.templates import check_name
 from mgrpo.rewards.catalog import add_modules, find
@@ -28,17 +27,17 @@ class Inputs:
     """Empty where a model is only evaluated."""
     held_out: Mixture
     functions: tuple[str | Callable, ...] = ()
-    """Reward functions, or words that name them; empty: the rows' verifiers decide."""
+    """Reward functions, or their names; empty: the rows' verifiers decide."""
 
     def notes(self, config: Config) -> list[str]:
-        """What the verifiers have to say at the start."""
+        """What the verifiers want the user to know at the start."""
         if self.functions or not config.reward.apply_verifiable_reward:
             return []
         found = [note for name in self.verifiers(config) for note in find(name).notes(config.reward)]
         return list(dict.fromkeys(found))
 
     def verifiers(self, config: Config) -> list[str]:
-        """Names of the verifiers that will be asked, in lower case."""
+        """Names of the verifiers that the rows ask for, in lower case."""
         return sorted(_asked(self.train, self.held_out, config))
 
 
@@ -59,8 +58,8 @@ def read_inputs(
     reward, problems = config.reward, []
     for check in (
         lambda: check_name(config.data.chat_template_name),
-        lambda: remapped(reward.remap_verifier),
-        lambda: verifier_weights(reward),
+        lambda: reward.verifier_replacement,
+        lambda: reward.weight_by_verifier,
         lambda: add_modules(reward.verifier_modules),
     ):
         try:
@@ -99,7 +98,7 @@ def _folder_problems(config: Config) -> Iterator[str]:
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except (OSError, ValueError) as err:
-            # Data that were prepared elsewhere may be only read here.
+            # Data that were prepared elsewhere may be read-only here.
             if setting == "rollouts_save_path" or not _holds_prepared_data(folder):
                 why = "it is a file" if os.path.isfile(folder) else err
                 yield f"{setting}={folder} cannot be written to ({why}); name another folder"
@@ -125,7 +124,7 @@ def _function_problems(functions: Sequence[str | Callable], train: Mixture, held
 
 def _asked(train: Mixture, held_out: Mixture, config: Config) -> dict[str, str]:
     """Verifiers by name, remapped, with the place where each is named first."""
-    old, new = remapped(config.reward.remap_verifier) or ("", "")
+    old, new = config.reward.verifier_replacement or ("", "")
     found: dict[str, str] = {}
     for name, origin in (train.verifiers | held_out.verifiers).items():
         found.setdefault(new if name.lower() == old else name.lower(), origin)
@@ -139,12 +138,12 @@ def _unasked_problems(train: Mixture, held_out: Mixture, config: Config) -> list
     """
     reward, problems = config.reward, []
     named = {name.lower() for name in train.verifiers | held_out.verifiers}
-    pair = remapped(reward.remap_verifier)
+    pair = reward.verifier_replacement
     if pair and len(train) and pair[0] not in named:
         problems.append(f"remap_verifier={reward.remap_verifier}: {_unasked(pair[0], named)}")
     asked = _asked(train, held_out, config)
     after = f" (after remap_verifier={reward.remap_verifier})" if pair else ""
-    for name, weight in verifier_weights(reward).items():
+    for name, weight in reward.weight_by_verifier.items():
         if name in asked:
             continue
         if len(train):

@@ -1,4 +1,4 @@
-"""The order in which a run comes up, and how it goes down.
+"""How a run starts, and how it ends.
 
 Everything that can be wrong is checked first; then, on rank 0, Ray and the engines are started, because they take longest;
 then torch and Megatron are imported. This module imports none of them at its top.
@@ -17,14 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from mgrpo.checkpoint.folder import check_complete, check_root, latest, split_path
-from mgrpo.config import Config, ConfigError
+from mgrpo.checkpoint.folder import latest
+from mgrpo.config import Config
 from mgrpo.config.derived import state_root
-from mgrpo.config.rules import too_few_prompts
-from mgrpo.config.validate import check, warnings
-from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.processes.lifetime import die_with_parent
-from mgrpo.rollout.vllm.arguments import machine_problems
+from mgrpo.run.check import check_run
+from mgrpo.run.environment import num_local_learners, prepare_environment, rank, world_size
 from mgrpo.run.inputs import as_functions
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ def train(
         ConfigError: every problem with the configuration and the data at once, before anything is started.
     """
     functions = as_functions(reward_funcs)
-    inputs = _check(config, functions=functions, dataset=dataset, loss=loss)
+    inputs = check_run(config, functions=functions, dataset=dataset, loss=loss)
     if config.experiment.cache_dataset_only:
         _prepare_data(config, inputs)
         return None
@@ -63,13 +61,13 @@ def train(
 
 
 def try_out(config: Config) -> None:
-    """Everything a run does, for one step and into a folder that is deleted: what is wrong shows before GPUs wait for it.
+    """A run of one step into a folder that is deleted, to find problems before a real run. Every rank must call it.
 
-    All data are read and checked; no evaluation is run. Every rank must call it.
+    All data are read and checked; there is no evaluation.
     """
-    inputs = _check(config, functions=[], dataset=None)
-    is_head = _rank() == 0
-    with tempfile.TemporaryDirectory(prefix="mgrpo-dry-run-") if is_head else nullcontext("unused") as folder:
+    inputs = check_run(config, functions=[], dataset=None, loss=None)
+    leads = rank() == 0
+    with tempfile.TemporaryDirectory(prefix="mgrpo-dry-run-") if leads else nullcontext("unused") as folder:
         one_step = dataclasses.replace(
             config,
             experiment=dataclasses.replace(
@@ -77,7 +75,7 @@ def try_out(config: Config) -> None:
             ),
             data=dataclasses.replace(config.data, dataset_mixer_eval_list=(), dataset_mixer_eval_list_splits=("test",)),
             rollout=dataclasses.replace(config.rollout, save_traces=False),
-            # A model that is always right or always wrong has to do its step, too.
+            # A model that is always right or always wrong must do its step as well.
             algorithm=dataclasses.replace(config.algorithm, filter_zero_std_samples=False, active_sampling=False),
             checkpoint=dataclasses.replace(
                 config.checkpoint,
@@ -89,12 +87,12 @@ def try_out(config: Config) -> None:
             ),
         )
         _start(one_step, inputs)
-    if is_head:
+    if leads:
         print("dry run: configuration, data, layout and one step are sound; nothing was kept")
 
 
 def _prepare_data(config: Config, inputs: Inputs | None) -> None:
-    """Tokenise the data into the cache, and say what came of it."""
+    """Tokenise the data into the cache, and print statistics."""
     if inputs is None:
         return
     from mgrpo.data.statistics import statistics_lines
@@ -108,7 +106,7 @@ def _prepare_data(config: Config, inputs: Inputs | None) -> None:
 
 
 class StopRequest:
-    """What SIGTERM asks of rank 0: to end once the state is saved; or at once, when it comes again or nothing is trained yet."""
+    """SIGTERM on rank 0: the run ends when its state is saved; at once when the signal is repeated or nothing is trained yet."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
@@ -124,18 +122,18 @@ class StopRequest:
 
 def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = None) -> TrainResult:
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(signal.SIGTERM if _rank() == 0 else signal.SIGKILL)
+        die_with_parent(signal.SIGTERM if rank() == 0 else signal.SIGKILL)
     prepare_environment()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     stop = StopRequest()
     try:
         if inputs is None:
-            # Rank 0 saves the run's state with the help of all, and says when the run is over.
+            # Ranks end when rank 0 ends the run: all of them take part in saving its state.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             return _run(config, None, stop, loss)
         from mgrpo.run.production import started
 
-        with started(config, inputs, num_local_learners=_num_local_learners()) as parts:
+        with started(config, inputs, num_local_learners=num_local_learners()) as parts:
             # After ray.init, which sets its own handler.
             signal.signal(signal.SIGTERM, stop.on_signal)
             try:
@@ -155,100 +153,8 @@ def _resume_from(config: Config) -> str | None:
     return latest(state_root(config)) if choice == "auto" else None if choice == "never" else choice
 
 
-def _check(
-    config: Config,
-    *,
-    functions: list[str | Callable],
-    dataset: Iterable[Mapping] | None,
-    loss: LossFunction | None = None,
-) -> Inputs | None:
-    """Configuration on every rank, on rank 0 data and rewards too, which it returns; all problems in one error."""
-    world_size, is_head = _world_size(), _rank() == 0
-    problems = []
-    hf_config, about_model = None, []
-    try:
-        hf_config = read_hf_config(config.model.path)
-        head_dim = shape_of(hf_config).head_dim
-        about_model = machine_problems(config, num_local_learners=_num_local_learners(), head_dim=head_dim)
-    except ValueError as err:
-        about_model = [str(err)]
-    inputs = None
-    try:
-        check(
-            config,
-            world_size=world_size,
-            hf_config=hf_config,
-            has_dataset=dataset is not None,
-            num_reward_funcs=len(functions),
-        )
-    except ConfigError as err:
-        problems = list(err.problems)
-    if not any("model_name_or_path" in problem for problem in problems):
-        problems += about_model
-    problems += _loss_problems(config, loss)
-    if is_head:
-        try:
-            check_root(state_root(config))
-            is_path = config.checkpoint.resume not in ("auto", "never")
-            if is_path and not any(problem.startswith("resume=") for problem in problems):
-                check_complete(*split_path(config.checkpoint.resume))
-        except ValueError as err:
-            problems.append(str(err))
-        from mgrpo.run.inputs import read_inputs
-
-        inputs, found = read_inputs(config, functions=functions, dataset=dataset)
-        problems += [problem for problem in found if problem not in problems]
-        if inputs and len(inputs.train):
-            problems += too_few_prompts(config, len(inputs.train))
-    if problems:
-        raise ConfigError(problems)
-    if inputs is not None:
-        found = warnings(config, world_size=world_size, hf_config=hf_config, num_reward_funcs=len(functions))
-        for sentence in (*config.notes, *found, *inputs.notes(config)):
-            print(f"mgrpo: {sentence}", file=sys.stderr)
-    return inputs
-
-
-def _loss_problems(config: Config, loss: LossFunction | None) -> list[str]:
-    """What is wrong with a loss of the user's own, whose module imports torch; named losses do without that here."""
-    if loss is None and not config.loss.is_own_function:
-        return []
-    prepare_environment()
-    from mgrpo.algo import loss_problems
-
-    return loss_problems(config.loss, loss)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _num_local_learners() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def prepare_environment() -> None:
-    """Set what must be set before torch is imported; what the user has set stays."""
-    defaults = {
-        # Spinning OpenMP threads on a busy machine make a matmul 20 times slower.
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "passive",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-    if os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
 def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFunction | None) -> TrainResult:
-    # What torch and Megatron make while they are imported stays: without the collector that takes a fifth less time.
+    # Importing torch and Megatron makes a million objects that stay: without the collector it takes a fifth less time.
     gc.disable()
     from mgrpo.parallel import backend
 
@@ -258,8 +164,7 @@ def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFun
 
     gc.freeze()
     gc.enable()
-    rank = _rank()
-    backend.init_process_group(rank=rank, world_size=_world_size(), timeout_minutes=config.experiment.backend_timeout)
+    backend.init_process_group(rank=rank(), world_size=world_size(), timeout_minutes=config.experiment.backend_timeout)
     lead = Lead(stop.event)
     trainer = None
     try:
@@ -274,7 +179,7 @@ def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFun
         if trainer is not None:
             trainer.states.stop()
             trainer.reporter.close()
-        lead.fail(f"rank {rank}: {err!r}")
+        lead.fail(f"rank {rank()}: {err!r}")
         raise
     trainer.close()
     return result

@@ -190,12 +190,12 @@ class Learner:
     def reduce(self, results: Sequence[StepResult]) -> dict[str, float]:
         """Metrics over all mini-batches and ranks; every trained token counts once."""
         # Only ranks that measure know the names, which a user's loss chooses: they travel with the numbers.
-        own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.measures]
+        own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.reports_metrics]
         everyones = _gathered(algo.add_metrics(own), self.host_group)
         return algo.reduce_metrics(*algo.add_metrics(algo.MetricSums(*part) for part in everyones))
 
     def _mini_batches(self, arrays: dict[str, np.ndarray]) -> list[MiniBatch]:
-        own = packing.from_arrays(arrays, self.policy.place.data)
+        own = packing.from_arrays(arrays, self.policy.coordinate.data)
         counts = arrays["num_trained_tokens"].tolist()
         return [
             MiniBatch(
@@ -223,7 +223,7 @@ class Learner:
         """Leave in each micro-batch which tokens have the highest entropies of the mini-batch over all ranks."""
         # Only the last stage has entropies.
         scored = [(batch, batch.entropy) for batch in mini_batch.microbatches if batch.entropy is not None]
-        own = [entropy[batch.loss_inputs.loss_mask].cpu() for batch, entropy in scored if self.policy.measures]
+        own = [entropy[batch.loss_inputs.loss_mask].cpu() for batch, entropy in scored if self.policy.reports_metrics]
         everyones = gather_values(torch.cat([torch.zeros(0), *own]), self.host_group)
         quantile = self.config.algorithm.top_entropy_quantile
         threshold = float(algo.entropy_threshold(everyones, top_entropy_quantile=quantile))

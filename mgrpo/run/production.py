@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config
-from mgrpo.config.reward_rules import remapped
 from mgrpo.config.rules import too_few_prompts
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.sampler import Sampler
@@ -108,7 +107,7 @@ def prepare(config: Config, parts: Started) -> Production:
         decode=partial(decode, tokenizer),
         stop_token_ids=stop_ids,
     )
-    prompt = partial(_prompt, remapped=remapped(config.reward.remap_verifier))
+    prompt = partial(_prompt, replacement=config.reward.verifier_replacement)
     evaluator = Evaluator(
         config,
         [prompt(held_out, (0, index)) for index in range(len(held_out))] if held_out else [],
@@ -136,11 +135,11 @@ def prepare(config: Config, parts: Started) -> Production:
     )
 
 
-def _prompt(prompts: PromptSet, prompt_id: PromptId, *, remapped: tuple[str, str] | None) -> Prompt:
+def _prompt(prompts: PromptSet, prompt_id: PromptId, *, replacement: tuple[str, str] | None) -> Prompt:
     """One prompt, with the verifier that `remap_verifier` puts in place of another."""
     prompt = prompts.prompt(prompt_id)
-    if remapped is None:
+    if replacement is None:
         return prompt
-    old, new = remapped
+    old, new = replacement
     verifiers = tuple(new if name.lower() == old else name for name in prompt.verifiers)
     return dataclasses.replace(prompt, verifiers=verifiers)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from mgrpo.checkpoint.folder import abandon, lies_in
 from mgrpo.config import Config, to_yaml
-from mgrpo.config.derived import derive, state_root
+from mgrpo.config.derived import state_root
 from mgrpo.telemetry.batch import batch_metrics
-from mgrpo.telemetry.evaluation import correctness, summarise
+from mgrpo.telemetry.evaluation import correctness, evaluation_metrics
 from mgrpo.telemetry.metrics import MetricsWriter
 from mgrpo.telemetry.progress import Progress
 from mgrpo.telemetry.report import write_report
@@ -76,7 +76,7 @@ class Reporter:
         if config.rollout.save_traces:
             self.traces = Traces(
                 config.rollout.rollouts_save_path or self.output_dir / "rollouts",
-                derive(config, world_size=1).run_name,
+                config.experiment.run_name,
                 resumed_after=resumed_after,
             )
         abandon(root, after=-1 if resumed_after is None else resumed_after)
@@ -108,7 +108,7 @@ class Reporter:
         rollouts = batch.rollouts
         assert rollouts is not None
         total = sum(seconds.values())
-        metrics = {
+        metrics: dict[str, float | list[int]] = {
             "policy_version": policy_version,
             "episode": step * self.config.batch_size,
             **batch_metrics(
@@ -141,7 +141,8 @@ class Reporter:
         if self.traces:
             advantages = [sample.advantage for sample in batch.samples]
             self.traces.write(step, rollouts.groups, rollouts.dropped, advantages)
-        self.progress.update(step, metrics)
+        scalars = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+        self.progress.update(step, scalars)
 
     def evaluation(
         self,
@@ -160,7 +161,7 @@ class Reporter:
             before: metrics of the evaluation before training, to compare with.
         """
         assert evaluation is not None
-        metrics = summarise(
+        metrics = evaluation_metrics(
             evaluation.groups, scale=self.scale, sources=evaluation.sources, generate_s=evaluation.generate_s
         )
         metrics |= evaluation.reward_metrics

@@ -2,8 +2,8 @@
 
     {"program": text, "tests": [...], "max_execution_time": seconds} -> {"results": [0 or 1, ...], "runtimes": [...]}
 
-An error of the service is a status of 4xx or 5xx, never a list of zeros. This module is the only one that imports FastAPI;
-import it where an app is made.
+An error of the service is a status of 4xx or 5xx, never a list of zeros. Only this module imports FastAPI; import it
+only where an app is created.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mgrpo.sandbox.sandbox import Sandbox, Verdicts
 
 MAX_BODY_BYTES = 64 * 2**20
 MAX_WAITING = 1024
-"""Requests that wait for a slot; more are told to come back (503)."""
+"""Requests that may wait for a slot; further ones are refused with status 503."""
 _LONGEST_LIMIT_S = 300.0
 
 
@@ -35,7 +35,7 @@ class TestRequest(BaseModel):
 
 
 def create_app(sandbox: Sandbox, *, max_waiting: int = MAX_WAITING, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
-    """The app. It closes the sandbox where a server ends it; used in-process, that is its maker's business."""
+    """The app. A server that shuts it down closes the sandbox; in-process, without a server, the caller closes it."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -57,7 +57,7 @@ def create_app(sandbox: Sandbox, *, max_waiting: int = MAX_WAITING, max_body_byt
         if not tests:
             return {"results": [], "runtimes": []}
         if waiting >= max_waiting + sandbox.num_slots:
-            raise HTTPException(503, f"{waiting} programs are waiting already; try again later", {"Retry-After": "1"})
+            raise HTTPException(503, f"{waiting} programs are already waiting; try again later", {"Retry-After": "1"})
         waiting += 1
         try:
             verdicts: Verdicts = await asyncio.wrap_future(run(request.program, tests, request.max_execution_time))
@@ -83,7 +83,7 @@ def create_app(sandbox: Sandbox, *, max_waiting: int = MAX_WAITING, max_body_byt
 
 
 class _BodyLimit:
-    """Stops reading a request that is too large."""
+    """Refuses a request as soon as its body is too large."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app, self._max_bytes = app, max_bytes
@@ -96,7 +96,7 @@ class _BodyLimit:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._max_bytes:
-                raise HTTPException(413, f"a request may have {self._max_bytes} bytes")
+                raise HTTPException(413, f"a request may have at most {self._max_bytes} bytes")
             return message
 
         await self._app(scope, counted, send)

@@ -1,7 +1,7 @@
-"""Tests as data sets write them: lists, their JSON text, or Open Instruct's compressed form of it.
+"""Tests in the forms that data sets use: lists, their JSON text, or Open Instruct's compressed form of it.
 
-The compressed form is a pickle. It is read here without pickle: only the instructions that make lists, dictionaries, texts and
-numbers are known, so that nothing in it can run.
+The compressed form is a pickle. It is read here without the pickle module: only opcodes that build lists, dictionaries,
+strings and numbers are accepted, so nothing in it can run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 MAX_BYTES = 256 * 2**20
-"""Of the tests of one program, when they are unpacked."""
+"""Largest unpacked size of the tests of one program."""
 _MARK = object()
 
 
@@ -26,7 +26,7 @@ class StdioTest:
 
 
 def assert_tests(value: object) -> list[str]:
-    """Assert statements; ValueError for anything else."""
+    """A list of assert statements; ValueError for anything else."""
     tests = _tests(value)
     for index, test in enumerate(tests):
         if not isinstance(test, str):
@@ -35,7 +35,7 @@ def assert_tests(value: object) -> list[str]:
 
 
 def stdio_tests(value: object) -> list[StdioTest]:
-    """Inputs and the outputs that belong to them; ValueError for anything else."""
+    """Inputs with their expected outputs; ValueError for anything else."""
     return [_stdio_test(index, test) for index, test in enumerate(_tests(value))]
 
 
@@ -52,7 +52,7 @@ def _stdio_test(index: int, test: object) -> StdioTest:
 def _tests(value: object) -> list:
     tests = _unpacked(value) if isinstance(value, str) and value else value or []
     if isinstance(tests, list) and len(tests) == 1:
-        # A lone label inside a list, as data sets for several verifiers a row have it.
+        # A label inside a list of one, as in data sets with several verifiers per row.
         inner = tests[0]
         if isinstance(inner, list):
             return inner
@@ -72,7 +72,7 @@ def _unpacked(text: str) -> object:
         inflater = zlib.decompressobj()
         data = inflater.decompress(base64.b64decode(text, validate=True), MAX_BYTES)
         if not inflater.eof:
-            raise ValueError("it is cut off, or too large")
+            raise ValueError("it is truncated or too large")
         return _plain_value(data)
     except (ValueError, binascii.Error, zlib.error) as err:
         raise ValueError(
@@ -81,9 +81,9 @@ def _unpacked(text: str) -> object:
 
 
 def _plain_value(pickled: bytes) -> object:
-    """The lists, dictionaries, texts and numbers of a pickle; ValueError where it holds, or does, anything else."""
+    """The lists, dictionaries, strings and numbers of a pickle; ValueError where it contains anything else."""
     stack: list = []
-    memo: dict[int, object] = {}
+    memo: dict[object, object] = {}
     try:
         for opcode, argument, _ in pickletools.genops(pickled):
             name = opcode.name
@@ -102,17 +102,17 @@ def _plain_value(pickled: bytes) -> object:
             elif name == "STOP":
                 return stack.pop()
             elif name not in ("PROTO", "FRAME"):
-                raise ValueError(f"it is more than plain data ({name})")
+                raise ValueError(f"it contains more than plain data ({name})")
     except (IndexError, KeyError, TypeError, AttributeError) as err:
         raise ValueError(f"it is damaged ({err!r})") from err
-    raise ValueError("it has no end")
+    raise ValueError("it has no end marker")
 
 
 def _since_mark(stack: list) -> list:
     start = max(index for index, value in enumerate(stack) if value is _MARK)
-    found = stack[start + 1 :]
+    values = stack[start + 1 :]
     del stack[start:]
-    return found
+    return values
 
 
 def _append(stack: list) -> None:

@@ -1,4 +1,4 @@
-"""What the walls of this machine are worth, found out by a program that tries to get through them."""
+"""How well this machine isolates programs, measured by a program that tries to break out."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mgrpo.sandbox.zygote import Walls
 
 _WALLS = {
     "user": "namespaces inside a user namespace",
-    "root": "namespaces by the rights of root",
+    "root": "namespaces set up as root",
     "none": "no namespaces",
 }
 _HOW_TO_GET_WALLS = (
     "Allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, on Ubuntu "
     "kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt seccomp=unconfined --security-opt "
-    "apparmor=unconfined), or run the service on a machine that has them and name it in code_api_url. Or accept that programs "
-    "can reach what this user can: code_sandbox_accept_risk=true in a run, --accept_risk for the service"
+    "apparmor=unconfined), or run the service on a machine that allows them and set code_api_url. Or accept that "
+    "programs can access whatever this user can: code_sandbox_accept_risk=true in a run, --accept_risk for the service"
 )
 _PROBE = """
 import ctypes, json, os, socket, sys
@@ -64,28 +64,29 @@ print(json.dumps({
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Isolation:
-    """Which layers hold. Limits on time, memory, processes and files always do."""
+    """The layers that are active. Limits on time, memory, processes and files always are."""
 
     walls: Walls
     processes: bool
-    """Programs see no process but their own, and none of theirs outlives them."""
+    """Programs see only their own processes, none of which outlives them."""
     files: bool
-    """Programs see no file but Python's, and write only in memory that vanishes."""
+    """Programs see only Python's files, and write only to memory that is freed after them."""
     network: bool
+    """Programs have no network."""
     unprivileged: bool
-    """Programs run as a user without rights."""
+    """Programs run as a user without privileges."""
     system_calls: bool
-    """A filter refuses system calls that programs do not need."""
+    """A filter blocks system calls that programs do not need."""
     reasons: tuple[str, ...] = field(default=())
-    """Why better walls could not be raised."""
+    """Why stronger kinds of walls are not available."""
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Layers without which programs are not run, unless the risk is accepted."""
+        """Required layers that are not active: without them programs run only if the risk is accepted."""
         return tuple(layer for layer in ("processes", "files", "network") if not getattr(self, layer))
 
     def describe(self) -> str:
-        """One line for the start of a service."""
+        """One line for the log."""
         layers = {
             "own processes only": self.processes,
             "own files only": self.files,
@@ -100,17 +101,21 @@ class Isolation:
         return f"{_WALLS[self.walls]}; active: {active}; missing: {absent or 'nothing'}{why}"
 
     def refuse_if_missing(self, *, accept_risk: bool) -> None:
+        """ValueError where a required layer is missing and the risk is not accepted."""
         if self.missing and not accept_risk:
             raise ValueError(
-                f"this machine cannot isolate untrusted programs ({self.describe()}), so they are not run. {_HOW_TO_GET_WALLS}"
+                f"this machine cannot isolate untrusted programs ({self.describe()}), so they will not run. "
+                f"{_HOW_TO_GET_WALLS}"
             )
 
 
 def probe(walls: Walls, run: Callable[[str, str], str | None], reasons: tuple[str, ...]) -> Isolation:
-    """Have `run(program, stdin)`, which returns what the program prints, try what a program must not be able to do."""
+    """Measure the layers by a program that tries what must fail; `run(program, stdin)` returns what it prints."""
     with tempfile.NamedTemporaryFile() as marker, socket.create_server(("127.0.0.1", 0)) as server:
         os.chmod(marker.name, 0o644)
         printed = run(_PROBE, f"{marker.name}\n{server.getsockname()[1]}\n{os.getpid()}\n")
     if printed is None:
-        raise RuntimeError(f"the program that probes the sandbox failed (walls: {walls}); its limits may be too tight")
+        raise RuntimeError(
+            f"the program that probes the sandbox failed (walls: {walls}); a larger memory limit may help"
+        )
     return Isolation(walls=walls, reasons=reasons, **json.loads(printed))

@@ -1,4 +1,4 @@
-"""Doors to system calls that Python does not have: namespaces, mounts, capabilities. Linux only, through libc."""
+"""System calls that Python does not provide: namespaces, mounts, capabilities. Linux only, through libc."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def unmount(target: str) -> None:
-    """Take the mount out of sight at once; it is freed when nobody uses it."""
+    """Detach the mount at once; the kernel frees it when it is no longer in use."""
     _call("umount2", target.encode(), ctypes.c_int(_MNT_DETACH))
 
 
@@ -64,24 +64,24 @@ def pivot_root(new_root: str, put_old: str) -> None:
 
 
 def set_dumpable(is_dumpable: bool) -> None:
-    """Whether others of the same user may trace this process and read its /proc entry."""
+    """Set whether other processes of the same user may trace this one and read its /proc entry."""
     _prctl(_PR_SET_DUMPABLE, int(is_dumpable))
 
 
 def forbid_new_privileges() -> None:
-    """From here on no exec gives this process or its children more rights than it has."""
+    """From now on no exec gives this process or its children additional privileges."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def filter_system_calls(program: bytes) -> None:
-    """Put a filter in the kernel's own language on this process and its children, for good."""
+    """Install a BPF filter on this process and its children, irrevocably."""
     code = ctypes.create_string_buffer(program, len(program))
     described = _FilterProgram(len(program) // 8, ctypes.addressof(code))
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(described))
 
 
 def drop_bounding_set() -> None:
-    """Nothing that is executed from here on can have a capability."""
+    """From now on no executed program can gain a capability."""
     for capability in range(64):
         try:
             _prctl(_PR_CAPBSET_DROP, capability)

@@ -1,35 +1,35 @@
-"""What one process of a program may use. The supervisor watches what they use together."""
+"""Resource limits of one process of a program. The supervisor limits the sum over its processes."""
 
 from __future__ import annotations
 
 import resource
 from dataclasses import dataclass
 
-FILE_BYTES = 32 * 2**20
+MAX_FILE_BYTES = 32 * 2**20
 """Largest file that a program may write."""
 SCRATCH_BYTES = 64 * 2**20
-"""All files of a program together, where its folder is a file system of its own."""
+"""All files of a program together, where its folder has its own file system."""
 _PROCESSES = 64
 _OPEN_FILES = 128
-# Python before 3.11 takes C stack for every call, and programs for tests recurse deep.
+# Python before 3.11 uses C stack for every call, and programs of code data sets recurse deeply.
 _STACK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     memory_bytes: int
-    """Address space of each process; also what all of them may hold together."""
+    """Address space of each process; also the limit on the memory of all processes together."""
     cpu_s: int
-    """Processor time of each process; the time limit of a test is the supervisor's business."""
+    """Processor time of each process; the supervisor enforces the time limit of a test."""
 
     def apply(self) -> None:
-        """Bind this process and its children, for good unless it is privileged."""
+        """Limit this process and its children, irrevocably unless it is privileged."""
         for kind, value in (
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_STACK, min(_STACK_BYTES, self.memory_bytes)),
             (resource.RLIMIT_AS, self.memory_bytes),
             (resource.RLIMIT_CPU, self.cpu_s),
-            (resource.RLIMIT_FSIZE, FILE_BYTES),
+            (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
             (resource.RLIMIT_NOFILE, _OPEN_FILES),
             (resource.RLIMIT_NPROC, _PROCESSES),
             (resource.RLIMIT_MEMLOCK, 0),

@@ -1,4 +1,4 @@
-"""The sandboxes of this process, behind the app of the service: whoever asks for the same limits shares one."""
+"""The sandboxes of this process, behind the app of the service; callers with the same limits share one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class _Loan:
 
 
 _loans: dict[tuple[int, int, bool], _Loan] = {}
-"""By process, too: a child that was forked must not speak into its parent's sandbox."""
+"""The key includes the process: a forked child must not use its parent's sandbox."""
 _lock = threading.Lock()
 
 
 def borrow_app(memory_mb: int, *, accept_risk: bool) -> FastAPI:
-    """The app over a started sandbox, until `give_back_app`. ValueError where this machine cannot isolate programs."""
+    """The app of a started sandbox, until `give_back_app`. ValueError where this machine cannot isolate programs."""
     from mgrpo.sandbox.app import create_app
 
     key = (os.getpid(), memory_mb, accept_risk)
@@ -45,7 +45,7 @@ def borrow_app(memory_mb: int, *, accept_risk: bool) -> FastAPI:
 
 
 def give_back_app(memory_mb: int, *, accept_risk: bool) -> None:
-    """The last borrower ends the sandbox."""
+    """Release the app; the last release closes the sandbox."""
     key = (os.getpid(), memory_mb, accept_risk)
     with _lock:
         loan = _loans[key]

@@ -1,4 +1,4 @@
-"""Whether a program printed what it should: Open Instruct's rule, which is LiveCodeBench's."""
+"""Comparison of printed with expected output, by the rule of Open Instruct and LiveCodeBench."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from decimal import Decimal, InvalidOperation
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Equal line by line, without the white space around the whole and around each line; or equal as decimal numbers."""
+    """Whether all lines are equal without surrounding white space, or equal as lists of decimal numbers."""
     printed_lines, expected_lines = _lines(printed), _lines(expected)
     return len(printed_lines) == len(expected_lines) and all(map(_same_line, printed_lines, expected_lines))
 

@@ -1,9 +1,9 @@
 """The last of our code before an untrusted program: it takes over a fresh process, runs the program, and never returns.
 
-An assert test shares the interpreter with the program, which can therefore forge its verdict if it knows this file. What is
-done here makes the cheap tricks fail: the test and the secret that a verdict needs come only when the program's own top level
-has ended, what is needed after it was looked up before it, and names of builtins are put back. The verdict of a stdio test is
-made outside, of what was printed.
+An assert test shares the interpreter with the program, so a program that knows this file can forge its verdict. Simple
+tricks fail: the test, and the secret that the verdict must contain, arrive only after the program's top level has
+ended, everything used after that is looked up before the program starts, and builtins are restored. The verdict of a
+stdio test is decided outside, from the output.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ FAILED_TO_LOAD = 3
 FAILED = 1
 _TEST_HEAD = struct.Struct("<16sI")
 VERDICT = struct.Struct("<16sd")
-"""What an assert test that passes sends: the secret that came with it, and its seconds."""
+"""Sent by an assert test that passes: the secret that came with it, and its seconds."""
 
 _STAR_MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
 )
-"""What programs of code data sets take for imported, in Open Instruct's order: later names hide earlier ones."""
+"""Modules that programs of code data sets assume imported, in Open Instruct's order: later names hide earlier ones."""
 _MODULES = _STAR_MODULES[:-2]
 _RECURSION_LIMIT = 50_000
 _star_names: dict[str, object] = {}
@@ -42,15 +42,16 @@ _star_names: dict[str, object] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a fresh process is to run, and the descriptors that it talks through."""
+    """The program that a fresh process runs, and its channel to the supervisor."""
 
     source: str
     channel: int | None
-    """Of an assert test: the program's end of the talk with the supervisor; None for a stdio test."""
+    """Descriptor of the connection to the supervisor in an assert test; None in a stdio test."""
     token: bytes
-    """Says over the channel that the program's top level has ended."""
+    """Sent over the channel when the program's top level has ended."""
 
     def run(self) -> NoReturn:
+        """Run the program; the process ends with it."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         random.seed(0)
         if self.channel is None:
@@ -60,12 +61,12 @@ class Job:
 
 
 def pass_test(channel: socket.socket, secret: bytes, test: bytes) -> None:
-    """Give a program whose top level has ended its test. The supervisor's side of `_run_assert`."""
+    """Send the test to a program whose top level has ended. The supervisor's side of `_run_assert`."""
     channel.sendall(_TEST_HEAD.pack(secret, len(test)) + test)
 
 
 def prepare_names() -> None:
-    """Look up the names that a script finds defined, before the first one runs."""
+    """Look up the names that scripts find predefined, before the first script runs."""
     for name in _STAR_MODULES:
         module = importlib.import_module(name)
         public = getattr(module, "__all__", None) or [key for key in vars(module) if not key.startswith("_")]
@@ -74,7 +75,7 @@ def prepare_names() -> None:
 
 
 def _run_assert(source: str, channel: int, token: bytes) -> NoReturn:
-    """Run the top level, ask for the test, run it in the program's names, and say whether it raised nothing."""
+    """Run the top level, request the test, run it among the program's names, and report whether it raised nothing."""
     read, write, leave, clock, execute, compiled = os.read, os.write, os._exit, time.perf_counter, exec, compile
     unpack, pack, untrace, unprofile = _TEST_HEAD.unpack, VERDICT.pack, sys.settrace, sys.setprofile
     whole, put_back, true_builtins = bytearray, builtins.__dict__.update, dict(builtins.__dict__)
@@ -110,7 +111,7 @@ def _run_assert(source: str, channel: int, token: bytes) -> NoReturn:
 
 
 def _run_script(source: str) -> NoReturn:
-    """Run the source as a script with stdin and stdout. Ending by SystemExit is as good as by the last line."""
+    """Run the source as a script with stdin and stdout. SystemExit counts as a normal end."""
     streams = {
         "stdin": open(0, encoding="utf-8", errors="surrogatepass", closefd=False),  # noqa: SIM115
         "stdout": open(1, "w", encoding="utf-8", errors="surrogatepass", closefd=False),  # noqa: SIM115
@@ -126,11 +127,11 @@ def _run_script(source: str) -> NoReturn:
         code = compile(source, "<program>", "exec", dont_inherit=True)
     except BaseException:
         os._exit(FAILED_TO_LOAD)
-    os._exit(_ending(code, vars(module), (sys.stdout, streams["stdout"])))
+    os._exit(_run_to_exit(code, vars(module), (sys.stdout, streams["stdout"])))
 
 
-def _ending(code: CodeType, names: dict[str, object], outputs: tuple[TextIO, TextIO]) -> int:
-    """Run the code and what an interpreter does after it: wait for threads, call what asked for it, flush."""
+def _run_to_exit(code: CodeType, names: dict[str, object], outputs: tuple[TextIO, TextIO]) -> int:
+    """Run the code and what an interpreter does after it: join threads, call exit handlers, flush. Exit status."""
     status = 0
     try:
         exec(code, names)

@@ -1,4 +1,4 @@
-"""The sandbox: as many slots as the machine has cores, each with a thread that owns it; programs wait for a free one."""
+"""The sandbox: one slot per core, each owned by a thread; programs wait for a free slot."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from mgrpo.sandbox.zygote import Walls
 _log = logging.getLogger(__name__)
 
 _PROBE_LIMIT_S = 30.0
-# Printed beyond twice what is expected, it cannot be right; white space at line ends has this much room.
+# An output longer than twice the expected one plus this, which allows for white space, cannot be right.
 _SPARE_OUTPUT = 2**20
 _ALL_WALLS: tuple[Walls, ...] = ("user", "root", "none")
 
 
 class Verdicts(NamedTuple):
-    """Of one program, in the order of its tests."""
+    """Verdicts on one program, in the order of its tests."""
 
     results: list[int]
     """1 where a test passed, else 0."""
     runtimes: list[float]
-    """Seconds of each test; -1 where it did not come to an end of its own, or an assertion failed."""
+    """Seconds of each test; -1 where it did not end on its own, or raised."""
 
 
 class Sandbox:
-    """Runs programs against tests. Safe to use from many threads; `close` ends everything it has started."""
+    """Runs programs against tests. Thread-safe; `close` ends all processes."""
 
     def __init__(
         self,
@@ -46,22 +46,22 @@ class Sandbox:
         accept_risk: bool = False,
         walls: Sequence[Walls] | None = None,
     ) -> None:
-        """Starts nothing yet. `walls` are tried in this order, all kinds unless given; `num_slots` is the number of cores."""
+        """Starts no process. `walls`: kinds to try, in order (default: all); `num_slots`: default one per core."""
         self.num_slots = num_slots or len(os.sched_getaffinity(0))
         self._memory_bytes = memory_mb * 2**20
         self._accept_risk = accept_risk
         self._walls = tuple(walls or _ALL_WALLS)
         self._isolation: Isolation | None = None
         self._start_lock = threading.Lock()
-        # The kernel ends a slot together with the thread that started it, so each thread has one of its own.
+        # The kernel ends a slot together with the thread that started it, so each thread has its own slot.
         self._threads = ThreadPoolExecutor(max_workers=self.num_slots, thread_name_prefix="sandbox")
-        self._own = threading.local()
+        self._thread_local = threading.local()
         self._slots: set[Slot] = set()
         self._numbers = itertools.count()
         self._is_closed = False
 
     def start(self) -> Isolation:
-        """Find out what isolates programs here. ValueError where too little does and the risk is not accepted."""
+        """Choose the walls and measure them. ValueError where a layer is missing and the risk is not accepted."""
         with self._start_lock:
             if self._isolation is None:
                 isolation = self._threads.submit(self._try_walls).result()
@@ -71,13 +71,13 @@ class Sandbox:
             return self._isolation
 
     def run_asserts(self, program: str, tests: Sequence[str], limit_s: float) -> Future[Verdicts]:
-        """Each test is executed in a fresh process after the program. `limit_s` bounds both together."""
+        """Execute each test after the program, in a fresh process. `limit_s` bounds both together."""
         self.start()
         order = self._order(limit_s, num_tests=len(tests), is_stdio=False, output_bytes=0)
         return self._threads.submit(self._assert_verdicts, order, program, tests)
 
     def run_stdio(self, program: str, tests: Sequence[StdioTest], limit_s: float) -> Future[Verdicts]:
-        """The program is run as a script for each test. `limit_s` counts in whole seconds, rounded up."""
+        """Run the program as a script for each test. `limit_s` is rounded up to whole seconds."""
         self.start()
         output_bytes = (
             2 * max((len(test.output.encode("utf-8", "replace")) for test in tests), default=0) + _SPARE_OUTPUT
@@ -86,7 +86,7 @@ class Sandbox:
         return self._threads.submit(self._stdio_verdicts, order, program, tests)
 
     def close(self) -> None:
-        """End every process. Programs that are under way have no verdict."""
+        """End every process. Running programs get no verdict."""
         self._is_closed = True
         for slot in list(self._slots):
             slot.kill()
@@ -124,8 +124,8 @@ class Sandbox:
         return Verdicts(passed, [result.seconds for result in results])
 
     def _run(self, order: Order, program: str, tests: Sequence[str]) -> list[Result]:
-        """In a slot's thread."""
-        slot: Slot | None = getattr(self._own, "slot", None)
+        """Runs in a slot's thread."""
+        slot: Slot | None = getattr(self._thread_local, "slot", None)
         if slot is None:
             assert self._isolation is not None
             slot = self._open_slot(self._isolation.walls)
@@ -136,19 +136,19 @@ class Sandbox:
             raise
 
     def _open_slot(self, walls: Walls) -> Slot:
-        slot = self._own.slot = Slot(next(self._numbers), walls)
+        slot = self._thread_local.slot = Slot(next(self._numbers), walls)
         self._slots.add(slot)
         if self._is_closed:
             slot.kill()
         return slot
 
     def _close_slot(self, slot: Slot) -> None:
-        self._own.slot = None
+        self._thread_local.slot = None
         self._slots.discard(slot)
         slot.close()
 
     def _try_walls(self) -> Isolation:
-        """In a slot's thread: the first walls that hold, or the last ones."""
+        """The first kind of walls without a missing layer, otherwise the last kind. Runs in a slot's thread."""
         reasons: list[str] = []
         for walls in self._walls:
             try:
@@ -169,18 +169,18 @@ class Sandbox:
                 raise
             if not isolation.missing or walls == self._walls[-1]:
                 return isolation
-            reasons.append(f"{walls}: in vain for {', '.join(isolation.missing)}")
+            reasons.append(f"{walls}: does not isolate {', '.join(isolation.missing)}")
             self._close_slot(slot)
-        raise SandboxError(f"no process for programs can be started: {'; '.join(reasons)}")
+        raise SandboxError(f"no sandbox process can be started: {'; '.join(reasons)}")
 
 
 def run_limit_s(limit_s: float) -> float:
-    """Seconds for all tests of a program: less than its caller waits for an answer (`client_limit_s`)."""
+    """Seconds for all tests of a program: less than the caller's time-out (`client_limit_s`)."""
     return 0.8 * client_limit_s(limit_s)
 
 
 def client_limit_s(limit_s: float) -> float:
-    """Seconds that a caller waits for an answer: Open Instruct's rule."""
+    """Time-out of a caller in seconds, by Open Instruct's rule."""
     return max(30.0, min(300.0, 10 * limit_s))
 
 

@@ -1,6 +1,6 @@
-"""A filter of system calls, where the machine has libseccomp: what a program for a test never needs is refused.
+"""A filter of system calls, where the machine has libseccomp: it blocks what a program never needs for its tests.
 
-It narrows what of the kernel a program can reach, and stands in for the network namespace where there is none.
+It reduces the part of the kernel that a program can reach, and replaces the network namespace where there is none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REFUSED = (
     *("add_key", "request_key", "keyctl", "init_module", "finit_module", "delete_module", "kexec_load"),
     *("kexec_file_load", "reboot", "swapon", "swapoff", "syslog", "acct", "quotactl", "iopl", "ioperm"),
     *("settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "sethostname", "setdomainname", "vhangup"),
-    # memory that belongs to no process, which the limits do not see
+    # memory outside any process, which the limits do not count
     *("memfd_create", "memfd_secret", "shmget", "msgget", "mq_open"),
 )
 _NAMESPACE_FLAGS = (
@@ -53,7 +53,7 @@ class _Comparison(ctypes.Structure):
 
 
 def filter_program() -> bytes:
-    """The filter in the kernel's language, for `kernel.filter_system_calls`; OSError where there is no libseccomp."""
+    """The BPF program for `kernel.filter_system_calls`; OSError where there is no libseccomp."""
     library = ctypes.CDLL("libseccomp.so.2")
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))
@@ -64,11 +64,11 @@ def filter_program() -> bytes:
         for name in _REFUSED:
             rules.refuse(name)
         rules.refuse("socket", _Comparison(0, _NOT_EQUAL, _AF_UNIX, 0))
-        # A limit of another process may be set only by number 0, oneself.
+        # Only pid 0, the calling process itself, is allowed.
         rules.refuse("prlimit64", _Comparison(0, _NOT_EQUAL, 0, 0))
         for flag in _NAMESPACE_FLAGS:
             rules.refuse("clone", _Comparison(0, _MASKED_EQUAL, flag, flag))
-        # Its flags lie in memory, where a filter cannot look; the C library falls back on clone.
+        # A filter cannot read clone3's flags, which are in memory; on this error the C library falls back to clone.
         rules.refuse("clone3", error=errno.ENOSYS)
         with tempfile.TemporaryFile() as file:
             _check(library.seccomp_export_bpf(context, ctypes.c_int(file.fileno())), "seccomp_export_bpf")

@@ -37,11 +37,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mgrpo code-server", description="Runs programs against tests for the verifiers code and code_stdio."
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; nobody is asked who he is")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; requests are not authenticated")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
-    parser.add_argument("--workers", type=_positive, default=None, help="programs at a time; default: the cores")
-    parser.add_argument("--memory_mb", type=_positive, default=1024, help="MiB of memory of a program")
-    parser.add_argument("--queue", type=_positive, default=1024, help="requests that may wait")
+    parser.add_argument("--workers", type=_positive, default=None, help="programs run at a time; default: one per core")
+    parser.add_argument("--memory_mb", type=_positive, default=1024, help="memory of a program in MiB")
+    parser.add_argument("--queue", type=_positive, default=1024, help="maximum number of waiting requests")
     parser.add_argument("--accept_risk", action="store_true", help="run programs even where they cannot be isolated")
     return parser
 
@@ -49,5 +49,5 @@ def _parser() -> argparse.ArgumentParser:
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
     return value

@@ -1,4 +1,4 @@
-"""A slot: it runs one program at a time, in a process that waits behind its walls for the next."""
+"""A slot: it runs one program at a time, in a process inside walls that waits for the next program."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mgrpo.sandbox import wire
-from mgrpo.sandbox.places import readable_places, search_path
+from mgrpo.sandbox.paths import readable_paths, search_path
 from mgrpo.sandbox.supervisor import Order, remove_folder
 from mgrpo.sandbox.walls import SCRATCH
 from mgrpo.sandbox.wire import Wire
-from mgrpo.sandbox.zygote import Plan, Walls
+from mgrpo.sandbox.zygote import SlotSetup, Walls
 
-# These users belong to nobody on any common system.
+# User ids that are not assigned on any common system.
 _PROGRAM_IDS = range(60600, 61000)
-# Beyond the limits of a run: what a loaded machine may lose between two frames.
-_PATIENCE_S = 60.0
+# Time beyond the limits of a run that a loaded machine may need between two frames.
+_MARGIN_S = 60.0
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]); from mgrpo.sandbox import zygote; "
-    "zygote.main(zygote.Plan.read(sys.argv[2]))"
+    "zygote.main(zygote.SlotSetup.read(sys.argv[2]))"
 )
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed; it says nothing about the program."""
+    """The sandbox itself failed, which implies nothing about the program."""
 
 
 class Result(NamedTuple):
-    """How one test went."""
+    """Result of one test."""
 
     passed: bool
     seconds: float
@@ -48,27 +48,27 @@ FAILURE = Result(passed=False, seconds=-1.0)
 
 
 class Slot:
-    """The owner's side of one zygote. Start it from a thread that lives as long: the kernel ends it with that thread."""
+    """The owner's side of one zygote. Create it in a thread that lives as long: the kernel ends it with that thread."""
 
     def __init__(self, number: int, walls: Walls) -> None:
-        """Starts the process; SandboxError with the reason where these walls cannot be raised."""
+        """Starts the process; SandboxError with the reason where these walls are not available."""
         self._scratch = None
         if walls == "none":
             self._scratch = tempfile.TemporaryDirectory(prefix="mgrpo-sandbox-", ignore_cleanup_errors=True)
-            os.chmod(self._scratch.name, 0o711)  # the way to the program's folder, for a user that is not ours
+            os.chmod(self._scratch.name, 0o711)  # lets the program's user reach its folder
         scratch = os.path.join(self._scratch.name, "program") if self._scratch else SCRATCH
         ours, theirs = socket.socketpair()
         self._wire = Wire(ours)
-        plan = Plan(
+        setup = SlotSetup(
             descriptor=theirs.fileno(),
             walls=walls,
-            readable=readable_places(),
+            readable=readable_paths(),
             search_path=search_path(),
             program_id=_PROGRAM_IDS[number % len(_PROGRAM_IDS)],
             scratch=scratch,
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-s", "-c", _BOOT, _PACKAGE_PARENT, plan.text()],
+            [sys.executable, "-S", "-s", "-c", _BOOT, _PACKAGE_PARENT, setup.text()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             cwd="/",
@@ -78,12 +78,12 @@ class Slot:
         )
         theirs.close()
         try:
-            ours.settimeout(_PATIENCE_S)
+            ours.settimeout(_MARGIN_S)
             kind, text = self._wire.receive()
         except (EOFError, OSError) as err:
             self.close()
             raise SandboxError(
-                f"a sandbox process ended before it was ready ({err}); its message is on stderr"
+                f"a sandbox process ended before it was ready ({err}); see its message on stderr"
             ) from err
         if kind == wire.BROKEN:
             self.close()
@@ -94,14 +94,14 @@ class Slot:
         return self._process.pid
 
     def run(self, order: Order, program: str, tests: Sequence[str]) -> list[Result]:
-        """One result for each test. SandboxError when the slot is lost; it must then be closed."""
+        """One result per test. SandboxError when the slot's process is lost; the slot must then be closed."""
         try:
             return self._run(order, program, tests)
         except (EOFError, OSError) as err:
             raise SandboxError(f"a sandbox process was lost: {err!r}") from err
 
     def kill(self) -> None:
-        """End the process and all that it has started; a `run` under way fails."""
+        """End the process and all its descendants; a `run` in progress fails."""
         self._process.kill()
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class Slot:
             self._scratch.cleanup()
 
     def _run(self, order: Order, program: str, tests: Sequence[str]) -> list[Result]:
-        self._wire.socket.settimeout(order.test_limit_s + _PATIENCE_S)
+        self._wire.socket.settimeout(order.test_limit_s + _MARGIN_S)
         self._wire.send(wire.ORDER, json.dumps(asdict(order)).encode())
         self._wire.send(wire.SOURCE, program.encode("utf-8", "surrogatepass"))
         results: list[Result] = []
@@ -127,15 +127,15 @@ class Slot:
             elif kind == wire.FAILED:
                 results.append(FAILURE)
             elif kind == wire.BROKEN:
-                raise SandboxError("a supervisor failed; its message is on stderr")
+                raise SandboxError("a supervisor failed; see its message on stderr")
             elif kind == wire.OVER:
                 break
-        # What is missing was given up, or the program has brought its supervisor down.
+        # Missing results: tests that were given up, or the program has killed its supervisor.
         return results + [FAILURE] * (order.num_tests - len(results))
 
 
 def _environment(scratch: str) -> dict[str, str]:
-    """Nothing of ours. Hashes are the same in every process, so that a verdict does not depend on the order of a set."""
+    """No variable of ours. Hashes are the same in every process, so no verdict depends on the order of a set."""
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {
         "HOME": scratch,

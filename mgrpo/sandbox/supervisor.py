@@ -1,7 +1,7 @@
-"""Watches one program through its tests, from inside its walls but with the rights to end it.
+"""Runs the tests of one program, from inside its walls but with the privileges to end it.
 
-Within walls this is the first process of a namespace of processes: it can kill all others at once, and when it ends nothing of
-the program is left. Without walls it adopts what the program leaves behind, and hunts it.
+Within walls this is the first process of a PID namespace: it can kill all others at once, and when it ends the kernel
+ends the rest. Without walls it adopts the processes that the program leaves behind, and kills them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from mgrpo.sandbox.watch import Event, Watch
 from mgrpo.sandbox.wire import Wire
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-# A top level that is too slow twice in a row is too slow; once may be the machine's fault.
-_SLOW_LOADS = 2
+# A top level is too slow if it times out twice in a row; once may be due to a busy machine.
+_MAX_SLOW_LOADS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """One program and the bounds of its run."""
+    """Bounds of one program's run."""
 
     is_stdio: bool
     num_tests: int
     test_limit_s: float
-    """For loading the program and running one test."""
+    """Time for loading the program and running one test."""
     run_limit_s: float
-    """For all tests together; those that are not run by then have failed."""
+    """Time for all tests together; tests that have not run by then fail."""
     output_bytes: int
-    """A program that prints more has failed."""
+    """A program that prints more fails."""
     memory_bytes: int
 
     @classmethod
@@ -52,39 +52,39 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What a slot's processes run in."""
+    """Environment of a slot's processes."""
 
     has_walls: bool
     scratch: str
-    """The program's folder: within walls a file system of its own, otherwise a real folder, made anew for each test."""
+    """The program's folder, empty for each test: within walls its own file system, otherwise a real folder."""
     program_id: int
-    """The user that programs run as, where this process has the right to choose."""
+    """User id of programs, where this process has the privilege to change it."""
     filter: bytes | None
-    """Of system calls."""
+    """Filter of system calls."""
 
 
 class Supervisor:
-    """One program's run. It forks a process for each test; the child must leave every frame of this object at once."""
+    """Runs one program. It forks a process per test; the child must return from every frame of this object at once."""
 
     def __init__(self, cell: Cell, order: Order, source: str, owner: Wire) -> None:
         self._cell, self._order, self._source, self._owner = cell, order, source, owner
         self._own_memory: int | None = None
         self._slow_loads = 0
-        self._is_hopeless = False
+        self._skips_the_rest = False
 
     def supervise(self) -> Job | None:
-        """Run the tests in turn. None when that is done; in a forked child, what it is to run."""
+        """Run the tests in turn. Returns None at the end; in a forked child, the job to run."""
         self._prepare()
         ends_at = time.monotonic() + self._order.run_limit_s
         for _ in range(self._order.num_tests):
-            if self._is_hopeless or time.monotonic() > ends_at:
+            if self._skips_the_rest or time.monotonic() > ends_at:
                 self._owner.send(wire.GIVEN_UP)
                 break
             self._clear_scratch()
             job = self._stdio_test() if self._order.is_stdio else self._assert_test()
             if job is not None:
                 return job
-            self._kill_the_rest()
+            self._reap()
         return None
 
     def _prepare(self) -> None:
@@ -102,8 +102,8 @@ class Supervisor:
             self._become_program([nothing, nothing, nothing, theirs.detach()], ours)
             return Job(source=self._source, channel=3, token=token)
         theirs.close()
-        with ours, Watch(pid, self._order.test_limit_s, self._is_greedy) as watch:
-            if watch.hear(ours, len(token)) != token:
+        with ours, Watch(pid, self._order.test_limit_s, self._exceeds_memory) as watch:
+            if watch.receive(ours, len(token)) != token:
                 self._note_failed_load(watch.last)
                 self._owner.send(wire.FAILED, wire.timed(-1.0))
                 return None
@@ -111,13 +111,13 @@ class Supervisor:
                 test = self._ask_for_test()
             began = time.monotonic()
             ours.settimeout(max(watch.left_s, 0.001))
-            # A program that does not read its test has failed it.
+            # A program that does not read its test fails it.
             with contextlib.suppress(OSError):
                 pass_test(ours, secret, test)
-            said = watch.hear(ours, VERDICT.size)
-            if len(said) == VERDICT.size and VERDICT.unpack(said)[0] == secret:
-                # The time is the program's own word, but it cannot be more than there was.
-                seconds = min(max(VERDICT.unpack(said)[1], 0.0), time.monotonic() - began)
+            reply = watch.receive(ours, VERDICT.size)
+            if len(reply) == VERDICT.size and VERDICT.unpack(reply)[0] == secret:
+                # The program reports this time itself; it cannot exceed the elapsed time.
+                seconds = min(max(VERDICT.unpack(reply)[1], 0.0), time.monotonic() - began)
                 self._owner.send(wire.PASSED, wire.timed(seconds))
             else:
                 self._owner.send(wire.FAILED, wire.timed(-1.0))
@@ -132,12 +132,12 @@ class Supervisor:
             return Job(source=self._source, channel=None, token=b"")
         os.close(stdin)
         os.close(stdout)
-        with Watch(pid, self._order.test_limit_s, self._is_greedy) as watch:
+        with Watch(pid, self._order.test_limit_s, self._exceeds_memory) as watch:
             printed = watch.collect(output, self._order.output_bytes)
             seconds = watch.seconds
             exit_code = watch.exit_code() if watch.last is Event.ENDED else None
         os.close(output)
-        self._is_hopeless = exit_code == FAILED_TO_LOAD
+        self._skips_the_rest = exit_code == FAILED_TO_LOAD
         if exit_code == 0 and printed is not None:
             self._owner.send(wire.PASSED, wire.timed(seconds, printed))
         else:
@@ -148,16 +148,16 @@ class Supervisor:
         self._owner.send(wire.WANT)
         return self._owner.expect(wire.TEST)
 
-    def _note_failed_load(self, how: Event) -> None:
-        """What fails to load fails for every test."""
-        self._slow_loads = self._slow_loads + 1 if how is Event.LATE else 0
-        self._is_hopeless = how is not Event.LATE or self._slow_loads >= _SLOW_LOADS
+    def _note_failed_load(self, event: Event) -> None:
+        """A program that fails to load fails all its tests."""
+        self._slow_loads = self._slow_loads + 1 if event is Event.TIMEOUT else 0
+        self._skips_the_rest = event is not Event.TIMEOUT or self._slow_loads >= _MAX_SLOW_LOADS
 
     def _become_program(self, descriptors: list[int], *unused: socket.socket) -> None:
-        """In a forked child: keep only these descriptors, as 0, 1, ..., and no rights."""
+        """In a forked child: keep only these descriptors, as 0, 1, ..., and no privileges."""
         os.setsid()
         for end in (self._owner.socket, *unused):
-            end.detach()  # closed below; the object must not close another of the same number later
+            end.detach()  # closed below; the object must not later close another descriptor of the same number
         copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, len(descriptors) + 10) for descriptor in descriptors]
         for number, copy in enumerate(copies):
             os.dup2(copy, number)
@@ -170,21 +170,21 @@ class Supervisor:
         kernel.set_dumpable(True)
         os.chdir(self._cell.scratch)
 
-    def _is_greedy(self) -> bool:
-        """Whether the program's processes together hold more memory than one may have."""
+    def _exceeds_memory(self) -> bool:
+        """Whether the program's processes together use more memory than one process may."""
         if self._own_memory is None:
             return False
-        held = 0
+        used = 0
         for entry in os.listdir("/proc"):
             if entry.isdecimal() and entry != "1":
-                # A fork starts with this process's memory, which it shares.
-                held += max(_private_bytes(entry) - self._own_memory, 0)
-        return held > self._order.memory_bytes
+                # A fork starts with this process's memory, which is shared.
+                used += max(_private_bytes(entry) - self._own_memory, 0)
+        return used > self._order.memory_bytes
 
-    def _kill_the_rest(self) -> None:
-        """End and bury whatever the test has left behind."""
+    def _reap(self) -> None:
+        """Kill and reap the processes that the test has left behind."""
         if not self._cell.has_walls:
-            hunt_down_children()
+            reap_descendants()
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -204,8 +204,8 @@ class Supervisor:
             mount_scratch(self._cell.program_id)
 
 
-def hunt_down_children() -> None:
-    """End and bury all that descends from this process, which adopts orphans."""
+def reap_descendants() -> None:
+    """Kill and reap all descendants of this process, which adopts orphans."""
     with contextlib.suppress(ChildProcessError):
         while True:
             kill_descendants(os.getpid())
@@ -213,14 +213,14 @@ def hunt_down_children() -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """With all that a program has put there: nested deeper than Python recurses, and without rights for its owner."""
+    """Remove a program's folder, also if nested deeper than Python recurses or without permissions for its owner."""
     if os.path.isdir(folder):
         subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL, check=False)
         subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def _file_in_memory(data: bytes) -> int:
-    """A file that can be read and sought, and changed by nobody."""
+    """Descriptor of an immutable file in memory, which can be read and sought."""
     descriptor = os.memfd_create("stdin", os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)
@@ -230,7 +230,7 @@ def _file_in_memory(data: bytes) -> int:
 
 
 def _private_bytes(process: str) -> int:
-    """Memory that the process shares with no file."""
+    """Resident memory of the process that is not backed by a file."""
     try:
         resident, shared = Path(f"/proc/{process}/statm").read_text().split()[1:3]
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""The walls around a slot: namespaces, a root of its own, an unprivileged user. Runs inside the slot's process only.
+"""The walls around a slot: namespaces, a private root, an unprivileged user. Runs inside the slot's process only.
 
-Three kinds. "user": everything inside a user namespace, which needs no rights. "root": the same by the rights of root, where
-user namespaces are forbidden. "none": no namespace at all, for who accepts the risk.
+Three kinds. "user": everything inside a user namespace, which needs no privileges. "root": the same set up as root,
+where user namespaces are forbidden. "none": no namespaces, where the user accepts the risk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mgrpo.sandbox import kernel
 from mgrpo.sandbox.limits import SCRATCH_BYTES
 
 SCRATCH = "/tmp"
-"""The program's own folder inside the walls, and before that the place where the new root is built."""
+"""The program's folder inside the walls; before that, where the new root is built."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _LINKS = {
     "/dev/fd": "/proc/self/fd",
@@ -35,10 +35,10 @@ _KEPT_FLAGS = {
 
 
 def enter_user_namespace(program_id: int) -> None:
-    """Become all-powerful over nothing: a namespace in which `program_id` is the one unprivileged user.
+    """Enter a user namespace with all capabilities over it, in which `program_id` is the unprivileged user.
 
-    Root keeps its own number besides, so that it can still read what only root may read while it builds the walls, and a
-    program of another number cannot. Anyone else has only one number to give, and gives up its powers later.
+    Root also keeps its own user id: it can read root's files while it sets up the walls, and a program, with another
+    id, cannot. Any other user can map only one id, and drops its capabilities later.
     """
     if os.geteuid() != 0:
         user, group = os.geteuid(), os.getegid()
@@ -47,7 +47,7 @@ def enter_user_namespace(program_id: int) -> None:
         Path("/proc/self/uid_map").write_text(f"{program_id} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{program_id} {group} 1")
         return
-    # Only a process outside the namespace may write a map of several numbers.
+    # Only a process outside the namespace may write a map of several ids.
     outer = os.getpid()
     is_inside, now_inside = os.pipe()
     helper = os.fork()
@@ -67,24 +67,24 @@ def enter_user_namespace(program_id: int) -> None:
         os.close(now_inside)
         status = os.waitpid(helper, 0)[1]
     if status != 0:
-        raise PermissionError(f"the numbers 0 and {program_id} cannot be mapped into a user namespace")
+        raise PermissionError(f"the user ids 0 and {program_id} cannot be mapped into a user namespace")
 
 
 def enter_private_root(readable: Sequence[str]) -> None:
-    """Leave the network and the file system: what remains is `readable`, at its usual places, and nothing can be written.
+    """Leave the network and the file system: only `readable` remains, at the same paths and read-only.
 
-    The machine's /proc stays visible for the supervisors, which cannot mount their own without it; they take it away.
+    The machine's /proc stays visible for the supervisors, which cannot mount their own without it and then unmount it.
     """
     kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWUTS)
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
-    places = [*_outermost(readable), *_DEVICES, "/proc"]
-    # Opened first: the new root may cover one of them.
-    sources = {place: os.open(place, os.O_PATH | os.O_CLOEXEC) for place in places if os.path.exists(place)}
+    paths = [*_outermost(readable), *_DEVICES, "/proc"]
+    # Opened first, because the new root may cover one of them.
+    sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in paths if os.path.exists(path)}
     kernel.mount("tmpfs", SCRATCH, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
-    for place, source in sources.items():
-        target = SCRATCH + place
-        if os.path.islink(place) and not place.startswith("/dev/"):
-            os.symlink(os.readlink(place), target)
+    for path, source in sources.items():
+        target = SCRATCH + path
+        if os.path.islink(path) and not path.startswith("/dev/"):
+            os.symlink(os.readlink(path), target)
             continue
         _make_mount_point(target, is_folder=os.path.isdir(f"/proc/self/fd/{source}"))
         kernel.mount(f"/proc/self/fd/{source}", target, flags=kernel.MS_BIND | kernel.MS_REC)
@@ -101,15 +101,15 @@ def enter_private_root(readable: Sequence[str]) -> None:
 
 
 def forbid_namespaces() -> None:
-    """No namespace of users inside this one: in it a program would be all-powerful again."""
+    """Forbid user namespaces inside this one: a program would have all capabilities in it."""
     with contextlib.suppress(OSError):
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
 
 
 def enter_private_run(program_id: int) -> bool:
-    """For the first process of new namespaces of processes and mounts: a /proc that shows only these, an empty scratch folder.
+    """In the first process of new PID and mount namespaces: mount a /proc of these only, and an empty scratch folder.
 
-    Returns whether there is a /proc; without the right to mount one there is none at all.
+    Returns whether there is a /proc: without the privilege to mount one there is none.
     """
     has_proc = _mount_proc(SCRATCH)
     kernel.unmount("/proc")
@@ -121,7 +121,7 @@ def enter_private_run(program_id: int) -> bool:
 
 def _mount_proc(target: str) -> bool:
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_RDONLY
-    # Kernels before 5.8 know no subset; there /proc also describes the machine.
+    # Kernels before 5.8 lack the option subset; there /proc also describes the machine.
     for options in ("subset=pid", ""):
         with contextlib.suppress(OSError):
             kernel.mount("proc", target, "proc", flags, options)
@@ -130,13 +130,13 @@ def _mount_proc(target: str) -> bool:
 
 
 def mount_scratch(program_id: int) -> None:
-    """An empty folder in memory, which vanishes with the namespace."""
+    """Mount an empty folder in memory, which is freed with the namespace."""
     options = f"mode=700,uid={program_id},gid={program_id},size={SCRATCH_BYTES},nr_inodes=4096"
     kernel.mount("tmpfs", SCRATCH, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
 
 
 def become_unprivileged(program_id: int) -> None:
-    """Give up every right for good, and the number of root where this process has it."""
+    """Drop all privileges irrevocably, and root's user id where this process has it."""
     kernel.forbid_new_privileges()
     if os.geteuid() == 0:
         os.setgroups([])
@@ -146,7 +146,7 @@ def become_unprivileged(program_id: int) -> None:
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
-    """Without the paths that lie inside another."""
+    """The paths that are not inside another one."""
     kept: list[str] = []
     for path in sorted(set(paths), key=len):
         if not any(path == other or path.startswith(other + "/") for other in kept if not os.path.islink(other)):
@@ -161,14 +161,14 @@ def _make_mount_point(path: str, *, is_folder: bool) -> None:
 
 
 def _make_read_only(root: str) -> None:
-    """Every mount at or under `root`, also those that came along with a folder, except /proc."""
+    """Remount everything at or under `root` read-only, submounts included, except /proc."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        place, options = line.split()[4:6]
-        place = place.encode().decode("unicode_escape").encode("latin-1").decode("utf-8", "surrogateescape")
-        if (place + "/").startswith(root + "/") and not (place + "/").startswith(root + "/proc/"):
+        path, options = line.split()[4:6]
+        path = path.encode().decode("unicode_escape").encode("latin-1").decode("utf-8", "surrogateescape")
+        if (path + "/").startswith(root + "/") and not (path + "/").startswith(root + "/proc/"):
             flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID
-            if not place.startswith(root + "/dev/"):
+            if not path.startswith(root + "/dev/"):
                 flags |= kernel.MS_NODEV
             for name, flag in _KEPT_FLAGS.items():
                 flags |= flag if name in options.split(",") else 0
-            kernel.mount("none", place, flags=flags)
+            kernel.mount("none", path, flags=flags)

@@ -1,4 +1,4 @@
-"""One process under a time limit, seen from its parent: what it says, when it ends, and whether it takes too much."""
+"""A child process under limits of time and memory: its output and its end."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ _CHECK_S = 0.05
 
 
 class Event(Enum):
-    DATA = "it has said something, or closed its mouth"
-    ENDED = "it has ended"
-    LATE = "its time is over"
-    GREEDY = "it takes too much"
+    """Why a wait ended."""
+
+    DATA = "the process has written or closed its output"
+    ENDED = "the process has ended"
+    TIMEOUT = "its time is over"
+    OVER_MEMORY = "it uses too much memory"
 
 
 class Watch:
-    """Watches a child process; on exit from the context the process is dead."""
+    """Watches a child process; on exit from the context the process has ended."""
 
-    def __init__(self, pid: int, limit_s: float, is_greedy: Callable[[], bool]) -> None:
-        self._pid, self._is_greedy = pid, is_greedy
+    def __init__(self, pid: int, limit_s: float, exceeds_memory: Callable[[], bool]) -> None:
+        self._pid, self._exceeds_memory = pid, exceeds_memory
         self._started = time.monotonic()
         self._deadline = self._started + limit_s
         self._handle = os.pidfd_open(pid)
         self._status: int | None = None
         self.last = Event.DATA
-        """What the latest `wait` returned."""
+        """Result of the latest `wait`."""
 
     def __enter__(self) -> Watch:
         return self
@@ -45,6 +47,7 @@ class Watch:
 
     @property
     def left_s(self) -> float:
+        """Until the deadline."""
         return self._deadline - time.monotonic()
 
     @property
@@ -54,7 +57,7 @@ class Watch:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done meanwhile does not count against the process."""
+        """Time within this context does not count against the process."""
         began = time.monotonic()
         yield
         waited = time.monotonic() - began
@@ -62,27 +65,27 @@ class Watch:
         self._deadline += waited
 
     def wait(self, source: int | None) -> Event:
-        """Until `source` can be read or something ends the wait."""
+        """Wait until `source` can be read, the process ends or a limit is exceeded."""
         poll = select.poll()
         poll.register(self._handle, select.POLLIN)
         if source is not None:
             poll.register(source, select.POLLIN)
         while True:
             left_s = self.left_s
-            # What has come by the time that we look came in time: it is not the process that was kept from running.
+            # Data that is present now came in time: a delay of this process must not count against the program.
             ready = [descriptor for descriptor, _ in poll.poll(max(0.0, min(left_s, _CHECK_S)) * 1000)]
             if ready:
                 self.last = Event.DATA if source in ready else Event.ENDED
             elif left_s <= 0:
-                self.last = Event.LATE
-            elif self._is_greedy():
-                self.last = Event.GREEDY
+                self.last = Event.TIMEOUT
+            elif self._exceeds_memory():
+                self.last = Event.OVER_MEMORY
             else:
                 continue
             return self.last
 
-    def hear(self, channel: socket.socket, size: int) -> bytes:
-        """So many bytes; fewer when it ends before that, or has to be ended."""
+    def receive(self, channel: socket.socket, size: int) -> bytes:
+        """`size` bytes; fewer when the process ends or exceeds a limit before that."""
         data = b""
         while len(data) < size and self.wait(channel.fileno()) is Event.DATA:
             try:
@@ -95,11 +98,11 @@ class Watch:
         return data
 
     def collect(self, source: int, limit: int) -> bytes | None:
-        """All it writes until it ends; None when it has to be ended, or writes more than `limit` bytes."""
+        """All that the process writes until it ends; None when it exceeds a limit or writes more than `limit` bytes."""
         data = bytearray()
-        listening: int | None = source
+        open_source: int | None = source
         while len(data) <= limit:
-            event = self.wait(listening)
+            event = self.wait(open_source)
             if event is Event.ENDED:
                 return bytes(data)
             if event is not Event.DATA:
@@ -107,11 +110,11 @@ class Watch:
             piece = os.read(source, 2**16)
             data += piece
             if not piece:
-                listening = None
+                open_source = None
         return None
 
     def exit_code(self) -> int:
-        """Waits for the end. Negative: the signal that ended it."""
+        """Wait for the end; a negative code is the signal that ended the process."""
         if self._status is None:
             self._status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         return self._status

@@ -1,12 +1,12 @@
-"""Frames between a slot's owner and its processes: a byte that says what it is, a length, that many bytes.
+"""Frames between a slot's owner and its processes: one byte for the kind, a length, that many bytes.
 
 owner -> slot       order: the bounds of a run (JSON), then source: the program
-                    test: what `want` asked for
-slot  -> owner      ready: the walls stand (JSON) / broken: they do not (text)
-                    want: the next test is about to run
-                    passed, failed: how it went; seconds, then what was printed
-                    given_up: the other tests need not run
-                    over: nothing of the program is left
+                    test: the answer to `want`
+slot  -> owner      ready: the walls are set up / broken: they are not, or a supervisor failed (text)
+                    want: request for the next test
+                    passed, failed: result of a test; seconds, then the output
+                    given_up: the remaining tests are not run
+                    over: all processes of the program have ended
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Wire:
         self.socket.sendall(_HEAD.pack(kind, len(payload)) + payload)
 
     def receive(self) -> tuple[int, bytes]:
-        """The next frame; EOFError when the other end is gone."""
+        """The next frame; EOFError when the other end is closed."""
         kind, length = _HEAD.unpack(self._read(_HEAD.size))
         return kind, self._read(length)
 
     def expect(self, kind: int) -> bytes:
-        """The next frame, which can only be this one."""
-        found, payload = self.receive()
-        assert found == kind, f"a frame {found:c} came, {kind:c} was expected"
+        """Payload of the next frame, which must be of this kind."""
+        received, payload = self.receive()
+        assert received == kind, f"received a frame {received:c}, expected {kind:c}"
         return payload
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ class Wire:
         while len(data) < length:
             piece = self.socket.recv(min(length - len(data), 2**20))
             if not piece:
-                raise EOFError("the other end is gone")
+                raise EOFError("the other end is closed")
             data += piece
         return bytes(data)
 
@@ -58,4 +58,5 @@ def timed(seconds: float, output: bytes = b"") -> bytes:
 
 
 def untimed(payload: bytes) -> tuple[float, bytes]:
+    """Seconds and output of such a payload."""
     return _SECONDS.unpack(payload[: _SECONDS.size])[0], payload[_SECONDS.size :]

@@ -1,7 +1,7 @@
-"""The process of a slot: it raises the walls once, then forks a supervisor for each program that its owner sends.
+"""The process of a slot: it sets up the walls once, then forks a supervisor for each program that its owner sends.
 
-It runs without the site module, with nothing of its owner's environment, and ends with its owner. In the process of a program
-the calls return, down to `main`, before the program begins: then no frame above it holds anything of ours.
+It runs without the site module and its owner's environment, and ends with its owner. In the process of a program the
+calls return to `main` before the program starts, so that no frame above the program holds any of our data.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from mgrpo.processes.lifetime import adopt_orphans, die_with_parent
 from mgrpo.sandbox import kernel, wire
 from mgrpo.sandbox.program import Job, prepare_names
 from mgrpo.sandbox.seccomp import filter_program
-from mgrpo.sandbox.supervisor import Cell, Order, Supervisor, hunt_down_children, remove_folder
+from mgrpo.sandbox.supervisor import Cell, Order, Supervisor, reap_descendants, remove_folder
 from mgrpo.sandbox.walls import enter_private_root, enter_user_namespace, forbid_namespaces
 from mgrpo.sandbox.wire import Wire
 
 _KILLED = 128
-"""Exit status in place of a signal's number: the supervisor was killed, which its own errors would not do."""
+"""Exit status that stands for any signal: the supervisor was killed, which its own errors would not do."""
 Walls = Literal["user", "root", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What a slot's process is told when it is started."""
+class SlotSetup:
+    """Settings of a slot's process."""
 
     descriptor: int
-    """Its end of the talk with the owner."""
+    """Of its connection to the owner."""
     walls: Walls
     readable: tuple[str, ...]
-    """Files and folders that a program may read, links among them as links."""
+    """Files and folders that a program may read; links remain links."""
     search_path: tuple[str, ...]
     """The program's `sys.path`."""
     program_id: int
@@ -51,55 +51,55 @@ class Plan:
         return json.dumps(asdict(self))
 
     @classmethod
-    def read(cls, text: str) -> Plan:
+    def read(cls, text: str) -> SlotSetup:
         return cls(**json.loads(text))
 
 
-def main(plan: Plan) -> None:
-    """Serve the owner until it is gone; in a program's process, run the program."""
-    owner = Wire(socket.socket(fileno=plan.descriptor))
+def main(setup: SlotSetup) -> None:
+    """Serve the owner until it disconnects; in a program's process, run the program."""
+    owner = Wire(socket.socket(fileno=setup.descriptor))
     try:
-        cell = _raise_walls(plan)
+        cell = _raise_walls(setup)
     except OSError as err:
         owner.send(wire.BROKEN, str(err).encode())
         return
     die_with_parent()
     kernel.set_dumpable(False)
-    _look_like_a_script(plan.search_path)
-    # Whatever is done here is done once; what a fork touches is copied. The collector touches everything.
+    _reset_interpreter(setup.search_path)
+    # A garbage collection after a fork would write to, and so copy, every shared page.
     gc.collect()
     gc.freeze()
     gc.disable()
     owner.send(wire.READY)
     job = _serve(cell, owner)
-    del cell, owner, plan
+    del cell, owner, setup
     if job is not None:
         gc.enable()
         job.run()
 
 
-def _raise_walls(plan: Plan) -> Cell:
+def _raise_walls(setup: SlotSetup) -> Cell:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         system_calls = filter_program()
     except (OSError, AttributeError):
         system_calls = None
-    if plan.walls == "user":
-        enter_user_namespace(plan.program_id)
-    if plan.walls != "none":
-        enter_private_root(plan.readable)
-    if plan.walls == "user":
+    if setup.walls == "user":
+        enter_user_namespace(setup.program_id)
+    if setup.walls != "none":
+        enter_private_root(setup.readable)
+    if setup.walls == "user":
         forbid_namespaces()
-    has_walls = plan.walls != "none"
+    has_walls = setup.walls != "none"
     if has_walls:
         kernel.drop_bounding_set()
     else:
         adopt_orphans()
-    return Cell(has_walls=has_walls, scratch=plan.scratch, program_id=plan.program_id, filter=system_calls)
+    return Cell(has_walls=has_walls, scratch=setup.scratch, program_id=setup.program_id, filter=system_calls)
 
 
 def _serve(cell: Cell, owner: Wire) -> Job | None:
-    """Run one program after the other. None when the owner is gone; in a program's process, its job."""
+    """Run one program after the other. Returns None when the owner disconnects; in a program's process, its job."""
     while True:
         try:
             order = Order.read(owner.expect(wire.ORDER))
@@ -111,20 +111,20 @@ def _serve(cell: Cell, owner: Wire) -> Job | None:
             return _supervise(cell, order, source, owner)
         ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if not cell.has_walls:
-            hunt_down_children()
+            reap_descendants()
             remove_folder(cell.scratch)
         owner.send(wire.OVER if ended in (0, _KILLED) or ended < 0 else wire.BROKEN)
 
 
 def _supervise(cell: Cell, order: Order, source: str, owner: Wire) -> Job:
-    """Be the supervisor of one program, and end with it; returns only in a program's process, with its job."""
+    """Supervise one program, then exit; returns only in a program's process, with its job."""
     try:
         die_with_parent()
-        # When memory runs out the kernel ends these processes, not ours.
+        # When memory runs out, the kernel ends these processes first.
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
         if cell.has_walls:
-            # Only children enter a new namespace of processes: the first one is the supervisor.
+            # Only children enter a new PID namespace; the first one is the supervisor.
             kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
             pid = os.fork()
             if pid != 0:
@@ -140,8 +140,8 @@ def _supervise(cell: Cell, order: Order, source: str, owner: Wire) -> Job:
     return job
 
 
-def _look_like_a_script(search_path: Sequence[str]) -> None:
-    """A program finds the interpreter as a script of its own would, and nothing of ours by name."""
+def _reset_interpreter(search_path: Sequence[str]) -> None:
+    """Make the interpreter look as it does to a plain script, without our modules."""
     sys.path[:] = search_path
     sys.argv = ["program.py"]
     site.setquit()

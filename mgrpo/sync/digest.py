@@ -1,7 +1,7 @@
-"""A number that proves two holders of a tensor hold the same bytes, and that shards can add up without a gather.
+"""A number that is equal where two processes hold the same bytes of a tensor, and that shards add up without a gather.
 
 The digest of a set of elements is the sum, modulo 2^64, of (bits of the element) x (an odd pseudo-random number made from
-the element's place in the whole Hugging Face tensor). It is additive over any cut into boxes.
+the element's position in the whole Hugging Face tensor). It is additive over any cut into boxes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import torch
 from mgrpo.models.table import Box
 
 _CHUNK = 1 << 20
-_GOLDEN = (
-    -7046029254386353131
-)  # 2^64 / golden ratio as int64, the multiplier of Fibonacci hashing (Knuth, TAOCP 3, 6.4)
+# 2^64 / golden ratio as int64, the multiplier of Fibonacci hashing (Knuth, TAOCP 3, 6.4).
+_GOLDEN = -7046029254386353131
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -27,7 +26,7 @@ def digest(box: Box, values: torch.Tensor, tensor_shape: tuple[int, ...]) -> int
     for first in range(0, rows.shape[0], step):
         part = rows[first : first + step].contiguous()
         row = box.start[0] + first + torch.arange(part.shape[0], device=values.device)
-        place = (row[:, None] * width + column) * _GOLDEN
-        odd = (place ^ (place >> 29)) | 1
+        mixed = (row[:, None] * width + column) * _GOLDEN
+        odd = (mixed ^ (mixed >> 29)) | 1
         total += (part.view(_BITS[part.element_size()]).long() * odd).sum()
     return int(total)

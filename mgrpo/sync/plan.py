@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mgrpo.layout import InferLayout, Layout
+from mgrpo.layout import InferLayout, Layout, least_loaded
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, engine_boxes, hf_tensors, training_boxes
 
@@ -88,7 +88,7 @@ def reshard(sources: Sequence[Sequence[Box]], destinations: Sequence[Sequence[Bo
                 common = wanted.intersect(held)
                 if common is None:
                     continue
-                source = min(ranks, key=lambda rank: (load[rank], rank))
+                source = least_loaded(ranks, load)
                 load[source] += common.size
                 covered += common.size
                 transfers.append(Transfer(source, worker, common))

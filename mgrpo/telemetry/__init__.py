@@ -1,1 +1,1 @@
-"""What a run tells its user: metrics files, progress on the terminal, the reward curve. Imports nothing heavy."""
+"""Output of a run for its user: metrics files, progress on the terminal, samples, the report. Imports nothing heavy."""

@@ -1,7 +1,7 @@
-"""What one step's rollouts amount to, under the names that other trainers use; meanings stand in `catalog`.
+"""Metrics of one step's rollouts, under the names that other trainers use; docs/metrics.md defines each.
 
-Rank 0 holds the whole step, whatever the number of learners, so everything is computed here once. Plain numpy; what
-cannot be measured, a mean of nothing or a score that could not be given, is NaN and becomes null in metrics.jsonl.
+Rank 0 holds the whole step, whatever the number of learners, so everything is computed here once, in plain numpy. What
+cannot be measured (the mean of nothing, a missing score) is NaN and becomes null in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mgrpo.types import PackedBatch, RewardScale, ScoredGroup, TrainSample
 Metrics = dict[str, float | list[int]]
 
 LENGTH_BINS = 16
-"""Bin i counts lengths from 2^i to below 2^(i + 1); the first also 0, the last everything longer."""
+"""Bin i counts lengths from 2^i to below 2^(i + 1); the first also counts 0, the last everything longer."""
 RATE_BINS = 12
 """Nothing solved (0 or less), tenths of (0, 1), everything solved (1 or more)."""
 MAGNITUDES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Bins of advantages: [8, inf), [4, 8) ... (0, 0.25) below zero, exactly 0, then the same above: 15 of them."""
+"""Edges of 15 bins of advantages: magnitudes [8, inf), [4, 8) ... (0, 0.25) below 0, exactly 0, the same above 0."""
 
 _TOLERANCE = 1e-8
-"""Scores this near to each other are equal: 0.1 + 0.2 must reach 0.3."""
+"""Scores this close count as equal: 0.1 + 0.2 must reach 0.3."""
 
 
 def batch_metrics(
@@ -37,16 +37,17 @@ def batch_metrics(
     generate_s: float,
     scale: RewardScale | None,
 ) -> Metrics:
-    """Everything that a step's rollouts, advantages and packs say; histograms are lists of at most 16 counts.
+    """All metrics of a step's rollouts, advantages and packs; histograms are lists of at most 16 counts.
 
     Args:
-        kept: groups that the step trains on, dropped: those that a filter left out.
-        samples: one a completion of `kept`, in order.
-        packs: of one pass over `samples`, all mini-batches and data-parallel ranks; dummy packs may be among them.
+        kept: groups that the step trains on.
+        dropped: groups that a filter left out.
+        samples: one per completion of `kept`, in order.
+        packs: those of one pass over `samples`, of all mini-batches and data-parallel ranks; may include dummy packs.
         batch_size: completions of a full step.
-        policy_version: of the weights from which the step's first update starts.
-        num_excluded_prompts: prompts that this step's results exclude from sampling for good.
-        generate_s: seconds the engines took for `kept` and `dropped`.
+        policy_version: version of the weights from which the step's first update starts.
+        num_excluded_prompts: prompts that this step's results exclude from further sampling.
+        generate_s: seconds that generation of `kept` and `dropped` took.
         scale: None with a user's own reward functions: then nothing is solved or unsolved.
     """
     sampled = [*kept, *dropped]
@@ -64,17 +65,17 @@ def batch_metrics(
     }
 
 
-def reward_metrics(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> Metrics:
-    """What each verifier, the format rule or each of the user's functions gave, over the completions it scored."""
+def reward_metrics(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> dict[str, float]:
+    """Rewards from each verifier, the format rule or each of the user's functions, over the completions it scored."""
     parts = [score.parts for group in groups for score in group.scores]
     names = sorted({name for part in parts for name in part})
     given = {name: [part[name] for part in parts if name in part] for name in names}
-    metrics: Metrics = {f"objective/{name}_reward": mean_score(given[name]) for name in names}
-    judges = names if scale is None else _verifiers(groups)
-    metrics |= {f"rewards/{name}/std": _sample_std(given[name]) for name in judges}
+    metrics = {f"objective/{name}_reward": mean_score(given[name]) for name in names}
+    scorers = names if scale is None else _verifiers(groups)
+    metrics |= {f"rewards/{name}/std": _sample_std(given[name]) for name in scorers}
     if scale is None:
         return metrics
-    metrics |= {f"objective/{name}_correct_rate": _share(_known(given[name]) > 0) for name in judges}
+    metrics |= {f"objective/{name}_correct_rate": _share(_known(given[name]) > 0) for name in scorers}
     verified = scale.verification_reward * _known(_verifier_sums(groups, scale.weights))
     if verified.size:
         metrics["objective/verifiable_reward"] = mean_score(verified)
@@ -84,10 +85,10 @@ def reward_metrics(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> 
     return metrics
 
 
-def error_rates(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> Metrics:
+def error_rates(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> dict[str, float]:
     """Share of the completions given to each verifier that it could not score.
 
-    A user's function that returns None does not apply to the completion, which is no error.
+    Empty for a user's functions: one that returns None does not apply to the completion, which is not an error.
     """
     if scale is None:
         return {}
@@ -99,7 +100,7 @@ def error_rates(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> Met
 
 
 def is_solved(group: ScoredGroup, scale: RewardScale) -> np.ndarray:
-    """`[group]` bool: the reward, without what the completion's length costs, is the highest one the prompt can bring.
+    """`[group]` bool: whether the reward, without the penalty for length, is the highest that the prompt allows.
 
     False without a score.
     """
@@ -107,13 +108,13 @@ def is_solved(group: ScoredGroup, scale: RewardScale) -> np.ndarray:
 
 
 def mean_score(scores: Sequence[float] | Sequence[np.ndarray] | np.ndarray) -> float:
-    """Mean of the scores that could be given; NaN when there is none."""
+    """Mean of the scores that are not NaN; NaN when there are none."""
     known = _known(scores)
     return float(known.mean()) if known.size else float("nan")
 
 
 def mean_min_max(values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
-    """NaN three times when there are no values."""
+    """Mean, minimum and maximum; NaN when there are no values."""
     values = np.asarray(values, dtype=np.float64)
     if not values.size:
         return (float("nan"),) * 3
@@ -121,7 +122,7 @@ def mean_min_max(values: Sequence[float] | np.ndarray) -> tuple[float, float, fl
 
 
 def tokens_per_second(groups: Sequence[ScoredGroup], seconds: float) -> float:
-    """Tokens that the engines read and wrote in a second; a prompt is read once for all of its completions."""
+    """Tokens that the engines read and wrote per second; a prompt is read once for all of its completions."""
     num_tokens = sum(_prompt_lengths(groups)) + sum(completion_lengths(groups))
     return num_tokens / seconds if seconds > 0 else float("nan")
 
@@ -132,7 +133,7 @@ def completion_lengths(groups: Sequence[ScoredGroup]) -> list[int]:
 
 
 def stopped(groups: Sequence[ScoredGroup]) -> list[bool]:
-    """Whether each completion ended by itself, in order."""
+    """Whether each completion ended with a stop token or string, in order."""
     return [completion.finish_reason == "stop" for group in groups for completion in group.group.completions]
 
 
@@ -144,29 +145,29 @@ def no_score_rate(groups: Sequence[ScoredGroup]) -> float:
 def length_histogram(lengths: Iterable[int]) -> list[int]:
     """Counts in `LENGTH_BINS` bins that double in width."""
     # The bit length of an integer is exact where a logarithm rounds.
-    places = [min(max(int(length).bit_length() - 1, 0), LENGTH_BINS - 1) for length in lengths]
-    return np.bincount(np.array(places, dtype=np.int64), minlength=LENGTH_BINS).tolist()
+    bins = [min(max(int(length).bit_length() - 1, 0), LENGTH_BINS - 1) for length in lengths]
+    return np.bincount(np.array(bins, dtype=np.int64), minlength=LENGTH_BINS).tolist()
 
 
 def rate_histogram(rates: Iterable[float]) -> list[int]:
     """Counts in `RATE_BINS` bins; NaN is in none."""
-    rates = _known(list(rates))
-    places = np.clip(np.floor(rates * 10 + _TOLERANCE), 0, 9).astype(np.int64) + 1
-    places[rates <= _TOLERANCE] = 0
-    places[rates >= 1 - _TOLERANCE] = RATE_BINS - 1
-    return np.bincount(places, minlength=RATE_BINS).tolist()
+    known = _known(list(rates))
+    bins = np.clip(np.floor(known * 10 + _TOLERANCE), 0, 9).astype(np.int64) + 1
+    bins[known <= _TOLERANCE] = 0
+    bins[known >= 1 - _TOLERANCE] = RATE_BINS - 1
+    return np.bincount(bins, minlength=RATE_BINS).tolist()
 
 
 def advantage_histogram(advantages: np.ndarray) -> list[int]:
-    """Counts in bins that mirror each other around 0, see `MAGNITUDES`."""
+    """Counts in bins that are symmetric around 0, see `MAGNITUDES`."""
     advantages = np.asarray(advantages, dtype=np.float64)
     zero = len(MAGNITUDES) + 1
-    places = zero + np.sign(advantages).astype(np.int64) * (1 + np.digitize(np.abs(advantages), MAGNITUDES))
-    return np.bincount(places, minlength=2 * zero + 1).tolist()
+    bins = zero + np.sign(advantages).astype(np.int64) * (1 + np.digitize(np.abs(advantages), MAGNITUDES))
+    return np.bincount(bins, minlength=2 * zero + 1).tolist()
 
 
 def _scores(kept: Sequence[ScoredGroup], sampled: Sequence[ScoredGroup]) -> Metrics:
-    # A standard deviation needs two scores; with fewer a group says nothing about its spread.
+    # A standard deviation needs two scores.
     spread = [rewards for rewards in (_known(group.rewards) for group in sampled) if rewards.size > 1]
     return {
         "scores": mean_score(_rewards(kept)),
@@ -178,7 +179,7 @@ def _scores(kept: Sequence[ScoredGroup], sampled: Sequence[ScoredGroup]) -> Metr
 
 
 def _verified(kept: Sequence[ScoredGroup], scale: RewardScale | None) -> Metrics:
-    """Solved and unsolved completions, and how well each prompt is solved."""
+    """Solved and unsolved completions, and the rate at which each prompt is solved."""
     if scale is None:
         return {}
     lengths = np.array(completion_lengths(kept), dtype=np.int64)
@@ -242,7 +243,7 @@ def _packing(samples: Sequence[TrainSample], packs: Sequence[PackedBatch]) -> Me
 
 
 def _num_padding(pack: PackedBatch) -> int:
-    """Tokens after the last prediction of their document; every other one predicts, or leads to one that does."""
+    """Tokens after the last prediction of their document; all others predict a token or are context for one."""
     starts = pack.cu_seqlens[:-1]
     ends = starts.copy()
     np.maximum.at(ends, np.searchsorted(starts, pack.rows, side="right") - 1, pack.rows + 1)
@@ -252,7 +253,7 @@ def _num_padding(pack: PackedBatch) -> int:
 def _filtering(
     kept: Sequence[ScoredGroup], dropped: Sequence[ScoredGroup], scale: RewardScale | None, num_excluded: int
 ) -> Metrics:
-    """How many groups were left out, and what their rewards, equal throughout, were."""
+    """Number of groups left out, and the kind of reward, equal within each group, they had."""
     num_sampled = len(kept) + len(dropped)
     kinds = [_kind(group, scale) for group in dropped]
     return {
@@ -261,13 +262,13 @@ def _filtering(
         "batch/filtered_prompts_pct": len(dropped) / num_sampled if num_sampled else 0.0,
         **{f"batch/filtered_prompts_{kind}": kinds.count(kind) for kind in ("zero", "solved", "nonzero", "unscored")},
         "batch/no_resampled_prompts": num_excluded,
-        # Nothing can grow stale while sampling and training take turns.
+        # Sampling and training alternate, so no result grows stale.
         "stale_results_dropped": 0,
     }
 
 
 def _kind(group: ScoredGroup, scale: RewardScale | None) -> str:
-    """What the equal rewards of a group that was left out are."""
+    """Kind of the equal rewards of a group that was left out."""
     is_scored = ~np.isnan(group.rewards)
     if not is_scored.any():
         return "unscored"
@@ -293,13 +294,13 @@ def _solve_rate(group: ScoredGroup, scale: RewardScale) -> float:
 
 
 def _verifiers(groups: Sequence[ScoredGroup]) -> list[str]:
-    """Names of the verifiers that scored, as they stand in `Score.parts`."""
+    """Names of the verifiers that scored, spelled as in `Score.parts`."""
     named = {name.lower() for group in groups for name in group.group.prompt.verifiers}
     return sorted(named & {name for group in groups for score in group.scores for name in score.parts})
 
 
 def _verifier_sums(groups: Sequence[ScoredGroup], weights: Mapping[str, float]) -> list[float]:
-    """What the verifiers of its row gave each completion, weighed and together; nothing where none was asked."""
+    """Weighted sum of each completion's verifiers; completions without a verifier are left out."""
     sums = []
     for group in groups:
         names = {name.lower() for name in group.group.prompt.verifiers}
@@ -325,13 +326,13 @@ def _is_flat(rewards: np.ndarray) -> bool:
 
 
 def _sample_std(values: Sequence[float] | np.ndarray) -> float:
-    """Of the known values, dividing by their number - 1; NaN with fewer than two."""
+    """Standard deviation of the known values with divisor n - 1; NaN with fewer than two."""
     known = _known(values)
     return float(known.std(ddof=1)) if known.size > 1 else float("nan")
 
 
 def _share(flags: Sequence[bool] | np.ndarray) -> float:
-    """How many of the flags are set; NaN when there are none."""
+    """Share of the flags that are set; NaN when there are none."""
     return float(np.mean(flags)) if len(flags) else float("nan")
 
 

@@ -1,6 +1,6 @@
-"""What an evaluation says: accuracy, rewards and lengths of completions for held-out prompts.
+"""Metrics of an evaluation: accuracy, rewards and lengths of completions for held-out prompts.
 
-Evaluations in training and `mgrpo eval` measure with these functions, from the same random stream.
+Evaluations in training and `mgrpo eval` share these functions and the random stream.
 """
 
 from __future__ import annotations
@@ -23,29 +23,27 @@ from mgrpo.telemetry.batch import (
 )
 from mgrpo.types import RewardScale, ScoredGroup
 
-__all__ = ["correctness", "mean_score", "pass_at_k", "short_names", "summarise"]
 
-
-def summarise(
+def evaluation_metrics(
     groups: Sequence[ScoredGroup],
     *,
     scale: RewardScale | None = None,
     sources: Sequence[str] = (),
     generate_s: float | None = None,
 ) -> dict[str, float]:
-    """Metrics of an evaluation, all of them numbers.
+    """Metrics of one evaluation, all of them numbers.
 
     A completion is correct when each of its verifiers gave the full score and, with `scale`, its reward is the highest
-    one: a right answer that misses the format or was cut off is not correct where these cost reward. One without a score
-    is wrong. `eval/pass_at_1` is the mean over prompts of the share of correct completions, `eval/pass_at_{n}`, with n
-    completions a prompt, the share of prompts with at least one. Without verifiers nothing is correct or wrong, and
-    there is no pass@k. Held-out data of several sources, or with several verifiers, are also measured apart.
+    possible: a right answer that misses the format or was cut off is not correct where these cost reward. A completion
+    without a score is wrong. With n completions per prompt, `eval/pass_at_1` is the mean share of correct completions
+    and `eval/pass_at_{n}` the share of prompts with at least one. Without verifiers nothing is correct or wrong, and
+    there is no pass@k. Each source and each verifier, where there are several, is also measured separately.
 
     Args:
         groups: the same number of completions in each.
-        scale: see `batch_metrics`; None also leaves out what only verifiers have.
-        sources: the short name of each group's dataset; empty: they are not told apart.
-        generate_s: seconds the engines took; None leaves out their speed.
+        scale: see `batch_metrics`; None also leaves out what only verifiers provide.
+        sources: the short name of each group's dataset; empty: no metrics per source.
+        generate_s: seconds that generation took; None leaves out its speed.
     """
     mean, least, most = mean_min_max(completion_lengths(groups))
     rewards = reward_metrics(groups, scale) | error_rates(groups, scale)
@@ -66,26 +64,26 @@ def summarise(
         metrics |= _accuracy(correct)
     for kind, names in (("source", [{name} for name in sources]), ("verifier", _verifiers(groups))):
         if len(set().union(*names)) > 1:
-            metrics |= _apart(kind, names, groups, correct)
+            metrics |= _by_name(kind, names, groups, correct)
     return metrics
 
 
 def correctness(groups: Sequence[ScoredGroup], scale: RewardScale | None) -> list[list[bool]] | None:
-    """Whether each completion of each group is correct; None where the user's functions decide."""
+    """Whether each completion of each group is correct; None where reward functions take the place of verifiers."""
     if not all("correct" in score.parts for group in groups for score in group.scores):
         return None
     return [_correct(group, scale).tolist() for group in groups]
 
 
 def short_names(paths: Iterable[str]) -> list[str]:
-    """A name without a slash for each dataset: the end of its path, as little as tells all of them apart."""
+    """A name without a slash for each dataset: the shortest suffix of its path that distinguishes it."""
     paths = list(paths)
-    parts = {path: _parts(path) for path in paths}
+    parts_of = {path: _parts(path) for path in paths}
     names: dict[str, str] = {}
-    for path, own in parts.items():
-        others = [other for key, other in parts.items() if key != path]
-        length = next((n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others)), len(own))
-        names[path] = "-".join(own[-length:])
+    for path, parts in parts_of.items():
+        others = [other for key, other in parts_of.items() if key != path]
+        length = next((n for n in range(1, len(parts)) if all(o[-n:] != parts[-n:] for o in others)), len(parts))
+        names[path] = "-".join(parts[-length:])
     return [names[path] for path in paths]
 
 
@@ -106,7 +104,7 @@ def pass_at_k(num_correct: np.ndarray, num_samples: int, k: int) -> np.ndarray:
 
 
 def _pass_rates(correct: np.ndarray) -> dict[str, float]:
-    """Of `[prompts, n]` bool: the share of correct completions, and of prompts with one."""
+    """From `[prompts, n]` bool: the share of correct completions, and of prompts with at least one."""
     return {"pass_at_1": float(correct.mean()), f"pass_at_{correct.shape[1]}": float(correct.any(axis=1).mean())}
 
 
@@ -125,17 +123,17 @@ def _accuracy(correct: np.ndarray) -> dict[str, float]:
     return metrics
 
 
-def _apart(
+def _by_name(
     kind: str, names: Sequence[set[str]], groups: Sequence[ScoredGroup], correct: np.ndarray | None
 ) -> dict[str, float]:
-    """Accuracy and mean reward of the groups that bear each name; a group may bear several."""
+    """Accuracy and mean reward of the groups with each name; `names` has a set per group."""
     metrics: dict[str, float] = {}
     for name in sorted(set().union(*names)):
-        own = [number for number, borne in enumerate(names) if name in borne]
+        members = [index for index, group_names in enumerate(names) if name in group_names]
         prefix = f"eval/by_{kind}/{name}"
-        metrics[f"{prefix}/scores"] = mean_score([reward for number in own for reward in groups[number].rewards])
+        metrics[f"{prefix}/scores"] = mean_score([reward for index in members for reward in groups[index].rewards])
         if correct is not None:
-            metrics |= {f"{prefix}/{key}": value for key, value in _pass_rates(correct[own]).items()}
+            metrics |= {f"{prefix}/{key}": value for key, value in _pass_rates(correct[members]).items()}
     return metrics
 
 
@@ -144,7 +142,7 @@ def _verifiers(groups: Sequence[ScoredGroup]) -> list[set[str]]:
 
 
 def _parts(path: str) -> tuple[str, ...]:
-    """Folders and name of a dataset, the ending apart."""
+    """Folders and file name of a dataset, without the extension."""
     pure = PurePosixPath(path)
     whole = pure.with_suffix("") if pure.suffix in (".jsonl", ".json", ".parquet") else pure
     return tuple(part for part in whole.parts if part not in ("/", "..")) or (path.replace("/", "-") or "data",)

@@ -1,7 +1,7 @@
-"""Metrics of a run on disk: one JSON object a step in metrics.jsonl, the same numbers as TensorBoard scalars.
+"""Metrics of a run on disk: one JSON object per step in metrics.jsonl, the same numbers as TensorBoard scalars.
 
-Rank 0 owns one writer. A run never appends to another run's files: those are moved aside first. A run that continues from
-a checkpoint appends to its own, without the steps after the checkpoint, which it does again.
+Rank 0 owns one writer. A run never appends to another run's files: those are renamed first. A run that continues from a
+checkpoint appends to its own files, without the steps after the checkpoint, which it repeats.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
+
+from mgrpo.telemetry.files import move_aside, write_whole
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +28,8 @@ class MetricsWriter:
     """Appends metrics to `<output_dir>/metrics.jsonl` and `<output_dir>/tensorboard/`.
 
     Args:
-        resumed_after: the step after which this run continues the one whose files these are; None: a new run.
-        num_lines: lines that this run had written when it was at that step; those after them are taken out.
+        resumed_after: the step after which this run continues the run that wrote these files; None: a new run.
+        num_lines: lines that this run had written at that step; later lines are removed.
     """
 
     def __init__(self, output_dir: str | Path, *, resumed_after: int | None = None, num_lines: int = 0) -> None:
@@ -33,17 +38,17 @@ class MetricsWriter:
         self.num_lines = 0
         """Lines of metrics.jsonl."""
         if resumed_after is None:
-            move_aside(folder)
+            move_earlier_run(folder)
         else:
-            self.num_lines = cut_off(folder, num_lines)
+            self.num_lines = truncate(folder / "metrics.jsonl", num_lines)
         self.path = folder / "metrics.jsonl"
         self._lines = self.path.open("a", encoding="utf-8")
         self._events = open_events(folder / "tensorboard", resumed_after)
 
     def write(self, step: int, metrics: Mapping[str, float | list[int]]) -> None:
-        """Record one step; the line is complete on disk when this returns. NaN and infinities become null.
+        """Record one step; the line is complete on disk on return. NaN and infinities become null.
 
-        Lists, which are histograms, go into the line only.
+        Lists (histograms) go into the line only, not into the event file.
         """
         values = {
             name: [_number(item) for item in value] if isinstance(value, list) else _number(value)
@@ -70,38 +75,28 @@ class MetricsWriter:
         self.close()
 
 
-def move_aside(folder: Path) -> None:
-    """Rename metrics, events and configuration of an earlier run in `folder` to the first free `metrics.jsonl.N` and so on."""
-    lines, events, config = folder / "metrics.jsonl", folder / "tensorboard", folder / "config.yaml"
-    if not (lines.exists() and lines.stat().st_size) and not events.exists():
-        return
-    number = 1
-    while any((folder / f"{name}.{number}").exists() for name in (lines.name, events.name, config.name)):
-        number += 1
-    for old in (lines, events, config):
-        if old.exists():
-            old.rename(folder / f"{old.name}.{number}")
-    logger.warning("%s held an earlier run; its metrics are now metrics.jsonl.%d", folder, number)
+def move_earlier_run(folder: Path) -> None:
+    """Rename metrics, events and configuration of an earlier run in `folder`."""
+    lines, events = folder / "metrics.jsonl", folder / "tensorboard"
+    if events.exists() or (lines.exists() and lines.stat().st_size):
+        move_aside([lines, events, folder / "config.yaml"])
 
 
-def cut_off(folder: Path, num_lines: int) -> int:
-    """Take what follows the first `num_lines` lines, and a line that was cut short, out of metrics.jsonl; lines that stay.
+def truncate(path: Path, num_lines: int) -> int:
+    """Keep only the first `num_lines` complete lines of the file; returns the number of lines kept.
 
-    Lines and not steps: an evaluation has the step it came after, and may have been written after the checkpoint.
+    Lines, not steps: an evaluation carries the step that it follows, and may have been written after the checkpoint.
     """
-    path = folder / "metrics.jsonl"
     if not path.exists():
         return 0
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     kept = [f"{line}\n" for line in lines[:num_lines]]
-    shortened = path.with_suffix(".jsonl.partial")
-    shortened.write_text("".join(kept), encoding="utf-8")
-    os.replace(shortened, path)
+    write_whole(path, "".join(kept))
     return len(kept)
 
 
 def open_events(folder: Path, resumed_after: int | None = None) -> EventFile | None:
-    """A TensorBoard event file in `folder`, or None and one note when tensorboard is not installed."""
+    """A TensorBoard event file in `folder`; None, with one warning, where tensorboard is not installed."""
     try:
         return EventFile(folder, resumed_after)
     except ImportError as err:
@@ -110,7 +105,7 @@ def open_events(folder: Path, resumed_after: int | None = None) -> EventFile | N
 
 
 class EventFile:
-    """TensorBoard's record format, written in the calling thread: the file is complete after every step."""
+    """A file in TensorBoard's record format, written in the calling thread: it is complete after every step."""
 
     def __init__(self, folder: Path, resumed_after: int | None = None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -124,7 +119,7 @@ class EventFile:
         self._records = RecordWriter(self._file)
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if resumed_after is not None:
-            # TensorBoard drops what earlier files say of this step and later ones.
+            # TensorBoard drops this step and later ones of earlier files.
             start = SessionLog(status=SessionLog.START)
             self._append(Event(wall_time=time.time(), step=resumed_after + 1, session_log=start))
 
@@ -137,13 +132,13 @@ class EventFile:
         """Close the file."""
         self._file.close()
 
-    def _append(self, event: object) -> None:
+    def _append(self, event: Event) -> None:
         self._records.write(event.SerializeToString())
         self._file.flush()
 
 
 def _number(value: float) -> float | int | None:
-    """A plain number for JSON, of a Python, numpy or one-element tensor value."""
+    """A Python, numpy or one-element tensor value as a number for JSON; None where it is not finite."""
     if isinstance(value, numbers.Integral):
         return int(value)
     number = float(value)

@@ -1,7 +1,7 @@
-"""What a run says while it runs: a live panel on a terminal, a dozen plain lines in a log, and a summary at the end.
+"""Progress of a run: a live panel on a terminal, a dozen plain lines in a log, and a summary at the end.
 
-Only rank 0 owns one. Metrics arrive as plain dicts and any of them may be missing. There is no thread: a panel is redrawn
-in `update`, a few times a second at most, so that a step of milliseconds costs microseconds.
+Only rank 0 reports. Metrics are plain dicts, and any of them may be missing. There is no thread: `update` redraws the
+panel a few times per second at most, so that its cost is negligible even for steps of milliseconds.
 """
 
 from __future__ import annotations
@@ -14,47 +14,51 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.live import Live
 
 Metrics = Mapping[str, float]
 
 PHASES = ("generate", "score", "train", "sync")
 LINES_PER_RUN = 12
 REDRAW_EVERY_S = 0.25
-SILENCE_S = 300.0
-"""A log gets a line after this long even when none is due, so that a run of long steps does not look dead."""
+MAX_QUIET_S = 300.0
+"""A log gets a line after this time even when none is due, so that a run with long steps does not look dead."""
 BARS = " ▁▂▃▄▅▆▇█"
 
 
 class Progress:
-    """Reports training steps; also a context manager that gives the terminal back.
+    """Reports training steps; also a context manager that restores the terminal.
 
     Args:
-        console: a rich Console; by default standard output, with the live panel only where that is a terminal.
+        console: a rich Console; by default standard output, with the live panel only on a terminal.
     """
 
     def __init__(
         self, total_steps: int, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.history = History(total_steps, clock)
-        self._console = console if console is not None else terminal()
         self._out = console.file if console is not None else sys.stdout
-        self._is_live = self._console is not None and self._console.is_terminal and not self._console.is_dumb_terminal
-        self._live = None
-        self._drawn_at = self._said_at = -float("inf")
+        screen = console if console is not None else terminal()
+        has_panel = screen is not None and screen.is_terminal and not screen.is_dumb_terminal
+        self._screen = screen if has_panel else None
+        self._live: Live | None = None
+        self._drawn_at = self._printed_at = -float("inf")
 
     def update(self, step: int, metrics: Metrics) -> None:
-        """Report that `step` (the first is 1) is done."""
+        """Report that `step` is done; the first one is 1."""
         history = self.history
         history.add(step, metrics)
         now = history.clock()
-        last = step >= history.total_steps
-        if self._is_live:
-            if last or now - self._drawn_at >= REDRAW_EVERY_S:
-                self._draw()
+        is_last = step >= history.total_steps
+        if self._screen is not None:
+            if is_last or now - self._drawn_at >= REDRAW_EVERY_S:
+                self._draw(self._screen)
                 self._drawn_at = now
-        elif last or step == 1 or step % max(1, history.total_steps // LINES_PER_RUN) == 0 or self._silent_since(now):
+            return
+        is_due = step == 1 or step % max(1, history.total_steps // LINES_PER_RUN) == 0
+        if is_last or is_due or now - self._printed_at >= MAX_QUIET_S:
             self.say(step_line(history))
-            self._said_at = now
+            self._printed_at = now
 
     def evaluation(self, metrics: Metrics, *, when: str, before: Metrics | None = None) -> None:
         """Report an evaluation, for example `when="before training"`; with `before`, also the change since then."""
@@ -62,20 +66,20 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line of text, above the panel when there is one."""
-        if self._is_live:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self._screen is not None:
+            self._screen.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            # A log whose encoding has no bars gets question marks: progress must not be able to end a run.
+            # A log whose encoding lacks bars gets question marks: progress must never end a run.
             encoding = getattr(self._out, "encoding", None) or "utf-8"
             print(text.encode(encoding, "replace").decode(encoding), file=self._out, flush=True)
 
     def finish(self, *, before: Metrics | None = None, after: Metrics | None = None) -> None:
-        """Close the panel and print the summary; `before` and `after` are evaluations, where there were any."""
+        """Close the panel and print the summary; `before` and `after` are the evaluations, where there were any."""
         self.close()
         self.say("\n".join(["", *summary_lines(self.history, before=before, after=after)]))
 
     def close(self) -> None:
-        """Give the terminal back; a second call does nothing."""
+        """Restore the terminal; a second call does nothing."""
         if self._live is not None:
             self._live.update(panel(self.history), refresh=True)
             self._live.stop()
@@ -87,20 +91,17 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _silent_since(self, now: float) -> bool:
-        return now - self._said_at >= SILENCE_S
-
-    def _draw(self) -> None:
+    def _draw(self, screen: Console) -> None:
         if self._live is None:
             from rich.live import Live
 
-            self._live = Live(console=self._console, auto_refresh=False)
+            self._live = Live(console=screen, auto_refresh=False)
             self._live.start()
         self._live.update(panel(self.history), refresh=True)
 
 
 def terminal() -> Console | None:
-    """A console when standard output is a terminal and rich is installed."""
+    """A console where standard output is a terminal and rich is installed."""
     if not sys.stdout.isatty():
         return None
     try:
@@ -111,7 +112,7 @@ def terminal() -> Console | None:
 
 
 class History:
-    """What the steps so far add up to."""
+    """Totals over the steps so far."""
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_steps = total_steps
@@ -124,7 +125,7 @@ class History:
         self._first: tuple[int, float] | None = None
 
     def add(self, step: int, metrics: Metrics) -> None:
-        """Take in one step."""
+        """Add one step."""
         self.step, self.latest = step, dict(metrics)
         if self._first is None:
             self._first = (step, self.clock())
@@ -139,7 +140,7 @@ class History:
         return self.clock() - self.started_at
 
     def remaining_s(self) -> float | None:
-        """Seconds to go at the pace so far, evaluations included; None when nothing is known yet."""
+        """Seconds left at the pace so far, evaluations included; None before the first step."""
         if self._first is None:
             return None
         first_step, first_at = self._first
@@ -150,7 +151,7 @@ class History:
         return pace * (self.total_steps - self.step) if pace else None
 
     def reward_ends(self) -> tuple[float, float, int] | None:
-        """Mean reward of the first and of the last steps, and how many steps that is: a tenth of the run, at most 10."""
+        """Mean reward of the first and of the last steps, and their number: a tenth of the run, at most 10."""
         if not self.rewards:
             return None
         count = max(1, min(10, len(self.rewards) // 10))
@@ -200,7 +201,7 @@ def evaluation_line(metrics: Metrics, *, when: str, before: Metrics | None = Non
 
 
 def summary_lines(history: History, *, before: Metrics | None = None, after: Metrics | None = None) -> list[str]:
-    """The end of a run: what was learned, and where the time went."""
+    """The end of a run: evaluations and rewards at its two ends, and the time per phase."""
     rows = []
     first, last = (before or {}).get("eval/pass_at_1"), (after or {}).get("eval/pass_at_1")
     if first is not None or last is not None:
@@ -222,13 +223,13 @@ def _percent(share: float | None) -> str:
 
 
 def _time_lines(history: History) -> list[str]:
-    """Total time, and a bar for each phase: its seconds over all steps and its share of the whole run."""
+    """Total time, and a bar per phase: its seconds over all steps and its share of the whole run."""
     total = history.elapsed_s()
     lines = ["", f"{history.step} steps in {clock_text(total)}"]
     phases = {phase: history.seconds[phase] for phase in PHASES}
     if not any(phases.values()):
         return lines
-    # Phases that overlap add up to more than the time that passed.
+    # Phases that overlap add up to more than the elapsed time.
     whole = max(total, sum(phases.values()))
     phases["other"] = whole - sum(phases.values())
     for phase, seconds in phases.items():
@@ -246,11 +247,11 @@ def clock_text(seconds: float) -> str:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The course of `values` in `width` characters: each the mean of its share, scaled from the least to the most."""
+    """`values` in `width` characters: each the mean of an equal share, scaled from the lowest to the highest mean."""
     if not values:
         return ""
     width = min(width, len(values))
-    edges = [len(values) * place // width for place in range(width + 1)]
+    edges = [len(values) * edge // width for edge in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
@@ -274,29 +275,29 @@ def panel(history: History) -> RenderableType:
         Text(f"{clock_text(history.elapsed_s())} so far", style="dim"),
         Text("" if remaining is None or step >= total else f"{clock_text(remaining)} left", style="dim"),
     )
-    reward = Text.assemble(("reward ", "dim"), (_shown(latest.get("reward"), "{:.3f}"), "bold green"))
+    reward = Text.assemble(("reward ", "dim"), (_formatted(latest.get("reward"), "{:.3f}"), "bold green"))
     if len(history.rewards) > 1:
         reward.append(f"   {history.rewards[0]:.2f} ", style="dim")
         reward.append(sparkline(history.rewards, 40), style="green")
         reward.append(f" {history.rewards[-1]:.2f}", style="dim")
     numbers = _row(
-        ("KL", _shown(latest.get("objective/kl2_avg"), "{:.4f}")),
-        ("entropy", _shown(latest.get("policy/entropy_avg"), "{:.2f}")),
-        ("clipped", _shown(latest.get("policy/clipfrac_avg"), "{:.1%}")),
-        ("length", _shown(latest.get("val/sequence_lengths"), "{:.0f}")),
-        ("grad norm", _shown(latest.get("optim/grad_norm"), "{:.2f}")),
+        ("KL", _formatted(latest.get("objective/kl2_avg"), "{:.4f}")),
+        ("entropy", _formatted(latest.get("policy/entropy_avg"), "{:.2f}")),
+        ("clipped", _formatted(latest.get("policy/clipfrac_avg"), "{:.1%}")),
+        ("length", _formatted(latest.get("val/sequence_lengths"), "{:.0f}")),
+        ("grad norm", _formatted(latest.get("optim/grad_norm"), "{:.2f}")),
     )
     seconds = _row(
-        ("step", _shown(latest.get("time/total"), "{:.2f} s")),
-        *((phase, _shown(latest.get(f"time/{phase}"), "{:.2f}")) for phase in PHASES),
-        ("tokens/s", _shown(latest.get("time/actor_tokens_per_second"), "{:,.0f}")),
+        ("step", _formatted(latest.get("time/total"), "{:.2f} s")),
+        *((phase, _formatted(latest.get(f"time/{phase}"), "{:.2f}")) for phase in PHASES),
+        ("tokens/s", _formatted(latest.get("time/actor_tokens_per_second"), "{:,.0f}")),
     )
     return Panel(
         Group(head, reward, numbers, seconds), title="GRPO", title_align="left", border_style="dim", expand=False
     )
 
 
-def _shown(value: float | None, form: str) -> str:
+def _formatted(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 

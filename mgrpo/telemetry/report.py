@@ -1,13 +1,12 @@
 """A run as one HTML page, made from the files in its folder: config.yaml, metrics.jsonl and the tables of samples.
 
-The page loads nothing and runs no script. What a model wrote is hostile text: everything goes through `_text`.
+The page loads nothing and runs no script. What a model wrote is untrusted input: everything goes through `_text`.
 """
 
 from __future__ import annotations
 
 import html
 import json
-import os
 import random
 import sys
 import unicodedata
@@ -15,14 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mgrpo.telemetry.curve import Points, running_mean
+from mgrpo.telemetry.chart import metric_points, reward_svg
+from mgrpo.telemetry.files import write_whole
 from mgrpo.telemetry.samples import Record, read_records, tables
 
 NUM_BEST = NUM_WORST = 3
 NUM_RANDOM = 6
 SHOWN_CHARACTERS = 4000
-MOST_POINTS = 400
-WIDTH, HEIGHT, MARGIN = 760, 260, 44
 
 SUMMARY = (
     "model_name_or_path",
@@ -38,7 +36,7 @@ SUMMARY = (
     "beta",
     "seed",
 )
-"""Settings that stand above the others."""
+"""Settings shown without unfolding the rest."""
 COLUMNS = (
     "step",
     "policy_version",
@@ -48,14 +46,16 @@ COLUMNS = (
     "eval/stop_rate",
     "eval/no_score_rate",
 )
-"""Of every evaluation; pass@k and the parts of a mixture follow."""
+"""Columns of the table of evaluations; pass@k and the parts of a mixture follow."""
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 60em; margin: 2em auto; padding: 0 1em }
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid #ddd }
-table { border-collapse: collapse; display: block; overflow-x: auto } th, td { padding: .25em .7em; border-bottom: 1px solid #eee }
+table { border-collapse: collapse; display: block; overflow-x: auto }
+th, td { padding: .25em .7em; border-bottom: 1px solid #eee }
 th { text-align: left; font-weight: 600 } td.number { text-align: right; font-variant-numeric: tabular-nums }
 pre { background: #f6f6f4; padding: .6em .8em; margin: .3em 0; white-space: pre-wrap; overflow-wrap: anywhere }
+svg { max-width: 100%; height: auto }
 .sample { border: 1px solid #ddd; border-radius: 4px; padding: .6em .8em; margin: .8em 0 } .note { color: #666 }
 """
 
@@ -66,16 +66,13 @@ def write_report(folder: str | Path) -> Path:
     Raises:
         ValueError: the folder holds no metrics.
     """
-    folder = Path(folder)
-    path = folder / "report.html"
-    partial = folder / "report.html.partial"
-    partial.write_text(page(folder), encoding="utf-8")
-    os.replace(partial, path)
+    path = Path(folder) / "report.html"
+    write_whole(path, page(path.parent))
     return path
 
 
 def report_command(argv: Sequence[str]) -> int:
-    """`mgrpo report DIR`: write the report of a run, or of an evaluation, again."""
+    """`mgrpo report DIR`: write the report of a run or of an evaluation again."""
     if len(argv) != 1 or argv[0] in ("-h", "--help"):
         sys.stderr.write("usage: mgrpo report DIR   (the output_dir of a run)\n")
         return 0 if argv and argv[0] in ("-h", "--help") else 2
@@ -122,10 +119,10 @@ def _settings(config: str) -> Mapping[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(config)
+        settings = yaml.safe_load(config)
     except yaml.YAMLError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _configuration(settings: Mapping[str, Any], config: str) -> str:
@@ -139,7 +136,7 @@ def _configuration(settings: Mapping[str, Any], config: str) -> str:
 
 
 def _rewards(lines: Sequence[Record]) -> str:
-    rewards, evaluations = _points(lines, "reward"), _points(lines, "eval/scores")
+    rewards, evaluations = metric_points(lines, "reward"), metric_points(lines, "eval/scores")
     if not rewards:
         return ""
     return f"<h2>Reward</h2>{reward_svg(rewards, evaluations)}"
@@ -147,7 +144,7 @@ def _rewards(lines: Sequence[Record]) -> str:
 
 def _evaluations(evaluations: Sequence[Record]) -> str:
     if not evaluations:
-        return "<h2>Evaluations</h2><p class='note'>There were none.</p>"
+        return "<h2>Evaluations</h2><p class='note'>None.</p>"
     names = {name for line in evaluations for name in line}
     more = sorted(name for name in names - set(COLUMNS) if name.startswith(("eval/pass_at_", "eval/by_")))
     columns = [name for name in COLUMNS if name in names] + more
@@ -155,15 +152,15 @@ def _evaluations(evaluations: Sequence[Record]) -> str:
     last = [[name, _shown(value)] for name, value in sorted(evaluations[-1].items())]
     return (
         f"<h2>Evaluations</h2>{_table([name.removeprefix('eval/') for name in columns], rows)}"
-        f"<details><summary>everything that the last one measured</summary>{_table(('metric', 'value'), last)}</details>"
+        f"<details><summary>all metrics of the last one</summary>{_table(('metric', 'value'), last)}</details>"
     )
 
 
 def _samples(folder: Path) -> str:
-    found = tables(folder)
-    if not found:
+    evaluations = tables(folder)
+    if not evaluations:
         return ""
-    step, paths = list(found.items())[-1]
+    step, paths = list(evaluations.items())[-1]
     chosen = choose_samples(lambda: read_records(paths))
     parts = [f"<h2>Samples of the evaluation after step {step}</h2>"]
     for heading, records in chosen.items():
@@ -172,39 +169,40 @@ def _samples(folder: Path) -> str:
 
 
 def choose_samples(read: Callable[[], Iterable[Record]]) -> dict[str, list[Record]]:
-    """The best and the worst by reward, a prompt at most once each, and a few at random, always the same.
+    """The best and the worst by reward, each prompt at most once in either, and a few at random, always the same.
 
     Args:
-        read: gives the records anew each time; they are never all held.
+        read: iterates over the records anew at each call; they are never all in memory.
     """
-    rewards = [(record.get("reward"), record.get("prompt_idx")) for record in read()]
-    scored = [number for number, (reward, _) in enumerate(rewards) if reward is not None]
-    scored.sort(key=lambda number: rewards[number][0])
-    worst = _one_a_prompt(scored, rewards, NUM_WORST)
-    best = _one_a_prompt([n for n in reversed(scored) if n not in worst], rewards, NUM_BEST)
-    rest = [number for number in range(len(rewards)) if number not in {*best, *worst}]
-    anywhere = sorted(random.Random(0).sample(rest, min(NUM_RANDOM, len(rest))))
-    wanted = {*best, *worst, *anywhere}
-    kept = {number: record for number, record in enumerate(read()) if number in wanted}
-    groups = {"Highest reward": best, "Lowest reward": worst, "At random": anywhere}
-    return {heading: [kept[number] for number in numbers] for heading, numbers in groups.items()}
+    summary = [(record.get("reward"), record.get("prompt_idx")) for record in read()]
+    prompts = [prompt for _, prompt in summary]
+    rewards = {index: float(reward) for index, (reward, _) in enumerate(summary) if reward is not None}
+    ascending = sorted(rewards, key=rewards.__getitem__)
+    worst = _one_per_prompt(ascending, prompts, NUM_WORST)
+    best = _one_per_prompt([index for index in reversed(ascending) if index not in worst], prompts, NUM_BEST)
+    rest = [index for index in range(len(summary)) if index not in {*best, *worst}]
+    at_random = sorted(random.Random(0).sample(rest, min(NUM_RANDOM, len(rest))))
+    wanted = {*best, *worst, *at_random}
+    chosen = {index: record for index, record in enumerate(read()) if index in wanted}
+    groups = {"Highest reward": best, "Lowest reward": worst, "At random": at_random}
+    return {heading: [chosen[index] for index in indices] for heading, indices in groups.items()}
 
 
-def _one_a_prompt(ordered: Iterable[int], rewards: Sequence[tuple[Any, Any]], most: int) -> list[int]:
-    chosen: dict[Any, int] = {}
-    for number in ordered:
-        if len(chosen) == most:
+def _one_per_prompt(ordered: Iterable[int], prompts: Sequence[Any], count: int) -> list[int]:
+    first: dict[Any, int] = {}
+    for index in ordered:
+        if len(first) == count:
             break
-        chosen.setdefault(rewards[number][1], number)
-    return list(chosen.values())
+        first.setdefault(prompts[index], index)
+    return list(first.values())
 
 
 def _sample(record: Record) -> str:
-    correct = {True: "correct", False: "not correct"}.get(record.get("correct"))
+    correct = {True: ["correct"], False: ["not correct"]}.get(record.get("correct", ""), [])
     facts = [
         f"prompt {record.get('prompt_idx')}, sample {record.get('sample_idx')}",
         f"reward {_shown(record.get('reward'))}",
-        *([correct] if correct else []),
+        *correct,
         f"{record.get('num_tokens')} tokens, ended by {record.get('finish_reason')}",
         *(f"{name} {_shown(value)}" for name, value in (record.get("scores") or {}).items()),
     ]
@@ -214,62 +212,6 @@ def _sample(record: Record) -> str:
         f"<pre>{_text(record.get('prompt', ''))}</pre><pre>{_text(record.get('completion', ''))}</pre>"
         f"<div class='note'>ground truth: {_text(json.dumps(truths, ensure_ascii=False))}</div></div>"
     )
-
-
-def reward_svg(rewards: Points, evaluations: Points) -> str:
-    """Mean reward a step (thin), its running mean (bold), held-out evaluations (dots)."""
-    smooth = running_mean([value for _, value in rewards], max(2, min(len(rewards) // 10, 50)))
-    steps = [step for step, _ in [*rewards, *evaluations]]
-    values = [value for _, value in [*rewards, *evaluations]]
-    left, right, low, high = min(steps), max(steps), min(values), max(values)
-
-    def x(step: float) -> float:
-        return MARGIN + (step - left) / ((right - left) or 1) * (WIDTH - 2 * MARGIN)
-
-    def y(value: float) -> float:
-        return HEIGHT - MARGIN / 2 - (value - low) / ((high - low) or 1) * (HEIGHT - MARGIN)
-
-    def line(points: Points, style: str) -> str:
-        return f"<polyline fill='none' {style} points='{' '.join(f'{x(s):.1f},{y(v):.1f}' for s, v in points)}'/>"
-
-    def label(at_x: float, at_y: float, anchor: str, value: object) -> str:
-        return f"<text x='{at_x:.1f}' y='{at_y:.1f}' text-anchor='{anchor}'>{_text(_shown(value))}</text>"
-
-    bold = [(step, value) for (step, _), value in zip(rewards, smooth, strict=True)]
-    ticks = [low + (high - low) * part / 4 for part in range(5)]
-    return "\n".join(
-        [
-            f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' font-size='11' fill='#444'>",
-            "<title>mean reward of each training step, and of evaluations</title>",
-            *(
-                f"<line x1='{MARGIN}' x2='{WIDTH - MARGIN}' y1='{y(tick):.1f}' y2='{y(tick):.1f}' stroke='#e3e3e3'/>"
-                + label(MARGIN - 6, y(tick) + 4, "end", tick)
-                for tick in ticks
-            ),
-            label(x(left), HEIGHT - 4, "start", left),
-            label(x(right), HEIGHT - 4, "end", right),
-            line(_thinned(rewards), "stroke='#8fb8de' stroke-width='1'"),
-            line(_thinned(bold), "stroke='#1f5a99' stroke-width='2.4'"),
-            *(f"<circle cx='{x(step):.1f}' cy='{y(value):.1f}' r='4' fill='#d9622b'/>" for step, value in evaluations),
-            "</svg>",
-            "<p class='note'>Thin: mean reward of a training step. Bold: its running mean. Dots: held-out prompts.</p>",
-        ]
-    )
-
-
-def _thinned(points: Points) -> Points:
-    """At most `MOST_POINTS`, each the mean of its neighbours."""
-    every = -(-len(points) // MOST_POINTS)
-    chunks = [points[start : start + every] for start in range(0, len(points), every)]
-    return [(chunk[0][0], sum(value for _, value in chunk) / len(chunk)) for chunk in chunks]
-
-
-def _points(lines: Iterable[Record], name: str) -> Points:
-    return [
-        (line["step"], line[name])
-        for line in lines
-        if isinstance(line.get("step"), int) and isinstance(line.get(name), (int, float))
-    ]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -283,7 +225,7 @@ def _class(cell: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as one reads it: numbers short, lists as words."""
+    """A value for readers: numbers shortened, lists as words."""
     if isinstance(value, bool) or value is None:
         return "" if value is None else str(value).lower()
     if isinstance(value, float):
@@ -294,7 +236,7 @@ def _shown(value: object) -> str:
 
 
 def _text(value: object, *, limit: int | None = SHOWN_CHARACTERS) -> str:
-    """Anything as HTML text: no markup, nothing invisible, nothing that turns the reading direction."""
+    """Anything as HTML text: no markup, no invisible characters, none that change the reading direction."""
     text = str(value)
     more = f" ... {len(text) - limit} more characters" if limit is not None and len(text) > limit else ""
     visible = "".join(

@@ -1,40 +1,37 @@
-"""Completions of a run as JSONL: every one of each evaluation, and on request every one that training sampled.
+"""Completions of a run as JSONL: all of each evaluation, and on request all that training sampled.
 
-Rank 0 owns these files. As with metrics, a run never adds to another run's: those are renamed first. A run that continues
-from a checkpoint takes out what came after it, and does these steps again. A file holds at most `SHARD_LINES` lines.
+Rank 0 owns these files. As with metrics, a run never adds to another run's files: those are renamed first. A run that
+continues from a checkpoint removes the samples of later steps, which it repeats. A file has up to `SHARD_LINES` lines.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import logging
 import math
 import numbers
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from mgrpo.telemetry.files import move_aside, write_whole
 from mgrpo.types import Completion, Prompt, Score, ScoredGroup
-
-logger = logging.getLogger(__name__)
 
 SHARD_LINES = 10_000
 Record = dict[str, Any]
 
-_DEEPEST = 20
-"""Levels of lists and dicts in what a reward function notes; further in, it is text."""
+_MAX_DEPTH = 20
+"""Nested lists and dicts in the extras of a reward function; deeper levels become text."""
 _TABLE = re.compile(r"eval_step_([0-9]+)(?:-([0-9]+))?\.jsonl")
 
 
 class EvaluationTables:
-    """One table an evaluation: `eval_step_{N}.jsonl` in `folder`, `eval_step_{N}-{i}.jsonl` from the second shard on.
+    """One table per evaluation: `eval_step_{N}.jsonl` in `folder`, `eval_step_{N}-{i}.jsonl` from the second shard on.
 
     Args:
-        resumed_after: the step after which this run continues the one whose tables these are; None: a new run.
+        resumed_after: the step after which this run continues the run that wrote these tables; None: a new run.
     """
 
     def __init__(self, folder: str | Path, *, resumed_after: int | None = None) -> None:
@@ -51,7 +48,7 @@ class EvaluationTables:
         """Write the evaluation after `step`; each file appears complete or not at all.
 
         Args:
-            correct: of each completion of each group; None where nothing says what is correct.
+            correct: one flag per completion of each group; None where nothing defines correctness.
         """
         lines = (json.dumps(record, default=str) + "\n" for record in evaluation_records(step, groups, correct))
         written = set()
@@ -60,32 +57,32 @@ class EvaluationTables:
             if number and not shard:
                 break
             path = self.folder / (f"eval_step_{step}-{number}.jsonl" if number else f"eval_step_{step}.jsonl")
-            _write_at_once(path, "".join(shard))
+            write_whole(path, "".join(shard))
             written.add(path)
         for path in set(tables(self.folder)[step]) - written:
             path.unlink()
 
 
 class Traces:
-    """Every completion that training sampled: `{run_name}_rollouts_{shard}.jsonl` in `folder`, as Open Instruct names them.
+    """Every completion that training sampled: `{run_name}_rollouts_{shard}.jsonl` in `folder`, Open Instruct's name.
 
     Args:
-        resumed_after: see `EvaluationTables`; lines of later steps are taken out.
+        resumed_after: see `EvaluationTables`; lines of later steps are removed.
     """
 
     def __init__(self, folder: str | Path, run_name: str, *, resumed_after: int | None = None) -> None:
         self.folder, self.run_name = Path(folder), run_name
         self.folder.mkdir(parents=True, exist_ok=True)
         shards = self._shards()
+        self.shard = self.num_lines = 0
+        """The shard being filled, and the number of its lines."""
         if resumed_after is None:
             move_aside(shards)
-            shards = []
-        self.shard = self.num_lines = 0
-        """The shard that is being filled, and its lines."""
+            return
         for number in reversed(range(len(shards))):
-            kept = _lines_until(shards[number], resumed_after)
+            kept = _lines_until(shards[number], step=resumed_after)
             if kept:
-                _write_at_once(shards[number], "".join(kept))
+                write_whole(shards[number], "".join(kept))
                 self.shard, self.num_lines = number, len(kept)
                 break
             shards[number].unlink()
@@ -97,11 +94,11 @@ class Traces:
         dropped: Sequence[ScoredGroup],
         advantages: Sequence[float],
     ) -> None:
-        """Add a training step; its lines are on disk when this returns.
+        """Add a training step; its lines are on disk on return.
 
         Args:
-            dropped: sampled, but not trained on: they have no advantage.
-            advantages: one a completion of `groups`, in order.
+            dropped: groups that were sampled but not trained on; they have no advantage.
+            advantages: one per completion of `groups`, in order.
         """
         lines = (json.dumps(record, default=str) + "\n" for record in trace_records(step, groups, dropped, advantages))
         while True:
@@ -123,7 +120,7 @@ class Traces:
 def evaluation_records(
     step: int, groups: Sequence[ScoredGroup], correct: Sequence[Sequence[bool]] | None
 ) -> Iterator[Record]:
-    """One a completion, prompts in their order."""
+    """One record per completion, prompts in their order."""
     for number, scored in enumerate(groups):
         for sample, (completion, score) in enumerate(_pairs(scored)):
             prompt = scored.group.prompt
@@ -147,9 +144,9 @@ def evaluation_records(
 def trace_records(
     step: int, groups: Sequence[ScoredGroup], dropped: Sequence[ScoredGroup], advantages: Sequence[float]
 ) -> Iterator[Record]:
-    """One a completion under Open Instruct's names; indices count within the step, `prompt_id` is the run's own.
+    """One record per completion under Open Instruct's names; indices count within the step, `prompt_id` within the run.
 
-    Log-probabilities have seven decimals: the rounding of a float32 is larger from 1 on, and nothing else below.
+    Log-probabilities are rounded to seven decimals, which is finer than float32 resolves from 1 on.
     """
     of_samples = iter(advantages)
     samples = itertools.count()
@@ -176,7 +173,7 @@ def trace_records(
 
 
 def tables(folder: Path) -> dict[int, list[Path]]:
-    """The files of each evaluation in `folder` by its step, shards in order; steps in order, too."""
+    """The files of each evaluation in `folder` by step; steps and shards are in order."""
     found: dict[int, list[tuple[int, Path]]] = {}
     for path in folder.glob("eval_step_*.jsonl"):
         named = _TABLE.fullmatch(path.name)
@@ -186,7 +183,7 @@ def tables(folder: Path) -> dict[int, list[Path]]:
 
 
 def read_records(paths: Iterable[Path]) -> Iterator[Record]:
-    """The records of JSONL files; a line torn by a crash is left out."""
+    """The records of JSONL files; a line cut off by a crash is left out."""
     for path in paths:
         with path.open(encoding="utf-8") as lines:
             for line in lines:
@@ -196,18 +193,8 @@ def read_records(paths: Iterable[Path]) -> Iterator[Record]:
                     continue
 
 
-def move_aside(paths: Sequence[Path]) -> None:
-    """Rename files of an earlier run to `NAME.N`, all with the first N that is free."""
-    if not paths:
-        return
-    number = next(n for n in itertools.count(1) if not any(Path(f"{path}.{n}").exists() for path in paths))
-    for path in paths:
-        path.rename(f"{path}.{number}")
-    logger.warning("%s held samples of an earlier run; they are now *.jsonl.%d", paths[0].parent, number)
-
-
-def _lines_until(path: Path, step: int) -> list[str]:
-    """The lines up to those of steps after `step`, or to one that was cut short."""
+def _lines_until(path: Path, *, step: int) -> list[str]:
+    """The lines before the first one of a later step or the first incomplete one."""
     kept: list[str] = []
     with path.open(encoding="utf-8") as lines:
         for line in lines:
@@ -220,19 +207,12 @@ def _lines_until(path: Path, step: int) -> list[str]:
     return kept
 
 
-def _write_at_once(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
 def _pairs(scored: ScoredGroup) -> Iterator[tuple[Completion, Score]]:
     return zip(scored.group.completions, scored.scores, strict=True)
 
 
 def _labels(prompt: Prompt, name: str) -> Record:
-    """Verifiers and what they compare with, one each; what is no JSON stands there as text."""
+    """Verifiers and their ground truths, one each; ground truths that JSON cannot hold are written as text."""
     truths = list(prompt.ground_truths)
     try:
         json.dumps(truths, allow_nan=False)
@@ -242,27 +222,28 @@ def _labels(prompt: Prompt, name: str) -> Record:
 
 
 def _extras(score: Score) -> Record:
-    """What the user's functions noted, as strict JSON whatever it is: a note must not end the run."""
+    """The extras of the user's functions as strict JSON: no value of theirs may end the run."""
     return {_text(name): _plain(value) for name, value in score.extras.items()}
 
 
 def _plain(value: object, depth: int = 0) -> object:
-    """The value as JSON holds it: null for a number that is not finite, text for what is no JSON or nested too deep."""
+    """The value as JSON: null for a number that is not finite, text for other values and for those nested too deep."""
     if value is None or isinstance(value, (bool, str)):
         return value
     try:
-        if depth < _DEEPEST and isinstance(value, Mapping):
+        if depth < _MAX_DEPTH and isinstance(value, Mapping):
             return {_text(key): _plain(item, depth + 1) for key, item in value.items()}
-        if depth < _DEEPEST and isinstance(value, (list, tuple)):
+        if depth < _MAX_DEPTH and isinstance(value, (list, tuple)):
             return [_plain(item, depth + 1) for item in value]
-        if getattr(value, "shape", None) == ():  # a scalar of numpy or torch
-            value = value.item()
+        item = getattr(value, "item", None)
+        if item is not None and getattr(value, "shape", None) == ():  # a scalar of numpy or torch
+            value = item()
         if isinstance(value, (bool, numbers.Integral)):
-            json.dumps(int(value))  # Python writes only so many digits
+            json.dumps(int(value))  # raises where Python refuses to write so many digits
             return value if isinstance(value, bool) else int(value)
         if isinstance(value, (numbers.Real, Decimal)):
-            return _number(value)
-    except Exception:  # the user's object; it may raise anything
+            return _number(float(value))
+    except Exception:  # the user's object may raise anything
         return _text(value)
     return _text(value)
 
@@ -275,7 +256,7 @@ def _text(value: object) -> str:
 
 
 def _version(completion: Completion) -> int | None:
-    """Of the weights that sampled the first token; None for weights that an engine has loaded by itself."""
+    """Version of the weights that sampled the first token; None for weights that an engine loaded itself."""
     first = int(completion.policy_versions[0]) if len(completion.policy_versions) else -1
     return first if first >= 0 else None
 

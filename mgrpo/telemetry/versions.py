@@ -1,4 +1,4 @@
-"""Which packages a run found, in one line."""
+"""Installed packages in one line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 
-def found(*, is_extension_compiled: bool) -> str:
-    """Versions of what does the work, and what would do it faster if it were installed."""
+def package_versions(*, is_extension_compiled: bool) -> str:
+    """Versions of the packages that a run needs, and whether faster kernels are installed."""
     packages = {name: _version(*names) for name, names in _NEEDED.items()}
     fused = [name for name in ("transformer_engine", "apex") if find_spec(name) is not None]
     return ", ".join(

@@ -7,7 +7,6 @@ import hashlib
 import importlib
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from mgrpo.types import TrainSample
 
 
 def forget_groups() -> None:
-    """Leave the groups of the case before: each has a thread of its own, and hundreds of them bring a machine down."""
+    """Destroy the groups of the previous case: each has its own thread, and hundreds of them overload a machine."""
     from megatron.core import parallel_state
     from torch.distributed.distributed_c10d import _world
 
@@ -42,9 +41,9 @@ def make_policy(
     settings: dict[str, Any] | None = None,
     checkpoint: tuple[Any, str] | None = None,
 ):
-    """A policy on `layout`, after clearing the groups of the case before; weights of a (checkpoint, kind) if given."""
+    """A policy on `layout`, in new groups; with the weights of `checkpoint`, a (checkpoint, kind), if given."""
     from mgrpo.policy.policy import Policy
-    from mgrpo.policy.weights import checkpoint_reader
+    from mgrpo.policy.weights import hf_reader
 
     forget_groups()
     policy = Policy(
@@ -56,14 +55,12 @@ def make_policy(
         logits_chunk=logits_chunk,
         settings=Parallel(**(settings or {})),
     )
-    policy.load(
-        partial(checkpoint[0].read, checkpoint[1]) if checkpoint else checkpoint_reader(model_dir, policy.shape)
-    )
+    policy.load(partial(checkpoint[0].read, checkpoint[1]) if checkpoint else hf_reader(model_dir, policy.shape))
     return policy
 
 
 def own_packs(policy, samples: list[TrainSample], *, share_prompts: bool, pack_length: int):
-    """Packs of this rank for one mini-batch, and the tokens trained over all ranks."""
+    """Packs of this rank for one mini-batch, and the number of tokens trained on all ranks."""
     packs = packing.pack_step(
         samples,
         pack_length=policy.layout.round_up(pack_length),
@@ -75,7 +72,7 @@ def own_packs(policy, samples: list[TrainSample], *, share_prompts: bool, pack_l
         share_prompts=share_prompts and policy.layout.context == 1,
     )
     arrays = packing.to_arrays(packs)
-    return packing.from_arrays(arrays, policy.place.data)[0], int(arrays["num_trained_tokens"][0])
+    return packing.from_arrays(arrays, policy.coordinate.data)[0], int(arrays["num_trained_tokens"][0])
 
 
 def gradients(
@@ -129,9 +126,9 @@ def gradients(
         "samples": {k: v for _, by_sample in result.measured for k, v in by_sample.items()},
         "grad_norm": result.grad_norm,
         "gradients": boxes,
-        "place": policy.place,
+        "coordinate": policy.coordinate,
         "is_last_stage": policy.is_last_stage,
-        "measures": policy.measures,
+        "reports_metrics": policy.reports_metrics,
         "head_calls": len(head_calls),
     }
 
@@ -152,7 +149,7 @@ def trained_export(model_dir: str, layout: dict[str, Any], samples: list[TrainSa
 
 
 def make_sharded_policy(model_dir: str, layout: dict[str, Any]):
-    """A policy that holds what it holds in training: ZeRO shards come with the optimizer."""
+    """A policy that holds what it holds in training: ZeRO shards exist only with an optimizer."""
     policy = make_policy(model_dir, layout)
     policy.prepare_training(Optimizer(), num_optimizer_steps=1)
     return policy
@@ -166,7 +163,7 @@ def holdings(model_dir: str, layout: dict[str, Any]) -> list[list[Any]]:
 def send_weights(
     model_dir: str, layout: dict[str, Any], port: int, version: int, bucket_bytes: int = 1 << 14
 ) -> dict[str, Any]:
-    """Join engine 0's transfer group, send it the model's weights once, and say what was sent."""
+    """Join engine 0's transfer group and send it the model's weights once; what was sent."""
     from mgrpo.layout import InferLayout
     from mgrpo.sync.channel import Sender, connect_store
 
@@ -238,24 +235,24 @@ def response_logits(model_dir: str, layout: dict[str, Any], samples: list[TrainS
         for sample, a, b in zip(microbatch.pack.samples, cuts[:-1], cuts[1:], strict=True)
         if captured
     }
-    return {"logits": by_sample, "tensor_rank": policy.place.tensor}
+    return {"logits": by_sample, "tensor_rank": policy.coordinate.tensor}
 
 
 def broadcast_messages(message: str) -> list[Any]:
-    """What a rank hears over the channel: arrays, heartbeats, and an error."""
+    """What a rank receives over the channel: a heartbeat, arrays, and an error."""
     from mgrpo.parallel.broadcast import Action, Channel
 
     channel = Channel(timeout_s=20)
     is_head = dist.get_rank() == 0
     sent = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": np.zeros((0, 4), np.float32), "c": np.array([True])}
-    heard = [channel.action(Action.HEARTBEAT if is_head else None), channel.action(Action.RUN if is_head else None)]
-    heard += [{name: array.tolist() for name, array in channel.arrays(sent if is_head else None).items()}]
+    received = [channel.action(Action.HEARTBEAT if is_head else None), channel.action(Action.RUN if is_head else None)]
+    received += [{name: array.tolist() for name, array in channel.arrays(sent if is_head else None).items()}]
     try:
         channel.action(Action.ERROR if is_head else None, message if is_head else "")
-        heard.append("")
+        received.append("")
     except RuntimeError as err:
-        heard.append(str(err))
-    return heard
+        received.append(str(err))
+    return received
 
 
 def follow_the_lead() -> list[Any]:
@@ -398,7 +395,7 @@ def learn(
             learner.update_reference()
         trainer.done = step
         if step == save_after:
-            torch.rand(dist.get_rank() + 1)  # ranks of one state would not show whose was loaded
+            torch.rand(dist.get_rank() + 1)  # with equal states a mix-up of ranks would not show
             trainer.save()
             state = hidden_state(learner)
     export_hf(learner.policy, model_dir, folder, group=learner.host_group)
@@ -485,7 +482,7 @@ def train_steps(
 ) -> dict[str, Any]:
     """Losses and gradient norms of several optimizer steps, and the bytes this rank holds after them.
 
-    With `save_to` the state is saved after `save_after` steps; with `resume_from` the steps after a save are done.
+    With `save_to` the state is saved after `save_after` steps; with `resume_from` the run continues after a saved step.
     """
     from mgrpo.checkpoint.reader import open_checkpoint
     from mgrpo.checkpoint.saver import Saver
@@ -517,7 +514,7 @@ def train_steps(
     losses, norms = [], []
     for step in range(done, steps):
         result = policy.train_step(policy.microbatches(packs), loss)
-        total = torch.tensor(sum(result.measured) if policy.measures else 0.0, dtype=torch.float64)
+        total = torch.tensor(sum(result.measured) if policy.reports_metrics else 0.0, dtype=torch.float64)
         dist.all_reduce(total)
         losses.append(float(total))
         norms.append(result.grad_norm)
@@ -568,7 +565,7 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
     from mgrpo.models import table
     from mgrpo.parallel import context
     from mgrpo.policy import model
-    from mgrpo.policy.policy import Policy
+    from mgrpo.policy.optimizer import PolicyOptimizer
 
     def doubled(*args, **kwargs):
         return reduce(*args, **kwargs) * 2
@@ -596,7 +593,7 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
         "swapped_gate_and_up": patch.object(table.Stacked, "place", swapped),
         "missing_context_sum": patch.object(context, "gather_from_sequence_parallel_region", own_only),
         "boundary_token_untrained": patch.object(model, "whole_responses", without_first),
-        "missing_tied_sum": patch.object(Policy, "_sum_tied_gradients", lambda self: None),
+        "missing_tied_sum": patch.object(PolicyOptimizer, "_sum_tied_gradients", lambda self: None),
     }[sabotage]
     with broken:
         return gradients(**arguments)

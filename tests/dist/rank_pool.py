@@ -1,4 +1,4 @@
-"""Warm pools of gloo ranks: a world starts once a test run and then runs one case after another."""
+"""Warm pools of gloo ranks: a world starts once per test run and then runs one case after another."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 TIMEOUT_S = 120
-MOST_THREADS = 300
-"""Of a rank; hundreds in each of four ranks bring a small machine down."""
+MAX_THREADS = 300
+"""Per rank; hundreds in each of four ranks overload a small machine."""
 
 
 def _rank_main(rank: int, world_size: int, port: int, pipe: Any) -> None:
@@ -60,7 +60,7 @@ class RankPool:
             self.processes.append(process)
 
     def start(self, function: Callable, **arguments: Any) -> RankPool:
-        """Let all ranks begin; `results` waits for them."""
+        """Start the function on all ranks; `results` waits for them."""
         for pipe in self.pipes:
             pipe.send((function.__module__, function.__name__, arguments))
         return self
@@ -73,7 +73,7 @@ class RankPool:
                 self.kill()
                 raise AssertionError(f"rank {rank} did not answer within {TIMEOUT_S} s")
             worked, value, num_threads = pipe.recv()
-            self.is_worn |= num_threads > MOST_THREADS
+            self.is_worn |= num_threads > MAX_THREADS
             if not worked:
                 self.kill()
                 raise AssertionError(f"rank {rank} failed:\n{value}")
@@ -86,7 +86,7 @@ class RankPool:
 
     @property
     def is_usable(self) -> bool:
-        """False also when it has collected threads: groups in which Megatron-FSDP was used never go away."""
+        """False also with too many threads: groups that Megatron-FSDP has used are never freed."""
         return self.is_alive and not self.is_worn
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ def oracle(model_dir, samples, loss):
 
 
 def check(ranks, truth):
-    last = [rank for rank in ranks if rank["measures"]]
+    last = [rank for rank in ranks if rank["reports_metrics"]]
     assert sum(rank["loss"] for rank in last) == pytest.approx(truth["loss"], abs=2e-6)
     for rank in last:
         for number, (logprobs, entropy) in rank["samples"].items():

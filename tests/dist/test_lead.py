@@ -21,6 +21,6 @@ def model(tmp_path_factory):
 
 
 def test_an_engines_own_error_comes_before_the_learners_time_out(model, run_ranks):
-    """"Nobody joined within 2 s" hides that the engine ran out of memory."""
+    """ "Nobody joined within 2 s" hides that the engine ran out of memory."""
     (message,) = run_ranks(1, cases.connect_to_an_engine_that_fails, model_dir=str(model))
     assert message == "could not join the weight-transfer group: join has failed"

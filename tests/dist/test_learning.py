@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup
+from mgrpo.types import ScoredGroup
+from tests import builders
 from tests.dist import cases
 from tests.tiny_models import VOCAB, load_hf, save_tiny
 
@@ -31,23 +32,14 @@ def scored_groups(rewards: float | None = None) -> list[ScoredGroup]:
     rng = np.random.default_rng(5)
     groups = []
     for number in range(4):
-        tokens = rng.integers(3, VOCAB, rng.integers(1, 7)).astype(np.int32)
-        prompt = Prompt(id=(0, number), tokens=tokens, text="", verifiers=("integer",), ground_truths=(1,))
-        completions, scores = [], []
+        of = builders.prompt(rng.integers(3, VOCAB, rng.integers(1, 7)), id=(0, number), verifiers=("integer",))
+        completions, drawn = [], []
         for _ in range(3):
             length = int(rng.integers(1, 8))
-            completions.append(
-                Completion(
-                    tokens=rng.integers(3, VOCAB, length).astype(np.int32),
-                    logprobs=rng.normal(-4.8, 0.3, length).astype(np.float32),
-                    policy_versions=np.zeros(length, np.int32),
-                    finish_reason="stop",
-                    text="",
-                )
-            )
-            scores.append(Score(reward=float(rng.normal()) if rewards is None else rewards))
-        group = RolloutGroup(prompt=prompt, completions=tuple(completions))
-        groups.append(ScoredGroup(group=group, scores=tuple(scores)))
+            tokens = rng.integers(3, VOCAB, length)
+            completions.append(builders.completion(tokens, logprobs=rng.normal(-4.8, 0.3, length)))
+            drawn.append(float(rng.normal()) if rewards is None else rewards)
+        groups.append(builders.scored_group(drawn, completions=completions, of=of))
     return groups
 
 

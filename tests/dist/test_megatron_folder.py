@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mgrpo.model_io.megatron_folder import model_reader, stem
-from mgrpo.model_io.convert import hf_to_megatron
 from mgrpo.layout import Layout
+from mgrpo.model_io.convert import hf_to_megatron
+from mgrpo.model_io.megatron_folder import model_reader, stem
 from tests.dist import cases
 from tests.tiny_models import save_tiny
 
@@ -27,10 +27,10 @@ def differences(model_dir: str, folder: str, layout: dict) -> dict[str, list[str
     live = {name: parameter.detach().clone() for name, parameter in policy.parameters.live.items()}
     shared_out = {}
     if policy.layout.expert > 1:
-        place = {"tensor": 0, "pipeline": policy.place.pipeline, "expert": policy.place.expert}
+        place = {"tensor": 0, "pipeline": policy.coordinate.pipeline, "expert": policy.coordinate.expert}
         shared_out = files(folder, only="local_experts", **place)
     stored = {
-        **files(folder, tensor=policy.place.tensor, pipeline=policy.place.pipeline, expert=0),
+        **files(folder, tensor=policy.coordinate.tensor, pipeline=policy.coordinate.pipeline, expert=0),
         **shared_out,
     }
     for parameter in policy.parameters.live.values():

@@ -26,7 +26,7 @@ PLACES: dict[str, tuple[int, str, int, Callable[..., bool]]] = {
     "generate": (0, "mgrpo.rollout.dispatch:Dispatcher.take", 1, lambda *args: True),
     "score": (0, "mgrpo.run.producer:Producer._keep", 1, lambda *args: True),
     "forward": (1, "mgrpo.algo:policy_loss", 1, lambda *args: True),
-    "optimizer": (1, "mgrpo.policy.policy:clip_grad_by_total_norm_fp32", 2, lambda *args: True),
+    "optimizer": (1, "mgrpo.policy.optimizer:clip_grad_by_total_norm_fp32", 2, lambda *args: True),
     "sync": (1, "mgrpo.sync.channel:Sender._attempt", 1, lambda *args: True),
     "after the line": (0, "mgrpo.telemetry.progress:Progress.update", 1, lambda *args: True),
     "evaluation": (0, "mgrpo.run.evaluator:Evaluator.evaluate", 1, lambda *args: True),
@@ -34,7 +34,7 @@ PLACES: dict[str, tuple[int, str, int, Callable[..., bool]]] = {
     "save, half a file": (1, "mgrpo.checkpoint.shard:Hashed.write", 50, lambda *args: True),
     "save, no manifest": (0, "os:replace", 1, lambda *args: str(args[1]).endswith("manifest.json")),
     "rotation": (0, "mgrpo.checkpoint.folder:LocalFolder.remove_all", 1, lambda *args: True),
-    "export": (0, "mgrpo.model_io.hf_export:save_file", 1, lambda *args: True),
+    "export": (0, "mgrpo.model_io.hf_folder:write_tensors", 1, lambda *args: True),
 }
 
 
@@ -53,7 +53,7 @@ class Fault:
             return
         replace("mgrpo.run.trainer:Trainer.step", self.counted)
         if self.name == "nan":
-            replace("mgrpo.policy.policy:Policy._update_weights", self.with_nan)
+            replace("mgrpo.policy.optimizer:PolicyOptimizer.update", self.with_nan)
             return
         place = max((place for place in PLACES if self.name.endswith(f" {place}")), key=len)
         rank, function, number, counts = PLACES[place]
@@ -78,10 +78,10 @@ class Fault:
         return call
 
     def with_nan(self, original: Callable) -> Callable:
-        def update(policy: Any) -> float:
+        def update(optimizer: Any) -> float:
             if self.now >= self.step:
-                policy.chunks[0].buffers[0].grad_data[0] = float("nan")
-            return original(policy)
+                optimizer.chunks[0].buffers[0].grad_data[0] = float("nan")
+            return original(optimizer)
 
         return update
 

@@ -56,12 +56,11 @@ def test_weights_are_synchronised_after_every_step(finished):
 
 
 def test_everything_a_run_promises_is_written(finished):
-    """config.yaml that loads back, metrics, TensorBoard events, a picture, and a model that transformers loads."""
+    """config.yaml that loads back, metrics, TensorBoard events, and a model that transformers loads."""
     from mgrpo.config import load_file
 
     out = finished.output_dir
     assert load_file(out / "config.yaml").num_training_steps == STEPS
-    assert (out / "reward_curve.png").stat().st_size > 10_000
     assert list((out / "tensorboard").glob("events*"))
     trained, start = load_hf(out / "hf" / f"step_{STEPS}"), load_hf("examples/quickstart/model")
     moved = [(a - b).abs().max().item() for a, b in zip(trained.parameters(), start.parameters(), strict=True)]

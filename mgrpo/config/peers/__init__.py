@@ -1,1 +1,1 @@
-"""Other trainers' names for our settings, their presets, and the doors for their configurations."""
+"""Other trainers' names for settings of this project, their defaults as presets, and configs made from theirs."""

@@ -1,20 +1,19 @@
-"""What the aliases of parallelism and memory come to: DeepSpeed's, FSDP's and OLMo-core's words on Megatron's axes."""
+"""What the aliases for parallelism and memory mean: names of DeepSpeed, FSDP and OLMo-core in terms of Megatron's axes."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from mgrpo.config.resolve import Resolution
+from mgrpo.config.resolution import Resolution
 
 OPEN_INSTRUCT_ZPG = 8
-"""Open Instruct's deepspeed_zpg when it is not given, which must not stop a run on fewer ranks."""
+"""Open Instruct's default of deepspeed_zpg, which must not prevent a run on fewer ranks."""
 SELECTIVE_BUDGET = 0.5
-"""Least share of a layer's activations that selective recomputation of attention's core and the MLP keeps to: of
-4h + 3q + 3k + 3f elements a token (see `planner.activations`) it drops 3f, which leaves 0.3 to 0.45 in the usual shapes."""
+"""Smallest budget that selective recomputation of attention's core and the MLP always keeps within: of
+4h + 3q + 3k + 3f elements per token (see `planner.activations`) it drops 3f, which leaves 0.3 to 0.45 in the usual shapes."""
 FSDP_STAGES = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3}
-"""zero_stage of TRL's words for it."""
+"""zero_stage by TRL's name for it."""
 
 
 def apply(r: Resolution) -> None:
@@ -26,7 +25,7 @@ def apply(r: Resolution) -> None:
 
 
 def ulysses(r: Resolution) -> None:
-    """Open Instruct's sequence parallelism is context parallelism, and there it needs ZeRO-3."""
+    """Open Instruct's sequence parallelism is context parallelism; it needs ZeRO-3 there."""
     size = r.peer("sequence_parallel_size")
     if size is None:
         return
@@ -41,7 +40,7 @@ def ulysses(r: Resolution) -> None:
 
 
 def recomputation(r: Resolution) -> None:
-    """Whole layers or a share of the memory; what asks for nothing gives way to what asks for something."""
+    """Whole layers, or what a memory budget allows; names that ask for no recomputation give way to the others."""
     whole, budget = r.peer("gradient_checkpointing"), r.peer("activation_memory_budget")
     mode = r.peer("activation_checkpointing_mode", "budget")
     if whole is not None:
@@ -61,7 +60,7 @@ def recomputation(r: Resolution) -> None:
 
 
 def fsdp(r: Resolution) -> None:
-    """TRL's words for what data-parallel ranks share; in transformers 5 it is true, and a JSON object says the rest."""
+    """TRL's names for what data-parallel ranks shard; in transformers 5 fsdp is true, and a JSON object has the rest."""
     words = " ".join(r.peer("fsdp", ())).lower().split()
     details = _json(r, "fsdp_config")
     if details and not set(words) - {"false"}:
@@ -79,7 +78,7 @@ def fsdp(r: Resolution) -> None:
             r.put("zero_stage", FSDP_STAGES[word], "fsdp")
         elif word not in ("auto_wrap", "false"):
             r.problems.append(f"fsdp={word} is refused: choose from {', '.join(FSDP_STAGES)}{_instead_of(word)}")
-    asks = {"fsdp_shard_degree", "fsdp_num_replicas"} & (r.own.keys() | r.peers.keys())
+    asks = {"fsdp_shard_degree", "fsdp_num_replicas"} & (r.given.keys() | r.peers.keys())
     if "hybrid_shard" in words and not asks:
         r.problems.append(
             "fsdp=hybrid_shard does not say how many ranks share each parameter; give --fsdp_shard_degree N, or "
@@ -88,7 +87,7 @@ def fsdp(r: Resolution) -> None:
 
 
 def _json(r: Resolution, name: str) -> dict[str, Any]:
-    """The object given under `name`, keys without the prefix that TRL drops, too; empty when there is none."""
+    """The object given under `name`, without the optional prefix fsdp_ of its keys; empty where none was given."""
     text = r.peer(name, "{}")
     try:
         found = json.loads(text)
@@ -103,17 +102,17 @@ def _json(r: Resolution, name: str) -> dict[str, Any]:
 def _instead_of(word: str) -> str:
     advice = {
         "offload": "weights stay on the GPU; optimizer_cpu_offload moves the optimizer's states, with zero_stage=1",
-        "no_shard": "zero_stage=0 shares nothing",
-        "hybrid_shard_zero2": "replicas exist with hybrid_shard only",
+        "no_shard": "use zero_stage=0, which shards nothing",
+        "hybrid_shard_zero2": "replicas exist only with hybrid_shard",
     }
     return f"; {advice[word]}" if word in advice else ""
 
 
 def replicas(r: Resolution) -> None:
     """Groups of ranks that share each parameter, by their size (ZeRO++) or by their number (OLMo-core)."""
-    size, count, ranks = r.peer("deepspeed_zpg"), r.peer("fsdp_num_replicas"), r.sharing
+    size, count, ranks = r.peer("deepspeed_zpg"), r.peer("fsdp_num_replicas"), r.sharing_ranks
     if ranks is None:
-        return  # said where the layout is judged
+        return  # validate reports the layout
     all_ranks = f"the {ranks} data- and context-parallel ranks"
     if size is not None and r.value("zero_stage") != 3:
         if size not in (1, OPEN_INSTRUCT_ZPG):

@@ -1,6 +1,6 @@
-"""Named sets of defaults: what a setting is when neither file nor flag says.
+"""Named sets of defaults: the values of settings that neither a file nor a flag gives.
 
-`mgrpo` is the schema's own defaults. The others are the defaults of another trainer, where they differ and can be had here.
+`mgrpo` is the schema's own defaults. The others are those of another trainer, where they differ and exist here.
 """
 
 from __future__ import annotations
@@ -59,4 +59,4 @@ PRESET_NOTES: dict[str, tuple[str, ...]] = {
         "prompts beyond max_prompt_token_length are left out, where TRL has no limit",
     ),
 }
-"""Where a preset cannot be what its trainer does."""
+"""Where a preset differs from its trainer."""

@@ -1,21 +1,19 @@
-"""What each alias comes to: renames, and the arithmetic where the other trainer counts in another unit.
+"""What each alias means: renames, and the arithmetic where the other trainer counts in other units.
 
-A translation asks the resolution what was given and puts values on settings; it checks what can only be checked in the
-other trainer's own words.
+A translation reads from the resolution what was given, and sets settings there. It also checks what can only be checked in
+terms of the other trainer's names.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mgrpo.config.fields import BOOLEANS
 from mgrpo.config.peers import layout as translate_layout
-from mgrpo.config.peers.names import TOOLS, table
-
-if TYPE_CHECKING:
-    from mgrpo.config.resolve import Resolution
+from mgrpo.config.peers.names import table
+from mgrpo.config.resolution import Resolution
 
 LOSS_TYPES = {
     "grpo": ("ppo_clip", "seq_mean"),
@@ -34,7 +32,7 @@ CONVERT: dict[str, Callable[[Any], object]] = {
     "dtype": lambda value: value.removeprefix("torch."),
     "torch_dtype": lambda value: value.removeprefix("torch."),
     "bf16": lambda value: "bfloat16" if value else "float32",
-    "ddp_timeout": lambda value: math.ceil(value / 60),
+    "ddp_timeout": lambda value: -(-value // 60),
     "reward_model_name_or_path": lambda value: (value,),
     "cp_strategy": lambda value: "a2a" if value == "ulysses" else "all_gather",
 }
@@ -65,26 +63,26 @@ def apply(r: Resolution) -> None:
 
 
 def renames(r: Resolution) -> None:
-    """Aliases that set one setting, by a rule of their own at most."""
-    for name, said in r.peers.items():
+    """Aliases that set one setting, perhaps to a converted value."""
+    for name, given in r.peers.items():
         entry = table()[name]
-        if entry.status == "alias" and name not in COMPUTED and said.value is not None:
-            r.put(entry.to[0], CONVERT.get(name, lambda value: value)(said.value), name)
+        if entry.status == "alias" and given.value is not None:
+            r.put(entry.targets[0], CONVERT.get(name, lambda value: value)(given.value), name)
     if r.peer("num_generations", 2) < 2:
         r.problems.append(
-            f"num_generations={r.peer('num_generations')} must be at least 2, or the group has nothing to be compared "
-            "with; num_samples_per_prompt_rollout may be 1, then the whole batch is the group"
+            f"num_generations={r.peer('num_generations')} must be at least 2, because completions are compared within "
+            "their group; num_samples_per_prompt_rollout may be 1, which compares them within the whole batch"
         )
 
 
 def loss(r: Resolution) -> None:
-    """Names of whole losses to their parts."""
+    """Names of whole losses, which set several settings each."""
     if loss_fn := r.peer("loss_fn"):
         r.put("policy_loss", {"dapo": "ppo_clip", "cispo": "cispo"}[loss_fn], "loss_fn")
-        # Open Instruct's names say nothing of the denominator; loss_denominator does.
+        # Open Instruct's names do not include the denominator, which is loss_denominator's.
         r.put("aggregation", None, "loss_fn", weak=True)
     elif r.rank("loss_denominator") > r.rank("aggregation") > 0:
-        r.own.pop("aggregation")
+        r.given.pop("aggregation")
     if loss_type := r.peer("loss_type"):
         policy_loss, aggregation = LOSS_TYPES[loss_type]
         r.put("policy_loss", policy_loss, "loss_type")
@@ -116,7 +114,7 @@ def clip(r: Resolution) -> None:
 
 
 def advantages(r: Resolution) -> None:
-    """TRL divides by the sample deviation + 1e-4."""
+    """TRL divides by the sample standard deviation + 1e-4."""
     names = {True: "standard", "group": "standard", False: "centered", "none": "centered", "batch": "batch_std"}
     if r.peer("multi_objective_aggregation") == "normalize_then_sum":
         kind, alias = "gdpo", "multi_objective_aggregation"
@@ -138,7 +136,7 @@ def corrections(r: Resolution) -> None:
             r.put("rho_clamp_upper_bound", r.peer(cap), cap)
     if "rho_mask_sequence_level" in r.peers:
         level = "sequence_mean" if r.peer("rho_mask_sequence_level") else "token"
-        # Whatever its name says, that rho weighs, too.
+        # Despite its name it also decides which rho multiplies the loss.
         r.put("rho_level", level, "rho_mask_sequence_level")
         r.put("rho_mask_level", level, "rho_mask_sequence_level")
     prefix = "vllm_importance_sampling_"
@@ -151,7 +149,9 @@ def corrections(r: Resolution) -> None:
         return
     old, new = r.peer(f"{prefix}cap"), r.peer(f"{prefix}clip_max")
     if old is not None and new is not None and old != new:
-        r.problems.append(f"{prefix}cap={old:g} and {prefix}clip_max={new:g} are one setting; give {prefix}clip_max")
+        r.problems.append(
+            f"{prefix}cap={old:g} and {prefix}clip_max={new:g} are the same setting; give only {prefix}clip_max"
+        )
         return
     default = None if f"{prefix}clip_max" in given else 3.0
     _put_bounds(r, given, mode=r.peer(f"{prefix}mode", "sequence_mask"), low=r.peer(f"{prefix}clip_min"), high=new or old or default)  # fmt: skip
@@ -176,7 +176,7 @@ def _put_bounds(r: Resolution, given: list[str], *, mode: str, low: float | None
 
 
 def warm_up(r: Resolution) -> None:
-    """In transformers 5 a number of steps below 1 is a ratio."""
+    """In transformers 5 a number of steps below 1 is a share of all steps."""
     steps = _finite(r, "warmup_steps")
     if steps is not None and 0 < steps < 1:
         r.put("warmup_ratio", steps, "warmup_steps")
@@ -185,7 +185,7 @@ def warm_up(r: Resolution) -> None:
 
 
 def lengths(r: Resolution) -> None:
-    """TRL bounds prompt and completion; a pack must hold both."""
+    """TRL limits prompt and completion; a pack must hold both."""
     aliases = {"max_completion_length": "response_length", "max_prompt_length": "max_prompt_token_length"}
     for alias, target in aliases.items():
         if r.peer(alias) is not None:
@@ -193,15 +193,15 @@ def lengths(r: Resolution) -> None:
             if alias == "max_prompt_length":
                 r.put("overlong_prompt_policy", "truncate_left", alias, weak=True)
         elif alias in r.peers:
-            r.problems.append(f"{alias}=none: a length needs a bound here; give --{target} N")
+            r.problems.append(f"{alias}=none is refused: a length needs a limit here; give --{target} N")
     need = sum(map(r.value, aliases.values()))
     asks = r.has_trl_defaults or aliases.keys() & r.peers.keys()
     if asks and r.rank("pack_length") <= 1 and need > r.value("pack_length"):
-        r.derive("pack_length", need, f"pack_length is {need}, which holds the longest prompt and completion")
+        r.derive("pack_length", need, f"pack_length is {need}, to hold the longest prompt and completion")
 
 
 def batch(r: Resolution) -> None:
-    """TRL's batch of sequences to prompts and mini-batches.
+    """TRL's batch of sequences, as prompts and mini-batches.
 
     With d data-parallel ranks: generation_batch_size = per_device x d x steps_per_generation completions are sampled at
     once, and an optimizer step takes per_device x d x gradient_accumulation_steps of them.
@@ -224,12 +224,12 @@ def batch(r: Resolution) -> None:
         return
     if whole and steps:
         r.problems.append(
-            f"generation_batch_size={whole} and steps_per_generation={steps} say the same thing twice; give one of them"
+            f"generation_batch_size={whole} and steps_per_generation={steps} say the same; give one of them"
         )
         return
     ranks, group = r.data_parallel, r.value("num_samples_per_prompt_rollout")
     if ranks is None or group < 1:
-        return  # said where the layout and the group are judged
+        return  # validate reports the layout and the group
     r.expected.setdefault("world_size", r.world_size)
     step = (own or TRL_MICRO_BATCH) * ranks
     if whole is None and steps is None and has_prompts:
@@ -256,7 +256,7 @@ def _open_instruct_batch(r: Resolution, own: int | None, accumulated: int | None
     if own not in (None, 1):
         r.problems.append(
             f"per_device_train_batch_size={own} is refused: a micro-batch is one pack of pack_length tokens (Open "
-            "Instruct's meaning); for TRL's, sequences, give num_generations too or choose a trl preset; leave it out or give 1"
+            "Instruct's meaning); for TRL's meaning, sequences, also give num_generations or choose a trl preset; leave it out or give 1"
         )
     if accumulated not in (None, 1):
         r.notes.append(
@@ -265,7 +265,7 @@ def _open_instruct_batch(r: Resolution, own: int | None, accumulated: int | None
 
 
 def exports(r: Resolution) -> None:
-    """When the model is written."""
+    """When the model is exported."""
     strategy, steps = r.peer("save_strategy"), _finite(r, "save_steps")
     if strategy in ("epoch", "best"):
         r.problems.append(f"save_strategy={strategy} does not exist; use steps with save_freq")
@@ -278,7 +278,7 @@ def exports(r: Resolution) -> None:
 
 
 def states(r: Resolution) -> None:
-    """Where training states are kept, how many of them, and from which one a run goes on."""
+    """Where training states are kept, how many of them, and which one a run resumes from."""
     word = r.peer("resume_from_checkpoint", "")
     path = BOOLEANS.get(word.lower(), word)
     if path:
@@ -324,7 +324,7 @@ def evaluations(r: Resolution) -> None:
         if group > 0 and size % group:
             r.problems.append(
                 f"per_device_eval_batch_size x data-parallel ranks = {size} must be a multiple of the {group} "
-                "completions a prompt (num_generations_eval, else num_generations); leave eval_strategy out and give "
+                "completions per prompt (num_generations_eval, else num_generations); leave eval_strategy out and give "
                 "local_eval_every, which has no such rule"
             )
     if r.peer("eval_on_step_0") and r.value("local_eval_every") <= 0:
@@ -338,7 +338,7 @@ def evaluations(r: Resolution) -> None:
 
 
 def reference(r: Resolution) -> None:
-    """When the reference follows the policy."""
+    """When the reference model is updated."""
     sync, steps = r.peer("sync_ref_model"), r.peer("ref_model_sync_steps")
     if sync:
         r.put("ref_policy_update_freq", _training_steps(r, steps or TRL_SYNC_STEPS), "sync_ref_model", "ref_model_sync_steps")  # fmt: skip
@@ -349,14 +349,14 @@ def reference(r: Resolution) -> None:
 
 
 def length_of_run(r: Resolution) -> None:
-    """TRL counts optimizer steps; the same word is Open Instruct's limit of tool calls."""
+    """TRL counts optimizer steps; in Open Instruct the same name limits the number of tool calls."""
     steps = r.peer("max_steps")
     if steps is None:
         return
-    if not r.speaks_trl:
+    if not r.has_trl_names:
         if steps != 5:
             r.problems.append(
-                f"max_steps={steps} is refused: {TOOLS} (Open Instruct's meaning); the length of a run is total_episodes"
+                f"max_steps={steps} is refused: {table()['tools'].sentence} (Open Instruct's meaning); the length of a run is total_episodes"
             )
     elif steps > 0:
         batch_size = r.value("num_unique_prompts_rollout") * r.value("num_samples_per_prompt_rollout")
@@ -364,7 +364,7 @@ def length_of_run(r: Resolution) -> None:
 
 
 def is_excused(r: Resolution, name: str) -> bool:
-    """Whether a refused name needs no such sentence: another setting wins, or `apply` has a better one."""
+    """Whether a refused name is not reported as such: another name overrides it, or `apply` reports it better."""
     if name == "num_train_epochs":
         return r.peer("max_steps", 0) > 0
     return name == "eval_top_p" and not _is_share(r.peer(name))
@@ -375,7 +375,7 @@ def _is_share(value: float) -> bool:
 
 
 def _finite(r: Resolution, name: str) -> float | None:
-    """A number of steps under `name`; None when there is none, or none that can be counted."""
+    """The number of steps given under `name`; None where none was given or it is not finite, which is a problem."""
     value = r.peer(name)
     if value is None or math.isfinite(value):
         return value
@@ -384,26 +384,12 @@ def _finite(r: Resolution, name: str) -> float | None:
 
 
 def _training_steps(r: Resolution, optimizer_steps: int) -> int:
-    """Training steps that hold so many optimizer steps, rounded up; a number that turns something off stays."""
+    """Training steps with this many optimizer steps, rounded up; 0 and less, which turn something off, are kept."""
     if optimizer_steps <= 0:
         return optimizer_steps
-    if optimizer_steps % r.optimizer_steps_a_step:
+    if optimizer_steps % r.optimizer_steps_per_step:
         r.notes.append(
-            f"{optimizer_steps} optimizer steps are no whole number of training steps, {r.optimizer_steps_a_step} each; "
+            f"{optimizer_steps} optimizer steps are not a whole number of training steps of {r.optimizer_steps_per_step} each; "
             "rounded up"
         )
-    return -(-optimizer_steps // r.optimizer_steps_a_step)
-
-
-_COMPUTED = """
-    loss_fn loss_type masked_mean_axis epsilon epsilon_high scale_rewards multi_objective_aggregation
-    truncated_importance_sampling_ratio_cap vllm_importance_sampling_correction vllm_importance_sampling_mode
-    vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_cap warmup_steps
-    sequence_parallel_size max_completion_length max_prompt_length generation_batch_size steps_per_generation
-    per_device_train_batch_size gradient_accumulation_steps save_strategy save_steps eval_strategy eval_steps
-    resume_from_checkpoint save_total_limit gs_bucket_path
-    sync_ref_model ref_model_sync_steps max_steps rho_mask_sequence_level gradient_checkpointing activation_memory_budget
-    activation_checkpointing_mode fsdp fsdp_config deepspeed_zpg fsdp_num_replicas
-"""
-COMPUTED = frozenset(_COMPUTED.split())
-"""Aliases that a function of their own translates."""
+    return -(-optimizer_steps // r.optimizer_steps_per_step)

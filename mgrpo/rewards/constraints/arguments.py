@@ -94,12 +94,13 @@ def _parameters(checker: Checker) -> tuple[dict[str, tuple[object, bool]], bool]
 
 
 def _whole(value: object, least: int | None = None) -> int:
-    is_whole = value.is_integer() if isinstance(value, float) else isinstance(value, int)
-    if isinstance(value, bool) or not is_whole:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("is not a whole number")
     if least is not None and value < least:
         raise ValueError(f"is less than {least}")
-    return int(value)
+    return value
 
 
 def _percentage(value: object) -> float:

@@ -9,7 +9,7 @@ from mgrpo.config.schema import Reward
 from mgrpo.rewards.judges.client import ChatClient
 from mgrpo.rewards.judges.context import shorten_both, token_counter
 from mgrpo.rewards.judges.endpoint import FEWEST_TOKENS, SPARE_TOKENS, Endpoint, judge_endpoint, problems
-from mgrpo.rewards.judges.templates import Template
+from mgrpo.rewards.judges.judgements import Judgement
 from mgrpo.rewards.verifier import THINK_END, Answer, RemoteVerifier, single
 
 
@@ -30,33 +30,32 @@ class AskingVerifier(RemoteVerifier):
     def problems(cls, settings: Reward) -> list[str]:
         return problems(settings, [cls.name])
 
-    async def judge(self, template: Template, question: str, completion: str, reference: str) -> float:
+    async def judge(self, judgement: Judgement, question: str, completion: str, reference: str) -> float:
         """The verdict on a completion's final answer; question and answer are shortened where the context is too small."""
-        if template.needs_reference and not reference.strip():
-            raise ValueError(f"ground_truth is empty; {self.name} shows it to the judge as the {template.reference}")
+        if judgement.needs_reference and not reference.strip():
+            raise ValueError(f"ground_truth is empty; {self.name} shows it to the judge as the {judgement.reference}")
         question, answer, reference = (
-            _encodable(text) for text in (question, final_answer(completion), reference if template.reference else "")
+            _encodable(text) for text in (question, final_answer(completion), reference if judgement.reference else "")
         )
         settings = self.settings
         count = token_counter(self.client.endpoint.model)
         prompt_tokens = settings.llm_judge_max_context_length - settings.llm_judge_max_tokens - SPARE_TOKENS
-        room = prompt_tokens - count(template.render("", "", reference))
+        room = prompt_tokens - count(judgement.render("", "", reference))
         if room < FEWEST_TOKENS:
             raise ValueError(
                 f"llm_judge_max_context_length={settings.llm_judge_max_context_length} leaves {max(room, 0)} tokens for "
                 f"question and answer beside llm_judge_max_tokens={settings.llm_judge_max_tokens} and the template; raise it"
             )
         question, answer = shorten_both(question, answer, room, count)
-        return await self.client.ask(template.render(question, answer, reference), template.read)
+        return await self.client.ask(judgement.render(question, answer, reference), judgement.read)
 
     async def close(self) -> None:
         await self.client.close()
 
     def metrics(self) -> dict[str, float]:
-        """Sums since the start: dollars, tokens and requests of every attempt."""
+        """Sums since the start: tokens and requests of every attempt."""
         usage = self.client.usage
         return {
-            "cost": usage.dollars,
             "prompt_tokens": float(usage.prompt_tokens),
             "completion_tokens": float(usage.completion_tokens),
             "requests": float(usage.requests),
@@ -66,13 +65,13 @@ class AskingVerifier(RemoteVerifier):
 class Judge(AskingVerifier):
     """Scores the final answer by one verdict of `llm_judge_model`; a judge that gives none leaves it without a score."""
 
-    template: ClassVar[Template]
+    judgement: ClassVar[Judgement]
 
     def __init__(self, settings: Reward) -> None:
         super().__init__(settings, judge_endpoint(settings), temperature=settings.llm_judge_temperature)
 
     async def score(self, answer: Answer) -> float:
-        return await self.judge(self.template, answer.prompt, answer.completion, reference_text(answer.ground_truth))
+        return await self.judge(self.judgement, answer.prompt, answer.completion, reference_text(answer.ground_truth))
 
 
 def final_answer(completion: str) -> str:

@@ -1,7 +1,8 @@
-"""One small client of OpenAI-compatible chat completions: attempts, time limits, and what they cost.
+"""Asking one judge: attempts, a time limit for each, and counts of what they use. HTTP is the `openai` client's.
 
-It sends one user message and gives the reply's text to a reader. Everything that may pass is tried again: timeouts,
-broken connections, 429, 5xx, and replies that cannot be read. The last failure is a `NoVerdict`.
+A question is one user message, and a reader makes a verdict of the reply's text. What may pass is tried again: time-outs,
+broken connections, 408, 429, 5xx, and replies that cannot be read. The library's own retries are off: each attempt has its
+own seed here, is counted, and has one time limit from its connection to the last byte.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mgrpo.rewards.judges.endpoint import Endpoint
 from mgrpo.rewards.judges.replies import Unreadable
-from mgrpo.rewards.judges.usage import Usage
 
 if TYPE_CHECKING:
-    import httpx
+    import openai
 
 ATTEMPTS = 3
-# A server may ask for more patience than a training step has.
+# Bounds Retry-After: a server may ask for a longer wait than a training step can take.
 _LONGEST_WAIT_S = 30.0
 _MOST_BYTES = 4 << 20
 _SHOWN = 300
@@ -44,6 +45,22 @@ class _MayPass(Exception):
         self.wait_s = wait_s
 
 
+@dataclass(slots=True, kw_only=True)
+class Usage:
+    """Sums since the start over every attempt, including those without a verdict, which are billed as well."""
+
+    requests: int = 0
+    """Sent, with or without a reply."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def add(self, reported: object) -> None:
+        """Count the `usage` field of a reply; a server that reports none adds nothing."""
+        if isinstance(reported, dict):
+            self.prompt_tokens += _count(reported.get("prompt_tokens"))
+            self.completion_tokens += _count(reported.get("completion_tokens"))
+
+
 class ChatClient:
     """Asks one model; belongs to the event loop that first uses it. `close` it there."""
 
@@ -59,30 +76,36 @@ class ChatClient:
         max_connections: int,
         backoff_s: float = 1.0,
     ) -> None:
-        """Nothing is opened yet.
+        """Opens nothing.
 
         Args:
             timeout_s: for one attempt, from its connection to the last byte of the reply.
-            max_connections: requests under way at once; others wait outside their time limit.
+            max_connections: requests under way at once; others wait, and their time limits start after the wait.
             backoff_s: wait after the first failed attempt; twice as long after the second.
         """
+
         self.usage = Usage()
         self.endpoint = endpoint
         self.backoff_s = backoff_s
         self._temperature = temperature
         self._max_tokens = max_tokens
         self._timeout_s = timeout_s
-        self._max_connections = max_connections
         self._slots = asyncio.Semaphore(max_connections)
-        self._http: httpx.AsyncClient | None = None
+        self._openai: openai.AsyncOpenAI | None = None
 
     async def ask(self, prompt: str, read: Callable[[str], float]) -> float:
-        """What `read` makes of the reply's text; it raises `Unreadable` for a reply that says nothing to it."""
+        """What `read` makes of the reply's text; it raises `Unreadable` for a reply without a verdict.
+
+        Raises:
+            NoVerdict: the server refused the request, or no attempt came to a verdict.
+        """
+        failure: Exception | None = None
         for attempt in range(ATTEMPTS):
+            wait_s = 0.0
             try:
-                return read(await self._reply(prompt, attempt))
+                return read(self._text(await self._reply(prompt, attempt)))
             except Unreadable as err:
-                failure, wait_s = err, 0.0
+                failure = err
             except _MayPass as err:
                 failure, wait_s = err, err.wait_s
             if attempt < ATTEMPTS - 1:
@@ -91,28 +114,39 @@ class ChatClient:
 
     async def close(self) -> None:
         """Close the connections; the client may be used again, and then opens new ones."""
-        http, self._http = self._http, None
-        if http is not None:
-            await http.aclose()
+        client, self._openai = self._openai, None
+        if client is not None:
+            await client.close()
 
-    async def _reply(self, prompt: str, attempt: int) -> str:
-        import httpx
+    async def _reply(self, prompt: str, attempt: int) -> bytes:
+        """The reply's body, or its beginning if it is longer than `_MOST_BYTES`."""
+        import openai
 
-        body = json.dumps(self._request(prompt, attempt)).encode()
         async with self._slots:
             self.usage.requests += 1
             try:
-                status, headers, content = await asyncio.wait_for(self._post(body), self._timeout_s)
+                return await asyncio.wait_for(self._post(prompt, attempt), self._timeout_s)
             except asyncio.TimeoutError:
                 raise _MayPass(f"no reply within {self._timeout_s:g} s") from None
-            except httpx.RequestError as err:
-                raise _MayPass(self._without_key(f"{type(err).__name__}: {err}")) from err
-        if status != 200:
-            self._complain(status, headers, content)
-        return self._text(content)
+            except openai.APIStatusError as err:
+                raise self._refusal(err) from None
+            # Broken connections and undecodable replies: some are raised by the HTTP library below `openai`.
+            except Exception as err:
+                cause = err.__cause__ or err
+                raise _MayPass(self._without_key(f"{type(cause).__name__}: {cause}")) from err
 
-    def _request(self, prompt: str, attempt: int) -> dict:
-        """The body; every attempt has a seed of its own, or an unreadable reply would come back word for word."""
+    async def _post(self, prompt: str, attempt: int) -> bytes:
+        content = bytearray()
+        create = self._open().chat.completions.with_streaming_response.create
+        async with create(**self._request(prompt, attempt), extra_headers=self.endpoint.headers()) as response:
+            async for chunk in response.iter_bytes():
+                content += chunk
+                if len(content) > _MOST_BYTES:
+                    break
+        return bytes(content)
+
+    def _request(self, prompt: str, attempt: int) -> dict[str, Any]:
+        """The arguments; with the same seed in each attempt an unreadable reply would come back word for word."""
         request = {"model": self.endpoint.model, "messages": [{"role": "user", "content": prompt}], "seed": attempt}
         newer = self.endpoint.is_openai
         request["max_completion_tokens" if newer else "max_tokens"] = self._max_tokens
@@ -120,47 +154,35 @@ class ChatClient:
             request["temperature"] = self._temperature
         return request
 
-    async def _post(self, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
-        content = bytearray()
-        async with self._open().stream("POST", self.endpoint.url, content=body) as response:
-            async for chunk in response.aiter_bytes():
-                content += chunk
-                if len(content) > _MOST_BYTES:
-                    raise _MayPass(f"the reply is longer than {_MOST_BYTES:,} bytes")
-            return response.status_code, response.headers, bytes(content)
+    def _open(self) -> openai.AsyncOpenAI:
+        if self._openai is None:
+            # They log every request at the level on which the program reports its steps.
+            for library in ("httpx", "httpx2", "openai"):
+                logging.getLogger(library).setLevel(logging.WARNING)
+            self._openai = self.endpoint.client()
+        return self._openai
 
-    def _open(self) -> httpx.AsyncClient:
-        import httpx
-
-        if self._http is None:
-            # It logs every request at the level on which the program reports its steps.
-            logging.getLogger("httpx").setLevel(logging.WARNING)
-            most = self._max_connections
-            limits = httpx.Limits(max_connections=most, max_keepalive_connections=most)
-            # No compression: a few bytes could become gigabytes.
-            headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | self.endpoint.headers
-            self._http = httpx.AsyncClient(limits=limits, timeout=None, headers=headers)
-        return self._http
-
-    def _complain(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
-        why = f"HTTP {status}: {self._message(content)}"
-        if status in (408, 429) or status >= 500:
-            raise _MayPass(why, _retry_after_s(headers.get("retry-after", "")))
-        raise NoVerdict(f"{self.endpoint.model} was not asked: {why}")
+    def _refusal(self, err: openai.APIStatusError) -> Exception:
+        why = f"HTTP {err.status_code}: {self._message(err.response.content)}"
+        if err.status_code in (408, 429) or err.status_code >= 500:
+            return _MayPass(why, _retry_after_s(err.response.headers.get("retry-after", "")))
+        return NoVerdict(f"{self.endpoint.model} was not asked: {why}")
 
     def _text(self, content: bytes) -> str:
         """The text of a chat completion; its tokens are counted whether it has one or not."""
+        if len(content) > _MOST_BYTES:
+            raise _MayPass(f"the reply is longer than {_MOST_BYTES:,} bytes")
         try:
             reply = json.loads(content)
         except (ValueError, RecursionError):
             raise _MayPass(f"the reply is not JSON: {self._message(content)}") from None
         if isinstance(reply, dict):
-            self.usage.add(self.endpoint.model, reply.get("usage"))
+            self.usage.add(reply.get("usage"))
         try:
             choice = reply["choices"][0]
             text, ending = choice["message"]["content"], choice.get("finish_reason")
         except (KeyError, IndexError, TypeError, AttributeError):
-            raise _MayPass(f"the reply is no chat completion: {self._message(content)}") from None
+            raise _MayPass(f"the reply is not a chat completion: {self._message(content)}") from None
         if ending == "length":
             raise _MayPass(f"the reply was cut off after llm_judge_max_tokens={self._max_tokens}; raise it")
         if ending == "content_filter" or not isinstance(text, str):
@@ -168,7 +190,7 @@ class ChatClient:
         return text
 
     def _message(self, content: bytes) -> str:
-        """What a server says is wrong, at most a few lines of it."""
+        """The server's own words about an error, at most a few lines."""
         text = content[: 1 << 16].decode(errors="replace").strip()
         try:
             reply = json.loads(text)
@@ -179,12 +201,11 @@ class ChatClient:
         return self._without_key(text)[:_SHOWN] or "(nothing)"
 
     def _without_key(self, message: str) -> str:
-        secret = self.endpoint.secret
-        return message.replace(secret, "(key)") if secret else message
+        return message.replace(self.endpoint.key, "(key)") if self.endpoint.key else message
 
 
 def _retry_after_s(value: str) -> float:
-    """Seconds that the server wants us to wait: a number or a date, within bounds; 0 for anything else."""
+    """Seconds that the server asks to wait, given as a number or a date, within bounds; 0 for anything else."""
     try:
         wait_s = float(value)
     except ValueError:
@@ -193,3 +214,7 @@ def _retry_after_s(value: str) -> float:
         except (ValueError, TypeError):
             return 0.0
     return min(max(wait_s, 0.0), _LONGEST_WAIT_S) if math.isfinite(wait_s) else 0.0
+
+
+def _count(value: object) -> int:
+    return max(value, 0) if isinstance(value, int) and not isinstance(value, bool) else 0

@@ -1,14 +1,18 @@
-"""Where a judge lives: address, name and headers, from the settings and the environment, which alone holds keys."""
+"""Where a judge is served: address, name and key, from the settings and, for keys, from the environment alone."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from urllib.parse import quote, urlsplit, urlunsplit
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, quote, urlsplit, urlunsplit
 
 from mgrpo.config.schema import Reward
+
+if TYPE_CHECKING:
+    import openai
 
 OPENAI = "https://api.openai.com/v1"
 AZURE_API_VERSION = "2024-12-01-preview"
@@ -17,26 +21,58 @@ SPARE_TOKENS = 100
 """For the chat template around a prompt, of which only the server knows the length."""
 FEWEST_TOKENS = 64
 """With less room than this for question and answer there is nothing to judge."""
+_COMPLETIONS = "/chat/completions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """An OpenAI-compatible `.../chat/completions` and the model to ask for there."""
+    """A server of OpenAI's chat completions, and the model to ask there."""
 
-    url: str
+    base_url: str
+    """The address without `/chat/completions`."""
     model: str
     """Its name on that server."""
-    headers: dict[str, str] = field(default_factory=dict, repr=False)
-    secret: str | None = field(default=None, repr=False)
-    """The key that `headers` carry, to be kept out of messages."""
+    query: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that the address carries."""
+    key: str | None = field(default=None, repr=False)
+    azure_version: str | None = None
+    """Version of Azure's API; None for every other server."""
     is_openai: bool = False
-    """OpenAI's own servers or Azure's, which know the newer names of parameters only."""
+    """OpenAI's own servers or Azure's, which know only the newer names of parameters."""
+
+    def client(self) -> openai.AsyncOpenAI:
+        """A client without time limit and retries, which does not follow redirects. `close` it."""
+        import openai
+
+        settings: dict[str, Any] = {
+            "base_url": self.base_url,
+            "default_query": self.query,
+            "timeout": None,
+            "max_retries": 0,
+            "http_client": openai.DefaultAsyncHttpxClient(follow_redirects=False),
+        }
+        if self.azure_version:
+            return openai.AsyncAzureOpenAI(api_key=self.key, api_version=self.azure_version, **settings)
+        # The library insists on a key; `headers` leaves it out.
+        return openai.AsyncOpenAI(api_key=self.key or "none", **settings)
+
+    def headers(self) -> dict[str, Any]:
+        """Headers of each request in place of the library's own."""
+        import openai
+
+        # No compression: a few bytes could become gigabytes.
+        headers: dict[str, Any] = {"Accept-Encoding": "identity"}
+        if not self.key:
+            headers["Authorization"] = openai.Omit()
+        if not self.is_openai:
+            headers |= dict.fromkeys(("OpenAI-Organization", "OpenAI-Project"), openai.Omit())
+        return headers
 
 
 def problems(settings: Reward, verifiers: Iterable[str] = ("general-quality",)) -> list[str]:
-    """What keeps the judges among `verifiers` from being asked, a sentence each; other verifiers are no matter here."""
+    """What keeps the judges among `verifiers` from being asked, one sentence each; other verifiers are ignored."""
     names = {name.lower() for name in verifiers}
-    finders = []
+    finders: list[Callable[[Reward], Endpoint]] = []
     if any(name.startswith("general-") for name in names):
         finders.append(judge_endpoint)
     if "rubric" in names:
@@ -57,7 +93,7 @@ def problems(settings: Reward, verifiers: Iterable[str] = ("general-quality",)) 
 
 
 def judge_endpoint(settings: Reward) -> Endpoint:
-    """The judge of the `general-` verifiers; ValueError where settings and environment do not say enough."""
+    """The judge of the `general-` verifiers; ValueError where settings and environment lack something."""
     if not settings.llm_judge_model:
         raise ValueError(
             "llm_judge_model is none, but verifiers named general-... ask a language model; name one, for example "
@@ -79,47 +115,36 @@ def rubric_endpoint(settings: Reward) -> Endpoint:
 
 
 def find_endpoint(model: str, base_url: str | None, *, setting: str) -> Endpoint:
-    """The endpoint of a model called as LiteLLM calls them: azure/DEPLOYMENT, hosted_vllm/NAME, or as the server does."""
+    """The endpoint of a model, named as LiteLLM names it: azure/DEPLOYMENT, hosted_vllm/NAME, or as the server names it.
+
+    Raises:
+        ValueError: settings and environment lack the address or the key, or hold an unusable one.
+    """
     provider, _, name = model.partition("/")
     if provider == "azure" and name:
         base, source = _base(base_url, "AZURE_API_BASE", setting=f"{setting}={model}")
-        url = _address(base, source, f"/openai/deployments/{quote(name)}/chat/completions")
+        url, query = _address(base, source, azure_deployment=name)
         version = _environment("AZURE_API_VERSION") or AZURE_API_VERSION
         key = _key("AZURE_API_KEY", needed_for=f"{setting}={model}")
-        return Endpoint(
-            url=f"{url}?api-version={quote(version)}",
-            model=name,
-            headers={"api-key": str(key)},
-            secret=key,
-            is_openai=True,
-        )
+        return Endpoint(base_url=url, model=name, query=query, key=key, azure_version=version, is_openai=True)
     if provider == "hosted_vllm" and name:
         base, source = _base(base_url, "HOSTED_VLLM_API_BASE", setting=f"{setting}={model}")
-        return _compatible(_address(base, source, "/chat/completions"), name, _key("HOSTED_VLLM_API_KEY"))
+        url, query = _address(base, source)
+        return Endpoint(base_url=url, model=name, query=query, key=_key("HOSTED_VLLM_API_KEY"))
     if base_url or _environment("OPENAI_BASE_URL"):
         base, source = _base(base_url, "OPENAI_BASE_URL", setting=f"{setting}={model}")
     else:
         base, source = OPENAI, "OpenAI's address"
-    url = _address(base, source, "/chat/completions")
+    url, query = _address(base, source)
     if urlsplit(url).hostname != urlsplit(OPENAI).hostname:
-        return _compatible(url, model, _key("OPENAI_API_KEY"))
+        return Endpoint(base_url=url, model=model, query=query, key=_key("OPENAI_API_KEY"))
     if "/" in model.removeprefix("openai/"):
         raise ValueError(
-            f"{setting}={model} is no name that OpenAI's own server knows; say where it is served: llm_judge_base_url, or "
-            f"OPENAI_BASE_URL in the environment, or hosted_vllm/{model} with HOSTED_VLLM_API_BASE"
+            f"{setting}={model} is not a name that OpenAI's own server knows; give the address of its server: "
+            f"llm_judge_base_url, or OPENAI_BASE_URL in the environment, or hosted_vllm/{model} with HOSTED_VLLM_API_BASE"
         )
     key = _key("OPENAI_API_KEY", needed_for=f"{setting}={model} at {OPENAI} (llm_judge_base_url is none)")
-    return Endpoint(
-        url=url,
-        model=model.removeprefix("openai/"),
-        headers={"Authorization": f"Bearer {key}"},
-        secret=key,
-        is_openai=True,
-    )
-
-
-def _compatible(url: str, model: str, key: str | None) -> Endpoint:
-    return Endpoint(url=url, model=model, headers={"Authorization": f"Bearer {key}"} if key else {}, secret=key)
+    return Endpoint(base_url=url, model=model.removeprefix("openai/"), query=query, key=key, is_openai=True)
 
 
 def _environment(variable: str) -> str:
@@ -135,18 +160,21 @@ def _base(base_url: str | None, variable: str, *, setting: str) -> tuple[str, st
     raise ValueError(f"{setting} needs an address: set llm_judge_base_url, or {variable} in the environment")
 
 
-def _address(base: str, source: str, path: str) -> str:
-    """The whole address; a base without a path gets the usual /v1."""
+def _address(base: str, source: str, *, azure_deployment: str | None = None) -> tuple[str, dict[str, str]]:
+    """The address without `/chat/completions`, and its parameters; a base without a path gets the usual /v1."""
     parts = urlsplit(base.strip())
     if parts.username or parts.password:
-        raise ValueError(f"{source} holds a user name or password; keys come from the environment, see docs/rewards.md")
+        raise ValueError(f"{source} holds a user name or password; keys come from the environment, see docs/judges.md")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{source}={base!r} is no address; expected something like http://localhost:8000/v1")
-    start = parts.path.rstrip("/")
-    if not start and not path.startswith("/openai/"):
-        start = "/v1"
-    whole = start if start.endswith("/chat/completions") else start + path
-    return urlunsplit((parts.scheme, parts.netloc, whole, parts.query, ""))
+        raise ValueError(f"{source}={base!r} is not an address; expected for example http://localhost:8000/v1")
+    path = parts.path.rstrip("/")
+    if path.endswith(_COMPLETIONS):
+        path = path.removesuffix(_COMPLETIONS)
+    elif azure_deployment:
+        path += f"/openai/deployments/{quote(azure_deployment)}"
+    else:
+        path = path or "/v1"
+    return urlunsplit((parts.scheme, parts.netloc, path, "", "")), dict(parse_qsl(parts.query))
 
 
 def _key(variable: str, *, needed_for: str | None = None) -> str | None:

@@ -85,7 +85,9 @@ def _is_verdict(match: re.Match) -> bool:
     before = text[: match.start()].rstrip("\\ \t\r\n")
     if before == "{":  # nothing has been quoted yet
         return True
-    end = _REST_OF_OBJECT.match(text, match.end()).end()
+    rest = _REST_OF_OBJECT.match(text, match.end())
+    assert rest is not None  # it matches nothing as well
+    end = rest.end()
     is_key = not before or before.endswith(("{", ","))
     is_closed = text.count("{", 0, end) <= text.count("}", 0, end)
     return is_key and is_closed and (text.startswith("{") or end == len(text))

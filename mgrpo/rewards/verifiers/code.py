@@ -91,7 +91,8 @@ class Code(RemoteVerifier):
         await self._client.aclose()
         if self._base_url is None:
             # Not in another thread: at the end of the interpreter there are none to be had.
-            give_back_app(**self._local_limits())
+            settings = self.settings
+            give_back_app(settings.code_sandbox_memory_mb, accept_risk=settings.code_sandbox_accept_risk)
 
     def _open(self) -> httpx.AsyncClient:
         import httpx
@@ -101,12 +102,9 @@ class Code(RemoteVerifier):
             timeout = httpx.Timeout(client_limit_s(self.settings.code_max_execution_time), pool=None)
             return httpx.AsyncClient(base_url=self._base_url, limits=limits, timeout=timeout)
         # No timeout: what runs here is bounded, and what waits here waits for it.
-        transport = httpx.ASGITransport(borrow_app(**self._local_limits()), raise_app_exceptions=False)
+        app = borrow_app(self.settings.code_sandbox_memory_mb, accept_risk=self.settings.code_sandbox_accept_risk)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         return httpx.AsyncClient(base_url="http://sandbox", transport=transport, timeout=None)
-
-    def _local_limits(self) -> dict[str, int | bool]:
-        settings = self.settings
-        return {"memory_mb": settings.code_sandbox_memory_mb, "accept_risk": settings.code_sandbox_accept_risk}
 
     async def _ask(self, question: dict) -> object:
         """The service's answer. A busy or broken service is asked again, one that refuses or takes too long is not."""

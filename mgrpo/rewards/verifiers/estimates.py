@@ -18,7 +18,7 @@ _MAX_DIGITS = 20_000
 _MAX_FACTORS = 5_000
 _MAX_TERMS = 10_000
 _MAX_ARGUMENT = 700
-# Whoever answers with one of these has left the work to the verifier, and sympy may never come back from it.
+# An answer with one of these leaves the work to the verifier, and sympy may never finish it.
 _LEFT_TO_DO = ("Integral", "Limit", "Derivative")
 
 
@@ -31,6 +31,10 @@ class Estimate(NamedTuple):
     """Infinite where it exceeds floating point."""
     error: float
     """Most that the value is off by; 0 for an exact integer."""
+
+
+Parts = Sequence[Estimate | None]
+Rule = Callable[[Parts], Estimate | None]
 
 
 def estimate(expression: Any) -> Estimate | None:
@@ -83,28 +87,36 @@ def _rounded(value: float) -> Estimate:
     return Estimate(value, 0.0 if math.isinf(value) else _EPSILON * abs(value))
 
 
-def _sum(parts: list[Estimate | None]) -> Estimate | None:
-    if None in parts:
+def _known(parts: Parts) -> list[Estimate] | None:
+    """The parts, None if one of them has no estimate."""
+    known = [part for part in parts if part is not None]
+    return known if len(known) == len(parts) else None
+
+
+def _sum(parts: Parts) -> Estimate | None:
+    known = _known(parts)
+    if known is None:
         return None
-    total = sum(part.value for part in parts)
+    total = sum(part.value for part in known)
     if math.isnan(total):
         return None
-    return _result(total, sum(part.error for part in parts), sum(abs(part.value) for part in parts), parts)
+    return _result(total, sum(part.error for part in known), sum(abs(part.value) for part in known), known)
 
 
-def _product(parts: list[Estimate | None]) -> Estimate | None:
-    if None in parts:
+def _product(parts: Parts) -> Estimate | None:
+    known = _known(parts)
+    if known is None:
         return None
     value, error = 1.0, 0.0
-    for part in parts:
+    for part in known:
         error = abs(value) * part.error + abs(part.value) * error + error * part.error
         value *= part.value
     if math.isnan(value):
         return None
-    return _result(value, error, abs(value), parts)
+    return _result(value, error, abs(value), known)
 
 
-def _result(value: float, error: float, magnitude: float, parts: list[Estimate | None]) -> Estimate | None:
+def _result(value: float, error: float, magnitude: float, parts: list[Estimate]) -> Estimate | None:
     if math.isinf(value):
         return Estimate(value, 0.0)
     if math.isnan(error):
@@ -113,7 +125,7 @@ def _result(value: float, error: float, magnitude: float, parts: list[Estimate |
     return Estimate(value, 0.0 if is_exact else error + _EPSILON * magnitude)
 
 
-def _power(parts: list[Estimate | None]) -> Estimate | None:
+def _power(parts: Parts) -> Estimate | None:
     base, exponent = parts
     if exponent is None:
         return None
@@ -139,32 +151,33 @@ def _power(parts: list[Estimate | None]) -> Estimate | None:
     return Estimate(value, 0.0 if is_exact else abs(value) * (relative + _EPSILON * (1 + abs(exponent.value * log))))
 
 
-def _absolute(parts: list[Estimate | None]) -> Estimate | None:
+def _absolute(parts: Parts) -> Estimate | None:
     (part,) = parts
     return part and Estimate(abs(part.value), part.error)
 
 
-def _exponential(parts: list[Estimate | None]) -> Estimate | None:
+def _exponential(parts: Parts) -> Estimate | None:
     return _power([_rounded(math.e), *parts])
 
 
-def _logarithm(parts: list[Estimate | None]) -> Estimate | None:
-    if None in parts or any(part.error > part.value / 10 or math.isinf(part.value) for part in parts):
+def _logarithm(parts: Parts) -> Estimate | None:
+    known = _known(parts)
+    if known is None or any(part.error > part.value / 10 or math.isinf(part.value) for part in known):
         return None
-    logs = [Estimate(math.log(part.value), 1.2 * part.error / part.value + _EPSILON) for part in parts]
+    logs = [Estimate(math.log(part.value), 1.2 * part.error / part.value + _EPSILON) for part in known]
     return logs[0] if len(logs) == 1 else _product([logs[0], _power([logs[1], Estimate(-1.0, 0.0)])])
 
 
-def _wave(function: Callable[[float], float]) -> Callable[[list[Estimate | None]], Estimate | None]:
-    def rule(parts: list[Estimate | None]) -> Estimate | None:
+def _wave(function: Callable[[float], float]) -> Rule:
+    def rule(parts: Parts) -> Estimate | None:
         (part,) = parts
         return None if part is None or abs(part.value) > 1e6 else Estimate(function(part.value), part.error + _EPSILON)
 
     return rule
 
 
-def _hyperbolic(function: Callable[[float], float]) -> Callable[[list[Estimate | None]], Estimate | None]:
-    def rule(parts: list[Estimate | None]) -> Estimate | None:
+def _hyperbolic(function: Callable[[float], float]) -> Rule:
+    def rule(parts: Parts) -> Estimate | None:
         (part,) = parts
         if part is None:
             return None
@@ -176,11 +189,11 @@ def _hyperbolic(function: Callable[[float], float]) -> Callable[[list[Estimate |
     return rule
 
 
-def _factorial(parts: list[Estimate | None]) -> Estimate | None:
+def _factorial(parts: Parts) -> Estimate | None:
     return _gamma([_sum([*parts, Estimate(1.0, 0.0)])])
 
 
-def _gamma(parts: list[Estimate | None]) -> Estimate | None:
+def _gamma(parts: Parts) -> Estimate | None:
     (part,) = parts
     if part is None:
         return None
@@ -196,25 +209,26 @@ def _gamma(parts: list[Estimate | None]) -> Estimate | None:
     return Estimate(value, abs(value) * (slope * part.error + 1e-12) if part.error or value > 2**53 else 0.0)
 
 
-def _binomial(parts: list[Estimate | None]) -> Estimate | None:
+def _binomial(parts: Parts) -> Estimate | None:
     if any(part and abs(part.value) > _MAX_FACTORS for part in parts):
         raise TooLarge
-    if None in parts:
+    known = _known(parts)
+    if known is None:
         return None
-    n, k = parts
+    n, k = known
     below = _product([_factorial([k]), _factorial([_sum([n, Estimate(-k.value, k.error)])])])
     return below and _product([_factorial([n]), _power([below, Estimate(-1.0, 0.0)])])
 
 
 def _refuse_many_terms(expression: Any) -> None:
     for limit in expression.limits:
-        ends = [estimate(end) for end in limit[1:]] or [None]
-        if None not in ends and ends[-1].value - ends[0].value > _MAX_TERMS:
+        ends = _known([estimate(end) for end in limit[1:]])
+        if ends and ends[-1].value - ends[0].value > _MAX_TERMS:
             raise TooLarge
 
 
 _CONSTANTS = {"Pi": math.pi, "Exp1": math.e}
-_RULES: dict[str, Callable[[list[Estimate | None]], Estimate | None]] = {
+_RULES: dict[str, Rule] = {
     "Add": _sum,
     "Mul": _product,
     "Pow": _power,

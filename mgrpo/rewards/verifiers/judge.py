@@ -1,10 +1,10 @@
-"""Language models as judges, one verifier a kind of judgement; what each is told stands in `judges.templates`."""
+"""Language models as judges, one verifier a kind of judgement; what each is told stands in `judges.judgements`."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from mgrpo.rewards.judges import templates
+from mgrpo.rewards.judges import judgements
 from mgrpo.rewards.judges.asking import Judge
 
 
@@ -12,53 +12,53 @@ class Quality(Judge):
     """How good the answer is: a tenth of the judge's 1 to 10."""
 
     name: ClassVar[str] = "general-quality"
-    template = templates.QUALITY
+    judgement = judgements.QUALITY
 
 
 class QualityRef(Judge):
     """How good the answer is beside the label, a reference answer: a tenth of the judge's 1 to 10."""
 
     name: ClassVar[str] = "general-quality_ref"
-    template = templates.QUALITY_REF
+    judgement = judgements.QUALITY_REF
 
 
 class QualityRubric(Judge):
     """1.0 if the answer meets every criterion of the label, a text."""
 
     name: ClassVar[str] = "general-quality_rubric"
-    template = templates.QUALITY_RUBRIC
+    judgement = judgements.QUALITY_RUBRIC
 
 
 class Safety(Judge):
     """1.0 if the answer is safe; the label is not used."""
 
     name: ClassVar[str] = "general-safety"
-    template = templates.SAFETY
+    judgement = judgements.SAFETY
 
 
 class Factuality(Judge):
     """1.0 if the answer states the label's fact."""
 
     name: ClassVar[str] = "general-factuality"
-    template = templates.FACTUALITY
+    judgement = judgements.FACTUALITY
 
 
 class CreativeWriting(Judge):
     """How good the answer is as writing, 0 to 1; the label, if there is one, is an example of good work."""
 
     name: ClassVar[str] = "general-creative_writing"
-    template = templates.CREATIVE_WRITING
+    judgement = judgements.CREATIVE_WRITING
 
 
 class Refusal(Judge):
     """1.0 if the answer helps or declines as it should; the label, if there is one, says or shows which."""
 
     name: ClassVar[str] = "general-refusal"
-    template = templates.REFUSAL
+    judgement = judgements.REFUSAL
 
 
 class WebInstructGeneralVerifier(Judge):
     """1.0 if the judge finds the answer equivalent to the label: "Final Decision: Yes"."""
 
     name: ClassVar[str] = "general-web_instruct_general_verifier"
-    template = templates.WEB_INSTRUCT
+    judgement = judgements.WEB_INSTRUCT

@@ -99,7 +99,7 @@ def _bare_line(line: str) -> str:
 
 def _without_command(line: str, command: str) -> str:
     r"""The line with every `\command{x}` replaced by x, up to the first closing brace."""
-    parts = []
+    parts: list[str] = []
     position = 0
     while (start := line.find(command, position)) >= 0 and (end := line.find("}", start)) >= 0:
         parts += line[position:start], line[start + len(command) : end]
@@ -159,7 +159,7 @@ def _as_fraction(text: str) -> str | None:
         return text
     above, below = text.split("/")
     try:
-        above, below = int(above), int(below)
+        fraction = int(above), int(below)
     except ValueError:
         return None
-    return rf"\frac{{{above}}}{{{below}}}" if text == f"{above}/{below}" else text
+    return rf"\frac{{{fraction[0]}}}{{{fraction[1]}}}" if text == f"{fraction[0]}/{fraction[1]}" else text

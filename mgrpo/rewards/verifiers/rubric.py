@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Iterable
 from typing import ClassVar, NamedTuple
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.judges import templates
+from mgrpo.rewards.judges import judgements
 from mgrpo.rewards.judges.asking import AskingVerifier
 from mgrpo.rewards.judges.endpoint import rubric_endpoint
 from mgrpo.rewards.verifier import Answer, shown, single
@@ -39,7 +39,7 @@ class Rubric(AskingVerifier):
         criteria = read_criteria(label)
         question = label.get("query") or label.get("Question") or answer.prompt
         verdicts = await _all_or_none(
-            self.judge(templates.RUBRIC, str(question), answer.completion, criterion.description)
+            self.judge(judgements.RUBRIC, str(question), answer.completion, criterion.description)
             for criterion in criteria
         )
         weighted = math.fsum(criterion.weight * verdict for criterion, verdict in zip(criteria, verdicts, strict=True))

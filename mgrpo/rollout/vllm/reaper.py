@@ -1,7 +1,7 @@
 """`python -m mgrpo.rollout.vllm.reaper FOLDER`: ends what a run's private Ray cluster leaves behind, then removes its folder.
 
-Rank 0 starts it and holds the other end of its standard input, which closes when rank 0 ends, however it ends. Ray's own
-daemons watch each other but take tens of seconds, and some outlive a kill -9. Standard library only.
+Rank 0 starts it and holds the other end of its standard input, which closes when rank 0 ends in any way. Ray's daemons
+watch each other but take tens of seconds, and some survive a kill -9. Standard library only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     """Wait for the end of input, then kill what is left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = sys.argv[1]
-    # After a clean end the parent lives on, perhaps with a log of the cluster still open.
+    # After a clean end the parent goes on, perhaps with a log of the cluster still open.
     spared = {os.getpid(), os.getppid()}
     sys.stdin.buffer.read()
     deadline = time.monotonic() + LIMIT_S

@@ -6,25 +6,15 @@ import numpy as np
 import pytest
 
 from mgrpo.algo.samples import train_samples
-from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup
+from mgrpo.types import ScoredGroup
+from tests import builders
 
 NAN = float("nan")
 
 
 def group(rewards: list[float], reasons: list[str] | None = None, parts: list[dict] | None = None) -> ScoredGroup:
-    prompt = Prompt(id=(0, 0), tokens=np.array([5, 6], np.int32), text="", verifiers=(), ground_truths=())
-    completions = tuple(
-        Completion(
-            tokens=np.arange(3, dtype=np.int32),
-            logprobs=np.full(3, -1.0, np.float32),
-            policy_versions=np.zeros(3, np.int32),
-            finish_reason=reason,
-            text="",
-        )
-        for reason in reasons or ["stop"] * len(rewards)
-    )
-    scores = tuple(Score(reward=r, parts=p) for r, p in zip(rewards, parts or [{}] * len(rewards), strict=True))
-    return ScoredGroup(group=RolloutGroup(prompt=prompt, completions=completions), scores=scores)
+    completions = [builders.completion(3, finish_reason=reason) for reason in reasons or ["stop"] * len(rewards)]
+    return builders.scored_group(rewards, completions=completions, parts=parts)
 
 
 def advantages_of(samples) -> list[float]:

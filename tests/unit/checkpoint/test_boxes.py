@@ -89,13 +89,13 @@ def _moved(box: Box, rng: random.Random):
 @pytest.mark.parametrize(
     ("boxes", "message"),
     [
-        ([Box("w", (0, 0), (2, 4))], "w: 8 of 16 elements are there, in 1 pieces"),
-        ([], "w: 0 of 16 elements are there"),
+        ([Box("w", (0, 0), (2, 4))], "w: 8 of 16 elements are present, in 1 pieces"),
+        ([], "w: 0 of 16 elements are present"),
         ([Box("w", (0, 0), (4, 4)), Box("w", (1, 1), (1, 1))], r"w\[0:4, 0:4\] and w\[1:2, 1:2\] overlap"),
         ([Box("w", (0, 0), (4, 4)), Box("w", (0, 0), (4, 4))], "overlap"),
         ([Box("w", (0, 0), (4, 5))], r"w\[0:4, 0:5\] lies outside its tensor, of shape \[4, 4\]"),
         ([Box("w", (0,), (4,))], "lies outside"),
-        ([Box("w", (0, 0), (4, 4)), Box("v", (0,), (1,))], "v is no tensor of the model"),
+        ([Box("w", (0, 0), (4, 4)), Box("v", (0,), (1,))], "v is not a tensor of the model"),
     ],
 )
 def test_a_hole_a_double_and_a_stranger_are_named(boxes, message):

@@ -121,8 +121,8 @@ def test_a_missing_driver_is_named_with_its_package():
 @pytest.mark.parametrize(
     ("root", "message"),
     [
-        ("nothing://bucket/run", "nothing://bucket/run is no folder that can be used"),
-        ("gs://", "gs:// names no folder"),
+        ("nothing://bucket/run", "nothing://bucket/run cannot be used as a folder"),
+        ("gs://", "gs:// does not name a folder"),
     ],
 )
 def test_a_url_that_is_none_is_refused(root, message):
@@ -174,5 +174,5 @@ def test_an_incomplete_checkpoint_is_refused_before_anything_starts(root):
     save(root, 4, make_values(4))
     leave_incomplete(root, 7)
     check_complete(*split_path(f"{root}/step_4"))
-    with pytest.raises(ValueError, match=r"step_7 is no complete checkpoint.*the newest complete one is .*step_4"):
+    with pytest.raises(ValueError, match=r"step_7 is not a complete checkpoint.*the newest complete one is .*step_4"):
         check_complete(*split_path(f"{root}/step_7"))

@@ -49,7 +49,7 @@ def test_a_flipped_bit_is_found(damaged):
     data = bytearray(folder.read(name))
     data[-3] ^= 4
     folder.replace(name, bytes(data))
-    assert f"{name} has changed, its checksum is not" in str(refusal(latest(root)))
+    assert f"{name} has changed since it was written, its checksum differs" in str(refusal(latest(root)))
 
 
 def test_a_missing_file_is_found(damaged):
@@ -203,7 +203,7 @@ def test_the_folder_of_all_checkpoints_is_no_checkpoint(root, ending):
     save(root, 1, make_values(1))
     save(root, 12, make_values(2))
     with pytest.raises(
-        ValueError, match=r"is no checkpoint, whose folder is called step_N; the newest in it is .*/step_12$"
+        ValueError, match=r"is not a checkpoint, whose folder is called step_N; the newest in it is .*/step_12$"
     ):
         open_checkpoint(root + ending)
     assert open_checkpoint(latest(root) + ending).step == 12
@@ -212,8 +212,8 @@ def test_the_folder_of_all_checkpoints_is_no_checkpoint(root, ending):
 def test_a_path_without_a_checkpoint_is_refused(root):
     """A typing error must not start a run anew."""
     with pytest.raises(
-        ValueError, match=r"step_3 is no complete checkpoint, it has no manifest\.json; none is complete"
+        ValueError, match=r"step_3 is not a complete checkpoint, it has no manifest\.json; none is complete"
     ):
         open_checkpoint(f"{root}/step_3")
-    with pytest.raises(ValueError, match=r"nowhere is no checkpoint, whose folder is called step_N$"):
+    with pytest.raises(ValueError, match=r"nowhere is not a checkpoint, whose folder is called step_N$"):
         open_checkpoint("nowhere")

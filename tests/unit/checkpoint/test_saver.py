@@ -85,7 +85,9 @@ def test_files_without_a_manifest_are_no_checkpoint(root):
     save(root, 3, make_values(1))
     save_rank(root, 1, 6, make_values(2), attempt="a")
     assert latest(root).endswith("step_3")
-    with pytest.raises(ValueError, match=r"step_6 is no complete checkpoint, .* the newest complete one is .*step_3"):
+    with pytest.raises(
+        ValueError, match=r"step_6 is not a complete checkpoint, .* the newest complete one is .*step_3"
+    ):
         open_checkpoint(latest(root).replace("step_3", "step_6"))
 
 
@@ -140,7 +142,7 @@ def test_a_token_that_is_no_file_name_is_refused(tmp_path, attempt):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda parts: parts[1:], r"master embed: 0 of 78 elements are there"),
+        (lambda parts: parts[1:], r"master embed: 0 of 78 elements are present"),
         (lambda parts: [*parts, parts[0]], r"master embed\[0:13, 0:6\] and embed\[0:13, 0:6\] overlap"),
         (
             lambda parts: [*parts, Part("m", Box("w", (0,), (1,)), torch.ones(1))],
@@ -302,7 +304,7 @@ def test_a_run_that_ends_waits_for_nobody(tmp_path):
     saver.save(1, whole(make_values(1)), {}, FULL_SHAPES, "a")
     saver.stop()
     started = time.monotonic()
-    with pytest.raises(SaveError, match="the run ends"):
+    with pytest.raises(SaveError, match="the run is ending"):
         saver.wait()
     assert time.monotonic() - started < 5
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgrpo.config import ConfigError, LossConfig, from_values, load_file, parse, to_yaml
-from mgrpo.config.derived import derive
+from mgrpo.config.derived import layout_of
 from mgrpo.config.dump import derived_lines
 from mgrpo.config.fields import flat, settings
 from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
@@ -247,7 +247,7 @@ def test_other_names_mean_what_they_mean_there(given, expected):
     ],
 )
 def test_the_batch_of_trl_becomes_prompts_and_mini_batches(given, ranks, prompts, parts):
-    """A wrong number here trains with another batch size or another number of optimizer steps, and nobody sees it."""
+    """A wrong number would silently train with another batch size or another number of optimizer steps."""
     config = from_values(given, world_size=ranks)
     assert (config.rollout.num_unique_prompts_rollout, config.algorithm.num_mini_batches) == (prompts, parts)
     # TRL's bnpo averages over the sequences of one device.
@@ -289,7 +289,7 @@ def test_the_batch_holds_for_the_ranks_it_was_computed_for(model):
     ],
 )
 def test_replicas_become_ranks_that_share_a_parameter(model, given, ranks, degree):
-    """Too few would not hold the model, too many would send it over the slow links the script wants to spare."""
+    """Too few ranks could not hold the model, too many would send it over the slow links that the script avoids."""
     config = from_values(model | {"deepspeed_stage": 3} | given, world_size=ranks)
     assert config.parallel.fsdp_shard_degree == degree
     assert problems(config, world_size=ranks) == []
@@ -324,17 +324,17 @@ def test_a_share_that_cannot_be_had_is_told(model):
     assert from_values({"deepspeed_zpg": 8}).notes == ()
     (note,) = from_values({"activation_memory_budget": 0.7}).notes
     assert note.startswith(
-        "activation_memory_budget -> recompute_granularity (selective); 1: none; from 0.5 on selective"
+        "activation_memory_budget -> recompute_granularity (selective); 1: none; 0.5 or more: selective"
     )
     (note,) = from_values({"cp_strategy": "zig_zag"}).notes
-    assert note.endswith("each rank always has an early and a late stretch of a sequence, in zig-zag order")
+    assert note.endswith("each rank always holds an early and a late part of a sequence, in zig-zag order")
     assert from_values({"fsdp_config": {"version": 2}}).notes == ("fsdp_config has no effect without fsdp",)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"generation_batch_size": 8, "steps_per_generation": 2}, "say the same thing twice; give one of them"),
+        ({"generation_batch_size": 8, "steps_per_generation": 2}, "say the same; give one of them"),
         # (24 % 8) x 4 is 0, but 24 is not a multiple of 8 x 4.
         (
             {"generation_batch_size": 24, "per_device_train_batch_size": 8, "world_size": 4},
@@ -375,7 +375,7 @@ def test_a_share_that_cannot_be_had_is_told(model):
         ),
         (
             {"fsdp": "no_shard"},
-            "fsdp=no_shard is refused: choose from full_shard, shard_grad_op, hybrid_shard; zero_stage=0",
+            "fsdp=no_shard is refused: choose from full_shard, shard_grad_op, hybrid_shard; use zero_stage=0",
         ),
         (
             {"fsdp": "full_shard offload"},
@@ -395,7 +395,7 @@ def test_a_share_that_cannot_be_had_is_told(model):
         ),
         ({"loss_type": "cispo"}, "loss_type=cispo needs epsilon_high"),
         ({"loss_type": "cispo", "epsilon": 0.2}, "--epsilon_high 5.0"),
-        ({"max_prompt_length": None}, "max_prompt_length=none: a length needs a bound here"),
+        ({"max_prompt_length": None}, "max_prompt_length=none is refused: a length needs a limit here"),
         ({"max_steps": 10}, "max_steps=10 is refused: tools and environments do not exist yet"),
         ({"num_train_epochs": 3}, "set total_episodes to passes x rows x num_samples_per_prompt_rollout"),
         (
@@ -408,7 +408,7 @@ def test_a_share_that_cannot_be_had_is_told(model):
         ),
         (
             {"vllm_importance_sampling_cap": 2, "vllm_importance_sampling_clip_max": 3},
-            "vllm_importance_sampling_cap=2 and vllm_importance_sampling_clip_max=3 are one setting",
+            "vllm_importance_sampling_cap=2 and vllm_importance_sampling_clip_max=3 are the same setting",
         ),
         ({"vllm_mode": "colocated"}, "vllm_mode must be one of server, colocate, got 'colocated'"),
         ({"importance_sampling_level": "word"}, "importance_sampling_level must be one of token, sequence"),
@@ -424,18 +424,18 @@ def test_what_the_other_trainer_refuses_is_refused_in_its_words(given, words):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"epsilon": 0.3, "clip_lower": 0.2}, "epsilon means clip_lower=0.3, but clip_lower=0.2 is given, too"),
+        ({"epsilon": 0.3, "clip_lower": 0.2}, "epsilon means clip_lower=0.3, but clip_lower=0.2 is given"),
         ({"num_generations": 8, "num_samples_per_prompt_rollout": 4}, "num_generations means"),
-        ({"num_generations": 8, "number_samples_per_prompt": 4}, "but num_generations means 8, too"),
+        ({"num_generations": 8, "number_samples_per_prompt": 4}, "but num_generations means 8"),
         ({"loss_type": "sapo", "policy_loss": "cispo"}, "loss_type means policy_loss=sapo"),
         ({"loss_type": "sapo", "loss_fn": "dapo"}, "loss_type means policy_loss=sapo, but loss_fn means ppo_clip"),
         ({"loss_type": "grpo", "masked_mean_axis": None}, "masked_mean_axis means aggregation=token"),
         ({"max_completion_length": 9, "response_length": 8}, "max_completion_length means response_length=9"),
         ({"deepspeed_stage": 2, "zero_stage": 1}, "deepspeed_stage means zero_stage=2"),
-        ({"deepspeed_stage": 2, "fsdp": "full_shard"}, "fsdp means zero_stage=3, but deepspeed_stage means 2, too"),
+        ({"deepspeed_stage": 2, "fsdp": "full_shard"}, "fsdp means zero_stage=3, but deepspeed_stage means 2"),
         (
             {"gradient_checkpointing": True, "activation_memory_budget": 0.5},
-            "activation_memory_budget means recompute_granularity=selective, but gradient_checkpointing means full, too",
+            "activation_memory_budget means recompute_granularity=selective, but gradient_checkpointing means full",
         ),
         (
             {"gradient_checkpointing": True, "recompute_granularity": "selective"},
@@ -502,7 +502,7 @@ def test_a_flag_names_the_preset_before_the_file_does(tmp_path):
 
 
 def test_flags_with_trl_batch_names_win_over_a_saved_file(tmp_path):
-    """config.yaml of a run holds every setting, so a flag must win over its prompts and mini-batches, too."""
+    """config.yaml of a run holds every setting, so a flag must also override its prompts and mini-batches."""
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(from_values({})))
     flags = ["--num_generations", "8", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "4"]
@@ -557,15 +557,15 @@ def test_an_open_instruct_denominator_wins_over_a_trl_preset():
     assert from_values({"preset": "trl_seed", "loss_denominator": "9"}).loss.constant == 9.0
 
 
-def test_each_alias_is_told_once_with_its_value():
-    """A translation that is not told cannot be checked by the one who knows what was meant."""
+def test_each_alias_is_noted_once_with_its_value():
+    """A translation that is not reported cannot be checked by the user."""
     config = from_values({"epsilon": 0.3, "num_iterations": 2, "sequence_parallel_size": 1, "max_prompt_length": 99})
     assert config.notes == (
         "num_iterations -> num_epochs (2)",
         "epsilon -> clip_lower (0.3), clip_higher (0.3)",
-        "sequence_parallel_size -> context_parallel_size (1); Ulysses: ranks that share each sequence, and exchange it for "
-        "heads: a2a, which the heads of a tensor rank must divide by; cp_comm_type=all_gather has no such rule. Not "
-        "sequence_parallel, which splits activations over tensor ranks",
+        "sequence_parallel_size -> context_parallel_size (1); Ulysses: ranks that share each sequence and exchange it for "
+        "heads (a2a), of which each tensor rank needs a multiple of this; cp_comm_type=all_gather has no such rule. Not "
+        "sequence_parallel, which splits activations across tensor ranks",
         "max_prompt_length -> max_prompt_token_length (99), overlong_prompt_policy (truncate_left); longer prompts are cut "
         "from the left, as in TRL",
     )
@@ -620,10 +620,10 @@ def test_what_follows_from_the_settings_is_computed_in_one_place():
             "additive_format_reward": True,
         }
     )
-    found = derive(config, world_size=8)
-    assert (found.data_parallel_size, found.batch_size, found.completions_per_optimizer_step) == (4, 40, 14)
-    assert (found.num_training_steps, found.num_optimizer_steps) == (10, 60)
-    assert (found.max_model_length, found.max_possible_score, found.run_name) == (512, 11.0, "grpo__1")
+    assert (layout_of(config, 8).data, config.batch_size, config.completions_per_optimizer_step) == (4, 40, 14)
+    assert (config.num_training_steps, config.num_optimizer_steps) == (10, 60)
+    assert (config.max_model_length, config.reward.max_possible_score) == (512, 11.0)
+    assert config.experiment.run_name == "grpo__1"
     assert "# num_optimizer_steps: 60\n" in derived_lines(config, world_size=8)
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import typing
 from pathlib import Path
 
 import pytest
 
 from mgrpo.config import ConfigError, from_values, load_file
-from mgrpo.config.docs import to_markdown
-from mgrpo.config.fields import alternatives, settings
-from mgrpo.config.peers.names import SECTIONS, accepted, table
-from mgrpo.config.peers.translate import COMPUTED
-from mgrpo.config.resolve import shown
+from mgrpo.config.fields import alternatives, settings, shown
+from mgrpo.config.peers.names import accepted, sections, table
+from tools.docs.settings import to_markdown
 
 ROOT = Path(__file__).parents[3]
 
@@ -142,14 +141,14 @@ def test_a_refused_name_says_why_and_what_to_give(name):
             refused += err.problems
     assert refused, f"every sample of {name} is accepted"
     assert all(sentence.startswith(f"{name}=") for sentence in refused)
-    assert any(entry.note in sentence for sentence in refused)
+    assert any(entry.sentence in sentence for sentence in refused)
     assert all("leave it out" in sentence for sentence in refused)
 
 
-@pytest.mark.parametrize("name", [name for name, entry in accepted().items() if entry.plain])
+@pytest.mark.parametrize("name", [name for name, entry in accepted().items() if entry.neutral])
 def test_a_value_that_asks_for_nothing_is_accepted_in_silence(name):
     """Scripts spell out defaults: `--use_peft False` must not be refused, nor cost a line."""
-    for value in table()[name].plain:
+    for value in table()[name].neutral:
         config = from_values({name: value} if value != () else {name: []})
         assert config.notes == ()
         assert config == from_values({})
@@ -157,33 +156,43 @@ def test_a_value_that_asks_for_nothing_is_accepted_in_silence(name):
 
 @pytest.mark.parametrize("name", [name for name, entry in accepted().items() if entry.status == "no effect"])
 def test_a_name_without_effect_changes_nothing_and_says_so(name):
-    """An ignored flag that nobody mentions is a run that its owner misunderstands."""
+    """A run that silently ignores a flag is misunderstood by its owner."""
     for text in texts(table()[name].type):
         config = from_values({name: text})
         assert config == from_values({})
-        assert config.notes in ((), (f"{name} has no effect: {table()[name].note}",))
+        assert config.notes in ((), (f"{name} has no effect: {table()[name].sentence}",))
 
 
 def test_every_alias_sets_settings_and_is_translated():
-    """An alias that nobody translates would be accepted and lost."""
-    aliases = {name for name, entry in table().items() if entry.status == "alias"}
-    assert aliases >= COMPUTED
-    for name in aliases:
-        assert table()[name].to and set(table()[name].to) <= settings().keys()
-        assert name in COMPUTED or len(table()[name].to) == 1
+    """An alias without a translation would be accepted and lost."""
+    for name, entry in table().items():
+        if entry.status not in ("alias", "translated"):
+            continue
+        assert entry.targets and set(entry.targets) <= settings().keys(), name
+        assert entry.status == "translated" or len(entry.targets) == 1, name
+        assert any(map(is_understood, itertools.repeat(name), texts(entry.setting.type))), name
+
+
+def is_understood(name, text):
+    """Whether the value changes a setting, or is answered with a note or a problem."""
+    try:
+        config = from_values({name: text})
+    except ConfigError:
+        return True
+    return config != from_values({}) or config.notes != ()
 
 
 def test_every_name_has_one_status_and_a_section():
     """docs/config.md is made of the table: a name in two places would be explained twice, and differently."""
     assert not table().keys() & settings().keys()
-    assert {entry.section for entry in accepted().values()} <= set(SECTIONS)
+    assert {entry.section for entry in accepted().values()} <= set(sections())
     for entry in table().values():
-        assert entry.note or entry.to
-        assert not entry.note.endswith(".")
+        assert entry.sentence or entry.targets
+        assert not entry.sentence.endswith(".")
 
 
 def test_the_page_of_settings_is_current():
-    """A page that lags behind sends users after settings that are gone. `python -m mgrpo.config.docs > docs/config.md`"""
+    """A page that lags behind sends users after settings that are gone. `python -m tools.docs.settings > docs/config.md`"""
     page = (ROOT / "docs/config.md").read_text()
     assert page == to_markdown()
     assert all(page.count(f"\n| `{name}` |") >= 1 for name in accepted())

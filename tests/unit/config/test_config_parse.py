@@ -24,7 +24,7 @@ def problems_of(argv):
 
 
 def test_an_empty_command_line_gives_the_defaults():
-    """A default that exists in two places would differ between the Python door and the command line."""
+    """A default that exists in two places could differ between Python and the command line."""
     assert parse([]) == Config()
     assert parse([]).provenance == Config().provenance
 
@@ -48,7 +48,7 @@ def test_every_spelling_of_true_turns_a_switch_on(text):
 @pytest.mark.parametrize("text", ["false", "False", "0", "no"])
 def test_every_spelling_of_false_turns_a_switch_off(text):
     """`bool("False")` is true: the classic way to train with an option one has turned off."""
-    assert parse([f"--load_ref_policy={text}"]).model.load_ref_policy is False
+    assert parse([f"--save_final={text}"]).checkpoint.save_final is False
 
 
 @pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("true", True), ("0", False)])
@@ -65,7 +65,7 @@ def test_lists_take_words_or_commas():
 
 
 def test_a_list_in_yaml_keeps_the_spelling_of_its_words(tmp_path):
-    """1.0 is a whole dataset and 1 is one row: read as numbers they could not be told apart safely."""
+    """1.0 is a whole dataset and 1 is one row: read as numbers they could not be distinguished."""
     path = file_of(
         tmp_path, "dataset_mixer_list: [a.jsonl, 1.0, b.jsonl, 1]\ndataset_mixer_eval_list:\n- 'c,d.jsonl'\n- 0.50\n"
     )
@@ -136,7 +136,7 @@ def test_the_error_lists_one_problem_a_line():
         (["--seed", "true"], "seed must be a whole number"),
         (["--seed", "inf"], "seed must be a whole number"),
         (["--temperature", "true"], "temperature must be a number"),
-        (["--load_ref_policy", "maybe"], "load_ref_policy must be true or false, got 'maybe'"),
+        (["--save_final", "maybe"], "save_final must be true or false, got 'maybe'"),
         (["--sequence_parallel", "maybe"], "sequence_parallel must be true or false or auto"),
         (["--kl_estimator", "4"], "kl_estimator must be one of 0, 1, 2, 3, got '4'"),
         (["--model_dtype", "float16"], "model_dtype must be one of bfloat16, float32, got 'float16'"),
@@ -169,7 +169,7 @@ def test_a_mistake_on_the_command_line_is_named(argv, words):
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path, text, words):
-    """A file that is half understood trains something nobody asked for."""
+    """A file that is half understood would train something else."""
     assert words in "\n".join(problems_of([file_of(tmp_path, text)]))
 
 
@@ -210,7 +210,7 @@ def test_the_dump_names_every_setting_once():
 
 
 def test_python_values_follow_the_same_rules():
-    """The Python door must refuse what the command line refuses, all at once."""
+    """Python values must be refused as on the command line, with all problems at once."""
     assert from_values({"beta": 0, "dataset_mixer_list": ("a", 1.0)}).data.dataset_mixer_list == ("a", "1.0")
     with pytest.raises(ConfigError) as caught:
         from_values({"sed": 1, "beta": {}, "seed": 1.5})
@@ -225,7 +225,7 @@ def test_every_field_has_a_docstring_for_help():
 
 
 def test_help_is_grouped_and_shows_meaning_type_and_default(capsys):
-    """Some seventy flags in one heap, or with `%` breaking the formatter, help nobody."""
+    """An unsorted list of some two hundred flags would not help."""
     with pytest.raises(SystemExit) as stop:
         parse(["--seed", "wrong", "--help"], prog="mgrpo train")
     assert stop.value.code == 0
@@ -246,11 +246,10 @@ def test_a_percent_sign_in_a_docstring_does_not_break_help(monkeypatch):
 def test_help_and_validation_import_nothing_heavy():
     """`mgrpo --help` must answer at once, and Ray must be able to start before torch is imported."""
     program = (
-        "import sys, mgrpo.config, mgrpo.config.validate, mgrpo.telemetry.metrics, mgrpo.telemetry.progress, "
-        "mgrpo.telemetry.curve\n"
+        "import sys, mgrpo.config, mgrpo.config.validate, mgrpo.telemetry.metrics, mgrpo.telemetry.progress\n"
         "from mgrpo.config.help import help_text\n"
         "help_text()\n"
-        "heavy = {'torch', 'ray', 'transformers', 'vllm', 'megatron', 'numpy', 'rich', 'tensorboard', 'matplotlib'}\n"
+        "heavy = {'torch', 'ray', 'transformers', 'vllm', 'megatron', 'numpy', 'rich', 'tensorboard'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

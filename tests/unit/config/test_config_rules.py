@@ -51,7 +51,11 @@ RULES = [
     ("R3", {"keep_last_n_checkpoints": -2}, "keep_last_n_checkpoints=-2 must be at least -1"),
     ("R5", {"load_ref_policy": False}, "beta=0.05 needs the reference model, but load_ref_policy=false"),
     ("R5", {"load_ref_policy": False, "beta": 0, "log_ref_kl": True}, "log_ref_kl=true needs the reference model"),
-    ("R5", {"ref_policy_update_freq": 4, "beta": 0}, "ref_policy_update_freq=4 updates a reference model that beta=0"),
+    (
+        "R5",
+        {"ref_policy_update_freq": 4, "beta": 0},
+        "ref_policy_update_freq=4 updates a reference model, which is not loaded",
+    ),
     ("sync", {"sync_ref_model": True, "beta": 0}, "(ref_policy_update_freq was given as sync_ref_model)"),
     ("R6", {"pack_length": 511}, "pack_length=511 cannot hold max_prompt_token_length 256 + response_length 256"),
     ("R7", {"num_samples_per_prompt_rollout": 0}, "num_samples_per_prompt_rollout=0 must be at least 1"),
@@ -63,7 +67,7 @@ RULES = [
     (
         "R7",
         {"num_samples_per_prompt_rollout": 1, "num_unique_prompts_rollout": 1, "filter_zero_std_samples": False},
-        "num_samples_per_prompt_rollout=1 is compared with the batch's mean, but num_unique_prompts_rollout=1",
+        "num_samples_per_prompt_rollout=1 compares completions within the batch, but num_unique_prompts_rollout=1",
     ),
     (
         "R8",
@@ -172,7 +176,7 @@ RULES = [
     (
         "R34",
         {"policy_loss": "vespo", "use_rho_correction": True, "rho_level": "sequence_sum"},
-        "policy_loss=vespo takes rho of each token into its own weight, got rho_level=sequence_sum",
+        "policy_loss=vespo includes the rho of each token in its own weight, got rho_level=sequence_sum",
     ),
     ("R12", {"eval_top_p": 0}, "eval_top_p=0.0 must be in (0, 1]"),
     ("greedy", {"eval_temperature": 0, "eval_pass_at_k": 4}, "4 samples of eval_temperature=0 are all the same"),
@@ -211,7 +215,7 @@ RULES = [
 
 @pytest.mark.parametrize(("rule", "values", "words"), RULES, ids=[f"{rule}-{i}" for i, (rule, *_) in enumerate(RULES)])
 def test_a_rule_fires_on_its_mistake_alone(model, rule, values, words):
-    """Each of these would fail hours later, or train something that nobody asked for."""
+    """Each of these would fail hours later, or train something that was not asked for."""
     found = found_in(model, values)
     assert len(found) == 1, found
     assert words in found[0]
@@ -272,7 +276,7 @@ def test_weights_are_counted_against_the_functions(model):
 def test_a_batch_smaller_than_the_ranks_is_refused(model):
     """Ranks without a completion would train on nothing in every step."""
     (found,) = found_in(model, {"num_unique_prompts_rollout": 2, "num_samples_per_prompt_rollout": 2}, world_size=8)
-    assert found.startswith("4 completions a step")
+    assert found.startswith("4 completions per step")
 
 
 def test_shared_prompts_and_context_parallel_ranks_are_refused_together(model):

@@ -26,7 +26,7 @@ from mgrpo.config.validate import problems, warnings
     ],
 )
 def test_states_go_where_the_run_was_told(given, root):
-    """A run that saves in one place and looks for its states in another starts anew at every resume."""
+    """A run that saves in one place and looks for its states in another would start afresh at every resume."""
     assert state_root(from_values(given)) == root
 
 
@@ -44,13 +44,13 @@ def test_states_go_where_the_run_was_told(given, root):
     ],
 )
 def test_trl_says_true_or_a_path(given, resume):
-    """`--resume_from_checkpoint False` stands in many scripts, and is no path."""
+    """Many scripts contain `--resume_from_checkpoint False`, which is not a path."""
     assert from_values({"resume_from_checkpoint": given}).checkpoint.resume == resume
 
 
 def test_two_words_for_resuming_must_agree():
-    """One of them would be ignored, and the run might start anew."""
-    with pytest.raises(ConfigError, match="resume_from_checkpoint means resume=auto, but resume=never is given, too"):
+    """One of them would be ignored, and the run might start afresh."""
+    with pytest.raises(ConfigError, match="resume_from_checkpoint means resume=auto, but resume=never is given"):
         from_values({"resume": "never", "resume_from_checkpoint": True})
     assert from_values({"resume": "never", "resume_from_checkpoint": False}).checkpoint.resume == "never"
 
@@ -89,12 +89,12 @@ def test_a_state_to_resume_from_is_judged_by_its_path(tmp_path, monkeypatch, res
         ({"checkpoint_async": True}, "checkpoint_async=true has no effect without checkpoint_state_freq above 0"),
         (
             {"checkpoint_state_freq": 5, "checkpoint_state_dir": "a", "gs_checkpoint_state_dir": "gs://b/c"},
-            "checkpoint_state_dir=a is not used, training states go to gs_checkpoint_state_dir=gs://b/c",
+            "checkpoint_state_dir=a is ignored, because training states are written to gs_checkpoint_state_dir=gs://b/c",
         ),
     ],
 )
 def test_what_has_no_effect_is_said(given, words):
-    """Whoever set it believes that it has one."""
+    """Its user would believe that it has an effect."""
     (found,) = warnings(from_values(given), world_size=1)
     assert found == words
 

@@ -7,8 +7,9 @@ import typing
 import pytest
 
 from mgrpo.config import Config, ConfigError, from_values
+from mgrpo.config.derived import layout_of
 from mgrpo.config.fields import alternatives, build, flat, settings
-from mgrpo.config.validate import check, layout_of, problems, warnings
+from mgrpo.config.validate import check, problems, warnings
 from mgrpo.layout import Layout
 
 SMALL = {"num_attention_heads": 9, "num_key_value_heads": 3}
@@ -140,7 +141,7 @@ def test_one_mistake_makes_one_sentence(model):
 
 
 def test_a_caller_with_its_own_data_and_rewards_needs_neither(model):
-    """The Python door takes a dataset and reward functions directly."""
+    """In Python a dataset and reward functions are passed directly."""
     values = {"dataset_mixer_list": [], "apply_verifiable_reward": False}
     assert len(problems_of(model, values)) == 2
     assert problems_of(model, values, has_dataset=True, num_reward_funcs=1) == []
@@ -294,16 +295,16 @@ def test_the_layout_follows_the_parallel_section():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"dataset_mixer_list": ["a", "1"]}, "amount 1 of a is a single row; 1.0 is the whole dataset"),
-        ({"warmup_ratio": 0.1, "warm_up_steps": 5}, "warm_up_steps=5 is not used"),
+        ({"dataset_mixer_list": ["a", "1"]}, "amount 1 of a means a single row; 1.0 is the whole dataset"),
+        ({"warmup_ratio": 0.1, "warm_up_steps": 5}, "warm_up_steps=5 is ignored"),
         ({"vllm_num_engines": 17}, "without work"),
         (
             {"num_mini_batches": 16, "num_samples_per_prompt_rollout": 1, "filter_zero_std_samples": False},
-            "16 completions a step in num_mini_batches=16 parts leave some of 2",
+            "16 completions per step in num_mini_batches=16 parts leave some of 2",
         ),
         ({"learning_rate": 1e-5}, "learning_rate=1e-05 is high"),
         ({"delta": 1.1}, "delta=1.1 is not above 1 + clip_higher = 1.2"),
-        ({"aggregation": "luspo"}, "aggregation=luspo is made for ratio_level=sequence, got token"),
+        ({"aggregation": "luspo"}, "aggregation=luspo is meant for ratio_level=sequence, got token"),
         (
             {"num_samples_per_prompt_rollout": 1, "filter_zero_std_samples": False},
             "the baseline is the mean of the batch",
@@ -349,9 +350,9 @@ def test_the_layout_follows_the_parallel_section():
                 "num_samples_per_prompt_rollout": 1,
                 "filter_zero_std_samples": False,
             },
-            "interleaved stages take that many at a time, so the rest are empty",
+            "interleaved stages take that many at a time, so some are empty",
         ),
-        ({"tensor_model_parallel_size": 2, "num_learners_per_node": [1, 1]}, "some matrices are shared across nodes"),
+        ({"tensor_model_parallel_size": 2, "num_learners_per_node": [1, 1]}, "some matrices are split across nodes"),
         (
             {
                 "pipeline_model_parallel_size": 2,
@@ -359,7 +360,7 @@ def test_the_layout_follows_the_parallel_section():
                 "num_samples_per_prompt_rollout": 1,
                 "filter_zero_std_samples": False,
             },
-            "16 completions a step make fewer micro-batches than pipeline_model_parallel_size=2",
+            "16 completions per step make fewer micro-batches than pipeline_model_parallel_size=2",
         ),
     ],
 )
@@ -413,7 +414,7 @@ def test_settings_that_need_reward_functions_or_must_not_have_them():
     penalty = from_values({"non_stop_penalty": True, "model_name_or_path": "m"})
     assert warnings(penalty, world_size=1) == []
     (found,) = warnings(penalty, world_size=1, num_reward_funcs=1)
-    assert found == "reward functions of the caller's replace non_stop_penalty"
+    assert found == "the caller's reward functions replace non_stop_penalty"
     solved = from_values({"no_resampling_pass_rate": 0.9, "model_name_or_path": "m"})
     assert not any("no_resampling" in problem for problem in problems(solved, **context))
     assert any("no_resampling_pass_rate=0.9" in problem for problem in problems(solved, **context, num_reward_funcs=1))
@@ -443,11 +444,11 @@ def test_functions_replace_all_that_only_verifiers_read():
     for own in (replaced | kept, kept | functions):
         (found,) = warnings(from_values(own), world_size=1, num_reward_funcs=1)
         expected = names if "verifier_modules" in own else "reward_funcs"
-        assert found == f"reward functions of the caller's replace {expected}"
+        assert found == f"the caller's reward functions replace {expected}"
 
 
 def test_every_section_of_the_schema_is_a_dataclass_of_defaults():
-    """`Config()` must exist: tests, tools and the Python door start from it."""
+    """`Config()` must exist: tests, tools and Python users start from it."""
     for section in typing.get_type_hints(Config).values():
         section()
     assert set(flat(Config())) == set(settings())

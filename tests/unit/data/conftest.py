@@ -64,6 +64,21 @@ def settings(tmp_path: Path) -> Callable[..., Data]:
 
 
 @pytest.fixture
+def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of every source is kept in the cache."""
+    monkeypatch.setattr("mgrpo.data.sources._KEPT_BYTES", 0)
+    monkeypatch.setattr("mgrpo.data.sources._KEPT_ROWS", 0)
+
+
+@pytest.fixture(params=["small", "large"])
+def size(request: pytest.FixtureRequest) -> str:
+    """Whether the check of every source is kept in the cache."""
+    if request.param == "large":
+        request.getfixturevalue("all_are_large")
+    return request.param
+
+
+@pytest.fixture
 def write(tmp_path: Path) -> Callable[..., str]:
     """Writes rows to a JSONL file of the test's folder."""
 

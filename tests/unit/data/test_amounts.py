@@ -41,7 +41,7 @@ def test_amounts_with_a_point_are_shares_and_others_counts(amount: str, expected
 
 
 def test_the_random_rest_is_pinned() -> None:
-    """numpy promises RandomState's stream for ever; another one would be other data under the same name."""
+    """numpy promises that RandomState's stream never changes; another one would be other data under the same name."""
     assert rows("3", 10) == [8, 1, 5]
     assert rows("1.2", 5) == [0, 1, 2, 3, 4, 1]
 

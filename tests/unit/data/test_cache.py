@@ -17,10 +17,11 @@ KEY = {"content": "abc", "taken": [1, 2]}
 
 
 def build(cache: Cache, text: str = "content", key: dict = KEY) -> Path:
-    folder = cache.new_folder()
-    (folder / "a.txt").write_text(text)
-    (folder / "b.txt").write_text("more")
-    return cache.keep(folder, "rows", key)
+    def write(folder: Path) -> None:
+        (folder / "a.txt").write_text(text)
+        (folder / "b.txt").write_text("more")
+
+    return cache.make("rows", key, write)
 
 
 def names(root: Path) -> list[str]:
@@ -53,7 +54,7 @@ def test_what_is_kept_is_found_by_its_key_and_no_other(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_folder_is_not_found_and_is_replaced(tmp_path: Path, caplog, damage) -> None:
-    """A disk that was full, a machine that lost power, a byte that flipped: none may change the data without a word."""
+    """A disk that was full, a machine that lost power, a byte that flipped: none may change the data silently."""
     cache = Cache(tmp_path)
     folder = build(cache)
     damage(folder)
@@ -67,13 +68,26 @@ def test_a_damaged_folder_is_not_found_and_is_replaced(tmp_path: Path, caplog, d
 def test_of_two_that_build_the_same_the_first_is_kept(tmp_path: Path) -> None:
     """Two runs that start at once share one folder, and neither's is pulled away under the other."""
     first, second = Cache(tmp_path), Cache(tmp_path)
-    one, two = first.new_folder(), second.new_folder()
-    (one / "a.txt").write_text("x")
-    (two / "a.txt").write_text("x")
-    kept = first.keep(one, "rows", KEY)
-    inode = (kept / "a.txt").stat().st_ino
-    assert second.keep(two, "rows", KEY) == kept
-    assert (kept / "a.txt").stat().st_ino == inode and names(tmp_path) == [kept.name]
+    inodes = []
+
+    def write_while_another_does(folder: Path) -> None:
+        (folder / "a.txt").write_text("x")
+        inodes.append((build(second, "x") / "a.txt").stat().st_ino)
+
+    kept = first.make("rows", KEY, write_while_another_does)
+    assert [(kept / "a.txt").stat().st_ino] == inodes and names(tmp_path) == [kept.name]
+
+
+def test_nothing_remains_of_what_could_not_be_written(tmp_path: Path) -> None:
+    """A full disk would be fuller after every attempt."""
+
+    def write(folder: Path) -> None:
+        (folder / "a.txt").write_text("x")
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        Cache(tmp_path).make("rows", KEY, write)
+    assert names(tmp_path) == []
 
 
 BUILDER = """
@@ -84,10 +98,10 @@ for number in range(40):
     cache, key = Cache(sys.argv[1]), {"number": number}
     folder = cache.find("rows", key)
     if folder is None:
-        new = cache.new_folder()
-        for part in range(5):
-            (new / str(part)).write_text(f"{number} {part}" * 1000)
-        folder = cache.keep(new, "rows", key)
+        def write(new):
+            for part in range(5):
+                (new / str(part)).write_text(f"{number} {part}" * 1000)
+        folder = cache.make("rows", key, write)
     assert all((folder / str(part)).read_text() == f"{number} {part}" * 1000 for part in range(5))
 """
 
@@ -100,7 +114,7 @@ def test_processes_that_build_at_once_all_find_whole_folders(tmp_path: Path) -> 
 
 
 def test_skipping_finds_and_keeps_nothing(tmp_path: Path) -> None:
-    """`dataset_skip_cache` is for who does not trust the cache, or has no room for it."""
+    """`dataset_skip_cache` is for users who do not trust the cache, or have no room for it."""
     folder = build(Cache(tmp_path))
     skipping = Cache(tmp_path, skip=True)
     assert skipping.find("rows", KEY) is None
@@ -111,7 +125,7 @@ def test_skipping_finds_and_keeps_nothing(tmp_path: Path) -> None:
 
 
 def test_without_permission_to_write_the_run_goes_on(tmp_path: Path, caplog) -> None:
-    """A read-only home is no reason not to train."""
+    """A run must be able to train from a read-only home."""
     (tmp_path / "file").write_text("")
     cache = Cache(tmp_path / "file" / "cache")
     folder = build(cache)
@@ -123,10 +137,11 @@ def test_without_permission_to_write_the_run_goes_on(tmp_path: Path, caplog) -> 
 
 def test_what_killed_runs_left_is_deleted_when_it_is_old(tmp_path: Path) -> None:
     """Half-built gigabytes would pile up; a build that is under way must stay."""
-    cache = Cache(tmp_path)
-    old, new = cache.new_folder(), cache.new_folder()
+    old, new = tmp_path / "unfinished-1", tmp_path / "unfinished-2"
+    old.mkdir()
+    new.mkdir()
     os.utime(old, (time.time() - 3 * 24 * 3600,) * 2)
-    cache.new_folder()
+    build(Cache(tmp_path))
     assert not old.exists() and new.exists()
 
 

@@ -1,18 +1,15 @@
-"""Lines of files as they come: every separator, every encoding, every length; and pieces that add up to the file."""
+"""Lines of files as they come: every separator, every encoding, every length."""
 
 from __future__ import annotations
 
+import io
 import json
-from pathlib import Path
+from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mgrpo.data.checking import MOST_SHOWN, Summary, check_lines, check_records, check_task
-from mgrpo.data.pieces import jsonl_pieces
+from mgrpo.data.checking import MOST_SHOWN, Row, Summary, rows_of_lines, rows_of_records
 from mgrpo.data.rows import Contract
-from mgrpo.data.tables import Table
 
 CONTRACT = Contract()
 GOOD = {"prompt": "1+1=", "ground_truth": 2, "dataset": "integer"}
@@ -24,9 +21,13 @@ def line(**changes: object) -> bytes:
 
 def found(data: bytes) -> tuple[list[tuple[int, object]], list[tuple[int, str]]]:
     """Line and prompt of the good rows, line and error of the bad."""
-    checked = check_lines(data, first_line=1, contract=CONTRACT)
-    rows = [(number, json.loads(text)["prompt"]) for number, text in zip(checked.lines, checked.texts, strict=True)]
-    return rows, checked.summary.problems
+    rows, summary = check(rows_of_lines(io.BytesIO(data)))
+    return [(row.line, json.loads(row.text)["prompt"]) for row in rows], summary.problems
+
+
+def check(rows: Iterable[Row]) -> tuple[list[Row], Summary]:
+    summary = Summary()
+    return list(summary.good(rows, CONTRACT)), summary
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\v", "\f", "\x1c", "\r"])
@@ -95,7 +96,7 @@ def test_a_summary_knows_first_uses_and_counts_all_problems() -> None:
     """What a later start is told without reading the rows again."""
     lines = [line(dataset=["math", "gsm8k"], ground_truth=[1, 2], prompt=[{"role": "user", "content": "a"}])]
     lines += [b"oops"] * 30 + [line(level=1), line(dataset="gsm8k")]
-    summary = check_lines(b"\n".join(lines), first_line=11, contract=CONTRACT).summary
+    _, summary = check(rows_of_lines(io.BytesIO(b"\n" * 10 + b"\n".join(lines))))
     assert summary.num_rows == 3
     assert summary.verifiers == {"math": 11, "gsm8k": 11, "integer": 42}
     assert (summary.first_conversation, summary.first_text) == (11, 42)
@@ -105,51 +106,10 @@ def test_a_summary_knows_first_uses_and_counts_all_problems() -> None:
     assert Summary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
 
 
-lines_of_files = st.lists(
-    st.sampled_from([b"", b"oops", b"\r", b"\xef\xbb\xbf", line(), line(dataset="math"), line(prompt="\u2028" * 9)])
-)
-
-
-@settings(deadline=None)
-@given(lines=lines_of_files, ends=st.booleans(), piece_bytes=st.integers(1, 200))
-def test_pieces_add_up_to_the_file(tmp_path_factory, lines: list[bytes], ends: bool, piece_bytes: int) -> None:
-    """Large files are checked in pieces: a row at a border must be there once, and no number may be off."""
-    folder = tmp_path_factory.mktemp("pieces")
-    path = folder / "rows.jsonl"
-    data = b"\n".join(lines) + (b"\n" if ends else b"")
-    path.write_bytes(data)
-    whole = check_lines(data, first_line=1, contract=CONTRACT)
-    _, pieces = jsonl_pieces(path, piece_bytes=piece_bytes)
-    summary = Summary()
-    for number, piece in enumerate(pieces):
-        task = {"path": str(path), "out": str(folder / f"{number:05}.arrow"), "contract": {}, **piece}
-        summary.extend(Summary.from_json(check_task(task)))
-    table = Table.open(sorted(folder.glob("*.arrow")))
-    assert summary == whole.summary
-    assert table.numbers("line").tolist() == whole.lines
-    assert [table.value("text", row) for row in range(len(table))] == whole.texts
-    assert sum(piece["end"] - piece["start"] for piece in pieces) == len(data)
-
-
 def test_records_are_checked_as_they_will_be_read_again() -> None:
     """What was checked and what is trained on must be the same value."""
-    checked = check_records(
-        [{**GOOD, "prompt": ({"role": "user", "content": "a"},)}, {**GOOD, "dataset": {"a"}}, {**GOOD, "x": b""}],
-        first=5,
-        contract=CONTRACT,
-    )
-    assert checked.lines == [5, 7] and checked.summary.lost_columns == ["x"]
-    assert json.loads(checked.texts[0])["prompt"] == [{"role": "user", "content": "a"}]
-    assert checked.summary.problems[0][0] == 6 and "found dataset {'a'}" in checked.summary.problems[0][1]
-
-
-def test_a_table_of_a_file_holds_when_the_file_is_deleted(tmp_path: Path) -> None:
-    """A cache may be emptied while a run trains from it."""
-    (tmp_path / "rows.jsonl").write_bytes(line(prompt="a") + b"\n" + line(prompt="b") + b"\n")
-    piece = jsonl_pieces(tmp_path / "rows.jsonl")[1][0]
-    check_task({"path": str(tmp_path / "rows.jsonl"), "out": str(tmp_path / "t"), "contract": {}, **piece})
-    table = Table.open([tmp_path / "t"])
-    (tmp_path / "t").unlink()
-    assert json.loads(table.value("text", 1))["prompt"] == "b"
-    with pytest.raises(IndexError):
-        table.value("text", 2)
+    records = [{**GOOD, "prompt": ({"role": "user", "content": "a"},)}, {**GOOD, "dataset": {"a"}}, {**GOOD, "x": b""}]
+    rows, summary = check(rows_of_records(records, CONTRACT, lost_columns=["picture"]))
+    assert [row.line for row in rows] == [1, 3] and summary.lost_columns == ["picture", "x"]
+    assert json.loads(rows[0].text)["prompt"] == [{"role": "user", "content": "a"}]
+    assert summary.problems[0][0] == 2 and "found dataset {'a'}" in summary.problems[0][1]

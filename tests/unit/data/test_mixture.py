@@ -118,7 +118,7 @@ def test_settings_of_the_template_are_checked_with_the_rows(settings, write, tmp
         ),
         (chat, {"system_prompt_override_file": "gone.txt"}, r"system_prompt_override_file=gone\.txt cannot be read"),
         (chat, {"system_prompt_override_file": str(tmp_path / "empty.txt")}, "is empty; expected the system prompt"),
-        (chat, {"chat_template_kwargs": "{enable"}, "chat_template_kwargs={enable is no JSON"),
+        (chat, {"chat_template_kwargs": "{enable"}, "chat_template_kwargs={enable is not JSON"),
         (chat, {"chat_template_kwargs": "[1]"}, r"chat_template_kwargs=\[1\]; expected a JSON object"),
         (chat, {"chat_template_kwargs": '{"tokenize": true}'}, "chat_template_kwargs has tokenize"),
     ):
@@ -141,18 +141,15 @@ print(len(train), sorted({{"pyarrow", "datasets", "torch", "transformers", "rich
     assert not (tmp_path / "c").exists()
 
 
-def test_any_row_can_be_named_also_in_large_sources(settings, write) -> None:
+def test_any_row_can_be_named_also_in_large_sources(settings, write, all_are_large) -> None:
     """The cache knows lines, not paths: a file that was moved is named as it is called now."""
-    from mgrpo.data.sources import Scale
-
-    scale = Scale(num_proc=1, table_bytes=0, table_rows=0)
     rows = [*sums(4), {**sums(1)[0], "dataset": "gsm8k"}]
     for name in ("a.jsonl", "moved.jsonl"):
         path = write(name, rows)
-        train, _ = open_data(settings(path, "1.0"), scale=scale)
+        train, _ = open_data(settings(path, "1.0"))
         assert train.verifiers == {"integer": f"{path}:1", "gsm8k": f"{path}:5"}
     broken = write("broken.jsonl", [*rows, {"prompt": 1}])
     for _ in range(2):
         with pytest.raises(ValueError, match=r"broken\.jsonl:6: found prompt 1"):
-            open_data(settings(broken, "1.0"), scale=scale)
+            open_data(settings(broken, "1.0"))
     assert json.loads(Path(path).read_text().splitlines()[4])["dataset"] == "gsm8k"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +21,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from mgrpo.config.schema import Data
-from mgrpo.data import building, mixture
+from mgrpo.data import mixture
+from mgrpo.data.encoding import Cancelled, Encoder
 from mgrpo.data.mixture import open_data
 from mgrpo.data.prompt_set import PromptSet
-from mgrpo.data.sources import Scale
 from mgrpo.data.tokenizer import load_tokenizer
 from mgrpo.types import Prompt
 from tests.unit.data.conftest import CHARS, TEMPLATE, make_tokenizer, sums, user
 
-TABLES = Scale(num_proc=1, table_bytes=0, table_rows=0)
-POOL = Scale(num_proc=2, table_bytes=0, table_rows=0, pool_bytes=0, pool_rows=1)
 ANSWER = {"role": "assistant", "content": "3"}
 
 
@@ -113,7 +114,7 @@ def test_add_bos_is_for_text_prompts_too_and_never_doubles(encode) -> None:
 
 
 def test_messages_need_a_template(encode, tokenizer) -> None:
-    """A silent fallback to some other format costs accuracy that nobody can explain."""
+    """A silent fallback to some other format costs accuracy without an explanation."""
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"dataset:2 has messages: .* no chat template; pass chat_template_name none"):
         encode(rows("1", [user("1")]))
@@ -138,7 +139,7 @@ def test_longer_prompts_are_left_out_and_counted(encode, caplog) -> None:
     assert prompts.num_left_out == 1 and len(prompts) == 3
     assert [prompt.ground_truths[0] for prompt in everything(prompts)] == [0, 1, 3]
     assert prompts.lengths.tolist() == [4, 1, 1]
-    assert "1 of 4 prompts of dataset are left out, having more than 4 tokens" in caplog.text
+    assert "1 of 4 prompts of dataset are left out: they have more than 4 tokens" in caplog.text
     with pytest.raises(ValueError, match="none of 2 prompts fits max_prompt_token_length=3; the shortest has 4"):
         encode(rows("1+2=", "1+22="), max_prompt_token_length=3)
 
@@ -154,19 +155,19 @@ def test_longer_prompts_may_be_cut_to_their_last_tokens(encode, caplog) -> None:
 
 
 def test_longer_prompts_may_be_an_error(encode) -> None:
-    """For who thinks there are none."""
+    """For users who expect none."""
     fields = {"max_prompt_token_length": 4, "overlong_prompt_policy": "error"}
     assert len(encode(rows("1+2=", "1"), **fields)) == 2
     with pytest.raises(ValueError, match=r"=error forbids; the first:\n  dataset:2: 5 tokens\n  dataset:3: 6 tokens$"):
         encode(rows("1", "1+22=", "11+22="), **fields)
 
 
-def test_a_mix_keeps_its_order_and_its_repeats(settings, write, tokenizer) -> None:
+def test_a_mix_keeps_its_order_and_its_repeats(settings, write, tokenizer, size) -> None:
     """The row's index is its identity across restarts: it must depend on the mix alone."""
     a, b = write("a.jsonl", sums(4)), write("b.jsonl", sums(3, "math"))
     mix = (a, "1.5", b, "1.0", a, "2")
-    for scale in (None, TABLES):
-        train, _ = open_data(settings(*mix, dataset_skip_cache=True), scale=scale)
+    for skip in (True, False, False):
+        train, _ = open_data(settings(*mix, dataset_skip_cache=skip))
         found = [(prompt.verifiers[0], prompt.ground_truths[0]) for prompt in everything(train.encode(tokenizer))]
         # RandomState(42) chooses rows 1 and 3 of four.
         expected = [("integer", row) for row in (0, 1, 2, 3, 1, 3)] + [("math", row) for row in (0, 1, 2)]
@@ -184,8 +185,6 @@ def test_a_prompt_knows_its_source(settings, write, tokenizer) -> None:
 
 def test_any_thread_may_ask(settings, write, tokenizer) -> None:
     """Prompts are taken by the controller's thread while samples are written by another."""
-    from concurrent.futures import ThreadPoolExecutor
-
     data = settings(write("a.jsonl", sums(200)), "1.0")
     for _ in range(2):  # made, and found
         prompts = open_data(data)[0].encode(tokenizer)
@@ -244,44 +243,101 @@ def test_any_text_and_any_label_come_back_as_they_were(settings, tokenizer, cont
     assert [(p.text, p.ground_truths[0]) for p in prompts] == [(row["prompt"], row["ground_truth"]) for row in data]
 
 
-def test_processes_and_tables_make_the_same_prompts(settings, write, tokenizer, monkeypatch) -> None:
-    """Whatever the machine, the data are the data: small, large, by one process or by many, new or from the cache."""
-    monkeypatch.setattr(building, "_LEAST_TASK_ROWS", 40)
+def test_threads_batches_and_the_cache_make_the_same_prompts(settings, write, tokenizer, size, monkeypatch) -> None:
+    """Whatever the machine, the data are the data: by one thread or by many, in any batches, new or from the cache."""
     data = [
         {**row, "prompt": [user(row["prompt"])] if index % 3 else row["prompt"] * (1 + index % 9)}
         for index, row in enumerate(sums(400))
     ]
-    fields = {"max_prompt_token_length": 30}
     a, b = write("a.jsonl", data), write("b.jsonl", sums(70))
     expected = None
-    for scale, skip in ((None, True), (TABLES, False), (TABLES, False), (POOL, True)):
-        train, _ = open_data(settings(a, "0.8", b, "1.0", dataset_skip_cache=skip, **fields), scale=scale)
-        prompts = train.encode(tokenizer)
+    for num_proc, batch_rows, part, skip in (
+        (1, 1000, 64, True),
+        (1, 7, 64, False),
+        (1, 7, 64, False),
+        (4, 90, 3, True),
+    ):
+        monkeypatch.setattr("mgrpo.data.building._BATCH_ROWS", batch_rows)
+        monkeypatch.setattr("mgrpo.data.tokenizer._PART_TEXTS", part)
+        fields = {"max_prompt_token_length": 30, "dataset_skip_cache": skip, "dataset_num_proc": num_proc}
+        prompts = open_data(settings(a, "0.8", b, "1.0", **fields))[0].encode(tokenizer)
         found = [(p.tokens.tolist(), p.text, p.ground_truths, p.query, p.columns) for p in everything(prompts)]
         expected = expected or (found, prompts.statistics)
         assert (found, prompts.statistics) == expected
     assert 300 < len(expected[0]) < 390
 
 
-def test_a_bad_row_in_a_worker_is_named_like_any_other(settings, write, tokenizer, monkeypatch) -> None:
-    """The error must not depend on the number of processes."""
-    monkeypatch.setattr(building, "_LEAST_TASK_ROWS", 5)
-    a, b = write("a.jsonl", sums(12)), write("b.jsonl", [*sums(6), {**sums(1)[0], "prompt": "<bos>1"}])
-    train, _ = open_data(settings(a, "1.0", b, "1.0", add_bos=True), scale=POOL)
-    with pytest.raises(ValueError, match=r"1 of 19 rows cannot be made prompts:\n  .*b\.jsonl:7: add_bos=true would"):
-        train.encode(tokenizer)
+def test_long_rows_are_encoded_few_at_once(settings, write, tokenizer, monkeypatch) -> None:
+    """A thousand rows of a megabyte would be in memory several times."""
+    sizes: list[int] = []
+    encode = Encoder.__call__
+    monkeypatch.setattr(Encoder, "__call__", lambda self, records: sizes.append(len(records)) or encode(self, records))
+    monkeypatch.setattr("mgrpo.data.building._BATCH_CHARS", 10_000)
+    rows = [{**row, "note": "x" * 2000} for row in sums(40)]
+    train, _ = open_data(settings(write("a.jsonl", rows), "1.0"))
+    assert len(train.encode(tokenizer)) == 40
+    assert sum(sizes) == 40 and 1 <= max(sizes) <= 5
+
+
+def test_data_are_prepared_beside_running_threads(settings, write, tokenizer, monkeypatch) -> None:
+    """Rank 0 runs Ray and threads that hold locks: a fork of it could wait forever for one that is never released."""
+    is_done, forks = threading.Event(), []
+    os.register_at_fork(before=lambda: is_done.is_set() or forks.append(1))
+    for name in ("Popen", "run"):
+        monkeypatch.setattr(subprocess, name, lambda *_, **__: pytest.fail("a program was started"))
+
+    def keep_logging() -> None:
+        while not is_done.is_set():
+            logging.getLogger("beside").debug("x")
+
+    threads = [threading.Thread(target=keep_logging) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        asked = rows(*[[user(str(index % 10))] for index in range(3000)])
+        train, _ = open_data(settings(write("a.jsonl", asked), "1.0", dataset_num_proc=4))
+        with ThreadPoolExecutor(1) as thread:
+            prompts = thread.submit(train.encode, tokenizer).result(timeout=60)
+    finally:
+        is_done.set()
+        for thread in threads:
+            thread.join()
+    assert texts(prompts)[:11] == [f"<u>{index % 10}<a>" for index in range(11)] and not forks
 
 
 def test_tokenizing_can_be_cancelled(settings, write, tokenizer, monkeypatch) -> None:
     """Ctrl-C while a million rows are tokenized must not have to wait for the last of them; nothing half-built stays."""
-    monkeypatch.setattr(building, "_LEAST_TASK_ROWS", 5)
     data = settings(write("a.jsonl", sums(60)), "1.0")
-    for scale in (None, POOL):
-        train, _ = open_data(data, scale=scale)
+    train, _ = open_data(data)
+    sizes: list[int] = []
+    encode = Encoder.__call__
+
+    def encode_and_cancel(self: Encoder, records: list[str]) -> dict:
+        sizes.append(len(records))
         train.cancel()
-        with pytest.raises(building.Cancelled):
-            train.encode(tokenizer)
-    assert not list(Path(data.dataset_local_cache_dir).glob("[!r]*"))
+        return encode(self, records)
+
+    monkeypatch.setattr(Encoder, "__call__", encode_and_cancel)
+    monkeypatch.setattr("mgrpo.data.building._BATCH_ROWS", 5)
+    with pytest.raises(Cancelled):
+        train.encode(tokenizer)
+    assert sizes == [5]
+    with pytest.raises(Cancelled):
+        train.encode(tokenizer)
+    assert sizes == [5], "the rows themselves are not read to the end"
+    assert not list(Path(data.dataset_local_cache_dir).iterdir())
+
+
+def test_progress_bars_of_datasets_stay_as_they_were(encode) -> None:
+    """They are the user's outside of our use, and in it they would fill the log of the run."""
+    import datasets
+
+    for set_bars in (datasets.enable_progress_bars, datasets.disable_progress_bars):
+        set_bars()
+        were_disabled = datasets.are_progress_bars_disabled()
+        encode(rows("1", "2"), dataset_skip_cache=True)
+        assert datasets.are_progress_bars_disabled() == were_disabled
+    datasets.enable_progress_bars()
 
 
 class Builds:
@@ -356,7 +412,7 @@ def test_every_ingredient_has_its_part_in_the_key(settings, write, folder, tmp_p
     shutil.copy(a, tmp_path / "copy.jsonl")
     shutil.copytree(folder, tmp_path / "model")
     assert builds.by(lambda: run(str(tmp_path / "copy.jsonl"), "6", tokenizer=tmp_path / "model")) == 0, "same content"
-    assert builds.by(lambda: run(dataset_num_proc=1)) == 0, "how is no part of what"
+    assert builds.by(lambda: run(dataset_num_proc=1)) == 0, "the number of threads is not part of the content"
     own = tmp_path / "own"
     shutil.copytree(folder, own)
     (own / "chat_template.jinja").write_text(TEMPLATE + "!")
@@ -365,12 +421,12 @@ def test_every_ingredient_has_its_part_in_the_key(settings, write, folder, tmp_p
     assert builds.by(lambda: run(b, "1.0", system_prompt_override_file=None)) == 1
 
 
-def test_versions_are_part_of_the_keys(settings, write, tokenizer, builds: Builds, monkeypatch) -> None:
+def test_versions_are_part_of_the_keys(settings, write, tokenizer, builds: Builds, monkeypatch, all_are_large) -> None:
     """A new release may make other prompts of the same data."""
     a = write("a.jsonl", sums(3))
 
     def run() -> None:
-        open_data(settings(a, "1.0"), scale=TABLES)[0].encode(tokenizer)
+        open_data(settings(a, "1.0"))[0].encode(tokenizer)
 
     run()
     for name in ("mgrpo.data.mixture._TRANSFORM_VERSION", "mgrpo.data.sources._ROWS_VERSION"):
@@ -379,7 +435,7 @@ def test_versions_are_part_of_the_keys(settings, write, tokenizer, builds: Build
         assert builds.by(run) == 1
 
 
-@pytest.mark.parametrize("name", ["prompts-00000.arrow", "order.arrow", "statistics.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["prompts.arrow", "order.npy", "statistics.json", "manifest.json"])
 def test_damaged_prompts_are_made_anew(settings, write, tokenizer, builds: Builds, name: str, caplog) -> None:
     """Wrong bytes are wrong tokens, and nothing else would notice."""
     data = settings(write("a.jsonl", sums(50)), "1.0")
@@ -398,21 +454,33 @@ def test_damaged_prompts_are_made_anew(settings, write, tokenizer, builds: Build
     assert builds.by(run) == 0
 
 
-def test_damaged_rows_are_read_anew(settings, write, tokenizer) -> None:
-    """Labels live there."""
+def test_damaged_labels_are_made_anew(settings, write, tokenizer, all_are_large) -> None:
+    """Labels stand beside the tokens."""
     data = settings(write("a.jsonl", sums(50)), "1.0")
-    expected = everything(open_data(data, scale=TABLES)[0].encode(tokenizer))[7]
-    [path] = Path(data.dataset_local_cache_dir).glob("rows-*/rows-00000.arrow")
+    expected = everything(open_data(data)[0].encode(tokenizer))[7]
+    [path] = Path(data.dataset_local_cache_dir).glob("prompts-*/prompts.arrow")
     path.write_bytes(path.read_bytes().replace(b'"ground_truth": 7', b'"ground_truth": 8'))
-    found = everything(open_data(data, scale=TABLES)[0].encode(tokenizer))[7]
+    found = everything(open_data(data)[0].encode(tokenizer))[7]
     assert found.ground_truths == expected.ground_truths == (7,)
 
 
-def test_skipping_the_cache_makes_prompts_that_nobody_finds(settings, write, tokenizer, builds: Builds) -> None:
+def test_a_damaged_check_is_made_anew(settings, write, all_are_large) -> None:
+    """It says which verifiers the run needs."""
+    data = settings(write("a.jsonl", sums(50)), "1.0")
+    open_data(data)
+    [path] = Path(data.dataset_local_cache_dir).glob("checked-*/summary.json")
+    path.write_text(path.read_text().replace("integer", "another"))
+    train, _ = open_data(data)
+    assert list(train.verifiers) == ["integer"]
+
+
+def test_skipping_the_cache_makes_prompts_that_are_not_found_again(
+    settings, write, tokenizer, builds: Builds, all_are_large
+) -> None:
     """And they work although their files are gone."""
     data = settings(write("a.jsonl", sums(5)), "1.0", dataset_skip_cache=True)
     for _ in range(2):
-        train, held_out = open_data(data, scale=TABLES)
+        train, held_out = open_data(data)
         prompts = train.encode(tokenizer)
         del train, held_out
         assert texts(prompts) == [row["prompt"] for row in sums(5)]
@@ -423,13 +491,14 @@ TWO_AT_ONCE = """
 import sys
 from mgrpo.config.schema import Data
 from mgrpo.data.mixture import open_data
-from mgrpo.data.sources import Scale
+from mgrpo.data import sources
 from transformers import PreTrainedTokenizerFast
 tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
+sources._KEPT_BYTES = 0
 data = Data(dataset_mixer_list=(sys.argv[2], "1.0"), dataset_local_cache_dir=sys.argv[3])
-train, _ = open_data(data, scale=Scale(num_proc=1, table_bytes=0, table_rows=0))
+train, _ = open_data(data)
 prompts = train.encode(tokenizer)
 print(sum(prompts.prompt((0, index)).ground_truths[0] for index in range(len(prompts))))
 """
@@ -445,7 +514,7 @@ def test_two_runs_at_once_share_a_cache(folder, write, tmp_path: Path) -> None:
         run.stdin.write("\n")
         run.stdin.flush()
     assert [run.communicate(timeout=60)[0] for run in runs] == [f"{sum(range(3000))}\n"] * 2
-    assert sorted(path.name.split("-")[0] for path in (tmp_path / "cache").iterdir()) == ["prompts", "rows"]
+    assert sorted(path.name.split("-")[0] for path in (tmp_path / "cache").iterdir()) == ["checked", "prompts"]
 
 
 def test_the_defaults_need_nothing_but_data(tmp_path: Path, monkeypatch, tokenizer) -> None:

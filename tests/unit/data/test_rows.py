@@ -86,7 +86,7 @@ def test_rows_without_a_verifier_are_for_reward_functions_only() -> None:
 
 
 def test_column_names_may_be_others() -> None:
-    """Data sets call their columns differently, and nobody wants to rewrite a million rows for that."""
+    """Datasets name their columns differently, and rewriting a million rows for that is unreasonable."""
     contract = Contract(messages_key="chat", ground_truths_key="answer")
     record = {"chat": MESSAGES, "answer": "2", "dataset": "math", "ground_truth": "not this", "messages": "nor this"}
     assert contract.check(record) == (True, ("math",))

@@ -66,7 +66,7 @@ def test_a_state_of_other_data_is_refused() -> None:
 
 
 def test_nothing_to_sample_is_an_error() -> None:
-    """It would loop for ever."""
+    """It would never return."""
     with pytest.raises(ValueError, match="at least one prompt"):
         Sampler(0, seed=1)
 
@@ -90,7 +90,7 @@ def test_excluded_rows_never_come_again_and_the_others_keep_their_order() -> Non
 
 
 def test_with_every_row_excluded_there_is_nothing_to_take() -> None:
-    """Looping for ever over an empty epoch would hang the run without a word."""
+    """An endless loop over an empty epoch would hang the run silently."""
     sampler = Sampler(3, seed=0)
     sampler.exclude(range(3))
     assert sampler.take(5) == []

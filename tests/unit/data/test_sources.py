@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mgrpo.data.cache import Cache
+from mgrpo.data.checking import Summary
 from mgrpo.data.rows import Contract
-from mgrpo.data.sources import Scale, Source, read_dataset, read_source
+from mgrpo.data.sources import Source, SourceReader
 from tests.unit.data.conftest import sums, user
-
-SMALL = Scale(num_proc=1)
-TABLES = Scale(num_proc=1, table_bytes=0, table_rows=0)
-POOL = Scale(num_proc=2, table_bytes=0, table_rows=0, pool_bytes=0)
 
 RECORDS = [
     {"messages": [user(f"{index}?")], "ground_truth": str(index), "dataset": "math", "level": index}
@@ -32,15 +29,17 @@ MIXED = [
 ]
 
 
-def read(
-    name: object, split: str = "train", *, cache: Path, scale: Scale = SMALL, need_verifiers: bool = True
-) -> Source:
+def read(name: object, split: str = "train", *, cache: Path, need_verifiers: bool = True) -> Source:
     contract = Contract(need_verifiers=need_verifiers)
-    return read_source(str(name), split, contract=contract, cache=Cache(cache), scale=scale)
+    return SourceReader(contract=contract, cache=Cache(cache)).named(str(name), split)
+
+
+def given(dataset: object, *, cache: Path) -> Source:
+    return SourceReader(contract=Contract(), cache=Cache(cache)).given(dataset)
 
 
 def records(source: Source) -> list[dict]:
-    return [json.loads(source.table.value("text", row)) for row in range(len(source.table))]
+    return [json.loads(row.text) for row in source.rows()]
 
 
 @pytest.fixture
@@ -61,8 +60,7 @@ def write_lines(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("scale", [SMALL, TABLES], ids=["memory", "tables"])
-def test_all_kinds_of_files_and_folders_give_the_same_rows(datasets, tmp_path: Path, cache: Path, scale: Scale) -> None:
+def test_all_kinds_of_files_and_folders_give_the_same_rows(datasets, tmp_path: Path, cache: Path, size: str) -> None:
     """The same data must train the same, whatever it is stored in."""
     table = datasets.Dataset.from_list(RECORDS)
     write_lines(tmp_path / "a.jsonl", RECORDS)
@@ -74,15 +72,17 @@ def test_all_kinds_of_files_and_folders_give_the_same_rows(datasets, tmp_path: P
     (tmp_path / "folder").mkdir()
     table.to_parquet(tmp_path / "folder" / "train-00000.parquet")
     for name in ("a.jsonl", "b.json", "c.json", "d.parquet", "saved", "splits", "folder"):
-        source = read(tmp_path / name, cache=cache, scale=scale)
+        source = read(tmp_path / name, cache=cache)
         assert records(source) == RECORDS, name
         assert source.summary.verifiers == {"math": 1} and source.summary.first_conversation == 1
-        assert bool(source.files) == (scale is TABLES)
+    assert cache.exists() == (size == "large")
     for name in ("a.jsonl", "b.json", "d.parquet"):
-        assert records(read(tmp_path / name, "any split", cache=cache, scale=scale)) == RECORDS
-    with pytest.raises(ValueError, match="has no split 'test'; it has train"):
+        assert records(read(tmp_path / name, "any split", cache=cache)) == RECORDS
+    with pytest.raises(
+        ValueError, match=r"splits cannot be read at split 'test': .* there is no such split, only train"
+    ):
         read(tmp_path / "splits", "test", cache=cache)
-    with pytest.raises(ValueError, match=r"folder is a file or folder that could not be loaded \(split 'test'\)"):
+    with pytest.raises(ValueError, match="folder cannot be read at split 'test'"):
         read(tmp_path / "folder", "test", cache=cache)
 
 
@@ -101,16 +101,15 @@ def test_compressed_and_comma_separated_files_are_left_to_datasets(datasets, tmp
     assert [row["ground_truth"] for row in records(read(tmp_path / "b.jsonl.gz", "test", cache=cache))] == ["1", "2"]
 
 
-@pytest.mark.parametrize("scale", [SMALL, TABLES], ids=["memory", "tables"])
-def test_labels_may_have_another_type_in_every_row(datasets, tmp_path: Path, cache: Path, scale: Scale) -> None:
+def test_labels_may_have_another_type_in_every_row(datasets, tmp_path: Path, cache: Path, size: str) -> None:
     """Arrow wants one type a column: a label that became text, or lost a key, makes every answer wrong."""
     write_lines(tmp_path / "a.jsonl", MIXED)
     (tmp_path / "b.json").write_text(json.dumps(MIXED))
     for source in (
-        read(tmp_path / "a.jsonl", cache=cache, scale=scale),
-        read(tmp_path / "b.json", cache=cache, scale=scale),
-        read_dataset(MIXED, contract=Contract(), cache=Cache(cache), scale=scale),
-        read_dataset(iter(MIXED), contract=Contract(), cache=Cache(cache), scale=scale),
+        read(tmp_path / "a.jsonl", cache=cache),
+        read(tmp_path / "b.json", cache=cache),
+        given(MIXED, cache=cache),
+        given(iter(MIXED), cache=cache),
     ):
         assert records(source) == MIXED
     small = [row for row in MIXED if row["ground_truth"] != 2**70]
@@ -120,36 +119,45 @@ def test_labels_may_have_another_type_in_every_row(datasets, tmp_path: Path, cac
     table.to_parquet(tmp_path / "c.parquet")
     table.save_to_disk(tmp_path / "saved")
     for source in (
-        read(tmp_path / "c.parquet", cache=cache, scale=scale),
-        read(tmp_path / "saved", cache=cache, scale=scale),
-        read_dataset(table, contract=Contract(), cache=Cache(cache), scale=scale),
+        read(tmp_path / "c.parquet", cache=cache),
+        read(tmp_path / "saved", cache=cache),
+        given(table, cache=cache),
     ):
         assert records(source) == small
 
 
-def test_a_large_file_read_by_processes_is_the_small_one(tmp_path: Path, cache: Path) -> None:
-    """Pieces, workers and tables change nothing; nor does the cache, in which the second start finds them."""
-    rows = sums(300)
-    path = write_lines(tmp_path / "a.jsonl", rows)
+def test_the_check_of_a_large_file_is_kept(tmp_path: Path, cache: Path, all_are_large) -> None:
+    """A second start knows of the rows what the first one found."""
+    path = write_lines(tmp_path / "a.jsonl", sums(300))
     expected = read(path, cache=cache)
     for _ in range(2):
-        source = read(path, cache=cache, scale=POOL)
-        assert source.files and source.summary == expected.summary
-        assert records(source) == rows
-        assert source.table.numbers("line").tolist() == list(range(1, 301))
+        source = read(path, cache=cache)
+        assert source.summary == expected.summary and records(source) == sums(300)
+        assert [row.line for row in source.rows()] == list(range(1, 301))
     assert len(list(cache.iterdir())) == 1
 
 
-def test_parquet_pieces_keep_the_numbers_of_rows(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bad row is named by its number, also behind the first row group."""
+def test_rows_are_taken_by_their_number_among_the_rows(tmp_path: Path, cache: Path) -> None:
+    """Blank lines are not rows: a row that is taken by its line has the label of another."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n\n".join(json.dumps(row) for row in sums(9)))
+    source = read(path, cache=cache)
+    assert [(row.line, json.loads(row.text)) for row in source.taken(np.array([2, 7]))] == [
+        (5, sums(9)[2]),
+        (15, sums(9)[7]),
+    ]
+    assert list(source.taken(np.array([], dtype=np.int64))) == []
+
+
+def test_bad_rows_of_parquet_files_are_named_by_their_number(tmp_path: Path, cache: Path, all_are_large) -> None:
+    """Also behind the first row group."""
     import pyarrow
     import pyarrow.parquet
 
-    monkeypatch.setattr("mgrpo.data.pieces._PIECE_ROWS", 7)
     rows = [{**row, "ground_truth": str(row["ground_truth"])} for row in sums(40)]
     rows[33]["prompt"] = ""
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=3)
-    source = read(tmp_path / "a.parquet", cache=cache, scale=TABLES)
+    source = read(tmp_path / "a.parquet", cache=cache)
     assert source.summary.problems == [
         (
             34,
@@ -161,75 +169,82 @@ def test_parquet_pieces_keep_the_numbers_of_rows(tmp_path: Path, cache: Path, mo
     assert not cache.exists() or not list(cache.iterdir()), "rows with problems must not be found by the next start"
     rows[33]["prompt"] = "x"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=3)
-    source = read(tmp_path / "a.parquet", cache=cache, scale=TABLES)
-    assert records(source) == rows and source.table.numbers("line").tolist() == list(range(1, 41))
+    source = read(tmp_path / "a.parquet", cache=cache)
+    assert records(source) == rows and [row.line for row in source.rows()] == list(range(1, 41))
 
 
-def test_an_edited_file_is_read_again_and_a_copy_is_not(tmp_path: Path, cache: Path, monkeypatch) -> None:
+def test_an_edited_file_is_read_again_and_a_copy_is_not(
+    tmp_path: Path, cache: Path, monkeypatch, all_are_large
+) -> None:
     """A stale cache trains on data that are no longer there; same size and same time are no proof of the same content."""
     path = write_lines(tmp_path / "a.jsonl", sums(9))
-    first = read(path, cache=cache, scale=TABLES)
+    first = read(path, cache=cache)
     before = path.stat()
     path.write_text(path.read_text().replace('"8+0="', '"7+0="'))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    second = read(path, cache=cache, scale=TABLES)
+    second = read(path, cache=cache)
     assert records(second)[-1]["prompt"] == "7+0=" and second.key != first.key
     copy = write_lines(tmp_path / "b.jsonl", sums(9))
-    monkeypatch.setattr("mgrpo.data.sources.check_task", None)
-    found = read(copy, cache=cache, scale=TABLES)
+    monkeypatch.setattr(Summary, "good", None)
+    found = read(copy, cache=cache)
     assert found.key == first.key and records(found) == sums(9)
     assert found.origin(3) == f"{copy}:3"
 
 
-def test_a_file_that_is_written_while_it_is_read_is_refused(tmp_path: Path, cache: Path, monkeypatch) -> None:
-    """Its new rows would be kept under the hash of the old ones, and found there for ever."""
+def test_a_file_that_is_written_while_it_is_in_use_is_refused(
+    tmp_path: Path, cache: Path, monkeypatch, all_are_large
+) -> None:
+    """Its new rows would be kept under the hash of the old ones, and found there from then on."""
     from mgrpo.data import sources
 
-    path = write_lines(tmp_path / "a.jsonl", sums(9))
+    first, second = (write_lines(tmp_path / name, sums(num)) for name, num in (("a.jsonl", 9), ("b.jsonl", 8)))
+    source = read(first, cache=cache)
+    kept = list(cache.iterdir())
+    digest = sources._digest
 
-    def check_and_write(task: dict, check=sources.check_task) -> dict:
+    def digest_and_write(path: Path) -> str:
+        found = digest(path)
         with path.open("a") as file:
             file.write("\n")
-        return check(task)
+        return found
 
-    monkeypatch.setattr(sources, "check_task", check_and_write)
-    with pytest.raises(ValueError, match="was changed while it was read"):
-        read(path, cache=cache, scale=TABLES)
-    assert not list(cache.iterdir())
+    monkeypatch.setattr(sources, "_digest", digest_and_write)
+    with pytest.raises(ValueError, match=r"b\.jsonl changed while it was in use"):
+        read(second, cache=cache)
+    assert list(cache.iterdir()) == kept
+    first.write_text("")
+    with pytest.raises(ValueError, match=r"a\.jsonl changed while it was in use"):
+        list(source.taken(np.array([0])))
 
 
-def test_other_columns_or_rules_are_other_rows(tmp_path: Path, cache: Path) -> None:
+def test_other_columns_or_rules_are_other_rows(tmp_path: Path, cache: Path, all_are_large) -> None:
     """Rows that were checked for a run without verifiers may lack what another needs."""
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "a"}] * 3)
-    assert read(path, cache=cache, scale=TABLES, need_verifiers=False).summary.num_rows == 3
-    source = read(path, cache=cache, scale=TABLES)
+    assert read(path, cache=cache, need_verifiers=False).summary.num_rows == 3
+    source = read(path, cache=cache)
     assert source.summary.num_problems == 3
 
 
-def test_rows_from_python_are_known_by_their_content(datasets, cache: Path) -> None:
+def test_rows_from_python_are_known_by_their_content(datasets, cache: Path, size: str) -> None:
     """A list has no name; two of the same rows must share what was prepared, two of different rows must not."""
 
-    def key(dataset: object, scale: Scale) -> dict:
-        return read_dataset(dataset, contract=Contract(), cache=Cache(cache), scale=scale).key
+    def key(dataset: object) -> dict:
+        return given(dataset, cache=cache).key
 
-    def generator() -> Iterator[dict]:
-        yield from sums(5)
-
-    for scale in (SMALL, TABLES):
-        assert key(sums(5), scale) == key(sums(5), scale) == key(generator(), scale) != key(sums(6), scale)
-        table = datasets.Dataset.from_list(sums(5))
-        assert key(table, scale) == key(table, scale) != key(table.select(range(4)), scale)
+    assert key(sums(5)) == key(sums(5)) == key(row for row in sums(5)) != key(sums(6))
+    table = datasets.Dataset.from_list(sums(5))
+    assert key(table) == key(table) != key(table.select(range(4)))
 
 
 def test_rows_that_a_function_makes_are_those_that_are_used(datasets, cache: Path) -> None:
     """TRL trains on what a data set gives, not on what it holds."""
     table = datasets.Dataset.from_list(sums(2))
     table.set_transform(lambda batch: {**batch, "prompt": [prompt.replace("0", "7") for prompt in batch["prompt"]]})
-    source = read_dataset(table, contract=Contract(), cache=Cache(cache), scale=SMALL)
+    source = given(table, cache=cache)
     assert [row["prompt"] for row in records(source)] == ["7+7=", "1+7="]
 
 
-def test_what_is_no_list_of_rows_is_refused(datasets, cache: Path) -> None:
+def test_what_is_not_a_list_of_rows_is_refused(datasets, cache: Path) -> None:
     """A DatasetDict iterates over the names of its splits, a DataFrame over its columns."""
     table = datasets.Dataset.from_list(sums(3))
     for dataset, words in (
@@ -242,11 +257,11 @@ def test_what_is_no_list_of_rows_is_refused(datasets, cache: Path) -> None:
         (7, "dataset is int"),
     ):
         with pytest.raises(ValueError, match=words):
-            read_dataset(dataset, contract=Contract(), cache=Cache(cache), scale=SMALL)
+            given(dataset, cache=cache)
 
 
 def test_pictures_are_neither_decoded_nor_kept(datasets, tmp_path: Path, cache: Path) -> None:
-    """Decoding a million pictures that nobody looks at takes hours, and needs packages that are not here."""
+    """Decoding a million pictures that are never used takes hours, and needs packages that are not here."""
     rows = [{**row, "picture": {"bytes": b"no picture", "path": None}} for row in sums(3)]
     features = datasets.Features(
         {
@@ -257,7 +272,7 @@ def test_pictures_are_neither_decoded_nor_kept(datasets, tmp_path: Path, cache: 
         }
     )
     table = datasets.Dataset.from_list(rows, features=features)
-    source = read_dataset(table, contract=Contract(), cache=Cache(cache), scale=SMALL)
+    source = given(table, cache=cache)
     assert records(source) == sums(3) and source.summary.lost_columns == ["picture"]
 
 
@@ -266,9 +281,9 @@ def test_pictures_are_neither_decoded_nor_kept(datasets, tmp_path: Path, cache: 
     [
         ("nowhere.jsonl", None, r"data file .*nowhere\.jsonl does not exist \(looked for /"),
         ("/no/such/folder", None, "data file /no/such/folder does not exist"),
-        ("broken.parquet", "no parquet", r"broken\.parquet cannot be read as parquet"),
+        ("broken.parquet", "no parquet", r"broken\.parquet cannot be read: "),
         ("broken.json", "[1, 2", r"broken\.json cannot be read as JSON"),
-        ("broken.xyz", "what", r"broken\.xyz is a file or folder that could not be loaded"),
+        ("broken.xyz", "what", r"broken\.xyz cannot be read: "),
     ],
 )
 def test_a_source_that_cannot_be_read_says_why(
@@ -282,14 +297,16 @@ def test_a_source_that_cannot_be_read_says_why(
         read(name, cache=cache)
 
 
-def test_a_name_that_nobody_knows_says_where_it_was_looked_for(datasets, cache: Path) -> None:
+def test_an_unknown_name_says_where_it_was_looked_for(datasets, cache: Path) -> None:
     """A typing error in a path looks like the name of a data set."""
-    with pytest.raises(ValueError, match="data/trian is no file or folder here, and as a name could not be loaded"):
+    with pytest.raises(
+        ValueError, match="data/trian is neither a file nor a folder, and could not be loaded as the name of a dataset"
+    ):
         read("data/trian", cache=cache)
 
 
-def test_a_damaged_parquet_file_is_reported_whatever_reads_it(tmp_path: Path, cache: Path) -> None:
-    """A page that is damaged shows only when it is read, perhaps by a worker."""
+def test_a_damaged_parquet_file_is_reported(tmp_path: Path, cache: Path) -> None:
+    """A damaged page shows only when it is read."""
     import pyarrow
     import pyarrow.parquet
 
@@ -298,9 +315,8 @@ def test_a_damaged_parquet_file_is_reported_whatever_reads_it(tmp_path: Path, ca
     data = bytearray((tmp_path / "a.parquet").read_bytes())
     data[20:400] = b"\xff" * 380
     (tmp_path / "a.parquet").write_bytes(data)
-    for scale in (SMALL, TABLES):
-        with pytest.raises(ValueError, match=r"a\.parquet cannot be read as parquet"):
-            read(tmp_path / "a.parquet", cache=cache, scale=scale)
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read: "):
+        read(tmp_path / "a.parquet", cache=cache)
 
 
 def test_columns_that_cannot_be_kept_are_named(caplog: pytest.LogCaptureFixture, settings) -> None:

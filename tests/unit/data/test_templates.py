@@ -198,7 +198,7 @@ def test_ids_equal_the_sentencepiece_library(real: Callable[[str], Any]) -> None
 
 
 def test_ids_equal_tiktoken(real: Callable[[str], Any]) -> None:
-    """Qwen's ids are defined by tiktoken; a chat tag in pieces is no chat tag."""
+    """Qwen's ids are defined by tiktoken; a chat tag in pieces is not a chat tag."""
     tokenizer = real("qwen")
     import tiktoken
 
@@ -315,7 +315,7 @@ def test_files_that_are_no_template_are_refused(plain: Any, tmp_path: Path) -> N
                 check(str(missing))
     with pytest.raises(ValueError, match="is a folder"):
         check_name(str(tmp_path))
-    for content, words in ((b" \n", "empty file"), (b"\xff\xfe", "no UTF-8 text")):
+    for content, words in ((b" \n", "empty file"), (b"\xff\xfe", "not UTF-8 text")):
         (tmp_path / "bad.jinja").write_bytes(content)
         with pytest.raises(ValueError, match=words):
             find_template(str(tmp_path / "bad.jinja"), plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,7 @@ from hypothesis import strategies as st
 
 from mgrpo.data.tokenizer import (
     decode,
-    describe,
     fingerprint,
-    load_described,
     load_tokenizer,
     stop_token_ids,
     token_ids,
@@ -107,13 +106,15 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 @given(texts=st.lists(st.lists(st.sampled_from(PARTS), max_size=20).map("".join), max_size=5))
 @pytest.mark.parametrize("kind", ["characters", "bytes"])
 def test_token_ids_are_those_of_the_tokenizer(quick_tokenizers: dict, kind: str, texts: list[str]) -> None:
-    """The short way to the ids may leave out what nobody reads, and nothing else."""
+    """The short way to the ids may leave out what is not used, and nothing else."""
     tokenizer = quick_tokenizers[kind]
     for tokenizer.split_special_tokens in (False, True):
         expected = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         assert token_ids(tokenizer, texts) == expected
         tokenizer(["1"], padding="max_length", max_length=9, truncation=True)
         assert token_ids(tokenizer, texts) == expected
+        with ThreadPoolExecutor(3) as threads:
+            assert token_ids(tokenizer, texts * 40, threads=threads) == expected * 40
 
 
 def test_a_tokenizer_of_its_own_kind_is_asked_itself(tokenizer: object) -> None:
@@ -147,21 +148,3 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path, folder: Path) -> None
     (copy / "tokenizer.json").write_text(json.dumps(edited))
     found = {fingerprint(load_tokenizer(path)) for path in (*others, copy)}
     assert len(found) == 3 and first not in found
-
-
-def test_another_process_loads_the_same_tokenizer_or_is_not_asked(tmp_path: Path, folder: Path) -> None:
-    """Workers with another tokenizer would make other prompts, of some of the rows."""
-    tokenizer = load_tokenizer(folder)
-    description = describe(tokenizer, tmp_path / "scratch")
-    assert description is not None and description["folder"] == str(folder)
-    assert fingerprint(load_described(json.loads(json.dumps(description)))) == fingerprint(tokenizer)
-    tokenizer.add_tokens(["++"])
-    description = describe(tokenizer, tmp_path / "scratch")
-    assert description is not None and description["folder"] == str(tmp_path / "scratch")
-    assert fingerprint(load_described(description)) == fingerprint(tokenizer)
-
-    class Local(type(tokenizer)):
-        """A class that exists in this process alone."""
-
-    tokenizer.__class__ = Local
-    assert describe(tokenizer, tmp_path / "scratch") is None

@@ -348,10 +348,11 @@ BAD_LAYOUTS = [
     (
         "llama",
         Layout(world_size=2, pipeline=2, virtual_pipeline=3),
-        "virtual_pipeline_model_parallel_size=3 x pipeline_model_parallel_size=2 does not divide num_hidden_layers=4",
+        "virtual_pipeline_model_parallel_size=3 does not divide the 2 layers of a stage (num_hidden_layers=4 / "
+        "pipeline_model_parallel_size=2); choose from {1, 2}",
     ),
     ("llama", Layout(world_size=3, pipeline=3, last_stage_layers=3), "num_layers_in_last_pipeline_stage=3"),
-    ("llama", Layout(world_size=2, expert=2), "expert_model_parallel_size=2 needs a model with experts"),
+    ("llama", Layout(world_size=2, expert=2), "expert_model_parallel_size=2 needs a mixture-of-experts model"),
     ("mixtral", Layout(world_size=3, expert=3), "expert_model_parallel_size=3 does not divide the model's 4 experts"),
 ]
 
@@ -364,7 +365,7 @@ def test_layout_that_does_not_divide_the_model_is_refused(model, tmp_path, famil
 
 def test_rows_that_no_rank_would_hold_are_noticed(model):
     """Whatever was asked beforehand: what the ranks hold must add up to the model."""
-    with pytest.raises(ValueError, match="elements are there"):
+    with pytest.raises(ValueError, match="elements are present"):
         stored_parameters(shape(model("llama")), layout_of(3))
 
 

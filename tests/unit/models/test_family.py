@@ -238,6 +238,7 @@ def test_experts_are_where_the_config_says():
             "num_experts_per_tok=1 with weights that add up to 1",
         ),
         ({"model_type": "qwen3_moe"}, "config.json of a qwen3_moe model lacks num_experts"),
+        ({"hidden_size": "64", "vocab_size": 0}, "has hidden_size='64', vocab_size=0; expected whole numbers above 0"),
     ],
 )
 def test_what_cannot_be_built_exactly_is_refused(change, words):

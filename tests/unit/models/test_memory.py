@@ -7,7 +7,6 @@ import math
 
 import pytest
 
-from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import Experts, shape_of
 from mgrpo.models.memory import (
@@ -168,11 +167,9 @@ def test_context_ranks_share_and_replicas_do_not() -> None:
 def test_offload_and_small_moments_shrink_the_optimizer() -> None:
     """12 bytes a weight on one rank: half of them in host memory, or 4 + 2 + 2 with bf16 moments."""
     p = 7_615_616_512
-    half = Parallel(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
-    offloaded = state_bytes(QWEN_7B, ONE, stage=0, dtype_bytes=2, settings=half)
+    offloaded = state_bytes(QWEN_7B, ONE, stage=0, dtype_bytes=2, offload_fraction=0.5)
     assert (offloaded.optimizer, offloaded.host) == (6 * p, 6 * p)
-    small = Parallel(use_precision_aware_optimizer=True, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
-    assert state_bytes(QWEN_7B, ONE, stage=0, dtype_bytes=2, settings=small).optimizer == 8 * p
+    assert state_bytes(QWEN_7B, ONE, stage=0, dtype_bytes=2, moment_bytes=4).optimizer == 8 * p
 
 
 def test_a_reference_that_moves_has_an_fp32_copy() -> None:

@@ -176,10 +176,10 @@ def test_samples_with_different_prompts_never_share_one():
     assert documents(samples, share_prompts=True, pack_length=100) == [[0], [1]]
 
 
-def test_a_tree_that_fits_only_without_padding_is_taken_apart():
-    """With sequence parallelism a pack of 11 holds 9 tokens at a multiple of 3: a tree of 10 has to be split, not refused."""
+def test_a_tree_that_does_not_fit_is_taken_apart():
+    """A pack of 9 has no room for a tree of 10, whose samples do fit: it has to be split, not refused."""
     samples = make_samples([(4, [4, 4])])
-    packs = pack_step(samples, pack_length=11, dp=1, num_mini_batches=1, multiple_of=3, share_prompts=True)
+    packs = pack_step(samples, pack_length=9, dp=1, num_mini_batches=1, multiple_of=3, share_prompts=True)
     assert sorted(pack.samples.tolist() for pack in packs[0][0]) == [[0], [1]]
 
 

@@ -20,6 +20,13 @@ def attention():
     return attention
 
 
+def describe(*pack: np.ndarray, **context: int):
+    """The pack as the model sees it."""
+    from mgrpo.parallel import packs
+
+    return packs.describe(*pack, **context)
+
+
 def pack() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Three documents: a prompt with three completions, one with one, and a prompt alone."""
     documents = [[(0, 5), (1, 3), (2, 7), (3, 1)], [(0, 2), (1, 4)], [(0, 6)]]
@@ -50,8 +57,8 @@ MODELS = [{}, {"window": 4}, {"softcap": 0.7}, {"window": 4, "softcap": 0.7, "sc
 def test_flex_attention_equals_the_padded_call(attention, kv_heads: int, model: dict) -> None:
     """On CUDA a completion would read its siblings' tokens, and train on what it never saw when it was sampled."""
     core = attention.PackedAttention(SimpleNamespace(kv_channels=16), **model)
-    packed = attention.describe(*pack())
-    flexible = core._flex(*operands(kv_heads, "cpu"), packed.whole)
+    packed = describe(*pack())
+    flexible = core._flex(*operands(kv_heads, "cpu"), packed.all_queries)
     padded = core(*operands(kv_heads, "cpu"), packed_seq_params=packed)
     torch.testing.assert_close(flexible.flatten(1), padded, rtol=1e-5, atol=1e-5)
 
@@ -63,10 +70,10 @@ def test_flex_attention_equals_the_padded_call(attention, kv_heads: int, model: 
 def test_gradients_of_flex_attention_equal_the_padded_call(attention, kv_heads: int, model: dict) -> None:
     """The backward of the compiled kernel, with the same mask as the dense one."""
     core = attention.PackedAttention(SimpleNamespace(kv_channels=16), **model)
-    packed = attention.describe(*pack())
+    packed = describe(*pack())
     leaves = [operand.requires_grad_() for operand in operands(kv_heads, "cuda")]
     results = []
-    for out in (core._padded(*leaves, packed, packed.whole), core._flex(*leaves, packed.whole)):
+    for out in (core._padded(*leaves, packed, packed.all_queries), core._flex(*leaves, packed.all_queries)):
         results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
     for expected, got in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
@@ -77,7 +84,7 @@ def test_capped_scores_by_hand(attention) -> None:
     cu_seqlens, positions = np.array([0, 3], dtype=np.int32), np.arange(3)
     query, key, value = (torch.randn(3, 1, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
     core = attention.PackedAttention(SimpleNamespace(kv_channels=16), window=2, softcap=0.5)
-    got = core(query, key, value, packed_seq_params=attention.describe(cu_seqlens, positions, np.zeros(3, dtype=int)))
+    got = core(query, key, value, packed_seq_params=describe(cu_seqlens, positions, np.zeros(3, dtype=int)))
     for row in range(3):
         seen = slice(max(row - 1, 0), row + 1)
         scores = 0.5 * torch.tanh((key[seen, 0] @ query[row, 0]) / 4 / 0.5)
@@ -87,6 +94,18 @@ def test_capped_scores_by_hand(attention) -> None:
 def test_a_branch_does_not_see_its_siblings(attention) -> None:
     """The mask itself, by hand: the second completion's first token sees the prompt and itself."""
     cu_seqlens, positions, branches = pack()
-    mask = attention.describe(cu_seqlens, positions, branches).whole.mask(None)
+    mask = describe(cu_seqlens, positions, branches).all_queries.mask(None)
     assert mask[0, 0, 8].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4, 8]
     assert mask[1, 0, 3].nonzero()[:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_context_ranks_hold_an_early_and_a_late_stretch_of_every_document(attention) -> None:
+    """By hand, two ranks: with other tokens or keys than these, variable-length attention on CUDA reads the future."""
+    packed = describe(np.array([0, 8, 12], dtype=np.int32), np.arange(12) % 8, np.zeros(12, dtype=int), rank=0, size=2)
+    assert packed.local_queries.tokens.tolist() == [0, 1, 6, 7, 8, 11]
+    assert packed.positions.tolist() == [0, 1, 6, 7, 0, 3]
+    assert packed.gathered_rows.tolist() == [0, 1, 6, 7, 8, 9, 2, 3, 4, 10, 11, 5]
+    keys, cu_seqlens_q, cu_seqlens_kv, longest_q, longest_kv = packed.stretches
+    assert keys.tolist() == [0, 1, *range(8), 8, *range(8, 12)]
+    assert (cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()) == ([0, 2, 4, 5, 6], [0, 2, 10, 11, 15])
+    assert (longest_q, longest_kv) == (2, 8)

@@ -40,7 +40,7 @@ def rank_of(layout: Layout, rank: int) -> Iterator[None]:
         return
     new_group = dist.new_group
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
-    # Megatron asks for gloo beside; there is no fake store for it.
+    # Megatron also asks for a gloo group, which has no fake store.
     dist.new_group = lambda *args, **kwargs: new_group(*args, **kwargs | {"backend": "fake"})
     try:
         yield
@@ -92,7 +92,7 @@ def states(
             gradients = [group.main_grad_buffer.data for group in groups]
             if layout_.zero_stage == 3:
                 parameters = [group.model_weight_buffer.data for group in groups]
-        # Megatron updates float32 weights in place: these are no masters.
+        # Megatron updates float32 weights in place: these are not masters.
         own = {tensor.untyped_storage().data_ptr() for tensor in parameters}
         masters = [tensor for tensor in masters if tensor.untyped_storage().data_ptr() not in own]
         return {
@@ -133,7 +133,7 @@ def activations(
     tokens: int,
     documents: int,
 ) -> dict[str, int]:
-    """Bytes that one forward pass keeps for its backward pass: storages that are saved, weights apart."""
+    """Bytes that one forward pass keeps for its backward pass: saved storages, except weights."""
     layout_, settings = Layout(**layout), Parallel(**parallel)
     saved: dict[int, torch.UntypedStorage] = {}
     with rank_of(layout_, rank):

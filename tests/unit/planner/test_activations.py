@@ -57,7 +57,7 @@ def test_a_layer_keeps_about_what_the_paper_says() -> None:
 
 
 def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> None:
-    """Section 4.2: tensor ranks split all but 10 of 34 bytes; sequence parallelism those, too."""
+    """Section 4.2: tensor ranks split all but 10 of 34 bytes; sequence parallelism also splits those."""
     whole = one_layer(Layout(world_size=1))
     tensor = one_layer(Layout(world_size=8, tensor=8))
     both = one_layer(Layout(world_size=8, tensor=8, sequence_parallel=True))

@@ -10,12 +10,12 @@ import pytest
 from mgrpo.config.schema import Engine
 from mgrpo.models.family import shape_of
 from mgrpo.planner.engine import engine_memory, generation_time
-from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Cluster
+from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
 from mgrpo.planner.work import Workload
 from tests.unit.planner.test_work import MODELS, MOE
 
 QWEN_32B = shape_of(json.loads((MODELS / "qwen2.5-32b.json").read_text()))
-CLUSTER = Cluster(gpu=GPUS["H100"], nodes=1)
+HARDWARE = Hardware(gpu=GPUS["H100"], nodes=1)
 WORK = Workload(
     prompts=16,
     sequences=256,
@@ -26,9 +26,9 @@ WORK = Workload(
 )
 
 
-def memory_of(workers: int, cluster: Cluster = CLUSTER, **settings):
+def memory_of(workers: int, hardware: Hardware = HARDWARE, **settings):
     engine = Engine(vllm_tensor_parallel_size=workers, **settings)
-    return engine_memory(QWEN_32B, engine, cluster, longest=10_240, dtype_bytes=2)
+    return engine_memory(QWEN_32B, engine, hardware, longest=10_240, dtype_bytes=2)
 
 
 def test_cache_is_what_weights_and_workspace_leave() -> None:
@@ -51,14 +51,14 @@ def test_an_engine_without_room_for_a_sequence_has_no_time() -> None:
     assert memory_of(1).longest_sequences == 2
     memory = memory_of(1, vllm_gpu_memory_utilization=0.6)
     assert memory.longest_sequences == 0
-    assert generation_time(QWEN_32B, Engine(), memory, WORK, CLUSTER, dtype_bytes=2) is None
+    assert generation_time(QWEN_32B, Engine(), memory, WORK, HARDWARE, dtype_bytes=2) is None
 
 
 def test_decoding_reads_weights_once_a_step_and_every_cached_token() -> None:
     """256 sequences on 64 slots: 4 rounds of 1000 steps and a tail of 1000 more, at 3350 GB/s x 0.7."""
     settings = Engine(vllm_tensor_parallel_size=4, vllm_max_num_seqs=64)
-    memory = engine_memory(QWEN_32B, settings, CLUSTER, longest=2100, dtype_bytes=2)
-    time = generation_time(QWEN_32B, settings, memory, WORK, CLUSTER, dtype_bytes=2)
+    memory = engine_memory(QWEN_32B, settings, HARDWARE, longest=2100, dtype_bytes=2)
+    time = generation_time(QWEN_32B, settings, memory, WORK, HARDWARE, dtype_bytes=2)
     rate = 3350e9 * 0.7
     assert time.num_steps == 256 * 1000 / 64 + 1000
     read = (32_763_876_352 - 152_064 * 5120) * 2 / 4  # not the embedding
@@ -74,8 +74,8 @@ def test_more_engines_and_no_partners_take_less_time() -> None:
     alone = Engine(vllm_tensor_parallel_size=1)
     seconds = {}
     for settings in (wide, narrow, alone):
-        memory = engine_memory(QWEN_32B, settings, CLUSTER, longest=2100, dtype_bytes=2)
-        seconds[settings] = generation_time(QWEN_32B, settings, memory, WORK, CLUSTER, dtype_bytes=2)
+        memory = engine_memory(QWEN_32B, settings, HARDWARE, longest=2100, dtype_bytes=2)
+        seconds[settings] = generation_time(QWEN_32B, settings, memory, WORK, HARDWARE, dtype_bytes=2)
     assert seconds[alone].exchange == 0 < seconds[wide].exchange
     assert seconds[narrow].cache == pytest.approx(seconds[wide].cache)
     assert seconds[narrow].num_steps <= seconds[wide].num_steps
@@ -84,10 +84,10 @@ def test_more_engines_and_no_partners_take_less_time() -> None:
 def test_few_sequences_touch_few_experts() -> None:
     """A step of one sequence reads 8 of 128 experts a layer; one of many reads them all."""
     settings = Engine(vllm_tensor_parallel_size=1)
-    memory = engine_memory(MOE, settings, CLUSTER, longest=2100, dtype_bytes=2)
+    memory = engine_memory(MOE, settings, HARDWARE, longest=2100, dtype_bytes=2)
     few = dataclasses.replace(WORK, sequences=1, prompts=1, longest_response=1000)
-    one = generation_time(MOE, settings, memory, few, CLUSTER, dtype_bytes=2)
-    many = generation_time(MOE, settings, memory, WORK, CLUSTER, dtype_bytes=2)
+    one = generation_time(MOE, settings, memory, few, HARDWARE, dtype_bytes=2)
+    many = generation_time(MOE, settings, memory, WORK, HARDWARE, dtype_bytes=2)
     experts = 48 * 128 * 3 * 2048 * 768
     dense = 30_532_122_624 - 151_936 * 2048 - experts
     rate = 3350e9 * 0.7
@@ -97,9 +97,9 @@ def test_few_sequences_touch_few_experts() -> None:
 
 def test_slower_memory_by_assumption_takes_longer() -> None:
     """Efficiencies are the user's to correct, so they must count."""
-    slow = dataclasses.replace(CLUSTER, assumed=Assumptions(hbm_efficiency=0.35))
+    slow = dataclasses.replace(HARDWARE, assumed=Assumptions(hbm_efficiency=0.35))
     settings = Engine(vllm_tensor_parallel_size=4)
-    memory = engine_memory(QWEN_32B, settings, CLUSTER, longest=2100, dtype_bytes=2)
-    fast_time = generation_time(QWEN_32B, settings, memory, WORK, CLUSTER, dtype_bytes=2)
+    memory = engine_memory(QWEN_32B, settings, HARDWARE, longest=2100, dtype_bytes=2)
+    fast_time = generation_time(QWEN_32B, settings, memory, WORK, HARDWARE, dtype_bytes=2)
     slow_time = generation_time(QWEN_32B, settings, memory, WORK, slow, dtype_bytes=2)
     assert slow_time.cache == pytest.approx(2 * fast_time.cache)

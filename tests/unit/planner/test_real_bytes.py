@@ -47,7 +47,7 @@ EXPERTS = {
 
 
 def tiny(family: str, **changes: Any) -> dict[str, Any]:
-    """A config.json, large enough that norms and indices are no large part of it."""
+    """A config.json, large enough that norms and indices are a small part of it."""
     return {"model_type": family, **TINY, **(EXPERTS if "moe" in family else {}), **changes}
 
 
@@ -184,7 +184,7 @@ def test_states_take_the_planned_bytes(name, alone) -> None:
 
 @pytest.mark.parametrize("name", SHARED_STATES)
 def test_states_under_fsdp_take_the_planned_bytes(name, together) -> None:
-    """Megatron-FSDP keeps an fp32 master of fp32 weights, too, which nobody would guess."""
+    """Megatron-FSDP also keeps an fp32 master of fp32 weights, which is easy to miss."""
     case = states_case(**SHARED_STATES[name])
     for result in together("states", case):
         compare_states(case, result)

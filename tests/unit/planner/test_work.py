@@ -30,7 +30,7 @@ BATCH = Workload(
 
 
 def test_operations_are_the_papers() -> None:
-    """72 B L s h^2 (1 + s / 6h + V / 12 L h) a step (arXiv:2205.05198, appendix A), attention there not causal: half of it."""
+    """72 B L s h^2 (1 + s / 6h + V / 12 L h) per step (arXiv:2205.05198, appendix A), attention there not causal: half of it."""
     b, s, h, layers, vocab = 64, 2048, 12288, 96, 51200
     paper = 72 * b * layers * s * h**2 * (1 + s / (12 * h) + vocab / (12 * layers * h))
     assert 3 * forward_flops(GPT_175B, BATCH).total == pytest.approx(paper, rel=1e-3)

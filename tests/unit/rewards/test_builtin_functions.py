@@ -20,8 +20,8 @@ from mgrpo.rewards.builtin_functions import (
     reasoning_accuracy_reward,
     think_format_reward,
 )
-from mgrpo.rewards.pool import Item
 from mgrpo.rewards.scorer import Scorer
+from mgrpo.rewards.verifier import Item
 
 THIRD = r"\frac{1}{3}"
 
@@ -34,7 +34,8 @@ class FakeScorer:
 
     def verify_many(self, items: list[Item]) -> list[float]:
         self.items += items
-        return [math.nan if i.completion == "hang" else float(i.completion == i.ground_truth) for i in items]
+        answers = [item.answer for item in items]
+        return [math.nan if a.completion == "hang" else float(a.completion == a.ground_truth) for a in answers]
 
 
 def _messages(*texts: str) -> list[list[dict[str, str]]]:
@@ -85,7 +86,7 @@ def test_reasoning_accuracy_reads_what_follows_the_reasoning() -> None:
     function = BUILTIN["reasoning_accuracy_reward"](100, scorer)
     texts = ["<think>8</think>7", "<think>7", "a</think>b</think>7", "<think>x</think>hang", "x</think>8"]
     assert function(_messages(*texts), ["7"] * 5) == [1.0, 0.0, 1.0, None, 0.0]
-    assert [item.completion for item in scorer.items] == ["7", "7", "hang", "8"]
+    assert [item.answer.completion for item in scorer.items] == ["7", "7", "hang", "8"]
     # The first delimiter that the text holds decides, in the order given, and where it stands last.
     texts = ["a|b#7", "7#8|", "a#b#7", "7"]
     assert function(texts, ["7"] * 4, reasoning_delimiters=["#", "|"]) == [1.0, 0.0, 1.0, 0.0]

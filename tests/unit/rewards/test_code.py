@@ -216,9 +216,9 @@ def test_a_failure_of_the_service_is_no_score(reply, num_asked, service):
 def test_a_service_that_is_not_there_is_no_score():
     """The first thing that goes wrong is the address."""
     scorer = RemoteScorer(Reward(code_api_url="http://127.0.0.1:9"))
-    from mgrpo.rewards.pool import Item
+    from tests.unit.rewards.items import item
 
-    assert math.isnan(scorer.verify_many([Item("code", "x", ASSERTS)])[0])
+    assert math.isnan(scorer.verify_many([item("code", "x", ASSERTS)])[0])
     assert scorer.errors == {"code": 1}
     scorer.close()
 

@@ -9,13 +9,13 @@ import sys
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.compose import has_r1_format, score_groups
-from mgrpo.rewards.pool import Item
-from mgrpo.types import Completion, Prompt, RolloutGroup, Score
+from mgrpo.rewards.verifier import Item
+from mgrpo.types import Completion, RolloutGroup, Score
+from tests import builders
 
 FORMATTED = "thoughts</think>\n<answer>5</answer>"
 PLAIN = "5"
@@ -29,24 +29,18 @@ class FakePool:
 
     def verify_many(self, items: list[Item]) -> list[float]:
         self.items += items
-        return [float(item.ground_truth) for item in items]
+        return [float(item.answer.ground_truth) for item in items]
 
 
 def _group(
     *texts: str, verifiers: tuple[str, ...] = ("math",), scores: tuple[object, ...] = (1.0,), finish: str = "stop"
 ) -> RolloutGroup:
-    prompt = Prompt(id=(0, 3), tokens=np.array([1], np.int32), text="2+3=", verifiers=verifiers, ground_truths=scores)
-    return RolloutGroup(prompt=prompt, completions=tuple(_completion(text, finish) for text in texts))
+    of = builders.prompt(id=(0, 3), text="2+3=", verifiers=verifiers, ground_truths=scores)
+    return builders.rollout_group([_completion(text, finish) for text in texts], of)
 
 
 def _completion(text: str, finish: str) -> Completion:
-    return Completion(
-        tokens=np.array([7, 8], np.int32),
-        logprobs=np.zeros(2, np.float32),
-        policy_versions=np.zeros(2, np.int32),
-        finish_reason=finish,
-        text=text,
-    )
+    return builders.completion([7, 8], finish_reason=finish, text=text)
 
 
 def _one(config: Reward, text: str, **group: object) -> Score:
@@ -133,7 +127,7 @@ def test_scores_stay_beside_their_completions() -> None:
     pool = FakePool()
     scored = score_groups(groups, pool, OFF)
     assert [list(group.rewards) for group in scored] == [[2.5, 2.5], [7.5], [0.0], [10.0] * 3]
-    assert [item.completion for item in pool.items] == ["a", "b", "c", "c", "e", "f", "g"]
+    assert [item.answer.completion for item in pool.items] == ["a", "b", "c", "c", "e", "f", "g"]
     assert [group.group for group in scored] == groups
     assert score_groups(groups, pool, NOTHING)[0].scores[0].parts == {} and len(pool.items) == 7
 

@@ -16,33 +16,20 @@ import numpy as np
 import pytest
 
 from mgrpo.rewards.functions import TrainerState, function_names, missing_arguments, score_with_functions
-from mgrpo.types import Completion, Prompt, RolloutGroup, Score
+from mgrpo.types import Completion, RolloutGroup, Score
+from tests import builders
 
 MESSAGES = ({"role": "system", "content": "Add."}, {"role": "user", "content": "2+3"})
 
 
-def _group(*texts: str, truths: tuple[object, ...] = (5,), **prompt: object) -> RolloutGroup:
-    return RolloutGroup(
-        prompt=Prompt(
-            id=(0, 3),
-            tokens=np.array([1], np.int32),
-            text="<templated>",
-            verifiers=("math",) * len(truths),
-            ground_truths=truths,
-            **{"source": "2+3=", **prompt},
-        ),
-        completions=tuple(_completion(text) for text in texts),
-    )
+def _group(*texts: str, truths: tuple[object, ...] = (5,), **fields: object) -> RolloutGroup:
+    question = {"id": (0, 3), "text": "<templated>", "source": "2+3="}
+    of = builders.prompt(verifiers=("math",) * len(truths), ground_truths=truths, **(question | fields))
+    return builders.rollout_group([_completion(text) for text in texts], of)
 
 
 def _completion(text: str) -> Completion:
-    return Completion(
-        tokens=np.array([7, 8], np.int32),
-        logprobs=np.zeros(2, np.float32),
-        policy_versions=np.zeros(2, np.int32),
-        finish_reason="stop",
-        text=text,
-    )
+    return builders.completion([7, 8], text=text)
 
 
 def _returning(value: object) -> Callable:

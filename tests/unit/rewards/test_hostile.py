@@ -15,10 +15,10 @@ import pytest
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.catalog import find, known_verifiers
-from mgrpo.rewards.process import Item
 from mgrpo.rewards.scorer import Scorer, is_remote
 from tests.hostile_answers import INJECTIONS, PROGRAMS, TEXTS
 from tests.processes import processes_with
+from tests.unit.rewards.items import item
 
 IFEVAL = {"instruction_id": ["length_constraints:number_words"], "kwargs": [{"num_words": 5, "relation": "at least"}]}
 LABELS: dict[str, object] = {
@@ -33,7 +33,7 @@ LABELS: dict[str, object] = {
 }
 # trl_accuracy is TRL's own reading of every text, towers of powers included: those time out, as in test_builtin_functions.
 LOCAL = tuple(name for name in known_verifiers() if not is_remote(name) and name != "trl_accuracy")
-GOOD = Item("integer", "5", 5)
+GOOD = item("integer", "5", 5)
 TRACES = [Path(folder) / "mgrpo-hostile" for folder in ("/tmp", "/var/tmp", "/dev/shm", "/", ".", str(Path.home()))]
 
 
@@ -68,7 +68,7 @@ def test_the_corpus_is_as_large_as_it_says() -> None:
 def test_no_text_breaks_a_verifier(name: str, marker: str) -> None:
     """One answer that takes the worker along costs a step its rewards; one that scores is a policy's shortest way."""
     texts = [*TEXTS.values(), *PROGRAMS.values(), *INJECTIONS.values()]
-    items = [Item(name, text, LABELS.get(name, "the right answer"), "question", 1000) for text in texts]
+    items = [item(name, text, LABELS.get(name, "the right answer"), "question", 1000) for text in texts]
     with nothing_left(marker):
         scorer = Scorer(Reward(verifier_timeout=2.0, verifier_workers=2), [name])
         try:
@@ -91,11 +91,11 @@ def test_no_program_breaks_out(name: str, marker: str) -> None:
     with nothing_left(marker):
         scorer = Scorer(Reward(code_max_execution_time=0.5, code_sandbox_memory_mb=256), [name])
         try:
-            scores = scorer.verify_many([Item(name, text, tests) for text in texts.values()])
+            scores = scorer.verify_many([item(name, text, tests) for text in texts.values()])
             assert dict(zip(texts, scores, strict=True)) == dict.fromkeys(texts, 0.0)
             good = ["assert f() == 1"] if name == "code" else [{"input": "1", "output": "1"}]
             program = "def f():\n    return 1" if name == "code" else "print(input())"
-            assert scorer.verify_many([Item(name, f"```python\n{program}\n```", good)]) == [1.0]
+            assert scorer.verify_many([item(name, f"```python\n{program}\n```", good)]) == [1.0]
         finally:
             scorer.close()
 

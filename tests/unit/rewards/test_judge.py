@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from mgrpo.config.schema import Reward
 from mgrpo.rewards import verify
 from mgrpo.rewards.catalog import find
-from mgrpo.rewards.judges import templates
+from mgrpo.rewards.judges import judgements
 from mgrpo.rewards.judges.asking import Judge, final_answer
 from mgrpo.rewards.judges.client import NoVerdict
 from mgrpo.rewards.judges.context import estimate, shorten, shorten_both, token_counter
-from mgrpo.rewards.judges.templates import Template
+from mgrpo.rewards.judges.judgements import Judgement
 from mgrpo.rewards.verifier import Answer
 from tests.unit.rewards.scripted_judge import YES, Reply, ScriptedJudge, says
 
@@ -39,7 +39,7 @@ NEEDS_LABEL = {
     "general-factuality",
     "general-web_instruct_general_verifier",
 }
-TEMPLATES = [value for value in vars(templates).values() if isinstance(value, Template)]
+JUDGEMENTS = [value for value in vars(judgements).values() if isinstance(value, Judgement)]
 
 
 def judge_with(
@@ -160,7 +160,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", JUDGEMENTS)
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_no_text_can_leave_its_block(template, hostile):
     """An answer that could close its block could give itself any score."""
@@ -176,7 +176,7 @@ def test_no_text_can_leave_its_block(template, hostile):
 @given(st.text(max_size=60), st.text(max_size=60), st.text(min_size=1, max_size=60))
 def test_blocks_hold_exactly_what_was_put_in(question, answer, reference):
     """Whatever is lost or added in between is judged, too."""
-    prompt = templates.QUALITY_REF.render(question, answer, reference)
+    prompt = judgements.QUALITY_REF.render(question, answer, reference)
     assert blocks_of(prompt) == {"question": question, "reference answer": reference, "answer": answer}
 
 
@@ -185,7 +185,7 @@ def test_an_answer_that_knows_the_mark_gets_another():
     marks = []
     answer = "0"
     for trial in range(6):
-        prompt = templates.QUALITY.render("question", answer)
+        prompt = judgements.QUALITY.render("question", answer)
         (mark,) = set(re.findall(r"the mark ([0-9a-f]{12})", prompt))
         assert mark not in marks
         assert blocks_of(prompt)["answer"] == answer
@@ -195,7 +195,7 @@ def test_an_answer_that_knows_the_mark_gets_another():
 
 def test_answers_to_one_question_share_the_beginning_of_their_prompts():
     """Servers keep the work for a common beginning; a mark for each answer would make them read everything anew."""
-    first, second = (templates.QUALITY_REF.render("question", answer, "reference") for answer in ("a", "b"))
+    first, second = (judgements.QUALITY_REF.render("question", answer, "reference") for answer in ("a", "b"))
     assert first.partition("BEGIN answer")[0] == second.partition("BEGIN answer")[0]
     assert first.index("reference\nEND") < first.index("BEGIN answer")
 
@@ -313,7 +313,7 @@ def test_scores_and_failures_reach_the_public_door():
     assert blocks_of(server.prompts[-1])["answer"] == "fine work ?"
 
 
-def test_the_cost_of_every_attempt_can_be_read():
+def test_the_tokens_of_every_attempt_can_be_read():
     """A run that spends a fortune on unreadable replies must show it."""
     with ScriptedJudge([says("hm"), says('{"SCORE": 5}')]) as server:
         verifier = find("general-quality")(Reward(llm_judge_model="gpt-4o-mini", llm_judge_base_url=server.url))
@@ -326,7 +326,6 @@ def test_the_cost_of_every_attempt_can_be_read():
 
         assert asyncio.run(run()) == 0.5
     assert verifier.metrics() == {
-        "cost": pytest.approx(2 * (100 * 0.15e-6 + 10 * 0.6e-6)),
         "prompt_tokens": 200.0,
         "completion_tokens": 20.0,
         "requests": 2.0,

@@ -15,10 +15,11 @@ import pytest
 from mgrpo.config.schema import Reward
 from mgrpo.rewards import catalog, verify
 from mgrpo.rewards.pool import VerifierPool
-from mgrpo.rewards.process import Item
+from mgrpo.rewards.verifier import Item
 from tests.processes import processes_with
+from tests.unit.rewards.items import item
 
-GOOD = Item("integer", "5", 5)
+GOOD = item("integer", "5", 5)
 BAD_VERIFIERS = """
 import ctypes, os, signal, subprocess, sys, time
 from mgrpo.rewards.verifier import Answer, Verifier
@@ -147,8 +148,8 @@ def bad_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     del sys.modules["bad_verifiers"]
 
 
-def _around(item: Item) -> list[Item]:
-    return [GOOD] * 40 + [item] + [GOOD] * 40
+def _around(bad: Item) -> list[Item]:
+    return [GOOD] * 40 + [bad] + [GOOD] * 40
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def _around(item: Item) -> list[Item]:
 def test_one_bad_item_costs_only_its_own_score(bad_verifiers: None, name: str, num_workers: int) -> None:
     """A verifier that hangs, dies or fails would otherwise stop the run or take a whole step's rewards along."""
     with VerifierPool(num_workers, timeout_s=0.5, memory_mb=600, settings=SETTINGS) as pool:
-        scores = pool.verify_many(_around(Item(name, "x", 1)))
+        scores = pool.verify_many(_around(item(name, "x", 1)))
         assert math.isnan(scores[40])
         assert scores[:40] + scores[41:] == [1.0] * 80
         assert pool.errors == {name: 1}
@@ -170,7 +171,7 @@ def test_a_failing_verifier_does_not_cost_its_worker(bad_verifiers: None, name: 
     """Replacing the process on every exception would cost its imports each time."""
     with VerifierPool(1, timeout_s=10, memory_mb=600, settings=SETTINGS) as pool:
         before = pool.pids
-        assert math.isnan(pool.verify_many([Item(name, "x", 1)])[0])
+        assert math.isnan(pool.verify_many([item(name, "x", 1)])[0])
         assert pool.pids == before
 
 
@@ -178,7 +179,7 @@ def test_a_failing_verifier_does_not_cost_its_worker(bad_verifiers: None, name: 
 def test_processes_that_a_verifier_leaves_behind_are_ended(bad_verifiers: None, name: str, tmp_path: Path) -> None:
     """Each of a step's thousands of calls could otherwise leave its daemons on the machine, sessions of their own or not."""
     with VerifierPool(1, timeout_s=1.5, settings=SETTINGS) as pool:
-        scores = pool.verify_many([GOOD, Item(name, "x", 1), GOOD])
+        scores = pool.verify_many([GOOD, item(name, "x", 1), GOOD])
         assert math.isnan(scores[1]) and scores[0] == scores[2] == 1.0
         assert processes_with(str(tmp_path)) == set(pool.pids)
 
@@ -186,8 +187,8 @@ def test_processes_that_a_verifier_leaves_behind_are_ended(bad_verifiers: None, 
 def test_a_verifier_may_use_a_program_that_ends(bad_verifiers: None) -> None:
     """Proof checkers are programs of their own."""
     with VerifierPool(1, timeout_s=10, settings=SETTINGS) as pool:
-        assert pool.verify_many([Item("use_process", "x", 1)]) == [1.0]
-        assert pool.verify_many([Item("slow_process", "x", 1)] * 30) == [1.0] * 30
+        assert pool.verify_many([item("use_process", "x", 1)]) == [1.0]
+        assert pool.verify_many([item("slow_process", "x", 1)] * 30) == [1.0] * 30
 
 
 def test_a_verifier_that_cannot_be_loaded_is_named_and_costs_the_others_nothing(bad_verifiers: None) -> None:
@@ -196,7 +197,7 @@ def test_a_verifier_that_cannot_be_loaded_is_named_and_costs_the_others_nothing(
         assert pool.verify_many([GOOD]) == [1.0]
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"needs_library cannot be loaded .*: .*no_such_library"):
-                pool.verify_many([GOOD, Item("needs_library", "x", 1)])
+                pool.verify_many([GOOD, item("needs_library", "x", 1)])
         assert pool.verify_many([GOOD]) == [1.0]
 
 
@@ -207,7 +208,7 @@ def test_closing_ends_whoever_waits_for_a_score(bad_verifiers: None) -> None:
 
     def ask() -> None:
         try:
-            pool.verify_many([Item("hang", "x", 1)] * 5)
+            pool.verify_many([item("hang", "x", 1)] * 5)
         except RuntimeError as err:
             heard.append(err)
 
@@ -226,13 +227,13 @@ def test_a_worker_is_not_told_the_keys_of_the_run(bad_verifiers: None, monkeypat
     """What reads untrusted text must have nothing to give away."""
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with VerifierPool(1, timeout_s=10, settings=SETTINGS) as pool:
-        assert pool.verify_many([Item("secrets", "x", 1)]) == [0.0]
+        assert pool.verify_many([item("secrets", "x", 1)]) == [0.0]
 
 
 def test_what_a_verifier_prints_does_not_reach_the_protocol(bad_verifiers: None) -> None:
     """A library that prints would otherwise hand out scores of its own, or block on the pipe."""
     with VerifierPool(1, timeout_s=5, settings=SETTINGS) as pool:
-        assert pool.verify_many(_around(Item("chatter", "x", 1))) == [1.0] * 81
+        assert pool.verify_many(_around(item("chatter", "x", 1))) == [1.0] * 81
         assert not pool.errors
 
 
@@ -243,7 +244,7 @@ def test_killing_the_worker_in_mid_batch_costs_one_score(bad_verifiers: None) ->
         first = pool.pids[0]
         threading.Timer(0.5, os.kill, (first, signal.SIGKILL)).start()
         began = time.monotonic()
-        scores = pool.verify_many(_around(Item("hang", "x", 1)))
+        scores = pool.verify_many(_around(item("hang", "x", 1)))
         assert time.monotonic() - began < 20
         assert math.isnan(scores[40]) and scores[:40] + scores[41:] == [1.0] * 80
         assert pool.pids[0] != first
@@ -277,13 +278,13 @@ def test_adversarial_mathematics_never_blocks_longer_than_the_limit() -> None:
     ]
     timeout_s = 1.0
     with VerifierPool(1, timeout_s=timeout_s, verifiers=["math"]) as pool:
-        good = Item("math", r"\boxed{\frac{1}{2}}", "0.5")
+        good = item("math", r"\boxed{\frac{1}{2}}", "0.5")
         assert pool.verify_many([good]) == [1.0]
         began = time.monotonic()
         slow = 0
         for text in hostile:
             began = time.monotonic()
-            scores = pool.verify_many([good, Item("math", text, "7"), good])
+            scores = pool.verify_many([good, item("math", text, "7"), good])
             # The limit itself, and the start of a new worker for the last item.
             assert time.monotonic() - began < timeout_s + 8, text[:30]
             slow += math.isnan(scores[1])
@@ -295,7 +296,7 @@ def test_adversarial_mathematics_never_blocks_longer_than_the_limit() -> None:
 def test_a_label_the_verifier_cannot_read_is_no_score() -> None:
     """Scored 0 it would enter the group's baseline as wrong answers."""
     with VerifierPool(1, timeout_s=10) as pool:
-        scores = pool.verify_many([GOOD, Item("integer", "5", "five"), GOOD])
+        scores = pool.verify_many([GOOD, item("integer", "5", "five"), GOOD])
         assert math.isnan(scores[1]) and scores[0] == scores[2] == 1.0
         assert pool.errors == {"integer": 1}
 
@@ -303,7 +304,7 @@ def test_a_label_the_verifier_cannot_read_is_no_score() -> None:
 def test_long_texts_pass_in_both_directions_without_deadlock() -> None:
     """Pipes hold 64 KiB: two sides that both wait to write would stop the run for ever."""
     with VerifierPool(2, timeout_s=20) as pool:
-        items = [Item("integer", " " * 300_000 + "5", 5), Item("integer", "5" * 300_000, "x" * 300_000)] * 20
+        items = [item("integer", " " * 300_000 + "5", 5), item("integer", "5" * 300_000, "x" * 300_000)] * 20
         scores = pool.verify_many(items)
         assert scores[::2] == [1.0] * 20
         assert all(math.isnan(score) for score in scores[1::2])
@@ -312,13 +313,13 @@ def test_long_texts_pass_in_both_directions_without_deadlock() -> None:
 def test_a_worker_that_hangs_does_not_block_whoever_writes_to_it(bad_verifiers: None) -> None:
     """Behind a verifier that hangs its pipe fills up: a write that waits for it would wait past the limit, for ever."""
     with VerifierPool(1, timeout_s=0.5, settings=SETTINGS) as pool:
-        scores = pool.verify_many([Item("hang", "x", 1)] + [Item("integer", " " * 100_000 + "5", 5)] * 8)
+        scores = pool.verify_many([item("hang", "x", 1)] + [item("integer", " " * 100_000 + "5", 5)] * 8)
         assert math.isnan(scores[0]) and scores[1:] == [1.0] * 8
 
 
 def test_scores_keep_the_order_of_the_items_with_any_number_of_workers() -> None:
     """A score beside the wrong completion trains the opposite of what was meant."""
-    items = [Item("integer", str(index), index if index % 3 else index + 1) for index in range(500)]
+    items = [item("integer", str(index), index if index % 3 else index + 1) for index in range(500)]
     expected = [float(index % 3 != 0) for index in range(500)]
     for num_workers in (1, 3):
         with VerifierPool(num_workers, timeout_s=10) as pool:
@@ -332,7 +333,7 @@ def test_threads_may_share_a_pool() -> None:
         results: dict[int, list[float]] = {}
 
         def score(number: int) -> None:
-            results[number] = pool.verify_many([Item("integer", str(number), index) for index in range(8)])
+            results[number] = pool.verify_many([item("integer", str(number), index) for index in range(8)])
 
         threads = [threading.Thread(target=score, args=(number,)) for number in range(8)]
         for thread in threads:
@@ -374,7 +375,7 @@ def test_a_busy_worker_ends_with_its_killed_parent(bad_verifiers: None) -> None:
         pool = VerifierPool(1, timeout_s=60, settings=SETTINGS)
         pool.verify_many([GOOD])
         os.write(sending, str(pool.pids[0]).encode())
-        pool.verify_many([Item("hang", "x", 1)])
+        pool.verify_many([item("hang", "x", 1)])
         os._exit(1)
     worker = int(os.read(receiving, 100))
     time.sleep(0.3)
@@ -404,7 +405,7 @@ def test_a_forked_process_gets_workers_of_its_own() -> None:
         if child == 0:
             signal.alarm(20)
             parents = pool.pids
-            good = pool.verify_many([GOOD, Item("integer", "6", 5)]) == [1.0, 0.0] and pool.pids != parents
+            good = pool.verify_many([GOOD, item("integer", "6", 5)]) == [1.0, 0.0] and pool.pids != parents
             pool.close()
             os._exit(0 if good else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -423,7 +424,7 @@ def test_an_unknown_verifier_is_refused_before_anything_is_sent() -> None:
     """It is the configuration that is wrong, not a completion."""
     pool = VerifierPool(1, timeout_s=10)
     with pytest.raises(ValueError, match="did you mean integer"):
-        pool.verify_many([Item("integr", "5", 5)])
+        pool.verify_many([item("integr", "5", 5)])
     with pytest.raises(ValueError, match="did you mean gsm8k"):
         VerifierPool(1, timeout_s=10, verifiers=["gsm8"])
     assert pool.pids == []
@@ -439,7 +440,7 @@ def test_verify_scores_one_completion() -> None:
 def test_a_step_of_256_integers_takes_milliseconds() -> None:
     """Scoring sits between generation and training: a slow round trip is idle hardware. Usual: 3 ms; wide for busy machines."""
     with VerifierPool(1, timeout_s=10, verifiers=["integer"]) as pool:
-        items = [Item("integer", str(index), index) for index in range(256)]
+        items = [item("integer", str(index), index) for index in range(256)]
         pool.verify_many(items)
         took = []
         for _ in range(20):

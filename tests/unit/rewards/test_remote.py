@@ -15,10 +15,10 @@ import pytest
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards import catalog, verify
-from mgrpo.rewards.process import Item
 from mgrpo.rewards.remote import RemoteScorer
 from mgrpo.rewards.scorer import Scorer
 from mgrpo.rewards.verifier import Answer, RemoteVerifier
+from tests.unit.rewards.items import item
 
 
 class Slow(RemoteVerifier):
@@ -59,14 +59,14 @@ def scorer(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteScorer]:
 
 def test_calls_run_at_once_up_to_the_limit(scorer: RemoteScorer) -> None:
     """Judged one after the other, a step of 256 completions takes minutes; all at once, the server refuses them."""
-    assert scorer.verify_many([Item("Slow", "x", 0.05)] * 12) == [1.0] * 12
+    assert scorer.verify_many([item("Slow", "x", 0.05)] * 12) == [1.0] * 12
     assert Slow.most == 4
 
 
 def test_a_call_that_hangs_or_quits_costs_its_own_score(scorer: RemoteScorer) -> None:
     """One bad answer of a server must not stop the run."""
     scores = scorer.verify_many(
-        [Item("slow", "x", 0), Item("slow", "x", 600), Item("quits", "x", 0), Item("slow", "x", 0)]
+        [item("slow", "x", 0), item("slow", "x", 600), item("quits", "x", 0), item("slow", "x", 0)]
     )
     assert [math.isnan(score) for score in scores] == [False, True, True, False]
     assert scorer.errors == {"slow": 1, "quits": 1}
@@ -78,7 +78,7 @@ def test_closing_ends_whoever_waits(scorer: RemoteScorer) -> None:
 
     def ask() -> None:
         try:
-            scorer.verify_many([Item("slow", "x", 1.9)] * 8)
+            scorer.verify_many([item("slow", "x", 1.9)] * 8)
         except RuntimeError as err:
             heard.append(err)
 
@@ -91,12 +91,12 @@ def test_closing_ends_whoever_waits(scorer: RemoteScorer) -> None:
     assert not thread.is_alive() and time.monotonic() - began < 1.5
     assert "closed" in str(heard[0])
     scorer.close()
-    assert scorer.verify_many([Item("slow", "x", 0)]) == [1.0]
+    assert scorer.verify_many([item("slow", "x", 0)]) == [1.0]
 
 
 def test_threads_share_one_loop(scorer: RemoteScorer) -> None:
     """Connections belong to the loop that they were opened in."""
-    threads = [threading.Thread(target=scorer.verify_many, args=([Item("slow", "x", 0.01)],)) for _ in range(16)]
+    threads = [threading.Thread(target=scorer.verify_many, args=([item("slow", "x", 0.01)],)) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -106,15 +106,15 @@ def test_threads_share_one_loop(scorer: RemoteScorer) -> None:
 
 def test_a_forked_process_asks_for_itself(scorer: RemoteScorer) -> None:
     """The parent's thread does not exist in the child: waiting for it never ends."""
-    assert scorer.verify_many([Item("slow", "x", 0)]) == [1.0]
+    assert scorer.verify_many([item("slow", "x", 0)]) == [1.0]
     child = os.fork()
     if child == 0:
         signal.alarm(20)
-        good = scorer.verify_many([Item("slow", "x", 0)]) == [1.0]
+        good = scorer.verify_many([item("slow", "x", 0)]) == [1.0]
         scorer.close()
         os._exit(0 if good else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert scorer.verify_many([Item("slow", "x", 0)]) == [1.0]
+    assert scorer.verify_many([item("slow", "x", 0)]) == [1.0]
 
 
 def test_local_and_remote_scores_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_local_and_remote_scores_keep_their_places(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(catalog, "_added", {"slow": Slow})
     scorer = Scorer(Reward(), ["integer", "slow"])
     try:
-        items = [Item("integer", "5", 5), Item("slow", "x", 0.01), Item("integer", "6", 5), Item("slow", "x", "nan?")]
+        items = [item("integer", "5", 5), item("slow", "x", 0.01), item("integer", "6", 5), item("slow", "x", "nan?")]
         scores = scorer.verify_many(items)
         assert scores[:3] == [1.0, 1.0, 0.0] and math.isnan(scores[3])
         assert scorer.errors == {"slow": 1}

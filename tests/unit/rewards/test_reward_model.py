@@ -131,7 +131,7 @@ def test_a_process_that_dies_or_fails_is_an_error_with_the_models_name(folder: P
     try:
         model.start()
         os.kill(model.pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="tiny-reward died of signal 9"):
+        with pytest.raises(RuntimeError, match="tiny-reward died of SIGKILL"):
             model(["a"], ["b"])
         # A completion that the template cannot render; the model has to be loaded anew for that.
         with pytest.raises(RuntimeError, match=r"reward model .*tiny-reward failed: TypeError"):

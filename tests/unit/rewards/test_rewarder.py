@@ -11,31 +11,15 @@ import pytest
 
 from mgrpo.config.load import from_values
 from mgrpo.rewards.rewarder import Rewarder, logged_metrics
-from mgrpo.types import Completion, Prompt, RewardContext, RolloutGroup
+from mgrpo.types import RewardContext, RolloutGroup
+from tests import builders
 
 TRAINING = RewardContext(step=3, seed=1, max_tokens=8)
 
 
 def group(*texts: str, verifiers=("integer",), truths=("5",)) -> RolloutGroup:
-    completions = tuple(
-        Completion(
-            tokens=np.arange(len(text) + 1, dtype=np.int32),
-            logprobs=np.zeros(len(text) + 1, np.float32),
-            policy_versions=np.zeros(len(text) + 1, np.int32),
-            finish_reason="stop",
-            text=text,
-        )
-        for text in texts
-    )
-    prompt = Prompt(
-        id=(2, 7),
-        tokens=np.zeros(1, np.int32),
-        text="2+3=",
-        verifiers=verifiers,
-        ground_truths=truths,
-        columns={"hint": "x"},
-    )
-    return RolloutGroup(prompt=prompt, completions=completions)
+    of = builders.prompt([0], id=(2, 7), text="2+3=", verifiers=verifiers, ground_truths=truths, columns={"hint": "x"})
+    return builders.rollout_group([builders.completion(len(text) + 1, text=text) for text in texts], of)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def with_checkpoint(config, **settings):
 def test_a_dry_run_keeps_away_from_the_runs_checkpoints(config, tmp_path, monkeypatch):
     """It starts anew, which turns older checkpoints away: those of the real run would never be found again."""
     started = []
-    monkeypatch.setattr(launch, "_check", lambda *args, **kwargs: None)
+    monkeypatch.setattr(launch, "check_run", lambda *args, **kwargs: None)
     monkeypatch.setattr(launch, "_start", lambda config, *rest: started.append(config))
     for settings in ({}, {"checkpoint_state_dir": str(tmp_path / "a")}, {"gs_checkpoint_state_dir": "gs://bucket/run"}):
         real = with_checkpoint(config, **settings)

@@ -1,4 +1,4 @@
-"""The HTTP contract of the code service, which is Open Instruct's: theirs and ours can be exchanged for each other."""
+"""The HTTP contract of the code service, which is Open Instruct's: either service can replace the other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ECHO = {"program": "print(input())", "tests": [{"input": "1", "output": "1"}, {"
 
 
 class FakeSandbox:
-    """Programs wait until they are let go, or fail."""
+    """Programs wait until the test resolves them, or fail."""
 
     num_slots = 1
 
@@ -52,7 +52,7 @@ def post(app, *requests: tuple[str, object], **options: object) -> list[httpx.Re
 
 
 def test_answers_have_open_instructs_form(sandbox):
-    """Whoever reads the answer of their service reads ours."""
+    """A client of their service can also read ours."""
     asserts, stdio = post(create_app(sandbox), ("/test_program", ADD), ("/test_program_stdio", ECHO))
     assert asserts.status_code == stdio.status_code == 200
     assert asserts.json().keys() == stdio.json().keys() == {"results", "runtimes"}
@@ -63,7 +63,7 @@ def test_answers_have_open_instructs_form(sandbox):
 
 @pytest.mark.parametrize("tests", [json.dumps(ADD["tests"]), compressed(ADD["tests"])], ids=["JSON", "compressed"])
 def test_tests_may_come_packed(tests, sandbox):
-    """Their clients send labels as they stand in the data set."""
+    """Their clients send labels as in the data set."""
     (answer,) = post(create_app(sandbox), ("/test_program", ADD | {"tests": tests, "max_execution_time": 20.0}))
     assert answer.json()["results"] == [1, 0]
 
@@ -89,19 +89,19 @@ def test_no_tests_have_no_results(sandbox):
     ],
 )
 def test_what_cannot_be_run_is_refused(body):
-    """A question that nobody can answer must not come back as zeros, which are scores."""
+    """A request that cannot be processed must not return zeros, which are scores."""
     (answer,) = post(create_app(FakeSandbox()), ("/test_program", body))
     assert answer.status_code == 422 and answer.json()["detail"]
 
 
 def test_a_failure_of_the_sandbox_is_an_error():
-    """The program has no score then; a zero would be the service's fault on the program's account."""
+    """The program then has no score; a zero would blame the program for a failure of the service."""
     (answer,) = post(create_app(FakeSandbox()), ("/test_program", ADD | {"program": "fail"}))
     assert answer.status_code == 500 and "the sandbox broke" in answer.json()["detail"]
 
 
-def test_too_many_waiting_programs_are_sent_away():
-    """A queue without end holds every program of a run in memory, and answers long after nobody waits."""
+def test_too_many_waiting_programs_are_refused():
+    """An unbounded queue holds every program of a run in memory, and answers after its clients have timed out."""
     sandbox = FakeSandbox()
     app = create_app(sandbox, max_waiting=2)
 
@@ -133,7 +133,7 @@ def test_a_request_that_is_too_large_is_refused():
 
 
 def test_the_command_serves_on_loopback(sandbox, tmp_path):
-    """It says at start what isolates programs, answers, and leaves nothing when it is ended."""
+    """It reports at start what isolates programs, answers, and leaves no process behind."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -162,7 +162,7 @@ def test_the_command_serves_on_loopback(sandbox, tmp_path):
 
 
 def test_the_command_refuses_what_the_sandbox_refuses(capsys, monkeypatch):
-    """A service on a machine without walls that starts all the same is found out by its first hostile program."""
+    """If the service started without walls, the first hostile program would have the machine."""
     monkeypatch.setattr("mgrpo.sandbox.sandbox._ALL_WALLS", ("none",))
     assert serve_command(["--workers", "1"]) == 2
     assert "--accept_risk" in capsys.readouterr().err

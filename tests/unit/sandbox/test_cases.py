@@ -30,7 +30,7 @@ def test_assert_tests_are_read_in_every_form(label):
 
 
 def test_a_lone_assert_in_a_list_is_one_test():
-    """A list of one test looks like a wrapped label, and is none."""
+    """A list of one test looks like a wrapped label, but is not one."""
     assert assert_tests(["assert f() == [1]"]) == ["assert f() == [1]"]
 
 
@@ -61,8 +61,8 @@ def test_no_tests_are_no_tests(empty):
         (stdio_tests, [{"input": "1", "output": 2}]),
     ],
 )
-def test_what_is_no_test_is_an_error(read, label):
-    """Scored 0, a label that nobody can read would teach the policy that right programs are wrong."""
+def test_anything_else_is_an_error(read, label):
+    """Scored 0, an unreadable label would teach the policy that right programs are wrong."""
     with pytest.raises(ValueError, match=r"expected|neither"):
         read(label)
 

@@ -174,7 +174,7 @@ def test_a_program_that_runs_wild_has_failed(name, outcomes):
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_cheap_forgery_is_no_pass(name, sandbox):
+def test_a_cheap_forgery_does_not_pass(name, sandbox):
     """Reward hacking starts with what a model finds by chance: leaving early, printing, replacing builtins."""
     program = "def f(): return 1\n" + FORGERIES[name]
     verdicts = sandbox.run_asserts(program, ["f()\nassert abs(-2) == 1, 'wanted_4711'\nx = 1"], PLENTY_S).result()

@@ -40,7 +40,7 @@ def test_a_machine_without_walls_is_refused_unless_the_risk_is_accepted():
 
 
 def test_walls_that_cannot_be_raised_are_named():
-    """Who reads that his machine is refused needs to know what to change."""
+    """The user of a refused machine needs to know what to change."""
     isolation = Isolation(
         walls="none",
         processes=False,
@@ -57,7 +57,7 @@ def test_walls_that_cannot_be_raised_are_named():
 
 
 def test_programs_run_without_walls_where_the_risk_is_accepted(tmp_path, monkeypatch):
-    """The limits hold, stragglers are hunted, and the scratch folder goes."""
+    """Limits apply, leftover processes are killed, and the scratch folder is removed."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     tmp_path.chmod(0o755)
     for folder in tmp_path.parents:
@@ -80,7 +80,7 @@ def test_programs_run_without_walls_where_the_risk_is_accepted(tmp_path, monkeyp
 
 
 def test_an_ordinary_user_has_the_same_walls(sandbox):
-    """Most machines run the service as somebody; then there is one number for supervisor and program."""
+    """Most machines run the service as an ordinary user; supervisor and program then share one user id."""
     script = """assert os.geteuid() == 4711
 hostile = '''if True:
     import os, resource
@@ -109,7 +109,7 @@ print(json.dumps([isolation.walls, isolation.missing, isolation.unprivileged, ve
 
 
 def test_a_machine_that_forbids_namespaces_is_refused(sandbox):
-    """Containers do; there the first hostile program would have the run of the container, tokens and all."""
+    """Many containers do; there the first hostile program could access the whole container, tokens included."""
     script = """
 Path("/proc/sys/user/max_user_namespaces").write_text("0")
 kernel.drop_capabilities()
@@ -183,7 +183,7 @@ become_somebody()
 
 
 def _descendants(of: int | None = None) -> set[int]:
-    """All processes below one, this one unless said otherwise."""
+    """All descendants of a process, by default of this one."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

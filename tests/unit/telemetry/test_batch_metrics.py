@@ -1,4 +1,4 @@
-"""What a step's rollouts amount to, by hand."""
+"""Metrics of a step's rollouts, worked by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from mgrpo.telemetry.batch import (
     rate_histogram,
     tokens_per_second,
 )
-from mgrpo.types import Completion, Prompt, RewardScale, RolloutGroup, Score, ScoredGroup, TrainSample
+from mgrpo.types import RewardScale
+from tests import builders
 
 NAN = float("nan")
 SCALE = RewardScale(max_possible_score=10.0, verification_reward=10.0, format_reward=0.5)
@@ -28,48 +29,22 @@ SCALE = RewardScale(max_possible_score=10.0, verification_reward=10.0, format_re
 
 def group(rewards, *, lengths=None, stops=None, parts=None, verifiers=("integer",), prompt=3, versions=7):
     """One group; the parts are those of a single verifier unless given."""
-    lengths = lengths or [2] * len(rewards)
-    stops = stops or [True] * len(rewards)
     if parts is None:
         parts = [{"integer": r / 10, "correct": NAN if r != r else float(r == 10)} for r in rewards]
-    completions = tuple(
-        Completion(
-            tokens=np.arange(n, dtype=np.int32),
-            logprobs=np.full(n, -1.0, np.float32),
-            policy_versions=np.full(n, versions, np.int32),
-            finish_reason="stop" if stop else "length",
-            text="",
-        )
-        for n, stop in zip(lengths, stops, strict=True)
-    )
-    return ScoredGroup(
-        group=RolloutGroup(
-            prompt=Prompt(
-                id=(0, 0),
-                tokens=np.arange(prompt, dtype=np.int32),
-                text="",
-                verifiers=verifiers,
-                ground_truths=(1,) * len(verifiers),
-            ),
-            completions=completions,
-        ),
-        scores=tuple(Score(reward=r, parts=p) for r, p in zip(rewards, parts, strict=True)),
-    )
+    completions = [
+        builders.completion(length, version=versions, finish_reason="stop" if stop else "length")
+        for length, stop in zip(lengths or [2] * len(rewards), stops or [True] * len(rewards), strict=True)
+    ]
+    of = builders.prompt(range(prompt), verifiers=verifiers)
+    return builders.scored_group(rewards, completions=completions, parts=parts, of=of)
 
 
 def samples_of(groups, advantages):
-    """One a completion; those with advantage NaN train nothing."""
-    flat = [(number, scored.group, c) for number, scored in enumerate(groups) for c in scored.group.completions]
+    """One per completion; those with advantage NaN train nothing."""
+    completions = [(number, index) for number, scored in enumerate(groups) for index in range(len(scored.scores))]
     return [
-        TrainSample(
-            prompt_tokens=own.prompt.tokens,
-            tokens=completion.tokens,
-            loss_mask=np.full(len(completion.tokens), advantage == advantage),
-            rollout_logprobs=completion.logprobs,
-            advantage=0.0 if advantage != advantage else advantage,
-            group=number,
-        )
-        for (number, own, completion), advantage in zip(flat, advantages, strict=True)
+        builders.train_sample(groups[number].group, index, advantage=advantage, number=number)
+        for (number, index), advantage in zip(completions, advantages, strict=True)
     ]
 
 
@@ -108,7 +83,7 @@ def test_scores_are_of_the_batch_and_rewards_of_all_that_was_sampled():
 
 
 def test_spread_is_the_mean_over_groups_with_two_scores():
-    """A group of equal rewards trains nothing; their share says how much sampling was in vain."""
+    """A group of equal rewards trains nothing; their share shows how much sampling was wasted."""
     metrics = measure(KEPT, DROPPED)
     # [10, 0, 10]: mean 20/3, squares 100/9 x 2 + 400/9 = 600/9, over 2; [5, 0, 0, 0]: 12.5 x 1.5 = 18.75, over 3.
     first, second = math.sqrt(600 / 9 / 2), math.sqrt(18.75 / 3)
@@ -224,7 +199,7 @@ def test_rewards_of_each_verifier():
 
 
 def test_a_users_own_functions_have_no_highest_reward():
-    """Rewards of -40 to 0 would all be unsolved, and a function that does not apply is no error."""
+    """Rewards of -40 to 0 would all be unsolved, and a function that does not apply is not an error."""
     parts = [{"brevity": 0.5, "tone": NAN}, {"brevity": -40.0, "tone": NAN}]
     metrics = measure([group([0.5, -40.0], parts=parts)], [group([3.0, 3.0], parts=parts)], scale=None)
     assert metrics["objective/brevity_reward"] == pytest.approx(-19.75)
@@ -321,7 +296,7 @@ def test_policy_versions_are_a_mean_over_tokens():
 
 
 def test_the_engines_speed_counts_a_prompt_once_and_dropped_groups_too():
-    """The engines read a prompt once for its group, and what a filter leaves out was sampled all the same."""
+    """The engines read a prompt once for its group, and what a filter leaves out was also sampled."""
     assert tokens_per_second(KEPT, 2.0) == pytest.approx((4 + 2 + 40) / 2)
     assert measure(KEPT, [group([0.0], lengths=[7])])["time/actor_tokens_per_second"] == pytest.approx((46 + 3 + 7) / 2)
     assert math.isnan(tokens_per_second(KEPT, 0.0))
@@ -434,7 +409,7 @@ def test_length_bins():
 
 
 def test_rate_bins():
-    """Never and always solved stand apart from nearly so; 0.1 is in [0.1, 0.2) even as 1 - 0.9."""
+    """Never and always solved have their own bins; 0.1 is in [0.1, 0.2) even as 1 - 0.9."""
     assert rate_histogram([-1.0, 0.0, 0.01, 1 - 0.9, 0.3, 0.99, 1.0, 1.5, NAN]) == [
         2,
         1,

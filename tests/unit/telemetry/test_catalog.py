@@ -7,15 +7,15 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mgrpo.algo.metrics import MAXIMA, METRICS
 from mgrpo.packing import pack_step
-from mgrpo.telemetry import catalog
 from mgrpo.telemetry.batch import batch_metrics
-from mgrpo.telemetry.evaluation import summarise
-from mgrpo.types import Completion, Prompt, RewardScale, RolloutGroup, Score, ScoredGroup, TrainSample
+from mgrpo.telemetry.evaluation import evaluation_metrics
+from mgrpo.types import RewardScale
+from tests import builders
+from tools.docs import metrics as catalog
 
 ROOT = Path(__file__).parents[3]
 
@@ -74,35 +74,17 @@ def is_logged(name):
 
 def groups():
     """One group in which every kind of metric appears."""
-    prompt = Prompt(id=(0, 0), tokens=np.arange(3, dtype=np.int32), text="", verifiers=("gsm8k",), ground_truths=("7",))
-    completion = Completion(
-        tokens=np.arange(2, dtype=np.int32),
-        logprobs=np.zeros(2, np.float32),
-        policy_versions=np.zeros(2, np.int32),
-        finish_reason="stop",
-        text="",
-    )
     parts = (
         {"gsm8k": 1.0, "correct": 1.0, "format": 1.0, "overlong": 0.0},
         {"gsm8k": math.nan, "correct": math.nan, "format": 0.0, "overlong": -0.5},
     )
-    scores = tuple(Score(reward=part["gsm8k"], parts=part) for part in parts)
-    return [ScoredGroup(group=RolloutGroup(prompt=prompt, completions=(completion,) * 2), scores=scores)]
+    rewards = [part["gsm8k"] for part in parts]
+    return [builders.scored_group(rewards, parts=parts, of=builders.prompt(verifiers=("gsm8k",)))]
 
 
 def produced(scale):
     kept = groups()
-    samples = [
-        TrainSample(
-            prompt_tokens=kept[0].group.prompt.tokens,
-            tokens=completion.tokens,
-            loss_mask=np.ones(2, bool),
-            rollout_logprobs=completion.logprobs,
-            advantage=0.0,
-            group=0,
-        )
-        for completion in kept[0].group.completions
-    ]
+    samples = [builders.train_sample(kept[0].group, index) for index in range(2)]
     packs = pack_step(samples, pack_length=16, dp=1, num_mini_batches=1, multiple_of=1, share_prompts=False)
     step = batch_metrics(
         kept,
@@ -117,7 +99,7 @@ def produced(scale):
     )
     other = replace(kept[0].group.prompt, verifiers=("math",))
     mixture = [*kept, replace(kept[0], group=replace(kept[0].group, prompt=other))]
-    return {**step, **summarise(mixture, scale=scale, sources=["a", "b"], generate_s=1.0)}
+    return {**step, **evaluation_metrics(mixture, scale=scale, sources=["a", "b"], generate_s=1.0)}
 
 
 @pytest.mark.parametrize(
@@ -200,4 +182,4 @@ def test_a_name_is_found_by_its_most_exact_entry():
 def test_the_page_is_current():
     """The documentation and the code say the same."""
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert page == catalog.to_markdown(), "run python -m mgrpo.telemetry.catalog > docs/metrics.md"
+    assert page == catalog.to_markdown(), "run python -m tools.docs.metrics > docs/metrics.md"

@@ -16,8 +16,9 @@ from mgrpo.config.dump import to_yaml
 from mgrpo.config.load import raise_problems
 from mgrpo.config.validate import problems
 from mgrpo.run.evaluate import evaluate, for_evaluation
-from mgrpo.telemetry.evaluation import correctness, pass_at_k, short_names, summarise
-from mgrpo.types import Completion, Prompt, RewardScale, RolloutGroup, Score, ScoredGroup
+from mgrpo.telemetry.evaluation import correctness, evaluation_metrics, pass_at_k, short_names
+from mgrpo.types import RewardScale, ScoredGroup
+from tests import builders
 
 NAN = float("nan")
 
@@ -28,32 +29,17 @@ def group(
     parts: list[dict[str, float]] | None = None,
     verifiers: tuple[str, ...] = ("integer",),
 ) -> ScoredGroup:
-    prompt = Prompt(
-        id=(0, 0),
-        tokens=np.array([5, 6], np.int32),
-        text="",
-        verifiers=verifiers,
-        ground_truths=(1,) * len(verifiers),
-    )
-    completions = tuple(
-        Completion(
-            tokens=np.arange(n, dtype=np.int32),
-            logprobs=np.full(n, -1.0, np.float32),
-            policy_versions=np.zeros(n, np.int32),
-            finish_reason="stop" if n < 4 else "length",
-            text="",
-        )
-        for n in lengths or [2] * len(rewards)
-    )
     if parts is None:
         parts = [{"correct": float(r > 0) if r == r else r} for r in rewards]
-    scores = tuple(Score(reward=r, parts=p) for r, p in zip(rewards, parts, strict=True))
-    return ScoredGroup(group=RolloutGroup(prompt=prompt, completions=completions), scores=scores)
+    completions = [
+        builders.completion(n, finish_reason="stop" if n < 4 else "length") for n in lengths or [2] * len(rewards)
+    ]
+    return builders.scored_group(rewards, completions=completions, parts=parts, of=builders.prompt(verifiers=verifiers))
 
 
 def test_pass_at_1_and_at_n():
     """Worked by hand; a completion without a score is wrong, and outside the mean score."""
-    metrics = summarise([group([1.0, 0.0, 0.0, NAN], [1, 2, 3, 4]), group([0.0, 0.0, 0.0, 0.0])])
+    metrics = evaluation_metrics([group([1.0, 0.0, 0.0, NAN], [1, 2, 3, 4]), group([0.0, 0.0, 0.0, 0.0])])
     assert metrics["eval/pass_at_1"] == pytest.approx(1 / 8)
     assert metrics["eval/pass_at_4"] == pytest.approx(1 / 2)
     assert metrics["eval/scores"] == pytest.approx(1 / 7)
@@ -63,7 +49,7 @@ def test_pass_at_1_and_at_n():
 
 def test_pass_at_k_for_powers_of_two():
     """c = 1 and 3 of 5: 1 - C(4, 2)/C(5, 2) = 0.4, 1 - C(2, 2)/10 = 0.9; 1 - C(4, 4)/C(5, 4) = 0.8, and certainty."""
-    metrics = summarise([group([1.0, 0.0, 0.0, 0.0, 0.0]), group([1.0, 1.0, 1.0, 0.0, 0.0])])
+    metrics = evaluation_metrics([group([1.0, 0.0, 0.0, 0.0, 0.0]), group([1.0, 1.0, 1.0, 0.0, 0.0])])
     assert {name: value for name, value in metrics.items() if "pass_at" in name} == pytest.approx(
         {
             "eval/pass_at_1": 0.4,
@@ -77,7 +63,7 @@ def test_pass_at_k_for_powers_of_two():
 
 def test_one_completion_a_prompt():
     """The default: accuracy, and no other k."""
-    metrics = summarise([group([1.0]), group([0.0])])
+    metrics = evaluation_metrics([group([1.0]), group([0.0])])
     assert {name: value for name, value in metrics.items() if "pass_at" in name} == {
         "eval/pass_at_1": 0.5,
         "eval/pass_at_1_unbiased": 0.5,
@@ -108,14 +94,14 @@ def test_correct_needs_the_verifiers_and_the_highest_reward():
     scale = RewardScale(max_possible_score=10.5, verification_reward=10.0, format_reward=0.5)
     parts = [{"integer": 1.0, "correct": 1.0}] * 2 + [{"integer": 0.0, "correct": 0.0}] * 2
     groups = [group([10.5, 10.0, 10.5, 0.0], parts=parts)]
-    assert summarise(groups, scale=scale)["eval/pass_at_1"] == pytest.approx(1 / 4)
-    assert summarise(groups)["eval/pass_at_1"] == pytest.approx(2 / 4)
+    assert evaluation_metrics(groups, scale=scale)["eval/pass_at_1"] == pytest.approx(1 / 4)
+    assert evaluation_metrics(groups)["eval/pass_at_1"] == pytest.approx(2 / 4)
 
 
 def test_a_sum_that_misses_the_highest_reward_by_rounding_is_correct():
     """0.1 + 0.2 is not 0.3."""
     scale = RewardScale(max_possible_score=0.1 + 0.2, verification_reward=0.1, format_reward=0.2)
-    assert summarise([group([0.3])], scale=scale)["eval/pass_at_1"] == 1
+    assert evaluation_metrics([group([0.3])], scale=scale)["eval/pass_at_1"] == 1
 
 
 def test_each_verifier_is_evaluated():
@@ -126,7 +112,7 @@ def test_each_verifier_is_evaluated():
         {"integer": 0.0, "correct": 0.0, "format": 0.0},
         {"integer": NAN, "correct": NAN, "format": 1.0},
     ]
-    metrics = summarise([group([10.0, 0.0, NAN], parts=parts)], scale=scale)
+    metrics = evaluation_metrics([group([10.0, 0.0, NAN], parts=parts)], scale=scale)
     assert {name: value for name, value in metrics.items() if name.count("/") > 1} == pytest.approx(
         {
             "eval/objective/integer_reward": 0.5,
@@ -145,15 +131,15 @@ def test_each_verifier_is_evaluated():
 def test_lengths_and_speed():
     """Two prompts of 2 tokens, 10 tokens of answers, in half a second."""
     groups = [group([1.0, 0.0], [1, 4]), group([0.0, 0.0], [2, 3])]
-    metrics = summarise(groups, generate_s=0.5)
+    metrics = evaluation_metrics(groups, generate_s=0.5)
     assert [metrics[f"eval/sequence_lengths{end}"] for end in ("", "_min", "_max")] == [2.5, 1, 4]
     assert metrics["time/eval_actor_tokens_per_second"] == pytest.approx(28)
-    assert "time/eval_actor_tokens_per_second" not in summarise(groups)
+    assert "time/eval_actor_tokens_per_second" not in evaluation_metrics(groups)
 
 
 def test_without_verifiers_nothing_is_correct():
     """A user's own reward function says how much, not whether."""
-    metrics = summarise([group([0.3, 0.7], parts=[{"brevity": 0.3}, {"brevity": 0.7}])])
+    metrics = evaluation_metrics([group([0.3, 0.7], parts=[{"brevity": 0.3}, {"brevity": 0.7}])])
     assert metrics["eval/objective/brevity_reward"] == pytest.approx(0.5)
     assert not [name for name in metrics if "pass_at" in name]
 
@@ -162,10 +148,10 @@ def by_name(metrics: dict[str, float], start: str) -> dict[str, float]:
     return {name.removeprefix(start): value for name, value in metrics.items() if name.startswith(start)}
 
 
-def test_the_parts_of_a_mixture_are_measured_apart():
+def test_the_parts_of_a_mixture_are_measured_separately():
     """One number over a mixture hides that a run forgets one of its tasks. Worked by hand; unequal parts."""
     groups = [group([1.0, 0.0]), group([1.0, 1.0]), group([0.0, NAN])]
-    metrics = summarise(groups, sources=["easy", "easy", "hard"])
+    metrics = evaluation_metrics(groups, sources=["easy", "easy", "hard"])
     assert by_name(metrics, "eval/by_source/") == pytest.approx(
         {
             "easy/scores": 3 / 4,
@@ -176,14 +162,14 @@ def test_the_parts_of_a_mixture_are_measured_apart():
             "hard/pass_at_2": 0.0,
         }
     )
-    assert by_name(summarise(groups, sources=["easy"] * 3), "eval/by_") == {}
+    assert by_name(evaluation_metrics(groups, sources=["easy"] * 3), "eval/by_") == {}
 
 
 def test_each_verifiers_prompts_have_an_accuracy_of_their_own():
     """A row with two verifiers counts for both; names are compared without case, as the parts of a score are."""
     both = [{"math": 1.0, "ifeval": 0.5, "correct": 0.0}, {"math": 1.0, "ifeval": 1.0, "correct": 1.0}]
     groups = [group([1.0, 1.0], verifiers=("MATH",)), group([1.5, 2.0], parts=both, verifiers=("math", "ifeval"))]
-    assert by_name(summarise(groups), "eval/by_verifier/") == pytest.approx(
+    assert by_name(evaluation_metrics(groups), "eval/by_verifier/") == pytest.approx(
         {
             "math/scores": (1 + 1 + 1.5 + 2) / 4,
             "math/pass_at_1": 3 / 4,
@@ -201,12 +187,12 @@ def test_parts_of_a_mixture_without_verifiers_have_rewards_only():
         group([0.25], parts=[{"brevity": 0.25}], verifiers=()),
         group([0.75], parts=[{"brevity": 0.75}], verifiers=()),
     ]
-    metrics = summarise(groups, sources=["a", "b"])
+    metrics = evaluation_metrics(groups, sources=["a", "b"])
     assert by_name(metrics, "eval/by_source/") == {"a/scores": 0.25, "b/scores": 0.75}
     assert correctness(groups, None) is None
 
 
-def test_datasets_are_named_by_as_little_as_tells_them_apart():
+def test_datasets_are_named_by_their_shortest_distinguishing_suffix():
     """The name of a metric has no slash, and two datasets never share one."""
     assert short_names(["data/heldout.jsonl"]) == ["heldout"]
     assert short_names(["gsm8k/test.parquet", "math/test.parquet", "gsm8k/test.parquet"]) == [
@@ -267,7 +253,7 @@ def test_what_is_wrong_with_an_evaluation_is_one_sentence_before_anything_starts
 
 def test_no_prompts_give_no_numbers():
     """Every held-out prompt was too long."""
-    metrics = summarise([])
+    metrics = evaluation_metrics([])
     assert math.isnan(metrics["eval/scores"]) and math.isnan(metrics["eval/sequence_lengths"])
     assert not [name for name in metrics if "pass_at" in name]
 

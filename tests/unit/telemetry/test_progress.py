@@ -44,7 +44,7 @@ def log_of(total_steps, *, seconds_per_step=5.5, given=metrics):
 
 
 def test_a_log_gets_a_dozen_lines_with_the_first_and_the_last():
-    """A line a step buries the log; a panel fills it with control codes."""
+    """One line per step floods the log; a panel fills it with control codes."""
     lines = log_of(50)
     assert [int(line.split()[1].split("/")[0]) for line in lines] == [1, *range(4, 50, 4), 50]
     assert "\x1b" not in "".join(lines)
@@ -53,7 +53,7 @@ def test_a_log_gets_a_dozen_lines_with_the_first_and_the_last():
 
 
 def test_a_line_tells_reward_kl_entropy_phases_speed_and_time_left():
-    """Whoever reads the log must see whether it learns and where the time goes."""
+    """A reader of the log must see whether the run learns and where the time goes."""
     lines = log_of(48)
     assert lines[0] == (
         "step  1/48  reward  1.000  kl 0.0012  entropy 1.25  "

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
 from mgrpo.cli import main
-from mgrpo.telemetry.report import choose_samples, reward_svg, write_report
+from mgrpo.telemetry.chart import metric_points, reward_svg, running_mean
+from mgrpo.telemetry.report import choose_samples, write_report
+from mgrpo.telemetry.samples import read_records
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -110,7 +113,7 @@ def test_what_a_model_wrote_is_text_and_nothing_else(run):
 
 
 def test_the_page_loads_nothing(run):
-    """It is sent around and opened where there is no network; and no text may make it call home."""
+    """It is mailed and opened without a network, and no text in it may send a request."""
     page = read(run)
     assert not [
         a for _, attributes in page.tags for a in attributes if a in ("src", "href", "data", "srcset", "action")
@@ -142,11 +145,11 @@ def test_a_run_without_evaluations_or_settings_has_a_page(tmp_path):
     """A run that has just begun, or has no held-out data."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": null}\n{"step": 2, "reward": 0.5}\n')
     page = read(tmp_path)
-    assert "There were none." in page.text and tmp_path.name in page.text
+    assert "None." in page.text and tmp_path.name in page.text
 
 
 def test_long_texts_are_shortened(tmp_path):
-    """200,000 characters of one answer would bury the others."""
+    """200,000 characters of one answer would hide the others."""
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "eval_step_1.jsonl").write_text(json.dumps(record(0, text="A" * 200_000)) + "\n")
@@ -167,6 +170,46 @@ def test_samples_are_the_extremes_and_a_few_of_the_rest():
     assert choose_samples(lambda: iter(())) == {"Highest reward": [], "Lowest reward": [], "At random": []}
     alone = choose_samples(lambda: iter(records[:1]))
     assert [len(group) for group in alone.values()] == [0, 1, 0]
+
+
+def test_points_skip_null_and_a_torn_last_line(tmp_path):
+    """The curve is also drawn from runs that crashed."""
+    path = tmp_path / "metrics.jsonl"
+    records = [{"step": 0, "eval/scores": 0.5}]
+    for step in range(1, 61):
+        records.append({"step": step, "reward": None if step == 30 else step / 10 + step % 3})
+        records += [{"step": step, "eval/scores": step / 10}] if step % 20 == 0 else []
+    path.write_text("\n".join(json.dumps(record) for record in records) + '\n{"step": 61, "sco')
+    lines = list(read_records([path]))
+    assert len(metric_points(lines, "reward")) == 59
+    assert metric_points(lines, "eval/scores") == [(0, 0.5), (20, 2.0), (40, 4.0), (60, 6.0)]
+
+
+def test_the_running_mean_looks_back_only():
+    """A mean that looks ahead would show learning before it happened."""
+    assert running_mean([0.0, 2.0, 4.0, 6.0], 2) == [0.0, 1.0, 3.0, 5.0]
+    assert running_mean([3.0], 5) == [3.0]
+
+
+def test_the_curve_is_a_picture_of_its_own():
+    """Viewers of SVG files are stricter than browsers: one namespaced XML element, with both lines and every evaluation."""
+    root = ElementTree.fromstring(reward_svg([(step, step / 60) for step in range(1, 61)], [(0, 0.5), (60, 1.0)]))
+    namespace = "{http://www.w3.org/2000/svg}"
+    assert root.tag == f"{namespace}svg"
+    thin, bold = root.findall(f"{namespace}polyline")
+    # From the left edge of the frame to its right edge; the mean of the last 6 steps ends at 57.5 / 60.
+    for line in (thin, bold):
+        xs = [float(point.split(",")[0]) for point in line.attrib["points"].split()]
+        assert xs[0] == pytest.approx(44 + 672 / 60, abs=0.1) and xs[-1] == 716
+    assert [float(dot.attrib["cx"]) for dot in root.findall(f"{namespace}circle")] == [44, 716]
+    top, bottom = float(thin.attrib["points"].split(",")[-1]), float(bold.attrib["points"].split(",")[-1])
+    assert top == 22 and bottom == pytest.approx(22 + 216 * (1 - 57.5 / 60) / (1 - 1 / 60), abs=0.1)
+    assert "held-out" in "".join(root.itertext())
+
+
+def test_without_evaluations_the_legend_does_not_promise_them():
+    """Runs without held-out prompts also have a curve."""
+    assert "held-out" not in reward_svg([(1, 0.5), (2, 1.0)], [])
 
 
 def test_a_curve_of_many_steps_stays_small():

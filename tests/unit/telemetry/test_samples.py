@@ -10,38 +10,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mgrpo.telemetry import samples
+from mgrpo.telemetry import files, samples
 from mgrpo.telemetry.samples import EvaluationTables, Traces, read_records, tables, trace_records
-from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup
+from mgrpo.types import ScoredGroup
+from tests import builders
 
 NAN = float("nan")
 
 
-def group(index: int = 7, rewards: tuple[float, ...] = (1.0, NAN), **prompt) -> ScoredGroup:
-    """A prompt of the second epoch, and a completion a reward."""
-    own = {
+def group(index: int = 7, rewards: tuple[float, ...] = (1.0, NAN), **fields) -> ScoredGroup:
+    """A prompt of the second epoch, and one completion per reward."""
+    question = {
         "id": (1, index),
-        "tokens": np.array([5, 6], np.int32),
         "text": "2+2=",
         "verifiers": ("math", "ifeval"),
         "ground_truths": ("4", {"func_name": "no_comma"}),
     }
-    completions = tuple(
-        Completion(
-            tokens=np.array([9, 1], np.int32),
-            logprobs=np.array([-0.5, -1e-9], np.float32),
-            policy_versions=np.full(2, 3, np.int32),
-            finish_reason="stop",
-            text="<b>4</b>\n",
-        )
-        for _ in rewards
-    )
-    scores = tuple(Score(reward=r, parts={"math": r, "ifeval": 0.5, "correct": r}) for r in rewards)
-    return ScoredGroup(group=RolloutGroup(prompt=Prompt(**(own | prompt)), completions=completions), scores=scores)
+    answers = [builders.completion([9, 1], logprobs=[-0.5, -1e-9], version=3, text="<b>4</b>\n") for _ in rewards]
+    parts = [{"math": r, "ifeval": 0.5, "correct": r} for r in rewards]
+    return builders.scored_group(rewards, completions=answers, parts=parts, of=builders.prompt(**(question | fields)))
 
 
 def lines(path: Path) -> list[dict]:
-    """Strict: NaN is no JSON, and another program would stumble over it."""
+    """Strict: NaN is not JSON, and other programs would refuse it."""
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
@@ -50,7 +41,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def test_a_line_of_an_evaluation_says_everything_about_a_completion(tmp_path):
-    """Whoever asks why accuracy fell reads these; a missing score is null, not 0."""
+    """These lines explain why accuracy fell; a missing score is null, not 0."""
     EvaluationTables(tmp_path).write(20, [group()], [[True, False]])
     first, second = lines(tmp_path / "eval_step_20.jsonl")
     assert first == {
@@ -117,7 +108,7 @@ EXTRAS = [
 
 @pytest.mark.parametrize(("noted", "written"), EXTRAS, ids=lambda value: type(value).__name__)
 def test_whatever_a_function_notes_is_written_as_strict_json(tmp_path, noted, written):
-    """`log_extra` takes any value; a line that no other program reads, or a run that ends for a note, helps nobody."""
+    """`log_extra` takes any value; it may neither end the run nor make a line unreadable."""
     scored = group(rewards=(1.0,))
     scored = replace(scored, scores=(replace(scored.scores[0], extras={"note": noted}),))
     EvaluationTables(tmp_path).write(1, [scored], None)
@@ -164,7 +155,7 @@ def test_a_table_appears_complete_or_not_at_all(tmp_path, monkeypatch):
     def die(*names):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(samples.os, "replace", die)
+    monkeypatch.setattr(files.os, "replace", die)
     with pytest.raises(KeyboardInterrupt):
         written.write(10, [group(2)], None)
     assert {name: text for name, text in contents(tmp_path).items() if not name.endswith(".partial")} == before
@@ -219,7 +210,7 @@ def steps(folder: Path) -> list[list[tuple[int, int]]]:
 
 
 def write(traces: Traces, *numbers: int) -> None:
-    """Six completions a step."""
+    """Six completions per step."""
     for step in numbers:
         traces.write(step, [group(step, (1.0, 0.0))], [group(step + 100, (0.0,) * 4)], [0.5, -0.5])
 
@@ -227,7 +218,7 @@ def write(traces: Traces, *numbers: int) -> None:
 @pytest.mark.parametrize("shard_lines", [4, 5, 6, 7, 100])
 @pytest.mark.parametrize("resumed_after", [0, 1, 2, 3, 4])
 def test_a_resumed_run_writes_what_an_uninterrupted_one_would(tmp_path, monkeypatch, shard_lines, resumed_after):
-    """No line twice, none lost, wherever shards and checkpoints fall; a line torn by a crash goes, too."""
+    """No line twice, none lost, wherever shards and checkpoints fall; a line cut off by a crash is removed as well."""
     monkeypatch.setattr(samples, "SHARD_LINES", shard_lines)
     write(Traces(tmp_path / "whole", "run"), *range(1, 6))
     write(Traces(tmp_path / "resumed", "run"), *range(1, 5))

@@ -87,7 +87,7 @@ def test_programs_convert_there_and_back(hf, tmp_path):
         (
             hf_to_megatron_command,
             ["--hf", "cut", "--out", "out"],
-            "cut: model.safetensors is no complete safetensors file",
+            "cut: model.safetensors is not a complete safetensors file",
         ),
         (
             hf_to_megatron_command,

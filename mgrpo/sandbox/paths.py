@@ -1,4 +1,4 @@
-"""What of this machine a program may read: the interpreter's library, the packages beside it, shared libraries."""
+"""Paths that a program may read: the interpreter's library, the installed packages, shared libraries."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 _FILES = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
 
 
-def readable_places() -> tuple[str, ...]:
-    """Real paths that exist, and links of the root folder as links."""
-    links = [place for place in _SYSTEM if os.path.islink(place)]
+def readable_paths() -> tuple[str, ...]:
+    """Existing paths, resolved; system folders that are links are also listed as links."""
+    links = [path for path in _SYSTEM if os.path.islink(path)]
     wanted = (*_SYSTEM, *_FILES, os.path.join(sys.base_prefix, "lib"), *search_path())
-    real = [os.path.realpath(place) for place in wanted if os.path.exists(place)]
+    real = [os.path.realpath(path) for path in wanted if os.path.exists(path)]
     return tuple(dict.fromkeys(links + real))
 
 
 def search_path() -> tuple[str, ...]:
-    """A program's `sys.path`: the standard library and installed packages, not what `.pth` files or PYTHONPATH add."""
+    """A program's `sys.path`: the standard library and installed packages, without `.pth` files and PYTHONPATH."""
     standard = os.path.realpath(os.path.dirname(os.__file__))
     packages = [os.path.realpath(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")]
     return tuple(dict.fromkeys((standard, os.path.join(standard, "lib-dynload"), *packages)))

@@ -1,6 +1,6 @@
 """Every metric by name, its own and the peers': what it means and whether a run logs it.
 
-The one table behind docs/metrics.md, which `python -m mgrpo.telemetry.catalog > docs/metrics.md` writes. A name in braces
+The one table behind docs/metrics.md, which `python -m tools.docs.metrics > docs/metrics.md` writes. A name in braces
 stands for many: {verifier} for any without a slash, {n} and {k} for numbers.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 from mgrpo.telemetry.batch import LENGTH_BINS, MAGNITUDES, RATE_BINS
+from tools.docs.markdown import table
 
 OI, OLD, TRL, OWN = "Open Instruct", "old script", "TRL", "own"
 
@@ -51,7 +51,7 @@ def left_out(name: str, source: str, reason: str) -> Metric:
 
 
 _RUNNING = "needs a total over the run that a resumed run continues"
-_ASYNC = "sampling and training take turns: neither waits for a queue"
+_ASYNC = "sampling and training take turns, so neither waits for a queue"
 _PER_GROUP = "an engine samples a batch as one call and reports one time"
 _TOOLS, _ENVIRONMENTS, _RUBRICS = "there are no tools", "there are no environments", "there are no rubrics"
 _FLOPS = "there is no count of operations to compare with the device's peak"
@@ -81,7 +81,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("scores", OI, "reward", "mean reward of the groups trained on"),
         alias("objective/scores", OLD, "scores"),
         alias("objective/scores_mean", OLD, "scores"),
-        logged("reward", TRL, "reward", "mean reward of every completion sampled, also in groups that a filter left out: does not rise because a filter does its work"),
+        logged("reward", TRL, "reward", "mean reward of every completion sampled, also in groups that a filter left out, so that filtering does not raise it"),
         logged("reward_std", TRL, "reward", "standard deviation (n - 1) of a group's rewards, mean over all sampled groups with two scores or more; TRL's later versions: of all rewards together, with scale_rewards=batch"),
         alias("objective/reward_std", OLD, "reward_std"),
         logged("frac_reward_zero_std", TRL, "share", "of these groups, those whose rewards are equal up to rounding"),
@@ -89,24 +89,23 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         alias("objective/non_score_reward", OLD, "loss/kl_avg", f"-beta x KL; {_SUM}"),
         logged("objective/verifiable_reward", OI, "reward", "verification_reward x weighted sum of the row's verifiers, before format and stop rules"),
         logged("objective/verifiable_correct_rate", OI, "share", "completions for which that is above 0; objective/correct_reward is the strict one"),
-        logged("objective/{verifier}_reward", OI, "score", "mean of what the verifier, or the user's reward function, itself gave; Open Instruct: times verification_reward"),
+        logged("objective/{verifier}_reward", OI, "score", "mean score of the verifier or of the user's reward function itself; Open Instruct: times verification_reward"),
         logged("objective/{verifier}_correct_rate", OI, "share", "of the completions it scored, those with a score above 0"),
         logged("objective/{verifier}_error_rate", OWN, "share", "of all completions sampled for it, those it could not score; not counted as wrong"),
         logged("objective/correct_reward", OWN, "share", "completions whose verifiers all gave the full score, whatever format and stop rules say"),
         logged("objective/format_reward", OWN, "share", "completions in the R1 format, when it is asked for"),
-        logged("objective/overlong_reward", OWN, "reward", "mean of what a completion's length costs, with overlong_cache_length"),
+        logged("objective/overlong_reward", OWN, "reward", "mean penalty for the length of a completion, with overlong_cache_length"),
         logged("val/format_scores", OI, "reward", "mean of r1_style_format_reward x (in the format)"),
         alias("rewards/{verifier}/mean", TRL, "objective/{verifier}_reward"),
-        logged("rewards/{verifier}/std", TRL, "score", "standard deviation (n - 1) of what the verifier or reward function gave"),
-        logged("val/no_score_rate", OWN, "share", "of all completions sampled, those without a score; they train nothing"),
-        logged("unsolved_batch_size_ratio", OI, "share", "of the scored completions, those whose reward, what its length costs apart, is below the highest possible one of its row: more with several verifiers"),
+        logged("rewards/{verifier}/std", TRL, "score", "standard deviation (n - 1) of the scores of the verifier or reward function"),
+        logged("val/no_score_rate", OWN, "share", "of all completions sampled, those without a score, which are not trained on"),
+        logged("unsolved_batch_size_ratio", OI, "share", "of the scored completions, those whose reward, without the penalty for length, is below the highest possible one of its row, which is higher with several verifiers"),
     ),
     "Judges and reward functions": (
-        logged("objective/{verifier}_cost", OWN, "dollars", "what a judge has cost since the start, by the list prices of known models"),
         logged("objective/{verifier}_prompt_tokens", OWN, "tokens", "that a judge has read since the start"),
         logged("objective/{verifier}_completion_tokens", OWN, "tokens", "that a judge has written since the start"),
-        logged("objective/{verifier}_requests", OWN, "requests", "sent to a judge since the start, repeated ones among them"),
-        logged("custom/{name}", OWN, "any", "what reward functions gave to log_metric in the step, its mean"),
+        logged("objective/{verifier}_requests", OWN, "requests", "sent to a judge since the start, including repeated ones"),
+        logged("custom/{name}", OWN, "any", "mean of the values that reward functions passed to log_metric in the step"),
         logged("eval/custom/{name}", OWN, "any", "the same in an evaluation"),
     ),
     "Lengths": (
@@ -151,7 +150,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("batch/percent_solved_mean", OI, "share", "mean reward of a group / its highest possible one, mean over the groups trained on"),
         logged("batch/percent_solved_hist", OI, "rates", "that share of each group"),
         alias("val/solve_rate_hist", OI, "batch/percent_solved_hist"),
-        logged("batch/padding_frac", OWN, "share", "of the tokens in the packs, those that fill up"),
+        logged("batch/padding_frac", OWN, "share", "of the tokens in the packs, those that are padding"),
         logged("batch/lost_token_frac", OWN, "share", "of the response tokens, those in no pack: must be 0"),
         logged("model_step_mean", OI, "version", "of the weights that sampled, mean over the tokens trained on"),
         logged("model_step_min", OI, "version", "the oldest"),
@@ -161,18 +160,18 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         not_yet("batch/per_group_generation_times", OI, _PER_GROUP),
     ),
     "Loss": (
-        logged("loss/policy_avg", OI, "1", "policy term a trained token"),
+        logged("loss/policy_avg", OI, "1", "policy term per trained token"),
         alias("objective/loss", OLD, "loss/policy_avg"),
         alias("policy_loss", TRL, "loss/policy_avg"),
-        logged("loss/kl_avg", OI, "1", "beta x KL estimate a trained token"),
+        logged("loss/kl_avg", OI, "1", "beta x KL estimate per trained token"),
         logged("loss/total_avg", OI, "1", "the sum of both; Open Instruct's is scaled by the number of ranks"),
         logged("policy/approxkl_avg", OLD, "nats", "(logprob - old logprob)^2 / 2"),
-        logged("policy/clipfrac_avg", OI, "share", "trained tokens whose loss the clip holds"),
+        logged("policy/clipfrac_avg", OI, "share", "trained tokens whose loss is clipped"),
         alias("clip_ratio", TRL, "policy/clipfrac_avg"),
         alias("clip_ratio/region_mean", TRL, "policy/clipfrac_avg"),
         alias("cispo_clip_ratio", TRL, "policy/clipfrac_avg", "policy_loss=cispo"),
-        logged("clip_ratio/low_mean", TRL, "share", "those held at the lower bound"),
-        logged("clip_ratio/high_mean", TRL, "share", "those held at the upper bound"),
+        logged("clip_ratio/low_mean", TRL, "share", "those clipped at the lower bound"),
+        logged("clip_ratio/high_mean", TRL, "share", "those clipped at the upper bound"),
         left_out("clip_ratio/low_min", TRL, _EXTREME),
         left_out("clip_ratio/high_max", TRL, _EXTREME),
         logged("policy/bounded_frac", OWN, "share", "trained tokens whose loss delta or dual_clip bounds"),
@@ -202,7 +201,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("debug/vllm_vs_local_logprob_diff_mean", OI, "nats", "|old logprob - the engine's|"),
         logged("debug/vllm_vs_local_logprob_diff_std", OI, "nats", "its standard deviation over the trained tokens"),
         logged("debug/vllm_vs_local_logprob_diff_max", OI, "nats", "its largest value"),
-        logged("debug/vllm_local_reverse_kl", OI, "nats", "the engine's logprob - logprob: an unbiased estimate of KL(engine, policy); Open Instruct weighs it once more by the probability, which makes it none"),
+        logged("debug/vllm_local_reverse_kl", OI, "nats", "the engine's logprob - logprob: an unbiased estimate of KL(engine, policy); Open Instruct multiplies it by the probability once more, which makes it biased"),
         logged("debug/vllm_vs_local_ratio_tail_frac", OWN, "share", "tokens whose probabilities differ by more than a tenth: exp(old logprob - the engine's) outside [0.9, 1.1]"),
         alias("sampling/sampling_logp_difference/mean", TRL, "debug/vllm_vs_local_logprob_diff_mean"),
         alias("sampling/sampling_logp_difference/max", TRL, "debug/vllm_vs_local_logprob_diff_max"),
@@ -210,7 +209,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         alias("sampling/importance_sampling_ratio/mean", TRL, "val/rho_weight"),
         not_yet("sampling/importance_sampling_ratio/min", TRL, "the loss reports sums only"),
         not_yet("sampling/importance_sampling_ratio/max", TRL, "the loss reports sums only"),
-        logged("val/rho_clipfrac", OI, "share", "tokens whose weight a bound holds"),
+        logged("val/rho_clipfrac", OI, "share", "tokens whose weight is clamped"),
         logged("val/rho_drop_frac", OI, "share", "tokens that a mask bound drops"),
         logged("val/rho_drop_low_frac", OI, "share", "below the lower one"),
         logged("val/rho_drop_high_frac", OI, "share", "above the upper one"),
@@ -219,14 +218,14 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Time": (
         logged("time/total", OI, "s", "the whole step"),
         alias("step_time", TRL, "time/total"),
-        logged("time/generate", OWN, "s", "the engines at work"),
+        logged("time/generate", OWN, "s", "generation by the engines"),
         logged("time/score", OWN, "s", "verifiers or reward functions"),
         logged("time/train", OWN, "s", "packing, forward, backward and updates"),
         alias("time/training", OI, "time/train"),
-        logged("time/sync", OWN, "s", "weights into the engines"),
+        logged("time/sync", OWN, "s", "sending the weights to the engines"),
         alias("time/weight_sync", OI, "time/sync"),
         alias("weight_sync_time_s", TRL, "time/sync"),
-        logged("time/eval", OWN, "s", "the engines at work on held-out prompts"),
+        logged("time/eval", OWN, "s", "generation for held-out prompts"),
         *(not_yet(f"time/weight_sync_{which}", OI, "the sync of all engines is timed as one") for which in ("mean", "min", "max", "median")),
         not_yet("time/saving", OI, "exports are not timed"),
         not_yet("time/health_check", OI, "there is no health check between steps"),
@@ -235,7 +234,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         *(not_yet(f"time/group_generation_{which}", OI, _PER_GROUP) for which in ("mean", "max", "min")),
         not_yet("time/from_scratch", OLD, _RUNNING),
         not_yet("forward_time_s", TRL, "forward and backward are timed as one"),
-        logged("time/learner_tokens_per_second_step", OWN, "tokens/s", "response tokens trained on / time/total; Open Instruct: prompts too"),
+        logged("time/learner_tokens_per_second_step", OWN, "tokens/s", "response tokens trained on / time/total; Open Instruct also counts prompts"),
         alias("learner_tokens_per_second_step", OI, "time/learner_tokens_per_second_step", "every reading of a clock is under time/"),
         alias("training_tok/s", TRL, "time/learner_tokens_per_second_step"),
         not_yet("learner_tokens_per_second_overall", OI, _RUNNING),
@@ -274,7 +273,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         alias("eval/actor_tokens_per_second", OI, "time/eval_actor_tokens_per_second"),
         logged("time/eval_actor_tokens_per_second", OWN, "tokens/s", "as time/actor_tokens_per_second, on held-out prompts"),
-        left_out("sample_completions", OI, "a table there; here rollouts/eval_step_N.jsonl, and a choice of it in report.html"),
+        left_out("sample_completions", OI, "a table there; here rollouts/eval_step_N.jsonl, and samples of it in report.html"),
     ),
     "Tools, environments and rubrics": (
         *(not_yet(f"tools/{{name}}/{what}", OI, _TOOLS) for what in ("avg_calls_per_rollout", "failure_rate", "avg_runtime")),
@@ -296,10 +295,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
 
 INTRODUCTION = f"""# Metrics
 
-Written by `python -m mgrpo.telemetry.catalog > docs/metrics.md`; do not edit.
+Written by `python -m tools.docs.metrics > docs/metrics.md`; do not edit.
 
 A training step is one line of `metrics.jsonl`, an evaluation another, whose names begin with `eval/`. Names are Open Instruct's
-where it has one. Each quantity is logged once: look here for what a peer's name is called.
+where it has one. Each quantity is logged once; this page says under which name.
 
 | status | meaning |
 |---|---|
@@ -338,10 +337,10 @@ def to_markdown() -> str:
         lines = [f"## {title}", ""]
         if own:
             rows = ((f"`{metric.name}`", metric.unit, metric.source, metric.meaning) for metric in own)
-            lines += [*_table(("logged", "unit", "name of", "meaning"), rows), ""]
+            lines += [*table(("logged", "unit", "name of", "meaning"), rows), ""]
         if others:
             rows = ((f"`{metric.name}`", metric.source, metric.status, _note(metric)) for metric in others)
-            lines += [*_table(("other name", "of", "status", "note"), rows), ""]
+            lines += [*table(("other name", "of", "status", "note"), rows), ""]
         parts.append("\n".join(lines))
     return "\n".join(parts)
 
@@ -367,13 +366,6 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 def _note(metric: Metric) -> str:
     return "; ".join(part for part in (metric.target and f"`{metric.target}`", metric.meaning) if part)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
 
 
 if __name__ == "__main__":

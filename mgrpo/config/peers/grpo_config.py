@@ -1,4 +1,4 @@
-"""The way in for those who come from another trainer: `mgrpo.GRPOConfig`."""
+"""Configurations made from those of another trainer: `mgrpo.GRPOConfig`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mgrpo.config.schema import Config
 
 
 class GRPOConfig:
-    """Makes a `Config` from another trainer's settings. What is not given has that trainer's default, not ours.
+    """Makes a `Config` from another trainer's settings. Settings that are not given have that trainer's defaults.
 
     Each call returns a config for `mgrpo.train` whose `notes` say how every name was understood, and raises `ConfigError`
     with all that cannot be done here, and why.
@@ -28,7 +28,7 @@ class GRPOConfig:
         Fields of this project may be given as well: `from_trl(trl_config, tensor_model_parallel_size=4)`.
         """
         given = _changed_fields(config) if config is not None else {}
-        # TRL writes both into the object, one computed from the other.
+        # TRL stores both in the object and computes one from the other.
         if {"generation_batch_size", "steps_per_generation"} <= given.keys():
             del given["generation_batch_size"]
         ranks = getattr(config, "world_size", None)
@@ -54,7 +54,7 @@ class GRPOConfig:
 
 
 def _flags(words: Sequence[str]) -> list[str]:
-    """The words behind the program's name and its launcher's own: from the first flag or YAML file on."""
+    """The words after the program and its launcher's arguments, from the first flag or YAML file on."""
     scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
     words = words[scripts[-1] + 1 :] if scripts else words
     starts = (i for i, word in enumerate(words) if word.startswith("--") or word.endswith((".yaml", ".yml")))
@@ -62,7 +62,7 @@ def _flags(words: Sequence[str]) -> list[str]:
 
 
 def _changed_fields(config: Any) -> dict[str, object]:
-    """Fields of a dataclass object that differ from its class's defaults and are given by users, not by the machine."""
+    """Fields of a dataclass object that differ from its class's defaults, except for those that the machine decides."""
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
         raise TypeError(f"expected a dataclass object, such as trl.GRPOConfig(...), got {type(config).__name__}")
     changed = {}
@@ -83,14 +83,14 @@ _SET_BY_TRANSFORMERS = (
     "local_rank",
     "dataloader_pin_memory",
 )
-"""Fields that TrainingArguments fills in by itself."""
+"""Fields that TrainingArguments fills in itself."""
 
 
 _DRIFTED = ("use_bias_correction_kl", "gradient_checkpointing")
-"""Fields whose default has changed without a preset to tell the versions apart."""
+"""Fields whose default changed between versions that no preset distinguishes."""
 
 
-def _version(config: object) -> str:
-    """The preset with the defaults of the TRL that made `config`: its loss_type was bnpo first, and is dapo now."""
+def _version(config: Any) -> str:
+    """The preset for the version of TRL that made `config`: the default of loss_type was bnpo first, and is dapo now."""
     fields = {field.name: field.default for field in dataclasses.fields(config)} if config is not None else {}
     return "trl_seed" if fields.get("loss_type") == "bnpo" else "trl_main"

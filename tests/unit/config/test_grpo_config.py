@@ -112,7 +112,7 @@ def test_a_trl_object_counts_what_differs_from_its_defaults():
 
 
 def test_a_version_of_trl_that_recomputes_nothing_is_taken_at_its_word():
-    """The default became true between two versions that no other field tells apart."""
+    """The default became true between two versions that no other field distinguishes."""
 
     @dataclasses.dataclass
     class Between:

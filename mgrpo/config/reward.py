@@ -1,0 +1,121 @@
+"""The reward section of the configuration, and the values that its texts stand for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Annotated
+
+from mgrpo.config.annotations import FINITE, NOT_NEGATIVE, ONE_OR_MORE, OPEN_INSTRUCT, POSITIVE, TRL, Range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    apply_verifiable_reward: Annotated[bool, OPEN_INSTRUCT] = True
+    """Score completions with the verifiers that each row names."""
+    verification_reward: Annotated[float, POSITIVE, OPEN_INSTRUCT] = 10.0
+    """Factor of the verifiers' score."""
+    apply_r1_style_format_reward: Annotated[bool, OPEN_INSTRUCT] = False
+    """Reward the format `...</think> <answer>...</answer>`."""
+    r1_style_format_reward: Annotated[float, POSITIVE, OPEN_INSTRUCT] = 1.0
+    """Reward for the format."""
+    additive_format_reward: Annotated[bool, OPEN_INSTRUCT] = False
+    """Add the format reward to the verifiers'; false: a completion without the format scores 0 (gate)."""
+    non_stop_penalty: Annotated[bool, OPEN_INSTRUCT] = False
+    """Replace the reward of completions that did not stop by themselves."""
+    non_stop_penalty_value: Annotated[float, FINITE, OPEN_INSTRUCT] = 0.0
+    """Reward of completions that did not stop by themselves, with non_stop_penalty."""
+    remap_verifier: Annotated[str | None, OPEN_INSTRUCT] = None
+    """old=new: rows that name the verifier old use the verifier new."""
+    verifier_weights: tuple[str, ...] = ()
+    """name=weight, ...: weights of verifiers in the sum of their scores; 1 for the others."""
+    reward_funcs: Annotated[tuple[str, ...], TRL] = ()
+    """Reward functions in place of verifiers: package.module.function, file.py:function, one of TRL's six names, or the folder
+    of a sequence-classification model. reward_weights weighs them."""
+    verifier_modules: tuple[str, ...] = ()
+    """Python modules with verifiers of your own, which rows refer to by name."""
+    max_length_verifier_max_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 32768
+    """Deviation in tokens at which the verifiers max_length and up_to_max_length score 0."""
+    code_api_url: Annotated[str | None, OPEN_INSTRUCT] = None
+    """URL of a code service, .../test_program; none: the environment variable CODE_API_URL, else a sandbox on this machine."""
+    code_max_execution_time: Annotated[float, POSITIVE, OPEN_INSTRUCT] = 1.0
+    """Seconds that each test of a program may take."""
+    code_pass_rate_reward_threshold: Annotated[float, Range(low=0, high=1), OPEN_INSTRUCT] = 0.0
+    """Programs that pass a smaller share of their tests score 0."""
+    code_apply_perf_penalty: Annotated[bool, OPEN_INSTRUCT] = False
+    """Passed tests count less the longer they took."""
+    code_sandbox_memory_mb: Annotated[int, Range(low=64)] = 1024
+    """MiB of memory that a program may use in the sandbox on this machine."""
+    code_sandbox_accept_risk: bool = False
+    """Run programs even if this machine cannot isolate them."""
+    llm_judge_model: Annotated[str | None, OPEN_INSTRUCT] = None
+    """Judge model; hosted_vllm/NAME and azure/NAME find their servers in the environment, see docs/rewards.md."""
+    llm_judge_base_url: str | None = None
+    """OpenAI-compatible endpoint of the judge, for example http://localhost:8000/v1."""
+    llm_judge_max_tokens: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 2048
+    """Most tokens in a judgement."""
+    llm_judge_max_context_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 8192
+    """Tokens in the judge's context; longer answers are shortened in the middle."""
+    llm_judge_temperature: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT] = 1.0
+    """Sampling temperature of the judge."""
+    llm_judge_timeout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 60
+    """Seconds that one judgement may take."""
+    rubric_judge_model: str | None = None
+    """Judge model for the criteria of rubrics; none: the environment variable RUBRIC_JUDGE_MODEL, else llm_judge_model."""
+    remote_verifier_concurrency: Annotated[int, ONE_OR_MORE] = 64
+    """Most concurrent calls of judges and code services."""
+    verifier_memory_mb: Annotated[int, Range(low=256)] = 2048
+    """MiB of memory that a verifier process may use."""
+    verifier_timeout: Annotated[float, POSITIVE] = 10.0
+    """Seconds a verifier may spend on one completion before it is killed and the completion has no score."""
+    verifier_workers: Annotated[int, ONE_OR_MORE] = 1
+    """Number of verifier processes."""
+
+    @property
+    def verifier_replacement(self) -> tuple[str, str] | None:
+        """The verifier that `remap_verifier` replaces and the one in its place, in lower case; ValueError for another form."""
+        return _replacement(self.remap_verifier)
+
+    @property
+    def weight_by_verifier(self) -> Mapping[str, float]:
+        """`verifier_weights` by name in lower case; ValueError for another form."""
+        return _weights(self.verifier_weights)
+
+    @property
+    def max_possible_score(self) -> float:
+        """Highest reward of a completion with one verifier."""
+        has_format_reward = self.apply_r1_style_format_reward and (
+            self.additive_format_reward or not self.apply_verifiable_reward
+        )
+        return self.verification_reward * self.apply_verifiable_reward + self.r1_style_format_reward * has_format_reward
+
+
+@cache
+def _replacement(text: str | None) -> tuple[str, str] | None:
+    if text is None:
+        return None
+    old, equals, new = (word.strip().lower() for word in text.partition("="))
+    if not (old and equals and new) or "=" in new:
+        raise ValueError(f"remap_verifier={text} must be old=new, the names of two verifiers")
+    return old, new
+
+
+@cache
+def _weights(words: tuple[str, ...]) -> Mapping[str, float]:
+    weights: dict[str, float] = {}
+    for word in words:
+        name, _, number = word.partition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name.strip() or not math.isfinite(weight):
+            raise ValueError(f"verifier_weights={word} must be name=weight, a verifier and a finite number")
+        name = name.strip().lower()
+        if name in weights:
+            raise ValueError(f"verifier_weights={' '.join(words)} weighs {name} twice; give each verifier one weight")
+        weights[name] = weight
+    return MappingProxyType(weights)

@@ -1,0 +1,106 @@
+"""Whether a model can be split along the axes of a layout: one sentence for each reason why not.
+
+Sizes are read from config.json by name, and one that it lacks makes no sentence: engines also serve models that
+`family` does not build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from mgrpo.layout import VOCAB_MULTIPLE, Layout, choose_from, divisors
+from mgrpo.models.family import HfConfig, shape_of
+
+
+def layout_problems(hf: HfConfig, layout: Layout) -> Iterator[str]:
+    """Why the model cannot be split over the ranks of a layout that has no `problems()` of its own."""
+    whole_experts = layout.expert > 1
+    names = ("hidden_size", *_widths(hf, experts_are_whole=whole_experts), "padded vocabulary")
+    yield from _split_problems(
+        "tensor_model_parallel_size", layout.tensor, head_sizes(hf) | _sizes(hf, *names), copies_heads=_copies_heads(hf)
+    )
+    layers = size_of(hf, "num_hidden_layers")
+    if layers:
+        yield from layout.stage_problems(layers)
+    experts = num_experts(hf)
+    if not experts and layout.expert > 1:
+        yield (
+            f"expert_model_parallel_size={layout.expert} needs a mixture-of-experts model, this one has no experts; "
+            "use 1"
+        )
+    elif experts and experts % layout.expert:
+        yield (
+            f"expert_model_parallel_size={layout.expert} does not divide the model's {experts} experts; "
+            f"{choose_from(divisors(experts))}"
+        )
+
+
+def engine_problems(hf: HfConfig, tensor: int) -> Iterator[str]:
+    """Why the model cannot be split over the `tensor` workers of an engine."""
+    yield from _split_problems("vllm_tensor_parallel_size", tensor, head_sizes(hf) | _sizes(hf, *_widths(hf)))
+
+
+def head_sizes(hf: HfConfig) -> dict[str, int]:
+    """Numbers of heads by their names in config.json."""
+    sizes = _sizes(hf, "num_attention_heads", "num_key_value_heads")
+    if "num_attention_heads" in sizes:
+        sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
+    return sizes
+
+
+def num_experts(hf: HfConfig | None) -> int | None:
+    """Experts of a layer; None for a dense model."""
+    return size_of(hf, "num_local_experts") or size_of(hf, "num_experts")
+
+
+def size_of(hf: HfConfig | None, name: str) -> int | None:
+    """A size above 0 in config.json; None where it has none."""
+    value = (hf or {}).get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _sizes(hf: HfConfig, *names: str) -> dict[str, int]:
+    """The sizes of these names that config.json has."""
+    sizes = {name: size_of(hf, name) for name in names}
+    if "padded vocabulary" in sizes:
+        vocab = size_of(hf, "vocab_size")
+        sizes["padded vocabulary"] = vocab and -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _widths(hf: HfConfig, *, experts_are_whole: bool = False) -> Iterator[str]:
+    """Intermediate sizes that tensor ranks split."""
+    if not num_experts(hf):
+        yield "intermediate_size"
+        return
+    own = "moe_intermediate_size" if size_of(hf, "moe_intermediate_size") else "intermediate_size"
+    if not experts_are_whole:
+        yield own
+    has_dense_layers = hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1
+    if has_dense_layers and own != "intermediate_size":
+        yield "intermediate_size"
+
+
+def _copies_heads(hf: HfConfig) -> bool:
+    """Whether several ranks may hold the same key-value head, which a norm over all heads would count once per rank."""
+    try:
+        return shape_of(hf).qk_norm != "whole"
+    except ValueError:  # a model that cannot be trained, which is reported where it is built
+        return True
+
+
+def _split_problems(field: str, ranks: int, sizes: Mapping[str, int], *, copies_heads: bool = True) -> Iterator[str]:
+    """Ranks take equal shares of all `sizes`, or a copy of a key-value head where there are more ranks than heads."""
+
+    def is_copied(name: str) -> bool:
+        return name == "num_key_value_heads" and copies_heads
+
+    def splits(name: str, ranks: int) -> bool:
+        return sizes[name] % ranks == 0 or (is_copied(name) and ranks % sizes[name] == 0)
+
+    limit = sizes.get("num_attention_heads", 64)
+    choices = [count for count in range(1, limit + 1) if all(splits(name, count) for name in sizes)]
+    for name, size in sizes.items():
+        if not splits(name, ranks):
+            verb = "neither divides nor is a multiple of" if is_copied(name) else "does not divide"
+            yield f"{field}={ranks} {verb} {name}={size}; {choose_from(choices)}"

@@ -1,0 +1,93 @@
+"""Micro-batches: packs as tensors on this rank's device, with what earlier passes found out about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from mgrpo.layout import Layout
+from mgrpo.parallel import backend
+from mgrpo.parallel.packs import PackedDocuments, describe
+from mgrpo.policy.model import ResponseRows
+from mgrpo.policy.routing import Routing
+from mgrpo.types import PackedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """What a loss needs of a pack, on the device; fields as in `PackedBatch`."""
+
+    advantages: torch.Tensor
+    loss_mask: torch.Tensor
+    response_cu_seqlens: torch.Tensor
+    rollout_logprobs: torch.Tensor
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """A pack on this rank's device."""
+
+    pack: PackedBatch
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    documents: PackedDocuments
+    response: ResponseRows
+    loss_inputs: LossInputs
+    logprobs: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Earlier scores by the reference ("ref") or by the policy itself ("old"), on the last stage: `[responses]`."""
+    entropy: torch.Tensor | None = None
+    """From the score of the policy that `scores_entropy`, `[responses]`."""
+    keep: torch.Tensor | None = None
+    """`[responses]`, a factor of the loss's policy term."""
+    routing: Routing = field(default_factory=dict)
+    """The experts chosen in the score that recorded them; replayed in training."""
+
+
+Reported = TypeVar("Reported")
+"""Whatever a loss function reports of one micro-batch beside the loss."""
+
+LossFunction = Callable[[torch.Tensor, torch.Tensor, Microbatch], tuple[torch.Tensor, Reported]]
+"""(logprobs [responses], entropy [responses], micro-batch) -> (loss / global denominator, anything to report)."""
+
+
+def collate(pack: PackedBatch, layout: Layout, *, context_rank: int, temperature: float) -> Microbatch:
+    """One pack of this rank's data-parallel slice as a micro-batch."""
+    documents = describe(pack.cu_seqlens, pack.positions, pack.branches, rank=context_rank, size=layout.context)
+    return Microbatch(
+        pack=pack,
+        tokens=_to_device(pack.tokens[documents.local_queries.tokens], np.int64)[None],
+        positions=documents.positions[None],
+        documents=documents,
+        response=_response_rows(pack, documents, temperature),
+        loss_inputs=LossInputs(
+            advantages=_to_device(pack.advantages, np.float32),
+            loss_mask=_to_device(pack.loss_mask, np.bool_),
+            response_cu_seqlens=_to_device(pack.response_cu_seqlens, np.int32),
+            rollout_logprobs=_to_device(pack.rollout_logprobs, np.float32),
+        ),
+    )
+
+
+def _response_rows(pack: PackedBatch, documents: PackedDocuments, temperature: float) -> ResponseRows:
+    rows, targets = pack.rows.astype(np.int64), pack.targets.astype(np.int64)
+    if documents.gathered_rows is None:
+        return ResponseRows(_to_device(rows, np.int64), _to_device(targets, np.int64), temperature)
+    local_tokens = documents.local_queries.tokens
+    local_row = np.full(len(pack.tokens), -1)
+    local_row[local_tokens] = np.arange(len(local_tokens))
+    indices = np.flatnonzero(local_row[rows] >= 0)
+    return ResponseRows(
+        _to_device(local_row[rows[indices]], np.int64),
+        _to_device(targets[indices], np.int64),
+        temperature,
+        indices=_to_device(indices, np.int64),
+        num_responses=len(rows),
+    )
+
+
+def _to_device(array: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(array.astype(dtype)).to(backend.device())

@@ -1,0 +1,177 @@
+"""Gradient buffers and Adam around the model's chunks, sharded as the ZeRO stage says, and the update of the weights.
+
+Unless noted, every method is collective over all learner ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from mgrpo.config.schema import Optimizer as OptimizerSettings
+from mgrpo.config.schema import Parallel
+from mgrpo.layout import Layout
+from mgrpo.parallel import backend, fsdp
+from mgrpo.parallel.gather import gather_values
+from mgrpo.policy.model import ResponseModel
+from mgrpo.policy.parameters import ShardedParameters
+from mgrpo.policy.schedule import learning_rate
+from mgrpo.policy.shards import MOMENTS, Shard, chained, data_parallel_group, local_shards
+
+WrappedChunk: TypeAlias = DistributedDataParallel | fsdp.FullyShardedDataParallel
+_TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""The copies of a tied embedding, on the first and the last pipeline stage."""
+
+
+class PolicyOptimizer:
+    """Megatron's optimizer over this rank's chunks, which it wraps.
+
+    Args:
+        dtype: type of the model's parameters; masters are float32.
+        num_optimizer_steps: length of the learning rate's schedule.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[ResponseModel],
+        parameters: ShardedParameters,
+        *,
+        dtype: torch.dtype,
+        settings: OptimizerSettings,
+        parallel: Parallel,
+        num_optimizer_steps: int,
+    ) -> None:
+        self.parameters, self.layout = parameters, parameters.layout
+        self.settings, self.num_optimizer_steps = settings, num_optimizer_steps
+        names = {parameter: name for name, parameter in parameters.live.items()}
+        self.chunks = _wrap(chunks, self.layout)
+        self._megatron = _make_adam(self.chunks, self.layout, dtype, settings, parallel)
+        self.shards = local_shards(self._megatron, self.chunks, names)
+
+    def zero_gradients(self) -> None:
+        """Discard the gradients of the previous step."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self._megatron.zero_grad()
+
+    def set_learning_rate(self, step: int) -> float:
+        """Prepare the update of optimizer step `step` (from 0); its learning rate. Not collective."""
+        rate = learning_rate(self.settings, step, self.num_optimizer_steps)
+        for group in self._megatron.param_groups:
+            group["lr"] = rate
+            # Megatron marks biases and norms with wd_mult 0, which its scheduler, not used here, would apply.
+            factor = 1.0 if self.settings.set_weight_decay_on_bias_and_norm else group.get("wd_mult", 1.0)
+            group["weight_decay"] = self.settings.weight_decay * factor
+        return rate
+
+    def update(self) -> float:
+        """Clip and step, unless the global gradient norm, which is returned, is not finite."""
+        self._megatron.prepare_grads()
+        self._sum_tied_gradients()
+        grad_norm = float(self._megatron.get_grad_norm())
+        if math.isfinite(grad_norm):
+            if self.settings.max_grad_norm > 0:
+                for single in chained(self._megatron):
+                    clip_grad_by_total_norm_fp32(
+                        single.get_parameters(),
+                        self.settings.max_grad_norm,
+                        grad_norm,
+                        use_decoupled_grad=single.config.use_precision_aware_optimizer,
+                    )
+            self._megatron.step_with_ready_grads()
+        return grad_norm
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """One local parameter, whole, from the shards of all ranks that share it, which must all call."""
+        shard = self._shard(name)
+        return self._whole(name, shard.main if shard else None)
+
+    def _shard(self, name: str) -> Shard | None:
+        """This rank's shard of a parameter; None where it has no element of it."""
+        return next((shard for shard in self.shards if shard.name == name), None)
+
+    def _whole(self, name: str, elements: torch.Tensor | None) -> torch.Tensor:
+        """A parameter, or its gradient, from the elements of all ranks that share it, which must all call."""
+        if elements is None:
+            elements = torch.zeros(0, device=backend.device())
+        return gather_values(elements, data_parallel_group(name, self.layout)).view(self.parameters.places[name].shape)
+
+    def _sum_tied_gradients(self) -> None:
+        """Under ZeRO-2 and 3: add up the gradients of a tied embedding's copies on the first and the last stage."""
+        if not self.parameters.shape.tied or self.layout.pipeline == 1 or self.layout.sharding < 2:
+            return
+        name = next((name for name in _TIED if name in self.parameters.live), None)
+        if name is None:
+            return
+        shard = self._shard(name)
+        whole = self._whole(name, shard.gradient if shard else None)
+        torch.distributed.all_reduce(whole, group=parallel_state.get_embedding_group())
+        if shard:
+            shard.gradient.copy_(whole.view(-1)[shard.start : shard.start + len(shard.main)])
+
+
+def _wrap(chunks: Sequence[ResponseModel], layout: Layout) -> list[WrappedChunk]:
+    """Gradient buffers around the model's chunks, sharded as the stage says."""
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=layout.sharding > 0,
+        num_distributed_optimizer_instances=layout.data * layout.context // layout.num_shards,
+    )
+    if layout.sharding < 2:
+        return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
+    fsdp.install()
+    config.use_megatron_fsdp = True
+    config.data_parallel_sharding_strategy = "optim_grads" if layout.sharding == 2 else "optim_grads_params"
+    config.overlap_grad_reduce = True
+    config.overlap_param_gather = layout.sharding == 3
+    largest_layer = max(
+        sum(parameter.numel() for parameter in layer.parameters()) for chunk in chunks for layer in chunk.decoder.layers
+    )
+    # In one bucket ZeRO-2 would have all gradients whole at once.
+    config.bucket_size = largest_layer
+    # What is gathered at a time: the layer in use and the next one. Megatron's default is at least a billion elements.
+    config.suggested_communication_unit_size = 2 * largest_layer
+    wrapped = [fsdp.FullyShardedDataParallel(chunk.config, config, chunk) for chunk in chunks]
+    # Replicas (HSDP) sum their gradients after the last micro-batch only if the schedule says which one that is.
+    no_sync = [chunk.no_sync for chunk in wrapped]
+    wrapped[0].config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+    return wrapped
+
+
+def _make_adam(
+    chunks: Sequence[WrappedChunk],
+    layout: Layout,
+    dtype: torch.dtype,
+    settings: OptimizerSettings,
+    parallel: Parallel,
+) -> MegatronOptimizer:
+    # Without CUDA the states are in host memory already.
+    offloads = parallel.optimizer_cpu_offload and backend.has_cuda()
+    moment_dtypes = {f"{name}_dtype": getattr(torch, getattr(parallel, f"{name}_dtype")) for name in MOMENTS}
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.adam_beta1,
+            adam_beta2=settings.adam_beta2,
+            adam_eps=settings.adam_epsilon,
+            clip_grad=settings.max_grad_norm,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=layout.sharding > 0,
+            optimizer_cpu_offload=offloads,
+            optimizer_offload_fraction=parallel.optimizer_offload_fraction if offloads else 0.0,
+            use_precision_aware_optimizer=parallel.use_precision_aware_optimizer,
+            **moment_dtypes,
+        ),
+        list(chunks),
+        use_gloo_process_groups=False,
+    )

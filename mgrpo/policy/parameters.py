@@ -1,0 +1,84 @@
+"""This rank's live parameters as boxes of HF tensors, and which boxes each of the other ranks holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mgrpo.layout import Layout
+from mgrpo.models.family import ModelShape
+from mgrpo.models.table import Box, LocalParameter, hf_tensors, local_parameters
+from mgrpo.parallel.gather import gather_values
+from mgrpo.policy.weights import Read
+
+KindAndBox = tuple[int, Box]
+"""A number that the caller chooses, for example for masters or moments, and a box."""
+
+
+class ShardedParameters:
+    """This rank's live parameters, seen as boxes of HF tensors through the rule table."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout, rank: int) -> None:
+        self.shape, self.layout = shape, layout
+        coordinate = layout.coordinate(rank)
+        first_expert = coordinate.expert * shape.experts.count // layout.expert if shape.experts else 0
+        self.live: dict[str, torch.nn.Parameter] = {}
+        """Each parameter under its name in the rule table."""
+        for index, chunk in enumerate(chunks):
+            first_layer = layout.chunk_layers(shape.num_layers, coordinate.pipeline, index).start
+            for name, parameter in chunk.named_parameters():
+                self.live[global_name(name, first_layer, first_expert)] = parameter
+        self.places: dict[str, LocalParameter] = local_parameters(shape, layout, rank)
+        """For each parameter what the rule table says it holds."""
+        if self.live.keys() != self.places.keys():
+            raise AssertionError(f"model and rule table differ in {sorted(self.live.keys() ^ self.places.keys())}")
+        for name, place in self.places.items():
+            assert tuple(self.live[name].shape) == place.shape, (name, tuple(self.live[name].shape), place.shape)
+
+    def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Every box that this rank holds, each with a view of the live parameter."""
+        for name, place in self.places.items():
+            for piece in place.pieces:
+                yield piece.box, self.live[name].data[piece.region]
+
+    @torch.no_grad()
+    def load(self, read: Read) -> None:
+        """Fill this rank's parameters with the values that `read` returns for their boxes; padding rows become 0."""
+        for name, place in self.places.items():
+            if sum(piece.box.size for piece in place.pieces) < self.live[name].numel():
+                self.live[name].data.zero_()
+            for piece in place.pieces:
+                self.live[name].data[piece.region].copy_(read(piece.box))
+
+
+def global_name(name: str, first_layer: int, first_expert: int) -> str:
+    """Megatron counts layers within a chunk and experts within a rank; the table counts them over the model."""
+    for mark, first in (("decoder.layers.", first_layer), ("local_experts.", first_expert)):
+        head, separator, tail = name.partition(mark)
+        if separator:
+            index, _, rest = tail.partition(".")
+            name = f"{head}{mark}{int(index) + first}.{rest}"
+    return name
+
+
+def gather_boxes(boxes: Sequence[KindAndBox], shape: ModelShape, group: dist.ProcessGroup) -> list[list[KindAndBox]]:
+    """The `boxes` of each rank, in its order. All ranks of `group`, on the CPU, must call.
+
+    Ranks are asked, because ZeRO shards follow Megatron's buckets and not a formula.
+    """
+    names = list(hf_tensors(shape))
+    index_of_name = {name: index for index, name in enumerate(names)}
+    # Rank, kind, tensor, then start and shape, each of one or two dimensions; -1 fills up.
+    rows = np.full((len(boxes), 7), -1, dtype=np.int64)
+    for row, (kind, box) in zip(rows, boxes, strict=True):
+        row[:3] = group.rank(), kind, index_of_name[box.name]
+        row[3 : 3 + len(box.start)] = box.start
+        row[5 : 5 + len(box.shape)] = box.shape
+    by_rank: list[list[KindAndBox]] = [[] for _ in range(group.size())]
+    for rank, kind, name, *extent in gather_values(torch.from_numpy(rows).view(-1), group).view(-1, 7).tolist():
+        start, size = (tuple(n for n in dims if n >= 0) for dims in (extent[:2], extent[2:]))
+        by_rank[rank].append((kind, Box(names[name], start, size)))
+    return by_rank

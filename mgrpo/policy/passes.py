@@ -1,0 +1,85 @@
+"""Megatron's pipeline schedule over micro-batches: forward passes alone, or with the backward passes of a loss.
+
+Every rank must call with equally many micro-batches. Results are those of the last pipeline stage; other stages get none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from mgrpo.policy.microbatch import LossFunction, Microbatch, Reported
+from mgrpo.policy.routing import RoutingReplay
+
+
+def forward(
+    chunks: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], *, routing: RoutingReplay
+) -> list[torch.Tensor]:
+    """The model's output for each micro-batch."""
+
+    def use(microbatch: Microbatch, output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
+        return output
+
+    return _run(chunks, microbatches, use, routing=routing, forward_only=True)
+
+
+def forward_backward(
+    chunks: Sequence[torch.nn.Module],
+    microbatches: Sequence[Microbatch],
+    loss: LossFunction[Reported],
+    *,
+    routing: RoutingReplay,
+) -> list[Reported]:
+    """Add up the gradients of all micro-batches; what `loss` reports for each."""
+
+    def use(microbatch: Microbatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Reported]:
+        value, reported = loss(output[0], output[1], microbatch)
+        # Megatron wants a count of tokens to divide by. Nothing divides by it: the loss has its global denominator.
+        return value, torch.zeros((), dtype=torch.int, device=value.device), reported
+
+    return _run(chunks, microbatches, use, routing=routing, forward_only=False)
+
+
+def _run(
+    chunks: Sequence[torch.nn.Module],
+    microbatches: Sequence[Microbatch],
+    use: Callable[..., Any],
+    *,
+    routing: RoutingReplay,
+    forward_only: bool,
+) -> list[Any]:
+    chunk_index = {id(chunk): index for index, chunk in enumerate(chunks)}
+
+    def forward_step(batches: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        microbatch, index = next(batches), chunk_index[id(chunk)]
+        if not forward_only and index in microbatch.routing:
+            routing.replay(index, microbatch.routing[index])
+        output = chunk(
+            microbatch.tokens,
+            microbatch.positions,
+            documents=microbatch.documents,
+            response=microbatch.response,
+        )
+        if routing.is_recording:
+            microbatch.routing[index] = routing.recorded(index)
+        return output, partial(use, microbatch)
+
+    # The chunks of a stage are called in turn, each with the same micro-batches.
+    iterators = [iter(microbatches) for _ in chunks]
+    is_interleaved = len(chunks) > 1
+    results = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if is_interleaved else iterators[0],
+        model=list(chunks) if is_interleaved else chunks[0],
+        num_microbatches=len(microbatches),
+        seq_length=1,  # Stages exchange the real shapes (variable_seq_lengths).
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    routing.choose_freely()
+    return results

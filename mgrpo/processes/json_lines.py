@@ -1,0 +1,239 @@
+"""Programs of this package as child processes: one JSON object per line each way, over their standard pipes.
+
+`Child` is the parent's side, `serve` the program's. Every question gets one answer, in order. Nothing is pickled, and the
+parent, which has threads, is not forked.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import resource
+import select
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, BinaryIO
+
+from mgrpo.processes.lifetime import die_with_parent, ending, kill_descendants, start_program
+
+Message = dict[str, Any]
+
+_CHUNK = 1 << 16
+_EXIT_LIMIT_S = 5.0
+"""How long a process may take to exit after the end of its output."""
+
+
+class ChildError(RuntimeError):
+    """The process ended, or broke the protocol."""
+
+
+class Child:
+    """One child process. Its pipes never block the parent, whatever the child does. Always `end` it."""
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        environment: Mapping[str, str] = os.environ,
+        settings: Mapping[str, str] | None = None,
+        folders: Sequence[str] = (),
+        max_line_bytes: int = 1 << 24,
+    ) -> None:
+        """Start `python -m module`, which calls `serve`; any thread may, and the child outlives the thread.
+
+        Args:
+            environment: the environment variables that the program may see; `settings` are added to them.
+            folders: further folders in which it finds modules.
+            max_line_bytes: length of the longest answer; a longer one counts as the end of the process.
+        """
+        start = functools.partial(
+            start_program, module, environment=environment, settings=settings or {}, folders=folders, buffering=0
+        )
+        self.process = _spawner(os.getpid()).submit(start).result()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._stdin, self._stdout = self.process.stdin, self.process.stdout
+        for pipe in (self._stdin, self._stdout):
+            os.set_blocking(pipe.fileno(), False)
+        self.is_over = False
+        """Whether no further answer will come."""
+        self.heard_at = time.monotonic()
+        """When it last answered, or was asked while it had nothing to do."""
+        self._max_line_bytes = max_line_bytes
+        self._num_unanswered = 0
+        self._outgoing, self._incoming = bytearray(), bytearray()
+        self._answers: deque[Message] = deque()
+        self._fault = ""
+
+    @property
+    def how_it_ended(self) -> str:
+        """How the process ended, or what it did wrong, as the end of a sentence about it."""
+        if self._fault:
+            return self._fault
+        try:
+            return ending(self.process.wait(_EXIT_LIMIT_S))
+        except subprocess.TimeoutExpired:
+            return "closed its output"
+
+    def send(self, questions: Iterable[Message]) -> None:
+        """Queue the questions, and write what the pipe takes now."""
+        if not self._num_unanswered:
+            self.heard_at = time.monotonic()
+        for question in questions:
+            self._outgoing += json.dumps(question).encode() + b"\n"
+            self._num_unanswered += 1
+        self._write()
+
+    def answers(self) -> list[Message]:
+        """The answers that have arrived since the last call."""
+        arrived = list(self._answers)
+        self._answers.clear()
+        return arrived
+
+    def receive(self, timeout_s: float | None = None) -> Message:
+        """Wait for the next answer.
+
+        Raises:
+            ChildError: the process ended, or broke the protocol.
+            TimeoutError: there is no answer after `timeout_s`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._answers:
+            if self.is_over:
+                raise ChildError(self.how_it_ended)
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(f"no answer after {timeout_s:g} s")
+            exchange([self], left)
+        return self._answers.popleft()
+
+    def kill(self) -> None:
+        """Kill the process; a thread in `receive` gets a ChildError. Any thread may call."""
+        self.process.kill()
+
+    def end(self) -> None:
+        """Kill the process with everything it started, and read the answers that it gave before."""
+        if self._stdout.closed:
+            return
+        # It has not been waited for, so its number cannot belong to another process.
+        if self.process.returncode is None:
+            os.kill(self.process.pid, signal.SIGSTOP)
+            kill_descendants(self.process.pid)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        while not self.is_over and self._read():
+            pass
+        self.close_pipes()
+
+    def close_pipes(self) -> None:
+        """Let go of a process that belongs to the parent of this one, which was forked."""
+        self.is_over = True
+        self._stdin.close()
+        self._stdout.close()
+
+    def _events(self) -> dict[int, int]:
+        """What to wait for on each of its pipes."""
+        if self.is_over:
+            return {}
+        reading = {self._stdout.fileno(): select.POLLIN}
+        return reading | {self._stdin.fileno(): select.POLLOUT} if self._outgoing else reading
+
+    def _write(self) -> None:
+        try:
+            while self._outgoing:
+                del self._outgoing[: os.write(self._stdin.fileno(), self._outgoing[:_CHUNK])]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            # It died; the end of its output says so.
+            self._outgoing.clear()
+
+    def _read(self) -> bool:
+        """Take one chunk of what it has written; False if there is nothing now."""
+        try:
+            chunk = os.read(self._stdout.fileno(), _CHUNK)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            self.is_over = True
+            return False
+        self._incoming += chunk
+        if b"\n" in chunk:
+            *lines, self._incoming = self._incoming.split(b"\n")
+            for line in lines:
+                self._take(line)
+        if len(self._incoming) > self._max_line_bytes:
+            self._break(f"wrote a line of more than {self._max_line_bytes} bytes")
+        return True
+
+    def _take(self, line: bytearray) -> None:
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict):
+            self._break(f"wrote {bytes(line[:40])!r}, which is not a JSON object")
+        elif not self._num_unanswered:
+            self._break("answered more than it was asked")
+        elif not self.is_over:
+            self._num_unanswered -= 1
+            self.heard_at = time.monotonic()
+            self._answers.append(answer)
+
+    def _break(self, fault: str) -> None:
+        self._fault = self._fault or fault
+        self.is_over = True
+
+
+def exchange(children: Sequence[Child], timeout_s: float | None) -> None:
+    """Wait until a pipe of any of the children is ready, then write and read what the pipes take and give."""
+    poll = select.poll()
+    by_pipe: dict[int, Child] = {}
+    for child in children:
+        for pipe, events in child._events().items():
+            poll.register(pipe, events)
+            by_pipe[pipe] = child
+    ready = poll.poll(None if timeout_s is None else math.ceil(1000 * timeout_s))
+    for child in {by_pipe[pipe] for pipe, _ in ready}:
+        child._write()
+        child._read()
+
+
+def serve(answer: Callable[[Message], Message]) -> None:
+    """Answer the parent's questions until it closes the pipe; the process dies with its parent.
+
+    Everything else that is printed goes to stderr, and standard input is empty.
+    """
+    die_with_parent()
+    questions, answers = _take_standard_streams()
+    for line in questions:
+        data = json.dumps(answer(json.loads(line))).encode() + b"\n"
+        while data:
+            data = data[os.write(answers, data) :]
+
+
+def limit_memory(mebibytes: int) -> None:
+    """Have allocations of this process fail beyond so much address space."""
+    limit = mebibytes * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _take_standard_streams() -> tuple[BinaryIO, int]:
+    questions, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return questions, answers
+
+
+# The kernel ends a child when the thread that started it ends (`lifetime`), so one thread per process starts all of them.
+# A forked process has none of its parent's threads and needs its own.
+@functools.cache
+def _spawner(pid: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="child-spawner")

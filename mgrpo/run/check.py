@@ -1,0 +1,95 @@
+"""Everything that is wrong with a run, found before anything is started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from mgrpo.checkpoint.folder import check_complete, check_root, split_path
+from mgrpo.config import Config, ConfigError
+from mgrpo.config.derived import state_root
+from mgrpo.config.rules import too_few_prompts
+from mgrpo.config.validate import check, warnings
+from mgrpo.models.family import HfConfig, read_hf_config, shape_of
+from mgrpo.rollout.vllm.arguments import machine_problems
+from mgrpo.run.environment import num_local_learners, prepare_environment, rank, world_size
+from mgrpo.run.inputs import Inputs, read_inputs
+
+if TYPE_CHECKING:
+    from mgrpo.algo import LossFunction
+
+
+def check_run(
+    config: Config,
+    *,
+    functions: list[str | Callable],
+    dataset: Iterable[Mapping] | None,
+    loss: LossFunction | None,
+) -> Inputs | None:
+    """Check the configuration on every rank; on rank 0 read and check data and rewards as well, and return them.
+
+    Raises:
+        ConfigError: every problem at once.
+    """
+    ranks = world_size()
+    problems: list[str] = []
+    hf_config: HfConfig | None = None
+    try:
+        hf_config = read_hf_config(config.model.model_name_or_path or "")
+        head_dim = shape_of(hf_config).head_dim
+        about_model = machine_problems(config, num_local_learners=num_local_learners(), head_dim=head_dim)
+    except ValueError as err:
+        about_model = [str(err)]
+    inputs = None
+    try:
+        check(
+            config,
+            world_size=ranks,
+            hf_config=hf_config,
+            has_dataset=dataset is not None,
+            num_reward_funcs=len(functions),
+        )
+    except ConfigError as err:
+        problems = list(err.problems)
+    if not any("model_name_or_path" in problem for problem in problems):
+        problems += about_model
+    problems += _loss_problems(config, loss)
+    if rank() == 0:
+        problems += _checkpoint_problems(config, skip_path=any(problem.startswith("resume=") for problem in problems))
+        inputs, found = read_inputs(config, functions=functions, dataset=dataset)
+        problems += [problem for problem in found if problem not in problems]
+        if inputs and len(inputs.train):
+            problems += too_few_prompts(config, len(inputs.train))
+    if problems:
+        raise ConfigError(problems)
+    if inputs is not None:
+        found = warnings(config, world_size=ranks, hf_config=hf_config, num_reward_funcs=len(functions))
+        for sentence in (*config.notes, *found, *inputs.notes(config)):
+            print(f"mgrpo: {sentence}", file=sys.stderr)
+    return inputs
+
+
+def _checkpoint_problems(config: Config, *, skip_path: bool) -> Iterator[str]:
+    """About the folder of training states and the state to continue from.
+
+    Args:
+        skip_path: there is a problem with `resume` already.
+    """
+    resume = config.checkpoint.resume
+    try:
+        check_root(state_root(config))
+        if resume not in ("auto", "never") and not skip_path:
+            check_complete(*split_path(resume))
+    except ValueError as err:
+        yield str(err)
+
+
+def _loss_problems(config: Config, loss: LossFunction | None) -> list[str]:
+    """About a loss of the user's own, whose module imports torch; checking a named loss does not need it."""
+    if loss is None and not config.loss.is_own_function:
+        return []
+    prepare_environment()
+    from mgrpo.algo import loss_problems
+
+    return loss_problems(config.loss, loss)

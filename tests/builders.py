@@ -1,0 +1,65 @@
+"""The records between rooms, built from what a test is about; everything else has a harmless value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup, TrainSample
+
+
+def prompt(tokens: Sequence[int] | np.ndarray = (5, 6), *, verifiers: Sequence[str] = (), **fields: object) -> Prompt:
+    """A prompt; each verifier has the ground truth 1 unless `ground_truths` is given."""
+    values = {"id": (0, 0), "text": "", "ground_truths": (1,) * len(verifiers)} | fields
+    return Prompt(tokens=np.asarray(tokens, np.int32), verifiers=tuple(verifiers), **values)
+
+
+def completion(
+    tokens: int | Sequence[int] | np.ndarray = 2,
+    *,
+    logprobs: float | Sequence[float] | np.ndarray = -1.0,
+    version: int = 0,
+    finish_reason: str = "stop",
+    text: str = "",
+) -> Completion:
+    """A completion of the tokens 0, 1, .. if only their number is given; one log-probability may stand for all."""
+    ids = np.arange(tokens) if isinstance(tokens, int) else np.asarray(tokens)
+    return Completion(
+        tokens=ids.astype(np.int32),
+        logprobs=np.full(len(ids), logprobs, np.float32),
+        policy_versions=np.full(len(ids), version, np.int32),
+        finish_reason=finish_reason,
+        text=text,
+    )
+
+
+def rollout_group(completions: Sequence[Completion], of: Prompt | None = None) -> RolloutGroup:
+    """A group, of a prompt that does not matter unless given."""
+    return RolloutGroup(prompt=of or prompt(), completions=tuple(completions))
+
+
+def scored_group(
+    rewards: Sequence[float],
+    *,
+    completions: Sequence[Completion] | None = None,
+    parts: Sequence[Mapping[str, float]] | None = None,
+    of: Prompt | None = None,
+) -> ScoredGroup:
+    """A group with one completion, and one mapping of parts, for each reward."""
+    completions = completions or [completion() for _ in rewards]
+    scores = [Score(reward=r, parts=dict(p)) for r, p in zip(rewards, parts or [{}] * len(rewards), strict=True)]
+    return ScoredGroup(group=rollout_group(completions, of), scores=tuple(scores))
+
+
+def train_sample(group: RolloutGroup, index: int, *, advantage: float = 0.0, number: int = 0) -> TrainSample:
+    """Completion `index` of a group that is `number` in its step; an advantage of NaN trains nothing."""
+    sampled, is_trained = group.completions[index], advantage == advantage
+    return TrainSample(
+        prompt_tokens=group.prompt.tokens,
+        tokens=sampled.tokens,
+        loss_mask=np.full(len(sampled.tokens), is_trained),
+        rollout_logprobs=sampled.logprobs,
+        advantage=advantage if is_trained else 0.0,
+        group=number,
+    )

@@ -1,0 +1,16 @@
+"""The reward curve of a run as an SVG file.
+
+python -m tools.docs.reward_curve output/quickstart > docs/reward_curve.svg
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mgrpo.telemetry.chart import metric_points, reward_svg
+from mgrpo.telemetry.samples import read_records
+
+if __name__ == "__main__":
+    lines = list(read_records([Path(sys.argv[1]) / "metrics.jsonl"]))
+    print(reward_svg(metric_points(lines, "reward"), metric_points(lines, "eval/scores")))
