@@ -93,6 +93,6 @@ class LossFunction(Protocol):
     def __call__(self, inputs: LossInputs, /) -> Tensor | tuple[Tensor, MetricPairs]:
         """The loss, a scalar with a graph to `inputs.logprobs` and already divided (`inputs.total`), and its metrics.
 
-        A metric `name` is logged as `custom/name`.
+        A metric `name` is logged as `custom/loss/name`.
         """
         ...

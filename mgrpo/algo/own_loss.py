@@ -17,7 +17,7 @@ from mgrpo.algo.surrogate import surrogate_loss
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.user_functions import user_function
 
-PREFIX = "custom/"
+PREFIX = "custom/loss/"
 """Before the names of its metrics."""
 _SIGNATURE = "it is called as function(inputs), see mgrpo.algo.LossFunction"
 
@@ -62,8 +62,8 @@ def own_loss(function: LossFunction, inputs: LossInputs) -> PolicyLoss:
     loss, own = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         raise ValueError(
-            f"policy_loss: {_name(function)} returned {_described(loss)} as its loss, expected a scalar tensor computed
-            " "from inputs.logprobs: inputs.total(token_losses)"
+            f"policy_loss: {_name(function)} returned {_described(loss)} as its loss, expected a scalar tensor "
+            "computed from inputs.logprobs: inputs.total(token_losses)"
         )
     if not isinstance(own, Mapping):
         raise ValueError(
@@ -101,8 +101,8 @@ def _pair(function: Callable, name: object, pair: object) -> Tensor:
     """A metric as `[2]` fp32."""
     if not isinstance(name, str) or not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(
-            f"policy_loss: {_name(function)} returned the metric {name!r} as {_described(pair)}, expected name -> (sum,
-            " "count): inputs.measured(values)"
+            f"policy_loss: {_name(function)} returned the metric {name!r} as {_described(pair)}, expected name -> "
+            "(sum, count): inputs.measured(values)"
         )
     return torch.stack([torch.as_tensor(x, dtype=torch.float32).detach().reshape(()) for x in pair])
 
