@@ -1,4 +1,4 @@
-"""Answers that no verifier may mind: what models write by accident, and what they would write against their verifier.
+"""Answers that must not disturb a verifier: what models write by accident, and what they would write to cheat it.
 
 `TEXTS` go to every verifier, `PROGRAMS` to the code verifiers as a fenced block, `INJECTIONS` to judges as well.
 """
@@ -111,7 +111,7 @@ TEXTS: dict[str, str] = {
     "private": "\U0010ffff\ue000" * 1_000,
     "invalid UTF-8 that was decoded": b"\xff\xfe\xc3\x28\xa0\xa1".decode("utf-8", "replace") * 1_000,
     "escaped": "\\u0000\\ud800\\x00%00&#0;" * 1_000,
-    # what would work if anything evaluated it
+    # what would have an effect if anything evaluated it
     "pickle": "cos\nsystem\n(S'touch /tmp/mgrpo-hostile'\ntR.",
     "YAML": "!!python/object/apply:os.system ['touch /tmp/mgrpo-hostile']",
     "template": "{{ ''.__class__.__mro__[1].__subclasses__() }}{% for x in range(10**9) %}{% endfor %}",

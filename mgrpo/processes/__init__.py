@@ -1,1 +1,1 @@
-"""Child processes: they die with their parent, and talk in JSON lines."""
+"""Child processes, which end with their parent and exchange JSON lines with it."""

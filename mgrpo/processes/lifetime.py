@@ -1,4 +1,4 @@
-"""No process outlives the one that started it. Standard library only; Linux does the watching."""
+"""No process outlives the one that started it. Standard library only; the Linux kernel enforces it."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def start_program(
     folders: Sequence[str] = (),
     buffering: int = -1,
 ) -> subprocess.Popen:
-    """Start `python -m module`, a program of this package that talks over its standard pipes.
+    """Start `python -m module`, a program of this package, with pipes to its standard input and output.
 
     Args:
-        environment: what the program may know; `settings` win, and one OpenMP thread.
-        folders: where else it finds modules.
+        environment: what the program may see; `settings` override it, and OpenMP gets one thread.
+        folders: further folders in which it finds modules.
         buffering: of the pipes, as in `subprocess.Popen`.
     """
     package_parent = str(Path(__file__).resolve().parents[2])
@@ -57,18 +57,18 @@ def start_program(
         stdout=subprocess.PIPE,
         bufsize=buffering,
         env={**environment, **own, **settings},
-        # Ctrl-C is for the run, which ends its programs; and a kill of the session reaches what they have started.
+        # Ctrl-C reaches only the run, which ends its programs; and killing the session reaches what they have started.
         start_new_session=True,
     )
 
 
 def ending(exit_code: int) -> str:
-    """How a process ended, in words."""
+    """How a process ended, as the end of a sentence about it."""
     return f"died of {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
 def adopt_orphans() -> None:
-    """Have the kernel give this process every descendant whose own parent ends, also one that left its session."""
+    """Have the kernel give this process every descendant whose own parent ends, including those that left its session."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
@@ -84,9 +84,9 @@ def children(pid: int) -> list[int]:
 
 
 def kill_descendants(pid: int, *, rounds: int = 100) -> int:
-    """Kill all that descends from `pid`, which adopts orphans or is stopped; returns how many.
+    """Kill all descendants of `pid`, which adopts orphans or is stopped; returns how many.
 
-    Whoever is met is stopped first, so that one that forks without end cannot stay ahead.
+    Every process is stopped when it is found, so that one that forks without end cannot outrun the search.
     """
     killed: set[int] = set()
     for _ in range(rounds):

@@ -1,8 +1,8 @@
-"""Scores of completions: named verifiers, run in killable worker processes, and the rules that make a reward of them.
+"""Scores of completions: named verifiers, run in worker processes under limits, and the rules that turn scores into rewards.
 
-`verifier` says what one is, `verifiers/` holds them, `catalog` finds them by name; `worker` is the program they run in,
-`pool` keeps the workers, `remote` asks servers, `scorer` is all of that behind one call; `compose` builds rewards of
-scores, `functions` of the user's own functions.
+`verifier` defines what a verifier is, `verifiers/` holds them, `catalog` finds them by name; `worker` is the program they run
+in, `pool` keeps the workers, `remote` asks servers, `scorer` is all of that behind one call; `compose` builds rewards from
+scores, `functions` from the user's own functions; `rewarder` is what a run uses.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ def verify(
 ) -> float:
     """Score of one completion by the verifier called `name`, under time and memory limits.
 
-    The first call starts a worker process, which lives as long as this one. Other settings than the last call's start another.
+    The first call starts a worker process, which lives as long as this one. A call with other settings replaces it.
 
     Args:
         name: see docs/rewards.md; case does not matter.
-        ground_truth: one JSON value, as the row's `ground_truth`; numpy's numbers and arrays will do.
-        prompt: what the completion answers, for judges. `query` is Open Instruct's word for it.
-        completion_ids: token ids of the completion, for the verifiers of lengths; or their number as `num_tokens`.
-            `tokenized_prediction` is Open Instruct's word for the ids.
+        ground_truth: one JSON value, as the row's `ground_truth`; or numpy numbers and arrays.
+        prompt: what the completion answers, for judges. `query` is Open Instruct's name for it.
+        completion_ids: token ids of the completion, for the length verifiers; or their number as `num_tokens`.
+            `tokenized_prediction` is Open Instruct's name for the ids.
         settings: fields of the reward section of the configuration, for example `code_api_url`.
     Returns:
         The score, or NaN where none could be given (time, memory, a crash, a server that fails, a ground truth that the
         verifier cannot read).
     Raises:
-        ValueError: no verifier is called `name`; a setting has no such value; a judge that has no model.
-        TypeError: no setting is called so; the completion is no text, or the ground truth no JSON value.
+        ValueError: no verifier is called `name`; a setting cannot have its value; a judge without a model.
+        TypeError: a setting does not exist; the completion is not text, or the ground truth not a JSON value.
         RuntimeError: the verifier cannot be loaded.
     """
     from mgrpo.rewards.door import json_value, reward_settings

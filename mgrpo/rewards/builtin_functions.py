@@ -75,7 +75,7 @@ class _ReasoningAccuracy(_Reader):
         """`accuracy_reward` of what follows the reasoning; 0.0 where the reasoning does not end.
 
         Args:
-            reasoning_delimiters: the first of them that a completion holds ends its reasoning, where it stands last;
+            reasoning_delimiters: the first of them that a completion holds ends its reasoning, at its last occurrence;
                 without any given it is `</think>`.
         """
         delimiters = [THINK_END] if reasoning_delimiters is None else reasoning_delimiters
@@ -198,7 +198,7 @@ BUILTIN: dict[str, Callable[[int, Verifies | None], Callable]] = {
     # A fifth, as in TRL's own program (256 of 1280 tokens).
     "get_soft_overlong_punishment": lambda max_len, _: get_soft_overlong_punishment(max_len, max_len // 5),
 }
-"""What a name on the command line stands for, given the tokens of the longest completion and who reads answers."""
+"""The function of each name on the command line, given the tokens of the longest completion and what reads answers."""
 
 
 def _text_of(completion: str | Sequence[dict]) -> str:

@@ -44,7 +44,7 @@ def known_verifiers() -> tuple[str, ...]:
 
 
 def find(name: str) -> VerifierClass:
-    """The verifier called `name`, in any case; an unknown name is a ValueError that says which are near."""
+    """The verifier called `name`, in any case; ValueError, with similar names, for an unknown one."""
     key = name.lower() if isinstance(name, str) else ""
     if key in _added:
         return _added[key]
@@ -56,10 +56,10 @@ def find(name: str) -> VerifierClass:
 
 
 def add_modules(modules: Sequence[str]) -> None:
-    """Make the verifiers of the user's own modules known by their names (`verifier_modules`); all of them, or none.
+    """Add the verifiers of the user's own modules (`verifier_modules`); all of them, or none.
 
     Raises:
-        ValueError: a module that cannot be imported, has no verifier in it, or has one without a name of its own.
+        ValueError: a module that cannot be imported, defines no verifier, or one whose name is missing or taken.
     """
     found: dict[str, VerifierClass] = {}
     for module in modules:
@@ -96,7 +96,7 @@ def module_folders(modules: Sequence[str]) -> list[str]:
 
 
 def _own_verifiers(module: str) -> dict[str, VerifierClass]:
-    """The verifiers that a module of the user's defines."""
+    """The verifiers that a user's module defines."""
     try:
         classes = _defined_in(module)
     except ModuleNotFoundError as err:
@@ -104,7 +104,7 @@ def _own_verifiers(module: str) -> dict[str, VerifierClass]:
             f"verifier_modules: {module} cannot be imported: {err}; give names as in an import statement, of modules on "
             "PYTHONPATH"
         ) from err
-    # The user's module runs here, and may raise anything.
+    # The user's module runs here and may raise anything.
     except (Exception, SystemExit) as err:
         raise ValueError(f"verifier_modules: {module} cannot be imported: {type(err).__name__}: {err}") from err
     if not classes:
@@ -132,7 +132,7 @@ def _classes(module: str) -> dict[str, VerifierClass]:
 
 
 def _defined_in(module: str) -> list[VerifierClass]:
-    """The verifiers of a module, those that it only imports left out; a class under two names is there once."""
+    """The verifiers that a module defines, without those that it only imports; a class under two names appears once."""
     members = {
         member: None
         for member in vars(importlib.import_module(module)).values()

@@ -1,6 +1,6 @@
 """Rewards from scores: verifier, format and stop rules of a whole step.
 
-A reward of NaN means that no score could be given; advantages leave such a sample out.
+A reward of NaN means that no score could be given; advantages leave out such a sample.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Verifies(Protocol):
 
 
 def score_groups(groups: Sequence[RolloutGroup], pool: Verifies, config: Reward) -> list[ScoredGroup]:
-    """Score every completion by the verifiers of its row and the rules of `config`; all in one call of the pool.
+    """Score every completion by the verifiers of its row and the rules of `config`, in one call of the pool.
 
     With v = verification_reward x (sum of weight x score over the row's verifiers) and f = r1_style_format_reward if the format is there:
 
@@ -38,7 +38,7 @@ def score_groups(groups: Sequence[RolloutGroup], pool: Verifies, config: Reward)
     verifiers gives no score, the completion has none (NaN), unless the stop rule decides.
 
     `Score.parts` holds each verifier's own score by name, "format" (1 or 0) when the format is asked for, and "correct"
-    (1 if every verifier gave its full score); a missing score is NaN there too.
+    (1 if every verifier gave its full score); a missing score is NaN there as well.
     """
     verified = iter(pool.verify_many(_items(groups)) if config.apply_verifiable_reward else [])
     weights = config.weight_by_verifier

@@ -1,4 +1,4 @@
-"""What the public door to the verifiers makes of its caller's values."""
+"""Reading what a caller of the public `verify` passes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mgrpo.config.schema import Reward
 
 
 def json_value(ground_truth: object) -> object:
-    """The label as a row would hold it; TypeError for what no row can hold."""
+    """The label as a row would hold it; TypeError for what a row cannot hold."""
     try:
         return json.loads(json.dumps(ground_truth, default=_plain))
     except TypeError as err:
@@ -20,7 +20,7 @@ def reward_settings(values: Mapping[str, object]) -> Reward:
     """The reward section with these values in place of its defaults.
 
     Raises:
-        TypeError: no setting is called so.
+        TypeError: there is no such setting.
         ValueError: a setting cannot have its value.
     """
     if not values:
@@ -47,4 +47,4 @@ def reward_settings(values: Mapping[str, object]) -> Reward:
 def _plain(value: object) -> object:
     if hasattr(value, "tolist"):  # numpy
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no JSON value")
+    raise TypeError(f"{type(value).__name__} is not a JSON value")

@@ -1,4 +1,4 @@
-"""Reward functions by the words that name them on the command line (`reward_funcs`)."""
+"""Reward functions by their names on the command line (`reward_funcs`)."""
 
 from __future__ import annotations
 
@@ -21,53 +21,53 @@ _FORMS = (
 
 
 def load_functions(
-    words: Sequence[str | RewardFunction],
+    names: Sequence[str | RewardFunction],
     *,
     max_completion_length: int,
     scorer: Verifies | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[RewardFunction]:
-    """The functions that the words name, in their order; `close_functions` when they are done.
+    """The functions of these names, in their order; `close_functions` when they are done.
 
     Args:
-        words: see docs/rewards.md; what is a function already stays as it is.
-        max_completion_length: tokens of the longest completion, by which the built-in length functions measure.
-        scorer: where the built-in accuracy functions have answers read; none: workers of their own.
+        names: see docs/rewards.md; functions among them stay as they are.
+        max_completion_length: tokens of the longest completion, for the built-in length functions.
+        scorer: reads answers for the built-in accuracy functions; None: workers of their own.
         chat_template_kwargs: for reward models.
     Raises:
-        ValueError: what is wrong with each word that names none.
+        ValueError: the problem with each name that cannot be loaded.
     """
-    functions, problems = _load_all(words, max_completion_length, scorer, chat_template_kwargs)
+    functions, problems = _load_all(names, max_completion_length, scorer, chat_template_kwargs)
     if problems:
         raise ValueError("; ".join(problems))
     return functions
 
 
-def check_functions(words: Sequence[str | RewardFunction]) -> list[str]:
-    """One sentence for each word that names no function; modules are imported, models are not loaded."""
-    return _load_all(words, 1, None, None)[1]
+def check_functions(names: Sequence[str | RewardFunction]) -> list[str]:
+    """One sentence for each name that cannot be loaded; modules are imported, models are not loaded."""
+    return _load_all(names, 1, None, None)[1]
 
 
 def start_functions(functions: Sequence[RewardFunction]) -> None:
-    """Begin to load reward models, without waiting for them; without this call the first scores wait."""
+    """Begin to load reward models, without waiting for them; otherwise the first scores wait for that."""
     for function in functions:
         if isinstance(function, RewardModel):
             function.start()
 
 
 def close_functions(functions: Sequence[RewardFunction]) -> None:
-    """End what belongs to the functions: the processes of reward models."""
+    """End the processes of reward models."""
     for function in functions:
         if isinstance(function, RewardModel):
             function.close()
 
 
-def _load_all(words: Sequence[str | RewardFunction], *settings: Any) -> tuple[list[RewardFunction], list[str]]:
-    """The functions, and one sentence for each word that names none."""
+def _load_all(names: Sequence[str | RewardFunction], *settings: Any) -> tuple[list[RewardFunction], list[str]]:
+    """The functions, and one sentence for each name that cannot be loaded."""
     functions, problems = [], []
-    for word in words:
+    for name in names:
         try:
-            functions.append(_load(word, *settings))
+            functions.append(_load(name, *settings))
         except ValueError as err:
             problems.append(str(err))
     return functions, problems
@@ -81,7 +81,7 @@ def _load(
 ) -> RewardFunction:
     if not isinstance(word, str):
         if not callable(word) or inspect.isclass(word):
-            raise ValueError(f"reward_funcs: {word!r:.80} is no function; give functions, or words that name them")
+            raise ValueError(f"reward_funcs: {word!r:.80} is not a function; give functions or their names")
         return word
     if word in BUILTIN:
         return BUILTIN[word](max_completion_length, scorer)
@@ -100,4 +100,4 @@ def _load(
         return user_function("reward_funcs", word, module, name)
     near = difflib.get_close_matches(word, BUILTIN, n=2, cutoff=0.5)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ValueError(f"reward_funcs: {word} names no reward function; {meant}{_FORMS}")
+    raise ValueError(f"reward_funcs: {word} is not the name of a reward function; {meant}{_FORMS}")

@@ -8,7 +8,7 @@ import numpy as np
 def overlong_penalty(lengths: np.ndarray, *, max_length: int, cache_length: int) -> np.ndarray:
     """Soft overlong punishment, to be added to the rewards (DAPO, arXiv 2503.14476, eq. 13).
 
-    0 up to max_length - cache_length tokens, from there in a straight line to -1 at max_length, -1 beyond.
+    0 up to max_length - cache_length tokens, from there linearly to -1 at max_length, -1 beyond.
 
     Args:
         lengths: tokens of each completion, any shape.

@@ -52,7 +52,7 @@ class RemoteScorer:
         """
         if not items:
             return []
-        if self._pid != os.getpid():  # the loop is the parent's
+        if self._pid != os.getpid():  # the loop belongs to the parent
             self._own_process()
         with self._lock:
             loop = self._running_loop()
@@ -63,7 +63,7 @@ class RemoteScorer:
             raise RuntimeError("the verifiers were closed while they were asked") from None
 
     def metrics(self) -> dict[str, float]:
-        """What each verifier has summed since the start, for example objective/{verifier}_cost."""
+        """What each verifier has summed since the start, for example objective/{verifier}_requests."""
         return {
             f"objective/{name}_{key}": value
             for name, verifier in list(self._verifiers.items())
@@ -72,7 +72,7 @@ class RemoteScorer:
 
     def close(self) -> None:
         """Cancel what is under way, give back connections and end the thread; the scorer may be used again."""
-        if self._pid != os.getpid():  # the loop is the parent's
+        if self._pid != os.getpid():  # the loop belongs to the parent
             self._own_process()
             return
         with self._lock:
@@ -135,4 +135,4 @@ async def _asked(verifier: RemoteVerifier, answer: Answer) -> float:
     try:
         return await verifier.score(answer)
     except SystemExit as err:  # it would end the thread that serves all calls
-        raise RuntimeError(f"the verifier wanted to exit: {err}") from err
+        raise RuntimeError(f"the verifier tried to exit: {err}") from err

@@ -1,4 +1,4 @@
-"""Sequence-classification checkpoints as reward functions, each in a process of its own (`reward_model_worker`)."""
+"""Sequence-classification checkpoints as reward functions, each in its own process (`reward_model_worker`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RewardModel:
     """
 
     def __init__(self, folder: str | Path, *, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Nothing is started yet.
+        """Starts nothing.
 
         Args:
             folder: config.json, safetensors and tokenizer files of a model with one label.
@@ -53,7 +53,7 @@ class RewardModel:
             self._start()
 
     def __call__(self, prompts: Sequence, completions: Sequence, **kwargs: object) -> list[float]:
-        """One score a completion; NaN, and a warning once, where the model has none."""
+        """One score per completion; NaN, with one warning, where the model gives none."""
         if not completions:
             return []
         with self._lock:
@@ -137,7 +137,7 @@ def check_reward_model(folder: str | Path) -> None:
         raise ValueError(f"reward model {folder}: architectures is {found}, not ...ForSequenceClassification; {how}")
     num_labels = len(config["id2label"]) if config.get("id2label") else config.get("num_labels", 1)
     if num_labels != 1:
-        raise ValueError(f"reward model {folder}: it has {num_labels} labels, a reward is one; {how}")
+        raise ValueError(f"reward model {folder}: it has {num_labels} labels, a reward needs one; {how}")
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"reward model {folder}: there is no safetensors file (pickles are not loaded); {how}")
     if not (folder / "tokenizer_config.json").exists() and not (folder / "tokenizer.json").exists():

@@ -56,10 +56,10 @@ class Model:
         )
         if loaded["missing_keys"]:
             missing = ", ".join(sorted(loaded["missing_keys"])[:3])
-            raise ValueError(f"the checkpoint has no {missing}; random weights would be no reward")
+            raise ValueError(f"the checkpoint has no {missing}; random weights would give random rewards")
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
-        # The logit is read at the last token that is not this one.
+        # The logit is read at the last token other than this one.
         self._model.config.pad_token_id = self._tokenizer.pad_token_id
         self._model.eval()
 

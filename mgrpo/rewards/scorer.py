@@ -20,7 +20,7 @@ class Scorer:
     """Scores items by their verifiers, wherever these run. Always `close` it."""
 
     def __init__(self, settings: Reward, verifiers: Sequence[str] = ()) -> None:
-        """Nothing is started yet; `verifiers` are those that will be asked."""
+        """Starts nothing; `verifiers` are those that will be asked."""
         add_modules(settings.verifier_modules)
         self.settings = settings
         self.pool = VerifierPool(
@@ -38,15 +38,15 @@ class Scorer:
 
     def verify_many(self, items: Sequence[Item]) -> list[float]:
         """The score of every item, in order; NaN where none could be given."""
-        far = {name for name in {item.verifier for item in items} if is_remote(name)}
-        asking = [item.verifier in far for item in items]
-        if not far:
+        remote = {name for name in {item.verifier for item in items} if is_remote(name)}
+        asking = [item.verifier in remote for item in items]
+        if not remote:
             return self.pool.verify_many(items)
         if all(asking):
             return self.remote.verify_many(items)
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="remote-scores") as thread:
-            asked = thread.submit(self.remote.verify_many, [item for item in items if item.verifier in far])
-            computed = iter(self.pool.verify_many([item for item in items if item.verifier not in far]))
+            asked = thread.submit(self.remote.verify_many, [item for item in items if item.verifier in remote])
+            computed = iter(self.pool.verify_many([item for item in items if item.verifier not in remote]))
             answered = iter(asked.result())
         return [next(answered) if is_asked else next(computed) for is_asked in asking]
 
@@ -75,7 +75,7 @@ _shared_lock = threading.Lock()
 
 
 def shared_scorer(settings: Reward) -> Scorer:
-    """The scorer behind `mgrpo.rewards.verify`: one, made anew when it is asked with other settings."""
+    """The scorer behind `mgrpo.rewards.verify`: one per process, replaced when the settings change."""
     with _shared_lock:
         if _shared and _shared[0].settings != settings:
             _shared.pop().close()

@@ -1,8 +1,8 @@
 """What a verifier is: one small class, `score(answer) -> float`, found by its name (`catalog`).
 
-A verifier runs in a worker process (`worker`), which owns every limit: it needs no timeout and may take no notice of
-memory. A `RemoteVerifier` asks a server and runs in an event loop beside many others (`remote`). A ground truth that it
-cannot read, or a server that does not answer, is an exception: that sample has no score, which is not the same as wrong.
+A verifier runs in a worker process (`worker`), which enforces every limit: it needs no timeout and need not watch its
+memory. A `RemoteVerifier` asks a server and runs in an event loop beside many others (`remote`). An unreadable
+ground truth, or a server that does not answer, is an exception: that sample has no score, which differs from wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ THINK_END = "</think>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One completion, and what there is to judge it by."""
+    """One completion, and what it is judged by."""
 
     completion: str
     ground_truth: object
@@ -37,7 +37,7 @@ class Item(NamedTuple):
 
 
 class _Named(ABC):
-    """What both kinds of verifiers have: a name, settings, and a word before the start."""
+    """What both kinds of verifiers have: a name, settings, and checks before the start."""
 
     name: ClassVar[str]
     """What a row's `dataset` calls it, in lower case."""
@@ -52,7 +52,7 @@ class _Named(ABC):
 
     @classmethod
     def notes(cls, settings: Reward) -> list[str]:
-        """What is worth a line at the start of a run that asks it."""
+        """What a run that asks it prints at its start."""
         return []
 
 
@@ -64,21 +64,21 @@ class Verifier(_Named):
         """The score; ValueError for a ground truth that it cannot read."""
 
     def warm_up(self) -> None:
-        """Do the imports and whatever else only the first call has to do, before anyone waits for a score."""
+        """Do imports and other work of the first call ahead of time."""
 
 
 class RemoteVerifier(_Named):
     """Scores answers by asking a server; many calls are under way at once."""
 
     limit_s: ClassVar[float] = 3600.0
-    """Seconds after which a call is given up, whatever it waits for."""
+    """Seconds after which a call is given up."""
 
     @abstractmethod
     async def score(self, answer: Answer) -> float:
-        """The score; any exception means that there is none."""
+        """The score; an exception means that there is none."""
 
     def metrics(self) -> dict[str, float]:
-        """Sums since the start, by name, for example what a judge has cost."""
+        """Sums since the start, by name, for example the tokens that a judge has read."""
         return {}
 
     async def close(self) -> None:
@@ -86,14 +86,14 @@ class RemoteVerifier(_Named):
 
 
 def single(ground_truth: object) -> object:
-    """The label itself: data sets made for several verifiers a row wrap a lone label into a list."""
+    """The label itself: data sets made for several verifiers per row wrap a single label into a list."""
     if isinstance(ground_truth, list) and len(ground_truth) == 1:
         return ground_truth[0]
     return ground_truth
 
 
 def text_of(ground_truth: object) -> str:
-    """A lone label as text."""
+    """A single label as text."""
     label = single(ground_truth)
     if isinstance(label, bool) or not isinstance(label, (str, int, float)):
         raise ValueError(f"ground_truth={shown(label)} is neither text nor a number")
@@ -101,7 +101,7 @@ def text_of(ground_truth: object) -> str:
 
 
 def shown(value: object) -> str:
-    """The beginning of a value, for messages."""
+    """The beginning of a value's representation, for messages."""
     return repr(value)[:80]
 
 

@@ -29,6 +29,7 @@ from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend
 from mgrpo.parallel.gather import gather_values
 from mgrpo.policy.policy import LossFunction, Microbatch, Policy, StepResult
+from mgrpo.run.schedule import is_due
 
 Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 """What a micro-batch reports, see `algo.PolicyLoss`: metrics as (sum, count), and maxima."""
@@ -51,6 +52,21 @@ class MiniBatch:
         if isinstance(self.denominators, float):
             return self.denominators
         return torch.from_numpy(self.denominators[batch.pack.samples]).to(batch.loss_inputs.advantages.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What a rank knows of a training step after it."""
+
+    results: list[StepResult]
+    """Of each optimizer step; none if no token was trained."""
+    metrics: dict[str, float]
+    """Over all ranks and mini-batches."""
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether the weights have changed; an update whose gradient is not finite is skipped."""
+        return any(result.is_finite for result in self.results)
 
 
 class Learner:
@@ -153,7 +169,19 @@ class Learner:
             found.append(f"LM head: {self.logits_chunk} columns at a time, whole logits never exist")
         return found + algo.loss_remarks(self.loss_config, self.own_loss)
 
-    def learn(self, arrays: dict[str, np.ndarray]) -> list[StepResult]:
+    def learn(self, arrays: dict[str, np.ndarray], *, step: int) -> Learned:
+        """Train on the packs of training step `step`, and move the reference if that is due after it.
+
+        Args:
+            arrays: see `Batch`.
+        """
+        results = self._optimize(arrays)
+        metrics = self._reduce(results)
+        if self.reference and is_due(step, self.config.algorithm.ref_policy_update_freq or 0):
+            self.reference.move_towards(self.policy, self.config.algorithm.alpha)
+        return Learned(results=results, metrics=metrics)
+
+    def _optimize(self, arrays: dict[str, np.ndarray]) -> list[StepResult]:
         """One optimizer step for each mini-batch and epoch; mini-batches without a trained token are passed over."""
         algorithm = self.config.algorithm
         mini_batches = self._mini_batches(arrays)
@@ -170,7 +198,7 @@ class Learner:
         for mini_batch in itertools.chain.from_iterable(itertools.repeat(mini_batches, epochs)):
             results.append(self.policy.train_step(mini_batch.microbatches, self._loss(mini_batch)))
             if self.entropy_control:
-                mean = self.reduce(results[-1:]).get(ENTROPY, float("nan"))
+                mean = self._reduce(results[-1:]).get(ENTROPY, float("nan"))
                 self.entropy_control = self.entropy_control.after(mean)
         self.policy.pass_over(algorithm.num_epochs * algorithm.num_mini_batches - len(results))
         return results
@@ -182,12 +210,7 @@ class Learner:
         has_several_updates = algorithm.num_epochs * algorithm.num_mini_batches > 1
         return (has_several_updates and not algorithm.use_vllm_logprobs) or algorithm.top_entropy_quantile < 1
 
-    def update_reference(self) -> None:
-        """Move the reference towards the policy: reference <- alpha x policy + (1 - alpha) x reference."""
-        if self.reference:
-            self.reference.move_towards(self.policy, self.config.algorithm.alpha)
-
-    def reduce(self, results: Sequence[StepResult]) -> dict[str, float]:
+    def _reduce(self, results: Sequence[StepResult]) -> dict[str, float]:
         """Metrics over all mini-batches and ranks; every trained token counts once."""
         # Only ranks that measure know the names, which a user's loss chooses: they travel with the numbers.
         own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.reports_metrics]

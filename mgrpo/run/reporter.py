@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,9 @@ from mgrpo.telemetry.samples import EvaluationTables, Traces
 from mgrpo.types import RewardScale
 
 if TYPE_CHECKING:
-    from mgrpo.policy.policy import StepResult
     from mgrpo.run.batch import Batch
     from mgrpo.run.evaluator import Evaluation
+    from mgrpo.run.learner import Learned
 
 _log = logging.getLogger(__name__)
 
@@ -86,30 +86,18 @@ class Reporter:
         """Print a line."""
         self.progress.say(text)
 
-    def step(
-        self,
-        step: int,
-        batch: Batch,
-        results: Sequence[StepResult],
-        measured: Mapping[str, float],
-        *,
-        policy_version: int,
-        sync_bytes: int,
-        seconds: Mapping[str, float],
-    ) -> None:
-        """One line of metrics; docs/metrics.md says what each means.
+    def step(self, batch: Batch, learned: Learned, *, step: int, version: int, sync_bytes: int, clock: Clock) -> None:
+        """One line of metrics for training step `step`; docs/metrics.md says what each means.
 
         Args:
-            results: of each optimizer step.
-            measured: what the learners measured, over all ranks.
-            policy_version: of the weights after the step.
-            seconds: that the step waited for its batch ("wait"), trained and synchronised ("train", "sync").
+            version: of the weights after the step.
+            clock: of the splits "wait" (for the batch), "train" and "sync".
         """
-        rollouts = batch.rollouts
+        rollouts, results, seconds = batch.rollouts, learned.results, clock.seconds
         assert rollouts is not None
         total = sum(seconds.values())
         metrics: dict[str, float | list[int]] = {
-            "policy_version": policy_version,
+            "policy_version": version,
             "episode": step * self.config.batch_size,
             **batch_metrics(
                 rollouts.groups,
@@ -123,7 +111,7 @@ class Reporter:
                 scale=self.scale,
             ),
             **rollouts.reward_metrics,
-            **measured,
+            **learned.metrics,
             "val/num_step_tokens": sum(len(pack.tokens) for pack in batch.packs),
             "optim/grad_norm": results[-1].grad_norm if results else 0.0,
             **({"lr": results[-1].learning_rate} if results else {}),

@@ -10,7 +10,6 @@ Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,9 @@ import torch.distributed as dist
 from mgrpo.config import Config
 from mgrpo.model_io.hf_export import export_hf
 from mgrpo.parallel import backend
-from mgrpo.policy.policy import StepResult
 from mgrpo.run.engine_weights import EngineWeights
 from mgrpo.run.lead import Lead, Stopped
-from mgrpo.run.learner import Learner
+from mgrpo.run.learner import Learned, Learner
 from mgrpo.run.reporter import Clock, Reporter, SilentReporter
 from mgrpo.run.result import TrainResult
 from mgrpo.run.resume import States
@@ -101,39 +99,29 @@ class Trainer:
         if batch is None:
             self.reporter.say(f"step {step}: every prompt is solved, nothing is left to sample; training ends")
             return False
-        results = self.learner.learn(batch.arrays)
-        measured = self.learner.reduce(results)
-        self.end_if_stuck(results)
-        if is_due(step, self.config.algorithm.ref_policy_update_freq or 0):
-            self.learner.update_reference()
+        learned = self.learner.learn(batch.arrays, step=step)
+        self.end_if_stuck(learned)
         clock.split("train")
         self.done, self.is_followed_up = step, False
-        self.send_weights(results)
+        self.send_weights(learned)
         clock.split("sync")
-        self.reporter.step(
-            step,
-            batch,
-            results,
-            measured,
-            policy_version=self.version,
-            sync_bytes=self.weights.plan.bytes_moved,
-            seconds=clock.seconds,
-        )
+        sync_bytes = self.weights.plan.bytes_moved
+        self.reporter.step(batch, learned, step=step, version=self.version, sync_bytes=sync_bytes, clock=clock)
         return True
 
-    def send_weights(self, results: Sequence[StepResult]) -> None:
-        """Give the engines what the step has learned; a step without an update only begins the next random stream."""
-        if not any(result.is_finite for result in results):
+    def send_weights(self, learned: Learned) -> None:
+        """Give the engines the new weights; a step without an update only begins the next random stream."""
+        if not learned.has_updated:
             self.weights.keep(step=self.done + 1)
             return
         self.version += 1
         check = is_due(self.done, self.config.engine.weight_sync_check_every)
         self.weights.send(self.version, step=self.done + 1, check=check)
 
-    def end_if_stuck(self, results: Sequence[StepResult]) -> None:
+    def end_if_stuck(self, learned: Learned) -> None:
         """End the run after a few steps in a row with a gradient that is not finite."""
-        if results:
-            self.skipped = 0 if all(result.is_finite for result in results) else self.skipped + 1
+        if learned.results:
+            self.skipped = 0 if all(result.is_finite for result in learned.results) else self.skipped + 1
         if self.skipped >= MAX_SKIPPED:
             raise RuntimeError(
                 f"{MAX_SKIPPED} steps in a row had a gradient that is not finite, and were skipped; lower learning_rate="

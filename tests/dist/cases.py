@@ -389,18 +389,15 @@ def learn(
     learner = trainer.learner
     state = hidden_state(learner)
     for step in range(trainer.done + 1, steps + 1):
-        results = learner.learn(trainer.source.next(step, trainer.version).arrays)
-        metrics = learner.reduce(results)
-        if trainer.config.algorithm.ref_policy_update_freq:
-            learner.update_reference()
+        learned = learner.learn(trainer.source.next(step, trainer.version).arrays, step=step)
         trainer.done = step
         if step == save_after:
             torch.rand(dist.get_rank() + 1)  # with equal states a mix-up of ranks would not show
             trainer.save()
             state = hidden_state(learner)
     export_hf(learner.policy, model_dir, folder, group=learner.host_group)
-    grad_norm = results[-1].grad_norm if results else 0.0
-    return metrics | {"steps": len(results), "grad_norm": grad_norm, "state": state}
+    grad_norm = learned.results[-1].grad_norm if learned.results else 0.0
+    return learned.metrics | {"steps": len(learned.results), "grad_norm": grad_norm, "state": state}
 
 
 def hidden_state(learner: Any) -> dict[str, Any]:
@@ -431,7 +428,7 @@ def rates(model_dir: str, settings: dict[str, Any], is_empty: list[int]) -> list
     found = []
     for step, empty in enumerate(is_empty, start=1):
         batch = trainer.source.next(step, 0, is_empty=bool(empty))
-        found += [result.learning_rate for result in trainer.learner.learn(batch.arrays)[:1]]
+        found += [result.learning_rate for result in trainer.learner.learn(batch.arrays, step=step).results[:1]]
     return found
 
 

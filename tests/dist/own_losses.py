@@ -55,8 +55,8 @@ def both(model_dir: str, settings: dict[str, Any], samples: list[TrainSample]) -
             micro_batches_multiple_of=layout.micro_batches_multiple_of,
             share_prompts=layout.context == 1,
         )
-        results = learner.learn(packing.to_arrays(packs))
-        metrics[loss] = learner.reduce(results) | {"grad_norm": results[0].grad_norm}
+        learned = learner.learn(packing.to_arrays(packs), step=1)
+        metrics[loss] = learned.metrics | {"grad_norm": learned.results[0].grad_norm}
         gradients[loss] = [shard.gradient.clone() for shard in learner.policy.shards]
     largest = max(float(gradient.abs().max()) for gradient in gradients[NAMED])
     error = max(float((a - b).abs().max()) for a, b in zip(gradients[NAMED], gradients[OWN], strict=True))

@@ -1,4 +1,4 @@
-"""Arguments of constraints: what a label's kwargs must be. A checker's annotations say it, `bound` reads them.
+"""Arguments of constraints: what a label's kwargs must be. A checker's annotations define it, and `bound` reads them.
 
 An argument that is missing, unknown or of the wrong kind makes the label unreadable: a ValueError, and so no score.
 Nothing is drawn at random or guessed in its place.
@@ -76,7 +76,7 @@ def compiled(pattern: str, flags: int = re.IGNORECASE) -> re.Pattern[str]:
     try:
         return re.compile(pattern, flags)
     except (re.error, RecursionError, OverflowError) as err:
-        raise ValueError(f"{shown(pattern)} in the label is no regular expression ({err})") from None
+        raise ValueError(f"{shown(pattern)} in the label is not a regular expression ({err})") from None
 
 
 @functools.cache

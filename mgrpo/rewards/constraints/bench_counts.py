@@ -48,7 +48,7 @@ def person_names(response: str, *, N: Count) -> bool:
 
 
 def trigram_overlap(response: str, *, reference_text: Text, percentage: Percentage) -> bool:
-    """Share of the response's different runs of three characters that the reference has too, within 2 points."""
+    """Share of the response's different runs of three characters that the reference also has, within 2 points."""
     trigrams = _trigrams(response)
     if not trigrams:
         return False
@@ -62,7 +62,7 @@ def numbers(response: str, *, N: Count) -> bool:
 
 
 def every_mark(response: str) -> bool:
-    """All of `.,!?;:`, and an interrobang besides, whose two marks do not count."""
+    """All of `.,!?;:`, and an interrobang, whose two marks do not count."""
     if not any(interrobang in response for interrobang in ("?!", "!?", "‽")):
         return False
     rest = response.replace("?!", "", 1) if "?!" in response else response.replace("!?", "", 1)

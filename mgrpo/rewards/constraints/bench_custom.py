@@ -1,4 +1,4 @@
-"""IFBench: the constraints that stand for one prompt each, and know what its answer looks like."""
+"""IFBench: constraints that belong to one prompt each and check its specific answer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def city_table(response: str, **_: object) -> bool:
 
 
 def product_table(response: str, **_: object) -> bool:
-    """14 rows of 5 fields; none is looked at behind the first that has a quoted field with a special character."""
+    """14 rows of 5 fields; rows after the first that has a quoted field with a special character are not checked."""
     if not _has_header(response, r",[ \t]*", ("ProductID", "Category", "Brand", "Price", "Stock")):
         return False
     rows = _rows(response.replace('"', '"""'), ",")
@@ -91,7 +91,7 @@ def product_table(response: str, **_: object) -> bool:
 
 
 def student_table(response: str, **_: object) -> bool:
-    """3 rows behind a header, with all fields in quotes, those of the header too."""
+    """A header and 3 rows, with all fields in quotes, including the header's."""
     if not _has_header(response, r"\t *", ("StudentID", "Subject", "Grade", "Semester", "Score")):
         return False
     rows = _rows(response.replace('"', '"""'), "\t")
@@ -116,7 +116,7 @@ def napoleonic_dates(response: str, **_: object) -> bool:
 
 
 def _rows(text: str, delimiter: str) -> list[list[str]]:
-    """The rows of a CSV text; none where it is none."""
+    """The rows of a CSV text; none where it is not CSV."""
     try:
         return list(csv.reader(io.StringIO(text), delimiter=delimiter))
     except csv.Error:

@@ -20,7 +20,7 @@ _MARKS_BUT_QUOTE = string.digits + string.punctuation.replace('"', "")
 
 
 def nested_brackets(response: str) -> bool:
-    """Brackets five deep, the innermost closed. A bracket that closes wrongly starts everything anew."""
+    """Brackets five deep, the innermost closed. A bracket that closes wrongly resets the depth."""
     levels: list[str] = []
     deepest = 0
     for char in response:
@@ -36,7 +36,7 @@ def nested_brackets(response: str) -> bool:
 
 
 def nested_quotes(response: str) -> bool:
-    """Quotes three deep by turns of \" and ', and closed three levels down from the deepest."""
+    """Quotes three deep, alternating between \" and ', and closed three levels down from the deepest."""
     levels: list[str] = []
     deepest = 0
     for char in response:
@@ -108,7 +108,7 @@ def sub_bullets(response: str) -> bool:
 
 
 def sentences_then_bullets(response: str) -> bool:
-    """Two sentences or more, then two or more lines that start with `*`; one empty line may stand between them."""
+    """Two sentences or more, then two or more lines that start with `*`; with at most one empty line between them."""
     num_sentences = num_bullets = 0
     is_text = True
     for line in map(str.strip, response.split("\n")):
@@ -127,7 +127,7 @@ def sentences_then_bullets(response: str) -> bool:
 
 
 def prompt_changed(response: str, *, prompt_to_repeat: Filled) -> bool:
-    """The prompt, but for its first word."""
+    """The prompt without its first word."""
     return response != prompt_to_repeat and response.split()[1:] == prompt_to_repeat.split()[1:]
 
 

@@ -10,7 +10,7 @@ from mgrpo.rewards.verifier import shown
 
 
 def language_of(text: str) -> str | None:
-    """Code of the text's language ("en", "zh-cn"); None where the text holds nothing to tell it by.
+    """Code of the text's language ("en", "zh-cn"); None where the text holds nothing that identifies it.
 
     langdetect draws samples; here it draws the same ones each time, so that a text has one language.
     """

@@ -46,7 +46,7 @@ def nth_paragraph_first_word(
     if not words:
         return False
     word = words[0].lstrip("'").lstrip('"')
-    # Letter by letter: the lower case of a whole word knows a Greek sigma at its end.
+    # Letter by letter: in a whole word, the lower case of a Greek sigma depends on whether it is the last letter.
     letters = itertools.takewhile(lambda letter: letter not in _FIRST_WORD_END, word)
     return "".join(letter.lower() for letter in letters) == first_word.lower()
 

@@ -56,7 +56,7 @@ def validate_paragraphs(response: str, *, N: Whole, first_word: Text, i: Whole) 
     if len(paragraphs) != N:
         return False
     if not -N < i <= N:
-        raise ValueError(f"validate_paragraphs: i={i} is no paragraph of N={N}")
+        raise ValueError(f"validate_paragraphs: i={i} is not a paragraph of N={N}")
     return paragraphs[i - 1].strip().startswith(first_word)
 
 

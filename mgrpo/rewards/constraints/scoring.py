@@ -30,7 +30,7 @@ def bound_instructions(instruction_ids: object, kwargs: object) -> list[Callable
     """The constraints of a label with their arguments; ValueError if one is unknown or an argument is not right."""
     if not isinstance(instruction_ids, (list, tuple)) or not isinstance(kwargs, (list, tuple)):
         raise ValueError(
-            f"instruction_id={shown(instruction_ids)} and kwargs={shown(kwargs)} must be lists, with one entry a constraint"
+            f"instruction_id={shown(instruction_ids)} and kwargs={shown(kwargs)} must be lists, with one entry per constraint"
         )
     if len(instruction_ids) != len(kwargs):
         raise ValueError(f"{len(instruction_ids)} constraints have {len(kwargs)} kwargs; write one for each")

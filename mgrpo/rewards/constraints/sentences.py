@@ -1,7 +1,7 @@
 """Sentences of a text, by the two rules that constraints use: IFEval's own splitting, and nltk's Punkt for English.
 
-Punkt is a trained model, whose tables are not here: short lists of ordinary English stand in their place
-(`vocabulary`). docs/rewards.md says how often the two agree.
+Punkt is a trained model; in place of its tables there are short lists of ordinary English (`vocabulary`). docs/ifeval.md
+reports how often the two agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NEXT_SENTENCE = (
     r"(Mr|Mrs|Ms|Dr|Prof|Capt|Cpt|Lt|He\s|She\s|It\s|They\s|Their\s|Our\s|We\s|But\s|However\s|That\s|This\s|Wherever)"
 )
 _COMPANY = r" (Inc|Ltd|Jr|Sr|Co)\."
-# `<prd>` stands for a full stop that ends nothing, `<stop>` for the end of a sentence. The order matters: a later rule
+# `<prd>` marks a full stop that ends nothing, `<stop>` the end of a sentence. The order matters: a later rule
 # sees what an earlier one has left.
 _SPLIT_RULES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\n", " "),

@@ -145,7 +145,7 @@ CONSTRAINTS: dict[str, Checker] = IFEVAL | OPEN_INSTRUCT | IFBENCH
 
 
 def checker_of(name: object, table: dict[str, Checker]) -> Callable[..., bool]:
-    """The checker called `name`; an unknown name is a ValueError that says which are near."""
+    """The checker called `name`; ValueError, with similar names, for an unknown one."""
     if isinstance(name, str) and name in table:
         return table[name]
     near = difflib.get_close_matches(str(name), table, n=3)

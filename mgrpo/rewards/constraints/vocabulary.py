@@ -21,7 +21,7 @@ ABBREVIATIONS = frozenset(
     c d e f g h k l m n p r s t v w
     """)
 )
-"""What can stand before a full stop within a sentence. Not among them, for Punkt does not know them: e.g., i.e., etc."""
+"""What can come before a full stop within a sentence. Without e.g., i.e. and etc., which Punkt does not know."""
 
 FREQUENT_STARTERS = frozenset(
     _words("""

@@ -66,7 +66,7 @@ def bare(text: str) -> str:
 
 
 def treebank_tokens(text: str) -> list[str]:
-    """Words and punctuation marks apart, sentence by sentence: "I can't." gives I, ca, n't and a full stop."""
+    """Words and punctuation marks as separate tokens, sentence by sentence: "I can't." gives I, ca, n't and a full stop."""
     tokens: list[str] = []
     for sentence in punkt_sentences(text):
         chars = set(sentence)

@@ -1,9 +1,5 @@
-"""Language models that judge: where they live (`endpoint`), what they are told (`judgements`), how they are asked (`client`).
+"""Language models that judge: where they are served (`endpoint`), their prompts (`judgements`), how they are asked (`client`).
 
-`replies` reads their verdicts, `context` makes a prompt fit, `usage` counts what it costs. `asking` has the bases
-of the verifiers that use all this.
+`replies` reads their verdicts, `context` makes a prompt fit. `asking` has the base classes of the verifiers that use all
+this.
 """
-
-from mgrpo.rewards.judges.endpoint import problems
-
-__all__ = ["problems"]

@@ -1,4 +1,4 @@
-"""The bases of the verifiers that ask a language model: what it gets to see, and one client for all its calls."""
+"""Base classes of the verifiers that ask a language model: what it sees, and one client for all its calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mgrpo.rewards.verifier import THINK_END, Answer, RemoteVerifier, single
 
 
 class AskingVerifier(RemoteVerifier):
-    """Asks one model; subclasses say which, and what."""
+    """Asks one model; subclasses choose the model and the questions."""
 
     def __init__(self, settings: Reward, endpoint: Endpoint, *, temperature: float) -> None:
         super().__init__(settings)
@@ -75,7 +75,7 @@ class Judge(AskingVerifier):
 
 
 def final_answer(completion: str) -> str:
-    """The last `<answer>...</answer>` after the last `</think>`, or all that follows it."""
+    """The last `<answer>...</answer>` after the last `</think>`, or everything after it."""
     text = completion.replace("<|assistant|>", "").rpartition(THINK_END)[2]
     before, end, _ = text.rpartition("</answer>")
     _, start, answer = before.rpartition("<answer>")
@@ -83,7 +83,7 @@ def final_answer(completion: str) -> str:
 
 
 def reference_text(ground_truth: object) -> str:
-    """A label as text: text as it is, none as nothing, anything else as JSON."""
+    """A label as text: text as it is, None as the empty text, anything else as JSON."""
     label = single(ground_truth)
     if label is None:
         return ""
@@ -91,5 +91,5 @@ def reference_text(ground_truth: object) -> str:
 
 
 def _encodable(text: str) -> str:
-    """The text with a question mark for every half of a character, which no UTF-8 can hold."""
+    """The text with a question mark in place of every lone surrogate, which UTF-8 cannot encode."""
     return text.encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""Making a prompt fit into the judge's context: how many tokens a text has, and which part of a long one is left out."""
+"""Fitting a prompt into the judge's context: the number of tokens of a text, and what is left out of a long one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ASCII = bytes(range(128))
 
 @functools.lru_cache(maxsize=8)
 def token_counter(model: str) -> CountTokens:
-    """Counts with the model's own tokenizer where it lies on this machine (a folder, the hub's cache), else estimates."""
+    """Counts with the model's own tokenizer where it is on this machine (a folder, the hub's cache), else estimates."""
     file = _tokenizer_file(model)
     if file is None:
         return estimate
@@ -27,7 +27,7 @@ def token_counter(model: str) -> CountTokens:
 
 
 def estimate(text: str) -> int:
-    """Tokens of a text, rather too many: two for five letters or spaces, one for any other ASCII, one for two other bytes."""
+    """Tokens of a text, overestimated rather than underestimated: two for five letters or spaces, one for any other ASCII, one for two other bytes."""
     data = text.encode(errors="replace")
     num_other = len(data.translate(None, _WORDS))
     num_foreign = len(data.translate(None, _ASCII))
@@ -35,7 +35,7 @@ def estimate(text: str) -> int:
 
 
 def shorten_both(question: str, answer: str, room: int, count: CountTokens) -> tuple[str, str]:
-    """Question and answer in `room` tokens together: each keeps half of it, and what the other does not need."""
+    """Question and answer in `room` tokens together: each gets half of it, and what the other does not need."""
     asked, given = count(question), count(answer)
     if asked + given <= room:
         return question, answer
@@ -47,7 +47,7 @@ def shorten_both(question: str, answer: str, room: int, count: CountTokens) -> t
 def shorten(text: str, limit: int, count: CountTokens) -> str:
     """The text's beginning and end with a note between them, in at most `limit` tokens; "" where the note does not fit."""
     whole, kept, size = text, len(text), count(text)
-    # In proportion to the excess, which fits after two or three counts; the last per cent of room is not worth more.
+    # In proportion to the excess, which fits after two or three counts; filling the last per cent of the room is not worth more.
     while size > limit and kept > 0:
         kept = min(kept - 1, int(0.99 * kept * limit / size))
         text = _without_middle(whole, kept)
@@ -68,6 +68,6 @@ def _tokenizer_file(model: str) -> Path | None:
 
     try:
         cached = try_to_load_from_cache(model, "tokenizer.json")
-    except ValueError:  # no name that the hub could know
+    except ValueError:  # not a name that the hub could have
         return None
     return Path(cached) if isinstance(cached, str) else None

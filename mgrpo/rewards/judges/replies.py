@@ -1,8 +1,8 @@
 """The verdict in a judge's reply. A reply from which two verdicts, or none, can be read is an `Unreadable`.
 
 A judge may quote the answer it judges, and an answer may hold what looks like a verdict. So a verdict counts where the
-whole reply is one JSON object; elsewhere only if everything in the reply that looks like a score says the same, and one of
-these stands where the judge's own does: in an object that the reply starts or ends with, and that closes.
+whole reply is one JSON object; elsewhere only if everything in the reply that looks like a score has the same value, and one of
+them is where the judge's own would be: in an object that the reply starts or ends with, and that closes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SCORE = re.compile(r"""["']score\\*["']\s*:\s*\\*["']?([^"'\\,}\n]{0,40})""", r
 _REST_OF_OBJECT = re.compile(r"[\\\"'\s}`\]]*")
 _NUMBER = re.compile(r"([-+]?(?:[0-9]{1,9}(?:\.[0-9]{0,18})?|\.[0-9]{1,18}))(?:\s*/\s*([0-9]{1,4}))?")
 _DECISION = re.compile(r"final\s+decision\W{0,12}(yes|no)\b(?!\s*(?:/|or\b))", re.IGNORECASE)
-# A verdict is a few sentences. What is longer is not read at all, rather than slowly.
+# A verdict is a few sentences. Longer replies are refused, since reading them would be slow.
 _LONGEST = 200_000
 
 
@@ -80,13 +80,13 @@ def _unfenced(text: str) -> str:
 
 
 def _is_verdict(match: re.Match) -> bool:
-    """Whether this score, in a reply that is no JSON, is the judge's own and not a quotation in its broken text."""
+    """Whether this score, in a reply that is not JSON, is the judge's own and not a quotation in its broken text."""
     text = match.string
     before = text[: match.start()].rstrip("\\ \t\r\n")
     if before == "{":  # nothing has been quoted yet
         return True
     rest = _REST_OF_OBJECT.match(text, match.end())
-    assert rest is not None  # it matches nothing as well
+    assert rest is not None  # it also matches the empty text
     end = rest.end()
     is_key = not before or before.endswith(("{", ","))
     is_closed = text.count("{", 0, end) <= text.count("}", 0, end)
@@ -97,7 +97,7 @@ def _score_of_object(text: str, *, may_go_on: bool = False) -> object:
     """The SCORE of a text that is one JSON object and nothing else, unless it `may_go_on`; None for any other text."""
     if not text.startswith("{") or len(text) > _LONGEST:
         return None
-    # LaTeX in a string ("\( x \)") is the common fault of judges' JSON.
+    # LaTeX in a string ("\( x \)") is a common fault of judges' JSON.
     for form in (text, _INVALID_ESCAPE.sub(lambda match: match.group() if match.group(1) else r"\\", text)):
         try:
             pairs, end = _OBJECTS.raw_decode(form)
@@ -120,13 +120,13 @@ def _number(value: object, top: float) -> float:
         elif word in ("true", "false") and top == 1:
             number = float(word == "true")
         else:
-            raise Unreadable(f"SCORE={value[:80]!r} is no number")
+            raise Unreadable(f"SCORE={value[:80]!r} is not a number")
     elif isinstance(value, bool) and top == 1:
         number = float(value)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         number = value
     else:
-        raise Unreadable(f"SCORE={value!r:.80} is no number")
+        raise Unreadable(f"SCORE={value!r:.80} is not a number")
     if not 0 <= number <= top:
         raise Unreadable(f"SCORE={value!r:.80} is not between 0 and {top:g}")
     return float(number)

@@ -30,7 +30,7 @@ class TRLAccuracy(Verifier):
         return float(math_verify.verify(gold, found, timeout_seconds=None))
 
     def warm_up(self) -> None:
-        # It warns on every process start that its timeouts are off, which is meant here: the worker has a better one.
+        # It warns on every process start that its timeouts are off, which is intended here: the worker has one.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self.score(Answer(completion=r"\boxed{0.5}", ground_truth=r"$\frac{1}{2}$"))
 

@@ -1,7 +1,6 @@
 """Programs judged by tests: `code` (assert statements), `code_stdio` (inputs and outputs). A service runs them.
 
-It is the one that `code_api_url` or CODE_API_URL names; otherwise the sandbox of this machine, through the same app and the
-same requests.
+`code_api_url` or CODE_API_URL names it; otherwise it is the sandbox of this machine, through the same app and requests.
 """
 
 from __future__ import annotations
@@ -84,13 +83,13 @@ class Code(RemoteVerifier):
         return sum(passed) / len(passed)
 
     def tests(self, label: object) -> list:
-        """The tests as the service takes them; ValueError for a label that it would not."""
+        """The tests as the service takes them; ValueError for a label that it does not take."""
         return assert_tests(label)
 
     async def close(self) -> None:
         await self._client.aclose()
         if self._base_url is None:
-            # Not in another thread: at the end of the interpreter there are none to be had.
+            # Not in another thread: none can be started while the interpreter ends.
             settings = self.settings
             give_back_app(settings.code_sandbox_memory_mb, accept_risk=settings.code_sandbox_accept_risk)
 
@@ -101,7 +100,7 @@ class Code(RemoteVerifier):
         if self._base_url is not None:
             timeout = httpx.Timeout(client_limit_s(self.settings.code_max_execution_time), pool=None)
             return httpx.AsyncClient(base_url=self._base_url, limits=limits, timeout=timeout)
-        # No timeout: what runs here is bounded, and what waits here waits for it.
+        # No timeout: the programs are bounded, and so is the wait for them.
         app = borrow_app(self.settings.code_sandbox_memory_mb, accept_risk=self.settings.code_sandbox_accept_risk)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         return httpx.AsyncClient(base_url="http://sandbox", transport=transport, timeout=None)
@@ -139,18 +138,18 @@ class CodeStdio(Code):
 
 
 def extract_program(completion: str) -> str:
-    """What stands in the last ``` block, or all there is without one (Open Instruct's rule)."""
+    """The contents of the last ``` block, or the whole text without one (Open Instruct's rule)."""
     blocks = _BLOCK.findall(completion)
     return blocks[-1].strip() if blocks else completion
 
 
 def _service(settings: Reward) -> str | None:
-    """The service that the settings or the environment name; ValueError for what is no address."""
+    """The service that the settings or the environment name; ValueError for what is not an address."""
     url, source = settings.code_api_url, "code_api_url"
     if not url:
         url, source = os.environ.get("CODE_API_URL", "").strip(), "CODE_API_URL in the environment"
     if url and not _is_address(url.strip()):
-        raise ValueError(f"{source}={url!r} is no address; expected something like http://localhost:1234/test_program")
+        raise ValueError(f"{source}={url!r} is not an address; expected for example http://localhost:1234/test_program")
     return service_url(url.strip())
 
 
@@ -164,7 +163,7 @@ def _is_address(url: str) -> bool:
 
 @functools.cache
 def _isolation() -> Isolation:
-    """Found out once in a process: it takes a program that tries to get through."""
+    """Determined once per process, since it takes running a program that tries to get through."""
     with Sandbox(num_slots=1, accept_risk=True) as sandbox:
         return sandbox.start()
 
@@ -180,7 +179,7 @@ def service_url(url: str | None) -> str | None:
 
 
 def _is_source(program: str) -> bool:
-    """Whether it can be sent at all; Python reads no source with half a surrogate pair in it."""
+    """Whether it can be sent at all; Python reads no source with a lone surrogate."""
     try:
         program.encode()
     except UnicodeEncodeError:

@@ -30,7 +30,7 @@ class Estimate(NamedTuple):
     value: float
     """Infinite where it exceeds floating point."""
     error: float
-    """Most that the value is off by; 0 for an exact integer."""
+    """Upper bound of the absolute error; 0 for an exact integer."""
 
 
 Parts = Sequence[Estimate | None]
@@ -38,7 +38,7 @@ Rule = Callable[[Parts], Estimate | None]
 
 
 def estimate(expression: Any) -> Estimate | None:
-    """The value of a sympy expression, None if it has none here; TooLarge if any part of it is."""
+    """The value of a sympy expression, None if it cannot be estimated; TooLarge if any part of it is too large."""
     name = type(expression).__name__
     if name in _LEFT_TO_DO:
         raise TooLarge

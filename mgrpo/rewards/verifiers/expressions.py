@@ -1,8 +1,9 @@
 r"""Whether two LaTeX expressions have the same value, by math-verify, and without the time that hostile ones would cost.
 
 math-verify reads the expressions and sympy compares them. Both need minutes or more for some texts of a few characters, which
-no right answer looks like: towers of powers, factorials of millions, brackets twenty deep. Those are unequal unread. What
-remains slow meets the time limit of the worker process; math-verify's own time limits are off.
+no right answer resembles: towers of powers, factorials of millions, brackets twenty deep. These count as unequal without being
+read. Other slow ones meet the time limit of the worker process; math-verify's own time limits are off, since they would turn a
+busy machine's delay into a verdict.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 from mgrpo.rewards.verifiers.estimates import Estimate, TooLarge, certainly_differ, estimate
 
-# Characters: an answer longer than its label by more than this is wrong unread.
+# Characters: an answer longer than its label by more than this counts as wrong without being read.
 _MARGIN = 300
 # Depth of brackets, and number of bars and integrals, beyond which reading takes seconds.
 _MAX_DEPTH = 10
@@ -168,13 +169,13 @@ def _read(text: str) -> _Reading:
 
 @functools.lru_cache(maxsize=1024)
 def _read_label(label: str) -> _Reading:
-    """A reading that is kept, because a whole group shares its label."""
+    """A cached reading, because a whole group shares its label."""
     return _read(_boxed(label, plain_number(label)))
 
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Without math-verify's warning that its time limits are off, and Python's and sympy's about what the texts hold."""
+    """Without math-verify's warning that its time limits are off, and without Python's and sympy's warnings about the texts."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -57,7 +57,7 @@ class IFEvalOld(Verifier):
 
 
 def _record(ground_truth: object) -> Mapping[str, object]:
-    """The label's mapping, which may be text and may be wrapped into lists of which it is the first element."""
+    """The label's mapping, which may be text, and may be the first element of lists around it."""
     value = ground_truth
     for _ in range(8):
         if isinstance(value, Mapping):
@@ -87,5 +87,5 @@ def _load_language_profiles() -> None:
     try:
         language_of("Warm up.")
     except ValueError:
-        # Without langdetect all constraints but those on the language work; those say what is missing.
+        # Without langdetect all constraints except those on the language work; their error names what is missing.
         return

@@ -1,4 +1,4 @@
-"""Language models as judges, one verifier a kind of judgement; what each is told stands in `judges.judgements`."""
+"""Language models as judges, one verifier per kind of judgement; their prompts are in `judges.judgements`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CreativeWriting(Judge):
 
 
 class Refusal(Judge):
-    """1.0 if the answer helps or declines as it should; the label, if there is one, says or shows which."""
+    """1.0 if the answer helps or declines as it should; the label, if there is one, states or shows which."""
 
     name: ClassVar[str] = "general-refusal"
     judgement = judgements.REFUSAL

@@ -1,4 +1,4 @@
-"""What a row's label accepts, as texts: one, or several of which any will do."""
+"""What a row's label accepts, as texts: one, or several, any of which is right."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def accepted_texts(ground_truth: object) -> list[str]:
 def accepted_texts_of_json(ground_truth: object) -> list[str]:
     """As `accepted_texts`, of a label that may be JSON text: '["Paris", "City of Paris"]', or '"Paris"'.
 
-    Text that is no JSON stands for itself; so does a number or a word of JSON, beside what JSON makes of it ("1e3" is
-    both 1e3 and 1000.0).
+    Text that is not JSON is taken as it is; a number or a word of JSON both as it is and as JSON reads it ("1e3" is both 1e3
+    and 1000.0).
     """
     label = single(ground_truth)
     if not isinstance(label, str):

@@ -1,4 +1,4 @@
-r"""Where the final answer of a mathematical text stands: `\boxed{}`, Minerva's sentence, the last formula.
+r"""Finding the final answer of a mathematical text: `\boxed{}`, Minerva's sentence, the last formula.
 
 Texts are what a model wrote, so every search here is linear in their length, whatever they hold.
 """
@@ -31,7 +31,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def minerva_answer(text: str) -> str | None:
-    """The x of "Final Answer: The final answer is x. I hope it is correct."; the end of the text may stand for the last
+    """The x of "Final Answer: The final answer is x. I hope it is correct."; the end of the text may replace the last
     five words. None without that sentence.
     """
     # What Minerva's regular expression accepts, dots included: the first line that has it, up to the nearest end.
@@ -43,7 +43,7 @@ def minerva_answer(text: str) -> str | None:
 
 
 def last_formula(text: str) -> str | None:
-    """What stands between the last two dollar signs; None where there are fewer."""
+    """The text between the last two dollar signs; None where there are fewer."""
     before, dollar, _ = text.rpartition("$")
     _, opening, formula = before.rpartition("$")
     return formula if dollar and opening else None

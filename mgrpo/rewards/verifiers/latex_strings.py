@@ -1,6 +1,6 @@
 r"""LaTeX answers as strings: the normal forms of Hendrycks et al. (2021) and of Minerva (Lewkowycz et al., 2022).
 
-Both are sequences of replacements that the literature fixes, oddities included; results are comparable only if every step
+Both are sequences of replacements that the literature fixes, including their oddities; results are comparable only if every step
 is kept, in its order. All of it is linear in the length of the text.
 """
 

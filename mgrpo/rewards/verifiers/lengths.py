@@ -1,4 +1,4 @@
-"""Rewards for the number of tokens, and none at all: `max_length`, `up_to_max_length`, `passthrough`."""
+"""Rewards for the number of tokens, and the constant 0: `max_length`, `up_to_max_length`, `passthrough`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mgrpo.rewards.verifier import Answer, Verifier, shown, single
 
 
 class MaxLength(Verifier):
-    """1.0 for a completion of as many tokens as the label says, less for every token more or fewer, 0.0 at the least."""
+    """1.0 for a completion of as many tokens as the label gives, less for every token more or fewer, at least 0.0."""
 
     name: ClassVar[str] = "max_length"
 
@@ -19,7 +19,7 @@ class MaxLength(Verifier):
 
 
 class UpToMaxLength(Verifier):
-    """1.0 for a completion of at most as many tokens as the label says, less for every token more, 0.0 at the least."""
+    """1.0 for a completion of at most as many tokens as the label gives, less for every token more, at least 0.0."""
 
     name: ClassVar[str] = "up_to_max_length"
 
@@ -44,7 +44,7 @@ def _falling(miss: float, zero_at: int) -> float:
 def _num_tokens(answer: Answer) -> int:
     if answer.num_tokens is None:
         raise ValueError(
-            "the number of tokens is not known; give verify() num_tokens or completion_ids to use a verifier of lengths"
+            "the number of tokens is not known; give verify() num_tokens or completion_ids to use a length verifier"
         )
     return answer.num_tokens
 
@@ -56,5 +56,5 @@ def _wanted_length(ground_truth: object) -> float:
     except (ValueError, OverflowError):
         length = math.nan
     if not 0 <= length < math.inf:
-        raise ValueError(f"ground_truth={shown(label)} is no length; write a number of tokens, for example 512")
+        raise ValueError(f"ground_truth={shown(label)} is not a length; write a number of tokens, for example 512")
     return length

@@ -25,7 +25,7 @@ class Math(Verifier):
     r"""1.0 if an answer in the completion is mathematically the label, or any of several labels.
 
     Answers are looked for after the last `</think>`: the last `\boxed{...}`, and Minerva's "Final Answer: The final answer
-    is ... I hope it is correct." Without either, the last formula in dollar signs, else the whole text; besides, what
+    is ... I hope it is correct." Without either, the last formula in dollar signs, else the whole text; also what
     math-verify finds at the end of the text ("Answer: 7", "the answer is 7 apples"), and for a label that is a plain
     number the last number of the text.
     """
@@ -123,5 +123,5 @@ def _tail(text: str) -> str:
 
 
 def _bare(expression: str) -> str:
-    """The expression without the dollar signs and white space around it, and without punctuation or space behind it."""
+    """The expression without the dollar signs and white space around it, and without punctuation or space after it."""
     return expression.lstrip("$ \t\r\n").rstrip("\\$.,; \t\r\n")

@@ -1,4 +1,4 @@
-"""Rubrics: criteria with weights, each judged by itself: `rubric`."""
+"""Rubrics, whose weighted criteria are judged one by one: `rubric`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Rubric(AskingVerifier):
 
 
 def read_criteria(label: dict) -> list[Criterion]:
-    """The criteria of a label; those without a description, or of weight 0, are left out. A weight that is not there is 1."""
+    """The criteria of a label; those without a description, or of weight 0, are left out. A missing weight is 1."""
     rows = label.get("rubrics")
     if not isinstance(rows, list) or not rows:
         raise ValueError(
@@ -78,7 +78,7 @@ def _label(ground_truth: object) -> dict:
         except (ValueError, RecursionError) as err:
             raise ValueError(f"ground_truth={shown(label)} is not the JSON text of a rubric ({err})") from None
     if not isinstance(label, dict):
-        raise ValueError(f"ground_truth={shown(label)} is no rubric; expected an object with query and rubrics")
+        raise ValueError(f"ground_truth={shown(label)} is not a rubric; expected an object with query and rubrics")
     return label
 
 

@@ -78,7 +78,7 @@ class ReSearchF1(Verifier):
 
 
 class ReSearch(Verifier):
-    """1.0 if what stands between the first `<finish>` and the next `</finish>`, in any case, is a label (Search-R1)."""
+    """1.0 if the text between the first `<finish>` and the next `</finish>`, in any case, is a label (Search-R1)."""
 
     name: ClassVar[str] = "re_search"
 

@@ -136,7 +136,7 @@ def test_the_address_may_name_a_path(url):
 def test_what_is_no_address_is_said_before_the_start(url, monkeypatch):
     """Every program of the run would be without a score, after retries."""
     (problem,) = Code.problems(Reward(code_api_url=url))
-    assert problem.startswith(f"code_api_url={url!r} is no address")
+    assert problem.startswith(f"code_api_url={url!r} is not an address")
     assert CodeStdio.problems(Reward(code_api_url=url)) == [problem]
     with pytest.raises(ValueError, match="code_api_url"):
         Code(Reward(code_api_url=url))

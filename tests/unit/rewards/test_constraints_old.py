@@ -70,7 +70,7 @@ def test_all_25_functions_have_a_case() -> None:
         ("verify_letter_frequency", {"letter": "ab", "N": 2}, "is not one character"),
         ("validate_choice", {"options": "yes"}, "is not a list of text"),
         ("validate_sections", {"N": 2, "section_splitter": ""}, "is empty"),
-        ("validate_paragraphs", {"N": 1, "i": 2, "first_word": "a"}, "i=2 is no paragraph of N=1"),
+        ("validate_paragraphs", {"N": 1, "i": 2, "first_word": "a"}, "i=2 is not a paragraph of N=1"),
         ("validate_no_commas", {"N": 2}, "unknown argument N"),
     ],
 )

@@ -67,7 +67,7 @@ def test_a_missing_argument_is_an_error_that_names_it(name: str) -> None:
             "none of 'less than', 'at least'",
         ),
         ("keywords:frequency", {"keyword": " ", "frequency": 1, "relation": "at least"}, "keyword=' ' is empty"),
-        ("keywords:frequency", {"keyword": "(", "frequency": 1, "relation": "at least"}, "no regular expression"),
+        ("keywords:frequency", {"keyword": "(", "frequency": 1, "relation": "at least"}, "not a regular expression"),
         ("keywords:existence", {"keywords": []}, "is an empty list"),
         ("keywords:existence", {"keywords": "dog"}, "is not a list of text"),
         ("keywords:existence", {"keywords": ["dog"], "frequency": 1}, "unknown argument frequency; expected: keywords"),

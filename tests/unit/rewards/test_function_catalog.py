@@ -66,9 +66,9 @@ def test_the_six_of_trl_are_known_by_name() -> None:
 @pytest.mark.parametrize(
     ("word", "found"),
     [
-        ("acuracy_reward", "names no reward function; did you mean accuracy_reward"),
-        ("12", "names no reward function; give one of accuracy_reward"),
-        ("https://x/y", "names no reward function; give one of"),
+        ("acuracy_reward", "is not the name of a reward function; did you mean accuracy_reward"),
+        ("12", "is not the name of a reward function; give one of accuracy_reward"),
+        ("https://x/y", "is not the name of a reward function; give one of"),
         ("nowhere.py:f", "there is no file"),
         ("own.py", "names a file but no function in it; write own.py:function"),
         ("own.py:doubel", "doubel does not exist; functions there: double"),
@@ -102,7 +102,7 @@ def test_functions_may_stand_among_words() -> None:
     own = lambda completions: [1.0]  # noqa: E731
     assert _load("think_format_reward", own)[1] is own
     number, kind = check_functions([3, own, Path])
-    assert number.startswith("reward_funcs: 3 is no function") and "Path" in kind
+    assert number.startswith("reward_funcs: 3 is not a function") and "Path" in kind
 
 
 def test_the_example_of_the_documentation_is_found() -> None:
@@ -116,5 +116,5 @@ def test_all_problems_are_reported_at_once() -> None:
     """One restart for each typo is one too many."""
     problems = check_functions(["a_b", "c_d", "nowhere.py:f"])
     assert len(problems) == 3
-    with pytest.raises(ValueError, match=r"a_b names no .*; reward_funcs: c_d names no"):
+    with pytest.raises(ValueError, match=r"a_b is not the .*; reward_funcs: c_d is not the"):
         _load("a_b", "c_d")

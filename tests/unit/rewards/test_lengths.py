@@ -40,7 +40,7 @@ def test_lengths_fall_with_the_miss_and_stop_at_zero(
 @pytest.mark.parametrize("verifier", [MaxLength, UpToMaxLength])
 def test_lengths_refuse_a_label_that_is_no_length(verifier: type[Verifier], label: object) -> None:
     """A label of nan would otherwise score nan or 1, depending on the order of a comparison."""
-    with pytest.raises(ValueError, match="is no length"):
+    with pytest.raises(ValueError, match="is not a length"):
         score(verifier, 5, label)
 
 

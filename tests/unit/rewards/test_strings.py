@@ -193,7 +193,7 @@ def test_strings_score_any_text_between_zero_and_one(text: str, label: str) -> N
         assert 0.0 <= score(verifier, f"<finish>{text}</finish>", ["x", label]) <= 1.0
 
 
-@given(st.text(), st.text(alphabet=" \t\n\r\u00a0", min_size=1, max_size=3))
+@given(st.text().filter(lambda text: "answer>" not in text), st.text(alphabet=" \t\n\r\u00a0", min_size=1, max_size=3))
 def test_strings_take_no_notice_of_white_space(text: str, space: str) -> None:
     """A tokenizer that adds a space after a tag would change rewards."""
     spaced = space + text.replace(" ", f" {space}") + space

@@ -42,7 +42,9 @@ def batch():
 
 def step(reporter: Reporter, number: int, batch) -> None:
     results = [SimpleNamespace(grad_norm=2.0, learning_rate=1e-3, is_finite=True)]
-    reporter.step(number, batch, results, {"loss/policy_avg": 0.25}, policy_version=5, sync_bytes=100, seconds=SECONDS)
+    learned = SimpleNamespace(results=results, metrics={"loss/policy_avg": 0.25})
+    clock = SimpleNamespace(seconds=SECONDS)
+    reporter.step(batch, learned, step=number, version=5, sync_bytes=100, clock=clock)
 
 
 def test_the_times_of_a_step_add_up(tmp_path, batch) -> None:
