@@ -5,8 +5,8 @@ where r leaves [1 - clip_lower, 1 + clip_higher]. Here r is replaced by
 
     s(r) = exp(c tanh(log r / c)),  c = log(1 + clip_higher) above r = 1 and -log(1 - clip_lower) below
 
-which lies between the same two bounds, touches r at r = 1, and has the gradient s(r) (1 - tanh^2): full strength at r = 1,
-fading out as s(r) comes near its bound. As in PPO the loss is the worse of the two for the policy,
+which lies between the same two bounds, touches r at r = 1, and has the gradient s(r) (1 - tanh^2): full strength at
+r = 1, fading out as s(r) comes near its bound. As in PPO the loss is the worse of the two for the policy,
 
     -min(r A, s(r) A)
 

@@ -1,6 +1,7 @@
 """Group-relative advantages.
 
-Call it on whole groups, before any sample is filtered out or masked: a group that has lost members has other statistics.
+Call it on whole groups, before any sample is filtered out or masked: a group that has lost members has other
+statistics.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def advantages(
                     (s - mean of all s) / (std of all s + eps) (arXiv 2601.05242)
 
     A NaN reward (no score) leaves every mean and deviation and gets advantage 0; in "gdpo" a function's NaN leaves out
-    that function only, and a completion that no function scores gets 0. Rewards of a group that are all equal are 0 after
-    centering. With one completion per prompt the whole batch is the group: REINFORCE with a batch baseline.
+    that function only, and a completion that no function scores gets 0. Rewards of a group that are all equal are 0
+    after centering. With one completion per prompt the whole batch is the group: REINFORCE with a batch baseline.
 
     Args:
         rewards: `[prompts, group]`; for "gdpo" `[prompts, group, functions]`.

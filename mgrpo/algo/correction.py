@@ -6,11 +6,11 @@ With d = old_logprob - rollout_logprob, held within +-10, and m the loss mask, r
     sequence_mean   exp(sum m d / sum m), of each sequence
     sequence_sum    exp(sum m d), the sum also held within +-10
 
-It multiplies the policy term, never the KL penalty, and has no gradient. `rho_level` names the one that weighs, clamped to
-[rho_clamp_lower_bound, rho_clamp_upper_bound]; `rho_mask_level` the one that must lie in [rho_mask_lower_bound,
-rho_mask_upper_bound], or the term is dropped. So truncated importance sampling (Yao et al. 2025) is an upper clamp, IcePop
-(arXiv 2510.18855) two mask bounds without a clamp, and TRL's sequence_mask both levels "sequence_sum". A sequence is a
-document, never a pack of them.
+It multiplies the policy term, never the KL penalty, and has no gradient. `rho_level` names the one that weighs, clamped
+to [rho_clamp_lower_bound, rho_clamp_upper_bound]; `rho_mask_level` the one that must lie in [rho_mask_lower_bound,
+rho_mask_upper_bound], or the term is dropped. So truncated importance sampling (Yao et al. 2025) is an upper clamp,
+IcePop (arXiv 2510.18855) two mask bounds without a clamp, and TRL's sequence_mask both levels "sequence_sum". A
+sequence is a document, never a pack of them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def correction(inputs: LossInputs, *, leaves_rho_to_op: bool = True) -> Correcti
     """What the settings ask for; nothing has a gradient.
 
     Args:
-        leaves_rho_to_op: False where the caller needs rho itself. The total-variation mask is never left to the op, which
-            does not know the advantage of what it drops.
+        leaves_rho_to_op: False where the caller needs rho itself. The total-variation mask is never left to the op,
+            which does not know the advantage of what it drops.
     """
     config, mask = inputs.config, inputs.mask
     if not (config.use_rho_correction or config.off_policy_mask_threshold is not None):

@@ -1,4 +1,4 @@
-"""Entropy as part of the objective: a bonus, a controller of its weight, and training on the tokens that have most of it."""
+"""Entropy as part of the objective: a bonus, a controller of its weight, and training on the tokens with the most."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def entropy_bonus(entropy: Tensor, loss_mask: Tensor, *, coef: float, num_traine
     Args:
         entropy: `[tokens]`; where the mask is 0 it is not read, NaN included.
         loss_mask: `[tokens]`; with a top-entropy mask, the loss mask times that one.
-        num_trained_tokens: trained tokens of the mini-batch over all ranks; also with a top-entropy mask all of them, as
-            in TRL.
+        num_trained_tokens: trained tokens of the mini-batch over all ranks; also with a top-entropy mask all of them,
+            as in TRL.
     """
     total = torch.where(loss_mask != 0, entropy, 0.0).sum()
     count = num_trained_tokens.clamp(min=1) if isinstance(num_trained_tokens, Tensor) else max(num_trained_tokens, 1)
@@ -32,7 +32,8 @@ def entropy_bonus(entropy: Tensor, loss_mask: Tensor, *, coef: float, num_traine
 class AdaptiveEntropy:
     """Weight of the entropy bonus that holds the entropy near a target (Skywork-OR1, arXiv 2505.22312).
 
-    After each optimizer step the weight moves by `delta`: up while the mean entropy is at most `target`, down otherwise.
+    After each optimizer step the weight moves by `delta`: up while the mean entropy is at most `target`, down
+    otherwise.
     It is applied only while the last mean entropy was at most the target: not in the first step.
     """
 

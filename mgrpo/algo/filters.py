@@ -1,7 +1,7 @@
 """Which groups carry no learning signal, and which prompts have been solved for good.
 
-Pure functions over `[prompts, group]`, NaN for no score. Sampling others in their place, remembering the prompts to leave
-out, and counting them is left to the callers.
+Pure functions over `[prompts, group]`, NaN for no score. Sampling others in their place, remembering the prompts to
+leave out, and counting them is left to the callers.
 """
 
 from __future__ import annotations

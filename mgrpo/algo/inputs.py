@@ -18,9 +18,9 @@ from mgrpo.config.loss import LossConfig
 class LossInputs:
     """One micro-batch: the response tokens of whole sequences, one sequence after the other.
 
-    Ranks that share a micro-batch (tensor and context parallel) are given the same values. There may be no token, or none
-    that trains. All floating-point tensors have the dtype of `logprobs`, float32 in a run, and only `logprobs` has a graph.
-    Values of untrained tokens are arbitrary, NaN included.
+    Ranks that share a micro-batch (tensor and context parallel) are given the same values. There may be no token, or
+    none that trains. All floating-point tensors have the dtype of `logprobs`, float32 in a run, and only `logprobs` has
+    a graph. Values of untrained tokens are arbitrary, NaN included.
     """
 
     logprobs: Tensor
@@ -85,14 +85,14 @@ MetricPairs = Mapping[str, tuple[Tensor | float, Tensor | float]]
 class LossFunction(Protocol):
     """A loss of a user's own, `mgrpo.train(..., loss=function)` or `--policy_loss file.py:function`.
 
-    It takes the place of surrogate, KL penalty and correction by rho. The entropy bonus is subtracted from what it returns,
-    and `advantages`, `loss_mask`, `keep` and `denominator` are computed as for a named loss. It is called on every rank of
-    the last pipeline stage, once per micro-batch, and must not use collectives or random numbers.
+    It takes the place of surrogate, KL penalty and correction by rho. The entropy bonus is subtracted from what it
+    returns, and `advantages`, `loss_mask`, `keep` and `denominator` are computed as for a named loss. It is called on
+    every rank of the last pipeline stage, once per micro-batch, and must not use collectives or random numbers.
     """
 
     def __call__(self, inputs: LossInputs, /) -> Tensor | tuple[Tensor, MetricPairs]:
         """The loss, a scalar with a graph to `inputs.logprobs` and already divided (`inputs.total`), and its metrics.
 
-        A metric `name` is logged as `custom/name`.
+        A metric `name` is logged as `custom/loss/name`.
         """
         ...

@@ -8,8 +8,8 @@ With l, l_ref and l_old the log-probabilities of a sampled token, d = l - l_ref 
     2           exp(-d) - 1 + d     that of KL(reference, policy), although its value estimates KL(policy, reference)
     3           r d                 that of KL(policy, reference)
 
-Value and gradient differ because the gradient of a sample mean misses how the sampling itself depends on the parameters.
-Estimator 2 is k3 of Schulman, "Approximating KL Divergence" (2020).
+Value and gradient differ because the gradient of a sample mean misses how the sampling itself depends on the
+parameters. Estimator 2 is k3 of Schulman, "Approximating KL Divergence" (2020).
 """
 
 from __future__ import annotations

@@ -32,13 +32,12 @@ def policy_loss(
 ) -> PolicyLoss:
     """The loss that `config` names, over the response tokens of some sequences, and what it reports.
 
-    The policy term of a token is the surrogate in `mgrpo.algo.losses` of r = exp(logprob - old_logprob), the token's or its
-    sequence's (`ratio_level`; GSPO, arXiv 2507.18071), times rho (`mgrpo.algo.correction`) and `keep`. To it is added
-    beta x KL (`mgrpo.algo.kl`), times r if `kl_bias_correction`.
-    Gradients flow through `logprobs` only. A token outside `loss_mask` adds exactly 0 to loss, gradient and metrics,
-    whatever its values, inf and NaN included. A trained token whose old logprob is not finite counts as on-policy
-    (ratio 1), one without a finite rollout logprob has rho 1. Zero tokens give 0 with a graph. No collective; no wait for
-    a GPU except in SAPO.
+    The policy term of a token is the surrogate in `mgrpo.algo.losses` of r = exp(logprob - old_logprob), the token's or
+    its sequence's (`ratio_level`; GSPO, arXiv 2507.18071), times rho (`mgrpo.algo.correction`) and `keep`. To it is
+    added beta x KL (`mgrpo.algo.kl`), times r if `kl_bias_correction`. Gradients flow through `logprobs` only. A token
+    outside `loss_mask` adds exactly 0 to loss, gradient and metrics, whatever its values, inf and NaN included. A
+    trained token whose old logprob is not finite counts as on-policy (ratio 1), one without a finite rollout logprob
+    has rho 1. Zero tokens give 0 with a graph. No collective; no wait for a GPU except in SAPO.
 
     Args:
         logprobs: `[tokens]`; computed in fp32 or better.
@@ -49,8 +48,8 @@ def policy_loss(
         ref_logprobs: `[tokens]`, required when beta is not 0; with beta 0 it only feeds metrics.
         rollout_logprobs: `[tokens]`, the engine's, required by corrections; otherwise for metrics.
         keep: `[tokens]`, a factor of the policy term, not of the KL penalty; None: 1.
-        denominator: of the whole mini-batch over all ranks, see `loss_denominator`, a number or `[num_seqs]`; None: that
-            of these sequences alone, except under dr_grpo, which needs it.
+        denominator: of the whole mini-batch over all ranks, see `loss_denominator`, a number or `[num_seqs]`; None:
+            that of these sequences alone, except under dr_grpo, which needs it.
         function: a user's loss in place of the named one; the formulas above are then its own.
     """
     logprobs = at_least_fp32(logprobs)

@@ -1,7 +1,7 @@
 """What a loss reports, in a form that adds up over micro-batches and ranks.
 
-A metric is a pair (sum over trained tokens, number of tokens in that sum). Pairs are added, and divided once at the end,
-so every token weighs the same wherever it was computed. A pair with count 0 was not measured and is not logged.
+A metric is a pair (sum over trained tokens, number of tokens in that sum). Pairs are added, and divided once at the
+end, so every token weighs the same wherever it was computed. A pair with count 0 was not measured and is not logged.
 """
 
 from __future__ import annotations
@@ -51,8 +51,12 @@ MAXIMA = ("debug/vllm_vs_local_logprob_diff_max",)
 """Keys of `PolicyLoss.maxima`."""
 KL = frozenset(("kl0", "kl1", "kl2", "kl3"))
 RHO = frozenset(("rho", "rho_clamped", "rho_dropped_low", "rho_dropped_high"))
-SURROGATE = frozenset(("policy", "penalty", "clipped_low", "clipped_high", "bounded"))
-"""Groups of columns that a call may not measure."""
+"""Groups of columns that a call may leave unmeasured."""
+_SURROGATE = frozenset(("policy", "penalty", "clipped_low", "clipped_high", "bounded"))
+OF_THE_SURROGATE = frozenset(
+    (_KEPT_OUT, *(name for name, (parts, _) in _COLUMNS.items() if not _SURROGATE.isdisjoint(parts)))
+)
+"""Metrics that a user's function, in place of the surrogate, does not have."""
 
 
 class MetricSums(NamedTuple):

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mgrpo import ops
 from mgrpo.algo.inputs import LossFunction, LossInputs, PolicyLoss
 from mgrpo.algo.losses import NAMED
-from mgrpo.algo.metrics import KL, RHO, SURROGATE, summarise
+from mgrpo.algo.metrics import OF_THE_SURROGATE
+from mgrpo.algo.surrogate import surrogate_loss
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.user_functions import user_function
 
-PREFIX = "custom/"
+PREFIX = "custom/loss/"
 """Before the names of its metrics."""
 _SIGNATURE = "it is called as function(inputs), see mgrpo.algo.LossFunction"
 
@@ -36,7 +37,7 @@ def load_loss(config: LossConfig) -> LossFunction | None:
 
 
 def loss_problems(config: LossConfig, function: object = None) -> list[str]:
-    """What is wrong with the user's loss, `function` or the one that `policy_loss` names; nothing where there is none."""
+    """What is wrong with the user's loss, `function` or the one that `policy_loss` names; none without such a loss."""
     try:
         if function is None:
             load_loss(config)
@@ -61,51 +62,26 @@ def own_loss(function: LossFunction, inputs: LossInputs) -> PolicyLoss:
     loss, own = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         raise ValueError(
-            f"policy_loss: {_name(function)} returned {_described(loss)} as its loss, expected a scalar tensor computed "
-            "from inputs.logprobs: inputs.total(token_losses)"
+            f"policy_loss: {_name(function)} returned {_described(loss)} as its loss, expected a scalar tensor "
+            "computed from inputs.logprobs: inputs.total(token_losses)"
         )
     if not isinstance(own, Mapping):
         raise ValueError(
             f"policy_loss: {_name(function)} returned its metrics as {_described(own)}, expected a mapping of names to "
             "(sum, count)"
         )
-    metrics, maxima = _measures(inputs)
-    for name, pair in own.items():
-        metrics[PREFIX + name] = _pair(function, name, pair).to(loss.device)
-    return PolicyLoss(loss=loss, metrics=metrics, maxima=maxima)
+    custom = {f"{PREFIX}{name}": _pair(function, name, pair).to(loss.device) for name, pair in own.items()}
+    measured = _measured(inputs)
+    return replace(measured, loss=loss, metrics=measured.metrics | custom)
 
 
 @torch.no_grad()
-def _measures(inputs: LossInputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The metrics of ratio, reference and engine, which the op adds up whatever the surrogate."""
-    settings = ops.LossSettings(
-        surrogate="reinforce",
-        ratio_level="token",
-        clip_low=0.0,
-        clip_high=0.0,
-        delta=0.0,
-        dual_clip=0.0,
-        beta=0.0,
-        kl_estimator=0,
-        kl_bias_correction=False,
-        use_rho=False,
-        rho_clamp_low=0.0,
-        rho_clamp_high=0.0,
-        rho_mask_low=0.0,
-        rho_mask_high=0.0,
-    )
-    _, sums = ops.policy_loss(
-        inputs.logprobs,
-        inputs.old_logprobs,
-        inputs.advantages,
-        inputs.mask,
-        inputs.cu_seqlens,
-        settings=settings,
-        ref_logprobs=inputs.ref_logprobs,
-        rollout_logprobs=inputs.rollout_logprobs,
-    )
-    unmeasured = SURROGATE | RHO | (KL if inputs.ref_logprobs is None else frozenset())
-    return summarise(sums, unmeasured=unmeasured, keep=None, mask=inputs.mask)
+def _measured(inputs: LossInputs) -> PolicyLoss:
+    """The metrics of ratio, reference and engine, which are the same under any surrogate."""
+    neutral = replace(inputs, config=LossConfig(beta=0.0), keep=None, denominator=1.0)
+    found = surrogate_loss(neutral, "reinforce")
+    metrics = {name: pair for name, pair in found.metrics.items() if name not in OF_THE_SURROGATE}
+    return replace(found, metrics=metrics)
 
 
 def _check(function: object, said: str) -> None:
@@ -125,8 +101,8 @@ def _pair(function: Callable, name: object, pair: object) -> Tensor:
     """A metric as `[2]` fp32."""
     if not isinstance(name, str) or not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(
-            f"policy_loss: {_name(function)} returned the metric {name!r} as {_described(pair)}, expected name -> (sum, "
-            "count): inputs.measured(values)"
+            f"policy_loss: {_name(function)} returned the metric {name!r} as {_described(pair)}, expected name -> "
+            "(sum, count): inputs.measured(values)"
         )
     return torch.stack([torch.as_tensor(x, dtype=torch.float32).detach().reshape(()) for x in pair])
 

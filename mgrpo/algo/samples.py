@@ -23,9 +23,9 @@ def train_samples(
 ) -> list[TrainSample]:
     """One sample per completion, in order, with its advantage within its group.
 
-    A completion without a score (NaN) stays in the list with advantage 0 and no trained token, so that every completion is
-    counted. Under `mask_truncated` the same holds for a completion that did not stop by itself, but its reward still counts
-    in its group's mean and deviation.
+    A completion without a score (NaN) stays in the list with advantage 0 and no trained token, so that every completion
+    is counted. Under `mask_truncated` the same holds for a completion that did not stop by itself, but its reward still
+    counts in its group's mean and deviation.
 
     Args:
         dropped: groups of the same batch that are not trained on; statistics over the batch include them.

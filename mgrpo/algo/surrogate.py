@@ -1,6 +1,7 @@
-"""What all named losses share: a surrogate's operands for the extension, corrections, KL penalty, denominators and metrics.
+"""What all named losses share: the surrogate's operands, correction, KL penalty, weights of tokens, and metrics.
 
-The token's arithmetic is the extension's (`mgrpo.ops.policy_loss`); here a `LossConfig` becomes its settings and operands.
+The token's arithmetic is the extension's (`mgrpo.ops.policy_loss`); here a `LossConfig` becomes its settings and
+operands.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ def surrogate_loss(
     seq_log_ratio = None
     if config.ratio_level != "token":
         seq_log_ratio = ops.segment_mean(inputs.logprobs - inputs.old_logprobs, mask, inputs.cu_seqlens)
-    clamp_low, clamp_high, mask_low, mask_high = config.rho_bounds
     loss, sums = ops.policy_loss(
         inputs.logprobs,
         inputs.old_logprobs,
@@ -60,10 +60,10 @@ def surrogate_loss(
             kl_estimator=config.kl_estimator,
             kl_bias_correction=config.kl_bias_correction,
             use_rho=factors.rho_is_left_to_op,
-            rho_clamp_low=clamp_low,
-            rho_clamp_high=clamp_high,
-            rho_mask_low=mask_low,
-            rho_mask_high=mask_high,
+            rho_clamp_low=config.rho_clamp_lower_bound,
+            rho_clamp_high=config.rho_clamp_upper_bound,
+            rho_mask_low=config.rho_mask_lower_bound,
+            rho_mask_high=config.rho_mask_upper_bound,
         ),
         ref_logprobs=inputs.ref_logprobs,
         rollout_logprobs=inputs.rollout_logprobs,
@@ -72,9 +72,11 @@ def surrogate_loss(
         seq_log_rho=factors.seq_log_rho,
         seq_log_rho_mask=factors.seq_log_rho_mask,
     )
-    unmeasured = (KL if inputs.ref_logprobs is None else frozenset()) | (
-        frozenset() if config.use_rho_correction else RHO
-    )
+    unmeasured: frozenset[str] = frozenset()
+    if inputs.ref_logprobs is None:
+        unmeasured |= KL
+    if not config.use_rho_correction:
+        unmeasured |= RHO
     metrics, maxima = summarise(
         sums,
         unmeasured=unmeasured,

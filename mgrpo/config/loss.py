@@ -88,13 +88,3 @@ class LossConfig:
     def constant(self) -> float | None:
         """The number in `loss_denominator`; None where it is "token"."""
         return None if self.loss_denominator == "token" else float(self.loss_denominator)
-
-    @property
-    def rho_bounds(self) -> tuple[float, float, float, float]:
-        """Clamp below and above, mask below and above; 0 is off."""
-        return (
-            self.rho_clamp_lower_bound,
-            self.rho_clamp_upper_bound,
-            self.rho_mask_lower_bound,
-            self.rho_mask_upper_bound,
-        )

@@ -40,10 +40,10 @@ def linear_logprobs(
     """`token_logprobs(hidden @ weight.T, targets)` that computes `logits_chunk` columns of the logits at a time.
 
     Backward computes the logits once more, chunk by chunk: one GEMM more than with logits kept. Memory beside operands,
-    gradients and results: one `[n, logits_chunk]` buffer, and in backward the fp32 sum of hidden's gradient `[n, hidden]`
-    (for bf16 also one product of that size). Never materialising logits is the idea of Cut Cross-Entropy (Wijmans et al.
-    2024) and of Liger Kernel (Hsu et al. 2024). Chunks are of the vocabulary and not of the tokens, so that each row of
-    weight's gradient, the larger one, is written once.
+    gradients and results: one `[n, logits_chunk]` buffer, and in backward the fp32 sum of hidden's gradient
+    `[n, hidden]` (for bf16 also one product of that size). Never materialising logits is the idea of Cut Cross-Entropy
+    (Wijmans et al. 2024) and of Liger Kernel (Hsu et al. 2024). Chunks are of the vocabulary and not of the tokens, so
+    that each row of weight's gradient, the larger one, is written once.
 
     Args:
         hidden: `[n, hidden]`, fp32 or bf16 (float64 runs the reference), equal on all ranks of `group`.

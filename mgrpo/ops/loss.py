@@ -1,7 +1,7 @@
 """The policy loss of packed sequences, and sums over their tokens, with their gradients.
 
-Owns arguments and autograd. The formulas stand in csrc/core/policy_loss.h; named losses, denominators and metrics belong to
-`mgrpo.algo`.
+Owns arguments and autograd. The formulas stand in csrc/core/policy_loss.h; named losses, denominators and metrics
+belong to `mgrpo.algo`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The loss ops of csrc/ in plain PyTorch: the oracle of their tests, and what runs when they are not compiled.
 
-Signatures as in csrc/bindings/ops.cpp, formulas as in csrc/core/policy_loss.h, gradients by autograd. Computed in the dtype
-of the operands, float64 included.
+Signatures as in csrc/bindings/ops.cpp, formulas as in csrc/core/policy_loss.h, gradients by autograd. Computed in the
+dtype of the operands, float64 included.
 """
 
 from __future__ import annotations
@@ -99,14 +99,19 @@ def policy_loss(
         grad, seq_grad = torch.autograd.grad(loss.sum(), (leaf, seq_leaf), allow_unused=True, materialize_grads=True)
 
     counts, r = factor != 0, ratio.detach()
-    rows = [loss, trained, policy, penalty, r, (r - 1).square(), (x - old).square() / 2]
-    rows += [term.is_low & counts, term.is_high & counts, term.is_bounded & counts, *kls, *rho]
-    rows += [knows_rollout, mismatch.abs(), mismatch.square(), (token_rho < 0.9) | (token_rho > 1.1)]
-    rows += [no if rollout_logprobs is None else torch.where(knows_rollout, rollout_logprobs - x, 0.0)]
-    sums = _sums_by_sequence([known(row.detach().to(logprobs.dtype)) for row in rows], segment, num_seqs)
-    largest = sums.new_full((num_seqs,), -torch.inf)
-    largest = largest.scatter_reduce(0, segment[knows_rollout], mismatch.abs()[knows_rollout], "amax")
-    return grad, seq_grad, torch.cat((sums, largest[:, None]), 1)
+    columns = [loss, trained, policy, penalty, r, (r - 1).square(), (x - old).square() / 2]
+    columns += [term.is_low & counts, term.is_high & counts, term.is_bounded & counts, *kls, *rho]
+    columns += [knows_rollout, mismatch.abs(), mismatch.square(), (token_rho < 0.9) | (token_rho > 1.1)]
+    columns += [no if rollout_logprobs is None else torch.where(knows_rollout, rollout_logprobs - x, 0.0)]
+    table = torch.stack([known(column.detach().to(logprobs.dtype)) for column in columns], 1)
+    sums = table.new_zeros(num_seqs, len(columns)).index_add_(0, segment, table)
+    return grad, seq_grad, torch.cat((sums, _largest(mismatch.abs(), knows_rollout, segment, num_seqs)), 1)
+
+
+def _largest(values: Tensor, chosen: Tensor, segment: Tensor, num_seqs: int) -> Tensor:
+    """The largest of the chosen values `[tokens]` of each sequence, `[num_seqs, 1]`; -inf without any."""
+    largest = values.new_full((num_seqs,), -torch.inf)
+    return largest.scatter_reduce(0, segment[chosen], values[chosen], "amax")[:, None]
 
 
 def _rho(settings: LossSettings, free: Tensor, judged: Tensor) -> _Rho:
@@ -138,12 +143,6 @@ def _term(settings: LossSettings, ratio: Tensor, logprobs: Tensor, advantages: T
         is_bounded = is_bounded | ((a < 0) & (policy > worst))
         policy = torch.where(a < 0, torch.minimum(policy, worst), policy)
     return _Term(policy, is_clipped & (r < settings.clip_low), is_clipped & (r > settings.clip_high), is_bounded)
-
-
-def _sums_by_sequence(rows: list[Tensor], segment: Tensor, num_seqs: int) -> Tensor:
-    """`[num_seqs, rows]`, from `[tokens]` each and the sequence of each token."""
-    table = torch.stack(rows, 1)
-    return table.new_zeros(num_seqs, len(rows)).index_add_(0, segment, table)
 
 
 def segment_sums(x: Tensor, weights: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ SurrogateFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """Settings of `mgrpo.ops.policy_loss`; fields and their order as MGRPO_POLICY_SETTINGS in csrc/core/policy_loss.h."""
+    """Settings of `mgrpo.ops.policy_loss`; fields and order as MGRPO_POLICY_SETTINGS in csrc/core/policy_loss.h."""
 
     surrogate: str | SurrogateFunction
     """One of SURROGATES, or a function in PyTorch, with which the reference computes the whole loss."""

@@ -195,7 +195,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         alias("kl", TRL, "objective/kl2_avg"),
     ),
     "A loss of your own": (
-        logged("custom/{metric}", OWN, "any", "what the function that policy_loss names reports: its sums divided by its counts (docs/algorithms.md)"),
+        logged("custom/loss/{name}", OWN, "any", "what the function that policy_loss names reports: its sums divided by its counts (docs/algorithms.md)"),
     ),
     "Engine and trainer": (
         logged("debug/vllm_vs_local_logprob_diff_mean", OI, "nats", "|old logprob - the engine's|"),

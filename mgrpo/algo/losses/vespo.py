@@ -1,6 +1,8 @@
 """VESPO, arXiv 2602.10693: the logprob l weighed by a gate of the whole sequence's ratio, without gradient.
 
-    -A phi(w) l, phi(w) = w^k exp(lambda (1 - w)); w the product of the sequence's ratios and rhos; k, lambda by the sign of A
+    -A phi(w) l, phi(w) = w^k exp(lambda (1 - w))
+
+w is the product of the sequence's ratios and rhos; k and lambda go by the sign of A.
 
 This is REINFORCE with the advantage A phi(w). w has rho already, so rho does not weigh the term a second time.
 """

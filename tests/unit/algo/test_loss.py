@@ -209,9 +209,9 @@ def test_metrics_add_up_by_name_whatever_their_order():
     assert not any(pair.requires_grad for pair in got.metrics.values())
     own = metric_sums(got.metrics, got.maxima)
     assert reduce_metrics(*own) == reduce_metrics(got.metrics, got.maxima)
-    other = MetricSums({"custom/x": [6.0, 4.0], "val/ratio": [1.0, 1.0]}, {MAXIMA[0]: math.inf})
+    other = MetricSums({"custom/loss/x": [6.0, 4.0], "val/ratio": [1.0, 1.0]}, {MAXIMA[0]: math.inf})
     total = add_metrics([MetricSums({}, {}), other, own])
-    assert total.sums["custom/x"] == [6.0, 4.0] and total.maxima[MAXIMA[0]] == math.inf
+    assert total.sums["custom/loss/x"] == [6.0, 4.0] and total.maxima[MAXIMA[0]] == math.inf
     assert total.sums["val/ratio"] == [a + b for a, b in zip(own.sums["val/ratio"], [1.0, 1.0], strict=True)]
     assert {name: pair for name, pair in total.sums.items() if name not in other.sums} == {
         name: pair for name, pair in own.sums.items() if name != "val/ratio"

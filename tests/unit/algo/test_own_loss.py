@@ -86,7 +86,7 @@ def test_untrained_tokens_add_nothing_to_the_total(poison):
         ),
     )
     (gradient,) = torch.autograd.grad(result.loss, logprobs)
-    assert result.loss.isfinite() and result.metrics["custom/a"].isfinite().all()
+    assert result.loss.isfinite() and result.metrics["custom/loss/a"].isfinite().all()
     assert gradient[~b["loss_mask"]].count_nonzero() == 0
 
 
@@ -103,10 +103,10 @@ def test_its_metrics_are_sums_with_counts_beside_those_that_do_not_depend_on_it(
     named = policy_loss(logprobs, **b, config=loss_config())
     got = policy_loss(logprobs, **b, config=loss_config(), function=function)
     assert not any(pair.requires_grad for pair in got.metrics.values())
-    assert set(got.metrics) == {*METRICS, "custom/x", "custom/y", "custom/none"}
+    assert {"custom/loss/x", "custom/loss/y", "custom/loss/none"} == set(got.metrics) - set(METRICS)
     logged, expected = reduce_metrics(got.metrics, got.maxima), reduce_metrics(named.metrics, named.maxima)
-    assert logged.pop("custom/x") == pytest.approx(values[b["loss_mask"]].mean().item())
-    assert logged.pop("custom/y") == 1.5
+    assert logged.pop("custom/loss/x") == pytest.approx(values[b["loss_mask"]].mean().item())
+    assert logged.pop("custom/loss/y") == 1.5
     surrogates = {name for name in expected if name.startswith(("loss/", "policy/clip", "clip_ratio/"))}
     assert logged == {
         name: value
