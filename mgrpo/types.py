@@ -1,6 +1,6 @@
 """The records that travel between rooms: frozen, numpy and plain values only, no torch.
 
-Data makes `Prompt`, rollout `RolloutGroup`, rewards `ScoredGroup`, the trainer `TrainSample`, packing `PackedBatch`.
+Data makes `Prompt`, rollout `RolloutGroup`, rewards `ScoredGroup`, algo `TrainSample`, packing `PackedBatch`.
 Ragged data is flat with cumulative lengths: `cu_seqlens [n + 1]` int32 starts at 0 and ends at the total.
 """
 

@@ -34,7 +34,6 @@ from mgrpo.run.schedule import is_due
 Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 """What a micro-batch reports, see `algo.PolicyLoss`: metrics as (sum, count), and maxima."""
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ENTROPY = "policy/entropy_avg"
 
 
@@ -140,7 +139,7 @@ class Learner:
         return Policy(
             self.shape,
             self.layout,
-            dtype=DTYPES[self.config.model.model_dtype],
+            dtype=getattr(torch, self.config.model.model_dtype),
             seed=self.config.experiment.seed,
             temperature=self.config.rollout.temperature,
             settings=settings,
@@ -156,8 +155,8 @@ class Learner:
             self.config.parallel.logits_chunk,
             shape=self.shape,
             layout=self.layout,
-            dtype_bytes=DTYPES[self.config.model.model_dtype].itemsize,
-            pack_length=self.config.parallel.pack_length,
+            dtype_bytes=getattr(torch, self.config.model.model_dtype).itemsize,
+            pack_length=self.layout.round_up(self.config.parallel.pack_length),
             has_reference=self.has_reference,
             device_bytes=int(device_bytes),
         )

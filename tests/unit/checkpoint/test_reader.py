@@ -134,7 +134,7 @@ HOSTILE = {
     "a file without checksum": lambda data: data["files"].pop(first_piece(data)[2]),
     "a wrong checksum's form": lambda data: data["files"][first_piece(data)[2]].update(sha256="x"),
     "negative bytes": lambda data: data["files"][first_piece(data)[2]].update(bytes=-1),
-    "another version": lambda data: data.update(version=2),
+    "another version": lambda data: data.update(version=3),
     "no version": lambda data: data.pop("version"),
     "another step": lambda data: data.update(step=7),
     "a true step": lambda data: data.update(step=True),
@@ -168,7 +168,7 @@ def test_a_manifest_that_nobody_wrote_is_refused(tmp_path, what):
     assert caught.value.previous == f"{tmp_path}/step_0"
 
 
-@pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"[]", b"null", b'{"version": 1}', b'{"version"', b"[" * 100_000])
+@pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"[]", b"null", b'{"version": 2}', b'{"version"', b"[" * 100_000])
 def test_a_manifest_that_is_no_manifest_is_refused(root, text):
     """A Python error from deep inside says nothing about which file to look at."""
     save(root, 1, make_values(1))
