@@ -1,9 +1,9 @@
-"""The quickstart's loop beside TRL's GRPOTrainer on the same work, one after the other on the same machine.
+"""The quickstart's loop and TRL's GRPOTrainer on the same work, one after the other on the same machine.
 
     python tools/bench_loop.py [--trl .venv-trl/bin/python] [--steps 120] [--seed 1]
 
-TRL lives in an environment of its own (see requirements/bench_trl.txt); without --trl only ours is measured. Prints seconds
-a step by phase, the time until the mean reward of five steps reaches 0.8, and peak memory; writes benchmarks/loop-cpu.json.
+TRL needs an environment of its own (see requirements/bench_trl.txt); without --trl only mgrpo is measured. Prints seconds
+per step by phase, the time until the mean reward of five steps reaches 0.8, and peak memory; writes benchmarks/loop-cpu.json.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 class MemoryWatch(threading.Thread):
-    """Peak of the proportional set sizes of a process and its descendants, in MiB, sampled every three seconds: looking costs time."""
+    """Peak of the proportional set sizes of a process and its descendants, in MiB, sampled every three seconds, since sampling costs time."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -107,7 +107,7 @@ def run_ours(steps: int, seed: int) -> dict[str, float | str | None]:
 
 
 def run_trl(python: str, steps: int, seed: int) -> dict[str, float | str | None]:
-    """TRL on one core, generating with transformers; two threads brought it nothing on a model of this size."""
+    """TRL on one core, generating with transformers; a second thread does not make it faster on a model of this size."""
     command = [python, "tools/bench_loop_trl.py", "--steps", str(steps), "--seed", str(seed)]
     output, wall_s, peak_mb = timed(command)
     figures = json.loads(output.splitlines()[-1])
@@ -140,7 +140,7 @@ def main() -> None:
         values = [result.get(name) for result in results]
         print(f"{name:24s}" + "".join(f"{'-' if v is None else format(v, '.3f'):>42s}" for v in values))
     if args.trl:
-        print(f"\nTRL's step / ours: {results[1]['step_s_mean'] / results[0]['step_s_mean']:.2f}")
+        print(f"\nTRL's step / mgrpo's step: {results[1]['step_s_mean'] / results[0]['step_s_mean']:.2f}")
     record = {
         "protocol": f"{args.steps} steps of examples/configs/quickstart.yaml, seed {args.seed}, one after the other",
         "machine": {

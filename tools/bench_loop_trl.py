@@ -1,11 +1,11 @@
-"""The quickstart's work done by TRL's GRPOTrainer, as the figure to compare `bench_loop.py` with.
+"""The quickstart's work done by TRL's GRPOTrainer, for comparison in `bench_loop.py`.
 
     .venv-trl/bin/python tools/bench_loop_trl.py [--steps 120] [--seed 1] [--threads 1]
 
 Same model, problems, 32 prompts x 8 samples of at most 6 tokens, learning rate schedule, loss and sampling as
 examples/configs/quickstart.yaml; generation by transformers, no vLLM. Needs an environment of its own, see
-requirements/bench_trl.txt. Prints one line of JSON, everything else goes to stderr; `train_s` is a step less its
-generation, so it holds rewards, both passes, the optimizer and logging.
+requirements/bench_trl.txt. Prints one line of JSON, everything else goes to stderr; `train_s` is a step without its
+generation, so it includes rewards, both passes, the optimizer and logging.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def is_right(completion: str, ground_truth: str) -> float:
-    """What mgrpo's verifier `integer` says: the completion is the number and nothing else."""
+    """The verdict of mgrpo's verifier `integer`: the completion is the number and nothing else."""
     return float(completion.strip() == ground_truth)
 
 
@@ -58,7 +58,7 @@ def first_to_reach(goal: float, rewards: list[float], ends: list[float]) -> floa
 
 
 def sampled_accuracy(model: Any, tokenizer: Any, rows: list[dict[str, str]]) -> float:
-    """Share of right completions at temperature 1, `SAMPLES_PER_PROMPT` a row."""
+    """Share of right completions at temperature 1, `SAMPLES_PER_PROMPT` per row."""
     import torch
 
     prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left")
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, started: float) -> dict[str, object]:
         return scores
 
     class TimedTrainer(GRPOTrainer):
-        """Clocks generation. `_generate` is private to TRL: a renaming shows as an empty list of times, an error below."""
+        """Clocks generation. `_generate` is private to TRL: if it is renamed, the list of times stays empty, which is an error below."""
 
         def _generate(self, prompts: list) -> object:
             start = time.perf_counter()
@@ -185,7 +185,7 @@ def run(args: argparse.Namespace, started: float) -> dict[str, object]:
 def main() -> None:
     started = time.perf_counter()
     args = parse_args()
-    # Before torch is imported: spinning threads cost a factor of twenty on a machine that does anything else.
+    # Before torch is imported: spinning threads are twenty times slower on a machine that does anything else.
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     os.environ["OMP_WAIT_POLICY"] = "passive"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

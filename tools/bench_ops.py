@@ -1,10 +1,10 @@
-"""Time, memory and accuracy of the ops beside what one would use in their place; one process, the same inputs, in turns.
+"""Compares time, memory and accuracy of the ops with their alternatives: one process, the same inputs, in turns.
 
     python tools/bench_ops.py [--device cpu|cuda] [--groups logits head loss] [--tokens N] [--vocab N] [--hidden N]
-    python tools/bench_ops.py --markdown        # no run: the JSON files' figures into benchmarks/README.md
+    python tools/bench_ops.py --markdown        # measures nothing; writes the JSON files' figures into benchmarks/README.md
 
-What is compared stands in bench_ops_methods.py. Writes benchmarks/ops-<device>.json. How it is measured, and where the
-other libraries come from: benchmarks/README.md.
+bench_ops_methods.py holds what is compared. Writes benchmarks/ops-<device>.json. benchmarks/README.md describes how it is
+measured and how to install the other libraries.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ README_START = "<!-- figures: written by `python tools/bench_ops.py --markdown` 
 README_END = "<!-- end of figures -->"
 PROTOCOL = (
     "One process, the same inputs for every method. Each method runs once outside the clock for memory and accuracy, then "
-    "the methods take turns; of each method the round with the least forward + backward counts. Time: {clock}. Memory: "
+    "the methods take turns; the round with the least forward + backward counts for each method. Time: {clock}. Memory: "
     "peak of the bytes {allocator} during forward and backward, above the inputs. Accuracy: against float64 on the same "
-    "inputs, largest absolute error of a logprob, largest error of a gradient over the gradient's largest entry."
+    "inputs, largest absolute error of a logprob, largest error of a gradient divided by its largest entry."
 )
 CLOCK = {"cpu": "CPU seconds of the process", "cuda": "between two CUDA events"}
 ALLOCATOR = {"cpu": "that torch's CPU allocator reports to its profiler", "cuda": "of torch's CUDA allocator"}
@@ -69,9 +69,9 @@ def peak_bytes(device: torch.device, call: Callable[[], object]) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    # Resident memory depends on what the allocator kept of earlier calls; the profiler sees each allocation, also those
-    # of C++ code (not that a tensor from before is freed, but the caller holds those). Kineto's raw records, because
-    # profile.events() folds them into the operators.
+    # Resident memory depends on what the allocator kept from earlier calls; the profiler sees each allocation, also those
+    # of C++ code. (It misses the freeing of earlier tensors, but the caller holds those.) These are Kineto's raw records,
+    # because profile.events() folds them into the operators.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     records = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -80,7 +80,7 @@ def peak_bytes(device: torch.device, call: Callable[[], object]) -> int:
 
 
 def return_free_memory() -> None:
-    """Give what the C allocator keeps free back to the system, so that every run pays for its own fresh pages.
+    """Return what the C allocator keeps free to the system, so that every run pays for its own fresh pages.
 
     Otherwise a buffer costs page faults or nothing depending on what earlier methods left behind: 100 or 5 ms for 250 MiB.
     """
@@ -132,7 +132,7 @@ def run_case(
             continue
         try:
             found[method.name] = examine(calls[method.name], case, device)
-        except Exception as error:  # somebody else's code on a machine it may not support: say so, go on
+        except Exception as error:  # other libraries may not support this machine: report it and continue
             if not method.is_peer:
                 raise
             del calls[method.name]
@@ -162,13 +162,13 @@ def run_case(
 
 
 def load(group: Group, device: torch.device) -> tuple[dict[str, Callable], dict[str, str]]:
-    """The group's methods that there are, and why the others are not."""
+    """The group's available methods, and why the others are missing."""
     calls, absent = {}, {}
     for method in group.methods:
         try:
             with warnings.catch_warnings(action="ignore" if method.is_peer else "default"):
                 calls[method.name] = method.load(device)
-        except Exception as error:  # not installed, or broken in ways of its own
+        except Exception as error:  # not installed, or broken
             if not method.is_peer:
                 raise
             absent[method.name] = reason(error)
@@ -180,7 +180,7 @@ def reason(error: Exception) -> str:
 
 
 def copy_rate(shape: Shape, device: torch.device) -> float:
-    """GB/s of a plain copy, read and write counted: what no method of one read and one write can beat."""
+    """GB/s of a plain copy, read and write counted: the limit for any method with one read and one write."""
     source = torch.ones(shape.tokens, shape.vocab, device=device)
     target = torch.empty_like(source)
     least = min(seconds(device, lambda: target.copy_(source)) for _ in range(shape.rounds + 1))
@@ -188,14 +188,14 @@ def copy_rate(shape: Shape, device: torch.device) -> float:
 
 
 def add_bandwidth(rows: list[dict[str, Any]], gb_per_s: float) -> None:
-    """Share of the copy's rate that the bytes which must move have: forward reads the logits, backward reads and writes."""
+    """The rate of the bytes that must move over the copy's rate: forward reads the logits, backward reads and writes."""
     for row in rows:
         row["forward_copy_share"] = row["logits_bytes"] / (row["forward_ms"] * 1e6) / gb_per_s
         row["backward_copy_share"] = 2 * row["logits_bytes"] / (row["backward_ms"] * 1e6) / gb_per_s
 
 
 def goals(rows: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
-    """The stated goals of the logits group, each against its worst row."""
+    """The goals of the logits group, each with its worst row."""
 
     def worst(method: str, entropy: bool | None, figure: str, pick: Callable) -> float:
         chosen = [row for row in rows if row["method"] == method and entropy in (None, row["entropy"])]
@@ -270,7 +270,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 def describe_goal(goal: dict[str, Any]) -> str:
     limit = f"at least {goal['at_least']:g}" if "at_least" in goal else f"below {goal['below']:g}"
-    return f"{'met' if goal['met'] else 'NOT MET':8s}{goal['goal']}: {goal['found']:.4g}, {limit} wanted"
+    return f"{'met' if goal['met'] else 'NOT MET':8s}{goal['goal']}: {goal['found']:.4g}, goal: {limit}"
 
 
 def ops_markdown(report: dict[str, Any]) -> list[str]:
@@ -279,7 +279,7 @@ def ops_markdown(report: dict[str, Any]) -> list[str]:
     lines = [
         f"### Ops on {machine['device']}",
         "",
-        f"{machine['cpus']} CPUs, {machine['threads']} threads of torch; "
+        f"{machine['cpus']} CPUs, torch threads: {machine['threads']}; "
         + ", ".join(f"{name} {number}" for name, number in versions.items() if number is not None)
         + f". A plain copy moves {machine['copy_gb_per_s']:.1f} GB/s. Times in {report['unit']}.",
         "",
@@ -292,7 +292,7 @@ def ops_markdown(report: dict[str, Any]) -> list[str]:
         lines.append("")
     for group, about in report["groups"].items():
         size = " x ".join(f"{about[name]} {name}" for name in ("tokens", "vocab", "hidden") if about[name])
-        lines += [f"**{about['title'].capitalize()}**: {size}, least of {about['rounds']} rounds.", ""]
+        lines += [f"**{about['title'][0].upper()}{about['title'][1:]}**: {size}, best of {about['rounds']} rounds.", ""]
         rows = [row for row in report["rows"] if row["group"] == group]
         headings = list(cells(rows[0]))
         lines += [f"| | {' | '.join(headings)} |", "|---|" + "---:|" * len(headings)]
@@ -336,7 +336,7 @@ def figures_markdown(folder: Path) -> str:
 
 
 def write_readme(folder: Path) -> None:
-    """Replace what stands between the two marks of the folder's README."""
+    """Replace the figures between the two marks in the folder's README."""
     path = folder / "README.md"
     text = path.read_text(encoding="utf-8")
     if text.count(README_START) != 1 or text.count(README_END) != 1:
@@ -374,7 +374,7 @@ def versions() -> dict[str, str | None]:
 
 
 def chosen_shape(args: argparse.Namespace, group: Group) -> Shape:
-    """The group's own size, with what the command line says instead."""
+    """The group's own size, overridden by the command line."""
     default = group.shapes[args.device]
     return Shape(
         tokens=args.tokens or default.tokens,
@@ -385,10 +385,10 @@ def chosen_shape(args: argparse.Namespace, group: Group) -> Shape:
 
 
 def run_group(group: Group, shape: Shape, device: torch.device, copy_gb_per_s: float) -> tuple[dict, list[dict]]:
-    """What the report says about a group, and its rows, printed as they come."""
+    """The report's description of a group, and its rows, printed as they are measured."""
     calls, absent = load(group, device)
     size = ", ".join(f"{name} {getattr(shape, name)}" for name in ("tokens", "vocab", "hidden") if getattr(shape, name))
-    print(f"\n{group.title}: {size}; least of {shape.rounds} rounds")
+    print(f"\n{group.title}: {size}; best of {shape.rounds} rounds")
     rows: list[dict[str, Any]] = []
     for case in group.cases(shape, device):
         case_rows = run_case(group, calls, case, shape.rounds, device, absent)
@@ -412,11 +412,11 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
-    parser.add_argument("--tokens", type=int, help="default: by group and device, see benchmarks/README.md")
+    parser.add_argument("--tokens", type=int, help="default: depends on group and device, see benchmarks/README.md")
     parser.add_argument("--vocab", type=int)
-    parser.add_argument("--hidden", type=int, help="of the group head")
-    parser.add_argument("--repeat", type=int, help="rounds on the clock")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder of the JSON file")
+    parser.add_argument("--hidden", type=int, help="hidden size of the group head")
+    parser.add_argument("--repeat", type=int, help="measured rounds")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help="folder for the JSON file")
     parser.add_argument("--markdown", action="store_true", help="only write the figures into the folder's README.md")
     return parser.parse_args()
 
@@ -426,7 +426,7 @@ def main() -> None:
     if args.markdown:
         write_readme(args.out)
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else each profile writes two lines
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise each profile writes two lines
     device = torch.device(args.device)
     unit = "CPU ms" if args.device == "cpu" else "ms"
     where = machine(device) | {"copy_gb_per_s": copy_rate(chosen_shape(args, LOGITS), device)}

@@ -140,7 +140,7 @@ def logits_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
         oracle = expected(scores(exact, targets[rows], with_entropy), tuple(w[rows] for w in weights), (exact,))
 
         def arguments(source: Tensor = source, targets: Tensor = targets, with_entropy: bool = with_entropy) -> tuple:
-            # The copy stands for the LM head's output: nobody's leaf, nobody's view.
+            # The copy stands for the LM head's output: neither a leaf nor a view.
             return source.detach().requires_grad_().clone(), targets, with_entropy
 
         def errors(outputs: list[Tensor], gradients: list[Tensor], oracle: Any = oracle, rows: Tensor = rows) -> dict:

@@ -4,7 +4,7 @@
 
 Every method gets the same documents and has to spread them over data-parallel ranks and micro-batches of at most
 pack_length tokens. The step takes as long as its costliest rank: "max/mean" is that rank's cost over the mean, "bound"
-its cost over what no assignment of the documents it trains can undercut. Writes benchmarks/packing.json.
+its cost over a lower bound for any assignment of the trained documents. Writes benchmarks/packing.json.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ def main() -> None:
         },
         "rows": rows,
     }
-    # Where nothing was trained there is no cost, and JSON has no NaN.
+    # A method that trains nothing has no cost (NaN), which JSON cannot hold.
     rows[:] = [{key: None if value != value else value for key, value in row.items()} for row in rows]
     args.output.write_text(json.dumps(report, indent=1) + "\n")
     print(f"\nwrote {args.output}")

@@ -1,8 +1,8 @@
-"""How many verdicts a second the verifier workers give, and what a call costs beside the verifier itself.
+"""How many verdicts per second the verifier workers give, and what a call costs in addition to the verifier itself.
 
     python tools/bench_rewards.py
 
-Each verifier scores the same answers in this process (the baseline: no limits, nothing survives a hostile answer) and in
+Each verifier scores the same answers in this process (the baseline: no limits, no protection from hostile answers) and in
 worker processes; "overhead" is the time of a call through one worker minus the baseline's. Programs run in the sandbox; their
 baseline is a bare Python process for each. Writes benchmarks/rewards.json.
 """
@@ -102,7 +102,7 @@ KINDS: dict[str, Callable[[random.Random], Item]] = {
 
 
 def seconds(work: Callable[[Sequence[Item]], object], batches: Sequence[Sequence[Item]]) -> float:
-    """Median time of a batch, after a first that does not count; no batch is met twice, so nothing is remembered."""
+    """Median time of a batch, after a first that does not count; no batch is scored twice, so no cache helps."""
     times = []
     for batch in batches:
         began = time.perf_counter()
@@ -172,7 +172,7 @@ def main() -> None:
         "math_verify": version("math-verify"),
     }
     protocol = (
-        f"{arguments.items} new answers of 60 to 200 words a call, median of {arguments.repeat} calls after a first; code: one "
+        f"{arguments.items} new answers of 60 to 200 words per call, median of {arguments.repeat} calls after a first; code: one "
         "program of 5 asserts each, baseline a bare Python process"
     )
     arguments.out.write_text(json.dumps({"protocol": protocol, "machine": machine, "rows": rows}, indent=1) + "\n")

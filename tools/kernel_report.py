@@ -1,4 +1,4 @@
-"""What the compiler made of the CUDA kernels: registers, stack, spills, shared memory and wide loads. Needs no GPU.
+"""The compiler's output for the CUDA kernels: registers, stack, spills, shared memory and wide loads. Needs no GPU.
 
     python tools/kernel_report.py --arch 80 90
 
@@ -32,7 +32,7 @@ def output_of(*command: str) -> tuple[str, str]:
 
 
 def report(source: Path, arch: str, folder: Path) -> list[tuple[str, ...]]:
-    """One row a kernel: its name, then figures."""
+    """One row per kernel: its name, then its figures."""
     cubin = folder / f"{source.stem}.{arch}.cubin"
     target = f"-gencode=arch=compute_{arch},code=sm_{arch}"
     flags = ("-O3", "-std=c++17", target, "-Xptxas", "-v", f"-I{ROOT / 'csrc'}", "-cubin", "-o", str(cubin))
