@@ -1,5 +1,5 @@
-// From tensors to the kernels' argument structs, every shape, dtype and device checked on the way.
-// These checks keep the kernels memory-safe; Python has the messages for users.
+// From tensors to the kernels' argument structs, with checks of every shape, dtype and device.
+// These checks keep the kernels memory-safe; the error messages for users are in Python.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

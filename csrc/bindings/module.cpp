@@ -1,5 +1,5 @@
-// mgrpo._C: importing it loads the library, which registers the ops. It only tells how it was built, and which settings
-// of the policy loss its ops take.
+// mgrpo._C: importing it loads the library, which registers the ops. Its functions only return how it was built and
+// which settings of the policy loss its ops take.
 #include <pybind11/pybind11.h>
 #include <torch/headeronly/version.h>
 

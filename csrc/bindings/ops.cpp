@@ -14,7 +14,7 @@
 namespace mgrpo {
 namespace {
 
-// Rows that one task takes, so that a task has enough work to be worth handing to a thread.
+// Rows per task: enough work to be worth handing to a thread.
 int64_t grain_size(int64_t cols) { return std::max<int64_t>(1, 32768 / std::max<int64_t>(1, cols)); }
 
 void run_stats(const StatsArgs& args, const Tensor&) {
@@ -35,7 +35,7 @@ void run_grad(const GradArgs& args, const Tensor&) {
                               [&](int64_t begin, int64_t end) { cpu::grad(args, begin, end); });
 }
 
-// Sequences must follow each other and cover the tokens, or the kernels would read and write elsewhere.
+// Sequences must follow each other and cover the tokens, or the kernels would read and write out of bounds.
 void check_cu_seqlens(const int32_t* cu_seqlens, int64_t num_seqs, int64_t n) {
   STD_TORCH_CHECK(cu_seqlens[0] == 0 && cu_seqlens[num_seqs] == n, "cu_seqlens must reach from 0 to ", n, ", got ",
                   cu_seqlens[0], " to ", cu_seqlens[num_seqs]);
@@ -44,7 +44,7 @@ void check_cu_seqlens(const int32_t* cu_seqlens, int64_t num_seqs, int64_t n) {
                     cu_seqlens[s]);
 }
 
-// A task takes a sequence; tokens are too cheap to be worth more than one thread until there are many.
+// One task per sequence; tokens are so cheap that more than one thread pays off only for many of them.
 constexpr int64_t kSequencesATask = 8;
 
 void run_policy_loss(const PolicyLossArgs& args, int64_t n, const Tensor&) {

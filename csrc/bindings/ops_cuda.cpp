@@ -1,5 +1,5 @@
 // The CUDA side of the ops declared in ops.cpp: device guard, current stream, launch. Compiled by the host compiler.
-// rows and inv_rows are not range-checked here: that would wait for the device. Python checks what it can.
+// rows and inv_rows are not range-checked here, since that would wait for the device. Python checks what it can.
 #define TORCH_TARGET_VERSION 0x020a000000000000ULL
 #ifndef USE_CUDA
 #define USE_CUDA  // declares aoti_torch_get_current_cuda_stream

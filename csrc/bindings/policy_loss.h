@@ -1,5 +1,5 @@
-// The policy loss from tensors to argument structs. What runs it on the device is a template argument, so that ops.cpp
-// and ops_cuda.cpp share every line of this.
+// The policy loss from tensors to argument structs. The function that runs on the device is a template argument, so
+// that ops.cpp and ops_cuda.cpp share all of this.
 #pragma once
 
 #include <iterator>

@@ -2,11 +2,11 @@
 // No torch here: pointers, strides (in elements) and sizes only, so that native tests and other hosts can link it.
 //
 // A vocabulary shard (tensor parallel) and a vocabulary chunk are the same object: a slice of columns of the logits
-// that starts at `vocab_start`. With x a row of logits, y the target and b = 1 / temperature, a slice is summed up as
+// that starts at `vocab_start`. With x a row of logits, y the target and b = 1 / temperature, a slice is reduced to
 //
 //   m = max x          (-inf when the slice is empty or all -inf)
 //   s = sum e^(b (x - m))
-//   w = sum e^(b (x - m)) b (x - m)       (0 when entropy is not asked)
+//   w = sum e^(b (x - m)) b (x - m)       (0 when no entropy is wanted)
 //   t = x[y] when the slice owns y, else -inf
 //
 // and slices merge into the same four numbers of the whole row, from which
@@ -14,7 +14,7 @@
 //   logprob = b (t - m) - log s
 //   entropy = log s - w / s
 //
-// m stays a raw logit, so b (x - m) has an error relative to itself and not to |b x|: logits near 1e4 lose nothing.
+// m stays a raw logit, so the error of b (x - m) is relative to itself and not to |b x|: logits near 1e4 lose nothing.
 // A NaN or +inf logit makes s NaN, hence the loss, where the trainer sees it. A target that no slice owns gives
 // logprob -inf, never a plausible number.
 #pragma once
@@ -78,7 +78,7 @@ MGRPO_HOST_DEVICE void merge_entry(const MergeArgs& args, int64_t i) {
   part = args.stats + i;
   float s = 0.f, w = 0.f;
   for (int64_t p = 0; p < args.parts; ++p, part += 4 * n) {
-    // An empty part has s = w = 0, or s = NaN when it met a NaN, which must get through.
+    // A part has s = w = 0 when it is empty, and s = NaN when it contains a NaN, which must propagate.
     const float d = part[0] > -INFINITY ? inv_temp * (part[0] - m) : 0.f;
     const float k = expf(d);
     s += k * part[n];

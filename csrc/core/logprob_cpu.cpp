@@ -5,13 +5,13 @@
 #include <cstring>
 #include <limits>
 
-// One binary, the widest vectors of the machine it runs on. Other compilers and processors get one version.
+// One binary that uses the widest vectors of the machine it runs on. Other compilers and processors get one version.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define MGRPO_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define MGRPO_MULTIVERSION
 #endif
-// Templates cannot be cloned: they are inlined into cloned functions, and must be, to take on their target.
+// Templates cannot be cloned. They must be inlined into cloned functions to be compiled for their target.
 #define MGRPO_INLINE inline __attribute__((always_inline))
 
 namespace mgrpo::cpu {
@@ -20,7 +20,7 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 // 8 KiB of fp32: the second sweep over a block finds it in L1.
 constexpr int64_t kBlock = 2048;
-// Below this 2^d is flushed to 0, and d itself is held here where it is multiplied by that 0 (-inf * 0 is NaN).
+// Below this 2^d is flushed to 0, and d itself is clamped where it is multiplied by that 0 (-inf * 0 is NaN).
 constexpr float kMinExponent = -126.f;
 
 using bf16 = uint16_t;
@@ -95,7 +95,7 @@ MGRPO_INLINE RowStats row_stats(const T* x, int64_t cols, float inv_temp) {
       m = block_max;
     }
 
-    // While every logit so far is -inf, 0 stands in for m: -inf then adds nothing, and NaN still shows.
+    // While every logit so far is -inf, 0 replaces m: -inf then adds nothing, and NaN still propagates.
     const float reference = m > -kInf ? m : 0.f;
     float block_s = 0.f, block_w = 0.f;
 #pragma omp simd reduction(+ : block_s, block_w)
@@ -111,7 +111,7 @@ MGRPO_INLINE RowStats row_stats(const T* x, int64_t cols, float inv_temp) {
   return {m, s, w * kLn2};
 }
 
-// y = e^(b (x - m)) (k0 + k1 b (x - m)), and `add` more on the target's column.
+// y = e^(b (x - m)) (k0 + k1 b (x - m)), plus `add` in the target's column.
 struct RowGrad {
   float m, scale, k0, k1, add;
   int64_t target;  // local column, -1 when another slice owns it
@@ -136,7 +136,7 @@ MGRPO_INLINE void row_grad(const T* x, T* y, int64_t cols, RowGrad g) {
 
 }  // namespace
 
-// Ordinary functions around the templates, since only these can be cloned.
+// Ordinary functions around the templates, since only ordinary functions can be cloned.
 #define MGRPO_ROW_FUNCTIONS(T, kEntropy, suffix)                                                    \
   MGRPO_MULTIVERSION static RowStats row_stats_##suffix(const T* x, int64_t cols, float inv_temp) { \
     return row_stats<T, kEntropy>(x, cols, inv_temp);                                               \

@@ -10,10 +10,10 @@ using bf16 = __nv_bfloat16;
 
 // Loads in flight per thread. Four of 16 bytes cover the latency of HBM at the occupancy these kernels reach.
 constexpr int kUnroll = 4;
-// From here on a row keeps 512 threads busy for several rounds; below, 256 waste fewer of them on the remainder.
+// From this length on a row keeps 512 threads busy for several rounds; below it, 256 waste less on the remainder.
 constexpr int64_t kWideRow = 32768;
 constexpr unsigned kFullWarp = 0xffffffffu;
-// Exponents are held here where they are multiplied by their power of two: 2^-160 is 0 in fp32, and -inf * 0 is NaN.
+// Exponents are clamped here where they are multiplied by their power of two: 2^-160 is 0 in fp32, and -inf * 0 is NaN.
 constexpr float kMinExponent = -160.f;
 
 __device__ __forceinline__ float exp2_approx(float d) {
@@ -77,7 +77,7 @@ struct Pack<bf16> {
   }
 };
 
-// How a row divides: scalars up to the first 16-byte boundary, packs, scalars that are left.
+// How a row is divided: scalars up to the first 16-byte boundary, packs, and the remaining scalars.
 struct Split {
   int head, packs, tail;  // tail: first column after the packs
 };
@@ -95,7 +95,7 @@ struct Sums {
   float m, s, w;
 };
 
-// Raises the reference to a new maximum. Happens a few times per row, so its exponential is off the common path.
+// Raises the reference to a new maximum. This happens a few times per row, so its exponential is off the common path.
 template <bool kEntropy>
 __device__ __forceinline__ void raise_max(Sums& sums, float m, float scale) {
   if (!(m > sums.m)) return;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void raise_max(Sums& sums, float m, float scale) {
   sums.m = m;
 }
 
-// While every logit so far is -inf, 0 stands in for the maximum: -inf then adds nothing, and NaN still shows.
+// While every logit so far is -inf, 0 replaces the maximum: -inf then adds nothing, and NaN still propagates.
 __device__ __forceinline__ float reference_of(float m) { return m > -CUDART_INF_F ? m : 0.f; }
 
 template <bool kEntropy>
@@ -139,8 +139,8 @@ __device__ __forceinline__ void add_sums(Sums& sums, Sums other, float scale) {
 // One block owns one entry: a row of logits [cols], read once, 16 bytes per load.
 //   1. Each thread walks the row at stride kThreads; a batch of kUnroll packs raises the thread's maximum once
 //      (packed bf16 maximum), then costs one exponential per element.
-//   2. Threads fold by shuffles, warps through shared memory, always in the same order: the result of a row depends on
-//      that row alone, not on the batch around it or on the run.
+//   2. Threads fold by shuffles, warps through shared memory, always in the same order: the result of a row depends
+//      only on that row, not on the batch around it or on the run.
 template <class T, bool kEntropy, int kThreads>
 __global__ void __launch_bounds__(kThreads) stats_kernel(const StatsArgs args) {
   const int64_t i = blockIdx.x;
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kThreads) grad_kernel(const GradArgs args) {
     return;
   }
 
-  // y = 2^d (k0 + k1 d), d = (x - m) scale, and `add` more on the target's column.
+  // y = 2^d (k0 + k1 d), d = (x - m) scale, plus `add` in the target's column.
   const int valid = static_cast<int>(args.slice.valid_cols);
   const float inv_temp = args.inv_temp.data[i * args.inv_temp.stride];
   const float scale = inv_temp * kLog2E, add = inv_temp * g_logprob;
@@ -269,13 +269,13 @@ __global__ void __launch_bounds__(kThreads) grad_kernel(const GradArgs args) {
     __stcs(y_packs + k, Pack<T>::pack(value));
   };
 
-  // A new buffer may be aligned to 16 bytes differently from a row of a strided view: then by scalars.
+  // A new buffer may be aligned to 16 bytes differently from a row of a strided view; scalars are used then.
   const bool same_grid = ((reinterpret_cast<uintptr_t>(x) ^ reinterpret_cast<uintptr_t>(y)) & 15) == 0;
   if (!same_grid) {
     for (int column = thread; column < cols; column += kThreads) do_scalar(column);
     return;
   }
-  // Packs that hold valid columns only; then, by scalars, the pack where padding begins and all that follows.
+  // Packs that hold only valid columns; then, as scalars, the pack where padding begins and everything after it.
   const int valid_packs = max(valid - split.head, 0) / kSize;
   const uint4* x_packs = reinterpret_cast<const uint4*>(x + split.head);
   if (thread < split.head) do_scalar(thread);

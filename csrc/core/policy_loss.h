@@ -12,7 +12,7 @@
 //   loss   = weight (rho k policy + beta kl)
 //
 // A token of weight 0 adds exactly 0 to everything, whatever its values, NaN included. Where l_old is not finite the
-// token counts as on-policy (r = 1), where l_roll is not finite rho is 1.
+// token counts as on-policy (r = 1); where l_roll is not finite, rho is 1.
 //
 // Papers: PPO arXiv 1707.06347, dual clip 1912.09729, delta (INTELLECT-2) 2505.07291, CISPO 2506.13585, GSPO
 // 2507.18071, truncated importance sampling (Yao et al. 2025), IcePop 2510.18855, KL estimators: Schulman 2020 and
@@ -26,11 +26,11 @@
 
 namespace mgrpo {
 
-// Each enum ends with the number of its values; Python's names for them stand in the same order in
+// Each enum ends with the number of its values; Python's names for them are in the same order in
 // mgrpo/ops/settings.py.
 enum class Surrogate { kPpoClip, kCispo, kReinforce, kCount };
-// kSequence: the ratio is e^seq_log_ratio, which has a gradient of its own. kSequenceToken: that value, but its
-// gradient is the one of each token's log-probability.
+// kSequence: the ratio is e^seq_log_ratio, which has a gradient of its own. kSequenceToken: that value, but with
+// the gradient of each token's log-probability.
 enum class RatioLevel { kToken, kSequence, kSequenceToken, kCount };
 enum class KlEstimator { k0, k1, k2, k3, kCount };
 
@@ -89,15 +89,15 @@ enum Column {
   kMismatchSquare,  // (l_old - l_roll)^2
   kMismatchTail,    // e^(l_old - l_roll) outside [0.9, 1.1]
   kRolloutKl,       // l_roll - l, an estimate of KL(engine, policy)
-  kMismatchMax,     // -inf without any
+  kMismatchMax,     // -inf if there is none
   kNumColumns
 };
 
-// Differences of log-probabilities are held here, with gradient 0 beyond: e^40 is still finite in fp32.
+// Differences of log-probabilities are clamped here, with gradient 0 beyond: e^40 is still finite in fp32.
 constexpr float kLogRatioLimit = 40.f;
 constexpr float kLogRhoLimit = 10.f;
 
-// Vectors of n tokens; cu_seqlens [num_seqs + 1] cuts them into sequences. Those marked ? may be null.
+// Vectors of n tokens; cu_seqlens [num_seqs + 1] cuts them into sequences. Pointers marked ? may be null.
 struct PolicyLossArgs {
   PolicyConfig config;
   const float *logprobs, *old_logprobs;
@@ -110,7 +110,7 @@ struct PolicyLossArgs {
   int64_t num_seqs;
   const float* seq_log_ratio;     // [num_seqs], ? at RatioLevel::kToken
   const float* seq_log_rho;       // [num_seqs] ? log of the rho that weighs, null: each token's own
-  const float* seq_log_rho_mask;  // [num_seqs] ? log of the rho that the mask bounds look at
+  const float* seq_log_rho_mask;  // [num_seqs] ? log of the rho that is compared with the mask bounds
   float* grad;                    // [n] d loss / d logprobs
   float* seq_grad;                // [num_seqs] d loss / d seq_log_ratio
   float* sums;                    // [num_seqs, kNumColumns]
@@ -127,7 +127,7 @@ MGRPO_HOST_DEVICE Clamped clamp(float x, float limit) {
 
 MGRPO_HOST_DEVICE bool is_finite(float x) { return x - x == 0.f; }
 
-// A number and its derivatives in the token's log-probability and in the sequence's log ratio.
+// A number and its derivatives with respect to the token's log-probability and the sequence's log ratio.
 struct Dual {
   float value, d_token, d_seq;
 };
@@ -145,7 +145,7 @@ MGRPO_HOST_DEVICE Dual policy_ratio(const PolicyConfig& config, float log_ratio,
   }
 }
 
-// The surrogate before rho and keep. `sums` is the token's own row.
+// The surrogate before rho and keep. `sums` is the row of this token.
 template <class Sums>
 MGRPO_HOST_DEVICE Dual surrogate_loss(const PolicyConfig& config, Dual r, float logprob, float advantage, Sums& sums) {
   if (config.surrogate == Surrogate::kReinforce) return {-advantage * logprob, -advantage, 0.f};
@@ -173,7 +173,7 @@ MGRPO_HOST_DEVICE Dual surrogate_loss(const PolicyConfig& config, Dual r, float 
   return {loss, slope * r.d_token, slope * r.d_seq};
 }
 
-// The weight of the policy term that corrects for the engine's other probabilities.
+// The weight of the policy term that corrects for the engine's different probabilities.
 template <class Sums>
 MGRPO_HOST_DEVICE float rho_weight(const PolicyConfig& config, float log_rho, float log_rho_mask, Sums& sums) {
   const float rho = expf(clamp(log_rho, kLogRhoLimit).value), mask_rho = expf(clamp(log_rho_mask, kLogRhoLimit).value);
@@ -212,8 +212,8 @@ MGRPO_HOST_DEVICE Dual kl_estimate(const PolicyConfig& config, Dual r, float log
       kl = {r.value * x, slope * r.value + x * r.d_token, x * r.d_seq};
   }
   if (!config.kl_bias_correction) return kl;
-  // Where the ratio is the token's own, the e^-d of the two terms cancel and leave d r, of which fp32 keeps nothing
-  // when e^-d is large: they are taken together.
+  // Where the ratio is the token's own, the e^-d of the two terms cancel and leave d r, which fp32 would lose when e^-d
+  // is large. They are therefore computed together.
   const float d_token = config.kl_estimator == KlEstimator::k2 ? e * (r.d_token - slope * r.value) + x * r.d_token
                                                                : kl.d_token * r.value + kl.value * r.d_token;
   return {kl.value * r.value, d_token, kl.d_seq * r.value + kl.value * r.d_seq};

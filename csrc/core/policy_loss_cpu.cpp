@@ -5,7 +5,7 @@
 
 namespace mgrpo::cpu {
 
-// Sums are double here: it costs nothing on this many tokens, and a long sequence is added up one by one.
+// Sums are double here: that costs nothing for this many tokens, and a long sequence is summed one token at a time.
 void policy_loss(const PolicyLossArgs& args, int64_t begin, int64_t end) {
   for (int64_t s = begin; s < end; ++s) {
     double sums[kNumColumns] = {}, seq_grad = 0;

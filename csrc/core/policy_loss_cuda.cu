@@ -5,7 +5,7 @@
 namespace mgrpo::cuda {
 namespace {
 
-// A response of a thousand tokens gives each thread a few; more threads would only lengthen the fold.
+// A response of a thousand tokens gives each thread a few; more threads would only lengthen the final reduction.
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
@@ -25,7 +25,7 @@ __device__ __forceinline__ float fold_warp_max(float value) {
 // One block owns one sequence; its threads walk the tokens at stride kThreads, one pass, about 32 bytes per token.
 //   1. Each token's gradient is written, its columns are added to the thread's own sums, in registers.
 //   2. Warps fold by shuffles, then one thread per column adds the warps in their order. There are no atomics: the
-//      result is the same bit by bit from run to run, whatever else is in the pack.
+//      result is bitwise the same from run to run, whatever else is in the pack.
 __global__ void __launch_bounds__(kThreads) policy_loss_kernel(const PolicyLossArgs args) {
   const int64_t s = blockIdx.x;
   const int thread = static_cast<int>(threadIdx.x);
