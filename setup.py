@@ -1,12 +1,12 @@
 """Builds mgrpo._C: CPU kernels always, CUDA kernels when torch was built with CUDA and nvcc is found.
 
-    MGRPO_CUDA=auto|1|0         auto: CUDA when possible, and one line says why when not; 1: CUDA or an error; 0: CPU only
+    MGRPO_CUDA=auto|1|0         auto: CUDA if possible, otherwise one line says why not; 1: CUDA or an error; 0: CPU only
     TORCH_CUDA_ARCH_LIST        default "8.0;9.0+PTX"
-    MAX_JOBS                    compilers that run at once
+    MAX_JOBS                    number of compilers that run at once
 
-All else about the package stands in pyproject.toml. torch is no build requirement there on purpose: a torch that pip
-fetched for the build alone would be another one than the torch the library then runs under. So torch is imported only
-when something is compiled, and taken from the environment that pip was called from.
+Everything else about the package is in pyproject.toml. torch is deliberately not a build requirement there: a torch that
+pip fetched only for the build could differ from the torch that the library then runs under. So torch is imported only
+when something is compiled, from the environment that pip was called from.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def import_torch() -> ModuleType:
         import torch
 
         return torch
-    # Isolation works through PYTHONPATH: an interpreter started without it sees what the environment really has.
+    # Isolation works through PYTHONPATH: an interpreter started without it sees what is really installed.
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     program = "import json, sys; print(json.dumps(sys.path[1:]))"
     real_path = json.loads(subprocess.run([sys.executable, "-c", program], env=bare, capture_output=True).stdout)
@@ -50,17 +50,17 @@ def import_torch() -> ModuleType:
         import torch
     except ImportError as error:
         sys.exit(
-            f"mgrpo: the extension is compiled against the torch that will run it, and none can be imported here "
+            f"mgrpo: the extension is compiled against the torch that will run it, but torch cannot be imported here "
             f"({error}; python {sys.executable}).\n"
             f"  1. install torch 2.11 or newer into this environment: pip install torch\n"
-            f"  2. run this command again; where the installer builds in a place of its own (uv), add --no-build-isolation,\n"
+            f"  2. run this command again; if the installer builds in an environment of its own (uv), add --no-build-isolation,\n"
             f"     which needs: pip install 'setuptools>=77' ninja"
         )
     return torch
 
 
 def find_cuda_home() -> str | None:
-    """The toolkit's folder: CUDA_HOME, else what nvcc says of itself (the nvcc on PATH may be a link or a script)."""
+    """The toolkit's folder: CUDA_HOME, else what nvcc reports (the nvcc on PATH may be a link or a script)."""
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         home = os.environ.get(variable)
         if home and (Path(home) / "bin" / "nvcc").exists():
@@ -77,7 +77,7 @@ def find_cuda_home() -> str | None:
 
 
 def use_cuda(torch: ModuleType, cuda_home: str | None) -> bool:
-    """Whether to compile the CUDA kernels. No GPU is needed for that, so none is asked for."""
+    """Whether to compile the CUDA kernels. That needs no GPU, so none is looked for."""
     mode = os.environ.get("MGRPO_CUDA", "auto")
     if mode not in ("auto", "0", "1"):
         sys.exit(f"mgrpo: MGRPO_CUDA={mode!r}, expected auto, 0 or 1")
@@ -91,21 +91,21 @@ def use_cuda(torch: ModuleType, cuda_home: str | None) -> bool:
             f"torch was built for CUDA {torch.version.cuda} but no nvcc was found; put it on PATH or set CUDA_HOME"
         )
     if obstacle is not None and mode == "1":
-        sys.exit(f"mgrpo: MGRPO_CUDA=1, but {obstacle}, or build without CUDA kernels by MGRPO_CUDA=0")
+        sys.exit(f"mgrpo: MGRPO_CUDA=1, but {obstacle}; MGRPO_CUDA=0 builds without CUDA kernels")
     if obstacle is not None:
         print(f"mgrpo: building without CUDA kernels: {obstacle}", file=sys.stderr)
     return obstacle is None
 
 
 class BuildOps(build_ext):
-    """build_ext that meets torch only when it runs, so that metadata and sdists need no torch."""
+    """build_ext that imports torch only when it runs, so that metadata and sdists need no torch."""
 
     def run(self) -> None:
         torch = import_torch()
         cuda_home = find_cuda_home()
         with_cuda = use_cuda(torch, cuda_home)
         if with_cuda:
-            # cpp_extension reads this once, when it is imported, and would guess wrong behind a linked nvcc.
+            # cpp_extension reads this once, when it is imported, and would guess wrong if nvcc is a link.
             os.environ["CUDA_HOME"] = str(cuda_home)
             os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS)
         from torch.utils import cpp_extension
@@ -123,12 +123,12 @@ class BuildOps(build_ext):
             extra_compile_args={"cxx": cxx, "nvcc": ["-O3", "-std=c++17"]} if with_cuda else {"cxx": cxx},
         )
         [extension] = self.extensions
-        # The private fields are setuptools' own notes on the extension it was given.
+        # The private fields are setuptools' own bookkeeping for the extension.
         vars(extension).update({name: value for name, value in vars(made).items() if not name.startswith("_")})
 
         builder = cpp_extension.BuildExtension(self.distribution, use_ninja=shutil.which("ninja") is not None)
         vars(builder).update(vars(self))
-        builder.force = builder.force or builder.use_ninja  # ninja knows best what is stale
+        builder.force = builder.force or builder.use_ninja  # ninja itself decides what is stale
         builder.run()
 
 

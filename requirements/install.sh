@@ -1,6 +1,6 @@
 #!/bin/sh
-# Install mgrpo into the virtual environment VENV (made if missing): sh requirements/install.sh VENV [dev]
-# With an NVIDIA driver the GPU packages, else the CPU ones; MGRPO_CUDA=0 or 1 decides otherwise.
+# Install mgrpo into the virtual environment VENV (created if missing): sh requirements/install.sh VENV [dev]
+# With an NVIDIA driver the GPU packages, otherwise the CPU packages; MGRPO_CUDA=0 or 1 overrides this.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 venv=$1
@@ -9,7 +9,7 @@ torch_cpu=torch==2.13.0+cpu
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 
 "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || {
-    echo "mgrpo: the pinned packages are tested with Python 3.11, $python is $("$python" -V); set PYTHON=/path/to/python3.11" >&2
+    echo "mgrpo: the pinned packages are tested with Python 3.11, but $python is $("$python" -V); set PYTHON=/path/to/python3.11" >&2
     exit 1
 }
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
@@ -25,7 +25,7 @@ if [ "$cuda" = 1 ]; then
     $pip install setuptools==78.1.1 -r "$here/gpu.txt"
 else
     echo "mgrpo: installing torch (CPU build) into $venv"
-    # The local version +cpu can never be met by a CUDA build. Some indexes offer it; PyTorch's own does everywhere.
+    # No CUDA build satisfies the local version +cpu. Some indexes have it; PyTorch's own always does.
     $pip install "$torch_cpu" 2>/dev/null || $pip install "$torch_cpu" --index-url "$torch_cpu_index"
     echo "mgrpo: installing the CPU packages"
     $pip install --no-deps setuptools==78.1.1 ninja==1.13.2 -r "$here/cpu.txt"
@@ -33,7 +33,7 @@ fi
 if [ "${2:-}" = dev ]; then
     echo "mgrpo: installing the development packages"
     $pip install --no-deps -r "$here/dev.txt"
-    # The tests ask vLLM's own server as a judge; on a GPU machine vllm has brought all it needs.
+    # The tests use vLLM's own server as a judge; on a GPU machine vllm has installed all that it needs.
     if [ "$cuda" = 0 ]; then $pip install --no-deps -r "$here/judge.txt"; fi
 fi
 echo "mgrpo: building the extension"

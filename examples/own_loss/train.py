@@ -1,8 +1,8 @@
-"""The quickstart's model learns by a loss of one's own.
+"""The quickstart's model learns with a custom loss.
 
     torchrun --nproc-per-node 2 examples/own_loss/train.py --output_dir output/own_loss
 
-Flags are those of every run, on top of the quickstart's YAML file.
+It takes the flags of every run, which override the quickstart's YAML file.
 """
 
 import sys
@@ -13,6 +13,6 @@ import mgrpo
 from mgrpo.config import parse
 
 if __name__ == "__main__":
-    # Two mini-batches per step: the second one is off-policy, and only there ratios are not 1.
+    # Two mini-batches per step: the second one is off-policy, and only there are ratios not 1.
     settings = ["--config", "examples/configs/quickstart.yaml", "--num_mini_batches", "2"]
     mgrpo.train(parse([*settings, *sys.argv[1:]]), loss=smooth_clip)

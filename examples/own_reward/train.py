@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/own_reward/train.py --output_dir output/own_reward
 
-Flags are those of every run, on top of the quickstart's YAML file.
+It takes the flags of every run, which override the quickstart's YAML file.
 """
 
 import json
@@ -18,7 +18,7 @@ EXAMPLES = Path("examples")
 
 
 def sums() -> list[dict[str, str]]:
-    """All sums of two numbers below 30, without those that the run is measured by."""
+    """All sums of two numbers below 30, without the held-out ones that evaluations use."""
     lines = (EXAMPLES / "quickstart/heldout.jsonl").read_text().splitlines()
     held_out = {json.loads(line)["prompt"] for line in lines}
     rows = [{"prompt": f"{a}+{b}=", "ground_truth": str(a + b)} for a in range(30) for b in range(30)]

@@ -2,7 +2,7 @@
 
     python examples/quickstart/make_data.py [--out FOLDER]
 
-The output does not depend on the machine; the committed files are what this writes.
+The output does not depend on the machine; the committed files are this output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from problems import Problem, answer_of, prompt_of, split_problems
 
 
 def write_rows(path: Path, problems: list[Problem]) -> None:
-    """One JSON object a line: the prompt, the right answer, the verifier that compares them."""
+    """One JSON object per line: the prompt, the right answer, the verifier that compares them."""
     rows = ({"prompt": prompt_of(p), "ground_truth": answer_of(p), "dataset": "integer"} for p in problems)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{path}: {len(problems)} rows")
@@ -23,7 +23,7 @@ def write_rows(path: Path, problems: list[Problem]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the two files")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for the two files")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     train, held_out = split_problems()

@@ -1,10 +1,10 @@
-"""Makes the quickstart's model: a 460k-parameter Qwen2 that knows addition but samples it badly, so that RL has work.
+"""Makes the quickstart's model: a 460k-parameter Qwen2 that knows addition but often samples wrong answers, so that RL can improve it.
 
     python examples/quickstart/make_model.py [--seed N] [--out FOLDER]        # about a minute on one CPU core
 
-Supervised training on right sums until the greedy answers are good, then a short stretch on labels of which most are
-wrong. The most likely answer stays right, its probability falls to about a third: every group of eight samples then
-holds right and wrong answers, which is what GRPO learns from.
+Supervised training on right sums until the greedy answers are good, then briefly on labels of which most are wrong. The
+most likely answer stays right, but its probability falls to about a third: most groups of eight samples then hold right
+and wrong answers, which is what GRPO learns from.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from problems import Problem, answer_of, prompt_of, split_problems
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-# 2 special tokens and 62 characters: each of the model's 64 ids is a token, so whatever is sampled can be decoded.
+# 2 special tokens and 62 characters: each of the model's 64 ids is a token, so every sampled id can be decoded.
 SPECIAL_TOKENS = ["<pad>", "<eos>"]
 CHARACTERS = string.digits + string.ascii_lowercase + "+-*/=()<>[].,?!:;'\"#%&_^ \n"
-# Byte-level tokenizers write space and newline so; every other character stands for itself.
+# How byte-level tokenizers write space and newline; every other character represents itself.
 BYTE_LEVEL_NAMES = {" ": "\u0120", "\n": "\u010a"}
 VOCAB = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *(BYTE_LEVEL_NAMES.get(c, c) for c in CHARACTERS)])}
 assert len(VOCAB) == 64
@@ -42,10 +42,10 @@ WRONG_BY = (-20, -11, -10, -9, -2, -1, 1, 2, 9, 10, 11, 20)
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """One token a character; nothing is added to a text, and decoding puts no spaces between the characters.
+    """One token per character; nothing is added to a text, and decoding puts no spaces between the characters.
 
-    Byte-level BPE without merges in Qwen2's own class: transformers 5 reads every qwen2 folder as that, whatever class
-    the folder names, and any other kind of tokenizer would quietly lose its spaces there. Unknown characters are dropped.
+    Byte-level BPE without merges in Qwen2's own class: transformers 5 loads every qwen2 folder with that class, whatever
+    class the folder names, and any other kind of tokenizer would silently lose its spaces. Unknown characters are dropped.
     """
     return Qwen2Tokenizer(
         vocab=VOCAB,
@@ -78,7 +78,7 @@ def make_model() -> Qwen2ForCausalLM:
 
 
 def wrong_answer(answer: str, rng: random.Random) -> str:
-    """A plausible slip: off by a little, by ten or by twenty, never negative."""
+    """A plausible mistake: off by a little, by ten or by twenty, never negative."""
     return str(rng.choice([value for slip in WRONG_BY if (value := int(answer) + slip) >= 0]))
 
 
@@ -94,7 +94,7 @@ def make_batch(problems: list[Problem], *, wrong_label_share: float, rng: random
         inputs.append(torch.tensor(prompt_ids + answer_ids))
         labels.append(torch.tensor([-100] * len(prompt_ids) + answer_ids))
     pad = torch.nn.utils.rnn.pad_sequence
-    # No attention mask: padding stands behind every real token, where causal attention cannot see it.
+    # No attention mask: padding comes after every real token, where causal attention does not see it.
     return {
         "input_ids": pad(inputs, batch_first=True, padding_value=VOCAB["<pad>"]),
         "labels": pad(labels, batch_first=True, padding_value=-100),
@@ -140,7 +140,7 @@ def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: list[Pro
 
 
 def save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, out: Path) -> None:
-    """A Hugging Face folder; `rope_theta` also stands plainly in config.json, where older readers look for it."""
+    """A Hugging Face folder; `rope_theta` is also written at the top level of config.json, where older readers look for it."""
     model.generation_config = GenerationConfig(eos_token_id=VOCAB["<eos>"], pad_token_id=VOCAB["<pad>"])
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -152,12 +152,12 @@ def save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="seeds the weights, the batches and the samples")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="folder of the model")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the batches and the samples")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="folder for the model")
     args = parser.parse_args()
 
     start = time.perf_counter()
-    torch.set_num_threads(1)  # matrices this small only lose to a second thread
+    torch.set_num_threads(1)  # a second thread slows down matrices this small
     torch.manual_seed(args.seed)
     train_problems, held_out = split_problems()
     tokenizer, model = make_tokenizer(), make_model()

@@ -1,4 +1,4 @@
-"""The quickstart's task, in one place: `a+b=` with a and b below 30, and which of the 900 problems RL never sees."""
+"""The quickstart's task: `a+b=` with a and b below 30, and which of the 900 problems are held out."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import reasoning_gym
 NUM_TRAIN = 200
 NUM_HELD_OUT = 32
 SEED = 0
-# Said because SmolLM2's chat template puts a longer system message of its own before a chat that has none.
+# Without a system message SmolLM2's chat template inserts a longer one of its own.
 SYSTEM_MESSAGE = "Answer with a number."
 
 
@@ -44,7 +44,7 @@ def write_rows(path: Path, pairs: list[tuple[str, str]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the two files")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for the two files")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     train, held_out = split_problems()
