@@ -35,7 +35,7 @@ README_START = "<!-- figures: written by `python tools/bench_ops.py --markdown` 
 README_END = "<!-- end of figures -->"
 PROTOCOL = (
     "One process, the same inputs for every method. Each method runs once outside the clock for memory and accuracy, then "
-    "the methods take turns; the round with the least forward + backward counts for each method. Time: {clock}. Memory: "
+    "the methods take turns; for each method the round with the least forward + backward is reported. Time: {clock}. Memory: "
     "peak of the bytes {allocator} during forward and backward, above the inputs. Accuracy: against float64 on the same "
     "inputs, largest absolute error of a logprob, largest error of a gradient divided by its largest entry."
 )
