@@ -88,8 +88,11 @@ def build(
     distinct, places = selection.places()
     if (num_rows := sum(map(len, distinct))) >= _ANNOUNCED_ROWS:
         print(f"tokenizing {num_rows:,} rows", file=sys.stderr, flush=True)
-    with _no_progress_bars(), ThreadPoolExecutor(num_threads or _cores()) as threads:
-        encoder = Encoder(recipe=recipe, tokenizer=tokenizer, threads=threads, cancelled=cancelled)
+    num_threads = num_threads or _cores()
+    with _no_progress_bars(), ThreadPoolExecutor(num_threads) as threads:
+        encoder = Encoder(
+            recipe=recipe, tokenizer=tokenizer, threads=threads, num_threads=num_threads, cancelled=cancelled
+        )
         _encode(folder, _batches(selection.sources, distinct, cancelled), encoder, fingerprint)
 
     prompts = open_prompts(folder)

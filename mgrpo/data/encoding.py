@@ -58,6 +58,7 @@ class Encoder:
     recipe: Recipe
     tokenizer: Any
     threads: Executor
+    num_threads: int
     cancelled: Event
 
     def __call__(self, records: Sequence[str]) -> dict[str, Sequence[Any] | np.ndarray]:
@@ -70,7 +71,10 @@ class Encoder:
                 texts[index] = self._text(loads(record))
             except ValueError as err:
                 problems[index] = str(err)
-        tokens = [np.array(ids, np.int32) for ids in token_ids(self.tokenizer, texts, threads=self.threads)]
+        tokens = [
+            np.array(ids, np.int32)
+            for ids in token_ids(self.tokenizer, texts, threads=self.threads, num_threads=self.num_threads)
+        ]
         lengths = np.array([len(ids) for ids in tokens])
         for index in np.flatnonzero(lengths == 0):
             problems[index] = problems[index] or "the prompt has no tokens"

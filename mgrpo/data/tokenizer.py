@@ -15,9 +15,6 @@ from typing import Any
 
 import numpy as np
 
-_PART_TEXTS = 64
-"""Texts that one thread encodes at once."""
-
 
 def load_tokenizer(path: str | Path) -> Any:
     """The transformers tokenizer in a folder, which may be a checkpoint."""
@@ -55,11 +52,13 @@ def fingerprint(tokenizer: Any) -> str:
     return found.hexdigest()
 
 
-def token_ids(tokenizer: Any, texts: Sequence[str], *, threads: Executor | None = None) -> list[list[int]]:
+def token_ids(
+    tokenizer: Any, texts: Sequence[str], *, threads: Executor | None = None, num_threads: int = 1
+) -> list[list[int]]:
     """The tokens of texts, in which every special token is written out.
 
     Args:
-        threads: what a fast tokenizer may use; it encodes without holding Python's lock.
+        threads: `num_threads` of them, for a fast tokenizer, which does not hold Python's lock while it encodes.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not hasattr(backend, "encode_batch_fast") or not _only_calls_its_backend(tokenizer):
@@ -73,8 +72,10 @@ def token_ids(tokenizer: Any, texts: Sequence[str], *, threads: Executor | None 
     def encode(part: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in backend.encode_batch_fast(part, add_special_tokens=False)]
 
-    parts = [texts[start : start + _PART_TEXTS] for start in range(0, len(texts), _PART_TEXTS)]
-    return list(chain.from_iterable(threads.map(encode, parts) if threads is not None else map(encode, parts)))
+    if threads is None:
+        return encode(texts)
+    size = max(1, -(-len(texts) // num_threads))
+    return list(chain.from_iterable(threads.map(encode, [texts[i : i + size] for i in range(0, len(texts), size)])))
 
 
 def _only_calls_its_backend(tokenizer: Any) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,7 +17,7 @@ from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.run.engine_weights import EngineWeights
 from mgrpo.run.lead import Lead
 from mgrpo.run.learner import Learner
-from mgrpo.run.production import Started, prepare
+from mgrpo.run.production import Production, Started, prepare
 from mgrpo.run.reporter import Reporter, SilentReporter
 from mgrpo.run.resume import States
 from mgrpo.run.source import SilentSource, Source
@@ -54,10 +55,9 @@ def make_trainer(
         lead.follow()
         source, reporter = SilentSource(lead), SilentReporter()
     else:
-        production = lead.work(partial(prepare, config, started))
-        source = Source(production, lead, config, layout=layout, hidden=shape.hidden)
         state = checkpoint.state if checkpoint else None
-        reporter = Reporter(config, scale=started.rewarder.scale, resumed=state, resume_from=resume_from)
+        production, reporter = lead.work(partial(_get_ready, config, started, resumed=state, resume_from=resume_from))
+        source = Source(production, lead, config, layout=layout, hidden=shape.hidden)
         remarks = production.remarks
     weights = EngineWeights(
         learner.policy,
@@ -88,3 +88,12 @@ def make_trainer(
         steps = config.num_training_steps
         reporter.say(f"continues from {resume_from}, {trainer.done} of {steps} steps are done")
     return trainer
+
+
+def _get_ready(
+    config: Config, started: Started, *, resumed: Mapping[str, Any] | None, resume_from: str | None
+) -> tuple[Production, Reporter]:
+    """Rank 0: data and engines first, because opening the files moves those of an earlier run aside."""
+    production = prepare(config, started)
+    reporter = Reporter(config, scale=started.rewarder.scale, resumed=resumed, resume_from=resume_from)
+    return production, reporter

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from mgrpo.rollout.engine import Answer, EngineError, PromptBatch
@@ -19,7 +20,8 @@ class RayEngine:
             starting: the reference of its call of `start`.
         """
         self.actor = actor
-        self.ready: Future[None] = _answer(starting)
+        self.pending: set[Future[Any]] = set()
+        self.ready: Future[None] = self._answer(starting)
 
     def submit(self, batch: PromptBatch) -> None:
         """See `Engine`; a failure shows in `take`."""
@@ -27,44 +29,52 @@ class RayEngine:
 
     def take(self, number: int) -> Future[Answer]:
         """See `Engine`."""
-        return _answer(self.actor.take.remote(number))
+        return self._answer(self.actor.take.remote(number))
 
     def abort(self) -> Future[None]:
         """See `Engine`."""
-        return _answer(self.actor.abort.remote())
+        return self._answer(self.actor.abort.remote())
 
     def join(self, invitation: Mapping[str, Any]) -> Future[None]:
         """See `Engine`."""
-        return _answer(self.actor.join.remote(invitation))
+        return self._answer(self.actor.join.remote(invitation))
 
     def receive_weights(self, version: int, *, check: bool, seed: int) -> Future[None]:
         """See `Engine`."""
-        return _answer(self.actor.receive_weights.remote(version, check, seed))
+        return self._answer(self.actor.receive_weights.remote(version, check, seed))
 
     def seed(self, seed: int) -> Future[None]:
         """See `Engine`."""
-        return _answer(self.actor.seed.remote(seed))
+        return self._answer(self.actor.seed.remote(seed))
 
     def close(self) -> None:
-        """Kill the actor and its processes."""
+        """Kill the actor and its processes; what has not been answered fails, because Ray may never answer it."""
         import ray
 
         ray.kill(self.actor)
+        for answer in list(self.pending):
+            self._settle(answer, EngineError("the engine was closed"))
 
+    def _answer(self, reference: Any) -> Future[Any]:
+        """The result of a call of the actor; Ray's errors become an EngineError with the line that says what happened."""
+        answer: Future[Any] = Future()
+        self.pending.add(answer)
 
-def _answer(reference: Any) -> Future[Any]:
-    """The result of a call of the actor; Ray's errors become an EngineError with the line that says what happened."""
-    answer: Future[Any] = Future()
+        def done(call: Future[Any]) -> None:
+            err = call.exception()
+            self._settle(answer, call.result() if err is None else EngineError(_cause(err)))
 
-    def settle(done: Future[Any]) -> None:
-        err = done.exception()
-        if err is None:
-            answer.set_result(done.result())
-        else:
-            answer.set_exception(EngineError(_cause(err)))
+        reference.future().add_done_callback(done)
+        return answer
 
-    reference.future().add_done_callback(settle)
-    return answer
+    def _settle(self, answer: Future[Any], result: Any) -> None:
+        self.pending.discard(answer)
+        # The answer and the closing may come at once, from two threads.
+        with contextlib.suppress(InvalidStateError):
+            if isinstance(result, EngineError):
+                answer.set_exception(result)
+            else:
+                answer.set_result(result)
 
 
 def _cause(err: BaseException) -> str:

@@ -251,14 +251,13 @@ def test_threads_batches_and_the_cache_make_the_same_prompts(settings, write, to
     ]
     a, b = write("a.jsonl", data), write("b.jsonl", sums(70))
     expected = None
-    for num_proc, batch_rows, part, skip in (
-        (1, 1000, 64, True),
-        (1, 7, 64, False),
-        (1, 7, 64, False),
-        (4, 90, 3, True),
+    for num_proc, batch_rows, skip in (
+        (1, 1000, True),
+        (1, 7, False),
+        (1, 7, False),
+        (4, 90, True),
     ):
         monkeypatch.setattr("mgrpo.data.building._BATCH_ROWS", batch_rows)
-        monkeypatch.setattr("mgrpo.data.tokenizer._PART_TEXTS", part)
         fields = {"max_prompt_token_length": 30, "dataset_skip_cache": skip, "dataset_num_proc": num_proc}
         prompts = open_data(settings(a, "0.8", b, "1.0", **fields))[0].encode(tokenizer)
         found = [(p.tokens.tolist(), p.text, p.ground_truths, p.query, p.columns) for p in everything(prompts)]

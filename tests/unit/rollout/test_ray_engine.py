@@ -1,0 +1,56 @@
+"""The answers of an actor as futures, with a stand-in for Ray's handles."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from mgrpo.rollout.engine import EngineError
+from mgrpo.rollout.vllm.ray_engine import RayEngine
+
+
+class Call:
+    """A reference, and how it will be answered."""
+
+    def __init__(self) -> None:
+        self.answer: Future = Future()
+
+    def future(self) -> Future:
+        return self.answer
+
+
+@pytest.fixture
+def calls():
+    """Of `start` and `take`."""
+    return Call(), Call()
+
+
+@pytest.fixture
+def engine(calls):
+    start, take = calls
+    return RayEngine(SimpleNamespace(take=SimpleNamespace(remote=lambda number: take)), start)
+
+
+def test_an_actors_error_is_the_line_that_says_what_happened(engine, calls) -> None:
+    """Ray prints the traceback of three processes; the user needs its last line."""
+    taken = engine.take(0)
+    calls[1].answer.set_exception(RuntimeError("Traceback:\n  File engine.py\nValueError: no memory\n\n"))
+    with pytest.raises(EngineError, match=r"^RuntimeError: ValueError: no memory$"):
+        taken.result(0)
+
+
+def test_closing_ends_every_wait(engine, calls, monkeypatch) -> None:
+    """Ray forgets its callbacks when it shuts down; a thread that waits for one would keep the process for an hour."""
+    killed = []
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(kill=killed.append))
+    taken = engine.take(0)
+    calls[0].answer.set_result(None)
+    engine.close()
+    assert killed == [engine.actor] and engine.ready.result(0) is None
+    with pytest.raises(EngineError, match="closed"):
+        taken.result(0)
+    calls[1].answer.set_result({})  # too late, and without harm
+    assert isinstance(taken.exception(0), EngineError)
