@@ -131,7 +131,7 @@ def prepare(config: Config, parts: Started) -> Production:
         tokenizer=tokenizer,
         producer=producer,
         evaluator=evaluator,
-        remarks=[f"chat_template_name={template} goes with --stop_strings '{text}'" for text in missing],
+        remarks=[f"chat_template_name={template} needs --stop_strings '{text}'" for text in missing],
     )
 
 
