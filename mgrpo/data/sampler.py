@@ -77,14 +77,18 @@ class Sampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken; ValueError if data, seed or shuffling differ."""
-        here = {"num_prompts": self._num_prompts, "seed": self._seed, "shuffle_dataset": self._shuffle}
-        saved = {"num_prompts": state["num_prompts"], "seed": state["seed"], "shuffle_dataset": state["shuffle"]}
-        for name, value in saved.items():
-            if value != here[name]:
+        for name, here in (("num_prompts", self._num_prompts), ("seed", self._seed)):
+            if state[name] != here:
                 raise ValueError(
-                    f"the saved data order has {name}={value}, this run has {here[name]}; resume with the data, the seed and "
-                    "the order that the run began with"
+                    f"the saved data order has {name}={state[name]}, this run has {here}; "
+                    "resume with the data and the seed that the run began with"
                 )
+        # Old states lack the key: those runs always shuffled.
+        if state.get("shuffle", True) != self._shuffle:
+            raise ValueError(
+                f"the saved data order has shuffle_dataset={state.get('shuffle', True)}, this run has {self._shuffle}; "
+                "resume with the order that the run began with"
+            )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self._is_excluded[:] = False
         self._excluded = []

@@ -108,6 +108,17 @@ def test_without_shuffling_epochs_are_in_the_order_of_the_data() -> None:
         Sampler(4, seed=7).load_state_dict(sampler.state_dict())
 
 
+def test_states_of_before_shuffling_was_a_setting_are_read() -> None:
+    """A run that began then goes on."""
+    sampler = Sampler(8, seed=1)
+    sampler.take(3)
+    state = sampler.state_dict()
+    del state["shuffle"]
+    resumed = Sampler(8, seed=1)
+    resumed.load_state_dict(state)
+    assert resumed.take(9) == sampler.take(9)
+
+
 def test_a_state_does_not_change_when_the_sampler_goes_on() -> None:
     """It is written by a thread while the next rows are excluded."""
     sampler = Sampler(8, seed=1)
