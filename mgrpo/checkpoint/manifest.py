@@ -16,7 +16,7 @@ from mgrpo.checkpoint.boxes import covers
 from mgrpo.checkpoint.folder import MANIFEST
 from mgrpo.models.table import Box, Shape
 
-VERSION = 2
+VERSION = 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -68,7 +68,7 @@ class Reporter:
         self.writer = MetricsWriter(
             self.output_dir,
             resumed_after=resumed_after,
-            num_lines=continued["reporter"]["num_lines"] if continued else 0,
+            num_lines=continued["head"]["num_lines"] if continued else 0,
         )
         (self.output_dir / "config.yaml").write_text(to_yaml(config))
         self.tables = EvaluationTables(self.output_dir / "rollouts", resumed_after=resumed_after)

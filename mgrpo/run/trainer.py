@@ -172,8 +172,7 @@ class Trainer:
             "model": asdict(self.learner.shape),
             "model_name_or_path": str(Path(self.config.model.path).absolute()),
             "learner": self.learner.state_dict(),
-            "source": self.source.state_dict(),
-            "reporter": self.reporter.state_dict(),
+            "head": {**self.source.state_dict(), **self.reporter.state_dict()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -181,7 +180,7 @@ class Trainer:
         self.done, self.is_followed_up = state["step"], state["is_followed_up"]
         self.saved, self.before = self.done, state["before"]
         self.version, self.skipped = state["policy_version"], state["skipped"]
-        self.source.load_state_dict(state["source"])
+        self.source.load_state_dict(state["head"])
 
     def close(self) -> None:
         """Leave all process groups. Collective."""

@@ -158,7 +158,7 @@ def _stopping(strings: tuple[str, ...]) -> dict[str, Any]:
         "include_stop_str_in_output": True,
         # "<|im_end|>" may be a special token.
         "skip_special_tokens": False,
-        # Once it has a tokenizer vLLM would end at this one's eos, too; stop_token_ids alone decide.
+        # With a tokenizer vLLM would also end at the tokenizer's eos; stop_token_ids alone decide.
         "ignore_eos": True,
     }
 

@@ -62,7 +62,7 @@ def test_a_resumed_run_goes_on_in_its_own_files_and_not_in_those_of_another(tmp_
     """Lines of steps that are done again would stand twice; another run's lines would be continued as this one's."""
     reporter = report(tmp_path)
     step(reporter, 1, batch)
-    saved = {"step": 1, "reporter": reporter.state_dict()}
+    saved = {"step": 1, "head": reporter.state_dict()}
     step(reporter, 2, batch)
     reporter.close()
     own = report(tmp_path, resumed=saved, resume_from=str(tmp_path / "out" / "checkpoints" / "step_1"))
