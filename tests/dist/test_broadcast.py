@@ -8,8 +8,8 @@ from tests.dist import cases
 
 def test_headers_arrays_and_errors_reach_every_rank(run_ranks):
     """A learner that misreads a header trains on garbage or hangs; an error must end all with the same words."""
-    head, other = run_ranks(2, cases.broadcast_messages, message="engine 3 died: no memory")
-    assert head[:3] == other[:3]
-    assert head[:2] == [Action.HEARTBEAT, Action.RUN]
+    rank_0, other = run_ranks(2, cases.broadcast_messages, message="engine 3 died: no memory")
+    assert rank_0[:3] == other[:3]
+    assert rank_0[:2] == [Action.HEARTBEAT, Action.RUN]
     assert other[2] == {"a": [[0, 1, 2], [3, 4, 5]], "b": [], "c": [True]}
     assert other[3] == "engine 3 died: no memory"

@@ -76,7 +76,7 @@ def test_one_completion_a_prompt_is_reinforce_with_a_batch_baseline():
 
 
 def test_no_prompts_give_no_advantages():
-    """A step in which every group was filtered would crash the controller."""
+    """A step in which every group was filtered would end the run."""
     assert advantages(torch.zeros(0, 4)).shape == (0, 4)
     assert advantages(torch.zeros(0, 4, 2), normalization="gdpo").shape == (0, 4)
 

@@ -62,7 +62,7 @@ def test_gdpo_reads_each_functions_rewards_by_name():
 
 
 def test_no_groups_are_no_samples():
-    """A step in which every group was filtered would crash the controller."""
+    """A step in which every group was filtered would end the run."""
     assert train_samples([], normalization="standard") == []
 
 

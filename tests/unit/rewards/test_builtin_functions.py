@@ -123,7 +123,7 @@ def test_the_think_format_is_the_language_of_trls_pattern() -> None:
 
 
 def test_the_think_format_is_linear_in_hostile_text() -> None:
-    """It runs in the controller, where nothing stops it."""
+    """It runs on rank 0, where nothing stops it."""
     began = time.perf_counter()
     texts = ["<think>" * 100_000, "<think>" + "</think>" * 100_000, "<think>" + "<thin" * 100_000]
     assert think_format_reward(texts) == [0.0, 1.0, 0.0]

@@ -154,7 +154,7 @@ def test_the_format_is_the_one_of_open_instruct(text: str) -> None:
 
 
 def test_the_format_check_is_linear_in_hostile_text() -> None:
-    """It runs in the controller, where nothing stops it."""
+    """It runs on rank 0, where nothing stops it."""
     began = time.perf_counter()
     assert not has_r1_format("</think><answer>" * 20_000)
     assert time.perf_counter() - began < 0.5

@@ -7,16 +7,9 @@ import itertools
 import numpy as np
 
 from mgrpo.rollout.collect import sampler_seed, split_evenly, to_arrays, to_groups
-from mgrpo.types import Prompt
+from tests.builders import prompt
 
-
-def prompt(epoch: int, index: int, tokens: list[int]) -> Prompt:
-    return Prompt(
-        id=(epoch, index), tokens=np.array(tokens, dtype=np.int32), text="", verifiers=("integer",), ground_truths=(1,)
-    )
-
-
-PROMPTS = [prompt(0, i, list(range(i + 1))) for i in range(5)]
+PROMPTS = [prompt(range(i + 1), id=(0, i)) for i in range(5)]
 
 
 def test_every_run_version_and_engine_has_its_own_seed():

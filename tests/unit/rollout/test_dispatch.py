@@ -11,12 +11,13 @@ from mgrpo.rollout.dispatch import Dispatcher, prompt_seeds
 from mgrpo.rollout.engine import EngineError
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.types import Prompt
+from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine
 
 
-def prompt(index: int) -> Prompt:
+def numbered(index: int) -> Prompt:
     """Prompt i has i + 1 tokens."""
-    return Prompt(id=(0, index), tokens=np.full(index + 1, index, np.int32), text="", verifiers=(), ground_truths=())
+    return prompt([index] * (index + 1), id=(0, index))
 
 
 def dispatcher(*, num_engines: int = 1, **settings) -> Dispatcher:
@@ -37,7 +38,7 @@ def test_groups_come_in_the_order_of_their_prompts(num_engines: int) -> None:
     """Arrival order would make a run depend on the speed of its engines."""
     own = dispatcher(num_engines=num_engines)
     for step in range(2):
-        asked = [prompt(4 * step + i) for i in range(4)]
+        asked = [numbered(4 * step + i) for i in range(4)]
         groups = own.take(own.submit(asked)).groups
         assert indices(groups) == [4 * step + i for i in range(4)]
         assert all(len(c.tokens) == len(group.prompt.tokens) for group in groups for c in group.completions)
@@ -46,7 +47,7 @@ def test_groups_come_in_the_order_of_their_prompts(num_engines: int) -> None:
 def test_an_aborted_batch_is_an_error() -> None:
     """Half an answer that is taken for a whole one would be trained on as truncated."""
     own = dispatcher()
-    submitted = own.submit([prompt(0)])
+    submitted = own.submit([numbered(0)])
     own.fleet.abort()
     with pytest.raises(EngineError, match="aborted"):
         own.take(submitted)
@@ -64,8 +65,8 @@ def test_an_aborted_batch_is_an_error() -> None:
 def test_evaluations_have_settings_of_their_own_and_training_keeps_its(settings, expected) -> None:
     """A temperature of 0 is no "not set"; top-p in training would make the ratio of probabilities another one."""
     own = dispatcher(**{"temperature": 0.7, "eval_pass_at_k": 2, **settings})
-    own.submit_evaluation([prompt(0)])
-    own.submit([prompt(1)])
+    own.submit_evaluation([numbered(0)])
+    own.submit([numbered(1)])
     (engine,) = own.fleet.engines
     asked, trained = (engine.batches[number].sampling for number in (0, 1))
     assert (asked.num_samples, asked.max_tokens, asked.temperature, asked.top_p) == expected
@@ -75,7 +76,7 @@ def test_evaluations_have_settings_of_their_own_and_training_keeps_its(settings,
 def test_without_stop_strings_engines_draw_from_one_stream() -> None:
     """One generator per request is vLLM's slow path."""
     own = dispatcher()
-    own.submit([prompt(0)])
+    own.submit([numbered(0)])
     assert own.fleet.engines[0].batches[0].seeds is None
 
 
@@ -84,8 +85,8 @@ def test_with_stop_strings_every_prompt_has_its_own_seed_wherever_it_is_sampled(
     seeds = {}
     for num_engines in (1, 3):
         own = dispatcher(num_engines=num_engines, stop_strings=["</answer>"])
-        own.submit([prompt(i) for i in range(4)])
-        own.submit_evaluation([prompt(i) for i in range(4)])
+        own.submit([numbered(i) for i in range(4)])
+        own.submit_evaluation([numbered(i) for i in range(4)])
         batches = [engine.batches for engine in own.fleet.engines]
         assert all(
             batch[0].sampling.stop_strings == batch[1].sampling.stop_strings == ("</answer>",) for batch in batches
@@ -98,11 +99,7 @@ def test_with_stop_strings_every_prompt_has_its_own_seed_wherever_it_is_sampled(
 
 def test_seeds_of_prompts_differ_between_runs_epochs_and_rows() -> None:
     """Samples of one prompt take neighbouring seeds, so that prompts must lie far apart."""
-    prompts = [
-        Prompt(id=(e, i), tokens=np.zeros(1, np.int32), text="", verifiers=(), ground_truths=())
-        for e in range(3)
-        for i in range(40)
-    ]
+    prompts = [prompt(id=(epoch, index)) for epoch in range(3) for index in range(40)]
     seeds = np.sort(
         np.concatenate([prompt_seeds(run, prompts, stream) for run in (1, 2) for stream in (0, EVALUATION)])
     )

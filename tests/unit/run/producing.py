@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from mgrpo.config import Config, from_values
 from mgrpo.data.sampler import Sampler
 from mgrpo.rollout.dispatch import Dispatcher
@@ -13,6 +11,7 @@ from mgrpo.rollout.fleet import Fleet
 from mgrpo.run.evaluator import Evaluator
 from mgrpo.run.producer import Producer
 from mgrpo.types import Prompt, PromptId, RewardContext, RewardScale, RolloutGroup, Score, ScoredBatch, ScoredGroup
+from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine
 
 
@@ -38,8 +37,8 @@ class ScriptedRewarder:
         return {"judge/requests": 2.0}
 
 
-def prompt(prompt_id: PromptId) -> Prompt:
-    return Prompt(id=prompt_id, tokens=np.zeros(2, np.int32), text="", verifiers=("integer",), ground_truths=("1",))
+def prompt_of(prompt_id: PromptId) -> Prompt:
+    return prompt(id=prompt_id, verifiers=["integer"])
 
 
 def config(**settings) -> Config:
@@ -62,7 +61,7 @@ def producer(rewards: Callable[[int], Sequence[float]] = lambda index: (0.0, 1.0
     return Producer(
         own,
         Sampler(20, own.experiment.seed, shuffle=False),
-        prompt=prompt,
+        prompt=prompt_of,
         dispatcher=dispatcher(own),
         rewarder=ScriptedRewarder(rewards),
     )
@@ -73,7 +72,7 @@ def evaluator(**settings) -> Evaluator:
     own = config(**settings)
     return Evaluator(
         own,
-        [prompt((0, index)) for index in range(3)],
+        [prompt_of((0, index)) for index in range(3)],
         sources=["a", "a", "b"],
         dispatcher=dispatcher(own),
         rewarder=ScriptedRewarder(lambda index: (1.0,)),
