@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 
 import pytest
 
@@ -52,3 +53,29 @@ def test_a_checkpoint_that_is_not_there_is_a_problem_of_the_configuration(config
         with pytest.raises(ConfigError, match=words):
             launch.train(with_checkpoint(config, resume=str(path)))
     assert complete(root) == [6]
+
+
+@pytest.fixture
+def stop():
+    """A stop request that handles SIGTERM."""
+    own = launch.StopRequest()
+    before = signal.signal(signal.SIGTERM, own.on_signal)
+    yield own
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_before_training_ends_the_run_at_once(stop):
+    """Engines take minutes to start, and there is no state to save."""
+    with pytest.raises(SystemExit) as ended:
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM and not stop.event.is_set()
+
+
+def test_a_signal_in_training_lets_it_save_its_state_and_a_second_one_does_not(stop):
+    """Schedulers send SIGTERM some time before SIGKILL; a user who sends it twice does not want to wait."""
+    stop.is_heeded = True
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.event.is_set()
+    with pytest.raises(SystemExit) as ended:
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM

@@ -1,0 +1,76 @@
+"""A step's batch: every completion of every group that is trained on, once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mgrpo.layout import Layout
+from mgrpo.packing import from_arrays
+from mgrpo.run.batch import Batch, make_batch
+from mgrpo.run.producer import Rollouts
+from mgrpo.types import ScoredGroup
+from tests.builders import completion, prompt, scored_group
+from tests.unit.run.producing import config
+
+
+def group(number: int, rewards: tuple[float, float] = (0.0, 1.0)) -> ScoredGroup:
+    """Two completions whose tokens no other group has."""
+    completions = [completion(range(100 * number + 10 * i, 100 * number + 10 * i + 2 + i)) for i in range(2)]
+    return scored_group(rewards, completions=completions, of=prompt([number, number], id=(0, number)))
+
+
+def batch(num_groups: int, num_dropped: int = 0, **settings: object) -> Batch:
+    groups = [group(number) for number in range(num_groups)]
+    dropped = [group(50 + number, (1.0, 1.0)) for number in range(num_dropped)]
+    return make_batch(
+        Rollouts(groups=groups, dropped=dropped),
+        config(**settings),
+        layout=Layout(world_size=2),
+        hidden=64,
+        reward_weights={},
+        policy_version=3,
+    )
+
+
+def responses(arrays: dict[str, np.ndarray]) -> list[tuple[int, ...]]:
+    """The response tokens of every sequence in the packs of both data-parallel ranks."""
+    return sorted(
+        tuple(pack.targets[a:b].tolist())
+        for rank in range(2)
+        for mini_batch in from_arrays(arrays, rank)
+        for pack in mini_batch
+        for a, b in zip(pack.response_cu_seqlens[:-1], pack.response_cu_seqlens[1:], strict=True)
+    )
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("num_mini_batches", [1, 2])
+def test_every_completion_is_trained_on_once(num_mini_batches: int, share_prompts: bool) -> None:
+    """One that is lost or doubled changes the objective, and no metric shows it."""
+    own = batch(5, 2, num_mini_batches=num_mini_batches, shared_prompt_packing=share_prompts)
+    expected = [tuple(c.tokens.tolist()) for number in range(5) for c in group(number).group.completions]
+    assert responses(own.arrays) == sorted(expected)
+    assert sorted(sample for pack in own.packs for sample in pack.samples.tolist()) == list(range(10))
+    assert [tuple(sample.tokens.tolist()) for sample in own.samples] == expected
+
+
+def test_epochs_that_are_reshuffled_have_packs_of_their_own() -> None:
+    """The arrays hold every pass; the packs of the batch, from which metrics are made, only one."""
+    own = batch(4, num_epochs=3, reshuffle_mini_batches=True, num_mini_batches=2)
+    expected = responses(batch(4).arrays)
+    assert responses(own.arrays) == sorted(expected * 3)
+    assert sorted(sample for pack in own.packs for sample in pack.samples.tolist()) == list(range(8))
+
+
+def test_dropped_groups_count_as_sampled_and_are_not_trained_on() -> None:
+    """Without any the run would end: it takes an empty batch for "every prompt is solved"."""
+    assert batch(3, 2).num_sampled == 5
+    only_dropped = batch(0, 4)
+    assert only_dropped.num_sampled == 4 and responses(only_dropped.arrays) == []
+    assert batch(0).num_sampled == 0
+
+
+def test_the_batch_remembers_which_weights_sampled_it() -> None:
+    """Its tokens and log-probabilities belong to that policy."""
+    assert batch(1).policy_version == 3
