@@ -48,21 +48,26 @@ def config(**settings) -> Config:
     )
 
 
-def dispatcher(own: Config) -> Dispatcher:
-    fleet = Fleet([ScriptedEngine()], own.engine, seed=own.experiment.seed)
+def dispatcher(own: Config, engine: ScriptedEngine | None = None) -> Dispatcher:
+    fleet = Fleet([engine or ScriptedEngine()], own.engine, seed=own.experiment.seed)
     return Dispatcher(
         fleet, own.rollout, run_seed=own.experiment.seed, decode=lambda tokens: ["" for _ in tokens], stop_token_ids=()
     )
 
 
-def producer(rewards: Callable[[int], Sequence[float]] = lambda index: (0.0, 1.0), **settings) -> Producer:
+def producer(
+    rewards: Callable[[int], Sequence[float]] = lambda index: (0.0, 1.0),
+    *,
+    engine: ScriptedEngine | None = None,
+    **settings,
+) -> Producer:
     """Of 20 prompts in the order of their numbers."""
     own = config(**settings)
     return Producer(
         own,
         Sampler(20, own.experiment.seed, shuffle=False),
         prompt=prompt_of,
-        dispatcher=dispatcher(own),
+        dispatcher=dispatcher(own, engine),
         rewarder=ScriptedRewarder(rewards),
     )
 
