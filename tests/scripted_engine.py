@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mgrpo.rollout.engine import FINISH_REASONS, Answer, EngineError, PromptBatch
+from mgrpo.rollout.engine import FINISH_REASONS, Completions, EngineError, PromptBatch
 
 
 class ScriptedEngine:
@@ -32,7 +32,7 @@ class ScriptedEngine:
     def submit(self, batch: PromptBatch) -> None:
         self.batches[batch.number] = batch
 
-    def take(self, number: int) -> Future[Answer]:
+    def take(self, number: int) -> Future[Completions]:
         self.calls.append(("take", number))
         return self._future("take", lambda: self._echo(self.batches[number]))
 
@@ -64,7 +64,7 @@ class ScriptedEngine:
             future.set_result(make())
         return future
 
-    def _echo(self, batch: PromptBatch) -> Answer:
+    def _echo(self, batch: PromptBatch) -> Completions:
         each = [
             batch.tokens[a:b]
             for a, b in itertools.pairwise(batch.cu_seqlens)

@@ -39,29 +39,23 @@ class Channel:
 
     def action(self, action: Action | None = None, message: str = "") -> Action:
         """Rank 0 sends the next action, the others (`None`) receive it; ERROR raises RuntimeError(message) on them."""
-        header = torch.tensor([action if self.rank == 0 else 0, len(message.encode())], dtype=torch.int64)
-        dist.broadcast(header, 0, group=self.group)
-        received = Action(int(header[0]))
-        if received is Action.ERROR:
-            text = self._bytes(message.encode() if self.rank == 0 else None, int(header[1]))
-            if self.rank != 0:
-                raise RuntimeError(text.decode())
-        return received
+        return self._header(action, message.encode())[0]
 
     def arrays(self, arrays: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """Rank 0's named arrays, on every rank, in two collectives; the other ranks pass None."""
+        """Rank 0's named arrays, on every rank, in two collectives; the other ranks pass None.
+
+        Raises:
+            RuntimeError: on the other ranks, rank 0's message when it sends ERROR instead.
+        """
         if self.rank == 0:
             assert arrays is not None
             flat = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
             index = json.dumps([[name, str(array.dtype), array.shape] for name, array in flat.items()]).encode()
             body = b"".join(array.tobytes() for array in flat.values())
-            header = torch.tensor([len(index), len(body)], dtype=torch.int64)
-            dist.broadcast(header, 0, group=self.group)
+            self._header(Action.RUN, sizes=(len(index), len(body)))
             self._bytes(index + body, len(index) + len(body))
             return flat
-        header = torch.zeros(2, dtype=torch.int64)
-        dist.broadcast(header, 0, group=self.group)
-        index_size, body_size = header.tolist()
+        _, index_size, body_size = self._header()
         data = self._bytes(None, index_size + body_size)
         received, offset = {}, index_size
         for name, dtype, shape in json.loads(data[:index_size]):
@@ -71,7 +65,7 @@ class Channel:
         return received
 
     def fail(self, message: str, timeout_s: float = 5.0) -> None:
-        """On rank 0: send an ERROR to ranks that wait for an action; returns after `timeout_s` where none does."""
+        """On rank 0: send an ERROR to ranks that wait for an action or arrays; returns after `timeout_s` where none does."""
         if self.rank == 0:
             sender = threading.Thread(target=self._send_error, args=(message,), daemon=True)
             sender.start()
@@ -80,6 +74,20 @@ class Channel:
     def _send_error(self, message: str) -> None:
         with contextlib.suppress(RuntimeError):
             self.action(Action.ERROR, message)
+
+    def _header(
+        self, action: Action | None = None, message: bytes = b"", *, sizes: tuple[int, int] = (0, 0)
+    ) -> tuple[Action, int, int]:
+        """What comes before everything: an action and two sizes; after ERROR its message."""
+        sent = [action or 0, len(message), 0] if message else [action or 0, *sizes]
+        header = torch.tensor(sent if self.rank == 0 else [0, 0, 0], dtype=torch.int64)
+        dist.broadcast(header, 0, group=self.group)
+        number, first, second = header.tolist()
+        if Action(number) is Action.ERROR:
+            text = self._bytes(message if self.rank == 0 else None, first)
+            if self.rank != 0:
+                raise RuntimeError(text.decode())
+        return Action(number), first, second
 
     def _bytes(self, data: bytes | None, size: int) -> bytes:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mgrpo.rollout.engine import FINISH_REASONS, Answer
+from mgrpo.rollout.engine import FINISH_REASONS, Completions
 from mgrpo.types import Completion, Prompt, RolloutGroup
 
 Decode = Callable[[Sequence[np.ndarray]], list[str]]
@@ -20,7 +20,7 @@ EVALUATION = -1
 
 
 def seed_of(*words: object) -> int:
-    """A 62-bit seed of its own for every sequence of words."""
+    """A 62-bit seed derived from `words`."""
     digest = hashlib.blake2b("/".join(map(str, words)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
@@ -48,7 +48,7 @@ def to_arrays(prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([np.zeros(0, dtype=np.int32), *tokens]).astype(np.int32), cu_seqlens
 
 
-def to_groups(prompts: Sequence[Prompt], arrays: Answer, num_samples: int, decode: Decode) -> list[RolloutGroup]:
+def to_groups(prompts: Sequence[Prompt], arrays: Completions, num_samples: int, decode: Decode) -> list[RolloutGroup]:
     """Cut what an engine returned for `prompts` into groups, and decode each completion once."""
     cuts = list(zip(arrays["cu_seqlens"][:-1].tolist(), arrays["cu_seqlens"][1:].tolist(), strict=True))
     texts = decode([arrays["tokens"][a:b] for a, b in cuts])

@@ -36,7 +36,7 @@ class Sampled:
 
 
 class Dispatcher:
-    """Splits prompts over the engines. For one thread at a time."""
+    """Splits prompts over the engines. For one thread at a time, except `abort`."""
 
     def __init__(
         self, fleet: Fleet, rollout: Rollout, *, run_seed: int, decode: Decode, stop_token_ids: Sequence[int]
@@ -44,11 +44,12 @@ class Dispatcher:
         self.fleet, self.rollout, self.run_seed, self.decode = fleet, rollout, run_seed, decode
         self.stop_token_ids = tuple(stop_token_ids)
         self.numbers = itertools.count()
+        self.is_aborted = False
 
     def submit(self, prompts: Sequence[Prompt]) -> Submitted:
-        """Queue training prompts; nothing of them runs before `take`.
+        """Queue training prompts; none of them runs before `take`.
 
-        Not before an evaluation, whose `take` would run them as well.
+        Do not call it before an evaluation, whose `take` would run them too early.
         """
         rollout = self.rollout
         sampling = Sampling(
@@ -77,8 +78,10 @@ class Dispatcher:
         """Sample with the engines' present weights.
 
         Raises:
-            EngineError: an engine has failed, `Fleet.abort` was called, or `rollout_timeout` seconds have passed.
+            EngineError: an engine has failed, `abort` was called, or `rollout_timeout` seconds have passed.
         """
+        if self.is_aborted:
+            raise EngineError("generation was aborted")
         start = time.perf_counter()
         answers = self.fleet.results(
             [engine.take(submitted.number) for engine in self.fleet.engines],
@@ -94,6 +97,11 @@ class Dispatcher:
         if any(completion.finish_reason == "abort" for group in groups for completion in group.completions):
             raise EngineError("generation was aborted")
         return Sampled(groups=groups, seconds=time.perf_counter() - start)
+
+    def abort(self) -> None:
+        """End what is being sampled, for good: `take` raises EngineError from now on. From any thread."""
+        self.is_aborted = True
+        self.fleet.abort()
 
     def _submit(self, prompts: Sequence[Prompt], sampling: Sampling, *, stream: int) -> Submitted:
         submitted = Submitted(
@@ -116,7 +124,7 @@ class Dispatcher:
 
 
 def prompt_seeds(run_seed: int, prompts: Sequence[Prompt], stream: int) -> np.ndarray:
-    """`[prompts]` int64: a seed of its own for every prompt of a run; `stream` separates evaluations from training.
+    """`[prompts]` int64: one seed per prompt of a run; `stream` separates evaluations from training.
 
     With stop strings the engine learns a moment late that a completion has ended, and its row stays in the batch that
     long: were all rows drawn from one stream, the others' samples would depend on that moment.

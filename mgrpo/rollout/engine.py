@@ -17,7 +17,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 UNSYNCED = -1
 """Policy version of the weights that an engine has loaded by itself."""
 
-Answer = dict[str, np.ndarray]
+Completions = dict[str, np.ndarray]
 """The completions of a batch, prompt by prompt, sample by sample: `tokens` int32, `logprobs` float32 and `policy_versions`
 int32 `[sum(len)]`, cut by `cu_seqlens [prompts * num_samples + 1]` int64; `finish_reasons [prompts * num_samples]` int8
 indexes FINISH_REASONS."""
@@ -63,9 +63,9 @@ class Engine(Protocol):
     """Done when the engine has loaded its model."""
 
     def submit(self, batch: PromptBatch) -> None:
-        """Queue prompts. Nothing of them is sampled before `take`, so they can be queued while learners still train."""
+        """Queue prompts. None of them is sampled before `take`, so they can be queued while learners still train."""
 
-    def take(self, number: int) -> Future[Answer]:
+    def take(self, number: int) -> Future[Completions]:
         """Sample a submitted batch with the present weights; an error after a weight update that did not complete."""
 
     def abort(self) -> Future[None]:

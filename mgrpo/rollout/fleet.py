@@ -68,8 +68,8 @@ class Fleet:
 
     def raise_failure(self, calls: Sequence[Future[None]], what: str, *, within_s: float) -> None:
         """Raise the error of a call that fails within that time; return when none does."""
-        done = wait(calls, within_s, FIRST_EXCEPTION).done
-        self._raise_first(done, what)
+        wait(calls, within_s, FIRST_EXCEPTION)
+        self._raise_first(calls, what)
 
     def results(self, calls: Sequence[Future[T]], *, what: str, field: str, timeout_s: float) -> list[T]:
         """Results of one call to each engine, in their order.
@@ -77,8 +77,8 @@ class Fleet:
         Raises:
             EngineError: the first failure, or which engines have not answered within `timeout_s`, the value of `field`.
         """
-        done, late = wait(calls, timeout_s, FIRST_EXCEPTION)
-        self._raise_first(done, what)
+        late = wait(calls, timeout_s, FIRST_EXCEPTION).not_done
+        self._raise_first(calls, what)
         if late:
             numbers = ", ".join(str(number) for number, call in enumerate(calls) if call in late)
             engines = "the engine" if len(calls) == 1 else f"engines {numbers}"
@@ -88,7 +88,7 @@ class Fleet:
             )
         return [call.result() for call in calls]
 
-    def _raise_first(self, done: set[Future[T]], what: str) -> None:
-        for call in done:
-            if (err := call.exception()) is not None:
+    def _raise_first(self, calls: Sequence[Future[T]], what: str) -> None:
+        for call in calls:
+            if call.done() and (err := call.exception()) is not None:
                 raise EngineError(f"could not {what}: {err}{self.keep_logs()}") from err

@@ -12,7 +12,7 @@ from mgrpo.config.derived import state_root
 from mgrpo.config.rules import too_few_prompts
 from mgrpo.config.validate import check, warnings
 from mgrpo.models.family import HfConfig, read_hf_config, shape_of
-from mgrpo.rollout.vllm.arguments import machine_problems
+from mgrpo.rollout.start import machine_problems
 from mgrpo.run.environment import num_local_learners, prepare_environment, rank, world_size
 from mgrpo.run.inputs import Inputs, read_inputs
 

@@ -11,8 +11,10 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from mgrpo.config.schema import Engine as EngineSettings
@@ -23,6 +25,8 @@ from mgrpo.rollout.fleet import Fleet
 from mgrpo.run.lead import Lead
 from mgrpo.sync.channel import Sender, connect_store, open_store
 from mgrpo.sync.plan import ReshardPlan
+
+T = TypeVar("T")
 
 
 class EngineWeights:
@@ -99,15 +103,13 @@ class EngineWeights:
         Raises:
             RuntimeError: the sync did not complete in time, or a digest differs; it names engine, worker and tensors.
         """
-        self._together(
+        digests = self._together(
             lambda: self.fleet.receive_weights(version, check=check, step=step),
-            partial(self.sender.send, version),
+            partial(self._send, version, check=check),
             what=f"receive weights, version {version}",
         )
-        if check:
-            truth = self.sender.digests()
-            dist.all_reduce(truth, group=self.host_group)
-            self.lead.run(partial(self.sender.compare, version, truth))
+        if digests is not None:
+            self.lead.run(partial(self.sender.compare, version, digests))
 
     def keep(self, *, step: int) -> None:
         """No new weights: only begin the random stream of training step `step`."""
@@ -116,17 +118,30 @@ class EngineWeights:
     def _invite(self, engine: int) -> list[Future[None]]:
         return [self.fleet.engines[engine].join(self.sender.invitation(engine))]
 
+    def _send(self, version: int, *, check: bool) -> torch.Tensor | None:
+        """The learners' end of a sync; with `check` the digests that the engines must have, see `Sender.digests`."""
+        self.sender.send(version)
+        if not check:
+            return None
+        digests = self.sender.digests()
+        dist.all_reduce(digests, group=self.host_group)
+        return digests
+
     def _together(
-        self, engines_part: Callable[[], Sequence[Future[None]]], own_part: Callable[[], object], *, what: str
-    ) -> None:
-        """Both ends of a transfer at once. When the learners' end fails, an engine's own error is the one to raise."""
+        self, engines_part: Callable[[], Sequence[Future[None]]], own_part: Callable[[], T], *, what: str
+    ) -> T:
+        """Both ends of a transfer at once; the result of the learners' end, `own_part`.
+
+        When that fails because an engine has failed, the engine's own error is raised.
+        """
         calls = self.lead.call(engines_part)
         try:
-            own_part()
+            result = own_part()
         except RuntimeError:
             self.lead.call(lambda: self.fleet.raise_failure(calls or (), what, within_s=1))
             raise
         self.lead.run(lambda: self.fleet.finish(calls or (), what))
+        return result
 
 
 def _num_machines() -> int:

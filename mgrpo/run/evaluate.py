@@ -22,7 +22,7 @@ from mgrpo.config.loss import LossConfig
 from mgrpo.config.schema import Algorithm, Checkpoint, Optimizer, Parallel
 from mgrpo.config.validate import problems
 from mgrpo.models.family import read_hf_config
-from mgrpo.rollout.vllm.arguments import machine_problems
+from mgrpo.rollout.start import machine_problems
 from mgrpo.run.inputs import as_functions
 from mgrpo.run.result import EvaluationResult
 
@@ -87,7 +87,7 @@ def evaluate(
 
 
 def for_evaluation(config: Config) -> Config:
-    """`config` without what only training knows, so that no rule of training's stands in the way, in a folder of its own."""
+    """`config` without training-only settings, so that their rules do not apply, and with its own output folder."""
     rollout = config.rollout
     longest = config.data.max_prompt_token_length + rollout.response_length
     changed = dataclasses.replace(
@@ -153,7 +153,7 @@ def _check(config: Config, functions: list[str | Callable]) -> Inputs:
 def _model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
     """The model's config.json, and what keeps this machine from serving it.
 
-    Whatever vLLM serves will do: the model need not be one that can be trained here.
+    Any model that vLLM serves is accepted, also one that cannot be trained here.
     """
     folder = config.model.model_name_or_path or ""
     try:

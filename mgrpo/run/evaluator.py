@@ -46,8 +46,8 @@ class Evaluator:
     def evaluate(self, done: int) -> Evaluation:
         """The evaluation after `done` training steps.
 
-        It draws from random streams of its own, always the same; the next step's begins after it. No training prompts may
-        be queued in the engines.
+        It uses a fixed random stream; the engines are then reseeded for the next step. No training prompts may be queued in
+        the engines.
         """
         rollout, fleet = self.config.rollout, self.dispatcher.fleet
         context = RewardContext(

@@ -30,7 +30,7 @@ class Inputs:
     """Reward functions, or their names; empty: the rows' verifiers decide."""
 
     def notes(self, config: Config) -> list[str]:
-        """What the verifiers want the user to know at the start."""
+        """Notes of the verifiers, printed at start-up."""
         if self.functions or not config.reward.apply_verifiable_reward:
             return []
         found = [note for name in self.verifiers(config) for note in find(name).notes(config.reward)]

@@ -88,7 +88,7 @@ def try_out(config: Config) -> None:
         )
         _start(one_step, inputs)
     if leads:
-        print("dry run: configuration, data, layout and one step are sound; nothing was kept")
+        print("dry run passed: configuration, data, layout and one step; no files were kept")
 
 
 def _prepare_data(config: Config, inputs: Inputs | None) -> None:
@@ -106,16 +106,16 @@ def _prepare_data(config: Config, inputs: Inputs | None) -> None:
 
 
 class StopRequest:
-    """SIGTERM on rank 0: the run ends when its state is saved; at once when the signal is repeated or nothing is trained yet."""
+    """SIGTERM on rank 0: the run ends when its state is saved; immediately on a second signal, or before training has begun."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
-        self.is_heeded = False
-        """Whether there is a trainer that looks at `event`."""
+        self.is_polled = False
+        """Whether there is a trainer that polls `event`."""
 
     def on_signal(self, number: int, frame: object) -> None:
         """The signal handler."""
-        if self.event.is_set() or not self.is_heeded:
+        if self.event.is_set() or not self.is_polled:
             sys.exit(128 + number)
         self.event.set()
 
@@ -169,7 +169,7 @@ def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFun
     trainer = None
     try:
         trainer = make_trainer(config, lead, parts, resume_from=_resume_from(config) if parts else None, loss=loss)
-        stop.is_heeded = True
+        stop.is_polled = True
         result = trainer.fit()
     except Stopped:
         assert trainer is not None
@@ -180,6 +180,7 @@ def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFun
             trainer.states.stop()
             trainer.reporter.close()
         lead.fail(f"rank {rank()}: {err!r}")
+        lead.close()
         raise
     trainer.close()
     return result

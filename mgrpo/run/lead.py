@@ -1,7 +1,7 @@
-"""Rank 0 leads: it works while the other learners wait. The only place in a run that tests for rank 0.
+"""Rank 0 leads: it works while the other learners wait. Once a run has started, the only place that tests for rank 0.
 
-While they wait rank 0 tells the others at intervals that it is alive, so a rank gives up soon after rank 0 has died and not
-after the hours that a collective of the training may take.
+While they wait, rank 0 sends the others a heartbeat at intervals, so that they give up soon after rank 0 dies, not after the
+time-out of the training's collectives, which is hours.
 """
 
 from __future__ import annotations
@@ -54,14 +54,12 @@ class Lead:
             Stopped: on all ranks, with `may_stop`, once rank 0 has been asked to end; `task` may still be running then.
             Exception: what `task` raised; `follow` raises a RuntimeError with its message on the others.
         """
+        self._stop_if_asked(may_stop)
         done = self._thread.submit(task)
         while not wait([done], timeout=HEARTBEAT_S).done:
-            if may_stop and self.stop.is_set():
-                break
+            self._stop_if_asked(may_stop)
             self.channel.action(Action.HEARTBEAT)
-        if may_stop and self.stop.is_set():
-            self.channel.action(Action.STOP)
-            raise Stopped
+        self._stop_if_asked(may_stop)
         try:
             result = done.result()
         except Exception as err:
@@ -77,6 +75,11 @@ class Lead:
         if action is Action.STOP:
             raise Stopped
 
+    def _stop_if_asked(self, may_stop: bool) -> None:
+        if may_stop and self.stop.is_set():
+            self.channel.action(Action.STOP)
+            raise Stopped
+
     def call(self, task: Callable[[], T]) -> T | None:
         """Rank 0: the result of `task`; None on the others, which do not wait."""
         return task() if self._leads else None
@@ -86,7 +89,7 @@ class Lead:
         return self.channel.arrays(self.call(make))
 
     def fail(self, message: str) -> None:
-        """Rank 0, on its way out: tell the ranks that wait for it why."""
+        """Rank 0, before it exits: send the waiting ranks the reason."""
         self.channel.fail(message)
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ class Rollouts:
 
 
 class Producer:
-    """Turns prompts into scored groups. For one thread at a time; only `abort` may be called beside it."""
+    """Turns prompts into scored groups. For one thread at a time; only `abort` may be called from another."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class Producer:
         )
 
     def take_over(self) -> None:
-        """The groups that `collect` returned belong to the caller now: a resumed run is not given their prompts again."""
+        """The groups that `collect` returned have been handed over: a resumed run is not given their prompts again."""
         self.before = None
 
     def abort(self) -> None:
-        """End what the engines sample; the call that waits for it raises EngineError."""
-        self.dispatcher.fleet.abort()
+        """End sampling for good; a `collect` that is under way, or an evaluation, raises EngineError."""
+        self.dispatcher.abort()
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data, in JSON: prompts that are queued or being sampled are handed out again."""

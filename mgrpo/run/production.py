@@ -18,7 +18,7 @@ from mgrpo.data.sampler import Sampler
 from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.vllm.cluster import Cluster
+from mgrpo.rollout.start import started_fleet
 from mgrpo.run.evaluator import Evaluator
 from mgrpo.run.inputs import Inputs
 from mgrpo.run.producer import Producer
@@ -51,7 +51,7 @@ class Production:
     """What the user should know."""
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Add to an exported model the tokenizer and chat template that it was trained with, where they are not its own."""
+        """Add to an exported model the tokenizer and chat template that it was trained with, if they differ from the source model's."""
         from mgrpo.data.templates import find_template
 
         data = self.config.data
@@ -67,20 +67,17 @@ class Production:
 def started(config: Config, inputs: Inputs, *, num_local_learners: int) -> Iterator[Started]:
     """Start the engines and the processes that score, without waiting for them; they end with the context.
 
-    Call from the main thread and before torch is imported, see `Cluster`.
+    Call from the main thread and before torch is imported, see `started_fleet`.
     """
-    rewarder, cluster = Rewarder(config, inputs.functions, inputs.verifiers(config)), None
+    rewarder = Rewarder(config, inputs.functions, inputs.verifiers(config))
     try:
         rewarder.start()
-        cluster = Cluster(config, num_local_learners=num_local_learners)
-        fleet = Fleet(cluster.engines, config.engine, seed=config.experiment.seed, keep_logs=cluster.keep_logs)
-        yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder)
+        with started_fleet(config, num_local_learners=num_local_learners) as fleet:
+            yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder)
     finally:
         inputs.train.cancel()
         inputs.held_out.cancel()
         rewarder.close()
-        if cluster is not None:
-            cluster.close()
 
 
 def prepare(config: Config, parts: Started) -> Production:

@@ -1,4 +1,4 @@
-"""Rank 0 reports: metrics, samples, progress and the report page. On the other ranks a twin that says nothing."""
+"""Rank 0 reports: metrics, samples, progress and the report page. On the other ranks a no-op twin."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Clock:
         self.last = time.perf_counter()
 
     def split(self, name: str) -> None:
-        """What has passed since the split before was `name`."""
+        """Record the time since the previous split as `name`."""
         now = time.perf_counter()
         self.seconds[name] = now - self.last
         self.last = now
@@ -190,14 +190,22 @@ class SilentReporter:
     def say(self, text: str) -> None:
         """Nothing."""
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, batch: Batch, learned: Learned, *, step: int, version: int, sync_bytes: int, clock: Clock) -> None:
         """Nothing."""
 
-    def evaluation(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluation(
+        self,
+        evaluation: Evaluation | None,
+        *,
+        step: int,
+        policy_version: int | None,
+        when: str = "",
+        before: Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
         """No metrics."""
         return {}
 
-    def finish(self, **kwargs: Any) -> None:
+    def finish(self, *, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """Nothing."""
 
     def state_dict(self) -> dict[str, Any]:

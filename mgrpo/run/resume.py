@@ -65,7 +65,7 @@ class States:
         return checkpoint
 
     def save(self, step: int, learner: Learner, state: dict[str, Any]) -> str:
-        """Write the state of the whole run after `step`, from which it, or one on another layout, continues exactly.
+        """Write the state of the whole run after `step`, from which a run continues exactly, also in another layout.
 
         Args:
             state: everything except tensors, in JSON; rank 0's counts.
@@ -88,7 +88,7 @@ class States:
         if newest:
             return f"the last good checkpoint is {newest}, continue from it with --resume {newest}"
         exports = f"{self.config.experiment.output_dir}/hf"
-        return f"exports lie in {exports}; there is no checkpoint, set checkpoint_state_freq"
+        return f"exports are in {exports}; there is no checkpoint, set checkpoint_state_freq"
 
     def stop(self) -> None:
         """Stop writing."""

@@ -247,11 +247,12 @@ def broadcast_messages(message: str) -> list[Any]:
     sent = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": np.zeros((0, 4), np.float32), "c": np.array([True])}
     received = [channel.action(Action.HEARTBEAT if is_head else None), channel.action(Action.RUN if is_head else None)]
     received += [{name: array.tolist() for name, array in channel.arrays(sent if is_head else None).items()}]
-    try:
-        channel.action(Action.ERROR if is_head else None, message if is_head else "")
-        received.append("")
-    except RuntimeError as err:
-        received.append(str(err))
+    for expected in (channel.action, channel.arrays):
+        try:
+            channel.action(Action.ERROR, message) if is_head else expected()
+            received.append("")
+        except RuntimeError as err:
+            received.append(str(err))
     return received
 
 

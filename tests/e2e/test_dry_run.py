@@ -38,7 +38,7 @@ def test_a_dry_run_trains_one_step_and_keeps_nothing(start, tmp_path):
     run.wait_for("step 1/1", 120)
     family = run.family()
     assert run.wait(60) == 0, run.text()[-3000:]
-    assert "one step are sound; nothing was kept" in run.text()
+    assert "one step; no files were kept" in run.text()
     assert "evaluation before training" not in run.text()
     assert not run.output_dir.exists() and dry_run_folders() == []
     assert survivors(family, 20) == []

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, Answer, PromptBatch, Sampling
+from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, Completions, PromptBatch, Sampling
 
 
 class EngineActor:
@@ -92,7 +92,7 @@ class EngineActor:
         except Exception as err:
             queued.set_exception(err)
 
-    async def take(self, number: int) -> Answer:
+    async def take(self, number: int) -> Completions:
         """Sample the completions of a submitted batch with the present weights."""
         if self.is_stale:
             raise RuntimeError("the engine's last weight update failed; it must receive all weights before it samples")
@@ -105,8 +105,9 @@ class EngineActor:
         return _flatten([c for output in outputs for c in sorted(output.outputs, key=lambda c: c.index)])
 
     async def abort(self) -> None:
-        """End what is being sampled; `take` answers with the tokens so far."""
-        requests = [request.request_id for request in self.sampled]
+        """End what is being sampled and what is queued; `take` answers with the tokens so far."""
+        queued = [batch.result() for batch in self.batches.values() if batch.done() and batch.exception() is None]
+        requests = [request.request_id for request in itertools.chain(self.sampled, *queued)]
         await self._while_alive(self.engine.abort(requests, internal=True))
 
     async def _while_alive(self, work: Awaitable[Any]) -> Any:

@@ -64,7 +64,7 @@ class Cluster:
 
             ray.init(address=self.settings.ray_address, namespace="mgrpo", log_to_driver=False)
             return ray
-        # Unix socket paths are short: the folder must be too.
+        # Unix socket paths are short, so the folder's path must also be short.
         folder = self.folder = tempfile.mkdtemp(prefix="mgrpo-", dir="/tmp")
         self._reaper = subprocess.Popen(
             [sys.executable, "-m", "mgrpo.rollout.vllm.reaper", folder], stdin=subprocess.PIPE, start_new_session=True

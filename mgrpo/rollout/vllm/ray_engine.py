@@ -5,29 +5,54 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from mgrpo.rollout.engine import Answer, EngineError, PromptBatch
+from mgrpo.rollout.engine import Completions, EngineError, PromptBatch
+
+T = TypeVar("T")
+
+
+class Reference(Protocol[T]):
+    """Ray's reference of a result."""
+
+    def future(self) -> Future[T]: ...
+
+
+class Remote(Protocol[T]):
+    """A method of an actor, as Ray's handle offers it."""
+
+    def remote(self, *args: object) -> Reference[T]: ...
+
+
+class ActorHandle(Protocol):
+    """Ray's handle of an `EngineActor`."""
+
+    submit: Remote[None]
+    take: Remote[Completions]
+    abort: Remote[None]
+    join: Remote[None]
+    receive_weights: Remote[None]
+    seed: Remote[None]
 
 
 class RayEngine:
     """The caller's end of one `EngineActor`."""
 
-    def __init__(self, actor: Any, starting: Any) -> None:
+    def __init__(self, actor: ActorHandle, starting: Reference[None]) -> None:
         """
         Args:
-            actor: Ray's handle of the actor.
-            starting: the reference of its call of `start`.
+            starting: the result of the actor's `start`.
         """
         self.actor = actor
         self.pending: set[Future[Any]] = set()
+        self.is_closed = False
         self.ready: Future[None] = self._answer(starting)
 
     def submit(self, batch: PromptBatch) -> None:
         """See `Engine`; a failure shows in `take`."""
         self.actor.submit.remote(batch)
 
-    def take(self, number: int) -> Future[Answer]:
+    def take(self, number: int) -> Future[Completions]:
         """See `Engine`."""
         return self._answer(self.actor.take.remote(number))
 
@@ -51,20 +76,23 @@ class RayEngine:
         """Kill the actor and its processes; what has not been answered fails, because Ray may never answer it."""
         import ray
 
+        self.is_closed = True
         ray.kill(self.actor)
         for answer in list(self.pending):
             self._settle(answer, EngineError("the engine was closed"))
 
-    def _answer(self, reference: Any) -> Future[Any]:
+    def _answer(self, reference: Reference[T]) -> Future[T]:
         """The result of a call of the actor; Ray's errors become an EngineError with the line that says what happened."""
-        answer: Future[Any] = Future()
+        answer: Future[T] = Future()
         self.pending.add(answer)
 
-        def done(call: Future[Any]) -> None:
+        def done(call: Future[T]) -> None:
             err = call.exception()
             self._settle(answer, call.result() if err is None else EngineError(_cause(err)))
 
         reference.future().add_done_callback(done)
+        if self.is_closed:
+            self._settle(answer, EngineError("the engine was closed"))
         return answer
 
     def _settle(self, answer: Future[Any], result: Any) -> None:

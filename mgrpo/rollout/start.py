@@ -1,0 +1,27 @@
+"""The door to the engines: what runs them is chosen here and nowhere above."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mgrpo.config.schema import Config
+from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.vllm.arguments import machine_problems
+from mgrpo.rollout.vllm.cluster import Cluster
+
+__all__ = ["machine_problems", "started_fleet"]
+
+
+@contextmanager
+def started_fleet(config: Config, *, num_local_learners: int) -> Iterator[Fleet]:
+    """Start the configuration's engines, without waiting for them; they end with the context.
+
+    Call on rank 0, from the main thread and before torch is imported: engines take longest to start, and their processes
+    are tied to the thread that starts them.
+    """
+    cluster = Cluster(config, num_local_learners=num_local_learners)
+    try:
+        yield Fleet(cluster.engines, config.engine, seed=config.experiment.seed, keep_logs=cluster.keep_logs)
+    finally:
+        cluster.close()
