@@ -28,7 +28,7 @@ from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend
 from mgrpo.parallel.gather import gather_values
-from mgrpo.policy.policy import LossFunction, Microbatch, Policy, StepResult
+from mgrpo.policy.policy import Microbatch, MicrobatchLoss, Policy, StepResult
 from mgrpo.run.schedule import is_due
 
 Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -252,7 +252,7 @@ class Learner:
         for batch, entropy in scored:
             batch.keep = algo.top_entropy_keep(entropy, threshold)
 
-    def _loss(self, mini_batch: MiniBatch) -> LossFunction:
+    def _loss(self, mini_batch: MiniBatch) -> MicrobatchLoss:
         """The loss of one micro-batch, divided by the denominator of its whole mini-batch."""
         algorithm = self.config.algorithm
         entropy_coef = self.entropy_control.applied if self.entropy_control else algorithm.entropy_coef
