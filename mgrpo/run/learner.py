@@ -214,7 +214,7 @@ class Learner:
         # Only ranks that measure know the names, which a user's loss chooses: they travel with the numbers.
         own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.reports_metrics]
         everyones = _gathered(algo.add_metrics(own), self.host_group)
-        return algo.reduce_metrics(*algo.add_metrics(algo.MetricSums(*part) for part in everyones))
+        return algo.reduce_metrics(algo.add_metrics(algo.MetricSums(*part) for part in everyones))
 
     def _mini_batches(self, arrays: dict[str, np.ndarray]) -> list[MiniBatch]:
         own = packing.from_arrays(arrays, self.policy.coordinate.data)
