@@ -89,27 +89,15 @@ def add_metrics(parts: Iterable[MetricSums]) -> MetricSums:
     return MetricSums(sums, maxima)
 
 
-def reduce_metrics(
-    sums: Mapping[str, Tensor] | Mapping[str, list[float]],
-    maxima: Mapping[str, Tensor] | Mapping[str, float] | None = None,
-) -> dict[str, float]:
-    """Logged names and values, from pairs that were already added over micro-batches and ranks.
-
-    Args:
-        sums: name -> `[2]` (sum, count); names beyond `METRICS` are allowed.
-        maxima: name -> scalar.
-    """
-    pairs = {name: (float(pair[0]), float(pair[1])) for name, pair in sums.items()}
-    logged = {name: total / count for name, (total, count) in pairs.items() if count > 0}
+def reduce_metrics(metrics: MetricSums) -> dict[str, float]:
+    """Logged names and values, from the metrics of all tokens; names beyond `METRICS` are allowed."""
+    logged = {name: total / count for name, (total, count) in metrics.sums.items() if count > 0}
     if _RATIO_VAR in logged:
         # The pair holds squares of (ratio - 1), not of the ratio: near 1 the difference of two squares would cancel.
         logged[_RATIO_VAR] = max(logged[_RATIO_VAR] - (logged[_RATIO] - 1.0) ** 2, 0.0)
     if _MISMATCH_STD in logged:
         logged[_MISMATCH_STD] = max(logged[_MISMATCH_STD] - logged[_MISMATCH] ** 2, 0.0) ** 0.5
-    for name, value in (maxima or {}).items():
-        if float(value) != -np.inf:
-            logged[name] = float(value)
-    return logged
+    return logged | {name: largest for name, largest in metrics.maxima.items() if largest != -np.inf}
 
 
 @torch.no_grad()

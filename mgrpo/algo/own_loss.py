@@ -70,7 +70,7 @@ def own_loss(function: LossFunction, inputs: LossInputs) -> PolicyLoss:
             f"policy_loss: {_name(function)} returned its metrics as {_described(own)}, expected a mapping of names to "
             "(sum, count)"
         )
-    custom = {f"{PREFIX}{name}": _pair(function, name, pair).to(loss.device) for name, pair in own.items()}
+    custom = {f"{PREFIX}{name}": _pair(function, name, pair, loss.device) for name, pair in own.items()}
     measured = _measured(inputs)
     return replace(measured, loss=loss, metrics=measured.metrics | custom)
 
@@ -97,14 +97,14 @@ def _check(function: object, said: str) -> None:
         raise ValueError(f"{said} cannot be called with one argument: {err}; {_SIGNATURE}") from err
 
 
-def _pair(function: Callable, name: object, pair: object) -> Tensor:
-    """A metric as `[2]` fp32."""
+def _pair(function: Callable, name: object, pair: object, device: torch.device) -> Tensor:
+    """A metric as `[2]` fp32; its sum and count may be numbers, or on different devices."""
     if not isinstance(name, str) or not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(
             f"policy_loss: {_name(function)} returned the metric {name!r} as {_described(pair)}, expected name -> "
             "(sum, count): inputs.measured(values)"
         )
-    return torch.stack([torch.as_tensor(x, dtype=torch.float32).detach().reshape(()) for x in pair])
+    return torch.stack([torch.as_tensor(x, dtype=torch.float32, device=device).detach().reshape(()) for x in pair])
 
 
 def _name(function: object) -> str:

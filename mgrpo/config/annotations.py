@@ -1,4 +1,4 @@
-"""Metadata of the schema's fields: the numbers they may hold, the reason, and the trainers with a setting of the same name."""
+"""Metadata of the schema's fields: the numbers they may hold, the reason, and the peers with a setting of the same name."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Reason:
     text: str
 
 
-class Trainer(Enum):
-    """A trainer that has a setting of the same name."""
+class Peer(Enum):
+    """Another trainer that has a setting of the same name."""
 
     OPEN_INSTRUCT = "Open Instruct"
     TRL = "TRL"
     MEGATRON = "Megatron"
 
 
-OPEN_INSTRUCT = Trainer.OPEN_INSTRUCT
-TRL = Trainer.TRL
-MEGATRON = Trainer.MEGATRON
+OPEN_INSTRUCT = Peer.OPEN_INSTRUCT
+TRL = Peer.TRL
+MEGATRON = Peer.MEGATRON

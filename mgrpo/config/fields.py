@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from mgrpo.config.annotations import Range, Reason, Trainer
+from mgrpo.config.annotations import Peer, Range, Reason
 from mgrpo.config.provenance import Provenance
 from mgrpo.config.schema import Config, JSONObject
 
@@ -39,7 +39,7 @@ class Setting:
     """The numbers it may hold."""
     reason: str = ""
     """Why its values are limited, where the limit alone does not say it."""
-    trainers: tuple[Trainer, ...] = ()
+    peers: tuple[Peer, ...] = ()
     """Other trainers that have a setting of this name."""
 
     @property
@@ -85,7 +85,7 @@ def settings() -> dict[str, Setting]:
                 default=field.default,
                 range=next((mark for mark in marks if isinstance(mark, Range)), None),
                 reason=next((mark.text for mark in marks if isinstance(mark, Reason)), ""),
-                trainers=tuple(mark for mark in marks if isinstance(mark, Trainer)),
+                peers=tuple(mark for mark in marks if isinstance(mark, Peer)),
             )
     return found
 

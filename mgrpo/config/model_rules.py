@@ -10,8 +10,6 @@ from mgrpo.layout import choose_from
 from mgrpo.models.cuts import engine_problems, head_sizes, layout_problems, num_experts, size_of
 from mgrpo.models.family import HfConfig
 
-__all__ = ["longest_sequence", "model_problems", "num_experts", "size_of"]
-
 
 def model_problems(config: Config, hf_config: HfConfig) -> Iterator[str]:
     """Everything about the model that keeps it from running as configured, one sentence each."""

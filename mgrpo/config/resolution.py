@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mgrpo.config.annotations import TRL
 from mgrpo.config.fields import build, settings, shown
-from mgrpo.config.peers.names import TRL, table
+from mgrpo.config.peers.names import table
 from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
 from mgrpo.config.provenance import Provenance
 from mgrpo.config.schema import Config
@@ -102,7 +103,7 @@ class Resolution:
     @property
     def has_trl_names(self) -> bool:
         """Whether a name that Open Instruct and TRL use differently has TRL's meaning."""
-        return self.has_trl_defaults or any(table()[name].trainer == TRL for name in self.peers)
+        return self.has_trl_defaults or any(table()[name].trainer == TRL.value for name in self.peers)
 
     @property
     def world_size(self) -> int:

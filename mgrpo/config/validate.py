@@ -15,10 +15,11 @@ from mgrpo.config.derived import layout_of
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import describe, fits, flat, settings, shown
 from mgrpo.config.loss_rules import LOSS_RULES, weight_problems
-from mgrpo.config.model_rules import longest_sequence, model_problems, num_experts, size_of
+from mgrpo.config.model_rules import longest_sequence, model_problems
 from mgrpo.config.reward_rules import REWARD_RULES
 from mgrpo.config.rules import REWARD_SWITCHES, RULES, pairs, reward_problems
 from mgrpo.config.schema import Config
+from mgrpo.models.cuts import num_experts, size_of
 
 LAYOUT_FIELDS = (
     "tensor_model_parallel_size",

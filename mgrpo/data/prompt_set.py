@@ -53,17 +53,6 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self._order)
 
-    @property
-    def num_left_out(self) -> int:
-        """Rows that were left out because they are over the limit."""
-        return self.statistics["total"]["taken"] - self.statistics["total"]["prompts"]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """`[prompts]` int64: tokens of each prompt."""
-        lengths = num_tokens(self._prompts)[self._order]
-        return np.minimum(lengths, self._recipe.max_tokens)
-
     def source_of(self, index: int) -> str:
         """The name of the dataset that the prompt at `index` comes from."""
         return self._sources[self._value("source", int(self._order[index])).as_py()]

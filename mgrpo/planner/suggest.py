@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
+from mgrpo.config.derived import layout_of
 from mgrpo.config.schema import Config, Parallel
 from mgrpo.config.validate import problems
-from mgrpo.models.family import ModelShape
-from mgrpo.models.memory import padded_vocab
+from mgrpo.models.cuts import layout_problems
+from mgrpo.models.family import HfConfig, ModelShape
 from mgrpo.planner.hardware import Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 
@@ -62,14 +63,14 @@ def suggest(
     *,
     num_learners: int,
     count: int,
-    hf_config: Mapping[str, Any],
+    hf_config: HfConfig,
 ) -> list[Suggestion]:
     """The `count` fastest layouts that fit and that a run would accept, one per (TP, PP, CP, EP).
 
     Learners, engines and everything except the layout stay as configured; see `_preference` for the order.
     """
     fitting = []
-    for parallel in _axes(config.parallel, shape, hardware, num_learners):
+    for parallel in _axes(config, shape, hardware, num_learners, hf_config):
         fitting.extend(_fitting(config, parallel, shape, hardware, num_learners))
     fitting.sort(key=_preference)
     chosen: dict[tuple[int, ...], RunPlan] = {}
@@ -85,39 +86,36 @@ def suggest(
     return [Suggestion.of(plan) for plan in chosen.values()]
 
 
-def _axes(given: Parallel, shape: ModelShape, hardware: Hardware, num_learners: int) -> Iterator[Parallel]:
+def _axes(
+    config: Config, shape: ModelShape, hardware: Hardware, num_learners: int, hf_config: HfConfig
+) -> Iterator[Parallel]:
     """Every split of the model that its sizes and the number of learners allow; tensor groups stay within a node."""
-    experts = shape.experts
     for tensor in POWERS:
-        if tensor > hardware.gpus_per_node or not _splits(shape, tensor):
+        if tensor > hardware.gpus_per_node:
             continue
         for stages in range(1, min(num_learners // tensor, shape.num_layers) + 1):
             for context in POWERS:
-                model = tensor * stages * context
-                if shape.num_layers % stages or context > LARGEST_CONTEXT or num_learners % model:
+                if context > LARGEST_CONTEXT or num_learners % (tensor * stages * context):
                     continue
-                for expert in POWERS if experts else (1,):
-                    if experts and (num_learners // stages % expert or experts.count % expert):
+                for expert in POWERS if shape.experts else (1,):
+                    if num_learners // stages % expert:
                         continue
                     for chunks in CHUNKS if stages > 1 else (1,):
-                        if shape.num_layers % (stages * chunks) == 0:
-                            yield replace(
-                                given,
-                                tensor_model_parallel_size=tensor,
-                                pipeline_model_parallel_size=stages,
-                                context_parallel_size=context,
-                                expert_model_parallel_size=expert,
-                                virtual_pipeline_model_parallel_size=chunks,
-                                num_layers_in_first_pipeline_stage=None,
-                                num_layers_in_last_pipeline_stage=None,
-                                fsdp_shard_degree=None,
-                                sequence_parallel="auto",
-                            )
-
-
-def _splits(shape: ModelShape, tensor: int) -> bool:
-    sizes = (shape.heads, shape.ffn, shape.hidden, padded_vocab(shape))
-    return all(size % tensor == 0 for size in sizes) and (shape.kv_heads % tensor == 0 or tensor % shape.kv_heads == 0)
+                        parallel = replace(
+                            config.parallel,
+                            tensor_model_parallel_size=tensor,
+                            pipeline_model_parallel_size=stages,
+                            context_parallel_size=context,
+                            expert_model_parallel_size=expert,
+                            virtual_pipeline_model_parallel_size=chunks,
+                            num_layers_in_first_pipeline_stage=None,
+                            num_layers_in_last_pipeline_stage=None,
+                            fsdp_shard_degree=None,
+                            sequence_parallel="auto",
+                        )
+                        layout = layout_of(replace(config, parallel=parallel), num_learners)
+                        if not any(layout_problems(hf_config, layout)):
+                            yield parallel
 
 
 def _fitting(

@@ -18,8 +18,8 @@ from mgrpo.types import PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
-class LossInputs:
-    """What a loss needs of a pack, on the device; fields as in `PackedBatch`."""
+class PackTensors:
+    """The arrays of a pack that a loss needs, on the device; fields as in `PackedBatch`."""
 
     advantages: torch.Tensor
     loss_mask: torch.Tensor
@@ -36,7 +36,7 @@ class Microbatch:
     positions: torch.Tensor
     documents: PackedDocuments
     response: ResponseRows
-    loss_inputs: LossInputs
+    loss_inputs: PackTensors
     logprobs: dict[str, torch.Tensor] = field(default_factory=dict)
     """Earlier scores by the reference ("ref") or by the policy itself ("old"), on the last stage: `[responses]`."""
     entropy: torch.Tensor | None = None
@@ -50,7 +50,7 @@ class Microbatch:
 Reported = TypeVar("Reported")
 """Whatever a loss function reports of one micro-batch beside the loss."""
 
-LossFunction = Callable[[torch.Tensor, torch.Tensor, Microbatch], tuple[torch.Tensor, Reported]]
+MicrobatchLoss = Callable[[torch.Tensor, torch.Tensor, Microbatch], tuple[torch.Tensor, Reported]]
 """(logprobs [responses], entropy [responses], micro-batch) -> (loss / global denominator, anything to report)."""
 
 
@@ -63,7 +63,7 @@ def collate(pack: PackedBatch, layout: Layout, *, context_rank: int, temperature
         positions=documents.positions[None],
         documents=documents,
         response=_response_rows(pack, documents, temperature),
-        loss_inputs=LossInputs(
+        loss_inputs=PackTensors(
             advantages=_to_device(pack.advantages, np.float32),
             loss_mask=_to_device(pack.loss_mask, np.bool_),
             response_cu_seqlens=_to_device(pack.response_cu_seqlens, np.int32),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from mgrpo.policy.microbatch import LossFunction, Microbatch, Reported
+from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported
 from mgrpo.policy.routing import RoutingReplay
 
 
@@ -30,7 +30,7 @@ def forward(
 def forward_backward(
     chunks: Sequence[torch.nn.Module],
     microbatches: Sequence[Microbatch],
-    loss: LossFunction[Reported],
+    loss: MicrobatchLoss[Reported],
     *,
     routing: RoutingReplay,
 ) -> list[Reported]:

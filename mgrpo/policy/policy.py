@@ -21,7 +21,7 @@ from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box
 from mgrpo.parallel import axes, backend
 from mgrpo.policy import passes
-from mgrpo.policy.microbatch import LossFunction, Microbatch, Reported, collate
+from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported, collate
 from mgrpo.policy.model import ResponseModel, build
 from mgrpo.policy.optimizer import PolicyOptimizer, WrappedChunk
 from mgrpo.policy.parameters import ShardedParameters, gather_boxes
@@ -167,7 +167,7 @@ class Policy:
                 if len(output) > 1:
                     microbatch.entropy = output[1]
 
-    def train_step(self, microbatches: Sequence[Microbatch], loss: LossFunction[Reported]) -> StepResult[Reported]:
+    def train_step(self, microbatches: Sequence[Microbatch], loss: MicrobatchLoss[Reported]) -> StepResult[Reported]:
         """Gradients of all micro-batches (equally many on every data-parallel rank), then one optimizer step."""
         assert self.optimizer is not None, "call prepare_training first"
         self.optimizer.zero_gradients()

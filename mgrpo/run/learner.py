@@ -28,7 +28,7 @@ from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend
 from mgrpo.parallel.gather import gather_values
-from mgrpo.policy.policy import LossFunction, Microbatch, Policy, StepResult
+from mgrpo.policy.policy import Microbatch, MicrobatchLoss, Policy, StepResult
 from mgrpo.run.schedule import is_due
 
 Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -214,7 +214,7 @@ class Learner:
         # Only ranks that measure know the names, which a user's loss chooses: they travel with the numbers.
         own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.reports_metrics]
         everyones = _gathered(algo.add_metrics(own), self.host_group)
-        return algo.reduce_metrics(*algo.add_metrics(algo.MetricSums(*part) for part in everyones))
+        return algo.reduce_metrics(algo.add_metrics(algo.MetricSums(*part) for part in everyones))
 
     def _mini_batches(self, arrays: dict[str, np.ndarray]) -> list[MiniBatch]:
         own = packing.from_arrays(arrays, self.policy.coordinate.data)
@@ -252,7 +252,7 @@ class Learner:
         for batch, entropy in scored:
             batch.keep = algo.top_entropy_keep(entropy, threshold)
 
-    def _loss(self, mini_batch: MiniBatch) -> LossFunction:
+    def _loss(self, mini_batch: MiniBatch) -> MicrobatchLoss:
         """The loss of one micro-batch, divided by the denominator of its whole mini-batch."""
         algorithm = self.config.algorithm
         entropy_coef = self.entropy_control.applied if self.entropy_control else algorithm.entropy_coef

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgrpo.algo import entropy_bonus, loss_denominator, policy_loss, reduce_metrics
-from tests.unit.algo.loss_cases import LENGTHS, RESPONSE_LENGTH, batch, loss_config, select
+from mgrpo.algo import entropy_bonus, loss_denominator, policy_loss
+from tests.unit.algo.loss_cases import LENGTHS, RESPONSE_LENGTH, batch, loss_config, reduced, select
 from tests.unit.algo.test_loss_invariance import CONFIGS
 
 SEED, PARAMETERS = 279, 5
@@ -48,7 +48,7 @@ def train(sequences: list[list[int]]) -> list[dict[str, Any]]:
         bonus = entropy_bonus(entropy, b["loss_mask"], coef=0.01, num_trained_tokens=num_trained)
         loss = got.loss - bonus
         loss.backward()
-        metrics = reduce_metrics({metric: total(pair) for metric, pair in got.metrics.items()})
+        metrics = reduced({metric: total(pair) for metric, pair in got.metrics.items()})
         results.append({"loss": float(total(loss)), "grad": total(weights.grad).numpy(), "metrics": metrics})
     return results
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 from mgrpo.config.fields import Setting, read, settings
 
 Status = Literal["used", "derived", "alias", "translated", "no effect", "refused"]
-TRL, OURS = "TRL", "mgrpo"
+OURS = "mgrpo"
 TYPES = {
     "bool": bool,
     "int": int,
@@ -125,7 +125,7 @@ def accepted() -> dict[str, Name]:
 
 def trainers_of(setting: Setting) -> str:
     """The other trainers that have a setting of this name; mgrpo where none has."""
-    return ", ".join(trainer.value for trainer in setting.trainers) or OURS
+    return ", ".join(peer.value for peer in setting.peers) or OURS
 
 
 def setting_of(name: str) -> Setting | None:

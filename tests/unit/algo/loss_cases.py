@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mgrpo.algo import LossConfig, loss_denominator
+from mgrpo.algo import LossConfig, loss_denominator, metric_sums, reduce_metrics
 
 LENGTHS = [3, 1, 7, 2, 5, 4]
 RESPONSE_LENGTH = 40.0
@@ -22,6 +22,11 @@ VESPO_LOG_MIN = math.log(1e-8)
 def loss_config(**settings: Any) -> LossConfig:
     """`LossConfig` with neither the KL penalty nor the clamp of rho that its defaults have."""
     return LossConfig(**({"beta": 0.0, "rho_clamp_upper_bound": 0.0} | settings))
+
+
+def reduced(metrics: dict[str, torch.Tensor], maxima: dict[str, torch.Tensor] | None = None) -> dict[str, float]:
+    """The logged values of a `PolicyLoss`."""
+    return reduce_metrics(metric_sums(metrics, maxima or {}))
 
 
 def whole_denominator(b: dict[str, torch.Tensor], config: LossConfig) -> float:

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from mgrpo.algo import loss_denominator, policy_loss, reduce_metrics
+from mgrpo.algo import loss_denominator, policy_loss
 from mgrpo.algo.metrics import MAXIMA, METRICS, MetricSums, add_metrics, metric_sums
-from tests.unit.algo.loss_cases import LENGTHS, batch, loop_loss, loss_config, plain
+from tests.unit.algo.loss_cases import LENGTHS, batch, loop_loss, loss_config, plain, reduced
 
 NAN, INF = float("nan"), float("inf")
 
@@ -23,7 +23,7 @@ def test_loss_and_metrics_equal_a_loop_over_tokens(estimator, per_token):
         b["advantages"] = b["advantages"].repeat_interleave(torch.tensor(LENGTHS))
     got = policy_loss(**b, config=config, denominator=17.0)
     assert got.loss.item() == pytest.approx(want, rel=1e-12)
-    metrics = reduce_metrics(got.metrics, got.maxima)
+    metrics = reduced(got.metrics, got.maxima)
     assert metrics == pytest.approx(want_metrics, rel=1e-5, abs=1e-7)
 
 
@@ -65,7 +65,7 @@ def test_clipping_follows_the_hand_worked_cases(advantage, ratio, loss, has_grad
     got.loss.backward()
     assert got.loss.item() == pytest.approx(loss)
     assert logprobs.grad.item() == pytest.approx(-advantage * ratio if has_gradient else 0.0)
-    clipped = reduce_metrics(got.metrics)["policy/clipfrac_avg"]
+    clipped = reduced(got.metrics)["policy/clipfrac_avg"]
     assert clipped == (1.0 if advantage != 0.0 and not has_gradient else 0.0)
 
 
@@ -108,7 +108,7 @@ def test_loss_gradient_and_metrics_do_not_depend_on_micro_batches(cuts):
         maxima = {name: torch.maximum(maxima[name], part.maxima[name]) for name in maxima}
     assert total == pytest.approx(whole.loss.item(), rel=1e-12)
     torch.testing.assert_close(logprobs.grad, want, rtol=1e-12, atol=0)
-    assert reduce_metrics(sums, maxima) == pytest.approx(reduce_metrics(whole.metrics, whole.maxima), rel=1e-5)
+    assert reduced(sums, maxima) == pytest.approx(reduced(whole.metrics, whole.maxima), rel=1e-5)
 
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
@@ -127,7 +127,7 @@ def test_masked_tokens_add_exactly_nothing_whatever_they_hold(poison, estimator)
         logprobs = filled["logprobs"].requires_grad_()
         result = policy_loss(**filled, config=config)
         result.loss.backward()
-        results.append((result.loss.item(), logprobs.grad, reduce_metrics(result.metrics, result.maxima)))
+        results.append((result.loss.item(), logprobs.grad, reduced(result.metrics, result.maxima)))
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])
     assert torch.equal(results[1][1][~b["loss_mask"]], torch.zeros(int((~b["loss_mask"]).sum()), dtype=torch.float64))
@@ -153,7 +153,7 @@ def test_nothing_to_train_is_a_zero_with_a_graph(num_tokens):
     got.loss.backward()
     assert torch.equal(logprobs.grad, torch.zeros(num_tokens))
     assert tuple(got.metrics) == METRICS and tuple(got.maxima) == MAXIMA
-    assert reduce_metrics(got.metrics, got.maxima) == {}
+    assert reduced(got.metrics, got.maxima) == {}
 
 
 def test_a_missing_rollout_logprob_is_left_out_of_the_comparison():
@@ -175,7 +175,7 @@ def test_a_missing_old_logprob_counts_as_on_policy():
     b["old_logprobs"][4] = NAN
     got = policy_loss(**b, config=loss_config())
     assert got.loss.isfinite()
-    assert reduce_metrics(got.metrics)["val/ratio"] == 1.0
+    assert reduced(got.metrics)["val/ratio"] == 1.0
 
 
 def test_a_ratio_that_explodes_stays_finite():
@@ -195,9 +195,9 @@ def test_reference_metrics_appear_only_with_a_reference():
     b = batch()
     without = {name: value for name, value in b.items() if name != "ref_logprobs"}
     assert not any(
-        name.startswith("objective/kl") for name in reduce_metrics(policy_loss(**without, config=loss_config()).metrics)
+        name.startswith("objective/kl") for name in reduced(policy_loss(**without, config=loss_config()).metrics)
     )
-    assert "objective/kl2_avg" in reduce_metrics(policy_loss(**b, config=loss_config()).metrics)
+    assert "objective/kl2_avg" in reduced(policy_loss(**b, config=loss_config()).metrics)
 
 
 def test_metrics_add_up_by_name_whatever_their_order():
@@ -208,7 +208,7 @@ def test_metrics_add_up_by_name_whatever_their_order():
     assert tuple(got.metrics) == METRICS
     assert not any(pair.requires_grad for pair in got.metrics.values())
     own = metric_sums(got.metrics, got.maxima)
-    assert reduce_metrics(*own) == reduce_metrics(got.metrics, got.maxima)
+    assert own.sums == {name: pair.tolist() for name, pair in got.metrics.items()}
     other = MetricSums({"custom/loss/x": [6.0, 4.0], "val/ratio": [1.0, 1.0]}, {MAXIMA[0]: math.inf})
     total = add_metrics([MetricSums({}, {}), other, own])
     assert total.sums["custom/loss/x"] == [6.0, 4.0] and total.maxima[MAXIMA[0]] == math.inf
@@ -220,7 +220,7 @@ def test_metrics_add_up_by_name_whatever_their_order():
 
 def test_callers_may_add_metrics_of_their_own():
     """The trainer's entropy travels in the same reduction."""
-    assert reduce_metrics({"policy/entropy_avg": torch.tensor([6.0, 4.0])}) == {"policy/entropy_avg": 1.5}
+    assert reduced({"policy/entropy_avg": torch.tensor([6.0, 4.0])}) == {"policy/entropy_avg": 1.5}
 
 
 def test_constant_denominator_does_not_depend_on_the_number_of_tokens():
@@ -270,7 +270,7 @@ def test_one_value_that_is_not_finite_leaves_the_other_metrics_readable():
     b["logprobs"][3] = NAN
     b["old_logprobs"][3] = -2.0
     got = policy_loss(**b, config=loss_config())
-    metrics = reduce_metrics(got.metrics, got.maxima)
+    metrics = reduced(got.metrics, got.maxima)
     assert not got.loss.isfinite()
     assert math.isnan(metrics["loss/policy_avg"])
     assert math.isfinite(metrics["debug/vllm_vs_local_logprob_diff_mean"])

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mgrpo.algo import LossConfig, policy_loss, reduce_metrics
+from mgrpo.algo import LossConfig, policy_loss
 from mgrpo.algo.metrics import MAXIMA, METRICS
-from tests.unit.algo.loss_cases import batch, loop_loss, loss_config, plain, whole_denominator
+from tests.unit.algo.loss_cases import batch, loop_loss, loss_config, plain, reduced, whole_denominator
 
 SURROGATES = ("ppo_clip", "cispo", "sapo", "vespo", "reinforce")
 RATIO_LEVELS = ("token", "sequence", "sequence_token")
@@ -83,7 +83,7 @@ def check(b: dict[str, torch.Tensor], config: LossConfig) -> None:
         got.loss.backward()
         grads[dtype] = logprobs.grad.double()
         assert got.loss.item() == pytest.approx(want, rel=tolerance, abs=tolerance), config
-        metrics = reduce_metrics(got.metrics, got.maxima)
+        metrics = reduced(got.metrics, got.maxima)
         assert metrics == pytest.approx(want_metrics, rel=1e-5, abs=1e-6), config
         assert set(got.metrics) == set(METRICS) and set(got.maxima) == set(MAXIMA)
     scale = grads[torch.float64].abs().max().item()
@@ -180,7 +180,7 @@ def test_far_mismatches_are_held_at_the_documented_limits(surrogate, level):
     want, want_metrics = loop_loss(plain(b), config)
     got = policy_loss(**b, config=config)
     assert got.loss.item() == pytest.approx(want, rel=1e-12)
-    assert reduce_metrics(got.metrics, got.maxima) == pytest.approx(want_metrics, rel=1e-5, abs=1e-6)
+    assert reduced(got.metrics, got.maxima) == pytest.approx(want_metrics, rel=1e-5, abs=1e-6)
     if level != "sequence_mean" and surrogate != "vespo":
         assert want_metrics["val/rho_weight"] > math.exp(10) / 22
 
@@ -201,7 +201,7 @@ def test_masked_tokens_reach_no_quantity_of_their_sequence(kind, dtype):
             filled["logprobs"].requires_grad_()
             got = policy_loss(**filled, config=config, denominator=whole_denominator(b, config))
             got.loss.backward()
-            results.append((got.loss.item(), filled["logprobs"].grad, reduce_metrics(got.metrics, got.maxima)))
+            results.append((got.loss.item(), filled["logprobs"].grad, reduced(got.metrics, got.maxima)))
         for loss, grad, metrics in results[1:]:
             assert loss == results[0][0] and metrics == results[0][2], config
             assert torch.equal(grad, results[0][1]) and not grad[masked].any(), config

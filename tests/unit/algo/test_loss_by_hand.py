@@ -16,8 +16,8 @@ import math
 import pytest
 import torch
 
-from mgrpo.algo import LossConfig, loss_denominator, policy_loss, reduce_metrics
-from tests.unit.algo.loss_cases import loss_config
+from mgrpo.algo import LossConfig, loss_denominator, policy_loss
+from tests.unit.algo.loss_cases import loss_config, reduced
 
 LOG2, LOG15 = math.log(2), math.log(1.5)
 OLD = [-1.0, -1.0, -2.0]
@@ -41,7 +41,7 @@ def evaluate(config: LossConfig, log_rho: list[float] | None = None, advantages:
         denominator=loss_denominator(3, config, num_seqs=2, response_length=4.0),
     )
     got.loss.backward()
-    return got.loss.item(), logprobs.grad.tolist(), reduce_metrics(got.metrics, got.maxima)
+    return got.loss.item(), logprobs.grad.tolist(), reduced(got.metrics, got.maxima)
 
 
 # Token losses of ppo_clip with 0.2 on both sides: -min(2, 1.2) = -1.2, -min(0.5, 0.8) = -0.5, -min(-1.5, -1.2) = 1.5;
@@ -230,7 +230,7 @@ def test_keep_drops_the_policy_term_and_never_the_penalty():
     got.loss.backward()
     # beta d = 0.1 each, over 3 tokens; policy -A keep.
     assert logprobs.grad.tolist() == pytest.approx([-0.9 / 3, 0.1 / 3, 0.6 / 3])
-    assert reduce_metrics(got.metrics)["val/policy_term_drop_frac"] == pytest.approx(1 / 3)
+    assert reduced(got.metrics)["val/policy_term_drop_frac"] == pytest.approx(1 / 3)
 
 
 def test_a_missing_rollout_logprob_weighs_one():

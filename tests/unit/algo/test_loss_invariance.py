@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from mgrpo.algo import LossConfig, policy_loss, reduce_metrics
+from mgrpo.algo import LossConfig, policy_loss
 from mgrpo.algo.metrics import MAXIMA, METRICS
-from tests.unit.algo.loss_cases import LENGTHS, batch, loss_config, select, whole_denominator
+from tests.unit.algo.loss_cases import LENGTHS, batch, loss_config, reduced, select, whole_denominator
 
 CONFIGS = {
     "ppo_clip": {},
@@ -48,7 +48,7 @@ def parts_of(b: dict[str, torch.Tensor], parts: list[list[int]], config: LossCon
         loss += got.loss.item()
         sums = {name: sums[name] + got.metrics[name] for name in sums}
         maxima = {name: torch.maximum(maxima[name], got.maxima[name]) for name in maxima}
-    return loss, b["logprobs"].grad, reduce_metrics(sums, maxima)
+    return loss, b["logprobs"].grad, reduced(sums, maxima)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mgrpo.algo import LossConfig, LossInputs, load_loss, loss_problems, loss_remarks, policy_loss, reduce_metrics
+from mgrpo.algo import LossConfig, LossInputs, load_loss, loss_problems, loss_remarks, policy_loss
 from mgrpo.algo.losses import NAMED
 from mgrpo.algo.metrics import METRICS
 from mgrpo.config.loss import NAMED_LOSSES
-from tests.unit.algo.loss_cases import LENGTHS, batch, loss_config
+from tests.unit.algo.loss_cases import LENGTHS, batch, loss_config, reduced
 
 AGGREGATIONS = ("token", "constant", "seq_mean", "luspo")
 
@@ -104,7 +104,7 @@ def test_its_metrics_are_sums_with_counts_beside_those_that_do_not_depend_on_it(
     got = policy_loss(logprobs, **b, config=loss_config(), function=function)
     assert not any(pair.requires_grad for pair in got.metrics.values())
     assert {"custom/loss/x", "custom/loss/y", "custom/loss/none"} == set(got.metrics) - set(METRICS)
-    logged, expected = reduce_metrics(got.metrics, got.maxima), reduce_metrics(named.metrics, named.maxima)
+    logged, expected = reduced(got.metrics, got.maxima), reduced(named.metrics, named.maxima)
     assert logged.pop("custom/loss/x") == pytest.approx(values[b["loss_mask"]].mean().item())
     assert logged.pop("custom/loss/y") == 1.5
     surrogates = {name for name in expected if name.startswith(("loss/", "policy/clip", "clip_ratio/"))}
@@ -113,6 +113,22 @@ def test_its_metrics_are_sums_with_counts_beside_those_that_do_not_depend_on_it(
         for name, value in expected.items()
         if name not in {*surrogates, "policy/bounded_frac", "val/policy_term_drop_frac"}
     }
+
+
+def test_a_metric_may_mix_a_tensor_with_a_number():
+    """On a GPU, a sum on the device with a count that is a number would be an error of torch's; meta stands for it."""
+    zeros = torch.zeros(4, device="meta")
+    got = policy_loss(
+        zeros.clone().requires_grad_(),
+        zeros,
+        zeros,
+        zeros.bool(),
+        torch.zeros(2, dtype=torch.int32, device="meta"),
+        config=loss_config(),
+        denominator=1.0,
+        function=lambda inputs: (inputs.total(inputs.logprobs), {"x": (inputs.logprobs.sum(), 1.0)}),
+    )
+    assert got.metrics["custom/loss/x"].device.type == "meta"
 
 
 def test_a_micro_batch_without_tokens_gives_a_zero_with_a_graph():
@@ -130,7 +146,7 @@ def test_a_micro_batch_without_tokens_gives_a_zero_with_a_graph():
         function=clipped,
     )
     got.loss.backward()
-    assert got.loss.item() == 0.0 and reduce_metrics(got.metrics, got.maxima) == {}
+    assert got.loss.item() == 0.0 and reduced(got.metrics, got.maxima) == {}
 
 
 @pytest.mark.parametrize(

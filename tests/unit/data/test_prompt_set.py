@@ -136,9 +136,9 @@ def test_longer_prompts_are_left_out_and_counted(encode, caplog) -> None:
     """Cut prompts ask other questions, and labels must stay with their own."""
     with caplog.at_level(logging.WARNING):
         prompts = encode(rows("1+2=", "1", "1+22=", "2"), max_prompt_token_length=4)
-    assert prompts.num_left_out == 1 and len(prompts) == 3
+    assert prompts.statistics["total"]["taken"] == 4 and len(prompts) == 3
     assert [prompt.ground_truths[0] for prompt in everything(prompts)] == [0, 1, 3]
-    assert prompts.lengths.tolist() == [4, 1, 1]
+    assert [len(prompt.tokens) for prompt in everything(prompts)] == [4, 1, 1]
     assert "1 of 4 prompts of dataset are left out: they have more than 4 tokens" in caplog.text
     with pytest.raises(ValueError, match="none of 2 prompts fits max_prompt_token_length=3; the shortest has 4"):
         encode(rows("1+2=", "1+22="), max_prompt_token_length=3)
@@ -148,9 +148,10 @@ def test_longer_prompts_may_be_cut_to_their_last_tokens(encode, caplog) -> None:
     """What `max_prompt_length` of TRL asks for; text and tokens must still be of each other."""
     with caplog.at_level(logging.WARNING):
         prompts = encode(rows([user("1+22=")], "3"), max_prompt_token_length=4, overlong_prompt_policy="truncate_left")
-    assert texts(prompts) == ["22=<a>", "3"] and prompts.num_left_out == 0
+    assert texts(prompts) == ["22=<a>", "3"]
     assert prompts.prompt((0, 0)).tokens.tolist() == [2, 2, 11, len(CHARS) + 2]
-    assert prompts.prompt((0, 0)).query == "user: 1+22=" and prompts.lengths.tolist() == [4, 1]
+    assert prompts.prompt((0, 0)).query == "user: 1+22="
+    assert [len(prompt.tokens) for prompt in everything(prompts)] == [4, 1]
     assert "1 of 2 prompts of dataset are cut to their last 4 tokens" in caplog.text
 
 
