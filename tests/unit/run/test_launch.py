@@ -73,7 +73,7 @@ def test_a_signal_before_training_ends_the_run_at_once(stop):
 
 def test_a_signal_in_training_lets_it_save_its_state_and_a_second_one_does_not(stop):
     """Schedulers send SIGTERM some time before SIGKILL; a user who sends it twice does not want to wait."""
-    stop.is_heeded = True
+    stop.is_polled = True
     signal.raise_signal(signal.SIGTERM)
     assert stop.event.is_set()
     with pytest.raises(SystemExit) as ended:
