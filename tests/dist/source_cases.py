@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -15,15 +15,19 @@ from mgrpo.run import lead as leading
 from mgrpo.run.lead import Lead, Stopped
 from mgrpo.run.producer import Producer
 from mgrpo.run.production import Production
-from mgrpo.run.source import SilentSource, Source
 from tests.scripted_engine import ScriptedEngine
 from tests.unit.run.producing import config, evaluator, producer
+
+if TYPE_CHECKING:
+    from mgrpo.run.source import SilentSource, Source
 
 SOLVED, MIXED = (1.0, 1.0), (0.0, 1.0)
 
 
 def source_on(lead: Lead, own: Config, given: Producer) -> Source | SilentSource:
     """This rank's source; rank 0's has `given` and an evaluator of three prompts."""
+    from mgrpo.run.source import SilentSource, Source
+
     if dist.get_rank() != 0:
         return SilentSource(lead)
     production = Production(config=own, tokenizer=None, producer=given, evaluator=evaluator(), remarks=[])
