@@ -27,7 +27,7 @@ class Prompt:
     verifiers: tuple[str, ...]
     """Names of the verifiers that score its completions."""
     ground_truths: tuple[object, ...]
-    """One JSON value a verifier."""
+    """One JSON value per verifier."""
     query: str = ""
     """The prompt without its template, for judges: "role: content" lines, or the text itself."""
     source: str | tuple[dict[str, str], ...] = ""
@@ -74,7 +74,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """A rollout group with one score a completion: the unit of the controller's queue."""
+    """A rollout group with one score per completion: what filters, advantages and metrics take."""
 
     group: RolloutGroup
     scores: tuple[Score, ...]
@@ -159,7 +159,7 @@ class PackedBatch:
 
     A document is a trunk (the prompt) followed by one or more branches (completions, each without its last token, whose
     output would predict nothing). A token attends to the trunk and to the earlier tokens of its own branch. With one
-    branch a document this is plain causal attention.
+    branch per document this is plain causal attention.
     """
 
     tokens: np.ndarray

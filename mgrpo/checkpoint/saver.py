@@ -1,8 +1,8 @@
 """Saves checkpoints: every rank writes what it was assigned, and rank 0 adds the manifest that makes it a checkpoint.
 
 Ranks communicate through the file system only, without collectives, so that all of it can run in a thread beside the
-training. Every file carries the attempt's token in its name: files that a killed attempt left behind, or still writes,
-are never mixed in, and an older checkpoint of the step stays complete until the new manifest replaces its own.
+training. Every file carries the attempt's token in its name: files left over from, or still being written by, a killed
+attempt are never mixed in, and an older checkpoint of the step stays complete until the new manifest replaces its own.
 """
 
 from __future__ import annotations

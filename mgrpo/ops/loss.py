@@ -1,6 +1,6 @@
 """The policy loss of packed sequences, and sums over their tokens, with their gradients.
 
-Owns arguments and autograd. The formulas stand in csrc/core/policy_loss.h; named losses, denominators and metrics
+Owns arguments and autograd. The formulas are in csrc/core/policy_loss.h; named losses, denominators and metrics
 belong to `mgrpo.algo`.
 """
 
@@ -48,7 +48,7 @@ def policy_loss(
         seq_log_ratio: `[num_seqs]`, the log of the ratio at levels "sequence" and "sequence_token": `segment_mean` of
             logprobs - old_logprobs.
         seq_log_rho, seq_log_rho_mask: `[num_seqs]`, the log of the rho that weighs and of the one that the mask bounds
-            look at; None: each token's own.
+            apply to; None: each token's own.
     Returns:
         The loss, a scalar, and sums `[num_seqs, len(COLUMNS)]`, detached.
     """

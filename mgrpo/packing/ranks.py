@@ -155,7 +155,7 @@ def _deal(packs: Packs, costs: list[float], dp: int, count: int) -> list[Packs] 
 def _in_order(packs: Packs, dp: int, count: int) -> list[Packs] | None:
     """`count` packs for each rank in their order; None if there are more.
 
-    Rarely the best, but what others train with: it makes sure that ours is never worse.
+    Rarely the best, but the order that other trainers use, so the result is never worse than theirs.
     """
     if len(packs) > dp * count:
         return None
