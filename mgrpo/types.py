@@ -62,14 +62,14 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What the rewards room says of one completion."""
+    """The score of one completion."""
 
     reward: float
     """Final scalar; NaN means no score could be given, and the sample leaves the group's statistics."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named ingredients for metrics, for example {"integer": 1.0, "format": 0.0}."""
     extras: Mapping[str, object] = field(default_factory=dict)
-    """What reward functions noted of it, for tables of samples."""
+    """What reward functions recorded about it, for the tables of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardContext:
-    """What one batch of completions is scored for: a step of training, or an evaluation."""
+    """What one batch of completions is scored for: a training step or an evaluation."""
 
     step: int
     """Training steps done before the completions were sampled."""
@@ -99,7 +99,7 @@ class RewardContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredBatch:
-    """What scoring one batch of completions gave."""
+    """The result of scoring one batch of completions."""
 
     groups: list[ScoredGroup]
     logged: dict[str, list[float]] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class ScoredBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardScale:
-    """What rewards are measured in where verifiers and format decide; a user's own functions have no such scale."""
+    """The scale of rewards from verifiers and format; a user's own functions have no such scale."""
 
     max_possible_score: float
     """Highest reward of a completion with one verifier."""
@@ -126,10 +126,9 @@ class RewardScale:
         return self.max_possible_score + self.verification_reward * (weight - 1)
 
     def shares(self, group: ScoredGroup) -> np.ndarray:
-        """`[group]`: rewards by the highest one, NaN without a score or a highest one above 0.
+        """`[group]`: rewards divided by the highest one; NaN without a score, or where the highest is not above 0.
 
-        What a completion's length costs is left out: that penalty rises smoothly, and would leave almost every long answer
-        unsolved.
+        The penalty for length is left out: it rises smoothly, and would leave almost every long answer unsolved.
         """
         penalties = np.array([score.parts.get("overlong", 0.0) for score in group.scores])
         highest = self.highest(group)

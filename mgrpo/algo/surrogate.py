@@ -1,7 +1,6 @@
 """What all named losses share: the surrogate's operands, correction, KL penalty, weights of tokens, and metrics.
 
-The token's arithmetic is the extension's (`mgrpo.ops.policy_loss`); here a `LossConfig` becomes its settings and
-operands.
+The per-token arithmetic is in `mgrpo.ops.policy_loss`; here a `LossConfig` becomes its settings and operands.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class Saver:
         folder.replace(_index_name(index.rank, index.attempt), index.to_json())
 
     def _give_up(self, folder: Folder, save: _Save, written: list[str], err: Exception) -> None:
-        """Delete what was written and tell rank 0 the reason. Both may fail like the writing did."""
+        """Delete what was written and tell rank 0 the reason. Both may fail as the writing did."""
         for name in written:
             with contextlib.suppress(Exception):
                 folder.remove(name)

@@ -122,7 +122,7 @@ def _rho(
     seq_log_rho_mask: Tensor | None,
     segment: Tensor,
 ) -> _Rho:
-    """From the logs of the rho that weighs and of the one that the mask bounds apply to; all 0 without rho."""
+    """From the logs of the rho that multiplies and of the one that the mask bounds apply to; all 0 without rho."""
     no = torch.zeros_like(token_rho, dtype=torch.bool)
     if not settings.use_rho:
         return _Rho(no.to(token_rho.dtype), no, no, no)
