@@ -27,7 +27,7 @@ class Prompt:
     verifiers: tuple[str, ...]
     """Names of the verifiers that score its completions."""
     ground_truths: tuple[object, ...]
-    """One JSON value a verifier."""
+    """One JSON value per verifier."""
     query: str = ""
     """The prompt without its template, for judges: "role: content" lines, or the text itself."""
     source: str | tuple[dict[str, str], ...] = ""
@@ -62,19 +62,19 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What the rewards room says of one completion."""
+    """The score of one completion."""
 
     reward: float
     """Final scalar; NaN means no score could be given, and the sample leaves the group's statistics."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named ingredients for metrics, for example {"integer": 1.0, "format": 0.0}."""
     extras: Mapping[str, object] = field(default_factory=dict)
-    """What reward functions noted of it, for tables of samples."""
+    """What reward functions recorded about it, for the tables of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """A rollout group with one score a completion: the unit of the controller's queue."""
+    """A rollout group with one score per completion: what filters, advantages and metrics take."""
 
     group: RolloutGroup
     scores: tuple[Score, ...]
@@ -87,7 +87,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardContext:
-    """What one batch of completions is scored for: a step of training, or an evaluation."""
+    """What one batch of completions is scored for: a training step or an evaluation."""
 
     step: int
     """Training steps done before the completions were sampled."""
@@ -99,7 +99,7 @@ class RewardContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredBatch:
-    """What scoring one batch of completions gave."""
+    """The result of scoring one batch of completions."""
 
     groups: list[ScoredGroup]
     logged: dict[str, list[float]] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class ScoredBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardScale:
-    """What rewards are measured in where verifiers and format decide; a user's own functions have no such scale."""
+    """The scale of rewards from verifiers and format; a user's own functions have no such scale."""
 
     max_possible_score: float
     """Highest reward of a completion with one verifier."""
@@ -126,10 +126,9 @@ class RewardScale:
         return self.max_possible_score + self.verification_reward * (weight - 1)
 
     def shares(self, group: ScoredGroup) -> np.ndarray:
-        """`[group]`: rewards by the highest one, NaN without a score or a highest one above 0.
+        """`[group]`: rewards divided by the highest one; NaN without a score, or where the highest is not above 0.
 
-        What a completion's length costs is left out: that penalty rises smoothly, and would leave almost every long answer
-        unsolved.
+        The penalty for length is left out: it rises smoothly, and would leave almost every long answer unsolved.
         """
         penalties = np.array([score.parts.get("overlong", 0.0) for score in group.scores])
         highest = self.highest(group)
@@ -159,7 +158,7 @@ class PackedBatch:
 
     A document is a trunk (the prompt) followed by one or more branches (completions, each without its last token, whose
     output would predict nothing). A token attends to the trunk and to the earlier tokens of its own branch. With one
-    branch a document this is plain causal attention.
+    branch per document this is plain causal attention.
     """
 
     tokens: np.ndarray

@@ -72,7 +72,7 @@ def loss_denominator(
 def local_denominators(packs: Sequence[PackedBatch], batch_size: int) -> np.ndarray:
     """For aggregation local_token: each sample's denominator, `[largest sample + 1]` float32, from all ranks' packs.
 
-    A micro-batch of TRL's is `batch_size` samples in the order in which they were drawn, however they are packed here;
+    A micro-batch in TRL is `batch_size` samples in the order in which they were drawn, however they are packed here;
     the loss is the mean over micro-batches of their means over tokens.
     """
     trained = {

@@ -1,16 +1,16 @@
-"""Corrections for the engine that sampled with other probabilities than the trainer computes.
+"""Corrections for the difference between the engine's sampling probabilities and the trainer's.
 
-With d = old_logprob - rollout_logprob, held within +-10, and m the loss mask, rho is
+With d = old_logprob - rollout_logprob, clamped to +-10, and m the loss mask, rho is
 
     token           exp(d)
     sequence_mean   exp(sum m d / sum m), of each sequence
-    sequence_sum    exp(sum m d), the sum also held within +-10
+    sequence_sum    exp(sum m d), the sum also clamped to +-10
 
-It multiplies the policy term, never the KL penalty, and has no gradient. `rho_level` names the one that weighs, clamped
-to [rho_clamp_lower_bound, rho_clamp_upper_bound]; `rho_mask_level` the one that must lie in [rho_mask_lower_bound,
-rho_mask_upper_bound], or the term is dropped. So truncated importance sampling (Yao et al. 2025) is an upper clamp,
-IcePop (arXiv 2510.18855) two mask bounds without a clamp, and TRL's sequence_mask both levels "sequence_sum". A
-sequence is a document, never a pack of them.
+It multiplies the policy term, never the KL penalty, and has no gradient. `rho_level` names the one that multiplies,
+clamped to [rho_clamp_lower_bound, rho_clamp_upper_bound]; `rho_mask_level` the one that must lie in
+[rho_mask_lower_bound, rho_mask_upper_bound], or the term is dropped. So truncated importance sampling (Yao et al. 2025)
+is an upper clamp, IcePop (arXiv 2510.18855) two mask bounds without a clamp, and TRL's sequence_mask both levels
+"sequence_sum". A sequence is a document, never a pack of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Correction:
 
 
 def correction(inputs: LossInputs, *, leaves_rho_to_op: bool = True) -> Correction:
-    """What the settings ask for; nothing has a gradient.
+    """The corrections that the settings ask for; none has a gradient.
 
     Args:
         leaves_rho_to_op: False where the caller needs rho itself. The total-variation mask is never left to the op,

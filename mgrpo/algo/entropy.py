@@ -33,8 +33,7 @@ class AdaptiveEntropy:
     """Weight of the entropy bonus that holds the entropy near a target (Skywork-OR1, arXiv 2505.22312).
 
     After each optimizer step the weight moves by `delta`: up while the mean entropy is at most `target`, down
-    otherwise.
-    It is applied only while the last mean entropy was at most the target: not in the first step.
+    otherwise. It is applied only while the last mean entropy was at most the target: not in the first step.
     """
 
     coef: float
@@ -68,7 +67,7 @@ class AdaptiveEntropy:
 
 
 def entropy_threshold(entropies: Tensor, *, top_entropy_quantile: float) -> Tensor:
-    """The entropy that the `top_entropy_quantile` share of the tokens with most entropy reaches (arXiv 2506.01939).
+    """The entropy that the `top_entropy_quantile` share of tokens with the highest entropy reaches (arXiv 2506.01939).
 
     The quantile at 1 - top_entropy_quantile, between two neighbours by linear interpolation.
 

@@ -27,8 +27,8 @@ def solved_for_good(shares: np.ndarray, *, pass_rate: float) -> np.ndarray:
     """`[prompts]` bool: prompts never to be sampled again, whose mean share reaches `pass_rate`.
 
     Args:
-        shares: rewards by the highest one possible, `[prompts, group]`. A prompt with a completion that has none is not
-            solved for good: that completion may have been wrong.
+        shares: rewards divided by the highest possible one, `[prompts, group]`. A prompt with a completion that has
+            none is not solved for good: that completion may have been wrong.
     """
     return _two_dimensional(shares).mean(axis=1) >= pass_rate - _SHARE_TOLERANCE
 

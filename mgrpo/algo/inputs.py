@@ -1,4 +1,4 @@
-"""What a loss is given and what it gives back, whether it is one of ours or a user's function."""
+"""Inputs and result of a loss, whether it is a named one or a user's function."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ MetricPairs = Mapping[str, tuple[Tensor | float, Tensor | float]]
 
 
 class LossFunction(Protocol):
-    """A loss of a user's own, `mgrpo.train(..., loss=function)` or `--policy_loss file.py:function`.
+    """A user's own loss, `mgrpo.train(..., loss=function)` or `--policy_loss file.py:function`.
 
     It takes the place of surrogate, KL penalty and correction by rho. The entropy bonus is subtracted from what it
     returns, and `advantages`, `loss_mask`, `keep` and `denominator` are computed as for a named loss. It is called on

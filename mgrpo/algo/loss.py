@@ -37,7 +37,7 @@ def policy_loss(
     added beta x KL (`mgrpo.algo.kl`), times r if `kl_bias_correction`. Gradients flow through `logprobs` only. A token
     outside `loss_mask` adds exactly 0 to loss, gradient and metrics, whatever its values, inf and NaN included. A
     trained token whose old logprob is not finite counts as on-policy (ratio 1), one without a finite rollout logprob
-    has rho 1. Zero tokens give 0 with a graph. No collective; no wait for a GPU except in SAPO.
+    has rho 1. Zero tokens give 0 with a graph. No collective; no device synchronisation except in SAPO.
 
     Args:
         logprobs: `[tokens]`; computed in fp32 or better.
@@ -48,8 +48,7 @@ def policy_loss(
         ref_logprobs: `[tokens]`, required when beta is not 0; with beta 0 it only feeds metrics.
         rollout_logprobs: `[tokens]`, the engine's, required by corrections; otherwise for metrics.
         keep: `[tokens]`, a factor of the policy term, not of the KL penalty; None: 1.
-        denominator: of the whole mini-batch over all ranks, see `loss_denominator`, a number or `[num_seqs]`; None:
-            that of these sequences alone, except under dr_grpo, which needs it.
+        denominator: `loss_denominator` of the whole mini-batch, a number or `[num_seqs]`; None: of these sequences alone.
         function: a user's loss in place of the named one; the formulas above are then its own.
     """
     logprobs = at_least_fp32(logprobs)
@@ -57,7 +56,7 @@ def policy_loss(
     def constant(x: Tensor) -> Tensor:
         return x.detach().to(logprobs.dtype)
 
-    cu_seqlens, old, advantages = cu_seqlens.to(torch.int32), constant(old_logprobs), constant(advantages)
+    old, advantages, cu_seqlens = constant(old_logprobs), constant(advantages), cu_seqlens.to(torch.int32)
     if len(advantages) != len(logprobs):
         advantages = ops.per_token(advantages, cu_seqlens, len(logprobs))
     inputs = LossInputs(

@@ -84,7 +84,7 @@ def add_metrics(parts: Iterable[MetricSums]) -> MetricSums:
             before = sums.get(name, [0.0, 0.0])
             sums[name] = [before[0] + total, before[1] + count]
         for name, largest in part.maxima.items():
-            # Not max(): NaN must get through.
+            # Not max(): NaN must propagate.
             maxima[name] = float(np.maximum(maxima.get(name, -np.inf), largest))
     return MetricSums(sums, maxima)
 
@@ -109,10 +109,10 @@ def summarise(
     keep: Tensor | None,
     mask: Tensor,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Pairs and maxima of one call of the loss, from the sums `[num_seqs, columns]` that the op gave.
+    """Pairs and maxima of one call of the loss, from the sums `[num_seqs, columns]` of the op.
 
     Args:
-        unmeasured: columns that mean nothing in this call.
+        unmeasured: columns that have no meaning in this call.
         rho_sums: column -> scalar where the op did not compute it; None: it did.
         keep, mask: `[tokens]`.
     """
@@ -120,7 +120,7 @@ def summarise(
     for name, total in (rho_sums or {}).items():
         totals[ops.COLUMNS.index(name)] = total
     largest = torch.cat((sums[:, -1], sums.new_full((1,), -torch.inf))).amax()
-    # Picked, not multiplied by 0 and 1: one column that is not finite must not take the others along.
+    # Selected, not multiplied by 0 and 1: a column that is not finite must not affect the others.
     pairs = totals[_choice(unmeasured, sums.device)].sum(-1)
     dropped = mask.new_zeros(2) if keep is None else torch.stack(((mask * (keep == 0)).sum(), mask.sum()))
     pairs = torch.cat((pairs, dropped[None])).float()
@@ -129,7 +129,7 @@ def summarise(
 
 @cache
 def _choice(unmeasured: frozenset[str], device: torch.device) -> Tensor:
-    """Which columns to add up for each metric's sum and count, `[metrics, 2, 2]`; the column behind the last one is 0.
+    """Which columns to add up for each metric's sum and count, `[metrics, 2, 2]`; the column after the last one is 0.
 
     What was not measured has count 0.
     """

@@ -1,4 +1,4 @@
-"""A loss of a user's own: found by its name, checked before a run, and called in place of a named one."""
+"""A user's own loss: found by its name, checked before a run, and called in place of a named one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIGNATURE = "it is called as function(inputs), see mgrpo.algo.LossFunction"
 
 
 def load_loss(config: LossConfig) -> LossFunction | None:
-    """The function that `policy_loss` names; None where it names one of ours.
+    """The function that `policy_loss` names; None where it names a built-in loss.
 
     Raises:
         ValueError: the function cannot be imported or called, in one sentence about `policy_loss`.
@@ -51,13 +51,13 @@ def loss_problems(config: LossConfig, function: object = None) -> list[str]:
 def loss_remarks(config: LossConfig, function: LossFunction | None) -> list[str]:
     """What a user should know about how the loss is computed."""
     if function is not None:
-        return [f"policy_loss {_name(function)}: a function of yours, computed in PyTorch; its metrics are {PREFIX}*"]
+        return [f"policy_loss {_name(function)}: your own function, computed in PyTorch; its metrics are {PREFIX}*"]
     remark = NAMED[config.policy_loss].REMARK
     return [f"policy_loss {config.policy_loss}: {remark}"] if remark else []
 
 
 def own_loss(function: LossFunction, inputs: LossInputs) -> PolicyLoss:
-    """What the function gives, and the metrics that do not depend on it."""
+    """Loss and metrics of the function, and the metrics that do not depend on it."""
     returned: Any = function(inputs)
     loss, own = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:

@@ -1,7 +1,6 @@
 """What all named losses share: the surrogate's operands, correction, KL penalty, weights of tokens, and metrics.
 
-The token's arithmetic is the extension's (`mgrpo.ops.policy_loss`); here a `LossConfig` becomes its settings and
-operands.
+The per-token arithmetic is in `mgrpo.ops.policy_loss`; here a `LossConfig` becomes its settings and operands.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ def surrogate_loss(
     config, mask = inputs.config, inputs.mask
     if config.beta != 0.0 and inputs.ref_logprobs is None:
         raise ValueError(f"beta={config.beta} needs ref_logprobs; load the reference model or set beta=0")
-    if factors is None:
-        factors = correction(inputs)
+    factors = factors or correction(inputs)
     keep = product(inputs.keep, factors.keep)
     seq_log_ratio = None
     if config.ratio_level != "token":
@@ -72,18 +70,9 @@ def surrogate_loss(
         seq_log_rho=factors.seq_log_rho,
         seq_log_rho_mask=factors.seq_log_rho_mask,
     )
-    unmeasured: frozenset[str] = frozenset()
-    if inputs.ref_logprobs is None:
-        unmeasured |= KL
-    if not config.use_rho_correction:
-        unmeasured |= RHO
-    metrics, maxima = summarise(
-        sums,
-        unmeasured=unmeasured,
-        rho_sums=factors.rho_sums,
-        keep=keep,
-        mask=mask,
-    )
+    unmeasured = frozenset() if inputs.ref_logprobs is not None else KL
+    unmeasured |= frozenset() if config.use_rho_correction else RHO
+    metrics, maxima = summarise(sums, unmeasured=unmeasured, rho_sums=factors.rho_sums, keep=keep, mask=mask)
     return PolicyLoss(loss=loss, metrics=metrics, maxima=maxima)
 
 

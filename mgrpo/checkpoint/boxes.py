@@ -26,8 +26,8 @@ def assign(holdings: Sequence[Sequence[tuple[str, Box]]], itemsizes: Mapping[str
     load = [0] * len(holdings)
     chosen: list[list[int]] = [[] for _ in holdings]
 
-    # Boxes with one holder leave no choice and come first; then the largest, or the last large one would tip the
-    # balance.
+    # Boxes with one holder leave no choice and come first; then the largest, because a large one at the end
+    # would upset the balance.
     def order(item: tuple[str, Box]) -> tuple[bool, int, str, str, Shape]:
         kind, box = item
         return len(holders[item]) > 1, -box.size * itemsizes[kind], kind, box.name, box.start

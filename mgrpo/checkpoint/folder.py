@@ -196,8 +196,7 @@ def abandon(root: str | Path, *, after: int) -> list[int]:
     """Take the complete checkpoints after step `after` out of the run and return their steps. One process must call.
 
     A run that does not continue from its newest checkpoint calls it: otherwise the next resume would find that one
-        again, and rotation would delete the new ones. Their manifests are renamed; rotation deletes their folders
-        later.
+    again, and rotation would delete the new ones. Their manifests are renamed; rotation deletes their folders later.
     """
     folder = open_folder(root)
     steps = [step for step in _complete(folder) if step > after]

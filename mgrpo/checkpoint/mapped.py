@@ -1,4 +1,4 @@
-"""Safetensors files that are read slice by slice, in little memory however much of them is read.
+"""Reads safetensors files slice by slice, with little memory however much is read.
 
 A file is mapped into memory, and every page that was touched counts towards this process until the file is closed. So
 all files are closed whenever a certain amount has been read, and opened again when they are needed.

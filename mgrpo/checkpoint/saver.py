@@ -1,8 +1,8 @@
 """Saves checkpoints: every rank writes what it was assigned, and rank 0 adds the manifest that makes it a checkpoint.
 
 Ranks communicate through the file system only, without collectives, so that all of it can run in a thread beside the
-training. Every file carries the attempt's token in its name: files that a killed attempt left behind, or still writes,
-are never mixed in, and an older checkpoint of the step stays complete until the new manifest replaces its own.
+training. Every file carries the attempt's token in its name: files left over from, or still being written by, a killed
+attempt are never mixed in, and an older checkpoint of the step stays complete until the new manifest replaces its own.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Saver:
         folder.replace(_index_name(index.rank, index.attempt), index.to_json())
 
     def _give_up(self, folder: Folder, save: _Save, written: list[str], err: Exception) -> None:
-        """Delete what was written and tell rank 0 the reason. Both may fail like the writing did."""
+        """Delete what was written and tell rank 0 the reason. Both may fail as the writing did."""
         for name in written:
             with contextlib.suppress(Exception):
                 folder.remove(name)

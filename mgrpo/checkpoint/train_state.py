@@ -35,7 +35,7 @@ class TrainState:
         """What this rank writes: each box is written by one of the ranks that hold it. Every rank must call.
 
         Raises:
-            ValueError: the optimizer does not show its float32 weights.
+            ValueError: the optimizer does not expose its float32 weights.
         """
         if self.policy.parallel.use_precision_aware_optimizer:
             raise ValueError("the state of use_precision_aware_optimizer=true cannot be saved yet; turn it off")

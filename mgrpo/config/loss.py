@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from mgrpo.config.annotations import BELOW_ONE, NOT_NEGATIVE, ONE_OR_MORE, OPEN_INSTRUCT, POSITIVE, TRL, Range
 
 Aggregation = Literal["token", "constant", "seq_mean", "local_token", "dr_grpo", "luspo"]
-NAMED_LOSSES = ("ppo_clip", "cispo", "sapo", "vespo", "reinforce")
+NamedLoss = Literal["ppo_clip", "cispo", "sapo", "vespo", "reinforce"]
+NAMED_LOSSES: tuple[str, ...] = get_args(NamedLoss)
 Level = Literal["token", "sequence_mean", "sequence_sum"]
 """Where the ratio of trainer to engine is computed: per token, or as exp of the mean or sum over a sequence."""
 
@@ -17,7 +18,7 @@ Level = Literal["token", "sequence_mean", "sequence_sum"]
 class LossConfig:
     """Settings of `mgrpo.algo.policy_loss`. Formulas: its docstring."""
 
-    policy_loss: str = "ppo_clip"
+    policy_loss: NamedLoss | str = "ppo_clip"
     """ppo_clip: clipped ratio; cispo: capped weight; sapo: soft gate; vespo: sequence gate; reinforce: no ratio; or your own,
     file.py:function or package.module:function."""
     ratio_level: Literal["token", "sequence", "sequence_token"] = "token"

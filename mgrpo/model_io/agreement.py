@@ -1,6 +1,6 @@
 """Whether the model that training builds computes what transformers computes: logits of random tokens, in float32.
 
-The two models are held whole, one after the other, and on the CPU of any machine, so that they differ only by rounding.
+Both models are built whole, one after the other and always on the CPU, so that they differ only by rounding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversions of a model between Hugging Face's folders and Megatron's: exact, or refused with nothing written.
+"""Conversions of a model between Hugging Face and Megatron folders: exact, or refused with nothing written.
 
 A few megabytes at a time pass through memory for a model of any size; only the comparison of logits holds all of it.
 The commands are `mgrpo convert hf-to-megatron` and `mgrpo convert megatron-to-hf`, see docs/conversion.md.

@@ -1,7 +1,7 @@
 """The trained model as a Hugging Face folder that transformers and vLLM load.
 
-Tensors travel one by one from the ranks that hold them to rank 0, which writes each before it asks for the next: no
-    rank holds more than one tensor beside its own weights.
+Tensors travel one by one from the ranks that hold them to rank 0, which writes each before it asks for the next: no rank
+holds more than one tensor beside its own weights.
 """
 
 from __future__ import annotations

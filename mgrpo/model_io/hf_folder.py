@@ -1,7 +1,7 @@
 """A model as a Hugging Face folder: its weights, tensor by tensor, and the files beside them.
 
 Reading is strict, because conversions must lose nothing: a folder whose tensors are not those that its config.json
-    implies is refused. Training, which needs only its own slices, reads through `policy.weights`.
+implies is refused. Training, which needs only its own slices, reads through `policy.weights`.
 """
 
 from __future__ import annotations

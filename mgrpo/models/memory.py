@@ -131,7 +131,7 @@ def state_bytes(
     """One rank of a pipeline stage under `layout.zero_stage` (ZeRO, arXiv:1910.02054).
 
     Optimizer states are shared from stage 1 on, gradients from stage 2, parameters in stage 3: those of experts among
-        the ranks that hold the same experts, all others among the data x context ranks.
+    the ranks that hold the same experts, all others among the data x context ranks.
 
     Args:
         reference_moves: the reference is updated, which takes an fp32 copy.
@@ -165,7 +165,7 @@ def _unsharded_bytes(shape: ModelShape, layout: Layout, *, stage: int, dtype_byt
     """What is unsharded at any one time: fp32 gradients, and with ZeRO-3 also weights.
 
     This is two layers, the one being computed and the next or the one before, and what is outside all layers:
-        embedding, final norm and head, which Megatron-FSDP does not free.
+    embedding, final norm and head, which Megatron-FSDP does not free.
     """
     if layout.sharding < 2:
         return 0

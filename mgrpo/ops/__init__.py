@@ -1,6 +1,6 @@
-"""Python face of the compiled ops in csrc/: argument checks, autograd, and the reference that runs without them.
+"""Python interface to the compiled ops in csrc/: argument checks, autograd, and the reference that runs without them.
 
-Imports torch and nothing else of the project. Life of an op: csrc/README.md.
+Imports torch, and nothing from the rest of the project. Life of an op: csrc/README.md.
 """
 
 from mgrpo.ops.library import build_info

@@ -1,6 +1,7 @@
-"""Owns the compiled library: loads it, tells how it was built, gives its ops fakes, and picks who computes a call.
+"""Owns the compiled library: loads it, reports how it was built, registers fake kernels, and picks the implementation
+of each call.
 
-Without the library, or for a device it has no kernels for, `ops/reference.py` computes, and one warning says so.
+Without the library, or for a device it has no kernels for, `ops/reference.py` computes, with one warning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Owns `linear_logprobs`: an LM head and its log-probabilities in one op, so that the whole logits never exist.
+"""Owns `linear_logprobs`: an LM head and its log-probabilities in one op, so that full logits are never materialised.
 
 The head's columns are taken in chunks. To the ops a chunk is what a tensor-parallel shard is, a slice of the vocabulary
 that merges with the others (csrc/core/logprob.h has the formulas); the GEMMs around them are torch's.

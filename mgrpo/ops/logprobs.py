@@ -1,6 +1,6 @@
 """Owns `token_logprobs`: argument checks, the collective between the raw ops, and the autograd around them.
 
-Row selection, vocabulary shards and temperature all live inside the ops: nothing of the logits' size is made here,
+Row selection, vocabulary shards and temperature all live inside the ops: nothing of the logits' size is allocated here,
 except the gradient when it is not written in place.
 """
 
@@ -139,7 +139,7 @@ def _gather(stats: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _cotangents(g_logprobs: Tensor | None, g_entropy: Tensor | None, merged: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What autograd hands to backward, as the ops take it; the entropy's may be None, which is cheaper."""
+    """What autograd passes to backward, in the form the ops take; the entropy's may be None, which is cheaper."""
     g_logprobs = torch.zeros_like(merged[0]) if g_logprobs is None else g_logprobs.contiguous()
     return g_logprobs, None if g_entropy is None else g_entropy.contiguous()
 
@@ -223,7 +223,7 @@ def _check_index(name: str, index: Tensor, n: int, logits: Tensor, hint: str = "
 def _check_index_values(
     logits: Tensor, targets: Tensor, rows: Tensor | None, vocab_range: tuple[int, int] | None
 ) -> None:
-    """Ranges of targets and rows, on the CPU only: elsewhere looking at them would wait for the device."""
+    """Ranges of targets and rows, on the CPU only: elsewhere, reading them would synchronise with the device."""
     if targets.numel() == 0:
         return
     if vocab_range is not None:

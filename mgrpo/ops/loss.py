@@ -1,6 +1,6 @@
 """The policy loss of packed sequences, and sums over their tokens, with their gradients.
 
-Owns arguments and autograd. The formulas stand in csrc/core/policy_loss.h; named losses, denominators and metrics
+Owns arguments and autograd. The formulas are in csrc/core/policy_loss.h; named losses, denominators and metrics
 belong to `mgrpo.algo`.
 """
 
@@ -36,8 +36,8 @@ def policy_loss(
 
     Every tensor is float32, or all are float64 (the reference computes then), on one device; gradients flow to
     `logprobs` and `seq_log_ratio` only. A token of weight 0 adds exactly 0 to everything, whatever its values. No
-    collective. One launch on CUDA; the result of a sequence depends on that sequence alone and repeats to the bit. This
-    does not hold for a surrogate in PyTorch.
+    collective. One launch on CUDA; the result of a sequence depends on that sequence alone and is reproducible to the
+    bit. This does not hold for a surrogate in PyTorch.
 
     Args:
         logprobs, old_logprobs, ref_logprobs, rollout_logprobs: `[tokens]`.
@@ -47,8 +47,8 @@ def policy_loss(
         keep: `[tokens]`, a further factor of the policy term, not of the KL penalty.
         seq_log_ratio: `[num_seqs]`, the log of the ratio at levels "sequence" and "sequence_token": `segment_mean` of
             logprobs - old_logprobs.
-        seq_log_rho, seq_log_rho_mask: `[num_seqs]`, the log of the rho that weighs and of the one that the mask bounds
-            look at; None: each token's own.
+        seq_log_rho, seq_log_rho_mask: `[num_seqs]`, the log of the rho that multiplies and of the one that the mask
+            bounds apply to; None: each token's own.
     Returns:
         The loss, a scalar, and sums `[num_seqs, len(COLUMNS)]`, detached.
     """

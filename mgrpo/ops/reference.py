@@ -2,7 +2,7 @@
 
 The raw ops have the signatures and contracts of csrc/bindings/ops.cpp and the formulas of csrc/core/logprob.h; those of
 the loss are in `reference_loss`. They compute in float32, or in float64 when the logits are float64. `token_logprobs`
-is the same mathematics a second time, by log_softmax and autograd, and shares no line with them.
+is a second implementation, by log_softmax and autograd, that shares no line with them.
 """
 
 from __future__ import annotations

@@ -64,19 +64,10 @@ def policy_loss(
 
     # The engine's other probabilities: constants.
     old = torch.where(old_logprobs.isfinite(), old_logprobs, logprobs.detach())
-    knows_rollout, mismatch = no, torch.zeros_like(logprobs)
-    if rollout_logprobs is not None:
-        knows_rollout = trained & rollout_logprobs.isfinite()
-        mismatch = torch.where(knows_rollout, old - rollout_logprobs, 0.0)
+    knows_rollout, mismatch = _mismatch(old, rollout_logprobs, trained)
     token_rho = mismatch.clamp(-10, 10).exp()
-    factor = torch.ones_like(old) if keep is None else keep
-    rho = _Rho(no.to(old.dtype), no, no, no)
-    if settings.use_rho:
-        free, judged = (
-            token_rho if x is None else x.clamp(-10, 10).exp()[segment] for x in (seq_log_rho, seq_log_rho_mask)
-        )
-        rho = _rho(settings, free, judged)
-        factor = factor * rho.weight
+    rho = _rho(settings, token_rho, seq_log_rho, seq_log_rho_mask, segment)
+    factor = (torch.ones_like(old) if keep is None else keep) * (rho.weight if settings.use_rho else 1.0)
 
     with torch.enable_grad():
         leaf = logprobs.detach().clone().requires_grad_()
@@ -84,17 +75,13 @@ def policy_loss(
         seq_leaf.requires_grad_()
         x = known(leaf)
         a = known(advantages if len(advantages) == n else advantages[segment])
-        log_ratio = known(leaf - old if settings.ratio_level == "token" else seq_leaf[segment])
-        ratio = log_ratio.clamp(-40, 40).exp()
-        if settings.ratio_level == "sequence_token":
-            ratio = ratio.detach() * (x - x.detach()).exp()
+        ratio = _ratio(settings, known(leaf - old if settings.ratio_level == "token" else seq_leaf[segment]), x)
         term = _term(settings, ratio, x, a)
         # Not a product: infinity that is left out must not become NaN.
         policy = torch.where(factor != 0, factor * term.policy, 0.0)
         d = torch.zeros_like(x) if ref_logprobs is None else known(leaf - ref_logprobs).clamp(-40, 40)
         kls = (d, d.square() / 2, torch.expm1(-d) + d, ratio * d)
-        penalty = settings.beta * kls[settings.kl_estimator] * (ratio if settings.kl_bias_correction else 1.0)
-        penalty = penalty if ref_logprobs is not None and settings.beta != 0 else torch.zeros_like(x)
+        penalty = _penalty(settings, kls, ratio) if ref_logprobs is not None else torch.zeros_like(x)
         loss = known(weights * (policy + penalty))
         grad, seq_grad = torch.autograd.grad(loss.sum(), (leaf, seq_leaf), allow_unused=True, materialize_grads=True)
 
@@ -114,13 +101,45 @@ def _largest(values: Tensor, chosen: Tensor, segment: Tensor, num_seqs: int) -> 
     return largest.scatter_reduce(0, segment[chosen], values[chosen], "amax")[:, None]
 
 
-def _rho(settings: LossSettings, free: Tensor, judged: Tensor) -> _Rho:
-    """From the rho that weighs and the one that the mask bounds look at, `[tokens]` each."""
-    no = torch.zeros_like(free, dtype=torch.bool)
+def _mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor | None, trained: Tensor) -> tuple[Tensor, Tensor]:
+    """`[tokens]` each: where the engine's logprob is known, and by how much the old one exceeds it there, else 0."""
+    if rollout_logprobs is None:
+        return torch.zeros_like(trained), torch.zeros_like(old_logprobs)
+    is_known = trained & rollout_logprobs.isfinite()
+    return is_known, torch.where(is_known, old_logprobs - rollout_logprobs, 0.0)
+
+
+def _ratio(settings: LossSettings, log_ratio: Tensor, logprobs: Tensor) -> Tensor:
+    """The ratio `[tokens]`; at level "sequence_token" with the gradient of each token's logprob."""
+    ratio = log_ratio.clamp(-40, 40).exp()
+    return ratio.detach() * (logprobs - logprobs.detach()).exp() if settings.ratio_level == "sequence_token" else ratio
+
+
+def _rho(
+    settings: LossSettings,
+    token_rho: Tensor,
+    seq_log_rho: Tensor | None,
+    seq_log_rho_mask: Tensor | None,
+    segment: Tensor,
+) -> _Rho:
+    """From the logs of the rho that multiplies and of the one that the mask bounds apply to; all 0 without rho."""
+    no = torch.zeros_like(token_rho, dtype=torch.bool)
+    if not settings.use_rho:
+        return _Rho(no.to(token_rho.dtype), no, no, no)
+    free, judged = (
+        token_rho if x is None else x.clamp(-10, 10).exp()[segment] for x in (seq_log_rho, seq_log_rho_mask)
+    )
     is_low = judged < settings.rho_mask_low if settings.rho_mask_low > 0 else no
     is_high = judged > settings.rho_mask_high if settings.rho_mask_high > 0 else no
     held = free.clamp(settings.rho_clamp_low, settings.rho_clamp_high if settings.rho_clamp_high > 0 else torch.inf)
     return _Rho(torch.where(is_low | is_high, 0.0, held), held != free, is_low, is_high)
+
+
+def _penalty(settings: LossSettings, kls: Sequence[Tensor], ratio: Tensor) -> Tensor:
+    """The weighted KL estimate `[tokens]`; 0 with beta 0, whatever the estimates."""
+    if settings.beta == 0:
+        return torch.zeros_like(ratio)
+    return settings.beta * kls[settings.kl_estimator] * (ratio if settings.kl_bias_correction else 1.0)
 
 
 def _term(settings: LossSettings, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> _Term:

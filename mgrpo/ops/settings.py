@@ -1,4 +1,4 @@
-"""What Python and csrc/core/policy_loss.h know by position: the settings of a loss, and the columns of its sums."""
+"""What Python and csrc/core/policy_loss.h share by position: the settings of a loss, and the columns of its sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths into few packs of bounded size.
+"""Packs lengths into few packs of bounded size.
 
 Knows lengths and indices only. Every index comes out exactly once, and equal input gives equal output.
 """
@@ -51,14 +51,14 @@ def checked(lengths: Sequence[int], pack_length: int) -> list[int]:
 
 
 def longest_first(members: Iterable[int], lengths: Sequence[int]) -> list[int]:
-    """`members` by falling length, equals by index."""
+    """`members` by decreasing length, ties by index."""
     return sorted(members, key=lambda index: (-lengths[index], index))
 
 
 def best_fit(members: Iterable[int], lengths: Sequence[int], pack_length: int) -> Packs:
     """Each document, longest first, into the fullest pack with room: close to the fewest packs on common lengths."""
     packs: Packs = []
-    rooms: list[tuple[int, int]] = []  # (room, pack), rising
+    rooms: list[tuple[int, int]] = []  # (room, pack), ascending
     for index in longest_first(members, lengths):
         place = bisect_left(rooms, (lengths[index],))
         if place < len(rooms):

@@ -1,4 +1,4 @@
-"""What a document costs to train on: the scale on which ranks are balanced and shared prompts judged."""
+"""The cost of training on a document, by which ranks are balanced and shared prompts are judged."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Documents onto mini-batches, data-parallel ranks and micro-batches, with even work.
 
-A mini-batch is one optimizer step, at whose end its ranks wait for each other: the step takes as long as the costliest
-rank, the sum of `Cost` over its documents. Every index comes out exactly once, and equal input gives equal output.
+A mini-batch is one optimizer step, at the end of which its ranks wait for each other: the step takes as long as the
+costliest rank, the sum of `Cost` over its documents. Every index comes out exactly once, and equal input gives equal
+output.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from mgrpo.packing.bins import Packs, best_fit, check_pack_length, checked, long
 from mgrpo.packing.cost import Cost
 
 GOOD_ENOUGH = 1.001
-"""Ratio to the least cost the costliest rank could have, at which the exchange of documents ends."""
+"""The exchange of documents ends when the costliest rank is within this ratio of the least cost it could have."""
 COMPARED = 128
-"""About how many documents of a rank are considered for a swap; of more, every n-th by length is good enough."""
+"""About how many documents of a rank are considered for a swap; of more, only every n-th by length."""
 
 
 def balance(
@@ -57,7 +58,7 @@ def balance(
 
 
 def mini_batches(lengths: Sequence[int], num_mini_batches: int, *, epoch: int = 0, seed: int = 0) -> list[list[int]]:
-    """Which documents train in which optimizer step: as many tokens in each, to within the longest document.
+    """Which documents train in which optimizer step: equally many tokens in each, to within the longest document.
 
     Epoch 0 deals the longest documents first; every later epoch deals them in an order shuffled by its number and
     `seed`, for another partition. A mini-batch is empty only when there are fewer documents than mini-batches.
@@ -115,7 +116,8 @@ def _to_cheapest(
 ) -> list[Packs] | None:
     """Each document, longest first, to the cheapest rank with room, there into the fullest pack; None if one cannot."""
     ranks: list[Packs] = [[[] for _ in range(count)] for _ in range(dp)]
-    rooms = [[(pack_length, number) for number in range(count)] for _ in range(dp)]  # (room, pack) of each rank, rising
+    # (room, pack) of each rank, ascending
+    rooms = [[(pack_length, number) for number in range(count)] for _ in range(dp)]
     cheapest = [(0.0, 0, rank) for rank in range(dp)]
     for index in longest_first(members, lengths):
         passed_over = []
@@ -135,7 +137,7 @@ def _to_cheapest(
 
 
 def _deal(packs: Packs, costs: list[float], dp: int, count: int) -> list[Packs] | None:
-    """`count` packs for each rank: costliest first, to the cheapest rank with fewer; empty packs fill up.
+    """`count` packs for each rank: costliest first, to the cheapest rank with fewer; the rest are empty packs.
 
     None if there are more packs than that.
     """
@@ -155,7 +157,7 @@ def _deal(packs: Packs, costs: list[float], dp: int, count: int) -> list[Packs] 
 def _in_order(packs: Packs, dp: int, count: int) -> list[Packs] | None:
     """`count` packs for each rank in their order; None if there are more.
 
-    Rarely the best, but what others train with: it makes sure that ours is never worse.
+    Rarely the best, but the order that other trainers use, so the result is never worse than theirs.
     """
     if len(packs) > dp * count:
         return None
@@ -225,7 +227,7 @@ def _offers(
 
 
 def _evened(packs: Packs, lengths: list[int], costs: list[float], pack_length: int) -> Packs:
-    """A rank's packs with even cost if they can have it, costliest first.
+    """A rank's packs, evened out in cost where that is possible, costliest first.
 
     Even packs lower the peak of memory and leave a pipeline fewer gaps. Where ranks wait for each other in every
     micro-batch (expert parallelism, ZeRO-3), they also shorten the wait.

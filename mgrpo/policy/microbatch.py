@@ -1,4 +1,4 @@
-"""Micro-batches: packs as tensors on this rank's device, with what earlier passes found out about them."""
+"""Micro-batches: packs as tensors on this rank's device, with the results of earlier passes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Microbatch:
 
 
 Reported = TypeVar("Reported")
-"""Whatever a loss function reports of one micro-batch beside the loss."""
+"""What a loss function reports about one micro-batch besides the loss."""
 
 MicrobatchLoss = Callable[[torch.Tensor, torch.Tensor, Microbatch], tuple[torch.Tensor, Reported]]
 """(logprobs [responses], entropy [responses], micro-batch) -> (loss / global denominator, anything to report)."""

@@ -57,10 +57,11 @@ class ResponseModel(GPTModel):
     Context-parallel ranks, each of which holds some of the tokens, all return the values of all responses.
 
     Hidden rows are gathered before the LM head, so that prompts never reach the vocabulary, and the vocabulary shard is
-    scored in place by `mgrpo.ops`; nothing of size `[tokens, vocab]` exists beyond the head's own output.
+    scored in place by `mgrpo.ops`; nothing of size `[tokens, vocab]` is materialised beyond the head's own output.
 
     Args:
-        logits_chunk: above 0 the head runs on this many columns at a time, so that not even its own output exists.
+        logits_chunk: above 0 the head runs on this many columns at a time, so that not even its own output is
+            materialised.
         trains_entropy: whether the entropy has a gradient, which costs time.
         scores_entropy: whether there is an entropy without gradients (in scoring); if not the result is `[1, responses]`.
     """

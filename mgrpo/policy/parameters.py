@@ -67,7 +67,7 @@ def global_name(name: str, first_layer: int, first_expert: int) -> str:
 def gather_boxes(boxes: Sequence[KindAndBox], shape: ModelShape, group: dist.ProcessGroup) -> list[list[KindAndBox]]:
     """The `boxes` of each rank, in its order. All ranks of `group`, on the CPU, must call.
 
-    Ranks are asked, because ZeRO shards follow Megatron's buckets and not a formula.
+    They are exchanged, because ZeRO shards follow Megatron's buckets and not a formula.
     """
     names = list(hf_tensors(shape))
     index_of_name = {name: index for index, name in enumerate(names)}

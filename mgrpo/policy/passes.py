@@ -34,7 +34,7 @@ def forward_backward(
     *,
     routing: RoutingReplay,
 ) -> list[Reported]:
-    """Add up the gradients of all micro-batches; what `loss` reports for each."""
+    """Add up the gradients of all micro-batches; return what `loss` reports for each."""
 
     def use(microbatch: Microbatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Reported]:
         value, reported = loss(output[0], output[1], microbatch)

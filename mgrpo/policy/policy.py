@@ -1,4 +1,4 @@
-"""The policy: a model on Megatron's axes with its optimizer. It scores packs, takes training steps and shows its weights.
+"""The policy: a model on Megatron's axes with its optimizer. It scores packs, trains and exposes its weights.
 
 It does not know GRPO: `train_step` is given a loss over log-probabilities whose sum is already divided by the global
 denominator, and Megatron is told not to divide again. Every method is collective over all learner ranks.
@@ -153,7 +153,7 @@ class Policy:
 
     @torch.no_grad()
     def score(self, microbatches: Sequence[Microbatch], name: str, *, records_routing: bool = False) -> None:
-        """Log-probabilities under the present weights, stored in `microbatch.logprobs[name]` on the last stage.
+        """Log-probabilities under the current weights, stored in `microbatch.logprobs[name]` on the last stage.
 
         With `records_routing` a later `train_step` on these micro-batches replays the experts chosen here, if the model
         was built for it (`moe_enable_routing_replay`).

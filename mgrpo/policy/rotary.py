@@ -22,7 +22,7 @@ def frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 
 
 def _kept_share(rope: Rope, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """`[head_dim / 2]`: 1 where a frequency is kept, 0 where it is divided by the factor, between them in between."""
+    """`[head_dim / 2]`: 1 where a frequency is kept, 0 where it is divided by the factor, and a blend in between."""
     if rope.scaling == "linear":
         return torch.zeros_like(plain)
     if rope.scaling == "llama3":

@@ -1,7 +1,7 @@
 """Routing replay (arXiv:2507.18071, section 5.3): train on the experts that were chosen when the policy scored the batch.
 
-The ratio of a token whose experts changed between the old and the present policy says little; with replay both use the
-same experts. Only the choice is replayed: the experts' weights come from the present router, which is trained.
+The ratio of a token whose experts changed between the old and the current policy means little; with replay both use the
+same experts. Only the choice is replayed: the experts' weights come from the current router, which is trained.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """What a rank knows of a training step after it."""
+    """Results of a training step on one rank."""
 
     results: list[StepResult]
     """Of each optimizer step; none if no token was trained."""
@@ -165,7 +165,7 @@ class Learner:
         """What a user should know about how this run computes. Not collective."""
         found = []
         if self.logits_chunk:
-            found.append(f"LM head: {self.logits_chunk} columns at a time, whole logits never exist")
+            found.append(f"LM head: {self.logits_chunk} columns at a time; full logits are never materialised")
         return found + algo.loss_remarks(self.loss_config, self.own_loss)
 
     def learn(self, arrays: dict[str, np.ndarray], *, step: int) -> Learned:
@@ -242,7 +242,7 @@ class Learner:
         return [float(algo.loss_denominator(n, config, num_seqs=s, response_length=longest)) for n, s in counts]
 
     def _choose_uncertain_tokens(self, mini_batch: MiniBatch) -> None:
-        """Leave in each micro-batch which tokens have the highest entropies of the mini-batch over all ranks."""
+        """Mark in each micro-batch the tokens with the highest entropy in the mini-batch over all ranks."""
         # Only the last stage has entropies.
         scored = [(batch, batch.entropy) for batch in mini_batch.microbatches if batch.entropy is not None]
         own = [entropy[batch.loss_inputs.loss_mask].cpu() for batch, entropy in scored if self.policy.reports_metrics]

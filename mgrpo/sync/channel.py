@@ -178,7 +178,7 @@ class Sender:
     def _lost(self, version: int, worker: int, number: int, err: Exception) -> RuntimeError:
         engine, worker_rank = divmod(worker, self.infer_layout.tensor)
         return RuntimeError(
-            f"weight sync {version}: training rank {self.rank} could not hand bucket {number} to worker {worker_rank} of "
+            f"weight sync {version}: training rank {self.rank} could not send bucket {number} to worker {worker_rank} of "
             f"engine {engine} within weight_sync_timeout={self.timeout_s:g} s: {err}"
         )
 

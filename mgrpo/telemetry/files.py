@@ -31,5 +31,5 @@ def move_aside(paths: Sequence[Path]) -> None:
     renamed = [path.rename(f"{path}.{number}").name for path in existing]
     more = f" and {len(renamed) - MAX_NAMES} more" if len(renamed) > MAX_NAMES else ""
     logger.warning(
-        "%s held files of an earlier run; they are now %s%s", paths[0].parent, ", ".join(renamed[:MAX_NAMES]), more
+        "files of an earlier run in %s were renamed to %s%s", paths[0].parent, ", ".join(renamed[:MAX_NAMES]), more
     )

@@ -22,7 +22,7 @@ PHASES = ("generate", "score", "train", "sync")
 LINES_PER_RUN = 12
 REDRAW_EVERY_S = 0.25
 MAX_QUIET_S = 300.0
-"""A log gets a line after this time even when none is due, so that a run with long steps does not look dead."""
+"""A log gets a line after this time even when none is due, so that a run with long steps does not seem to hang."""
 BARS = " ▁▂▃▄▅▆▇█"
 
 

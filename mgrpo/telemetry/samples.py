@@ -222,7 +222,7 @@ def _labels(prompt: Prompt, name: str) -> Record:
 
 
 def _extras(score: Score) -> Record:
-    """The extras of the user's functions as strict JSON: no value of theirs may end the run."""
+    """The extras of the user's functions as strict JSON: none of their values may end the run."""
     return {_text(name): _plain(value) for name, value in score.extras.items()}
 
 

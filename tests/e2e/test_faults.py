@@ -46,7 +46,7 @@ def test_nothing_survives_a_kill(run, kind):
         reasons = (
             "could not generate",
             "could not receive weights",
-            "could not hand bucket",
+            "could not send bucket",
             "part in the weight sync",
         )
         assert any(reason in run.text() for reason in reasons), run.text()[-3000:]

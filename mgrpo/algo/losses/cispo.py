@@ -1,4 +1,4 @@
-"""CISPO, arXiv 2506.13585: the logprob l weighed by the capped ratio, which has no gradient.
+"""CISPO, arXiv 2506.13585: the logprob l weighted by the capped ratio, which has no gradient.
 
 -A min(r, 1 + clip_higher) l
 """

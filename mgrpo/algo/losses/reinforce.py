@@ -1,4 +1,4 @@
-"""REINFORCE, whose surrogate knows no ratio: -A l, with l the logprob."""
+"""REINFORCE, whose surrogate has no ratio: -A l, with l the logprob."""
 
 from __future__ import annotations
 

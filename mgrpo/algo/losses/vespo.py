@@ -1,10 +1,10 @@
-"""VESPO, arXiv 2602.10693: the logprob l weighed by a gate of the whole sequence's ratio, without gradient.
+"""VESPO, arXiv 2602.10693: the logprob l weighted by a gate of the whole sequence's ratio, without gradient.
 
     -A phi(w) l, phi(w) = w^k exp(lambda (1 - w))
 
 w is the product of the sequence's ratios and rhos; k and lambda go by the sign of A.
 
-This is REINFORCE with the advantage A phi(w). w has rho already, so rho does not weigh the term a second time.
+This is REINFORCE with the advantage A phi(w). w has rho already, so rho does not multiply the term a second time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def loss(inputs: LossInputs) -> PolicyLoss:
 
 
 def _gate(inputs: LossInputs, rho: Tensor | None) -> Tensor:
-    """phi of each token's sequence, `[tokens]`. A token that rho's mask drops takes its whole sequence along."""
+    """phi of each token's sequence, `[tokens]`. A token that rho's mask drops shrinks w for its whole sequence."""
     config = inputs.config
 
     def by_sign(positive: float, negative: float) -> Tensor:

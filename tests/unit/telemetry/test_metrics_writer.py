@@ -55,7 +55,7 @@ def test_a_second_run_does_not_mix_with_the_first(tmp_path, caplog):
     assert lines_of(tmp_path / "metrics.jsonl.2") == [{"step": 1, "run": 1}]
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
     assert len(list((tmp_path / "tensorboard.1").iterdir())) == 1
-    assert "held files of an earlier run; they are now metrics.jsonl.2, tensorboard.2" in caplog.text
+    assert f"files of an earlier run in {tmp_path} were renamed to metrics.jsonl.2, tensorboard.2" in caplog.text
 
 
 def test_tensorboard_reads_the_same_numbers(tmp_path):
