@@ -36,7 +36,7 @@ class Sampled:
 
 
 class Dispatcher:
-    """Splits prompts over the engines. For one thread at a time, except `abort`."""
+    """Splits prompts over the engines. For one thread at a time."""
 
     def __init__(
         self, fleet: Fleet, rollout: Rollout, *, run_seed: int, decode: Decode, stop_token_ids: Sequence[int]
@@ -44,7 +44,6 @@ class Dispatcher:
         self.fleet, self.rollout, self.run_seed, self.decode = fleet, rollout, run_seed, decode
         self.stop_token_ids = tuple(stop_token_ids)
         self.numbers = itertools.count()
-        self.is_aborted = False
 
     def submit(self, prompts: Sequence[Prompt]) -> Submitted:
         """Queue training prompts; none of them runs before `take`.
@@ -78,10 +77,9 @@ class Dispatcher:
         """Sample with the engines' present weights.
 
         Raises:
-            EngineError: an engine has failed, `abort` was called, or `rollout_timeout` seconds have passed.
+            EngineError: an engine has failed, the fleet was aborted, or `rollout_timeout` seconds have passed.
         """
-        if self.is_aborted:
-            raise EngineError("generation was aborted")
+        self.fleet.check_not_aborted()
         start = time.perf_counter()
         answers = self.fleet.results(
             [engine.take(submitted.number) for engine in self.fleet.engines],
@@ -97,11 +95,6 @@ class Dispatcher:
         if any(completion.finish_reason == "abort" for group in groups for completion in group.completions):
             raise EngineError("generation was aborted")
         return Sampled(groups=groups, seconds=time.perf_counter() - start)
-
-    def abort(self) -> None:
-        """End what is being sampled, for good: `take` raises EngineError from now on. From any thread."""
-        self.is_aborted = True
-        self.fleet.abort()
 
     def _submit(self, prompts: Sequence[Prompt], sampling: Sampling, *, stream: int) -> Submitted:
         submitted = Submitted(

@@ -28,6 +28,7 @@ class Fleet:
             keep_logs: saves what the engines have printed and returns a clause that says where; called on failures.
         """
         self.engines, self.settings, self.seed, self.keep_logs = engines, settings, seed, keep_logs
+        self.is_aborted = False
 
     def wait_ready(self) -> None:
         """Wait until every engine has loaded its model.
@@ -54,13 +55,20 @@ class Fleet:
 
     def reseed(self, step: int) -> None:
         """Begin the random stream of training step `step`, or of an evaluation (`EVALUATION`), and wait for it."""
+        self.check_not_aborted()
         calls = [engine.seed(sampler_seed(self.seed, step, number)) for number, engine in enumerate(self.engines)]
         self.finish(calls, "seed the sampler")
 
     def abort(self) -> None:
-        """End what is being sampled, without waiting."""
+        """End what is being sampled, for good and without waiting. May be called from any thread."""
+        self.is_aborted = True
         for engine in self.engines:
             engine.abort()
+
+    def check_not_aborted(self) -> None:
+        """Raise EngineError after `abort`."""
+        if self.is_aborted:
+            raise EngineError("generation was aborted")
 
     def finish(self, calls: Sequence[Future[None]], what: str) -> None:
         """Wait for the engines' part of a weight sync, at most `weight_sync_timeout` seconds."""

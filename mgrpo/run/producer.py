@@ -102,7 +102,7 @@ class Producer:
 
     def abort(self) -> None:
         """End sampling for good; a `collect` that is under way, or an evaluation, raises EngineError."""
-        self.dispatcher.abort()
+        self.dispatcher.fleet.abort()
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data, in JSON: prompts that are queued or being sampled are handed out again."""

@@ -72,6 +72,8 @@ class Cluster:
         # Ray reads these when it is imported.
         os.environ.update(
             RAY_USAGE_STATS_ENABLED="0",
+            # A call after the shutdown must fail instead of starting a second cluster.
+            RAY_ENABLE_AUTO_CONNECT="0",
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
             RAY_AUTH_MODE="token",
             # One per process: Ray keeps the first.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol, TypeVar
@@ -46,40 +47,51 @@ class RayEngine:
         self.actor = actor
         self.pending: set[Future[Any]] = set()
         self.is_closed = False
+        self.lock = threading.Lock()
+        """Held while the actor is called or the engine closed: a call after that would start a Ray cluster of its own."""
         self.ready: Future[None] = self._answer(starting)
 
     def submit(self, batch: PromptBatch) -> None:
         """See `Engine`; a failure shows in `take`."""
-        self.actor.submit.remote(batch)
+        self._call(self.actor.submit, batch)
 
     def take(self, number: int) -> Future[Completions]:
         """See `Engine`."""
-        return self._answer(self.actor.take.remote(number))
+        return self._call(self.actor.take, number)
 
     def abort(self) -> Future[None]:
         """See `Engine`."""
-        return self._answer(self.actor.abort.remote())
+        return self._call(self.actor.abort)
 
     def join(self, invitation: Mapping[str, Any]) -> Future[None]:
         """See `Engine`."""
-        return self._answer(self.actor.join.remote(invitation))
+        return self._call(self.actor.join, invitation)
 
     def receive_weights(self, version: int, *, check: bool, seed: int) -> Future[None]:
         """See `Engine`."""
-        return self._answer(self.actor.receive_weights.remote(version, check, seed))
+        return self._call(self.actor.receive_weights, version, check, seed)
 
     def seed(self, seed: int) -> Future[None]:
         """See `Engine`."""
-        return self._answer(self.actor.seed.remote(seed))
+        return self._call(self.actor.seed, seed)
 
     def close(self) -> None:
         """Kill the actor and its processes; what has not been answered fails, because Ray may never answer it."""
         import ray
 
-        self.is_closed = True
-        ray.kill(self.actor)
+        with self.lock:
+            self.is_closed = True
+            ray.kill(self.actor)
         for answer in list(self.pending):
             self._settle(answer, EngineError("the engine was closed"))
+
+    def _call(self, method: Remote[T], *args: object) -> Future[T]:
+        with self.lock:
+            if not self.is_closed:
+                return self._answer(method.remote(*args))
+        refused: Future[T] = Future()
+        refused.set_exception(EngineError("the engine was closed"))
+        return refused
 
     def _answer(self, reference: Reference[T]) -> Future[T]:
         """The result of a call of the actor; Ray's errors become an EngineError with the line that says what happened."""
@@ -91,8 +103,6 @@ class RayEngine:
             self._settle(answer, call.result() if err is None else EngineError(_cause(err)))
 
         reference.future().add_done_callback(done)
-        if self.is_closed:
-            self._settle(answer, EngineError("the engine was closed"))
         return answer
 
     def _settle(self, answer: Future[Any], result: Any) -> None:

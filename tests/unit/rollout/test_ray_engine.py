@@ -54,3 +54,11 @@ def test_closing_ends_every_wait(engine, calls, monkeypatch) -> None:
         taken.result(0)
     calls[1].answer.set_result({})  # too late, and without harm
     assert isinstance(taken.exception(0), EngineError)
+
+
+def test_a_closed_engine_is_not_called_again(engine, monkeypatch) -> None:
+    """Ray would start a new cluster for the call, which nothing ends."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(kill=lambda actor: None))
+    engine.close()
+    engine.actor.take.remote = None
+    assert isinstance(engine.take(0).exception(0), EngineError)
