@@ -16,8 +16,8 @@ def train_samples(
     *,
     dropped: Sequence[ScoredGroup] = (),
     normalization: str,
-    ddof: int = 0,
-    eps: float = 1e-8,
+    ddof: int,
+    eps: float,
     reward_weights: Mapping[str, float] | None = None,
     mask_truncated: bool = False,
 ) -> list[TrainSample]:

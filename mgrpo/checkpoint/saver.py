@@ -58,7 +58,7 @@ class Saver:
         rank: int,
         world_size: int,
         *,
-        keep_last_n: int = 3,
+        keep_last_n: int,
         asynchronous: bool = False,
         timeout_s: float = 1800,
         file_bytes: int = FILE_BYTES,

@@ -63,7 +63,7 @@ class Child:
         self.is_over = False
         """Whether no further answer will come."""
         self.heard_at = time.monotonic()
-        """When it last answered, or was asked while it had nothing to do."""
+        """When it last answered, or was asked while idle."""
         self._max_line_bytes = max_line_bytes
         self._num_unanswered = 0
         self._outgoing, self._incoming = bytearray(), bytearray()

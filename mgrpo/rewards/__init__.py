@@ -1,7 +1,7 @@
 """Scores of completions: named verifiers, run in worker processes under limits, and the rules that turn scores into rewards.
 
 `verifier` defines what a verifier is, `verifiers/` holds them, `catalog` finds them by name; `worker` is the program they run
-in, `pool` keeps the workers, `remote` asks servers, `scorer` is all of that behind one call; `compose` builds rewards from
+in, `pool` keeps the workers, `remote` asks servers, `scorer` combines them in one call; `compose` builds rewards from
 scores, `functions` from the user's own functions; `rewarder` is what a run uses.
 """
 

@@ -96,6 +96,7 @@ async def _await(call: Call) -> Any:
 
 
 def _seed_global_states(seed: np.random.SeedSequence) -> None:
+    """Seed the process's own states, which nothing restores: code outside reward functions must not rely on them."""
     words = seed.generate_state(4)
     random.seed(words.tobytes())
     np.random.seed(words)

@@ -49,7 +49,6 @@ class VerifierPool:
         self,
         num_workers: int,
         timeout_s: float,
-        memory_mb: int = 2048,
         *,
         verifiers: Sequence[str] = (),
         settings: Reward | None = None,
@@ -64,8 +63,9 @@ class VerifierPool:
         self.errors = Counter()
         self._num_workers = num_workers
         self._timeout_s = timeout_s
-        self._memory_mb = memory_mb
-        self._settings = dataclasses.asdict(settings or Reward())
+        settings = settings or Reward()
+        self._memory_mb = settings.verifier_memory_mb
+        self._settings = dataclasses.asdict(settings)
         self._verifiers = list(dict.fromkeys(name.lower() for name in verifiers))
         self._own_process()
 
@@ -281,7 +281,7 @@ class _Batch:
         worker.ask([(index, self.items[index]) for index in indices])
 
     def take_back(self, worker: _Worker) -> None:
-        """Ask first what the worker did not get to."""
+        """Requeue the worker's unanswered items at the front."""
         self._waiting.extendleft(reversed(worker.asked))
         worker.asked.clear()
 

@@ -26,7 +26,6 @@ class Scorer:
         self.pool = VerifierPool(
             settings.verifier_workers,
             settings.verifier_timeout,
-            settings.verifier_memory_mb,
             verifiers=[name for name in verifiers if not is_remote(name)],
             settings=settings,
         )

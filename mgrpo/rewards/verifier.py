@@ -52,7 +52,7 @@ class _Named(ABC):
 
     @classmethod
     def notes(cls, settings: Reward) -> list[str]:
-        """What a run that asks it prints at its start."""
+        """Notes that a run using it prints at start-up."""
         return []
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from typing import Any
 
 from mgrpo.config.schema import Reward
 from mgrpo.processes.json_lines import Message, limit_memory, serve
@@ -32,7 +33,7 @@ def _load(question: Message, verifiers: dict[str, Verifier]) -> Message:
     """Make the verifiers that the question names, under the limit that it sets."""
     if question.get("memory_mb"):
         limit_memory(question["memory_mb"])
-    settings, failed = Reward(**question["settings"]), {}
+    settings, failed = _settings(question["settings"]), {}
     for name in question["verifiers"]:
         try:
             add_modules(settings.verifier_modules)
@@ -43,6 +44,14 @@ def _load(question: Message, verifiers: dict[str, Verifier]) -> Message:
         except (Exception, SystemExit) as err:
             failed[name] = f"{type(err).__name__}: {err}"[:300]
     return {"ready": question["verifiers"], "failed": failed}
+
+
+def _settings(values: Message) -> Reward:
+    """The reward section; JSON has lists where it holds tuples."""
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+    return Reward(**fields)
 
 
 def _score(question: Message, verifiers: dict[str, Verifier]) -> Message:

@@ -517,7 +517,7 @@ def train_steps(
         losses.append(float(total))
         norms.append(result.grad_norm)
         if save_to and step + 1 == save_after:
-            saver = Saver(save_to, dist.get_rank(), dist.get_world_size())
+            saver = Saver(save_to, dist.get_rank(), dist.get_world_size(), keep_last_n=3)
             saver.save(step + 1, state.parts(), {"step": step + 1}, state.full_shapes(), "0123456789abcdef")
             dist.barrier()
     return {"losses": losses, "grad_norms": norms, "bytes": held_bytes(policy)}

@@ -28,7 +28,6 @@ PRESETS: dict[str, dict[str, object]] = {
         "clip_higher": 0.272,
         "advantage_normalization_type": "centered",
         "use_rho_correction": True,
-        "rho_clamp_upper_bound": 2.0,
     },
     "trl_seed": _TRL_COMMON | {"aggregation": "local_token"},
     "trl_main": _TRL_COMMON

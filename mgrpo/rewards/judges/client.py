@@ -130,20 +130,14 @@ class ChatClient:
                 raise _MayPass(f"no reply within {self._timeout_s:g} s") from None
             except openai.APIStatusError as err:
                 raise self._refusal(err) from None
-            # Broken connections and undecodable replies: some are raised by the HTTP library below `openai`.
-            except Exception as err:
+            except openai.APIConnectionError as err:  # replies that cannot be decoded as well
                 cause = err.__cause__ or err
                 raise _MayPass(self._without_key(f"{type(cause).__name__}: {cause}")) from err
 
     async def _post(self, prompt: str, attempt: int) -> bytes:
-        content = bytearray()
-        create = self._open().chat.completions.with_streaming_response.create
-        async with create(**self._request(prompt, attempt), extra_headers=self.endpoint.headers()) as response:
-            async for chunk in response.iter_bytes():
-                content += chunk
-                if len(content) > _MOST_BYTES:
-                    break
-        return bytes(content)
+        create = self._open().chat.completions.with_raw_response.create
+        response = await create(**self._request(prompt, attempt), extra_headers=self.endpoint.headers())
+        return response.content
 
     def _request(self, prompt: str, attempt: int) -> dict[str, Any]:
         """The arguments; with the same seed in each attempt an unreadable reply would come back word for word."""
@@ -159,7 +153,7 @@ class ChatClient:
             # They log every request at the level on which the program reports its steps.
             for library in ("httpx", "httpx2", "openai"):
                 logging.getLogger(library).setLevel(logging.WARNING)
-            self._openai = self.endpoint.client()
+            self._openai = self.endpoint.client(_MOST_BYTES)
         return self._openai
 
     def _refusal(self, err: openai.APIStatusError) -> Exception:

@@ -40,16 +40,22 @@ class Endpoint:
     is_openai: bool = False
     """OpenAI's own servers or Azure's, which know only the newer names of parameters."""
 
-    def client(self) -> openai.AsyncOpenAI:
-        """A client without time limit and retries, which does not follow redirects. `close` it."""
+    def client(self, most_bytes: int) -> openai.AsyncOpenAI:
+        """A client without time limit and retries, which does not follow redirects. `close` it.
+
+        Args:
+            most_bytes: bounds what is read of a reply, whatever its status (`BoundedClient`).
+        """
         import openai
+
+        from mgrpo.rewards.judges.bounded import BoundedClient
 
         settings: dict[str, Any] = {
             "base_url": self.base_url,
             "default_query": self.query,
             "timeout": None,
             "max_retries": 0,
-            "http_client": openai.DefaultAsyncHttpxClient(follow_redirects=False),
+            "http_client": BoundedClient(most_bytes, follow_redirects=False),
         }
         if self.azure_version:
             return openai.AsyncAzureOpenAI(api_key=self.key, api_version=self.azure_version, **settings)

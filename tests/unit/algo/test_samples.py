@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from mgrpo.types import ScoredGroup
 from tests import builders
 
 NAN = float("nan")
+samples_of = functools.partial(train_samples, ddof=0, eps=1e-8)
 
 
 def group(rewards: list[float], reasons: list[str] | None = None, parts: list[dict] | None = None) -> ScoredGroup:
@@ -28,8 +31,8 @@ def trained(samples) -> list[bool]:
 def test_truncated_completions_train_nothing_and_stay_in_the_baseline():
     """Taken out first, the others would be compared with another mean, or with the next prompt's completions."""
     groups = [group([3.0, 0.0, 0.0], ["stop", "length", "stop"]), group([1.0, 2.0, 3.0], ["stop", "stop", "abort"])]
-    plain = train_samples(groups, normalization="centered")
-    masked = train_samples(groups, normalization="centered", mask_truncated=True)
+    plain = samples_of(groups, normalization="centered")
+    masked = samples_of(groups, normalization="centered", mask_truncated=True)
     assert advantages_of(masked) == advantages_of(plain) == pytest.approx([2.0, -1.0, -1.0, -1.0, 0.0, 1.0])
     assert trained(plain) == [True] * 6
     assert trained(masked) == [True, False, True, True, True, False]
@@ -52,25 +55,25 @@ def test_gdpo_reads_each_functions_rewards_by_name():
         {"right": NAN, "short": NAN, "other": 2.0},
     ]
     groups = [group([1.0, 1.0, 1.0, NAN], parts=parts)]
-    got = train_samples(groups, normalization="gdpo", reward_weights={"short": 1.0, "right": 10.0})
+    got = samples_of(groups, normalization="gdpo", reward_weights={"short": 1.0, "right": 10.0})
     # right: mean 2/3, std sqrt(2/9): +0.71, -1.41, +0.71; short: -1, +1. Sums: 6.07, -13.14, 7.07; their mean is 0.
     sums = np.array([10 / 2**0.5 - 1, -20 / 2**0.5 + 1, 10 / 2**0.5])
     assert advantages_of(got) == pytest.approx([*(sums - sums.mean()) / sums.std(), 0.0])
     assert trained(got) == [True, True, True, False]
     with pytest.raises(ValueError, match="needs reward functions"):
-        train_samples(groups, normalization="gdpo", reward_weights={})
+        samples_of(groups, normalization="gdpo", reward_weights={})
 
 
 def test_no_groups_are_no_samples():
     """A step in which every group was filtered would end the run."""
-    assert train_samples([], normalization="standard") == []
+    assert samples_of([], normalization="standard") == []
 
 
 def test_statistics_of_the_batch_include_groups_that_are_not_trained_on():
     """A deviation over the groups that a filter kept is larger than the batch's, the more so the better the policy."""
     kept, flat = [group([1.0, 0.0])], [group([1.0, 1.0]), group([1.0, 1.0])]
-    everything = train_samples([*kept, *flat], normalization="batch_std")
-    filtered = train_samples(kept, dropped=flat, normalization="batch_std")
+    everything = samples_of([*kept, *flat], normalization="batch_std")
+    filtered = samples_of(kept, dropped=flat, normalization="batch_std")
     assert len(filtered) == 2
     assert advantages_of(filtered) == pytest.approx(advantages_of(everything)[:2])
-    assert advantages_of(filtered) != pytest.approx(advantages_of(train_samples(kept, normalization="batch_std")))
+    assert advantages_of(filtered) != pytest.approx(advantages_of(samples_of(kept, normalization="batch_std")))

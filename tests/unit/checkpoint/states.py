@@ -79,7 +79,7 @@ def save(root, step: int, values: Values, *, attempt: str | None = None, world_s
     """Save on all ranks, one after the other: nobody but rank 0 waits for the others."""
     parts = parts_of(values, make_holdings(step, world_size))
     for rank in reversed(range(world_size)):
-        saver = Saver(root, rank, world_size, timeout_s=0.2, **options)
+        saver = Saver(root, rank, world_size, **({"keep_last_n": 3, "timeout_s": 0.2} | options))
         saver.save(step, parts[rank], state or {"step": step}, FULL_SHAPES, attempt or f"run-{step}")
         saver.wait()
 

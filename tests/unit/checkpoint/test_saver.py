@@ -33,7 +33,9 @@ from tests.unit.checkpoint.states import (
 
 def save_rank(root, rank, step, values, *, attempt, world_size=2, timeout_s=0.1):
     parts = parts_of(values, make_holdings(step, world_size))[rank]
-    Saver(root, rank, world_size, timeout_s=timeout_s).save(step, parts, {"step": step}, FULL_SHAPES, attempt)
+    Saver(root, rank, world_size, keep_last_n=3, timeout_s=timeout_s).save(
+        step, parts, {"step": step}, FULL_SHAPES, attempt
+    )
 
 
 def whole(values):
@@ -136,7 +138,7 @@ def test_an_index_of_another_run_is_refused(tmp_path):
 def test_a_token_that_is_no_file_name_is_refused(tmp_path, attempt):
     """It becomes part of names: a slash would write elsewhere."""
     with pytest.raises(ValueError, match="must be 1 to 40 letters"):
-        Saver(tmp_path, 0, 1).save(1, [], {}, {}, attempt)
+        Saver(tmp_path, 0, 1, keep_last_n=3).save(1, [], {}, {}, attempt)
 
 
 @pytest.mark.parametrize(
@@ -163,14 +165,14 @@ def test_parts_that_are_not_the_whole_are_refused_when_they_are_saved(tmp_path, 
     """At the resume it would be too late."""
     parts = change(whole(make_values(1)))
     with pytest.raises(SaveError, match=message):
-        Saver(tmp_path, 0, 1, file_bytes=50).save(1, parts, {}, FULL_SHAPES, "a")
+        Saver(tmp_path, 0, 1, keep_last_n=3, file_bytes=50).save(1, parts, {}, FULL_SHAPES, "a")
     assert complete(tmp_path) == []
 
 
 def test_a_full_disk_is_one_error_and_leaves_room_and_the_checkpoint_before(tmp_path):
     """A run that ends for want of space must still have what it saved last."""
     save(tmp_path, 1, make_values(1))
-    saver = Saver(tmp_path, 0, 1)
+    saver = Saver(tmp_path, 0, 1, keep_last_n=3)
     saver.folder = FullDisk(tmp_path)
     with pytest.raises(SaveError, match=r"could not save step 2 in .*step_2: .*No space left.*is .*step_1$") as caught:
         saver.save(2, whole(make_values(2)), {}, FULL_SHAPES, "a")
@@ -189,7 +191,7 @@ def test_a_failure_behind_the_manifest_takes_no_file_from_it(tmp_path):
         def names(self):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    saver = Saver(tmp_path, 0, 1)
+    saver = Saver(tmp_path, 0, 1, keep_last_n=3)
     saver.folder = Unlisted(tmp_path)
     with pytest.raises(SaveError, match="Input/output error"):
         saver.save(1, whole(make_values(1)), {}, FULL_SHAPES, "a")
@@ -200,13 +202,13 @@ def test_a_failure_behind_the_manifest_takes_no_file_from_it(tmp_path):
 
 def test_a_rank_that_fails_says_so_to_rank_0(tmp_path):
     """Rank 0 would wait half an hour for it, and then know only its number."""
-    saver = Saver(tmp_path, 1, 2)
+    saver = Saver(tmp_path, 1, 2, keep_last_n=3)
     saver.folder = FullDisk(tmp_path)
     with pytest.raises(SaveError, match="No space left"):
         saver.save(2, whole(make_values(2)), {}, {}, "a")
     started = time.monotonic()
     with pytest.raises(SaveError, match=r"rank 1 failed: .*No space left"):
-        Saver(tmp_path, 0, 2, timeout_s=60).save(2, [], {}, FULL_SHAPES, "a")
+        Saver(tmp_path, 0, 2, keep_last_n=3, timeout_s=60).save(2, [], {}, FULL_SHAPES, "a")
     assert time.monotonic() - started < 5
 
 
@@ -214,14 +216,14 @@ def test_a_root_that_cannot_be_written_is_one_clear_error(tmp_path):
     """The folder is what the user has to change."""
     (tmp_path / "file").write_text("")
     with pytest.raises(SaveError, match=r"could not save step 1 in .*file/step_1: .*Not a directory"):
-        Saver(tmp_path / "file", 0, 1).save(1, whole(make_values(1)), {}, FULL_SHAPES, "a")
+        Saver(tmp_path / "file", 0, 1, keep_last_n=3).save(1, whole(make_values(1)), {}, FULL_SHAPES, "a")
 
 
 def test_an_asynchronous_save_keeps_what_the_tensors_held(root):
     """The next optimizer step changes them while the thread still writes."""
     values = make_values(1)
     state = {"steps": [1, 2]}
-    saver = Saver(root, 0, 1, asynchronous=True)
+    saver = Saver(root, 0, 1, keep_last_n=3, asynchronous=True)
     saver.folder = held_up = HeldUp(saver.folder)
     live = whole(values)
     expected = make_values(1)
@@ -252,7 +254,7 @@ class HeldUp:
 
 def test_saves_follow_each_other(root):
     """Two at once would hold two copies of the state and rotate each other away."""
-    saver = Saver(root, 0, 1, asynchronous=True)
+    saver = Saver(root, 0, 1, keep_last_n=3, asynchronous=True)
     saver.folder = held_up = HeldUp(saver.folder)
     saver.save(1, whole(make_values(1)), {}, FULL_SHAPES, "a")
     second = threading.Thread(target=saver.save, args=(2, whole(make_values(2)), {}, FULL_SHAPES, "b"), daemon=True)
@@ -284,7 +286,7 @@ def test_ranks_save_at_the_same_time(root):
 
 def test_an_error_in_the_thread_surfaces_at_the_next_call(tmp_path):
     """A run would go on for days and have no checkpoint."""
-    saver = Saver(tmp_path, 0, 1, asynchronous=True)
+    saver = Saver(tmp_path, 0, 1, keep_last_n=3, asynchronous=True)
     saver.save(1, whole(make_values(1))[1:], {}, FULL_SHAPES, "a")
     with pytest.raises(SaveError, match="master embed: 0 of 78") as caught:
         saver.save(2, whole(make_values(2)), {}, FULL_SHAPES, "b")
@@ -300,7 +302,7 @@ def test_an_error_in_the_thread_surfaces_at_the_next_call(tmp_path):
 
 def test_a_run_that_ends_waits_for_nobody(tmp_path):
     """Ctrl-C would hang until the time-out of a save whose other ranks are gone."""
-    saver = Saver(tmp_path, 0, 2, asynchronous=True, timeout_s=60)
+    saver = Saver(tmp_path, 0, 2, keep_last_n=3, asynchronous=True, timeout_s=60)
     saver.save(1, whole(make_values(1)), {}, FULL_SHAPES, "a")
     saver.stop()
     started = time.monotonic()
@@ -312,7 +314,7 @@ def test_a_run_that_ends_waits_for_nobody(tmp_path):
 def test_a_state_that_is_no_json_is_refused_at_once(tmp_path):
     """Pickles are never written; a value that JSON cannot hold is the caller's mistake, not the thread's."""
     with pytest.raises(TypeError, match="not JSON serializable"):
-        Saver(tmp_path, 0, 1, asynchronous=True).save(1, [], {"x": torch.ones(1)}, {}, "a")
+        Saver(tmp_path, 0, 1, keep_last_n=3, asynchronous=True).save(1, [], {"x": torch.ones(1)}, {}, "a")
 
 
 VICTIM = """

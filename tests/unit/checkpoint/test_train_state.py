@@ -39,7 +39,7 @@ def test_views_of_parameters_are_saved_as_they_look(root):
     values = torch.arange(24.0).reshape(4, 6)
     column, turned = Box("a", (0, 0), (4, 2)), Box("b", (0, 0), (6, 4))
     parts = [Part("master", column, values[:, 2:4]), Part("master", turned, values.t())]
-    Saver(root, 0, 1).save(1, parts, {}, {"master": {"a": (4, 2), "b": (6, 4)}}, "x")
+    Saver(root, 0, 1, keep_last_n=3).save(1, parts, {}, {"master": {"a": (4, 2), "b": (6, 4)}}, "x")
     checkpoint = open_checkpoint(latest(root))
     assert torch.equal(checkpoint.read("master", column), values[:, 2:4])
     assert torch.equal(checkpoint.read("master", turned), values.t())
@@ -91,7 +91,7 @@ def test_types_of_other_widths_share_a_file(tmp_path):
         Part(kind, Box("w", (0,), (3,)), torch.tensor([1, 0, 1]).to(dtype))
         for kind, dtype in {"a": torch.uint8, "b": torch.float64, "c": torch.bool, "d": torch.bfloat16}.items()
     ]
-    Saver(tmp_path, 0, 1).save(0, parts, {}, {kind: {"w": (3,)} for kind in "abcd"}, "x")
+    Saver(tmp_path, 0, 1, keep_last_n=3).save(0, parts, {}, {kind: {"w": (3,)} for kind in "abcd"}, "x")
     (path,) = (tmp_path / "step_0").glob("*.safetensors")
     assert_aligned(path)
     checkpoint = open_checkpoint(tmp_path / "step_0")
@@ -100,7 +100,7 @@ def test_types_of_other_widths_share_a_file(tmp_path):
     assert checkpoint.dtype("d", "w") == torch.bfloat16
     with pytest.raises(Exception, match=r"type torch\.complex64, which safetensors cannot hold"):
         odd = Part("a", Box("w", (0,), (1,)), torch.zeros(1, dtype=torch.complex64))
-        Saver(tmp_path, 0, 1).save(1, [odd], {}, {"a": {"w": (1,)}}, "x")
+        Saver(tmp_path, 0, 1, keep_last_n=3).save(1, [odd], {}, {"a": {"w": (1,)}}, "x")
 
 
 def test_only_the_files_that_a_box_meets_are_read(tmp_path):
@@ -110,7 +110,7 @@ def test_only_the_files_that_a_box_meets_are_read(tmp_path):
     upper, lower = Box("embed", (0, 0), (6, 6)), Box("embed", (6, 0), (7, 6))
     embed = values["master"]["embed"]
     for rank, box in ((1, lower), (0, upper)):
-        Saver(tmp_path, rank, 2).save(
+        Saver(tmp_path, rank, 2, keep_last_n=3).save(
             1, [Part("master", box, embed[region(box)])], {}, {"master": {"embed": SHAPES["embed"]}}, "x"
         )
     next((tmp_path / "step_1").glob("shard-00001-*")).unlink()

@@ -466,7 +466,7 @@ def save_run(root: Path, source: Path, *, state: dict, dtype: torch.dtype = torc
     """The state of a run whose masters are no longer what the model began with."""
     masters = {name: tensor.to(dtype) * 1.001 for name, tensor in tensors_of(source).items()}
     parts = [Part("master", Box(n, (0,) * t.dim(), tuple(t.shape)), t) for n, t in masters.items()]
-    saver = Saver(str(root), 0, 1)
+    saver = Saver(str(root), 0, 1, keep_last_n=3)
     saver.save(3, parts, state, {"master": hf_tensors(shape(source))}, "attempt")
     return masters
 

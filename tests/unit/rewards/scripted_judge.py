@@ -60,6 +60,8 @@ class ScriptedJudge:
         self.script = script
         self.requests: list[Request] = []
         self.most_at_once = 0
+        self.num_bytes = 0
+        """Sent in bodies, including what the client has not read."""
         self._at_once = 0
         self._lock = threading.Lock()
         self._is_over = threading.Event()
@@ -129,7 +131,8 @@ class ScriptedJudge:
             handler.send_header(name, value)
         handler.end_headers()
         if not reply.drip_s:
-            handler.wfile.write(reply.content)
+            for start in range(0, len(reply.content), 1 << 16):
+                self.num_bytes += handler.wfile.write(reply.content[start : start + (1 << 16)])
             return
         for byte in reply.content:
             if self._is_over.wait(reply.drip_s):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import socket
@@ -171,6 +172,32 @@ def test_a_reply_without_end_is_given_up():
     """Gigabytes from a broken server would be read into the learner's memory."""
     with ScriptedJudge(Reply(content=b" " * (9 << 20))) as judge:
         assert "longer than 4,194,304 bytes" in failure(client_of(judge.url))
+
+
+@pytest.mark.parametrize("status", [200, 302, 400, 503])
+def test_no_status_lets_a_reply_be_read_beyond_the_limit(status):
+    """An endless error page fills rank 0's memory as well as an endless verdict does."""
+    with ScriptedJudge(Reply(status=status, content=b"x" * (64 << 20))) as judge:
+        assert ("longer than" if status == 200 else f"HTTP {status}: {'x' * 300}") in failure(client_of(judge.url))
+    # The rest is what the sockets of each connection buffer.
+    assert judge.num_bytes < len(judge.requests) * (32 << 20)
+
+
+def test_a_compressed_error_of_a_server_that_was_asked_for_none_is_read():
+    """The reason must not be lost in the reply's copy."""
+    body = gzip.compress(b'{"error": {"message": "no such model"}}')
+    with ScriptedJudge(Reply(status=404, content=body, headers={"Content-Encoding": "gzip"})) as judge:
+        assert failure(client_of(judge.url)).endswith("HTTP 404: no such model")
+
+
+def test_an_error_of_the_program_is_not_tried_again(monkeypatch):
+    """As a judge's failure it would be retried, and then be a missing score without a trace of its cause."""
+    monkeypatch.setattr(ChatClient, "_request", lambda *_: {}["model"])
+    with ScriptedJudge(SEVEN) as judge:
+        client = client_of(judge.url)
+        (error,) = ask(client)
+    assert isinstance(error, KeyError)
+    assert client.usage.requests == 1
 
 
 def test_attempts_wait_twice_as_long_each_time_and_as_long_as_the_server_says():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import signal
@@ -132,8 +133,16 @@ class Secrets(Verifier):
 
     def score(self, answer: Answer) -> float:
         return float("OPENAI_API_KEY" in os.environ)
+
+
+class Weigh(Verifier):
+    name = "weigh"
+
+    def score(self, answer: Answer) -> float:
+        return self.settings.weight_by_verifier["integer"]
 """
-SETTINGS = Reward(verifier_modules=("bad_verifiers",))
+SETTINGS = Reward(verifier_modules=("bad_verifiers",), verifier_weights=("integer=2",))
+SMALL = dataclasses.replace(SETTINGS, verifier_memory_mb=600)
 
 
 @pytest.fixture
@@ -158,7 +167,7 @@ def _around(bad: Item) -> list[Item]:
 )
 def test_one_bad_item_costs_only_its_own_score(bad_verifiers: None, name: str, num_workers: int) -> None:
     """A verifier that hangs, dies or fails would otherwise stop the run or take a whole step's rewards along."""
-    with VerifierPool(num_workers, timeout_s=0.5, memory_mb=600, settings=SETTINGS) as pool:
+    with VerifierPool(num_workers, timeout_s=0.5, settings=SMALL) as pool:
         scores = pool.verify_many(_around(item(name, "x", 1)))
         assert math.isnan(scores[40])
         assert scores[:40] + scores[41:] == [1.0] * 80
@@ -169,7 +178,7 @@ def test_one_bad_item_costs_only_its_own_score(bad_verifiers: None, name: str, n
 @pytest.mark.parametrize("name", ["leave", "nan", "eat_memory"])
 def test_a_failing_verifier_does_not_cost_its_worker(bad_verifiers: None, name: str) -> None:
     """Replacing the process on every exception would cost its imports each time."""
-    with VerifierPool(1, timeout_s=10, memory_mb=600, settings=SETTINGS) as pool:
+    with VerifierPool(1, timeout_s=10, settings=SMALL) as pool:
         before = pool.pids
         assert math.isnan(pool.verify_many([item(name, "x", 1)])[0])
         assert pool.pids == before
@@ -228,6 +237,12 @@ def test_a_worker_is_not_told_the_keys_of_the_run(bad_verifiers: None, monkeypat
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with VerifierPool(1, timeout_s=10, settings=SETTINGS) as pool:
         assert pool.verify_many([item("secrets", "x", 1)]) == [0.0]
+
+
+def test_a_verifier_reads_the_settings_as_the_run_has_them(bad_verifiers: None) -> None:
+    """JSON has no tuples: a verifier would fail on settings that work everywhere else."""
+    with VerifierPool(1, timeout_s=10, settings=SETTINGS) as pool:
+        assert pool.verify_many([item("weigh", "x", 1)]) == [2.0]
 
 
 def test_what_a_verifier_prints_does_not_reach_the_protocol(bad_verifiers: None) -> None:
@@ -414,7 +429,7 @@ def test_a_forked_process_gets_workers_of_its_own() -> None:
 
 def test_a_worker_that_cannot_start_is_an_error_and_not_a_loop() -> None:
     """Too small a memory limit must end the run with its reason instead of scoring nothing for ever."""
-    pool = VerifierPool(1, timeout_s=10, memory_mb=20, verifiers=["math"])
+    pool = VerifierPool(1, timeout_s=10, verifiers=["math"], settings=Reward(verifier_memory_mb=20))
     with pytest.raises(RuntimeError, match="memory limit 20 MiB"):
         pool.verify_many([GOOD])
     pool.close()

@@ -260,7 +260,8 @@ def test_no_prompts_give_no_numbers():
 
 def test_a_completion_without_a_score_trains_nothing_and_is_kept():
     """NaN leaves the group's mean; its sample has advantage 0 and no trained token."""
-    samples = train_samples([group([1.0, 0.0, NAN]), group([1.0, 1.0, 1.0])], normalization="standard")
+    groups = [group([1.0, 0.0, NAN]), group([1.0, 1.0, 1.0])]
+    samples = train_samples(groups, normalization="standard", ddof=0, eps=1e-8)
     assert [sample.group for sample in samples] == [0, 0, 0, 1, 1, 1]
     assert [sample.advantage for sample in samples] == pytest.approx([1.0, -1.0, 0.0, 0.0, 0.0, 0.0], abs=1e-6)
     assert [bool(sample.loss_mask.any()) for sample in samples] == [True, True, False, True, True, True]
