@@ -53,7 +53,7 @@ class Child:
             max_line_bytes: length of the longest answer; a longer one counts as the end of the process.
         """
         start = functools.partial(
-            start_program, module, environment=environment, settings=settings or {}, folders=folders, buffering=0
+            start_program, module, environment=environment, settings=settings or {}, folders=folders
         )
         self.process = _spawner(os.getpid()).submit(start).result()
         assert self.process.stdin is not None and self.process.stdout is not None

@@ -35,14 +35,12 @@ def start_program(
     environment: Mapping[str, str],
     settings: Mapping[str, str],
     folders: Sequence[str] = (),
-    buffering: int = -1,
 ) -> subprocess.Popen:
-    """Start `python -m module`, a program of this package, with pipes to its standard input and output.
+    """Start `python -m module`, a program of this package, with unbuffered pipes to its standard input and output.
 
     Args:
         environment: what the program may see; `settings` override it, and OpenMP gets one thread.
         folders: further folders in which it finds modules.
-        buffering: of the pipes, as in `subprocess.Popen`.
     """
     package_parent = str(Path(__file__).resolve().parents[2])
     own = {
@@ -55,7 +53,7 @@ def start_program(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        bufsize=buffering,
+        bufsize=0,
         env={**environment, **own, **settings},
         # Ctrl-C reaches only the run, which ends its programs; and killing the session reaches what they have started.
         start_new_session=True,

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import math
 import os
-from typing import Any
 
+from mgrpo.config.fields import build
 from mgrpo.config.schema import Reward
 from mgrpo.processes.json_lines import Message, limit_memory, serve
 from mgrpo.processes.lifetime import adopt_orphans, kill_descendants
@@ -48,10 +48,7 @@ def _load(question: Message, verifiers: dict[str, Verifier]) -> Message:
 
 def _settings(values: Message) -> Reward:
     """The reward section; JSON has lists where it holds tuples."""
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-    }
-    return Reward(**fields)
+    return build({name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}).reward
 
 
 def _score(question: Message, verifiers: dict[str, Verifier]) -> Message:
