@@ -15,11 +15,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgrpo.checkpoint.folder import latest
 from mgrpo.config import Config
 from mgrpo.config.derived import state_root
+from mgrpo.config.load import as_config
 from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.run.check import check_run
 from mgrpo.run.environment import num_local_learners, prepare_environment, rank, world_size
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Config,
+    config: Config | Mapping[str, object] | str | Path,
     *,
     reward_funcs: Sequence[str | Callable] | str | Callable | None = None,
     dataset: Iterable[Mapping] | None = None,
@@ -42,6 +44,7 @@ def train(
     """Train a model: the same as the command line. Under torchrun every rank must call it; alone it is one rank.
 
     Args:
+        config: an `mgrpo.GRPOConfig(...)`, a dict of settings, or the path of a YAML file.
         reward_funcs: called on rank 0 in place of the rows' verifiers and of the configuration's `reward_funcs`,
             `f(prompts, completions, completion_ids, **columns) -> list[float | None]` as in TRL; several are added up,
             each times its entry of `reward_weights`.
@@ -52,6 +55,7 @@ def train(
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
     """
+    config = as_config(config)
     functions = as_functions(reward_funcs)
     inputs = check_run(config, functions=functions, dataset=dataset, loss=loss)
     if config.experiment.cache_dataset_only:
