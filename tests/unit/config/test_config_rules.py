@@ -103,7 +103,7 @@ RULES = [
         {"gs_checkpoint_state_dir": "/states", "checkpoint_state_freq": 5},
         "gs_checkpoint_state_dir=/states must begin with gs://",
     ),
-    ("R18", {"tensor_model_parallel_size": 2}, "1 learner ranks cannot be split into tensor 2"),
+    ("R18", {"tensor_model_parallel_size": 2}, "1 learner rank cannot be split into tensor 2"),
     (
         "R18",
         {"num_learners_per_node": [8, 8]},
