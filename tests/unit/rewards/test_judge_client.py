@@ -34,7 +34,7 @@ def bare_environment(monkeypatch):
 
 
 def read(reply: str) -> float:
-    return read_score(reply, top=10)
+    return read_score(reply, top=10, mark="0f3a59c1d27e", answer="the answer")
 
 
 def client_of(url: str, **settings: object) -> ChatClient:
