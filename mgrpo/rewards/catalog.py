@@ -16,6 +16,7 @@ VerifierClass = type[Verifier] | type[RemoteVerifier]
 _MODULES: dict[str, tuple[str, ...]] = {
     "numbers": ("integer", "gsm8k"),
     "mathematics": ("math", "strict_math"),
+    "open_instruct_math": ("math_open_instruct",),
     "strings": ("flan", "string_matcher", "string_f1", "puzzle", "re_search_f1", "re_search"),
     "lengths": ("max_length", "up_to_max_length", "passthrough"),
     "accuracy": ("trl_accuracy",),
