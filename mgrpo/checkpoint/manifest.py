@@ -27,11 +27,17 @@ Record = TypeVar("Record")
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that differs from what was written; `previous` is the newest complete one before it, if any."""
+    """A checkpoint that differs from what was written.
+
+    Args:
+        message: which one, and how it differs.
+        previous: the newest complete one before it, if any.
+    """
 
     def __init__(self, message: str, *, previous: str | None = None) -> None:
-        self.previous = previous
-        super().__init__(f"{message}; resume from the one before it: --resume {previous}" if previous else message)
+        self.reason, self.previous = message, previous
+        remedy = f"; resume from the newest one that is not, --resume intact, or from one by name: --resume {previous}"
+        super().__init__(f"{message}{remedy}" if previous else message)
 
 
 class OtherVersion(ValueError):

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import secrets
+import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from mgrpo.checkpoint.folder import latest, step_path
+from mgrpo.checkpoint.manifest import DamagedCheckpoint
 from mgrpo.checkpoint.reader import Checkpoint, open_checkpoint
 from mgrpo.checkpoint.saver import Saver
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import state_root
 from mgrpo.models.family import ModelShape
-from mgrpo.parallel.gather import gather_values
+from mgrpo.parallel.gather import gather_json
 from mgrpo.run.lead import Lead
 from mgrpo.run.learner import Learner
 
@@ -39,30 +41,46 @@ class States:
     def open(self, path: str | None, shape: ModelShape) -> Checkpoint | None:
         """The checkpoint that the run continues, once its files have been compared with their checksums.
 
+        With resume=intact a damaged one is passed over for the one before it.
+
         Args:
             path: rank 0's counts; None: a new run.
         Raises:
             ConfigError: on all ranks, when it is damaged or of another model than `shape`.
         """
-        shared = self.lead.share(lambda: {"path": np.frombuffer((path or "").encode(), np.uint8)})
-        path = shared["path"].tobytes().decode()
-        if not path:
-            return None
-        checkpoint, problem = None, ""
+        while True:
+            path = self._shared(path or "")
+            if not path:
+                return None
+            checkpoint, problem, previous = self._try(path, shape)
+            outcomes = gather_json([problem, previous], self.host_group)
+            problems = [outcome for outcome in outcomes if outcome[0]]
+            if not problems:
+                return checkpoint
+            if checkpoint is not None:
+                checkpoint.close()
+            if self.config.checkpoint.resume != "intact" or not all(previous for _, previous in problems):
+                raise ConfigError([problems[0][0]])
+            self.lead.call(partial(print, f"mgrpo: {problems[0][0]}", file=sys.stderr))
+            path = problems[0][1]
+
+    def _shared(self, text: str) -> str:
+        """Rank 0's text."""
+        return self.lead.share(lambda: {"text": np.frombuffer(text.encode(), np.uint8)})["text"].tobytes().decode()
+
+    def _try(self, path: str, shape: ModelShape) -> tuple[Checkpoint | None, str, str | None]:
+        """The checkpoint, or what this rank finds wrong with it; of a damaged one, which one is before it."""
         try:
             checkpoint = open_checkpoint(path)
             checkpoint.verify(dist.get_rank(), dist.get_world_size())
-            if ModelShape.from_dict(checkpoint.state["model"]) != shape:
-                problem = f"{path} is of another model than {self.config.model.model_name_or_path}; resume with its own"
+            if ModelShape.from_dict(checkpoint.state["model"]) == shape:
+                return checkpoint, "", None
+        except DamagedCheckpoint as err:
+            return None, str(err), err.previous
         except (ValueError, OSError) as err:
-            problem = str(err)
-        problems = gather_values(
-            torch.frombuffer(bytearray(problem.encode() + b"\n"), dtype=torch.uint8), self.host_group
-        )
-        found = problems.numpy().tobytes().decode().split("\n")
-        if any(found):
-            raise ConfigError([next(filter(None, found))])
-        return checkpoint
+            return None, str(err), None
+        model = self.config.model.model_name_or_path
+        return None, f"{path} is of another model than {model}; resume with its own", None
 
     def save(self, step: int, learner: Learner, state: dict[str, Any]) -> str:
         """Write the state of the whole run after `step`, from which a run continues exactly, also in another layout.
@@ -76,8 +94,8 @@ class States:
             # The channel's time-out is short: all ranks must have written the state before when they wait there.
             self.saver.wait()
             dist.barrier(group=self.host_group)
-        token = self.lead.share(lambda: {"token": np.frombuffer(secrets.token_bytes(8), np.uint8)})
-        self.saver.save(step, learner.state.parts(), state, learner.state.full_shapes(), token["token"].tobytes().hex())
+        attempt = self._shared(secrets.token_hex(8))
+        self.saver.save(step, learner.state.parts(), state, learner.state.full_shapes(), attempt)
         if not self.config.checkpoint.checkpoint_async:
             dist.barrier(group=self.host_group)
         return step_path(self.root, step)

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mgrpo.config import Config
+from mgrpo.config.fields import flat
 from mgrpo.model_io.hf_export import export_hf
 from mgrpo.parallel import backend
 from mgrpo.run.engine_weights import EngineWeights
@@ -169,6 +170,7 @@ class Trainer:
             "policy_version": self.version,
             "skipped": self.skipped,
             "before": self.before,
+            "config": flat(self.config),
             "model": asdict(self.learner.shape),
             "model_name_or_path": str(Path(self.config.model.path).absolute()),
             "learner": self.learner.state_dict(),
