@@ -169,10 +169,13 @@ def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFun
         trainer = make_trainer(config, lead, parts, resume_from=state_path(config) if parts else None, loss=loss)
         stop.is_polled = True
         result = trainer.fit()
-    except Stopped:
+    except Stopped as err:
         assert trainer is not None
+        reason = str(err)
+        if reason and parts:
+            print(f"mgrpo: {reason}", file=sys.stderr)
         trainer.close()
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(1 if reason else 128 + signal.SIGTERM)
     except BaseException as err:
         if trainer is not None:
             trainer.states.stop()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,13 +13,17 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from mgrpo.checkpoint.folder import latest, step_path
+from mgrpo.checkpoint.folder import LocalFolder, latest, open_folder, step_path
 from mgrpo.checkpoint.manifest import DamagedCheckpoint
 from mgrpo.checkpoint.reader import Checkpoint, open_checkpoint
-from mgrpo.checkpoint.saver import Saver
+from mgrpo.checkpoint.saver import SaveError, Saver
+from mgrpo.checkpoint.space import OutputError, no_room
+from mgrpo.checkpoint.train_state import KINDS
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import state_root
 from mgrpo.models.family import ModelShape
+from mgrpo.models.memory import FP32_BYTES
+from mgrpo.models.table import Shape
 from mgrpo.parallel.gather import gather_json
 from mgrpo.run.lead import Lead
 from mgrpo.run.learner import Learner
@@ -89,16 +95,43 @@ class States:
             state: everything except tensors, in JSON; rank 0's counts.
         Returns:
             Where it is, or will be when it has been written in the background.
+        Raises:
+            OutputError: on all ranks, when this state, or the one before it in the background, could not be written.
         """
-        if self.config.checkpoint.checkpoint_async:
-            # The channel's time-out is short: all ranks must have written the state before when they wait there.
-            self.saver.wait()
-            dist.barrier(group=self.host_group)
+        self.wait()  # the channel's time-out is short: none may still write when the others wait there
+        shapes = learner.state.full_shapes()
+        place = step_path(self.root, step)
+        if problem := self._shared(self._no_room(shapes)):
+            raise OutputError(f"the state of step {step} could not be saved in {place}: {problem}{self._newest()}")
         attempt = self._shared(secrets.token_hex(8))
-        self.saver.save(step, learner.state.parts(), state, learner.state.full_shapes(), attempt)
-        if not self.config.checkpoint.checkpoint_async:
-            dist.barrier(group=self.host_group)
-        return step_path(self.root, step)
+        self._agree(partial(self.saver.save, step, learner.state.parts(), state, shapes, attempt))
+        return place
+
+    def wait(self) -> None:
+        """Wait until everything is written. Collective; raises OutputError as `save` does."""
+        self._agree(self.saver.wait)
+
+    def _no_room(self, shapes: Mapping[str, Mapping[str, Shape]]) -> str:
+        folder = open_folder(self.root)
+        if not isinstance(folder, LocalFolder):
+            return ""
+        num_elements = sum(math.prod(shape) for kind in KINDS for shape in shapes.get(kind, {}).values())
+        return no_room(folder.path, FP32_BYTES * num_elements) or ""
+
+    def _newest(self) -> str:
+        newest = latest(self.root)
+        return f"; the newest complete checkpoint is {newest}" if newest else ""
+
+    def _agree(self, action: Callable[[], object]) -> None:
+        """Do it on every rank, and fail on all of them if one fails."""
+        problem, cause = "", None
+        try:
+            action()
+        except SaveError as err:
+            problem, cause = str(err), err
+        problems = list(filter(None, gather_json(problem, self.host_group)))
+        if problems:
+            raise OutputError(problems[-1]) from cause  # rank 0 quotes the others
 
     def last_good(self) -> str:
         """A clause that says from which state a failed run can be continued."""
@@ -111,7 +144,3 @@ class States:
     def stop(self) -> None:
         """Stop writing."""
         self.saver.stop()
-
-    def close(self) -> None:
-        """Wait until everything is written."""
-        self.saver.close()
