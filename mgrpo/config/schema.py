@@ -321,8 +321,9 @@ class Checkpoint:
     checkpoint_async: bool = False
     """Write training states in the background, from a copy in host memory."""
     resume: str = "auto"
-    """auto: continue from the newest complete state of this run, if there is one; never: start afresh; or the path of a
-    state, .../checkpoints/step_N."""
+    """auto: continue from the newest complete state of this run, if there is one, and refuse to start when that is damaged;
+    intact: continue from the newest one that is not damaged; never: start afresh; or the path of a state,
+    .../checkpoints/step_N."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

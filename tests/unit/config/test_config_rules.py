@@ -123,7 +123,7 @@ RULES = [
     ("R22", {"repetition_penalty": 1.1}, "repetition_penalty=1.1 is refused"),
     ("R22", {"vllm_structured_outputs_regex": "a*"}, "vllm_structured_outputs_regex=a* is refused"),
     ("R24", {"single_gpu_mode": True}, "single_gpu_mode=true is refused"),
-    ("R25", {"resume_from_checkpoint": "x"}, "resume=x must be auto, never, or the path of a training state"),
+    ("R25", {"resume_from_checkpoint": "x"}, "resume=x must be auto, intact, never, or the path of a training state"),
     ("R25", {"resume": "no/such/step_3"}, "resume=no/such/step_3 is not a folder; check the path"),
     ("R25", {"resume": "gs://b/step_2000"}, "is step 2000, but the run has 1562 training steps; raise total_episodes"),
     ("R25", {"num_training_steps": 3}, "num_training_steps=3 follows from other settings and is 1562; leave it out"),
