@@ -247,7 +247,7 @@ NOT_BUILT = {"gemma3": "it has an image encoder; give the text model alone, mode
 def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
     """config.json of a Hugging Face checkpoint folder; a ValueError names what is missing."""
     path = Path(model_dir) / "config.json"
-    if not path.is_file():
+    if not model_dir or not path.is_file():
         raise ValueError(no_model(model_dir))
     try:
         config = json.loads(path.read_text())

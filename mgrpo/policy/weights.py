@@ -12,7 +12,6 @@ from mgrpo.models.family import ModelShape
 from mgrpo.models.files import tensor_files, weight_problems
 from mgrpo.models.table import Box
 
-
 Read = Callable[[Box], torch.Tensor]
 """Returns the values of one box of an HF tensor, wherever they are stored."""
 
