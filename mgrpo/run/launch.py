@@ -24,6 +24,7 @@ from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.run.check import check_run
 from mgrpo.run.environment import num_local_learners, prepare_environment, rank, world_size
 from mgrpo.run.inputs import as_functions
+from mgrpo.run.result import NothingTrained
 
 if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
@@ -51,13 +52,22 @@ def train(
         None with `cache_dataset_only`, which ends when the data are prepared.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
+        NothingTrained: when everything has been written, if no step changed the weights.
     """
     functions = as_functions(reward_funcs)
     inputs = check_run(config, functions=functions, dataset=dataset, loss=loss)
     if config.experiment.cache_dataset_only:
         _prepare_data(config, inputs)
         return None
-    return _start(config, inputs, loss)
+    result = _start(config, inputs, loss)
+    if rank() == 0:
+        print("", *result.where(has_held_out=bool(config.data.dataset_mixer_eval_list)), sep="\n", flush=True)
+    if not result.has_trained:
+        raise NothingTrained(
+            f"nothing was trained: none of {result.steps} steps changed the weights; the warnings above and "
+            f"{result.output_dir}/report.html say why"
+        )
+    return result
 
 
 def try_out(config: Config) -> None:
@@ -154,6 +164,8 @@ def _resume_from(config: Config) -> str | None:
 
 
 def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFunction | None) -> TrainResult:
+    if parts:
+        parts.startup.say("importing torch and Megatron")
     # Importing torch and Megatron makes a million objects that stay: without the collector it takes a fifth less time.
     gc.disable()
     from mgrpo.parallel import backend

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from mgrpo.run.evaluator import Evaluator
 from mgrpo.run.inputs import Inputs
 from mgrpo.run.producer import Producer
 from mgrpo.telemetry.evaluation import short_names
+from mgrpo.telemetry.startup import StartUp
 from mgrpo.types import Prompt, PromptId
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Started:
     inputs: Inputs
     fleet: Fleet
     rewarder: Rewarder
+    startup: StartUp = field(default_factory=StartUp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +71,13 @@ def started(config: Config, inputs: Inputs, *, num_local_learners: int) -> Itera
 
     Call from the main thread and before torch is imported, see `started_fleet`.
     """
+    startup = StartUp()
     rewarder = Rewarder(config, inputs.functions, inputs.verifiers(config))
     try:
         rewarder.start()
+        startup.say(f"starting Ray and {_engines(config)}")
         with started_fleet(config, num_local_learners=num_local_learners) as fleet:
-            yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder)
+            yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder, startup=startup)
     finally:
         inputs.train.cancel()
         inputs.held_out.cancel()
@@ -90,6 +94,7 @@ def prepare(config: Config, parts: Started) -> Production:
     from mgrpo.data.templates import missing_stop_strings
     from mgrpo.data.tokenizer import decode, load_tokenizer, stop_token_ids
 
+    parts.startup.say("preparing the data")
     tokenizer = load_tokenizer(config.tokenizer_path)
     train, held_out = (
         mixture.encode(tokenizer) if len(mixture) else None for mixture in (parts.inputs.train, parts.inputs.held_out)
@@ -118,6 +123,7 @@ def prepare(config: Config, parts: Started) -> Production:
         producer = Producer(
             config, sampler, prompt=partial(prompt, train), dispatcher=dispatcher, rewarder=parts.rewarder
         )
+    parts.startup.say(f"waiting for {_engines(config)} to load {config.model.path}")
     parts.fleet.wait_ready()
     template = config.data.chat_template_name
     missing = missing_stop_strings(
@@ -130,6 +136,11 @@ def prepare(config: Config, parts: Started) -> Production:
         evaluator=evaluator,
         remarks=[f"chat_template_name={template} needs --stop_strings '{text}'" for text in missing],
     )
+
+
+def _engines(config: Config) -> str:
+    count = config.engine.vllm_num_engines
+    return "the engine" if count == 1 else f"{count} engines"
 
 
 def _prompt(prompts: PromptSet, prompt_id: PromptId, *, replacement: tuple[str, str] | None) -> Prompt:

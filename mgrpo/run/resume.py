@@ -90,6 +90,18 @@ class States:
         exports = f"{self.config.experiment.output_dir}/hf"
         return f"exports are in {exports}; there is no checkpoint, set checkpoint_state_freq"
 
+    def how_to_go_on(self, saved: int) -> str:
+        """A clause that says how a stopped run is continued.
+
+        Args:
+            saved: the step of its newest state; 0: there is none.
+        """
+        if not saved:
+            return "no state was saved, so the same command begins again"
+        newest = step_path(self.root, saved)
+        own = self.config.checkpoint.resume == "auto"
+        return f"the same command{'' if own else f' with --resume {newest}'} continues from {newest}"
+
     def stop(self) -> None:
         """Stop writing."""
         self.saver.stop()
