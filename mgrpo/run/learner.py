@@ -142,7 +142,7 @@ class Learner:
         if names := self.not_finite():
             place = f"resume={checkpoint.path}" if checkpoint else f"model_name_or_path={self.config.model.path}"
             raise ConfigError(
-                [f"{place}: {some(names)} not finite (NaN, infinite, or beyond 1e19); take weights that are whole"]
+                [f"{place}: {some(names)} not finite (NaN, infinite, or beyond 1e19); use weights without such values"]
             )
         if self.reference and checkpoint and REFERENCE in checkpoint.kinds:
             self.reference.load_masters(partial(checkpoint.read, REFERENCE))

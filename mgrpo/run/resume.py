@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,8 +88,9 @@ class States:
         newest = latest(self.root)
         if newest:
             return f"the last good checkpoint is {newest}, continue from it with --resume {newest}"
-        exports = f"{self.config.experiment.output_dir}/hf"
-        return f"exports are in {exports}; there is no checkpoint, set checkpoint_state_freq"
+        folder = Path(self.config.experiment.output_dir) / "hf"
+        exports = f"exports are in {folder}; " if folder.is_dir() else ""
+        return f"{exports}there is no checkpoint, set checkpoint_state_freq"
 
     def how_to_go_on(self, saved: int) -> str:
         """A clause that says how a stopped run is continued.

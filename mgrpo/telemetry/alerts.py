@@ -87,7 +87,7 @@ def _truncated(metrics: Metrics) -> dict[str, str]:
     cut, longest = _value(metrics, "completions/clipped_ratio"), _value(metrics, "completions/max_length")
     if cut >= MOST:
         return {
-            "completions/clipped_ratio": f"almost every completion is cut off after at most {longest:.0f} tokens "
+            "completions/clipped_ratio": f"almost every completion is cut off, the longest at {longest:.0f} tokens "
             f"(completions/clipped_ratio is {cut:.3g}); response_length is too small, or the model ends its answers with a "
             "token that is not among the stop tokens: look at eos_token_id in generation_config.json, or set stop_strings"
         }

@@ -189,7 +189,9 @@ def step_line(history: History) -> str:
 
 
 def _named(name: str, value: float | None, form: str) -> str:
-    return "" if value is None else f"{name} {form.format(value)}"
+    if value is None:
+        return ""
+    return f"{name} {form.format(value)}" if value == value else f"{name} none"
 
 
 def _step_time(latest: Metrics) -> str:

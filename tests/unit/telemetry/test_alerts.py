@@ -39,7 +39,7 @@ FLAT = {"frac_reward_zero_std": 1.0, "optim/steps": 0, "batch/filtered_prompts_s
             "objective/integer_error_rate",
             "verifier integer scored no completion",
         ),
-        ({"completions/clipped_ratio": 0.995}, "completions/clipped_ratio", "at most 40 tokens"),
+        ({"completions/clipped_ratio": 0.995}, "completions/clipped_ratio", "the longest at 40 tokens"),
         (FLAT | {"completions/clipped_ratio": 1.0}, "completions/clipped_ratio", "eos_token_id in generation_config.json"),
         ({"completions/clipped_ratio": 0.0, "completions/max_length": 1.0}, "completions/max_length", "is empty"),
         ({"optim/steps": 0}, "optim/steps", "nothing was trained"),
