@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import os
 import threading
@@ -14,11 +13,9 @@ from typing import NamedTuple
 from mgrpo.sandbox.cases import StdioTest
 from mgrpo.sandbox.isolation import Isolation, probe
 from mgrpo.sandbox.outputs import same_output
-from mgrpo.sandbox.slot import Result, SandboxError, Slot
+from mgrpo.sandbox.slot import ForbiddenError, Result, SandboxError, Slot
 from mgrpo.sandbox.supervisor import Order
 from mgrpo.sandbox.zygote import Walls
-
-_log = logging.getLogger(__name__)
 
 _PROBE_LIMIT_S = 30.0
 # An output longer than twice the expected one plus this, which allows for white space, cannot be right.
@@ -66,7 +63,6 @@ class Sandbox:
             if self._isolation is None:
                 isolation = self._threads.submit(self._try_walls).result()
                 isolation.refuse_if_missing(accept_risk=self._accept_risk)
-                _log.log(logging.WARNING if isolation.missing else logging.INFO, "sandbox: %s", isolation.describe())
                 self._isolation = isolation
             return self._isolation
 
@@ -150,26 +146,28 @@ class Sandbox:
     def _try_walls(self) -> Isolation:
         """The first kind of walls without a missing layer, otherwise the last kind. Runs in a slot's thread."""
         reasons: list[str] = []
+        are_forbidden = True
         for walls in self._walls:
             try:
                 slot = self._open_slot(walls)
             except SandboxError as err:
                 reasons.append(f"{walls}: {err}")
+                are_forbidden = are_forbidden and isinstance(err, ForbiddenError)
                 continue
 
-            def run(program: str, stdin: str, slot: Slot = slot) -> str | None:
+            def run(program: str, stdin: str, slot: Slot = slot) -> str:
                 order = self._order(_PROBE_LIMIT_S, num_tests=1, is_stdio=True, output_bytes=_SPARE_OUTPUT)
-                result = slot.run(order, program, [stdin])[0]
-                return _text(result.output) if result.passed else None
+                return _text(slot.run(order, program, [stdin])[0].output)
 
             try:
-                isolation = probe(walls, run, tuple(reasons))
+                isolation = probe(walls, run, reasons=tuple(reasons), are_forbidden=are_forbidden)
             except BaseException:
                 self._close_slot(slot)
                 raise
             if not isolation.missing or walls == self._walls[-1]:
                 return isolation
             reasons.append(f"{walls}: does not isolate {', '.join(isolation.missing)}")
+            are_forbidden = False
             self._close_slot(slot)
         raise SandboxError(f"no sandbox process can be started: {'; '.join(reasons)}")
 

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgrpo.processes.lifetime import adopt_orphans, kill_descendants
+from mgrpo.processes.lifetime import adopt_orphans, ending, kill_descendants
 from mgrpo.sandbox import kernel, wire
 from mgrpo.sandbox.limits import Limits
 from mgrpo.sandbox.program import FAILED_TO_LOAD, VERDICT, Job, pass_test
@@ -139,10 +139,19 @@ class Supervisor:
         os.close(output)
         self._skips_the_rest = exit_code == FAILED_TO_LOAD
         if exit_code == 0 and printed is not None:
-            self._owner.send(wire.PASSED, wire.timed(seconds, printed))
+            self._owner.send(wire.PASSED, wire.timed(min(seconds, self._order.test_limit_s), printed))
         else:
-            self._owner.send(wire.FAILED, wire.timed(-1.0))
+            why = ending(exit_code) if exit_code is not None else self._exceeded(watch.last)
+            self._owner.send(wire.FAILED, wire.timed(-1.0, why.encode()))
         return None
+
+    def _exceeded(self, event: Event) -> str:
+        """The limit that a program has exceeded, as the end of a sentence about it."""
+        if event is Event.TIMEOUT:
+            return f"took more than {self._order.test_limit_s:g} s"
+        if event is Event.OVER_MEMORY:
+            return f"used more than {self._order.memory_bytes // 2**20} MiB of memory"
+        return f"printed more than {self._order.output_bytes} bytes"
 
     def _ask_for_test(self) -> bytes:
         self._owner.send(wire.WANT)

@@ -18,6 +18,7 @@ from mgrpo.rewards.remote import RemoteScorer
 from mgrpo.rewards.verifier import Answer
 from mgrpo.rewards.verifiers import code
 from mgrpo.rewards.verifiers.code import Code, CodeStdio, extract_program, service_url
+from tests.namespaces import skip_without_namespaces
 
 ASSERTS = ["assert f(1) == 2", "assert f(2) == 3", "assert f(3) == 4", "assert f(4) == 5"]
 STDIO = [{"input": "1", "output": "2"}]
@@ -240,11 +241,8 @@ def test_a_program_that_cannot_be_sent_is_wrong(service):
 def test_without_an_address_programs_run_here():
     """The quickest start: no service to set up, the same verdicts."""
     plenty = {"code_max_execution_time": 20.0, "code_sandbox_memory_mb": 256}
-    try:
-        right = verify("code", "```python\ndef f(x): return x + 1 if x < 4 else 0\n```", ASSERTS, **plenty)
-    except ValueError as err:
-        pytest.skip(str(err))
-    assert right == 0.75
+    skip_without_namespaces()
+    assert verify("code", "```python\ndef f(x): return x + 1 if x < 4 else 0\n```", ASSERTS, **plenty) == 0.75
     assert verify("code", "\x00", ASSERTS, **plenty) == verify("code", "", ASSERTS, **plenty) == 0.0
     assert verify("code_stdio", "print(int(input()) + 1)", json.dumps(STDIO), **plenty) == 1.0
     assert math.isnan(verify("code_stdio", "print(1)", "no tests", **plenty))
