@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from mgrpo.sandbox.paths import outer_path
 from mgrpo.sandbox.zygote import Walls
 
 _WALLS = {
@@ -29,7 +30,7 @@ _MEND_THEM = (
 )
 _PROBE = """
 try:
-    import ctypes, json, os, socket
+    import ctypes, json, os, socket, sys
 except BaseException as err:
     raise SystemExit(print(f"cannot import Python's own modules: {err!r}"))
 marker, port, prober = input(), int(input()), int(input())
@@ -55,17 +56,23 @@ def connect():
         client.settimeout(5)
         client.connect(("127.0.0.1", port))
 
+def is_closed(path):
+    return not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0))
+
 libc = ctypes.CDLL(None)
 capabilities = (ctypes.c_uint32 * 6)()
 libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), capabilities)
+closed = [folder for folder in sys.path if is_closed(folder)]
+for folder in set(filter(os.path.isdir, sys.path)) - set(closed):
+    closed += [os.path.join(folder, name) for name in os.listdir(folder) if is_closed(os.path.join(folder, name))]
 folders = ("/", "/usr/lib", os.path.dirname(os.__file__), "/dev", "/var/tmp")
-print(json.dumps({
+print(json.dumps([closed, {
     "processes": not is_there(prober),
     "files": not os.path.exists(marker) and not any(works(open, f + "/mgrpo-probe", "w") for f in folders),
     "network": not works(connect),
     "unprivileged": os.getuid() != 0 and not works(os.setuid, 0) and not any(capabilities),
     "system_calls": libc.prctl(21, 0, 0, 0, 0) == 2,
-}))
+}]))
 """
 
 
@@ -127,7 +134,12 @@ def probe(walls: Walls, run: Callable[[str, str], str], **why: Any) -> Isolation
         os.chmod(marker.name, 0o644)
         printed = run(_PROBE, f"{marker.name}\n{server.getsockname()[1]}\n{os.getpid()}\n")
     try:
-        layers = json.loads(printed)
+        closed, layers = json.loads(printed)
     except ValueError:
         raise RuntimeError(f"the program that probes the sandbox ({_WALLS[walls]}) {printed.strip()}") from None
+    if closed and walls != "none":
+        raise RuntimeError(
+            f"programs run as another user than root, who cannot read {outer_path(closed[0])}, so that imports would "
+            "fail; open it with chmod -R a+rX, or run as an ordinary user"
+        )
     return Isolation(walls=walls, **why, **layers)
