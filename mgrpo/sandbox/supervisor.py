@@ -143,7 +143,7 @@ class Supervisor:
         os.close(output)
         self._skips_the_rest = exit_code == FAILED_TO_LOAD
         if exit_code == 0 and printed is not None:
-            self._owner.send(wire.PASSED, wire.timed(min(seconds, self._order.test_limit_s), printed))
+            self._owner.send(wire.PASSED, wire.timed(seconds, printed))
         else:
             why = ending(exit_code) if exit_code is not None else self._exceeded(watch.last)
             self._owner.send(wire.FAILED, wire.timed(-1.0, why.encode()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import math
 import threading
@@ -29,6 +30,7 @@ class Service:
     """A scripted code service: gives its answers in turn, the last one for ever, and keeps what it was asked."""
 
     url: str = ""
+    encoding: str = ""
     answers: list[tuple[int, object]] = field(default_factory=list)
     asked: list[tuple[str, dict]] = field(default_factory=list)
 
@@ -47,6 +49,9 @@ def service() -> Iterator[Service]:
                 return
             text = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
             self.send_response(status)
+            if script.encoding:
+                text = gzip.compress(text)
+                self.send_header("Content-Encoding", script.encoding)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
@@ -204,6 +209,17 @@ def test_a_service_in_trouble_is_asked_again(trouble, service):
         ((200, {"results": [], "runtimes": []}), 1),
         ((200, {"results": [1, 1], "runtimes": [0.1, 0.1]}), 1),
         ((200, [1, 1, 1, 1]), 1),
+        (answer([1, 1, 1, 1000000]), 1),
+        (answer([1, 1, 1, -1]), 1),
+        (answer([1, 1, 1, 0.5]), 1),
+        (answer([1, 1, 1, "1"]), 1),
+        (answer([1, 1, 1, float("nan")]), 1),
+        (answer([1, 1, 1, 1], [0.1, 0.1, 0.1, -1e9]), 1),
+        (answer([1, 1, 1, 1], [0.1, 0.1, 0.1, -1]), 1),
+        (answer([1, 1, 1, 0], [0.1, 0.1, 0.1, 1e300]), 1),
+        (answer([1, 1, 1, 1], [0.1, 0.1, 0.1, float("nan")]), 1),
+        (answer([1, 1, 1, 1], [0.1, 0.1, 0.1, None]), 1),
+        ((200, json.dumps(answer([1, 1, 1, 1])[1]) + " " * 100_000), 1),
     ],
 )
 def test_a_failure_of_the_service_is_no_score(reply, num_asked, service):
@@ -212,6 +228,13 @@ def test_a_failure_of_the_service_is_no_score(reply, num_asked, service):
     with pytest.raises((RuntimeError, ValueError)):
         score(Code, "x", ASSERTS, Reward(code_api_url=service.url))
     assert len(service.asked) == num_asked
+
+
+def test_a_compressed_reply_is_refused(service):
+    """Unpacked, a few hundred kilobytes became gigabytes in the process that trains."""
+    service.answers, service.encoding = [answer([1, 1, 1, 1])], "gzip"
+    with pytest.raises(ValueError, match="Content-Encoding=gzip"):
+        score(Code, "x", ASSERTS, Reward(code_api_url=service.url))
 
 
 def test_a_service_that_is_not_there_is_no_score():

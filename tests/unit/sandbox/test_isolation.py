@@ -18,7 +18,9 @@ import pytest
 
 from mgrpo.sandbox.cases import StdioTest
 from mgrpo.sandbox.isolation import Isolation
+from mgrpo.sandbox.paths import readable_paths, search_path
 from mgrpo.sandbox.sandbox import Sandbox
+from tests.namespaces import skip_without_namespaces
 
 PLENTY_S = 20.0
 
@@ -120,6 +122,21 @@ def test_a_failure_is_not_called_a_prohibition(monkeypatch):
     message = str(refusal.value)
     assert "; user: ModuleNotFoundError: No module named" in message and "The kernel does not forbid them" in message
     assert "sysctl" not in message and "accept_risk" not in message
+
+
+def test_an_environment_that_programs_cannot_read_is_refused(tmp_path, monkeypatch):
+    """Root's programs are another user; installed under umask 077, no package could be imported, and every score were 0."""
+    skip_without_namespaces()
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    monkeypatch.setattr("mgrpo.sandbox.slot.search_path", lambda: (*search_path(), str(closed)))
+    monkeypatch.setattr("mgrpo.sandbox.slot.readable_paths", lambda: (*readable_paths(), str(closed)))
+    with Sandbox(num_slots=1) as sandbox:
+        if os.geteuid() == 0:
+            with pytest.raises(RuntimeError, match=f"cannot read {closed}.*chmod -R a"):
+                sandbox.start()
+        else:
+            assert sandbox.start().missing == ()
 
 
 def test_programs_run_without_walls_where_the_risk_is_accepted(tmp_path, monkeypatch):
