@@ -13,7 +13,7 @@ from typing import NamedTuple
 from mgrpo.sandbox.cases import StdioTest
 from mgrpo.sandbox.isolation import Isolation, probe
 from mgrpo.sandbox.outputs import same_output
-from mgrpo.sandbox.slot import ForbiddenError, Result, SandboxError, Slot
+from mgrpo.sandbox.slot import ForbiddenError, LostError, Result, SandboxError, Slot
 from mgrpo.sandbox.supervisor import Order
 from mgrpo.sandbox.zygote import Walls
 
@@ -120,16 +120,19 @@ class Sandbox:
         return Verdicts(passed, _runtimes(results, order))
 
     def _run(self, order: Order, program: str, tests: Sequence[str]) -> list[Result]:
-        """Runs in a slot's thread."""
-        slot: Slot | None = getattr(self._thread_local, "slot", None)
-        if slot is None:
-            assert self._isolation is not None
-            slot = self._open_slot(self._isolation.walls)
-        try:
-            return slot.run(order, program, tests)
-        except BaseException:
-            self._close_slot(slot)
-            raise
+        """Runs in a slot's thread. A program whose slot is lost is run once more: it has no verdict, and leaves nothing."""
+        for may_repeat in (True, False):
+            slot: Slot | None = getattr(self._thread_local, "slot", None)
+            if slot is None:
+                assert self._isolation is not None
+                slot = self._open_slot(self._isolation.walls)
+            try:
+                return slot.run(order, program, tests)
+            except BaseException as err:
+                self._close_slot(slot)
+                if self._is_closed or not may_repeat or not isinstance(err, LostError):
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     def _open_slot(self, walls: Walls) -> Slot:
         slot = self._thread_local.slot = Slot(next(self._numbers), walls)

@@ -35,6 +35,10 @@ class SandboxError(RuntimeError):
     """The sandbox itself failed, which implies nothing about the program."""
 
 
+class LostError(SandboxError):
+    """The slot's process has ended, for instance killed from outside; another slot can run the program."""
+
+
 class ForbiddenError(SandboxError):
     """The kernel does not let this user set up such walls."""
 
@@ -102,8 +106,10 @@ class Slot:
         """One result per test. SandboxError when the slot's process is lost; the slot must then be closed."""
         try:
             return self._run(order, program, tests)
-        except (EOFError, OSError) as err:
-            raise SandboxError(f"a sandbox process was lost: {err!r}") from err
+        except (EOFError, ConnectionError) as err:
+            raise LostError(f"a sandbox process was lost: {err!r}") from err
+        except OSError as err:
+            raise SandboxError(f"a sandbox process does not answer: {err!r}") from err
 
     def kill(self) -> None:
         """End the process and all its descendants; a `run` in progress fails."""
