@@ -124,9 +124,11 @@ def _lock(folder: Path) -> Iterator[int]:
             if not _is_at(handle, path):
                 continue
             Owner.this().write(handle)
-            yield handle
-            if _is_own(handle) and _is_at(handle, path):
-                path.unlink()
+            try:
+                yield handle
+            finally:
+                if _is_own(handle) and _is_at(handle, path):
+                    path.unlink()
             return
         finally:
             os.close(handle)
