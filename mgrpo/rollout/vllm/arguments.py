@@ -91,6 +91,10 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
             # Inside Ray vLLM would choose Ray, which it cannot use on a CPU.
             args["distributed_executor_backend"] = "mp"
         args["max_num_batched_tokens"] = max(4096, args["max_model_len"])
+        if stop_strings:
+            # Every prompt has its own seed then, see `prompt_seeds`. After a part of a prompt vLLM moves the generator of its
+            # row back, which a CPU generator cannot do: read prompts whole. The longest fits into a batch, see above.
+            args["enable_chunked_prefill"] = False
         # Blocks of 32, 64, 96 or 128 tokens: attention computes whole blocks, so short contexts want small ones.
         args["block_size"] = min(-(-args["max_model_len"] // 32) * 32, 128)
     return args
