@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TypeVar
 
 from mgrpo.config.schema import Engine as EngineSettings
+from mgrpo.processes.background import announced
 from mgrpo.rollout.collect import sampler_seed
 from mgrpo.rollout.engine import Engine, EngineError
 
@@ -85,7 +86,9 @@ class Fleet:
         Raises:
             EngineError: the first failure, or which engines have not answered within `timeout_s`, the value of `field`.
         """
-        late = wait(calls, timeout_s, FIRST_EXCEPTION).not_done
+        who = "the engine" if len(calls) == 1 else f"{len(calls)} engines"
+        with announced(f"{who} to {what}", f"{field}={timeout_s:g} s"):
+            late = wait(calls, timeout_s, FIRST_EXCEPTION).not_done
         self._raise_first(calls, what)
         if late:
             numbers = ", ".join(str(number) for number, call in enumerate(calls) if call in late)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import TypeVar
 
 import numpy as np
 
 from mgrpo.parallel.broadcast import Action, Channel
+from mgrpo.processes.background import Background
 
 HEARTBEAT_S = 5.0
 PATIENCE_S = 60.0
@@ -38,7 +39,7 @@ class Lead:
         self.channel = Channel(timeout_s=PATIENCE_S)
         self.stop = stop or threading.Event()
         self._leads = self.channel.rank == 0
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank-0")
+        self._thread = Background("rank-0")
 
     def run(self, task: Callable[[], T]) -> T | None:
         """Rank 0: the result of `task`; None on the others, which wait for it. See `work`."""
@@ -94,4 +95,4 @@ class Lead:
 
     def close(self) -> None:
         """Take no more work."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
