@@ -30,6 +30,8 @@ class Fleet:
         """
         self.engines, self.settings, self.seed, self.keep_logs = engines, settings, seed, keep_logs
         self.is_aborted = False
+        self.on_failure: Callable[[str], None] = lambda reason: None
+        """Called from any thread when the engines' runtime has failed and no call can succeed any more."""
 
     def wait_ready(self) -> None:
         """Wait until every engine has loaded its model.
@@ -43,6 +45,10 @@ class Fleet:
             field="engine_start_timeout",
             timeout_s=self.settings.engine_start_timeout,
         )
+
+    def fail(self, reason: str) -> None:
+        """What runs the engines has failed. From any thread."""
+        self.on_failure(f"{reason}{self.keep_logs()}")
 
     def receive_weights(self, version: int, *, check: bool, step: int) -> list[Future[None]]:
         """Have all engines receive what the learners send now, for sampling training step `step`. See `finish`.

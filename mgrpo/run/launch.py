@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -15,15 +16,30 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mgrpo.checkpoint.folder import latest
 from mgrpo.config import Config
 from mgrpo.config.derived import state_root
 from mgrpo.processes.lifetime import die_with_parent
+from mgrpo.run import ending
 from mgrpo.run.check import check_run
-from mgrpo.run.environment import num_local_learners, prepare_environment, rank, world_size
+from mgrpo.run.environment import (
+    has_launcher,
+    num_local_learners,
+    prepare_environment,
+    rank,
+    store_host,
+    world_size,
+)
 from mgrpo.run.inputs import as_functions
+from mgrpo.run.watch import Watch
+
+OTHER_CAUSE_S = 3.0
+"""How long an error that may follow from another rank's waits for that rank's."""
+_NUMBERS = itertools.count()
+"""Of the runs of this process, which may share torchrun's store."""
 
 if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
@@ -121,30 +137,48 @@ class StopRequest:
 
 
 def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = None) -> TrainResult:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if has_launcher():
         die_with_parent(signal.SIGTERM if rank() == 0 else signal.SIGKILL)
     prepare_environment()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    watch = Watch(
+        rank=rank(),
+        world_size=world_size(),
+        timeout_s=config.experiment.learner_timeout,
+        on_failure=ending.leave,
+        on_goodbye=ending.follow,
+    )
+    with ending.bounded(partial(_interrupt, watch)):
+        return _run_with_engines(config, inputs, watch, loss)
+
+
+def _interrupt(watch: Watch) -> None:
+    """Ctrl-C: no rank is to report the end of another; all but rank 0 have nothing to clean up."""
+    watch.leave(is_failing=True)
+    if rank() != 0:
+        os._exit(ending.INTERRUPTED)
+
+
+def _run_with_engines(config: Config, inputs: Inputs | None, watch: Watch, loss: LossFunction | None) -> TrainResult:
+    before = signal.getsignal(signal.SIGTERM)
     stop = StopRequest()
     try:
         if inputs is None:
-            # Ranks end when rank 0 ends the run: all of them take part in saving its state.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            return _run(config, None, stop, loss)
+            return _run(config, None, stop, watch, loss)
         from mgrpo.run.production import started
 
         with started(config, inputs, num_local_learners=num_local_learners()) as parts:
+            # The main thread may be in a collective that waits for the engines.
+            parts.fleet.on_failure = partial(ending.leave_within, seconds=ending.CLEAN_UP_S)
             # After ray.init, which sets its own handler.
             signal.signal(signal.SIGTERM, stop.on_signal)
             try:
-                return _run(config, parts, stop, loss)
+                return _run(config, parts, stop, watch, loss)
             finally:
                 # A second signal must not cut the clean-up short.
-                for number in handlers:
+                for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, signal.SIG_IGN)
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _resume_from(config: Config) -> str | None:
@@ -153,7 +187,27 @@ def _resume_from(config: Config) -> str | None:
     return latest(state_root(config)) if choice == "auto" else None if choice == "never" else choice
 
 
-def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFunction | None) -> TrainResult:
+def _meet(config: Config, watch: Watch) -> None:
+    """Form the process group of all ranks, who watch each other from here on."""
+    from torch.distributed import PrefixStore
+
+    from mgrpo.parallel import backend
+
+    minutes = config.experiment.backend_timeout
+    store = PrefixStore(
+        f"run {next(_NUMBERS)}", backend.meeting_store(rank=rank(), world_size=world_size(), timeout_minutes=minutes)
+    )
+    if world_size() > 1:
+        if rank() == 0:
+            store.set("watch", watch.listen(store_host()))
+        else:
+            watch.connect(store.get("watch").decode())
+    backend.init_process_group(rank=rank(), world_size=world_size(), timeout_minutes=minutes, store=store)
+
+
+def _run(
+    config: Config, parts: Started | None, stop: StopRequest, watch: Watch, loss: LossFunction | None
+) -> TrainResult:
     # Importing torch and Megatron makes a million objects that stay: without the collector it takes a fifth less time.
     gc.disable()
     from mgrpo.parallel import backend
@@ -164,8 +218,11 @@ def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFun
 
     gc.freeze()
     gc.enable()
-    backend.init_process_group(rank=rank(), world_size=world_size(), timeout_minutes=config.experiment.backend_timeout)
-    lead = Lead(stop.event)
+    _meet(config, watch)
+    if parts is None:
+        # Ranks end when rank 0 ends the run: all of them take part in saving its state.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    lead = Lead(stop.event, watch.pulse)
     trainer = None
     try:
         trainer = make_trainer(config, lead, parts, resume_from=_resume_from(config) if parts else None, loss=loss)
@@ -174,13 +231,24 @@ def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFun
     except Stopped:
         assert trainer is not None
         trainer.close()
+        watch.leave(is_failing=False)
         sys.exit(128 + signal.SIGTERM)
     except BaseException as err:
         if trainer is not None:
             trainer.states.stop()
             trainer.reporter.close()
-        lead.fail(f"rank {rank()}: {err!r}")
+        if not isinstance(err, KeyboardInterrupt):
+            if _may_follow_from_another(err) and watch.has_other_cause(OTHER_CAUSE_S):
+                ending.silence()
+            watch.leave(is_failing=True)
+            lead.fail(f"rank {rank()}: {err!r}")
         lead.close()
         raise
     trainer.close()
+    watch.leave(is_failing=False)
     return result
+
+
+def _may_follow_from_another(err: BaseException) -> bool:
+    """Whether another rank may have the cause: rank 0 reports what all ranks find, and not what a collective says."""
+    return rank() != 0 or any(name in str(err) for name in ("gloo", "NCCL"))

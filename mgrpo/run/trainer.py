@@ -93,16 +93,19 @@ class Trainer:
 
         False when there was nothing to sample: every prompt is solved for good (`no_resampling_pass_rate`).
         """
-        clock = Clock()
+        clock, pulse = Clock(), self.lead.pulse
+        pulse.at(f"step {step}, sampling")
         batch = self.source.next(step, self.version)
         clock.split("wait")
         if batch is None:
             self.reporter.say(f"step {step}: every prompt is solved, nothing is left to sample; training ends")
             return False
+        pulse.at(f"step {step}, training")
         learned = self.learner.learn(batch.arrays, step=step)
         self.end_if_stuck(learned)
         clock.split("train")
         self.done, self.is_followed_up = step, False
+        pulse.at(f"step {step}, weight sync")
         self.send_weights(learned)
         clock.split("sync")
         sync_bytes = self.weights.plan.bytes_moved
@@ -143,6 +146,7 @@ class Trainer:
         """Sample the held-out prompts; metrics on rank 0, nothing elsewhere or without held-out data."""
         if not self.config.data.dataset_mixer_eval_list:
             return {}
+        self.lead.pulse.at(f"the evaluation {when}")
         evaluation = self.source.evaluate(self.done)
         return self.reporter.evaluation(
             evaluation, step=self.done, policy_version=self.version, when=when, before=self.before
@@ -150,6 +154,7 @@ class Trainer:
 
     def export(self) -> Path:
         """Write the model in Hugging Face format."""
+        self.lead.pulse.at(f"the export of step {self.done}")
         folder = self.output_dir / "hf" / f"step_{self.done}"
         export_hf(self.learner.policy, self.config.model.path, folder, group=self.learner.host_group)
         self.source.save_tokenizer(folder)
@@ -157,6 +162,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write the state of the whole run."""
+        self.lead.pulse.at(f"saving the state of step {self.done}")
         place = self.states.save(self.done, self.learner, self.state_dict())
         self.reporter.say(f"state of step {self.done}: {place}")
         self.saved = self.done

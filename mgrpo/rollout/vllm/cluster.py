@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from mgrpo.config.schema import Config
+from mgrpo.config import Config, ConfigError
 from mgrpo.rollout.vllm.arguments import engine_args, engine_environment, serving_gpus
 from mgrpo.rollout.vllm.keeper import Keeper
 from mgrpo.rollout.vllm.ray_engine import RayEngine
@@ -42,6 +43,8 @@ class Cluster:
         self.owned = self.settings.ray_address is None
         self.keeper = Keeper() if self.owned else None
         self.engines: list[RayEngine] = []
+        self.on_failure: Callable[[str], None] = lambda reason: None
+        """Called from a thread when Ray itself has failed."""
         self.output_dir = Path(config.experiment.output_dir)
         gpus = serving_gpus()
         self.on_gpu = bool(gpus)
@@ -57,9 +60,26 @@ class Cluster:
             raise
 
     def _join_ray(self) -> Any:
+        # Ray reads it when it is imported: tries of a second each.
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")
         import ray
+        from ray.exceptions import AuthenticationError
 
-        ray.init(address=self.settings.ray_address, namespace="mgrpo", log_to_driver=False)
+        address = self.settings.ray_address
+        with tempfile.TemporaryFile() as printed:
+            try:
+                with _printing_to(printed):
+                    ray.init(address=address, namespace="mgrpo", log_to_driver=False, logging_level="ERROR")
+            except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as err:
+                printed.seek(0)
+                reason = str(err).strip().splitlines()[0]
+                remedy = "the versions of Ray and Python must be the same on all machines"
+                if isinstance(err, AuthenticationError) or b"AuthToken" in printed.read():
+                    reason = "its token is missing here, or is a different one"
+                    remedy = (
+                        "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=TOKEN (or RAY_AUTH_TOKEN_PATH=FILE) here as there"
+                    )
+                raise ConfigError([f"ray_address={address}: the cluster cannot be joined: {reason}; {remedy}"]) from err
         return ray
 
     def _start_ray(self, keeper: Keeper, gpus: list[str]) -> Any:
@@ -136,6 +156,7 @@ class Cluster:
     def _fail(self, reason: str) -> None:
         for engine in self.engines:
             engine.fail(reason)
+        self.on_failure(reason)
 
     def close(self) -> None:
         """End engines and Ray. The reaper ends what survives, such as a hung process or all of it when rank 0 is killed."""
@@ -149,6 +170,18 @@ class Cluster:
             self.ray = None
         if self.keeper is not None:
             self.keeper.close()
+
+
+@contextmanager
+def _printing_to(file: IO[bytes]) -> Iterator[None]:
+    """What Ray's C++ part prints to standard error goes to `file`."""
+    before = os.dup(2)
+    os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 @contextmanager
