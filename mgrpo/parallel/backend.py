@@ -71,11 +71,11 @@ def device_bytes() -> int:
     return machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def meeting_store(*, rank: int, world_size: int, timeout_minutes: float) -> torch.distributed.Store:
+def meeting_store(*, rank: int, world_size: int, timeout_s: float) -> torch.distributed.Store:
     """The store in which the ranks meet: torchrun's, or the one that rank 0 serves on the socket `STORE_SOCKET`."""
     if world_size == 1:
         return torch.distributed.HashStore()
-    timeout = timedelta(minutes=timeout_minutes)
+    timeout = timedelta(seconds=timeout_s)
     if (number := os.environ.get(STORE_SOCKET)) is not None and rank == 0:
         return torch.distributed.TCPStore(
             os.environ["MASTER_ADDR"],

@@ -189,20 +189,25 @@ def _resume_from(config: Config) -> str | None:
 
 def _meet(config: Config, watch: Watch) -> None:
     """Form the process group of all ranks, who watch each other from here on."""
-    from torch.distributed import PrefixStore
+    from torch.distributed import DistError, PrefixStore
 
     from mgrpo.parallel import backend
 
-    minutes = config.experiment.backend_timeout
-    store = PrefixStore(
-        f"run {next(_NUMBERS)}", backend.meeting_store(rank=rank(), world_size=world_size(), timeout_minutes=minutes)
-    )
-    if world_size() > 1:
-        if rank() == 0:
+    limit_s = config.experiment.learner_timeout
+    try:
+        store = backend.meeting_store(rank=rank(), world_size=world_size(), timeout_s=limit_s)
+        store = PrefixStore(f"run {next(_NUMBERS)}", store)
+        if world_size() > 1 and rank() == 0:
             store.set("watch", watch.listen(store_host()))
-        else:
+        elif world_size() > 1:
             watch.connect(store.get("watch").decode())
-    backend.init_process_group(rank=rank(), world_size=world_size(), timeout_minutes=minutes, store=store)
+    except (DistError, OSError) as err:
+        raise RuntimeError(
+            f"rank 0 could not be reached within learner_timeout={limit_s} s of the start: {err}"
+        ) from err
+    backend.init_process_group(
+        rank=rank(), world_size=world_size(), timeout_minutes=config.experiment.backend_timeout, store=store
+    )
 
 
 def _run(

@@ -114,6 +114,8 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._listener: socket.socket | None = None
         self._secret = ""
+        self._known: set[int] = set()
+        self._begun = time.monotonic()
 
     def listen(self, host: str) -> str:
         """Rank 0: open the door, and begin; where the others come, for `connect`."""
@@ -184,6 +186,9 @@ class Watch:
                 ), [peer]
         if self.rank != 0:
             return None
+        if (missing := set(range(1, self.world_size)) - self._known) and now - self._begun > self.timeout_s:
+            numbers = ", ".join(map(str, sorted(missing)))
+            return f"rank {numbers} has not come within learner_timeout={self.timeout_s:g} s of the start", []
         late = [peer for peer in (self.own, *alive) if now - peer.moved > self.timeout_s]
         stuck = [peer for peer in late if not peer.state.get("waits")] or late
         if not stuck:
@@ -236,6 +241,7 @@ class Watch:
             if not secrets.compare_digest(str(message["hello"]), self._secret):
                 raise ValueError("not of this run")
             peer.who, peer.has_left = f"rank {int(message['rank'])}", False
+            self._known.add(int(message["rank"]))
         if "pid" in message:
             peer.pid, peer.host = int(message["pid"]), str(message["host"])
         if "state" in message:
