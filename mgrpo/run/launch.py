@@ -1,7 +1,7 @@
 """How a run starts, and how it ends.
 
-Everything that can be wrong is checked first; then, on rank 0, Ray and the engines are started, because they take longest;
-then torch and Megatron are imported. This module imports none of them at its top.
+Everything that can be wrong is checked first, on rank 0 with the tokenizer and all data; then rank 0 starts Ray and the
+engines, because they take longest; then Megatron is imported. This module imports none of them at its top.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mgrpo.run.environment import num_local_learners, prepare_environment, rank,
 from mgrpo.run.inputs import as_functions
 from mgrpo.run.lock import locked
 from mgrpo.run.output import owned_folders
+from mgrpo.run.result import NothingTrained
 
 if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
@@ -55,14 +56,23 @@ def train(
         None with `cache_dataset_only`, which ends when the data are prepared.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
+        NothingTrained: when everything has been written, if no step changed the weights.
     """
     config = as_config(config)
     functions = as_functions(reward_funcs)
     inputs = check_run(config, functions=functions, dataset=dataset, loss=loss)
     if config.experiment.cache_dataset_only:
-        _prepare_data(config, inputs)
+        _show_data(config, inputs)
         return None
-    return _start(config, inputs, loss)
+    result = _start(config, inputs, loss)
+    if rank() == 0:
+        print("", *result.where(has_held_out=bool(config.data.dataset_mixer_eval_list)), sep="\n", flush=True)
+    if not result.has_trained:
+        raise NothingTrained(
+            f"nothing was trained: none of {result.steps} steps changed the weights; the warnings above and "
+            f"{result.output_dir}/report.html say why"
+        )
+    return result
 
 
 def try_out(config: Config) -> None:
@@ -96,17 +106,14 @@ def try_out(config: Config) -> None:
         print("dry run passed: configuration, data, layout and one step; no files were kept")
 
 
-def _prepare_data(config: Config, inputs: Inputs | None) -> None:
-    """Tokenise the data into the cache, and print statistics."""
-    if inputs is None:
+def _show_data(config: Config, inputs: Inputs | None) -> None:
+    """Print where the tokenized data are kept, and statistics."""
+    if inputs is None or inputs.prompts is None:
         return
     from mgrpo.data.statistics import statistics_lines
-    from mgrpo.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(config.tokenizer_path)
-    for name, mixture in (("training", inputs.train), ("held-out", inputs.held_out)):
-        if len(mixture):
-            prompts = mixture.encode(tokenizer)
+    for name, prompts in (("training", inputs.prompts.train), ("held-out", inputs.prompts.held_out)):
+        if prompts is not None:
             print(f"{name} data in {prompts.folder}", *statistics_lines(prompts.statistics), sep="\n  ")
 
 
@@ -156,6 +163,8 @@ def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = No
 
 
 def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFunction | None) -> TrainResult:
+    if parts:
+        parts.startup.say("importing torch and Megatron")
     # Importing torch and Megatron makes a million objects that stay: without the collector it takes a fifth less time.
     gc.disable()
     from mgrpo.parallel import backend
