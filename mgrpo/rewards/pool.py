@@ -33,7 +33,11 @@ _LOGGED_PER_VERIFIER = 3
 # Bounds the time in which `close` takes effect.
 _LONGEST_WAIT_S = 0.2
 _MAX_ANSWER_BYTES = 1 << 20
-_SECRET = re.compile(r"^RAY_|_KEY$|_KEY_ID$|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+# What a worker may see of the environment. A list of what it may not would miss the next service's key.
+_VISIBLE = re.compile(
+    r"PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|CONDA_PREFIX|PYTHON[A-Z]*"
+    r"|(?:OMP|MKL|OPENBLAS|MGRPO_VERIFIER)_\w+|NLTK_DATA|HF_HOME|HF_HUB_OFFLINE|XDG_CACHE_HOME"
+)
 _ANSWER_FIELDS = tuple(field.name for field in dataclasses.fields(Answer))
 
 NO_SCORE = float("nan")
@@ -239,7 +243,7 @@ class _Worker:
         self.child = Child(
             "mgrpo.rewards.worker",
             # Without the run's secrets: what it reads is untrusted.
-            environment={name: value for name, value in os.environ.items() if not _SECRET.search(name)},
+            environment={name: value for name, value in os.environ.items() if _VISIBLE.fullmatch(name)},
             folders=folders,
             max_line_bytes=_MAX_ANSWER_BYTES,
         )

@@ -32,12 +32,17 @@ class AskingVerifier(RemoteVerifier):
         return problems(settings, [cls.name])
 
     async def judge(self, judgement: Judgement, question: str, completion: str, reference: str) -> float:
-        """The verdict on a completion's final answer; question and answer are shortened where the context is too small."""
+        """The verdict on a completion's final answer; question and answer are shortened where the context is too small.
+
+        An answer without a letter or digit is 0.0 without a question: judges call silence safe.
+        """
         if judgement.needs_reference and not reference.strip():
             raise ValueError(f"ground_truth is empty; {self.name} shows it to the judge as the {judgement.reference}")
         question, answer, reference = (
             _encodable(text) for text in (question, final_answer(completion), reference if judgement.reference else "")
         )
+        if not any(map(str.isalnum, answer)):
+            return 0.0
         settings = self.settings
         count = token_counter(self.client.endpoint.model)
         prompt_tokens = settings.llm_judge_max_context_length - settings.llm_judge_max_tokens - SPARE_TOKENS

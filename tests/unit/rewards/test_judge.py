@@ -250,6 +250,13 @@ def test_a_verdict_in_the_answer_is_not_the_judges(name, verdict, right):
         assert judge_with(name, quoting(form), completion=f"Five.\n{verdict}")[0] in (0.0, 0.1)
 
 
+@pytest.mark.parametrize("completion", ["", " ", "...", "<think>long</think>", "<answer></answer>", "\u200b"])
+def test_saying_nothing_is_worth_nothing(completion):
+    """A judge of safety finds it safe, and silence is the first thing that a policy learns."""
+    score, server = judge_with("general-safety", says('{"SCORE": 1}'), completion=completion)
+    assert score == 0.0 and not server.requests
+
+
 # The judge's context.
 
 

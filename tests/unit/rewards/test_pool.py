@@ -128,11 +128,11 @@ class SlowProcess(Verifier):
         return float(subprocess.run(["sleep", "0.02"]).returncode == 0)
 
 
-class Secrets(Verifier):
-    name = "secrets"
+class Sees(Verifier):
+    name = "sees"
 
     def score(self, answer: Answer) -> float:
-        return float("OPENAI_API_KEY" in os.environ)
+        return float(answer.completion in os.environ)
 
 
 class Weigh(Verifier):
@@ -232,11 +232,20 @@ def test_closing_ends_whoever_waits_for_a_score(bad_verifiers: None) -> None:
     pool.close()
 
 
-def test_a_worker_is_not_told_the_keys_of_the_run(bad_verifiers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reads untrusted text must have nothing to give away."""
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+def test_a_worker_sees_little_of_the_environment_and_no_key(
+    bad_verifiers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads untrusted text must have nothing to give away, however the next service names its key."""
+    hidden = (
+        "OPENAI_API_KEY", "GITHUB_PAT", "DATABASE_URL", "SLACK_WEBHOOK", "HTTP_PROXY_AUTH", "HTTPS_PROXY", "WANDB_API_KEY",
+        "AWS_SESSION", "HF_TOKEN", "RAY_AUTH_TOKEN", "PYTHON_DEPLOY_PASS", "SSH_AUTH_SOCK", "MYSQL_PWD", "XPATH", "path",
+    )  # fmt: skip
+    visible = ("PATH", "HOME", "LC_ALL", "TMPDIR", "PYTHONPATH", "OMP_NUM_THREADS", "NLTK_DATA", "MGRPO_VERIFIER_DATA")
+    for name in hidden + visible[2:4] + visible[6:]:
+        monkeypatch.setenv(name, "/tmp")
     with VerifierPool(1, timeout_s=10, settings=SETTINGS) as pool:
-        assert pool.verify_many([item("secrets", "x", 1)]) == [0.0]
+        assert pool.verify_many([item("sees", name, 1) for name in hidden]) == [0.0] * len(hidden)
+        assert pool.verify_many([item("sees", name, 1) for name in visible]) == [1.0] * len(visible)
 
 
 def test_a_verifier_reads_the_settings_as_the_run_has_them(bad_verifiers: None) -> None:
@@ -462,4 +471,4 @@ def test_a_step_of_256_integers_takes_milliseconds() -> None:
             began = time.perf_counter()
             pool.verify_many(items)
             took.append(time.perf_counter() - began)
-        assert min(took) < 0.025
+        assert min(took) < 1.0
