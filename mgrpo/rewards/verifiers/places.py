@@ -130,8 +130,12 @@ def _last_formula(text: str) -> str | None:
     spans = _formulas(text)
     if not spans:
         return None
-    sentence_end = _SENTENCE_STOP.search(text, spans[-1].end)
-    later = _last_number(text[sentence_end.end() :]) if sentence_end else None
+    if spans[-1].content.rstrip().endswith((".", "!", "?")):
+        next_sentence = spans[-1].end
+    else:
+        stop = _SENTENCE_STOP.search(text, spans[-1].end)
+        next_sentence = stop.end() if stop else len(text)
+    later = _last_number(text[next_sentence:])
     return _in_its_words(text, _last_run(text, spans)) if later is None else later
 
 
