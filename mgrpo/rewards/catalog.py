@@ -36,12 +36,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
 }
 """Modules of `mgrpo.rewards.verifiers` and the names that each defines."""
 _HOME = {name: f"mgrpo.rewards.verifiers.{module}" for module, names in _MODULES.items() for name in names}
+_INTERNAL = frozenset({"trl_accuracy"})
+"""Verifiers that reward functions use, not rows."""
 _added: dict[str, VerifierClass] = {}
 
 
 def known_verifiers() -> tuple[str, ...]:
     """Names that a row's `dataset` may hold."""
-    return tuple(sorted(_HOME.keys() | _added.keys()))
+    return tuple(sorted((_HOME.keys() | _added.keys()) - _INTERNAL))
 
 
 def find(name: str) -> VerifierClass:
