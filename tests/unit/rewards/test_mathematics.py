@@ -87,7 +87,7 @@ def test_strict_math_reads_the_sentence_or_everything(completion: str, label: st
     assert score(StrictMath, completion, label) == expected
 
 
-@pytest.mark.parametrize("label", ["", "$$", " ", r"\boxed{}", None, True, {"a": 1}, [], ["1", ""]])
+@pytest.mark.parametrize("label", ["", "$$", " ", r"\boxed{}", None, True, {"a": 1}, [], ["", "$"]])
 def test_mathematics_refuses_a_label_it_cannot_read(label: object) -> None:
     """An unreadable label is no score, not a wrong answer."""
     for verifier in (Math, StrictMath):
@@ -106,6 +106,8 @@ def test_any_of_several_labels_is_right() -> None:
     assert score(Math, r"\boxed{\frac12}", ["7", "0.5"]) == 1.0
     assert score(Math, "it is 7", ["x", 7]) == 1.0
     assert score(Math, r"\boxed{8}", ["7", "0.5"]) == 0.0
+    for nothing in "", r"\boxed{}", "$$", r"\boxed{\text{ }}":
+        assert score(Math, nothing, ["7", ""]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -197,6 +199,8 @@ SLOW = [
 ]
 
 
+# The limit may strike within hypothesis' own callbacks, where it is reported and strikes again.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_answer_that_keeps_sympy_busy_is_wrong() -> None:
     """Without a score it would escape its advantage, and a batch of them would cost a worker and a time limit each."""
     verifier = Math(Reward(verifier_timeout=2.0))
@@ -207,6 +211,7 @@ def test_an_answer_that_keeps_sympy_busy_is_wrong() -> None:
             assert time.process_time() - started < 2.0, answer
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_label_that_takes_too_long_to_read_is_no_score() -> None:
     """A broken row would punish every answer to its prompt."""
     verifier = Math(Reward(verifier_timeout=1.0))
@@ -214,6 +219,7 @@ def test_a_label_that_takes_too_long_to_read_is_no_score() -> None:
         verifier.score(Answer(completion=r"\boxed{7}", ground_truth="|x" * 60))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_processor_time_ends_work_that_swallows_exceptions() -> None:
     """sympy and math-verify catch every `Exception`, and go on."""
     with pytest.raises(OutOfTime), cpu_limit(0.05):
