@@ -18,8 +18,6 @@ TEXTS: dict[str, str] = {
     "sum": r"\boxed{\sum_{n=1}^{10^{12}} \frac{1}{n}}",
     "product": r"\boxed{\prod_{n=1}^{10^{9}} n}",
     "sum of roots": r"\boxed{\sum_{n=1}^{9999}\sqrt{n}}",
-    "sum of sines": r"\boxed{\sum_{n=1}^{999}\sin(n)}",
-    "product of fractions": r"\boxed{\prod_{n=1}^{9999}(1+\frac{1}{n^2})}",
     "trigonometric equation": r"\boxed{\frac{\sin(x)+\sin(3x)+\sin(5x)+\sin(7x)}{\cos(x)+\cos(3x)+\cos(5x)}=\tan(6x)}",
     "integral": r"\boxed{\int_0^{\infty} e^{x^{x^{x}}} \sin(x^{99}) dx}",
     "limit": r"\boxed{\lim_{x \to 0} \frac{\sin(\sin(\sin(\sin x)))}{x^{97}}}",

@@ -70,7 +70,7 @@ def test_no_text_breaks_a_verifier(name: str, marker: str) -> None:
     texts = [*TEXTS.values(), *PROGRAMS.values(), *INJECTIONS.values()]
     items = [item(name, text, LABELS.get(name, "the right answer"), "question", 1000) for text in texts]
     with nothing_left(marker):
-        scorer = Scorer(Reward(verifier_timeout=2.0, verifier_workers=2), [name])
+        scorer = Scorer(Reward(verifier_timeout=4.0, verifier_workers=2), [name])
         try:
             scores = scorer.verify_many([*items, GOOD])
             assert scores[-1] == 1.0
