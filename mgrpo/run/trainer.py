@@ -10,6 +10,7 @@ Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, l
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -73,10 +74,11 @@ class Trainer:
         try:
             result = self._fit()
         except OutputError as err:
-            raise Stopped(f"{err}; {self.keep_state()}") from err
+            raise Stopped("; ".join(dict.fromkeys((str(err), self.keep()[0])))) from err
         except Stopped as err:
-            failure, kept = self.reporter.failure, self.keep_state()
-            if failure or self.done > self.saved:
+            kept, is_kept = self.keep()
+            failure = self.reporter.failure
+            if failure or not is_kept:
                 raise Stopped(f"{failure}; {kept}" if failure else kept) from err
             self.reporter.say(f"stopped after step {self.done}; {kept}")
             raise
@@ -106,33 +108,44 @@ class Trainer:
             has_trained=self.health.has_trained or self.done == self.resumed_at,
         )
 
-    def keep_state(self) -> str:
-        """Save the state of the last step, if it is not saved and can be, and say where it is."""
+    def keep(self) -> tuple[str, bool]:
+        """Save the state of the last step; at least the model, where the state cannot be saved.
+
+        Returns:
+            A clause that says what was kept and where, and whether it is the state.
+        """
         # The state of a precision-aware optimizer cannot be saved.
-        if self.done > self.saved and not self.config.parallel.use_precision_aware_optimizer:
-            try:
-                self.save()
-                self.states.wait()
-            except OutputError as err:
-                return str(err)
-        return self.states.how_to_go_on(self.saved)
+        if self.done == self.saved or self.config.parallel.use_precision_aware_optimizer:
+            return self.states.how_to_go_on(self.saved), True
+        try:
+            self.save()
+            self.states.wait()
+        except OutputError as err:
+            kept = [str(err)]
+            with suppress(OutputError):
+                kept.append(f"the model of step {self.done} is in {self._export()}")
+            return "; ".join(kept), False
+        return self.states.how_to_go_on(self.saved), True
 
     def step(self, step: int) -> bool:
         """Sample, score, train on every mini-batch and epoch, and give the engines the new weights.
 
         False when there was nothing to sample: every prompt is solved for good (`no_resampling_pass_rate`).
         """
-        clock = Clock()
+        clock, pulse = Clock(), self.lead.pulse
+        pulse.at(f"step {step}, sampling")
         with self.health.sampling():
             batch = self.source.next(step, self.version)
         clock.split("wait")
         if batch is None:
             self.reporter.say(f"step {step}: every prompt is solved, nothing is left to sample; training ends")
             return False
+        pulse.at(f"step {step}, training")
         learned = self.learner.learn(batch.arrays, step=step)
         self.health.check(learned, step)
         clock.split("train")
         self.done, self.is_followed_up = step, False
+        pulse.at(f"step {step}, weight sync")
         self.send_weights(learned)
         clock.split("sync")
         sync_bytes = self.weights.plan.bytes_moved
@@ -165,6 +178,7 @@ class Trainer:
         """Sample the held-out prompts; metrics on rank 0, nothing elsewhere or without held-out data."""
         if not self.config.data.dataset_mixer_eval_list:
             return {}
+        self.lead.pulse.at(f"the evaluation {when}")
         with self.health.sampling():
             evaluation = self.source.evaluate(self.done)
         return self.reporter.evaluation(
@@ -176,16 +190,21 @@ class Trainer:
 
         A model that exists nowhere else is worth waiting for a while until somebody has made room for it.
         """
-        policy, folder = self.learner.policy, self.output_dir / "hf" / f"step_{self.done}"
+        self.lead.pulse.at(f"the export of step {self.done}")
         if self.done > self.saved:
-            num_bytes, stop = export_bytes(policy), self.lead.stop
-            self.lead.run(partial(wait_for_room, folder, num_bytes, say=self.reporter.say, stop=stop))
+            num_bytes, stop = export_bytes(self.learner.policy), self.lead.stop
+            self.lead.run(partial(wait_for_room, self.output_dir, num_bytes, say=self.reporter.say, stop=stop))
+        return self._export()
+
+    def _export(self) -> Path:
+        folder = self.output_dir / "hf" / f"step_{self.done}"
         source, group = self.config.model.path, self.learner.host_group
-        export_hf(policy, source, folder, group=group, add=self.source.save_tokenizer)
+        export_hf(self.learner.policy, source, folder, group=group, add=self.source.save_tokenizer)
         return folder
 
     def save(self) -> None:
         """Write the state of the whole run."""
+        self.lead.pulse.at(f"saving the state of step {self.done}")
         place = self.states.save(self.done, self.learner, self.state_dict())
         self.reporter.say(f"state of step {self.done}: {place}")
         self.saved = self.done
