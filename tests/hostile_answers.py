@@ -17,6 +17,8 @@ TEXTS: dict[str, str] = {
     "binomial": r"\boxed{\binom{10^{9}}{5 \cdot 10^{8}}}",
     "sum": r"\boxed{\sum_{n=1}^{10^{12}} \frac{1}{n}}",
     "product": r"\boxed{\prod_{n=1}^{10^{9}} n}",
+    "sum of roots": r"\boxed{\sum_{n=1}^{9999}\sqrt{n}}",
+    "trigonometric equation": r"\boxed{\frac{\sin(x)+\sin(3x)+\sin(5x)+\sin(7x)}{\cos(x)+\cos(3x)+\cos(5x)}=\tan(6x)}",
     "integral": r"\boxed{\int_0^{\infty} e^{x^{x^{x}}} \sin(x^{99}) dx}",
     "limit": r"\boxed{\lim_{x \to 0} \frac{\sin(\sin(\sin(\sin x)))}{x^{97}}}",
     "root of roots": r"\boxed{" + r"\sqrt{2+" * 200 + "2" + "}" * 200 + "}",

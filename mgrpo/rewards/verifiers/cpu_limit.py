@@ -23,7 +23,11 @@ def cpu_limit(seconds: float) -> Iterator[None]:
     previous = signal.signal(signal.SIGVTALRM, _raise)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN_S)
     try:
-        yield
+        # Twice, since a signal may arrive on the way out.
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, previous)

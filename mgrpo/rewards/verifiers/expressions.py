@@ -147,13 +147,21 @@ def _read(text: str) -> _Reading:
     import math_verify
 
     with _silence():
-        values = math_verify.parse(text, parsing_timeout=None)
+        # The box as a whole or nothing: otherwise the last number of what cannot be read would be the value.
+        values = math_verify.parse(text, [_box_only()], extraction_mode="first_match", parsing_timeout=None)
     try:
         return _Reading(values, estimate(values[0]) if values else None, False)
     except TooLarge:
         return _Reading(values, None, True)
     except RecursionError:
         return _Reading(values, None, False)
+
+
+@functools.cache
+def _box_only() -> Any:
+    import math_verify
+
+    return math_verify.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
 
 
 @functools.lru_cache(maxsize=1024)

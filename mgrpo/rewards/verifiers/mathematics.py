@@ -17,6 +17,7 @@ from mgrpo.rewards.verifiers.statements import Statement, has_words, read, spell
 _SHARE_OF_TIME = 0.1
 # Characters that an answer may be longer than its label.
 _MARGIN = 300
+_LONGEST_EXPRESSION = 5000
 _COLLECTION = re.compile(r"(?P<tuple>\()|\\\{")
 _ARGUMENT_OR_INDEX = re.compile(r"\([^()]*\)|_(?:\{\w+\}|\w)")
 _NAME = re.compile(r"[^0-9+^-]+")
@@ -52,7 +53,7 @@ class StrictMath(Math):
     def score(self, answer: Answer) -> float:
         text = answer.completion.rpartition(THINK_END)[2]
         sentence = minerva_answer(text)
-        if sentence is None and has_words(text):
+        if sentence is None and has_words(text[:_LONGEST_EXPRESSION]):
             return self._judge("", answer.ground_truth)
         return self._judge(unboxed(text if sentence is None else sentence), answer.ground_truth)
 
@@ -77,7 +78,7 @@ def judged(labels: list[str], is_right: Callable[[str], bool], *, timeout_s: flo
     for label in labels:
         try:
             with cpu_limit(limit_s):
-                read(label)
+                _read_by_value(label)
         except (OutOfTime, MemoryError) as err:
             raise ValueError(f"ground_truth={label[:80]!r} takes longer than {limit_s:g} s to read") from err
     try:
@@ -101,6 +102,13 @@ def is_right(stated: str, label: str) -> bool:
     if _kind(answer) != _kind(expected) and None not in (_kind(answer), _kind(expected)):
         return False
     return is_same_value(*_comparable(answer, expected))
+
+
+def _read_by_value(label: str) -> None:
+    """Do what comparisons with the label need of it alone; much of it is cached."""
+    statement = read(label)
+    if statement is not None:
+        is_same_value(*_comparable(statement, statement))
 
 
 def _comparable(answer: Statement, expected: Statement) -> tuple[str, str]:

@@ -31,6 +31,7 @@ _CLAUSE_END = re.compile(r"[.,;:!?\n$0-9]|\\[()\[\]]")
 
 _STEPS = frozenset(("so", "then", "thus", "hence", "therefore", "but", "gives", "implies", "later", "finally"))
 _MAX_BOX_DEPTH = 3
+_MAX_PARTS = 50
 # Characters between two parts of one answer, and words around one that say how it is meant.
 _LONGEST_JOINT = 60
 _LONGEST_WINDOW = 60
@@ -129,8 +130,12 @@ def _last_formula(text: str) -> str | None:
     spans = _formulas(text)
     if not spans:
         return None
-    sentence_end = _SENTENCE_STOP.search(text, spans[-1].end)
-    later = _last_number(text[sentence_end.end() :]) if sentence_end else None
+    if spans[-1].content.rstrip().endswith((".", "!", "?")):
+        next_sentence = spans[-1].end
+    else:
+        stop = _SENTENCE_STOP.search(text, spans[-1].end)
+        next_sentence = stop.end() if stop else len(text)
+    later = _last_number(text[next_sentence:])
     return _in_its_words(text, _last_run(text, spans)) if later is None else later
 
 
@@ -178,15 +183,15 @@ def _formulas(text: str) -> list[Span]:
 
 def _last_run(text: str, spans: list[Span]) -> Span:
     """The last spans that are parts of one answer, as one."""
-    first = len(spans) - 1
-    while first > 0 and _is_joint(text[spans[first - 1].end : spans[first].start]):
+    first, least = len(spans) - 1, max(0, len(spans) - _MAX_PARTS)
+    while first > least and _is_joint(text[spans[first - 1].end : spans[first].start]):
         first -= 1
     return _joined(spans[first:])
 
 
 def _first_run(text: str, spans: list[Span]) -> Span:
     last = 0
-    while last + 1 < len(spans) and _is_joint(text[spans[last].end : spans[last + 1].start]):
+    while last + 1 < min(len(spans), _MAX_PARTS) and _is_joint(text[spans[last].end : spans[last + 1].start]):
         last += 1
     return _joined(spans[: last + 1])
 

@@ -52,7 +52,7 @@ _SIGNS = str.maketrans(
     }
 )  # fmt: skip
 _DROPPED = re.compile(
-    r"\\\\|\\[()\[\]]|(?:\\\$|\$)|\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])|\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\\displaystyle|\\limits"
+    r"\\\\|\\[()\[\]]|\\?[$\x22]|\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])|\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\\(?:text)?color\s*\{[^{}]*\}|\\displaystyle|\\limits"
 )
 
 
@@ -68,7 +68,7 @@ _REPLACED = (
     (re.compile(r"(?<=[0-9A-Za-z)}])\*\*(?=[-0-9A-Za-z({])"), "^"),
     (re.compile(r"\*\*|__|`"), ""),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(r"\\frac\s*([0-9])\s*([0-9])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*([0-9]|\\pi)\s*([0-9])"), r"\\frac{\1}{\2}"),
     (re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<![\\A-Za-z])(pi|infinity)(?![A-Za-z])"), lambda match: r"\pi" if match[1] == "pi" else r"\infty"),
     (re.compile(r"(?<![0-9.,])([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9])"), r"\1\\frac{\2}{\3}"),
@@ -88,9 +88,10 @@ _BARE_NAME = re.compile(r"(?:\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?|\\?[A-Za-z]\s*\([A
 _LETTER = re.compile(r"\\(?:frac|sqrt|cdot|times|pi|circ|pm|div)|([A-Za-z])")
 _LOOSE_WORDS = re.compile(rf"\s*{_WORDS}\s*(?=[-+*/=<>)\]}}]|\\[lg]e|$)|(?<=[-+*/=<>(\[{{])\s*{_WORDS}\s*|^\s*{_WORDS}")
 _TWO_NUMBERS = re.compile(r"(?<![_^])[0-9.]\s+[0-9.]")
+_SPACED_NUMBER = re.compile(r"[-+]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
 _SPACE = re.compile(r"(?<![0-9])\s+|\s+(?![0-9])")
 _DEPTH = re.compile(r"\\begin|\\end|\\[{}]|\\.|[(){}\[\]]|[,;=\ue001]", re.DOTALL)
-_BEFORE = " \t\r\n,;:*\ue000"
+_BEFORE = " \t\r\n,;:*#\ue000"
 _AFTER = f"{_BEFORE}."
 
 
@@ -209,6 +210,8 @@ def _listed(members: list[Statement], num: int, sign: str) -> Statement | None:
 def _item(text: str) -> Statement | None:
     """One member of a list, or the only one."""
     text = _stripped(_LOOSE_WORDS.sub(" ", text))
+    if _SPACED_NUMBER.fullmatch(text):
+        text = text.replace(" ", "")
     if _WORDS in text or _TWO_NUMBERS.search(text):
         return None
     if _RELATION.search(text):

@@ -27,6 +27,7 @@ LABELS: dict[str, object] = {
     "gsm8k": "12345",
     "math": r"\frac{12345}{67}",
     "strict_math": r"\frac{12345}{67}",
+    "math_open_instruct": r"\frac{12345}{67}",
     "ifeval": json.dumps([IFEVAL]),
     "ifeval_old": json.dumps({"func_name": "validate_lowercase"}),
     "max_length": "100",
@@ -70,7 +71,7 @@ def test_no_text_breaks_a_verifier(name: str, marker: str) -> None:
     texts = [*TEXTS.values(), *PROGRAMS.values(), *INJECTIONS.values()]
     items = [item(name, text, LABELS.get(name, "the right answer"), "question", 1000) for text in texts]
     with nothing_left(marker):
-        scorer = Scorer(Reward(verifier_timeout=2.0, verifier_workers=2), [name])
+        scorer = Scorer(Reward(verifier_timeout=4.0, verifier_workers=2), [name])
         try:
             scores = scorer.verify_many([*items, GOOD])
             assert scores[-1] == 1.0
@@ -104,7 +105,7 @@ def test_no_program_breaks_out(name: str, marker: str) -> None:
 def test_every_name_has_a_verifier() -> None:
     """A name that is listed and cannot be found fails at step 1."""
     assert {find(name).name for name in known_verifiers()} >= {
-        "integer", "gsm8k", "math", "strict_math", "ifeval", "ifeval_old", "flan", "string_matcher", "string_f1", "puzzle",
+        "integer", "gsm8k", "math", "strict_math", "math_open_instruct", "ifeval", "ifeval_old", "flan", "string_matcher", "string_f1", "puzzle",
         "re_search_f1", "re_search", "max_length", "up_to_max_length", "code", "code_stdio", "general-quality",
         "general-quality_ref", "general-quality_rubric", "general-safety", "general-factuality", "general-creative_writing",
         "general-refusal", "general-web_instruct_general_verifier", "rubric", "passthrough",

@@ -14,6 +14,10 @@ MINERVA = "Final Answer: The final answer is {}. I hope it is correct."
 
 # An answer and a label that it is.
 RIGHT = [
+    (r"\frac{\pi}{4} \text{ radians}", r"\frac\pi4"),
+    (r"\color{red}{11}", "11"),
+    (r"0.1\overline{6}", "1/6"),
+    (r"(a,b)=(3,4)", "(3,4)"),
     (r"2\sqrt{2}", r"$\sqrt{8}$"),
     ("1234", r"1{,}234"),
     (r"\$1,234.50", "1234.5"),
@@ -170,6 +174,10 @@ RIGHT = [
 
 # An answer and a label that it is not.
 WRONG = [
+    (r"11 \to 23", "23"),
+    (r"11 | 23", "23"),
+    (r"11 \\ 23", "23"),
+    (r"11 \vee \frac{1}{2}", "0.5"),
     ("1234", "1.234"),
     ("99999999999999999998", "99999999999999999999"),
     ("3/4", "0.57"),
@@ -371,7 +379,7 @@ def test_the_answer_is_in_one_place() -> None:
 _BETS = [
     "{}={}", "x={}={}", "{}, {}", "{} and {}", "{} or {}", "{}; {}", "{} {}", r"{}\text{{ }}={}", r"{}\text{{ or }}{}",
     r"{} \approx {}", r"{}\quad {}", r"\{{{}, {}\}}", "({}, {})", "[{}, {}]", "{} to {}", "between {} and {}", "{}+0*{}",
-    r"{} \text{{ not }} {}", r"{} \neq {}", r"{} < {}", r"{} \le x \le {}", "x={}, y={}", r"{}\text{{ apples, }}{}", "{}_{}",
+    r"{} \text{{ not }} {}", r"{} \neq {}", r"{} < {}", r"{} \le x \le {}", "x={}, y={}", r"{}\text{{ apples, }}{}", "{}_{}", r"{} \to {}", "{} | {}", r"{} \\ {}", r"{} \Rightarrow {}", r"{} \cup {}", "{} -> {}", "{}...{}",
     r"{}^{{\text{{or }}{}}}", r"\text{{{} or {}}}", "{}\n{}", "{}:{}", r"{}\%={}", "{}. {}",
 ]  # fmt: skip
 _DOORS = [

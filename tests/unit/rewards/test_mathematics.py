@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.verifier import Answer
+from mgrpo.rewards.verifiers.cpu_limit import OutOfTime, cpu_limit
 from mgrpo.rewards.verifiers.mathematics import Math, StrictMath
 from mgrpo.rewards.verifiers.places import boxed_answer, last_formula, minerva_answer
 
@@ -85,7 +87,7 @@ def test_strict_math_reads_the_sentence_or_everything(completion: str, label: st
     assert score(StrictMath, completion, label) == expected
 
 
-@pytest.mark.parametrize("label", ["", "$$", " ", r"\boxed{}", None, True, {"a": 1}, [], ["1", ""]])
+@pytest.mark.parametrize("label", ["", "$$", " ", r"\boxed{}", None, True, {"a": 1}, [], ["", "$"]])
 def test_mathematics_refuses_a_label_it_cannot_read(label: object) -> None:
     """An unreadable label is no score, not a wrong answer."""
     for verifier in (Math, StrictMath):
@@ -104,6 +106,8 @@ def test_any_of_several_labels_is_right() -> None:
     assert score(Math, r"\boxed{\frac12}", ["7", "0.5"]) == 1.0
     assert score(Math, "it is 7", ["x", 7]) == 1.0
     assert score(Math, r"\boxed{8}", ["7", "0.5"]) == 0.0
+    for nothing in "", r"\boxed{}", "$$", r"\boxed{\text{ }}":
+        assert score(Math, nothing, ["7", ""]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -185,6 +189,43 @@ def test_hostile_expressions_are_wrong_and_quick(label: str) -> None:
             started = time.monotonic()
             assert score(Math, form.replace("%s", answer), label) == 0.0, answer[:50]
             assert time.monotonic() - started < 20, answer[:50]
+
+
+SLOW = [
+    r"\sum_{n=1}^{9999}\sqrt{n}",
+    r"\sum_{n=1}^{999}\sin(n)",
+    r"\prod_{n=1}^{9999}(1+\frac{1}{n^2})",
+    r"\frac{\sin(x)+\sin(3x)+\sin(5x)+\sin(7x)}{\cos(x)+\cos(3x)+\cos(5x)+\cos(7x)}=\tan(6x)",
+]
+
+
+# The limit may strike within hypothesis' own callbacks, where it is reported and strikes again.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_answer_that_keeps_sympy_busy_is_wrong() -> None:
+    """Without a score it would escape its advantage, and a batch of them would cost a worker and a time limit each."""
+    verifier = Math(Reward(verifier_timeout=2.0))
+    for answer in SLOW:
+        for label in "8", r"\tan(4x)":
+            started = time.process_time()
+            assert verifier.score(Answer(completion=rf"\boxed{{{answer}}}", ground_truth=label)) == 0.0
+            assert time.process_time() - started < 2.0, answer
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_label_that_takes_too_long_to_read_is_no_score() -> None:
+    """A broken row would punish every answer to its prompt."""
+    verifier = Math(Reward(verifier_timeout=1.0))
+    with pytest.raises(ValueError, match=r"ground_truth.* takes longer than 0\.1 s"):
+        verifier.score(Answer(completion=r"\boxed{7}", ground_truth="|x" * 60))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_processor_time_ends_work_that_swallows_exceptions() -> None:
+    """sympy and math-verify catch every `Exception`, and go on."""
+    with pytest.raises(OutOfTime), cpu_limit(0.05):
+        while True:
+            with contextlib.suppress(Exception):
+                sum(range(1000))
 
 
 @pytest.mark.parametrize(
