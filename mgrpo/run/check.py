@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -96,6 +97,8 @@ def file_problems(config: Config, hf_config: HfConfig) -> list[str]:
 
 def with_prompts(config: Config, inputs: Inputs | None, hf_config: HfConfig, problems: list[str]) -> Inputs | None:
     """`inputs` with its prompts; what is wrong with them is added to `problems`."""
+    if not os.path.isdir(config.tokenizer_path):
+        return inputs  # which the rules have said
     vocab = size_of(hf_config, "vocab_size")
     prompts, found = make_prompts(config, inputs, vocab=vocab, is_sound=not problems)
     problems += [problem for problem in found if problem not in problems]

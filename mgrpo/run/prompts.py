@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from mgrpo.data.prompt_set import PromptSet
     from mgrpo.run.inputs import Inputs
 
+QUICK_ROWS = 20_000
+"""As many are tokenized in seconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
@@ -37,7 +40,7 @@ def make_prompts(
     Args:
         inputs: None if the rows cannot be read; then only the tokenizer is checked.
         vocab: tokens of the model; None if that is not known.
-        is_sound: False if the run will not start anyway: one row is tried in place of all, which can take minutes.
+        is_sound: False if the run will not start anyway: of many rows, which can take minutes, only one is tried.
     """
     from mgrpo.data.tokenizer import load_tokenizer, stop_token_ids
 
@@ -63,7 +66,7 @@ def make_prompts(
         try:
             if len(mixture):
                 mixture.try_out(tokenizer)
-                made = mixture.encode(tokenizer) if is_sound and not problems else None
+                made = mixture.encode(tokenizer) if is_sound or len(mixture) <= QUICK_ROWS else None
         except ValueError as err:
             problems += [str(err)] if str(err) not in problems else []
         problems += _unknown_tokens(made, vocab) if made is not None and vocab else []
