@@ -113,6 +113,20 @@ class Mixture:
                 f"the chat template {excess} for one prompt; look at it, or name another: --chat_template_name"
             )
 
+    @property
+    def content(self) -> list[dict[str, Any]]:
+        """For each line of the mix, in JSON: source, rows, taken, and a digest that tells its rows from others.
+
+        The digest is None for what `datasets` finds by name, whose fingerprint differs from machine to machine.
+        """
+        sources = [self._selection.sources[number] for number in self._selection.numbers]
+        contents = [source.key["content"] for source in sources]
+        return [
+            {name: count[name] for name in ("source", "rows", "taken")}
+            | {"digest": None if "fingerprint" in content else digest(content)}
+            for count, content in zip(self.counts, contents, strict=True)
+        ]
+
     def encode(self, tokenizer: Any) -> PromptSet:
         """Render and tokenize the rows, or load what an earlier run made of them.
 

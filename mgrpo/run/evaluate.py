@@ -21,7 +21,7 @@ from mgrpo.config.fields import flat
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.schema import Algorithm, Checkpoint, Optimizer, Parallel
 from mgrpo.config.validate import problems
-from mgrpo.models.family import read_hf_config
+from mgrpo.models.family import ModelShape, read_hf_config, shape_of
 from mgrpo.models.files import MEGATRON
 from mgrpo.rollout.start import machine_problems
 from mgrpo.run.check import file_problems, with_prompts
@@ -68,13 +68,14 @@ def evaluate(
     config = for_evaluation(config)
 
     from mgrpo.run.environment import prepare_environment
+    from mgrpo.run.lock import locked
     from mgrpo.run.production import prepare, started
     from mgrpo.run.reporter import Reporter
 
     prepare_environment()
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with started(config, inputs, num_local_learners=0) as parts:
+        with locked([config.experiment.output_dir]), started(config, inputs, num_local_learners=0) as parts:
             # After ray.init, which sets its own handler.
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
             evaluator = prepare(config, parts).evaluator
@@ -148,7 +149,7 @@ def _check(config: Config, functions: list[str | Callable]) -> Inputs:
     inputs, about_inputs = read_inputs(own, functions=functions)
     found += [problem for problem in about_inputs if problem not in found]
     if hf_config and not unloadable:
-        found += file_problems(own, hf_config)
+        found += file_problems(own, _shape(hf_config))
         inputs = with_prompts(own, inputs, hf_config, found)
     if found or inputs is None:
         raise ConfigError(found)
@@ -169,6 +170,13 @@ def _model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
     except ValueError as err:
         return None, [f"model_name_or_path={err}"]
     return hf_config, machine_problems(config, num_local_learners=0, head_dim=head_dim)
+
+
+def _shape(hf_config: Mapping[str, Any]) -> ModelShape | None:
+    try:
+        return shape_of(hf_config)
+    except ValueError:
+        return None
 
 
 def _unloadable(model: str | None) -> list[str]:

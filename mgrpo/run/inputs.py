@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mgrpo.config import Config
 from mgrpo.config.rules import MIXERS, mixer_problems
@@ -77,9 +77,9 @@ def read_inputs(
         problems += check_functions(functions)
     verifies = reward.apply_verifiable_reward and not functions
     # The rules have said what is wrong with the words of a mix.
-    malformed = [mixer for mixer in MIXERS if any(mixer_problems(config.data, mixer))]
+    malformed: dict[str, Any] = {mixer: () for mixer in MIXERS if any(mixer_problems(config.data, mixer))}
     try:
-        data = replace(config.data, **dict.fromkeys(malformed, ()))
+        data = replace(config.data, **malformed)
         train, held_out = open_data(data, need_verifiers=verifies, dataset=dataset)
     except BadData as err:
         asked = _replaced(err.verifiers, config)
@@ -154,7 +154,8 @@ def _unasked_problems(train: Mixture, held_out: Mixture, config: Config) -> list
     reward, problems = config.reward, []
     named = {name.lower() for name in train.verifiers | held_out.verifiers}
     pair = reward.verifier_replacement
-    if pair and len(train) and pair[0] not in named:
+    by_preset = config.provenance.sources.get("remap_verifier", "").startswith("preset ")
+    if pair and len(train) and pair[0] not in named and not by_preset:
         problems.append(f"remap_verifier={reward.remap_verifier}: {_unasked(pair[0], named)}")
     asked = _asked(train, held_out, config)
     after = f" (after remap_verifier={reward.remap_verifier})" if pair else ""

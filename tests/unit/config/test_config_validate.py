@@ -71,7 +71,7 @@ def test_the_bare_defaults_lack_a_model_and_data_and_nothing_else():
         ({"total_episodes": 63}, "total_episodes=63 is less than one step of 16 prompts x 4 samples; use at least 64"),
         ({"num_mini_batches": 17}, "num_mini_batches=17 is more than the 16 prompts of a step"),
         ({"total_episodes": 64, "warm_up_steps": 2}, "warm_up_steps=2 is more than the run's 1 optimizer steps"),
-        ({"dataset_mixer_list": ["a", "1.0", "b"]}, "dataset_mixer_list has 3 words, expected pairs"),
+        ({"dataset_mixer_list": ["a", "1.0", "b"]}, "dataset_mixer_list has 3 words (a 1.0 b), expected pairs"),
         ({"dataset_mixer_list": ["a", "all"]}, "dataset_mixer_list: amount 'all' of a must be a share"),
         ({"dataset_mixer_list": ["a", "0.0"]}, "amount '0.0' of a"),
         ({"dataset_mixer_eval_list": ["a", "-5"]}, "dataset_mixer_eval_list: amount '-5' of a"),
@@ -414,7 +414,7 @@ def test_settings_that_need_reward_functions_or_must_not_have_them():
     penalty = from_values({"non_stop_penalty": True, "model_name_or_path": "m"})
     assert warnings(penalty, world_size=1) == []
     (found,) = warnings(penalty, world_size=1, num_reward_funcs=1)
-    assert found == "the caller's reward functions replace non_stop_penalty"
+    assert found == "non_stop_penalty has no effect: rewards come from the functions passed to mgrpo.train alone"
     solved = from_values({"no_resampling_pass_rate": 0.9, "model_name_or_path": "m"})
     assert not any("no_resampling" in problem for problem in problems(solved, **context))
     assert any("no_resampling_pass_rate=0.9" in problem for problem in problems(solved, **context, num_reward_funcs=1))
@@ -440,11 +440,13 @@ def test_functions_replace_all_that_only_verifiers_read():
     names = ", ".join(replaced)
     assert warnings(from_values(replaced | kept), world_size=1) == []
     assert warnings(from_values(functions | kept), world_size=1) == []
-    assert warnings(from_values(replaced | kept | functions), world_size=1) == [f"reward_funcs replace {names}"]
+    assert warnings(from_values(replaced | kept | functions), world_size=1) == [
+        f"{names} has no effect: rewards come from reward_funcs alone"
+    ]
     for own in (replaced | kept, kept | functions):
         (found,) = warnings(from_values(own), world_size=1, num_reward_funcs=1)
         expected = names if "verifier_modules" in own else "reward_funcs"
-        assert found == f"the caller's reward functions replace {expected}"
+        assert found == f"{expected} has no effect: rewards come from the functions passed to mgrpo.train alone"
 
 
 def test_every_section_of_the_schema_is_a_dataclass_of_defaults():
