@@ -109,8 +109,15 @@ def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
             sys.stdout.write(text if is_head else "")
             return 0
         from mgrpo.run.launch import train, try_out
+        from mgrpo.run.result import NothingTrained
 
-        (try_out if "--dry_run" in argv else train)(config)
+        try:
+            (try_out if "--dry_run" in argv else train)(config)
+        except NothingTrained as err:
+            if not is_head:
+                time.sleep(RANK_0_FIRST_S)
+            sys.stderr.write(f"mgrpo: {err}\n" if is_head else "")
+            return 1
     except ConfigError as err:
         if not is_head:
             time.sleep(RANK_0_FIRST_S)

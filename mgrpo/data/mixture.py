@@ -93,6 +93,20 @@ class Mixture:
             for line, num_rows, num_taken in zip(selection.lines, selection.num_rows, selection.num_taken, strict=True)
         ]
 
+    @property
+    def content(self) -> list[dict[str, Any]]:
+        """For each line of the mix, in JSON: source, rows, taken, and a digest that tells its rows from others.
+
+        The digest is None for what `datasets` finds by name, whose fingerprint differs from machine to machine.
+        """
+        sources = [self._selection.sources[number] for number in self._selection.numbers]
+        contents = [source.key["content"] for source in sources]
+        return [
+            {name: count[name] for name in ("source", "rows", "taken")}
+            | {"digest": None if "fingerprint" in content else digest(content)}
+            for count, content in zip(self.counts, contents, strict=True)
+        ]
+
     def try_out(self, tokenizer: Any) -> None:
         """Render one conversation with the chat template, which may be anyone's, where it cannot do harm.
 
@@ -112,20 +126,6 @@ class Mixture:
             raise ValueError(
                 f"the chat template {excess} for one prompt; look at it, or name another: --chat_template_name"
             )
-
-    @property
-    def content(self) -> list[dict[str, Any]]:
-        """For each line of the mix, in JSON: source, rows, taken, and a digest that tells its rows from others.
-
-        The digest is None for what `datasets` finds by name, whose fingerprint differs from machine to machine.
-        """
-        sources = [self._selection.sources[number] for number in self._selection.numbers]
-        contents = [source.key["content"] for source in sources]
-        return [
-            {name: count[name] for name in ("source", "rows", "taken")}
-            | {"digest": None if "fingerprint" in content else digest(content)}
-            for count, content in zip(self.counts, contents, strict=True)
-        ]
 
     def encode(self, tokenizer: Any) -> PromptSet:
         """Render and tokenize the rows, or load what an earlier run made of them.

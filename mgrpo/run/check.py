@@ -107,7 +107,8 @@ def with_prompts(config: Config, inputs: Inputs | None, hf_config: HfConfig, pro
     if not os.path.isdir(config.tokenizer_path):
         return inputs  # which the rules have said
     vocab = size_of(hf_config, "vocab_size")
-    prompts, found = make_prompts(config, inputs, vocab=vocab, is_sound=not problems)
+    mixtures = (inputs.train, inputs.held_out) if inputs else ()
+    prompts, found = make_prompts(config, mixtures, vocab=vocab, is_sound=not problems)
     problems += [problem for problem in found if problem not in problems]
     return replace(inputs, prompts=prompts) if inputs else None
 

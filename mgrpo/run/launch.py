@@ -27,6 +27,7 @@ from mgrpo.run.environment import num_local_learners, prepare_environment, rank,
 from mgrpo.run.inputs import as_functions
 from mgrpo.run.lock import locked
 from mgrpo.run.output import owned_folders
+from mgrpo.run.result import NothingTrained
 
 if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
@@ -55,6 +56,7 @@ def train(
         None with `cache_dataset_only`, which ends when the data are prepared.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
+        NothingTrained: when everything has been written, if no step changed the weights.
     """
     config = as_config(config)
     functions = as_functions(reward_funcs)
@@ -62,7 +64,15 @@ def train(
     if config.experiment.cache_dataset_only:
         _show_data(config, inputs)
         return None
-    return _start(config, inputs, loss)
+    result = _start(config, inputs, loss)
+    if rank() == 0:
+        print("", *result.where(has_held_out=bool(config.data.dataset_mixer_eval_list)), sep="\n", flush=True)
+    if not result.has_trained:
+        raise NothingTrained(
+            f"nothing was trained: none of {result.steps} steps changed the weights; the warnings above and "
+            f"{result.output_dir}/report.html say why"
+        )
+    return result
 
 
 def try_out(config: Config) -> None:
@@ -153,6 +163,8 @@ def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = No
 
 
 def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFunction | None) -> TrainResult:
+    if parts:
+        parts.startup.say("importing torch and Megatron")
     # Importing torch and Megatron makes a million objects that stay: without the collector it takes a fifth less time.
     gc.disable()
     from mgrpo.parallel import backend
