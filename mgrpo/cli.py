@@ -54,8 +54,8 @@ SWITCHES = ("--show_config", "--dry_run")
 """Flags of the train command that are not settings."""
 SWITCHES_WITH_DASHES = tuple(switch.replace("_", "-") for switch in SWITCHES)
 INSTALL = "sh requirements/install.sh VENV"
-RANK_0_FIRST_S = 30.0
-"""How long the other ranks wait for rank 0 to report a problem."""
+RANK_0_FIRST_S = 300.0
+"""How long the other ranks wait for rank 0 to report a problem: it imports transformers and reads data for that."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from mgrpo.config.annotations import POSITIVE
-from mgrpo.config.schema import Config
+from mgrpo.config.schema import Config, Data
 from mgrpo.models.family import is_hub_name, no_model
 
 Rule = tuple[tuple[str, ...], Callable[[Config], Iterator[str]]]
@@ -32,23 +32,28 @@ def _model_path(config: Config) -> Iterator[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
-    data = config.data
-    for mixer, splits in (
-        ("dataset_mixer_list", data.dataset_mixer_list_splits),
-        ("dataset_mixer_eval_list", data.dataset_mixer_eval_list_splits),
-    ):
-        words = getattr(data, mixer)
-        if len(words) % 2:
-            yield f"{mixer} has {len(words)} words, expected pairs of dataset and amount: PATH 1.0 PATH 500"
-            continue
-        for name, amount in pairs(words):
-            if not _is_amount(amount):
-                yield (
-                    f"{mixer}: amount {amount!r} of {name} must be a share with a decimal point (1.0 is all of it) "
-                    "or a number of rows, above 0"
-                )
-        if words and len(splits) not in (1, len(words) // 2):
-            yield f"{mixer}_splits has {len(splits)} entries, expected 1 or one for each of {len(words) // 2} datasets"
+    for mixer in MIXERS:
+        yield from mixer_problems(config.data, mixer)
+
+
+MIXERS = ("dataset_mixer_list", "dataset_mixer_eval_list")
+
+
+def mixer_problems(data: Data, mixer: str) -> Iterator[str]:
+    """What is wrong with the words of a mix, whatever lies behind them."""
+    words, splits = getattr(data, mixer), getattr(data, f"{mixer}_splits")
+    if len(words) % 2:
+        count = "1 word" if len(words) == 1 else f"{len(words)} words"
+        yield f"{mixer} has {count} ({' '.join(words)}), expected pairs of dataset and amount: PATH 1.0 PATH 500"
+        return
+    for name, amount in pairs(words):
+        if not _is_amount(amount):
+            yield (
+                f"{mixer}: amount {amount!r} of {name} must be a share with a decimal point (1.0 is all of it) "
+                "or a number of rows, above 0"
+            )
+    if words and len(splits) not in (1, len(words) // 2):
+        yield f"{mixer}_splits has {len(splits)} entries, expected 1 or one for each of {len(words) // 2} datasets"
 
 
 def pairs(words: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -205,8 +210,9 @@ def too_few_prompts(config: Config, num_prompts: int) -> list[str]:
     wanted = config.rollout.num_unique_prompts_rollout
     if num_prompts >= wanted:
         return []
+    count = "1 prompt" if num_prompts == 1 else f"{num_prompts} prompts"
     return [
-        f"dataset_mixer_list has {num_prompts} prompts, but a step takes num_unique_prompts_rollout={wanted} different "
+        f"dataset_mixer_list has {count}, but a step takes num_unique_prompts_rollout={wanted} different "
         "ones; give more rows or lower it"
     ]
 

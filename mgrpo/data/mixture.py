@@ -46,7 +46,7 @@ def open_data(
         need_verifiers: False for runs without verifiers, which ignore `dataset` and need no ground truth.
         dataset: rows to train on, in place of `dataset_mixer_list`.
     Raises:
-        ValueError: everything that is wrong; of bad rows the first 20, by file and line.
+        BadData: everything that is wrong; of bad rows the first 20, by file and line.
     """
     opening = _Opening(data, need_verifiers)
     if dataset is None:
@@ -75,9 +75,7 @@ class Mixture:
         """Names of the verifiers in the sources that rows are taken from, with the "file:line" of their first use."""
         found: dict[str, str] = {}
         for number, num_taken in zip(self._selection.numbers, self._selection.num_taken, strict=True):
-            source = self._selection.sources[number]
-            for name, line in source.summary.verifiers.items() if num_taken else ():
-                found.setdefault(name, source.origin(line))
+            found = _verifiers(self._selection.sources[number]) | found if num_taken else found
         return found
 
     @property
@@ -183,6 +181,22 @@ class Mixture:
         )
 
 
+class BadData(ValueError):
+    """Everything that is wrong with the rows of a run.
+
+    Attributes:
+        verifiers: names in the rows that could be read, with the "file:line" of their first use.
+    """
+
+    def __init__(self, message: str, sources: Sequence[Source]) -> None:
+        super().__init__(message)
+        self.verifiers = {name: origin for source in sources for name, origin in _verifiers(source).items()}
+
+
+def _verifiers(source: Source) -> dict[str, str]:
+    return {name: source.origin(line) for name, line in source.summary.verifiers.items()}
+
+
 class _Opening:
     """Reads each source once, and collects what is wrong with any of them."""
 
@@ -223,9 +237,9 @@ class _Opening:
             where = f" in {sources[0].name}" if len(self._sources) == 1 else ""
             count = "1 malformed row" if num_bad == 1 else f"{num_bad} malformed rows"
             also = f" and {len(self._failures)} more problems" if self._failures else ""
-            raise ValueError(f"{count}{also}{where}:\n  " + "\n  ".join(problems))
+            raise BadData(f"{count}{also}{where}:\n  " + "\n  ".join(problems), sources)
         if problems:
-            raise ValueError("\n  ".join(problems))
+            raise BadData("\n  ".join(problems), sources)
         for source in sources if not self.reader.contract.need_verifiers else ():
             if lost := source.summary.lost_columns:
                 _log.warning(

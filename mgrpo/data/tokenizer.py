@@ -23,15 +23,17 @@ def load_tokenizer(path: str | Path) -> Any:
         raise ValueError(f"tokenizer folder {path} does not exist (looked for {folder.absolute()})")
     from transformers import AutoTokenizer
 
+    present = ", ".join(sorted(file.name for file in folder.iterdir())[:20]) or "nothing"
+    advice = f"no tokenizer could be loaded from {path}, which holds {present}; expected tokenizer.json and tokenizer_config.json"
     try:
         # Never the code that may lie in the folder, and no question about it on the terminal.
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as err:
-        present = ", ".join(sorted(file.name for file in folder.iterdir())[:20]) or "nothing"
-        raise ValueError(
-            f"no tokenizer could be loaded from {path}, which holds {present}; "
-            f"expected tokenizer.json and tokenizer_config.json ({type(err).__name__}: {err})"
-        ) from err
+        raise ValueError(f"{advice} ({type(err).__name__}: {err})") from err
+    # Without its files transformers makes a tokenizer of special tokens alone.
+    if len(tokenizer) - len(tokenizer.added_tokens_decoder) < 2:
+        raise ValueError(advice)
+    return tokenizer
 
 
 def fingerprint(tokenizer: Any) -> str:

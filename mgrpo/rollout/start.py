@@ -17,8 +17,8 @@ __all__ = ["machine_problems", "started_fleet"]
 def started_fleet(config: Config, *, num_local_learners: int) -> Iterator[Fleet]:
     """Start the configuration's engines, without waiting for them; they end with the context.
 
-    Call on rank 0, from the main thread and before torch is imported: engines take longest to start, and their processes
-    are tied to the thread that starts them.
+    Call on rank 0, from the main thread, to which the engines' processes are tied, and before Megatron is imported: engines take
+    longest to start.
     """
     cluster = Cluster(config, num_local_learners=num_local_learners)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -67,14 +68,13 @@ def check_run(
         is_sound = not problems
         inputs, found = read_inputs(config, functions=functions, dataset=dataset)
         problems += [problem for problem in found if problem not in problems]
-        if inputs and len(inputs.train):
-            problems += too_few_prompts(config, len(inputs.train))
+        problems += too_few_prompts(config, len(inputs.train)) if inputs and len(inputs.train) else []
         problems += output_problems(config, shape if is_sound else None)
         if is_sound:
             found, remarks = _state_problems(config, shape, inputs)
             problems += [problem for problem in found if problem not in problems]
         if hf_config:
-            problems += file_problems(config, hf_config)
+            problems += file_problems(config, shape)
             inputs = with_prompts(config, inputs, hf_config, problems)
     if problems:
         raise ConfigError(problems)
@@ -85,15 +85,15 @@ def check_run(
     return inputs
 
 
-def file_problems(config: Config, hf_config: HfConfig) -> list[str]:
-    """About the model's weights, and the files that an export copies."""
+def file_problems(config: Config, shape: ModelShape | None) -> list[str]:
+    """About the model's weights, and the files that an export copies.
+
+    Args:
+        shape: None for a model that vLLM may serve but that cannot be built here.
+    """
     folder = Path(config.model.path)
     if (folder / MEGATRON).is_file():
         return []
-    try:
-        shape = shape_of(hf_config)
-    except ValueError:
-        shape = None
     found = list(weight_problems(config.model.path, shape))
     try:
         files_beside(folder)
@@ -104,8 +104,11 @@ def file_problems(config: Config, hf_config: HfConfig) -> list[str]:
 
 def with_prompts(config: Config, inputs: Inputs | None, hf_config: HfConfig, problems: list[str]) -> Inputs | None:
     """`inputs` with its prompts; what is wrong with them is added to `problems`."""
+    if not os.path.isdir(config.tokenizer_path):
+        return inputs  # which the rules have said
     vocab = size_of(hf_config, "vocab_size")
-    prompts, found = make_prompts(config, inputs, vocab=vocab, is_sound=not problems)
+    mixtures = (inputs.train, inputs.held_out) if inputs else ()
+    prompts, found = make_prompts(config, mixtures, vocab=vocab, is_sound=not problems)
     problems += [problem for problem in found if problem not in problems]
     return replace(inputs, prompts=prompts) if inputs else None
 

@@ -21,7 +21,7 @@ from mgrpo.config.fields import flat
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.schema import Algorithm, Checkpoint, Optimizer, Parallel
 from mgrpo.config.validate import problems
-from mgrpo.models.family import read_hf_config
+from mgrpo.models.family import ModelShape, read_hf_config, shape_of
 from mgrpo.models.files import MEGATRON
 from mgrpo.rollout.start import machine_problems
 from mgrpo.run.check import file_problems, with_prompts
@@ -149,7 +149,7 @@ def _check(config: Config, functions: list[str | Callable]) -> Inputs:
     inputs, about_inputs = read_inputs(own, functions=functions)
     found += [problem for problem in about_inputs if problem not in found]
     if hf_config and not unloadable:
-        found += file_problems(own, hf_config)
+        found += file_problems(own, _shape(hf_config))
         inputs = with_prompts(own, inputs, hf_config, found)
     if found or inputs is None:
         raise ConfigError(found)
@@ -170,6 +170,13 @@ def _model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
     except ValueError as err:
         return None, [f"model_name_or_path={err}"]
     return hf_config, machine_problems(config, num_local_learners=0, head_dim=head_dim)
+
+
+def _shape(hf_config: Mapping[str, Any]) -> ModelShape | None:
+    try:
+        return shape_of(hf_config)
+    except ValueError:
+        return None
 
 
 def _unloadable(model: str | None) -> list[str]:

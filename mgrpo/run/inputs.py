@@ -6,12 +6,13 @@ import difflib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mgrpo.config import Config
-from mgrpo.data.mixture import open_data
+from mgrpo.config.rules import MIXERS, mixer_problems
+from mgrpo.data.mixture import BadData, open_data
 from mgrpo.data.templates import check_name
 from mgrpo.rewards.catalog import add_modules, find
 
@@ -75,10 +76,17 @@ def read_inputs(
 
         problems += check_functions(functions)
     verifies = reward.apply_verifiable_reward and not functions
+    # The rules have said what is wrong with the words of a mix.
+    malformed: dict[str, Any] = {mixer: () for mixer in MIXERS if any(mixer_problems(config.data, mixer))}
     try:
-        train, held_out = open_data(config.data, need_verifiers=verifies, dataset=dataset)
-    except ValueError as err:
-        return None, [*problems, str(err), *_folder_problems(config)]
+        data = replace(config.data, **malformed)
+        train, held_out = open_data(data, need_verifiers=verifies, dataset=dataset)
+    except BadData as err:
+        asked = _replaced(err.verifiers, config)
+        about_verifiers = _verifier_problems(asked, config) if verifies and not problems else []
+        return None, [*problems, str(err), *about_verifiers, *_folder_problems(config)]
+    if malformed:
+        return None, [*problems, *_folder_problems(config)]
     if functions and not problems:
         problems += _function_problems(functions, train, held_out)
     if verifies and not problems:
@@ -127,9 +135,13 @@ def _function_problems(functions: Sequence[str | Callable], train: Mixture, held
 
 def _asked(train: Mixture, held_out: Mixture, config: Config) -> dict[str, str]:
     """Verifiers by name, remapped, with the place where each is named first."""
+    return _replaced(train.verifiers | held_out.verifiers, config)
+
+
+def _replaced(verifiers: Mapping[str, str], config: Config) -> dict[str, str]:
     old, new = config.reward.verifier_replacement or ("", "")
     found: dict[str, str] = {}
-    for name, origin in (train.verifiers | held_out.verifiers).items():
+    for name, origin in verifiers.items():
         found.setdefault(new if name.lower() == old else name.lower(), origin)
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,11 @@ from mgrpo.config.rules import too_few_prompts
 from mgrpo.run.environment import prepare_environment
 
 if TYPE_CHECKING:
+    from mgrpo.data.mixture import Mixture
     from mgrpo.data.prompt_set import PromptSet
-    from mgrpo.run.inputs import Inputs
+
+QUICK_ROWS = 20_000
+"""As many are tokenized in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +31,16 @@ class Prompts:
 
 
 def make_prompts(
-    config: Config, inputs: Inputs | None, *, vocab: int | None, is_sound: bool
+    config: Config, mixtures: Sequence[Mixture], *, vocab: int | None, is_sound: bool
 ) -> tuple[Prompts | None, list[str]]:
     """Tokenize all rows, or load what an earlier run made of them; None and the reasons if the run cannot start.
 
     Imports transformers, and with it torch.
 
     Args:
-        inputs: None if the rows cannot be read; then only the tokenizer is checked.
+        mixtures: the training and the held-out data; nothing if they cannot be read: then only the tokenizer is checked.
         vocab: tokens of the model; None if that is not known.
-        is_sound: False if the run will not start anyway: one row is tried in place of all, which can take minutes.
+        is_sound: False if the run will not start anyway: of many rows, which can take minutes, only one is tried.
     """
     from mgrpo.data.tokenizer import load_tokenizer, stop_token_ids
 
@@ -58,12 +61,12 @@ def make_prompts(
             "(vocab_size in config.json); correct generation_config.json, or use the model's own tokenizer"
         )
     sets: list[PromptSet | None] = []
-    for mixture in (inputs.train, inputs.held_out) if inputs else ():
+    for mixture in mixtures:
         made = None
         try:
             if len(mixture):
                 mixture.try_out(tokenizer)
-                made = mixture.encode(tokenizer) if is_sound and not problems else None
+                made = mixture.encode(tokenizer) if is_sound or len(mixture) <= QUICK_ROWS else None
         except ValueError as err:
             problems += [str(err)] if str(err) not in problems else []
         problems += _unknown_tokens(made, vocab) if made is not None and vocab else []

@@ -97,9 +97,14 @@ def test_an_impossible_layout_is_refused_with_what_is_possible(flags, words):
 
 def test_the_message_is_not_lost_when_other_ranks_are_faster(tmp_path):
     """torchrun ends rank 0, which still reads data, when rank 1 has noticed and ended; nobody would say what was wrong."""
-    run = Run(tmp_path, ["--learning_rate", "-1"])
+    rows = tmp_path / "rows.jsonl"
+    chat = {"messages": [{"role": "user", "content": "1+1="}], "ground_truth": 2, "dataset": "integer"}
+    rows.write_text((json.dumps(chat) + "\n") * 32)
+    run = Run(tmp_path, ["--learning_rate", "-1", "--dataset_mixer_list", str(rows), "1.0"])
     try:
-        assert run.wait(60) != 0
-        assert "mgrpo: 1 problem" in run.text() and "learning_rate=-1" in run.text(), run.text()
+        assert run.wait(200) != 0
+        assert run.text().count("mgrpo: ") == 1 and "mgrpo: 2 problems" in run.text(), run.text()
+        for words in ("learning_rate=-1", "has no chat template"):
+            assert run.text().count(words) == 1, run.text()
     finally:
         run.end()

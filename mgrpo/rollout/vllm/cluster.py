@@ -1,6 +1,6 @@
 """Ray on rank 0: a private cluster on loopback (or an existing one), and one actor for each engine.
 
-Call from the main thread and before torch is imported: Ray's children are tied to the thread that forked them, and the
+Call from the main thread and before Megatron is imported: Ray's children are tied to the thread that forked them, and the
 engines take longest to start.
 """
 

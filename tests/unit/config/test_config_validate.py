@@ -71,7 +71,7 @@ def test_the_bare_defaults_lack_a_model_and_data_and_nothing_else():
         ({"total_episodes": 63}, "total_episodes=63 is less than one step of 16 prompts x 4 samples; use at least 64"),
         ({"num_mini_batches": 17}, "num_mini_batches=17 is more than the 16 prompts of a step"),
         ({"total_episodes": 64, "warm_up_steps": 2}, "warm_up_steps=2 is more than the run's 1 optimizer steps"),
-        ({"dataset_mixer_list": ["a", "1.0", "b"]}, "dataset_mixer_list has 3 words, expected pairs"),
+        ({"dataset_mixer_list": ["a", "1.0", "b"]}, "dataset_mixer_list has 3 words (a 1.0 b), expected pairs"),
         ({"dataset_mixer_list": ["a", "all"]}, "dataset_mixer_list: amount 'all' of a must be a share"),
         ({"dataset_mixer_list": ["a", "0.0"]}, "amount '0.0' of a"),
         ({"dataset_mixer_eval_list": ["a", "-5"]}, "dataset_mixer_eval_list: amount '-5' of a"),

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from mgrpo.config.schema import Data
 from mgrpo.data import mixture
-from mgrpo.data.encoding import Cancelled, Encoder
+from mgrpo.data.encoding import Encoder
 from mgrpo.data.mixture import open_data
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.tokenizer import load_tokenizer
@@ -303,29 +303,6 @@ def test_data_are_prepared_beside_running_threads(settings, write, tokenizer, mo
         for thread in threads:
             thread.join()
     assert texts(prompts)[:11] == [f"<u>{index % 10}<a>" for index in range(11)] and not forks
-
-
-def test_tokenizing_can_be_cancelled(settings, write, tokenizer, monkeypatch) -> None:
-    """Ctrl-C while a million rows are tokenized must not have to wait for the last of them; nothing half-built stays."""
-    data = settings(write("a.jsonl", sums(60)), "1.0")
-    train, _ = open_data(data)
-    sizes: list[int] = []
-    encode = Encoder.__call__
-
-    def encode_and_cancel(self: Encoder, records: list[str]) -> dict:
-        sizes.append(len(records))
-        train.cancel()
-        return encode(self, records)
-
-    monkeypatch.setattr(Encoder, "__call__", encode_and_cancel)
-    monkeypatch.setattr("mgrpo.data.building._BATCH_ROWS", 5)
-    with pytest.raises(Cancelled):
-        train.encode(tokenizer)
-    assert sizes == [5]
-    with pytest.raises(Cancelled):
-        train.encode(tokenizer)
-    assert sizes == [5], "the rows themselves are not read to the end"
-    assert not list(Path(data.dataset_local_cache_dir).iterdir())
 
 
 def test_progress_bars_of_datasets_stay_as_they_were(encode) -> None:

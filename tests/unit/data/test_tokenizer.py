@@ -148,3 +148,17 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path, folder: Path) -> None
     (copy / "tokenizer.json").write_text(json.dumps(edited))
     found = {fingerprint(load_tokenizer(path)) for path in (*others, copy)}
     assert len(found) == 3 and first not in found
+
+
+def test_code_that_lies_in_the_folder_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks on the terminal, and a "y" runs whatever the folder's author wrote."""
+    marker = tmp_path / "was_run"
+    code = f"open({str(marker)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast as Own\n"
+    (tmp_path / "own.py").write_text(code)
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}})
+    )
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    with pytest.raises(ValueError, match="no tokenizer could be loaded from"):
+        load_tokenizer(tmp_path)
+    assert not marker.exists()

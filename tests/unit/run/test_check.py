@@ -1,0 +1,235 @@
+"""What a user brings that cannot work: one list of sentences and exit code 2, before Ray or an engine is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mgrpo import cli
+from mgrpo.data import trial
+
+ROOT = Path(__file__).parents[3]
+QUICKSTART = ROOT / "examples" / "quickstart" / "model"
+INDEX = "model.safetensors.index.json"
+HANGS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+FILLS = "{% set a = 'a' * 10**10 %}{{ a }}"
+CHAT = {"messages": [{"role": "user", "content": "1+1="}], "ground_truth": 2, "dataset": "integer"}
+TEXT = {"prompt": "1+1=", "ground_truth": 2, "dataset": "integer"}
+
+
+class Bench:
+    """A copy of the quickstart's model and rows to spoil, and the start of a run with them."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture) -> None:
+        self.folder, self.capsys = folder, capsys
+        self.model = Path(shutil.copytree(QUICKSTART, folder / "model"))
+        self.rows(TEXT)
+
+    def rows(self, *rows: object) -> None:
+        """The training data: at least as many rows as a step takes."""
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (self.folder / "rows.jsonl").write_text("\n".join(lines * (32 // len(lines))) + "\n")
+
+    def config(self, name: str = "config.json", **values: object) -> None:
+        path = self.model / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    def index(self, file: str) -> None:
+        (self.model / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+
+    def template(self, text: str) -> None:
+        self.rows(CHAT)
+        self.config("tokenizer_config.json", chat_template=text)
+
+    def add_token(self) -> None:
+        """A token that the tokenizer knows and the model does not, in the third row."""
+        path = self.model / "tokenizer.json"
+        tokenizer = json.loads(path.read_text())
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        tokenizer["added_tokens"].append({"id": 64, "content": "<t>", **flags})
+        path.write_text(json.dumps(tokenizer))
+        self.rows(TEXT, TEXT, TEXT | {"prompt": "<t>1="}, TEXT)
+
+    def problems(self, *flags: str, command: str = "train") -> list[str]:
+        """The sentences of a start that must fail."""
+        places = {"MODEL": str(self.model), "ROWS": str(self.folder / "rows.jsonl")}
+        words = [
+            *("--config", str(ROOT / "examples/configs/quickstart.yaml"), "--tensor_model_parallel_size", "1"),
+            *("--output_dir", str(self.folder / "out")),
+            *("--dataset_local_cache_dir", str(self.folder / "cache")),
+        ]
+        given = {"--model_name_or_path": ["MODEL"], "--dataset_mixer_list": ["ROWS", "1.0"]}
+        given["--dataset_mixer_eval_list"] = ["ROWS", "1.0"] if command == "eval" else [""]
+        for name, values in given.items():
+            words += [name, *values] if name not in flags else []
+        assert cli.main([command, *(places.get(word, word) for word in (*words, *flags))]) == 2
+        captured = self.capsys.readouterr()
+        assert captured.out == "" and "Traceback" not in captured.err and "ray" not in sys.modules
+        text = captured.err[captured.err.index("mgrpo: ") :]
+        assert not (self.folder / "out" / "metrics.jsonl").exists()
+        return text.split("\n  - ")[1:]
+
+
+@pytest.fixture
+def bench(tmp_path, capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return Bench(tmp_path, capsys)
+
+
+def remove(*names: str) -> Callable[[Bench], object]:
+    return lambda bench: [(bench.model / name).unlink() for name in names]
+
+
+def cut(size: int) -> Callable[[Bench], object]:
+    return lambda bench: os.truncate(bench.model / "model.safetensors", size)
+
+
+def write(name: str, text: str) -> Callable[[Bench], object]:
+    return lambda bench: (bench.model / name).write_text(text)
+
+
+ONE = {
+    "no chat template": (
+        lambda b: b.rows(CHAT),
+        (),
+        "rows.jsonl:1 has messages: the tokenizer .* has no chat template",
+    ),
+    "no tokenizer": (remove("tokenizer.json", "tokenizer_config.json"), (), "no tokenizer could be loaded from"),
+    "another folder without one": (
+        lambda b: None,
+        ("--tokenizer_name_or_path", "no/such/folder"),
+        "tokenizer_name_or_path=no/such/folder is not a folder",
+    ),
+    "no weights": (remove("model.safetensors"), (), "=.*model has neither model.safetensors nor .*pickles are never"),
+    "only pickles": (
+        lambda b: (b.model / "model.safetensors").rename(b.model / "pytorch_model.bin"),
+        (),
+        "only safetensors are read",
+    ),
+    "empty": (cut(0), (), "model.safetensors is not a complete .*: it ends after 0 bytes"),
+    "header cut": (cut(1000), (), "it ends after 1,000 bytes, before its header does"),
+    "values cut": (cut(100_000), (), "model.safetensors is not .*it has 100,000 bytes, its header promises 1,845,704"),
+    "longer": (cut(2_000_000), (), "it has 2,000,000 bytes, its header promises 1,845,704"),
+    "git lfs": (
+        write("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+        (),
+        "it is a Git LFS pointer; fetch the weights: git lfs pull",
+    ),
+    "not safetensors": (write("model.safetensors", "\x08\0\0\0\0\0\0\0[[[[[[[["), (), "its header is damaged"),
+    "index of a missing file": (
+        lambda b: b.index("model-00002-of-00002.safetensors"),
+        (),
+        "model-00002-of-00002.safetensors is not a complete .*it cannot be read \\(No such file",
+    ),
+    "index of another tensor": (
+        lambda b: (b.model / INDEX).write_text('{"weight_map": {"nothing": "model.safetensors"}}'),
+        (),
+        "lacks nothing, which model.safetensors.index.json lists in model.safetensors",
+    ),
+    "index leads out": (lambda b: b.index("../x.safetensors"), (), "expected a file in the same folder"),
+    "index leads elsewhere": (lambda b: b.index("/etc/x.safetensors"), (), "expected a file in the same folder"),
+    "index damaged": (write(INDEX, "{"), (), "model.safetensors.index.json is damaged"),
+    "a layer more": (
+        lambda b: b.config(num_hidden_layers=4, layer_types=["full_attention"] * 4),
+        (),
+        r"lacks 12 tensors \(model\.layers\.3\..*config.json implies",
+    ),
+    "wider": (
+        lambda b: b.config(intermediate_size=512),
+        (),
+        r"gate_proj.weight has shape \[256, 128\], config.json implies \[512, 128\] \(and 8 more tensors differ\)",
+    ),
+    "link": (
+        lambda b: (b.model / "LICENSE").symlink_to("/etc/hostname"),
+        (),
+        "LICENSE is a link to /etc/hostname; put a copy of the file in its place",
+    ),
+    "prompts too long": (
+        lambda b: None,
+        ("--max_prompt_token_length", "1"),
+        "none of 32 prompts fits max_prompt_token_length=1; the shortest has 4 tokens",
+    ),
+    "most prompts too long": (
+        lambda b: b.rows(TEXT, TEXT | {"prompt": "10+10="}),
+        ("--max_prompt_token_length", "4"),
+        "dataset_mixer_list has 16 prompts, but a step takes num_unique_prompts_rollout=32",
+    ),
+    "unknown token": (Bench.add_token, (), r"rows.jsonl:3 has token 64 \('<t>1='\), but the model has only 64"),
+    "unknown end": (
+        lambda b: b.config("generation_config.json", eos_token_id=[1, 64]),
+        (),
+        "eos_token_id=64 of .*is not among the model's 64 tokens",
+    ),
+    "template refuses": (
+        lambda b: b.template("{{ raise_exception('no') }}"),
+        (),
+        "(?s)32 of 32 rows cannot .*rows.jsonl:1: the chat template refused the messages",
+    ),
+    "template hangs": (lambda b: b.template(HANGS), (), "the chat template takes more than 2 s for one prompt"),
+    "template fills the memory": (lambda b: b.template(FILLS), (), "the chat template takes more than 512 MiB"),
+    "data prepared only": (
+        lambda b: b.rows(CHAT),
+        ("--cache_dataset_only",),
+        "the tokenizer .* has no chat template",
+    ),
+    "name of the Hub": (
+        lambda b: None,
+        ("--model_name_or_path", "Qwen/Qwen2.5-0.5B-Instruct"),
+        "hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir DIR",
+    ),
+    "no amount": (
+        lambda b: None,
+        ("--dataset_mixer_list", "ROWS"),
+        r"dataset_mixer_list has 1 word \(.*expected pairs",
+    ),
+    "amount 0": (lambda b: None, ("--dataset_mixer_list", "ROWS", "0"), "amount '0' of .* must be a share"),
+}
+"""Name: how the inputs are spoiled, flags, and the one problem that is reported."""
+
+
+@pytest.mark.parametrize("case", ONE)
+def test_one_mistake_is_one_sentence_before_anything_starts(bench, monkeypatch, case):
+    """Found after Ray and the engines have started, each of these is half a minute and a traceback."""
+    monkeypatch.setattr(trial, "TRIAL_S", 2.0 if case == "template hangs" else 20.0)
+    spoil, flags, words = ONE[case]
+    spoil(bench)
+    problems = bench.problems(*flags)
+    assert len(problems) == 1
+    assert re.search(words, problems[0]), problems[0]
+
+
+def test_all_of_them_are_one_list(bench):
+    """Weights, tokenizer, rows, verifiers and flags have nothing to do with each other; one start finds them all."""
+    bench.rows(CHAT)
+    cut(100)(bench)
+    problems = bench.problems("--learning_rate", "-1", "--remap_verifier", "integer=nosuch")
+    for words in ("learning_rate", "nosuch", "complete safetensors", "no chat template"):
+        assert sum(words in problem for problem in problems) == 1, problems
+    assert len(problems) == 4
+    bench.rows("{oops", TEXT | {"dataset": "intger"})
+    problems = bench.problems("--tokenizer_name_or_path", "no/such/folder")
+    for words in ("malformed rows", "unknown verifier 'intger'", "complete safetensors", "no/such/folder"):
+        assert sum(words in problem for problem in problems) == 1, problems
+
+
+def test_an_evaluation_checks_the_same_and_proposes_the_export(bench):
+    """The engine loads the folder by itself, and says neither which file it was nor what was meant."""
+    cut(100_000)(bench)
+    (problem,) = bench.problems(command="eval")
+    assert problem.startswith(f"model_name_or_path={bench.model}: model.safetensors is not a complete")
+    for step in (5, 20):
+        shutil.copytree(QUICKSTART, bench.folder / "run" / "hf" / f"step_{step}")
+    for folder in ("run", "run/hf"):
+        for command in ("eval", "train"):
+            path = bench.folder / folder
+            (problem,) = bench.problems("--model_name_or_path", str(path), command=command)
+            assert problem.startswith(f"model_name_or_path={path} has no config.json; did you mean {path}")
+            assert problem.strip().endswith("hf/step_20?")
