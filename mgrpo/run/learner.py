@@ -7,7 +7,6 @@ learner ranks unless it says otherwise.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +26,7 @@ from mgrpo.model_io.megatron_folder import model_reader
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend
-from mgrpo.parallel.gather import gather_values
+from mgrpo.parallel.gather import gather_json, gather_values
 from mgrpo.policy.policy import Microbatch, MicrobatchLoss, Policy, StepResult
 from mgrpo.run.schedule import is_due
 
@@ -201,7 +200,7 @@ class Learner:
 
     def not_finite(self) -> list[str]:
         """HF tensors of the policy that hold a value that is not finite, on any rank, see `Policy.not_finite`."""
-        return sorted({name for names in _gathered(self.policy.not_finite(), self.host_group) for name in names})
+        return sorted({name for names in gather_json(self.policy.not_finite(), self.host_group) for name in names})
 
     def _optimize(self, arrays: dict[str, np.ndarray]) -> list[StepResult]:
         """One optimizer step for each mini-batch and epoch; mini-batches without a trained token are passed over."""
@@ -236,7 +235,7 @@ class Learner:
         """Metrics over all mini-batches and ranks; every trained token counts once."""
         # Only ranks that measure know the names, which a user's loss chooses: they travel with the numbers.
         own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.reports_metrics]
-        everyones = _gathered(algo.add_metrics(own), self.host_group)
+        everyones = gather_json(algo.add_metrics(own), self.host_group)
         return algo.reduce_metrics(algo.add_metrics(algo.MetricSums(*part) for part in everyones))
 
     def _mini_batches(self, arrays: dict[str, np.ndarray]) -> list[MiniBatch]:
@@ -313,10 +312,3 @@ class Learner:
 def some(names: Sequence[str]) -> str:
     """The first of the tensors, and how many there are: the beginning of a sentence."""
     return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} other tensors are"
-
-
-def _gathered(values: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's values, which JSON can carry, in rank order. All ranks of `group` must call."""
-    line = json.dumps(values).encode() + b"\n"
-    lines = gather_values(torch.frombuffer(bytearray(line), dtype=torch.uint8), group)
-    return [json.loads(line) for line in lines.numpy().tobytes().splitlines()]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgrpo.checkpoint.folder import abandon, lies_in
+from mgrpo.checkpoint.space import free_bytes, words
 from mgrpo.config import Config, to_yaml
 from mgrpo.config.derived import state_root
 from mgrpo.telemetry.alerts import Watch
@@ -92,6 +94,17 @@ class Reporter:
         self.watch = Watch(config.num_training_steps)
         self.report_due = time.monotonic() + REPORT_EVERY_S
         """When the report is next brought up to date between evaluations."""
+        self.failure = ""
+        """Why a file could not be written; the run should save its state and end."""
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Keep the reason when a file cannot be written, instead of ending the run with steps that are not saved."""
+        try:
+            yield
+        except OSError as err:
+            room = f"{words(free_bytes(self.output_dir))} are free there"
+            self.failure = self.failure or f"{self.output_dir} cannot be written to: {err.strerror or err}, {room}"
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -137,11 +150,12 @@ class Reporter:
             "time/total": total,
             "time/unix": time.time(),
         }
-        self.writer.write(step, metrics)
         advantages = [sample.advantage for sample in batch.samples]
-        self.samples.write(step, rollouts.groups, rollouts.dropped, advantages)
-        if self.traces:
-            self.traces.write(step, rollouts.groups, rollouts.dropped, advantages)
+        with self._writing():
+            self.writer.write(step, metrics)
+            self.samples.write(step, rollouts.groups, rollouts.dropped, advantages)
+            if self.traces:
+                self.traces.write(step, rollouts.groups, rollouts.dropped, advantages)
         scalars = {name: value for name, value in metrics.items() if not isinstance(value, list)}
         self.progress.update(step, scalars)
         for warning in self.watch.after(step, metrics):
@@ -172,8 +186,9 @@ class Reporter:
         metrics |= evaluation.reward_metrics
         version = {} if policy_version is None else {"policy_version": policy_version}
         times = {"time/eval": evaluation.generate_s, "time/unix": time.time()}
-        self.writer.write(step, {**version, **metrics, **times})
-        self.tables.write(step, evaluation.groups, correctness(evaluation.groups, self.scale))
+        with self._writing():
+            self.writer.write(step, {**version, **metrics, **times})
+            self.tables.write(step, evaluation.groups, correctness(evaluation.groups, self.scale))
         self.write_report()
         if when:
             self.progress.evaluation(metrics, when=when, seconds=evaluation.total_s, before=before)
@@ -192,6 +207,8 @@ class Reporter:
 
     def finish(self, *, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """The run is over: a summary on the terminal."""
+        with self._writing():
+            self.writer.close()
         self.progress.finish(before=before or None, after=after or None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,12 +218,15 @@ class Reporter:
     def close(self) -> None:
         """Close the files with a last report, however the run ended, and give the terminal back."""
         self.progress.close()
-        self.writer.close()
+        with self._writing():
+            self.writer.close()
         self.write_report()
 
 
 class SilentReporter:
     """The other ranks' reporter: the same calls, without effect."""
+
+    failure = ""
 
     def say(self, text: str) -> None:
         """Nothing."""
