@@ -1,7 +1,7 @@
 """How a run starts, and how it ends.
 
-Everything that can be wrong is checked first; then, on rank 0, Ray and the engines are started, because they take longest;
-then torch and Megatron are imported. This module imports none of them at its top.
+Everything that can be wrong is checked first, on rank 0 with the tokenizer and all data; then rank 0 starts Ray and the
+engines, because they take longest; then Megatron is imported. This module imports none of them at its top.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def train(
     functions = as_functions(reward_funcs)
     inputs = check_run(config, functions=functions, dataset=dataset, loss=loss)
     if config.experiment.cache_dataset_only:
-        _prepare_data(config, inputs)
+        _show_data(config, inputs)
         return None
     result = _start(config, inputs, loss)
     if rank() == 0:
@@ -106,17 +106,14 @@ def try_out(config: Config) -> None:
         print("dry run passed: configuration, data, layout and one step; no files were kept")
 
 
-def _prepare_data(config: Config, inputs: Inputs | None) -> None:
-    """Tokenise the data into the cache, and print statistics."""
-    if inputs is None:
+def _show_data(config: Config, inputs: Inputs | None) -> None:
+    """Print where the tokenized data are kept, and statistics."""
+    if inputs is None or inputs.prompts is None:
         return
     from mgrpo.data.statistics import statistics_lines
-    from mgrpo.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(config.tokenizer_path)
-    for name, mixture in (("training", inputs.train), ("held-out", inputs.held_out)):
-        if len(mixture):
-            prompts = mixture.encode(tokenizer)
+    for name, prompts in (("training", inputs.prompts.train), ("held-out", inputs.prompts.held_out)):
+        if prompts is not None:
             print(f"{name} data in {prompts.folder}", *statistics_lines(prompts.statistics), sep="\n  ")
 
 

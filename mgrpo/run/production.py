@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgrpo.config import Config
-from mgrpo.config.rules import too_few_prompts
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.sampler import Sampler
 from mgrpo.rewards.rewarder import Rewarder
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """What is started before torch is imported."""
+    """What is started before Megatron is imported."""
 
     inputs: Inputs
     fleet: Fleet
@@ -71,7 +70,7 @@ class Production:
 def started(config: Config, inputs: Inputs, *, num_local_learners: int) -> Iterator[Started]:
     """Start the engines and the processes that score, without waiting for them; they end with the context.
 
-    Call from the main thread and before torch is imported, see `started_fleet`.
+    Call from the main thread, see `started_fleet`.
     """
     startup = StartUp()
     rewarder = Rewarder(config, inputs.functions, inputs.verifiers(config))
@@ -81,29 +80,21 @@ def started(config: Config, inputs: Inputs, *, num_local_learners: int) -> Itera
         with started_fleet(config, num_local_learners=num_local_learners) as fleet:
             yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder, startup=startup)
     finally:
-        inputs.train.cancel()
-        inputs.held_out.cancel()
         rewarder.close()
 
 
 def prepare(config: Config, parts: Started) -> Production:
-    """Tokenise the data, and wait for the engines.
+    """Connect data, rewards and engines, and wait for the engines.
 
     Raises:
-        ValueError: too few prompts are left for a step.
         EngineError: an engine could not be started.
     """
     from mgrpo.data.templates import missing_stop_strings
-    from mgrpo.data.tokenizer import decode, load_tokenizer, stop_token_ids
+    from mgrpo.data.tokenizer import decode
 
-    parts.startup.say("preparing the data")
-    tokenizer = load_tokenizer(config.tokenizer_path)
-    train, held_out = (
-        mixture.encode(tokenizer) if len(mixture) else None for mixture in (parts.inputs.train, parts.inputs.held_out)
-    )
-    if train is not None and (problems := too_few_prompts(config, len(train))):
-        raise ValueError(problems[0])
-    stop_ids = stop_token_ids(config.model.path, tokenizer)
+    prompts = parts.inputs.prompts
+    assert prompts is not None, "checked: the rows are prompts"
+    tokenizer, train, held_out, stop_ids = prompts.tokenizer, prompts.train, prompts.held_out, prompts.stop_ids
     dispatcher = Dispatcher(
         parts.fleet,
         config.rollout,

@@ -75,11 +75,11 @@ class Trainer:
         except OutputError as err:
             raise Stopped(f"{err}; {self.keep_state()}") from err
         except Stopped as err:
-            kept, failure = self.keep_state(), self.reporter.failure
-            is_lost = self.done > self.saved
-            if not failure and not is_lost:
-                self.reporter.say(f"stopped after step {self.done}; {self.states.how_to_go_on(self.saved)}")
-            raise Stopped(f"{failure}; {kept}" if failure else kept if is_lost else "") from err
+            failure, kept = self.reporter.failure, self.keep_state()
+            if failure or self.done > self.saved:
+                raise Stopped(f"{failure}; {kept}" if failure else kept) from err
+            self.reporter.say(f"stopped after step {self.done}; {kept}")
+            raise
         if self.reporter.failure:
             raise Stopped(f"{self.reporter.failure}; the trained model is in {result.exported or 'no folder'}")
         return result
@@ -115,7 +115,7 @@ class Trainer:
                 self.states.wait()
             except OutputError as err:
                 return str(err)
-        return self.states.last_good()
+        return self.states.how_to_go_on(self.saved)
 
     def step(self, step: int) -> bool:
         """Sample, score, train on every mini-batch and epoch, and give the engines the new weights.

@@ -409,24 +409,6 @@ def learn(
     return learned.metrics | {"steps": len(learned.results), "grad_norm": grad_norm, "state": state}
 
 
-def broken_weights(model_dir: str, broken: str, settings: dict[str, Any], groups: list) -> list[str]:
-    """The errors of loading `broken`, and of a step with a learning rate that is far too high."""
-    from mgrpo.config import ConfigError
-
-    errors = []
-    try:
-        trainer_of(broken, settings, groups)
-    except ConfigError as err:
-        errors.append(str(err))
-    trainer = trainer_of(model_dir, settings | {"learning_rate": 1e30, "max_grad_norm": 0.0}, groups)
-    learned = trainer.learner.learn(trainer.source.next(1, 0).arrays, step=1)
-    try:
-        trainer.health.check(learned, 1)
-    except RuntimeError as err:
-        errors.append(str(err))
-    return errors
-
-
 def run_out_of_room(model_dir: str, settings: dict[str, Any], groups: list) -> dict[str, Any]:
     """Exports and saves of a trainer after one step that fail, and what it says and keeps, on this rank."""
     from mgrpo.checkpoint import space
@@ -500,6 +482,24 @@ def open_damaged(model_dir: str, settings: dict[str, Any], groups: list) -> list
 
 def _raise(err: Exception) -> None:
     raise err
+
+
+def broken_weights(model_dir: str, broken: str, settings: dict[str, Any], groups: list) -> list[str]:
+    """The errors of loading `broken`, and of a step with a learning rate that is far too high."""
+    from mgrpo.config import ConfigError
+
+    errors = []
+    try:
+        trainer_of(broken, settings, groups)
+    except ConfigError as err:
+        errors.append(str(err))
+    trainer = trainer_of(model_dir, settings | {"learning_rate": 1e30, "max_grad_norm": 0.0}, groups)
+    learned = trainer.learner.learn(trainer.source.next(1, 0).arrays, step=1)
+    try:
+        trainer.health.check(learned, 1)
+    except RuntimeError as err:
+        errors.append(str(err))
+    return errors
 
 
 def hidden_state(learner: Any) -> dict[str, Any]:
