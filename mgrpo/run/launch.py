@@ -146,7 +146,7 @@ def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = No
         from mgrpo.run.production import started
 
         with (
-            locked(owned_folders(config)),
+            locked(owned_folders(config)) as release,
             started(config, inputs, num_local_learners=num_local_learners()) as parts,
         ):
             # After ray.init, which sets its own handler.
@@ -157,6 +157,8 @@ def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = No
                 # A second signal must not cut the clean-up short.
                 for number in handlers:
                     signal.signal(number, signal.SIG_IGN)
+                # While Ray shuts down, SIGTERM ends this process for a moment all the same.
+                release()
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -94,8 +94,12 @@ class Reporter:
         self.watch = Watch(config.num_training_steps)
         self.report_due = time.monotonic() + REPORT_EVERY_S
         """When the report is next brought up to date between evaluations."""
-        self.failure = ""
-        """Why a file could not be written; the run should save its state and end."""
+        self._failure = ""
+
+    @property
+    def failure(self) -> str:
+        """Why a file could not be written, if so: the run should save its state and end."""
+        return self._failure
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -104,7 +108,7 @@ class Reporter:
             yield
         except OSError as err:
             room = f"{words(free_bytes(self.output_dir))} are free there"
-            self.failure = self.failure or f"{self.output_dir} cannot be written to: {err.strerror or err}, {room}"
+            self._failure = self._failure or f"{self.output_dir} cannot be written to: {err.strerror or err}, {room}"
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -226,7 +230,10 @@ class Reporter:
 class SilentReporter:
     """The other ranks' reporter: the same calls, without effect."""
 
-    failure = ""
+    @property
+    def failure(self) -> str:
+        """Nothing is written."""
+        return ""
 
     def say(self, text: str) -> None:
         """Nothing."""

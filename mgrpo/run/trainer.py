@@ -10,6 +10,7 @@ Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, l
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -73,10 +74,11 @@ class Trainer:
         try:
             result = self._fit()
         except OutputError as err:
-            raise Stopped(f"{err}; {self.keep_state()}") from err
+            raise Stopped("; ".join(dict.fromkeys((str(err), self.keep()[0])))) from err
         except Stopped as err:
-            failure, kept = self.reporter.failure, self.keep_state()
-            if failure or self.done > self.saved:
+            kept, is_kept = self.keep()
+            failure = self.reporter.failure
+            if failure or not is_kept:
                 raise Stopped(f"{failure}; {kept}" if failure else kept) from err
             self.reporter.say(f"stopped after step {self.done}; {kept}")
             raise
@@ -106,16 +108,24 @@ class Trainer:
             has_trained=self.health.has_trained or self.done == self.resumed_at,
         )
 
-    def keep_state(self) -> str:
-        """Save the state of the last step, if it is not saved and can be, and say where it is."""
+    def keep(self) -> tuple[str, bool]:
+        """Save the state of the last step; at least the model, where the state cannot be saved.
+
+        Returns:
+            A clause that says what was kept and where, and whether it is the state.
+        """
         # The state of a precision-aware optimizer cannot be saved.
-        if self.done > self.saved and not self.config.parallel.use_precision_aware_optimizer:
-            try:
-                self.save()
-                self.states.wait()
-            except OutputError as err:
-                return str(err)
-        return self.states.how_to_go_on(self.saved)
+        if self.done == self.saved or self.config.parallel.use_precision_aware_optimizer:
+            return self.states.how_to_go_on(self.saved), True
+        try:
+            self.save()
+            self.states.wait()
+        except OutputError as err:
+            kept = [str(err)]
+            with suppress(OutputError):
+                kept.append(f"the model of step {self.done} is in {self._export()}")
+            return "; ".join(kept), False
+        return self.states.how_to_go_on(self.saved), True
 
     def step(self, step: int) -> bool:
         """Sample, score, train on every mini-batch and epoch, and give the engines the new weights.
@@ -176,12 +186,15 @@ class Trainer:
 
         A model that exists nowhere else is worth waiting for a while until somebody has made room for it.
         """
-        policy, folder = self.learner.policy, self.output_dir / "hf" / f"step_{self.done}"
         if self.done > self.saved:
-            num_bytes, stop = export_bytes(policy), self.lead.stop
-            self.lead.run(partial(wait_for_room, folder, num_bytes, say=self.reporter.say, stop=stop))
+            num_bytes, stop = export_bytes(self.learner.policy), self.lead.stop
+            self.lead.run(partial(wait_for_room, self.output_dir, num_bytes, say=self.reporter.say, stop=stop))
+        return self._export()
+
+    def _export(self) -> Path:
+        folder = self.output_dir / "hf" / f"step_{self.done}"
         source, group = self.config.model.path, self.learner.host_group
-        export_hf(policy, source, folder, group=group, add=self.source.save_tokenizer)
+        export_hf(self.learner.policy, source, folder, group=group, add=self.source.save_tokenizer)
         return folder
 
     def save(self) -> None:

@@ -134,7 +134,7 @@ def test_a_full_disk_is_remembered_with_its_path_and_ends_nothing(tmp_path, batc
     """A line of metrics that cannot be written ended the run, and with it the steps since the last saved state."""
     reporter = report(tmp_path)
     step(reporter, 1, batch)
-    whole, reporter.writer._lines = reporter.writer._lines, open("/dev/full", "w")  # noqa: SIM115
+    whole, reporter.writer._lines = reporter.writer._lines, Path("/dev/full").open("w")  # noqa: SIM115
     whole.close()
     step(reporter, 2, batch)
     message = f"{tmp_path}/out cannot be written to: No space left on device, "
