@@ -47,7 +47,17 @@ def make_trainer(
     checkpoint = states.open(resume_from, shape)
     if started:
         started.startup.say(f"loading the weights into {_learners()}")
-    learner = Learner(config, shape=shape, layout=layout, host_group=host_group, checkpoint=checkpoint, loss=loss)
+    lead.pulse.at("loading the model")
+    learner = Learner(
+        config,
+        shape=shape,
+        layout=layout,
+        host_group=host_group,
+        checkpoint=checkpoint,
+        loss=loss,
+        on_progress=lead.pulse.go_on,
+    )
+    lead.pulse.at("waiting for the engines")
     # Ranks load at their own speed; after this, none keeps rank 0 waiting for long.
     dist.barrier(group=host_group)
     remarks: Sequence[str] = ()

@@ -7,7 +7,7 @@ learner ranks unless it says otherwise.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -88,8 +88,10 @@ class Learner:
         host_group: dist.ProcessGroup,
         checkpoint: Checkpoint | None = None,
         loss: algo.LossFunction | None = None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.loss_config, self.host_group = config, config.loss, host_group
+        self.on_progress = on_progress
         self.own_loss = loss or algo.load_loss(config.loss)
         self.shape, self.layout = shape, layout
         algorithm = config.algorithm
@@ -215,9 +217,11 @@ class Learner:
                 self.policy.score(mini_batch.microbatches, "old", records_routing=True)
             if algorithm.top_entropy_quantile < 1:
                 self._choose_uncertain_tokens(mini_batch)
+            self.on_progress()
         results = []
         for mini_batch in itertools.chain.from_iterable(itertools.repeat(mini_batches, epochs)):
             results.append(self.policy.train_step(mini_batch.microbatches, self._loss(mini_batch)))
+            self.on_progress()
             if self.entropy_control:
                 mean = self._reduce(results[-1:]).get(ENTROPY, float("nan"))
                 self.entropy_control = self.entropy_control.after(mean)

@@ -132,17 +132,20 @@ class Trainer:
 
         False when there was nothing to sample: every prompt is solved for good (`no_resampling_pass_rate`).
         """
-        clock = Clock()
+        clock, pulse = Clock(), self.lead.pulse
+        pulse.at(f"step {step}, sampling")
         with self.health.sampling():
             batch = self.source.next(step, self.version)
         clock.split("wait")
         if batch is None:
             self.reporter.say(f"step {step}: every prompt is solved, nothing is left to sample; training ends")
             return False
+        pulse.at(f"step {step}, training")
         learned = self.learner.learn(batch.arrays, step=step)
         self.health.check(learned, step)
         clock.split("train")
         self.done, self.is_followed_up = step, False
+        pulse.at(f"step {step}, weight sync")
         self.send_weights(learned)
         clock.split("sync")
         sync_bytes = self.weights.plan.bytes_moved
@@ -175,6 +178,7 @@ class Trainer:
         """Sample the held-out prompts; metrics on rank 0, nothing elsewhere or without held-out data."""
         if not self.config.data.dataset_mixer_eval_list:
             return {}
+        self.lead.pulse.at(f"the evaluation {when}")
         with self.health.sampling():
             evaluation = self.source.evaluate(self.done)
         return self.reporter.evaluation(
@@ -186,6 +190,7 @@ class Trainer:
 
         A model that exists nowhere else is worth waiting for a while until somebody has made room for it.
         """
+        self.lead.pulse.at(f"the export of step {self.done}")
         if self.done > self.saved:
             num_bytes, stop = export_bytes(self.learner.policy), self.lead.stop
             self.lead.run(partial(wait_for_room, self.output_dir, num_bytes, say=self.reporter.say, stop=stop))
@@ -199,6 +204,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write the state of the whole run."""
+        self.lead.pulse.at(f"saving the state of step {self.done}")
         place = self.states.save(self.done, self.learner, self.state_dict())
         self.reporter.say(f"state of step {self.done}: {place}")
         self.saved = self.done
