@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -77,7 +78,9 @@ class Reporter:
             resumed_after=resumed_after,
             num_lines=continued["head"]["num_lines"] if continued else 0,
         )
-        (self.output_dir / "config.yaml").write_text(f"# {version_line()}\n{to_yaml(config)}")
+        settings = f"# {version_line()}\n{to_yaml(config)}"
+        (self.output_dir / "config.yaml").write_text(settings)
+        self.writer.text(resumed_after or 0, "config", settings)
         self.tables = EvaluationTables(self.output_dir / "rollouts", resumed_after=resumed_after)
         self.traces: Traces | None = None
         if config.rollout.save_traces:
@@ -157,7 +160,8 @@ class Reporter:
         advantages = [sample.advantage for sample in batch.samples]
         with self._writing():
             self.writer.write(step, metrics)
-            self.samples.write(step, rollouts.groups, rollouts.dropped, advantages)
+            for record in self.samples.write(step, rollouts.groups, rollouts.dropped, advantages):
+                self.writer.text(step, f"samples/{record['sample_idx']}", json.dumps(record, indent=1, default=str))
             if self.traces:
                 self.traces.write(step, rollouts.groups, rollouts.dropped, advantages)
         scalars = {name: value for name, value in metrics.items() if not isinstance(value, list)}

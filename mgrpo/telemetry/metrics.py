@@ -62,6 +62,11 @@ class MetricsWriter:
             scalars = {name: value for name, value in values.items() if isinstance(value, (int, float))}
             self._events.write(step, scalars)
 
+    def text(self, step: int, name: str, text: str) -> None:
+        """Show a text in TensorBoard, as it is."""
+        if self._events is not None:
+            self._events.text(step, name, text)
+
     def close(self) -> None:
         """Close the files; a second call does nothing."""
         self._lines.close()
@@ -127,6 +132,20 @@ class EventFile:
         """Record every scalar at `step`."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Record a text, which its lines' indentation shows as code: TensorBoard reads Markdown."""
+        from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        shown = "".join(f"    {line}\n" for line in text.splitlines())
+        value = self._summary.Value(
+            tag=name,
+            metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
+            tensor=TensorProto(dtype=DT_STRING, string_val=[shown.encode("utf-8", "replace")]),
+        )
+        self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
 
     def close(self) -> None:
         """Close the file."""

@@ -161,6 +161,8 @@ def test_the_twins_answer_every_call_of_the_trainer(role) -> None:
     room = Path(__file__).parents[3] / "mgrpo" / "run"
     classes = {
         node.name: {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+        | {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)}
+        | {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
         for node in ast.walk(ast.parse((room / f"{role.lower()}.py").read_text()))
         if isinstance(node, ast.ClassDef)
     }

@@ -127,3 +127,15 @@ def test_a_line_cut_short_before_the_checkpoints_last_one_is_dropped(tmp_path):
     with MetricsWriter(tmp_path, resumed_after=3, num_lines=3) as writer:
         writer.write(4, {})
     assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 4]
+
+
+def test_texts_are_shown_as_they_are(tmp_path):
+    """Settings and samples beside the curves; TensorBoard reads Markdown, in which a sampled "# 1" would be a heading."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with MetricsWriter(tmp_path) as writer:
+        writer.text(3, "samples/0", "# 1\n<b> \ud83d")
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("samples/0")
+    assert event.step == 3 and event.tensor_proto.string_val == [b"    # 1\n    <b> ?\n"]
+    assert events.SummaryMetadata("samples/0").plugin_data.plugin_name == "text"
