@@ -21,6 +21,9 @@ import numpy as np
 from mgrpo.processes.background import Background, announced
 
 T = TypeVar("T")
+LARGEST = 1e100
+"""The largest reward: the square of one beyond 1e154 overflows, and with it the deviation of its whole group."""
+
 RewardFunction = Callable[..., Iterable[float | None] | Awaitable[Iterable[float | None]]]
 
 
@@ -203,9 +206,9 @@ def _numbers(name: str, returned: object, num_completions: int) -> list[float]:
     results = []
     for index, value in enumerate(values):
         number = math.nan if value is None else number_of(value)
-        if number is None or math.isinf(number):
+        if number is None or abs(number) > LARGEST:
             raise ValueError(
-                f"reward function {name} returned {value!r:.80} for completion {index}; {wanted}, not an infinity"
+                f"reward function {name} returned {value!r:.80} for completion {index}; {wanted}, of at most {LARGEST:g}"
             )
         results.append(number)
     return results

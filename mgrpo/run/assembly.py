@@ -46,6 +46,8 @@ def make_trainer(
     states = States(config, lead, host_group)
     checkpoint = states.open(resume_from, shape)
     lead.pulse.at("loading the model")
+    if started:
+        started.startup.say(f"loading the weights into {_learners()}")
     learner = Learner(
         config,
         shape=shape,
@@ -66,6 +68,7 @@ def make_trainer(
         source, reporter = SilentSource(lead), SilentReporter()
     else:
         state = checkpoint.state if checkpoint else None
+        resume_from = checkpoint.path if checkpoint else None
         production, reporter = lead.work(partial(_get_ready, config, started, resumed=state, resume_from=resume_from))
         source = Source(production, lead, config, layout=layout, hidden=shape.hidden)
         remarks = production.remarks
@@ -78,6 +81,8 @@ def make_trainer(
         fleet=started.fleet if started else None,
         host_group=host_group,
     )
+    if started:
+        started.startup.say("connecting learners and engines, which then receive the weights")
     weights.connect()
     trainer = Trainer(
         config, lead=lead, learner=learner, source=source, weights=weights, reporter=reporter, states=states
@@ -98,6 +103,11 @@ def make_trainer(
         steps = config.num_training_steps
         reporter.say(f"continues from {resume_from}, {trainer.done} of {steps} steps are done")
     return trainer
+
+
+def _learners() -> str:
+    count = dist.get_world_size()
+    return "the learner" if count == 1 else f"{count} learners"
 
 
 def _get_ready(

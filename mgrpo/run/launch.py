@@ -1,7 +1,7 @@
 """How a run starts, and how it ends.
 
-Everything that can be wrong is checked first; then, on rank 0, Ray and the engines are started, because they take longest;
-then torch and Megatron are imported. This module imports none of them at its top.
+Everything that can be wrong is checked first, on rank 0 with the tokenizer and all data; then rank 0 starts Ray and the
+engines, because they take longest; then Megatron is imported. This module imports none of them at its top.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mgrpo.checkpoint.folder import latest
 from mgrpo.config import Config
-from mgrpo.config.derived import state_root
+from mgrpo.config.load import as_config
 from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.run import ending
 from mgrpo.run.check import check_run
+from mgrpo.run.continuing import state_path
 from mgrpo.run.environment import (
     has_launcher,
     num_local_learners,
@@ -34,6 +35,9 @@ from mgrpo.run.environment import (
     world_size,
 )
 from mgrpo.run.inputs import as_functions
+from mgrpo.run.lock import locked
+from mgrpo.run.output import owned_folders
+from mgrpo.run.result import NothingTrained
 from mgrpo.run.watch import Watch
 
 OTHER_CAUSE_S = 3.0
@@ -49,7 +53,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Config,
+    config: Config | Mapping[str, object] | str | Path,
     *,
     reward_funcs: Sequence[str | Callable] | str | Callable | None = None,
     dataset: Iterable[Mapping] | None = None,
@@ -58,6 +62,7 @@ def train(
     """Train a model: the same as the command line. Under torchrun every rank must call it; alone it is one rank.
 
     Args:
+        config: an `mgrpo.GRPOConfig(...)`, a dict of settings, or the path of a YAML file.
         reward_funcs: called on rank 0 in place of the rows' verifiers and of the configuration's `reward_funcs`,
             `f(prompts, completions, completion_ids, **columns) -> list[float | None]` as in TRL; several are added up,
             each times its entry of `reward_weights`.
@@ -67,13 +72,23 @@ def train(
         None with `cache_dataset_only`, which ends when the data are prepared.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
+        NothingTrained: when everything has been written, if no step changed the weights.
     """
+    config = as_config(config)
     functions = as_functions(reward_funcs)
     inputs = check_run(config, functions=functions, dataset=dataset, loss=loss)
     if config.experiment.cache_dataset_only:
-        _prepare_data(config, inputs)
+        _show_data(config, inputs)
         return None
-    return _start(config, inputs, loss)
+    result = _start(config, inputs, loss)
+    if rank() == 0:
+        print("", *result.where(has_held_out=bool(config.data.dataset_mixer_eval_list)), sep="\n", flush=True)
+    if not result.has_trained:
+        raise NothingTrained(
+            f"nothing was trained: none of {result.steps} steps changed the weights; the warnings above and "
+            f"{result.output_dir}/report.html say why"
+        )
+    return result
 
 
 def try_out(config: Config) -> None:
@@ -107,17 +122,14 @@ def try_out(config: Config) -> None:
         print("dry run passed: configuration, data, layout and one step; no files were kept")
 
 
-def _prepare_data(config: Config, inputs: Inputs | None) -> None:
-    """Tokenise the data into the cache, and print statistics."""
-    if inputs is None:
+def _show_data(config: Config, inputs: Inputs | None) -> None:
+    """Print where the tokenized data are kept, and statistics."""
+    if inputs is None or inputs.prompts is None:
         return
     from mgrpo.data.statistics import statistics_lines
-    from mgrpo.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(config.tokenizer_path)
-    for name, mixture in (("training", inputs.train), ("held-out", inputs.held_out)):
-        if len(mixture):
-            prompts = mixture.encode(tokenizer)
+    for name, prompts in (("training", inputs.prompts.train), ("held-out", inputs.prompts.held_out)):
+        if prompts is not None:
             print(f"{name} data in {prompts.folder}", *statistics_lines(prompts.statistics), sep="\n  ")
 
 
@@ -166,7 +178,10 @@ def _run_with_engines(config: Config, inputs: Inputs | None, watch: Watch, loss:
             return _run(config, None, stop, watch, loss)
         from mgrpo.run.production import started
 
-        with started(config, inputs, num_local_learners=num_local_learners()) as parts:
+        with (
+            locked(owned_folders(config)),
+            started(config, inputs, num_local_learners=num_local_learners()) as parts,
+        ):
             # The main thread may be in a collective that waits for the engines.
             parts.fleet.on_failure = partial(ending.leave_within, seconds=ending.CLEAN_UP_S)
             # After ray.init, which sets its own handler.
@@ -179,12 +194,6 @@ def _run_with_engines(config: Config, inputs: Inputs | None, watch: Watch, loss:
                     signal.signal(number, signal.SIG_IGN)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _resume_from(config: Config) -> str | None:
-    """The checkpoint that the run continues."""
-    choice = config.checkpoint.resume
-    return latest(state_root(config)) if choice == "auto" else None if choice == "never" else choice
 
 
 def _meet(config: Config, watch: Watch) -> None:
@@ -213,6 +222,8 @@ def _meet(config: Config, watch: Watch) -> None:
 def _run(
     config: Config, parts: Started | None, stop: StopRequest, watch: Watch, loss: LossFunction | None
 ) -> TrainResult:
+    if parts:
+        parts.startup.say("importing torch and Megatron")
     # Importing torch and Megatron makes a million objects that stay: without the collector it takes a fifth less time.
     gc.disable()
     from mgrpo.parallel import backend
@@ -230,14 +241,17 @@ def _run(
     lead = Lead(stop.event, watch.pulse)
     trainer = None
     try:
-        trainer = make_trainer(config, lead, parts, resume_from=_resume_from(config) if parts else None, loss=loss)
+        trainer = make_trainer(config, lead, parts, resume_from=state_path(config) if parts else None, loss=loss)
         stop.is_polled = True
         result = trainer.fit()
-    except Stopped:
+    except Stopped as err:
         assert trainer is not None
+        reason = str(err)
+        if reason and parts:
+            print(f"mgrpo: {reason}", file=sys.stderr)
         trainer.close()
         watch.leave(is_failing=False)
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(1 if reason else 128 + signal.SIGTERM)
     except BaseException as err:
         if trainer is not None:
             trainer.states.stop()

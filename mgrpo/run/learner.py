@@ -7,7 +7,6 @@ learner ranks unless it says otherwise.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,14 +19,14 @@ import torch.distributed as dist
 from mgrpo import algo, packing
 from mgrpo.checkpoint.reader import Checkpoint
 from mgrpo.checkpoint.train_state import MASTER, REFERENCE, TrainState
-from mgrpo.config import Config
+from mgrpo.config import Config, ConfigError
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.model_io.megatron_folder import model_reader
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend
-from mgrpo.parallel.gather import gather_values
+from mgrpo.parallel.gather import gather_json, gather_values
 from mgrpo.policy.policy import Microbatch, MicrobatchLoss, Policy, StepResult
 from mgrpo.run.schedule import is_due
 
@@ -61,6 +60,15 @@ class Learned:
     """Of each optimizer step; none if no token was trained."""
     metrics: dict[str, float]
     """Over all ranks and mini-batches."""
+    learning_rate: float
+    """Of the last update; of the next one where there was none."""
+    not_finite: list[str]
+    """Tensors of the policy that are not finite after the step, on any rank."""
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the step had anything to learn from: a gradient that is finite and not 0."""
+        return any(result.is_finite and result.grad_norm > 0 for result in self.results)
 
     @property
     def has_updated(self) -> bool:
@@ -132,6 +140,11 @@ class Learner:
         """Weights from the checkpoint; those that it does not hold, and all without one, from model_name_or_path."""
         read = model_reader(self.config.model.path, self.shape)
         self.policy.load(partial(checkpoint.read, MASTER) if checkpoint else read)
+        if names := self.not_finite():
+            place = f"resume={checkpoint.path}" if checkpoint else f"model_name_or_path={self.config.model.path}"
+            raise ConfigError(
+                [f"{place}: {some(names)} not finite (NaN, infinite, or beyond 1e19); use weights without such values"]
+            )
         if self.reference and checkpoint and REFERENCE in checkpoint.kinds:
             self.reference.load_masters(partial(checkpoint.read, REFERENCE))
         elif self.reference:
@@ -180,7 +193,16 @@ class Learner:
         metrics = self._reduce(results)
         if self.reference and is_due(step, self.config.algorithm.ref_policy_update_freq or 0):
             self.reference.move_towards(self.policy, self.config.algorithm.alpha)
-        return Learned(results=results, metrics=metrics)
+        return Learned(
+            results=results,
+            metrics=metrics,
+            learning_rate=results[-1].learning_rate if results else self.policy.learning_rate(),
+            not_finite=self.not_finite() if results else [],
+        )
+
+    def not_finite(self) -> list[str]:
+        """HF tensors of the policy that hold a value that is not finite, on any rank, see `Policy.not_finite`."""
+        return sorted({name for names in gather_json(self.policy.not_finite(), self.host_group) for name in names})
 
     def _optimize(self, arrays: dict[str, np.ndarray]) -> list[StepResult]:
         """One optimizer step for each mini-batch and epoch; mini-batches without a trained token are passed over."""
@@ -217,7 +239,7 @@ class Learner:
         """Metrics over all mini-batches and ranks; every trained token counts once."""
         # Only ranks that measure know the names, which a user's loss chooses: they travel with the numbers.
         own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.reports_metrics]
-        everyones = _gathered(algo.add_metrics(own), self.host_group)
+        everyones = gather_json(algo.add_metrics(own), self.host_group)
         return algo.reduce_metrics(algo.add_metrics(algo.MetricSums(*part) for part in everyones))
 
     def _mini_batches(self, arrays: dict[str, np.ndarray]) -> list[MiniBatch]:
@@ -291,8 +313,6 @@ class Learner:
         return grpo_loss
 
 
-def _gathered(values: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's values, which JSON can carry, in rank order. All ranks of `group` must call."""
-    line = json.dumps(values).encode() + b"\n"
-    lines = gather_values(torch.frombuffer(bytearray(line), dtype=torch.uint8), group)
-    return [json.loads(line) for line in lines.numpy().tobytes().splitlines()]
+def some(names: Sequence[str]) -> str:
+    """The first of the tensors, and how many there are: the beginning of a sentence."""
+    return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} other tensors are"

@@ -11,15 +11,19 @@ Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, l
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from mgrpo.checkpoint.space import OutputError, wait_for_room
 from mgrpo.config import Config
-from mgrpo.model_io.hf_export import export_hf
+from mgrpo.config.fields import flat
+from mgrpo.model_io.hf_export import export_bytes, export_hf
 from mgrpo.parallel import backend
 from mgrpo.run.engine_weights import EngineWeights
+from mgrpo.run.health import Health
 from mgrpo.run.lead import Lead, Stopped
 from mgrpo.run.learner import Learned, Learner
 from mgrpo.run.reporter import Clock, Reporter, SilentReporter
@@ -27,9 +31,6 @@ from mgrpo.run.result import TrainResult
 from mgrpo.run.resume import States
 from mgrpo.run.schedule import evaluates_after, is_due
 from mgrpo.run.source import SilentSource, Source
-
-MAX_SKIPPED = 3
-"""Steps in a row with a gradient that is not finite that end the run."""
 
 
 class Trainer:
@@ -48,6 +49,7 @@ class Trainer:
     ) -> None:
         self.config, self.lead, self.learner, self.source = config, lead, learner, source
         self.weights, self.reporter, self.states = weights, reporter, states
+        self.health = Health(config, states)
         self.output_dir = Path(config.experiment.output_dir)
         self.done = 0
         """Training steps."""
@@ -55,8 +57,8 @@ class Trainer:
         """Whether evaluation and export after step `done` are done as well."""
         self.version = 0
         """Of the policy's weights: updates so far."""
-        self.skipped = 0
-        """Steps in a row with a gradient that is not finite."""
+        self.resumed_at = 0
+        """The step after which this run began."""
         self.saved = 0
         """The step of the newest saved state."""
         self.before: dict[str, float] = {}
@@ -65,28 +67,55 @@ class Trainer:
         """The whole run, or the rest of a run that left a checkpoint.
 
         Raises:
-            Stopped: after SIGTERM, when the state has been saved.
+            Stopped: after SIGTERM, or when files could not be written, which its message says; the state has been saved
+                if that was possible.
         """
         try:
-            if not self.done:
-                self.before = self.evaluate("before training")
-            elif not self.is_followed_up:
-                self.follow_up()
-            for step in range(self.done + 1, self.config.num_training_steps + 1):
-                if not self.step(step):
-                    break
-                self.follow_up()
-            after = self.evaluate("after training")
-        except Stopped:
-            # The state of a precision-aware optimizer cannot be saved, at SIGTERM or otherwise.
-            if self.done > self.saved and not self.config.parallel.use_precision_aware_optimizer:
-                self.save()
+            result = self._fit()
+        except OutputError as err:
+            raise Stopped(f"{err}; {self.keep_state()}") from err
+        except Stopped as err:
+            failure, kept = self.reporter.failure, self.keep_state()
+            if failure or self.done > self.saved:
+                raise Stopped(f"{failure}; {kept}" if failure else kept) from err
+            self.reporter.say(f"stopped after step {self.done}; {kept}")
             raise
+        if self.reporter.failure:
+            raise Stopped(f"{self.reporter.failure}; the trained model is in {result.exported or 'no folder'}")
+        return result
+
+    def _fit(self) -> TrainResult:
+        if not self.done:
+            self.before = self.evaluate("before training")
+        elif not self.is_followed_up:
+            self.follow_up()
+        for step in range(self.done + 1, self.config.num_training_steps + 1):
+            if not self.step(step):
+                break
+            self.follow_up()
+        after = self.evaluate("after training")
         exported = self.export() if self.config.checkpoint.save_final else None
+        self.states.wait()
         self.reporter.finish(before=self.before, after=after)
         return TrainResult(
-            output_dir=self.output_dir, steps=self.done, before=self.before, after=after, exported=exported
+            output_dir=self.output_dir,
+            steps=self.done,
+            before=self.before,
+            after=after,
+            exported=exported,
+            has_trained=self.health.has_trained or self.done == self.resumed_at,
         )
+
+    def keep_state(self) -> str:
+        """Save the state of the last step, if it is not saved and can be, and say where it is."""
+        # The state of a precision-aware optimizer cannot be saved.
+        if self.done > self.saved and not self.config.parallel.use_precision_aware_optimizer:
+            try:
+                self.save()
+                self.states.wait()
+            except OutputError as err:
+                return str(err)
+        return self.states.how_to_go_on(self.saved)
 
     def step(self, step: int) -> bool:
         """Sample, score, train on every mini-batch and epoch, and give the engines the new weights.
@@ -95,14 +124,15 @@ class Trainer:
         """
         clock, pulse = Clock(), self.lead.pulse
         pulse.at(f"step {step}, sampling")
-        batch = self.source.next(step, self.version)
+        with self.health.sampling():
+            batch = self.source.next(step, self.version)
         clock.split("wait")
         if batch is None:
             self.reporter.say(f"step {step}: every prompt is solved, nothing is left to sample; training ends")
             return False
         pulse.at(f"step {step}, training")
         learned = self.learner.learn(batch.arrays, step=step)
-        self.end_if_stuck(learned)
+        self.health.check(learned, step)
         clock.split("train")
         self.done, self.is_followed_up = step, False
         pulse.at(f"step {step}, weight sync")
@@ -110,6 +140,8 @@ class Trainer:
         clock.split("sync")
         sync_bytes = self.weights.plan.bytes_moved
         self.reporter.step(batch, learned, step=step, version=self.version, sync_bytes=sync_bytes, clock=clock)
+        if self.reporter.failure:
+            self.lead.stop.set()
         return True
 
     def send_weights(self, learned: Learned) -> None:
@@ -120,16 +152,6 @@ class Trainer:
         self.version += 1
         check = is_due(self.done, self.config.engine.weight_sync_check_every)
         self.weights.send(self.version, step=self.done + 1, check=check)
-
-    def end_if_stuck(self, learned: Learned) -> None:
-        """End the run after a few steps in a row with a gradient that is not finite."""
-        if learned.results:
-            self.skipped = 0 if all(result.is_finite for result in learned.results) else self.skipped + 1
-        if self.skipped >= MAX_SKIPPED:
-            raise RuntimeError(
-                f"{MAX_SKIPPED} steps in a row had a gradient that is not finite, and were skipped; lower learning_rate="
-                f"{self.config.optimizer.learning_rate:g} or look at the rewards; {self.states.last_good()}"
-            )
 
     def follow_up(self) -> None:
         """What is due after step `done`: an evaluation, an export, a saved state."""
@@ -147,17 +169,24 @@ class Trainer:
         if not self.config.data.dataset_mixer_eval_list:
             return {}
         self.lead.pulse.at(f"the evaluation {when}")
-        evaluation = self.source.evaluate(self.done)
+        with self.health.sampling():
+            evaluation = self.source.evaluate(self.done)
         return self.reporter.evaluation(
             evaluation, step=self.done, policy_version=self.version, when=when, before=self.before
         )
 
     def export(self) -> Path:
-        """Write the model in Hugging Face format."""
+        """Write the model in Hugging Face format; raises OutputError on all ranks when that fails.
+
+        A model that exists nowhere else is worth waiting for a while until somebody has made room for it.
+        """
         self.lead.pulse.at(f"the export of step {self.done}")
-        folder = self.output_dir / "hf" / f"step_{self.done}"
-        export_hf(self.learner.policy, self.config.model.path, folder, group=self.learner.host_group)
-        self.source.save_tokenizer(folder)
+        policy, folder = self.learner.policy, self.output_dir / "hf" / f"step_{self.done}"
+        if self.done > self.saved:
+            num_bytes, stop = export_bytes(policy), self.lead.stop
+            self.lead.run(partial(wait_for_room, folder, num_bytes, say=self.reporter.say, stop=stop))
+        source, group = self.config.model.path, self.learner.host_group
+        export_hf(policy, source, folder, group=group, add=self.source.save_tokenizer)
         return folder
 
     def save(self) -> None:
@@ -173,8 +202,9 @@ class Trainer:
             "step": self.done,
             "is_followed_up": self.is_followed_up,
             "policy_version": self.version,
-            "skipped": self.skipped,
+            "skipped": self.health.skipped,
             "before": self.before,
+            "config": flat(self.config),
             "model": asdict(self.learner.shape),
             "model_name_or_path": str(Path(self.config.model.path).absolute()),
             "learner": self.learner.state_dict(),
@@ -184,13 +214,13 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; the learner was built from its checkpoint already."""
         self.done, self.is_followed_up = state["step"], state["is_followed_up"]
-        self.saved, self.before = self.done, state["before"]
-        self.version, self.skipped = state["policy_version"], state["skipped"]
+        self.saved, self.resumed_at, self.before = self.done, self.done, state["before"]
+        self.version, self.health.skipped = state["policy_version"], state["skipped"]
+        self.health.has_trained = self.version > 0
         self.source.load_state_dict(state["head"])
 
     def close(self) -> None:
         """Leave all process groups. Collective."""
-        self.states.close()
         self.reporter.close()
         dist.barrier(group=self.learner.host_group)
         self.lead.close()

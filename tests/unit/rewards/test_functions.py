@@ -259,6 +259,7 @@ def test_what_cannot_be_called_by_keyword_is_refused_before_the_start(function: 
         ([1j, 1.0], "1j for completion 0"),
         ([1.0, math.inf], "inf for completion 1"),
         ([10**400, 1.0], "10000000000.* for completion 0"),
+        ([0.0, -1e300], r"-1e\+300 for completion 1; .* of at most 1e\+100"),
     ],
 )
 def test_what_is_not_one_number_each_is_refused(returned: object, found: str) -> None:
