@@ -93,7 +93,7 @@ class Fleet:
             EngineError: the first failure, or which engines have not answered within `timeout_s`, the value of `field`.
         """
         who = "the engine" if len(calls) == 1 else f"{len(calls)} engines"
-        with announced(f"{who} to {what}", f"{field}={timeout_s:g} s"):
+        with announced(f"{who} ({what})", f"{field}={timeout_s:g} s"):
             late = wait(calls, timeout_s, FIRST_EXCEPTION).not_done
         self._raise_first(calls, what)
         if late:

@@ -1,0 +1,61 @@
+"""Ctrl-C and errors of a rank, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mgrpo.run.ending import INTERRUPTED
+
+HANGS_IN_ITS_CLEAN_UP = """
+import time
+from mgrpo.run import ending
+
+ending.CLEAN_UP_S = 0.5
+with ending.bounded(lambda: print("told", flush=True)):
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        time.sleep(60)
+"""
+FAILS = """
+from mgrpo.run import ending
+
+{first}
+try:
+    raise ValueError("the label is empty")
+except ValueError as err:
+    ending.report_error(err)
+ending.report("too late")
+"""
+
+
+def test_ctrl_c_ends_a_run_whose_clean_up_hangs() -> None:
+    """With one sentence: the traceback of a hanging thread helps nobody."""
+    command = [sys.executable, "-c", HANGS_IN_ITS_CLEAN_UP]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (INTERRUPTED, "told\n", "mgrpo: interrupted\n")
+
+
+@pytest.mark.parametrize("first", ["", "ending.silence()"])
+def test_the_first_line_is_the_cause_and_a_rank_that_another_has_ended_is_silent(tmp_path, first) -> None:
+    """torchrun finds the cause as well, in the file in which it looks for it."""
+    file = tmp_path / "error.json"
+    environment = {"WORLD_SIZE": "2", "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(file), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-c", FAILS.format(first=first)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    if first:
+        assert ran.stderr == "" and not file.exists()
+        return
+    lines = ran.stderr.splitlines()
+    assert lines[0] == "mgrpo: rank 1: ValueError: the label is empty" and lines[1].startswith("Traceback")
+    assert "too late" not in ran.stderr
+    assert json.loads(file.read_text())["message"]["message"] == "rank 1: ValueError: the label is empty"
