@@ -33,6 +33,8 @@ class Verdicts(NamedTuple):
     """1 where a test passed, else 0."""
     runtimes: list[float]
     """Seconds of each test; -1 where it did not end on its own, or raised."""
+    in_process: list[int] = []  # noqa: RUF012
+    """1 where the program's own process has decided, which a program can forge; else 0."""
 
 
 class Sandbox:
@@ -113,7 +115,7 @@ class Sandbox:
 
     def _assert_verdicts(self, order: Order, program: str, tests: Sequence[str]) -> Verdicts:
         results = self._run(order, program, tests)
-        return Verdicts([int(result.passed) for result in results], [result.seconds for result in results])
+        return _verdicts(results, [int(result.passed) for result in results])
 
     def _stdio_verdicts(self, order: Order, program: str, tests: Sequence[StdioTest]) -> Verdicts:
         results = self._run(order, program, [test.input for test in tests])
@@ -121,7 +123,7 @@ class Sandbox:
             int(result.passed and same_output(_text(result.output), test.output))
             for result, test in zip(results, tests, strict=True)
         ]
-        return Verdicts(passed, [result.seconds for result in results])
+        return _verdicts(results, passed)
 
     def _run(self, order: Order, program: str, tests: Sequence[str]) -> list[Result]:
         """Runs in a slot's thread."""
@@ -172,6 +174,10 @@ class Sandbox:
             reasons.append(f"{walls}: does not isolate {', '.join(isolation.missing)}")
             self._close_slot(slot)
         raise SandboxError(f"no sandbox process can be started: {'; '.join(reasons)}")
+
+
+def _verdicts(results: Sequence[Result], passed: list[int]) -> Verdicts:
+    return Verdicts(passed, [result.seconds for result in results], [int(result.is_inside) for result in results])
 
 
 def run_limit_s(limit_s: float) -> float:

@@ -52,10 +52,11 @@ def post(app, *requests: tuple[str, object], **options: object) -> list[httpx.Re
 
 
 def test_answers_have_open_instructs_form(sandbox):
-    """A client of their service can also read ours."""
+    """A client of their service can also read ours, which says in addition where a verdict was decided."""
     asserts, stdio = post(create_app(sandbox), ("/test_program", ADD), ("/test_program_stdio", ECHO))
     assert asserts.status_code == stdio.status_code == 200
-    assert asserts.json().keys() == stdio.json().keys() == {"results", "runtimes"}
+    assert asserts.json().keys() == stdio.json().keys() == {"results", "runtimes", "in_process"}
+    assert asserts.json()["in_process"] == stdio.json()["in_process"] == [0, 0]
     assert asserts.json()["results"] == stdio.json()["results"] == [1, 0]
     assert asserts.json()["runtimes"][0] >= 0 and asserts.json()["runtimes"][1] == -1.0
     assert all(runtime >= 0 for runtime in stdio.json()["runtimes"])
