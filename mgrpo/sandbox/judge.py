@@ -15,7 +15,8 @@ from types import TracebackType
 from mgrpo.sandbox import wire
 from mgrpo.sandbox.library import BUILTINS, MODULES
 from mgrpo.sandbox.plain import decode, encode
-from mgrpo.sandbox.split import ASK, RAISES, RUN, Split, split
+from mgrpo.sandbox.questions import ASK, RAISES, READ, RUN
+from mgrpo.sandbox.split import Split, split
 from mgrpo.sandbox.wire import Wire
 
 _CPU_S = 4.0
@@ -83,32 +84,40 @@ class Trial:
 
     def passes(self, parts: Split) -> bool:
         """Whether the test raises nothing."""
-        names = {"__builtins__": dict(BUILTINS), ASK: self.ask, RUN: self.run, RAISES: _Raises, **_LIBRARY}
+        names = {
+            "__builtins__": dict(BUILTINS),
+            ASK: self._answer,
+            RUN: self.run,
+            READ: self.read,
+            RAISES: _Raises,
+            **_LIBRARY,
+        }
         try:
             exec(parts.code, names)
         except BaseException:
             return False
         return not self._is_lost  # a test may catch every exception
 
-    def ask(self, question: str, *values: object) -> object:
-        """The value of an expression among the program's names; of a lambda if there are arguments for it."""
-        return self._answer("ask", question, values)
-
     def run(self, text: str, *values: object) -> None:
         """Run a statement among the program's names; or give a name its value."""
-        self._answer("give" if values else "run", text, values)
+        self._answer("give" if values else "run", text, *values)
+
+    def read(self, name: str, value: object) -> object:
+        """The value of a name of the test. The program may have changed it, but only where it is mutable."""
+        return value if _is_immutable(value) else self._answer("ask", name)
 
     def apply(self, operation: str, *values: object) -> object:
         """The value of a lambda of Python's own functions, for objects that stay with the program."""
-        return self._answer("apply", operation, values)
+        return self._answer("apply", operation, *values)
 
-    def _answer(self, kind: str, text: str, values: tuple[object, ...]) -> object:
+    def _answer(self, kind: str, text: str, *values: object) -> object:
+        """What the program answers to a question; for its kinds see `program`."""
         if self._is_lost:
             raise ProgramLostError
-        request = encode((kind, text, values), _number)
+        request = encode((kind, text, *values), _number)
         try:
             answer = self._send(request)
-            has_raised, value = decode(answer, lambda number: Opaque(self, number))
+            has_raised, value = _pair(decode(answer, lambda number: Opaque(self, number)))
         except Exception as err:
             self._is_lost = True
             raise ProgramLostError from err
@@ -213,6 +222,18 @@ class _Raises:
         if kind is None:
             raise AssertionError("nothing was raised")
         return issubclass(kind, self._kinds) and (self._match is None or bool(re.search(self._match, str(error))))
+
+
+def _pair(value: object) -> tuple[object, object]:
+    if isinstance(value, tuple) and len(value) == 2:
+        return value
+    raise ValueError("not an answer")
+
+
+def _is_immutable(value: object) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_immutable, value))
+    return value is None or isinstance(value, (bool, int, float, complex, str, bytes, range))
 
 
 def _number(value: object) -> int | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 MAX_BYTES = 32 * 2**20
 """Largest message."""
@@ -48,7 +49,7 @@ def encode(value: object, stand_in: Callable[[object], int | None]) -> bytes:
     return data
 
 
-def decode(data: bytes, opaque: Callable[[int], object]) -> object:
+def decode(data: bytes, opaque: Callable[[int], object]) -> Any:
     """The value of a text from anywhere. ValueError, TypeError, RecursionError, MemoryError: it is not such a text."""
     return _Decoder(opaque).value(json.loads(data), _MAX_DEPTH)
 
@@ -58,7 +59,7 @@ class _Encoder:
         self._stand_in = stand_in
         self._nodes_left = _MAX_NODES
 
-    def tree(self, value: object, depth: int) -> object:
+    def tree(self, value: Any, depth: int) -> object:
         kind = type(value)
         if kind in _AS_THEY_ARE:
             return value
@@ -88,7 +89,7 @@ class _Encoder:
         return ["o", number]
 
 
-def _simple(kind: type, value: object) -> list | None:
+def _simple(kind: type, value: Any) -> list | None:
     """Of types without parts."""
     if kind is bytes or kind is bytearray:
         return ["b" if kind is bytes else "B", value.decode("latin-1")]

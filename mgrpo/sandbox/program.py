@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, ModuleType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from mgrpo.sandbox.plain import MAX_BYTES, NotPlainError, decode, encode
 
@@ -127,7 +127,7 @@ def _run_assert(source: str, channel: int, token: bytes) -> NoReturn:
                 data += read(channel, length - len(data)) or leave(FAILED)
             if kind != question:
                 break
-            reply = answer(data)
+            reply = answer(bytes(data))
             reply = pack_length(len(reply)) + reply
             while reply:
                 reply = reply[write(channel, reply) :]
@@ -144,14 +144,14 @@ class _Answers:
     """Answers questions among the program's names. It may say anything: what decides is not here."""
 
     def __init__(self, names: dict[str, object]) -> None:
-        self._names = names
+        self._names: dict[str, Any] = names
         self._objects: list[object] = []
         """What is not plain data, by number."""
 
     def answer(self, question: bytes) -> bytes:
         """Whether it raised, and the value; or the names of the exception's classes, and its message."""
         try:
-            value = self._value(*decode(bytes(question), self._objects.__getitem__))
+            value = self._value(*decode(question, self._objects.__getitem__))
         except BaseException as err:
             kinds = [kind.__name__ for kind in type(err).__mro__]
             try:
@@ -164,15 +164,22 @@ class _Answers:
         except (NotPlainError, RecursionError, TypeError, AttributeError, ValueError):
             return encode((False, _Unreadable(self._keep(value))), self._keep)
 
-    def _value(self, kind: str, text: str, values: tuple[object, ...]) -> object:
+    def _value(self, kind: str, text: str, *values: Any) -> object:
+        """By kind: `run` a statement, `give` a name its value, `ask` for an expression's value, or its `str` or `repr`,
+        `apply` a lambda of Python's own functions. With values an expression is a lambda of them.
+        """
         if kind == "run":
             exec(compile(text, "<test>", "exec", 0, True), self._names)
             return None
         if kind == "give":
             (self._names[text],) = values
             return None
-        value = eval(compile(text, "<test>", "eval", 0, True), self._names if kind == "ask" else {})
-        return value(*values) if values else value
+        value = eval(compile(text, "<test>", "eval", 0, True), {} if kind == "apply" else self._names)
+        if values:
+            value = value(*values)
+        if kind == "str":
+            return str(value)
+        return repr(value) if kind == "repr" else value
 
     def _keep(self, value: object) -> int:
         if type(value) is _Unreadable:

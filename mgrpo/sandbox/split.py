@@ -1,31 +1,38 @@
 """Splits a test in two: what the program computes, and what decides.
 
-A test becomes code that runs outside of the program's process. In it, each largest expression that involves the
-program is a question, which carries the expression's text; comparisons, arithmetic and Python's own functions stay.
-A name of the test lives on one side only: in the program's process if a question needs it, otherwise outside.
+A test becomes code that runs outside of the program's process. In it, each largest expression that is the program's to
+compute is a question, which carries the expression's text; comparisons, arithmetic and Python's own functions stay.
+A variable of the test exists in the program's process only if a question needs it, and then also outside where its value
+does not come from the program.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import CodeType
+from typing import Any
 
-from mgrpo.sandbox.library import BARE_NAMES, BUILTINS, EXCEPTIONS, METHODS, MODULES
-
-ASK, RUN, RAISES = "<ask>", "<run>", "<raises>"
-"""Names of the functions that the code calls: the value of an expression; a statement; pytest's context manager."""
-_FOREIGN = frozenset({"np", "numpy", "pd", "pandas", "pytest", "scipy", "sympy", "tf", "torch", "unittest"})
-_ALL_BUILTINS = frozenset(dir(builtins))
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+from mgrpo.sandbox.library import BUILTINS
+from mgrpo.sandbox.questions import (
+    RAISES,
+    RUN,
+    Bound,
+    Expressions,
+    Names,
+    UnsplittableError,
+    binds_names,
+    call,
+    call_statement,
+    target_names,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     code: CodeType
-    """For `exec` with the names of `library` and the functions above."""
+    """For `exec` with the names of `library` and the functions that `questions` names."""
     decides_inside: bool
     """Whether something that decides, such as a comparison of the program's objects, runs in the program's process."""
 
@@ -33,304 +40,30 @@ class Split:
 def split(test: str) -> Split | None:
     """None for a test that cannot be split: it must run in the program's process as a whole."""
     try:
-        kept: frozenset[str] = frozenset()
+        inside: frozenset[str] = frozenset()
+        only_inside: frozenset[str] = frozenset()
         while True:
             tree = ast.parse(test)
-            names = _Names.of(tree, kept)
-            splitter = _Splitter(test, names)
+            splitter = _Splitter(test, Names.of(tree, inside, only_inside))
             body = splitter.statements(_without_check(tree.body))
-            if splitter.needed <= kept:
+            if splitter.needed <= inside and splitter.only_inside <= only_inside:
                 break
-            kept |= splitter.needed
-        body[:0] = [_call_statement(RUN, name) for name in sorted(splitter.required)]
+            inside |= splitter.needed
+            only_inside |= splitter.only_inside
+        body[:0] = [call_statement(RUN, name) for name in sorted(splitter.required)]
         module = ast.fix_missing_locations(ast.Module(body, []))
         return Split(compile(module, "<test>", "exec", dont_inherit=True), splitter.decides_inside)
-    except (_UnsplittableError, SyntaxError, ValueError, RecursionError, MemoryError):
+    except (UnsplittableError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
-class _UnsplittableError(Exception):
-    """The test has a form that only the program's process can run."""
-
-
-@dataclass(slots=True)
-class _Names:
-    """What the names of a test stand for."""
-
-    inside: frozenset[str]
-    """Names of the test that live in the program's process."""
-    assigned: set[str] = field(default_factory=set)
-    """All names that the test itself binds, except those of lambdas and comprehensions."""
-    library: dict[str, str] = field(default_factory=dict)
-    """Imported by the test: its name -> "module" or "module.name"."""
-    instances: set[str] = field(default_factory=set)
-    """Bound to an object of one of the program's classes."""
-    foreign: set[str] = field(default_factory=lambda: set(_FOREIGN))
-    """Of modules that are neither the program's nor in the library."""
-    functions: dict[str, object] = field(default_factory=lambda: dict(BUILTINS))
-    """Python's functions; empty where the program can only be meant by such a name, as in `assert sum(1, 2) == 3`."""
-    mentions_program: bool = True
-
-    @classmethod
-    def of(cls, tree: ast.Module, inside: frozenset[str]) -> _Names:
-        names = cls(inside)
-        made, with_attributes, loaded, bound = set(), set(), set(), set()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name):
-                (loaded if isinstance(node.ctx, ast.Load) else names.assigned).add(node.id)
-            elif isinstance(node, (ast.Import, ast.ImportFrom)):
-                names._import(node)
-            elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
-                names.assigned.add(node.name)
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                with_attributes.add(node.value.id)
-            elif isinstance(node, ast.Assign) and _makes_instance(node.value):
-                made |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-            elif isinstance(node, ast.arg):
-                bound.add(node.arg)
-        names.instances = made & with_attributes - names.library.keys()
-        own = names.assigned | names.library.keys() | names.foreign | bound
-        names.mentions_program = bool(loaded - own - BUILTINS.keys() - MODULES.keys() - BARE_NAMES.keys())
-        if not names.mentions_program:
-            names.functions = {name: BUILTINS[name] for name in EXCEPTIONS}
-        for name in names.assigned:
-            names.functions.pop(name, None)
-        return names
-
-    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
-        for alias in node.names:
-            bound = alias.asname or alias.name.partition(".")[0]
-            if isinstance(node, ast.ImportFrom):
-                known = alias.name in MODULES.get(node.module or "", {}) and node.level == 0
-                source = f"{node.module}.{alias.name}"
-            else:
-                known, source = alias.name in MODULES, alias.name
-            if known:
-                self.library[bound] = source
-            else:
-                self.assigned.add(bound)
-                self.foreign.add(bound)
-
-
-class _Splitter(ast.NodeTransformer):
-    """Rewrites statements. Nodes keep their positions until they are rewritten, for the text of questions."""
-
-    def __init__(self, source: str, names: _Names) -> None:
-        self._source, self._names = source, names
-        self.needed: set[str] = set()
-        """Names of the test that questions need."""
-        self.required: set[str] = set()
-        """Names that the test uses without importing them: the program must have them."""
-        self.decides_inside = False
-        self._local: list[str] = []
-        """Bound by the surrounding lambdas, comprehensions and handlers."""
-        self._copied: set[str] = set()
-        """Names inside that have the same value outside until the program runs."""
-        self._program_ran = False
-        self._in_text = False
-
-    # What the program computes
-
-    def _is_inside(self, node: ast.expr) -> bool:
-        """Whether the value is the program's to compute."""
-        match node:
-            case ast.Name(id=name):
-                return self._is_name_inside(name)
-            case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kinds]):
-                return self._is_inside(node.func) or self._involves_program(kinds)
-            case ast.Call(func=ast.Attribute(value=value, attr=attr) as function):
-                if self._library_name(function) is not None:
-                    return False
-                return attr not in METHODS or self._is_inside(value)
-            case ast.Call(func=function):
-                return self._library_name(node) is None and self._is_inside(function)
-            case ast.Attribute(value=ast.Name(id=name), attr="args") if name in self._local:
-                return False  # of an exception
-            case ast.Attribute():
-                return self._library_name(node) is None
-            case ast.Subscript(value=value):
-                return self._is_inside(value)
-            case ast.Compare(left=left, ops=ops, comparators=comparators):
-                return self._compares_inside([left, *comparators], ops)
-            case ast.BinOp(left=left, right=right):
-                return any(self._is_instance(side) or self._makes_instance(side) for side in (left, right))
-            case ast.ListComp(elt=element) | ast.SetComp(elt=element) | ast.GeneratorExp(elt=element):
-                return isinstance(element, ast.Call) and self._is_inside(element) and not _compares(node)
-        return False
-
-    def _is_name_inside(self, name: str) -> bool:
-        if name in self._local or name in self._names.functions or name in self._names.library:
-            return False
-        if name in self._names.assigned:
-            return name in self._names.inside and (self._program_ran or name not in self._copied)
-        return True
-
-    def _compares_inside(self, sides: Sequence[ast.expr], ops: Sequence[ast.cmpop]) -> bool:
-        if any(isinstance(op, (ast.Is, ast.IsNot)) for op in ops):
-            return not any(isinstance(side, ast.Constant) for side in sides) and any(map(self._is_inside, sides))
-        if any(map(self._is_instance, sides)):
-            return True
-        return isinstance(ops[0], (ast.In, ast.NotIn)) and self._makes_instance(sides[1])
-
-    def _is_instance(self, node: ast.expr) -> bool:
-        return isinstance(node, ast.Name) and node.id in self._names.instances
-
-    def _makes_instance(self, node: ast.expr) -> bool:
-        return _makes_instance(node) and self._is_inside(node)
-
-    def _involves_program(self, node: ast.AST) -> bool:
-        return any(isinstance(part, ast.expr) and self._is_inside(part) for part in ast.walk(node))
-
-    def _library_name(self, node: ast.expr) -> str | None:
-        """ "module.name" of a function or constant of the library."""
-        match node:
-            case ast.Attribute(value=ast.Name(id=root), attr=attr) if root not in self._names.assigned:
-                module = self._names.library.get(root, root)
-                if root not in self._local and attr in MODULES.get(module, {}):
-                    return f"{module}.{attr}"
-            case ast.Call(func=ast.Name(id=name)) if name in BARE_NAMES and self._names.mentions_program:
-                if name not in self._names.assigned and name not in self._local:
-                    return f"{BARE_NAMES[name]}.{name}"
-            case ast.Name(id=name) if name in self._names.library and name not in self._local:
-                source = self._names.library[name]
-                return source if "." in source else None
-        return None
-
-    # Questions
-
-    def _ask(self, node: ast.expr) -> ast.expr:
-        """The call that asks for the node's value; names that exist outside only travel with it."""
-        text = ast.unparse(node) if self._in_text else ast.get_source_segment(self._source, node)
-        used = self._use(node)
-        local = sorted(used & set(self._local))
-        question = f"lambda {', '.join(local)}: (\n{text}\n)" if local else f"(\n{text}\n)"
-        self.decides_inside |= self._decides(node)
-        self._program_ran = True
-        return _call(ASK, ast.Constant(question), *[ast.Name(name, ast.Load()) for name in local])
-
-    def _run(self, node: ast.stmt) -> ast.stmt:
-        """The call that runs the statement in the program's process."""
-        used = self._use(node)
-        if used & set(self._local):
-            raise _UnsplittableError
-        if node.col_offset or isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
-            return _call_statement(RUN, ast.unparse(node))
-        return _call_statement(RUN, ast.get_source_segment(self._source, node) or "")
-
-    def _use(self, node: ast.AST) -> set[str]:
-        used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-        self.needed |= used & (self._names.assigned | self._names.library.keys()) - set(self._local)
-        return used
-
-    def _decides(self, node: ast.expr) -> bool:
-        """Whether the question is more than what the program gives for an input: it compares, or a module checks."""
-        root: ast.AST = node
-        while isinstance(root, (ast.Attribute, ast.Call, ast.Subscript)):
-            root = root.func if isinstance(root, ast.Call) else root.value
-        if isinstance(node, (ast.Compare, ast.BinOp)) or _compares(node):
-            return True
-        if not isinstance(root, ast.Name) or not isinstance(node, ast.Call):
-            return False
-        is_unknown_builtin = root.id in _ALL_BUILTINS and root.id not in BUILTINS
-        is_check = isinstance(node.func, ast.Name) and root.id in ("isinstance", "issubclass")
-        return root.id in self._names.foreign or root.id in MODULES or is_unknown_builtin or is_check
-
-    # Expressions
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        if not isinstance(node, ast.expr) or not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
-            return super().visit(node)
-        library_name = self._library_name(node)
-        if library_name is not None:
-            return self._use_library(node, library_name)
-        if self._is_inside(node):
-            return self._ask(node)
-        return super().visit(node)
-
-    def _use_library(self, node: ast.expr, name: str) -> ast.expr:
-        root = node.value.id if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) else ""
-        if isinstance(node, ast.Call):
-            assert isinstance(node.func, ast.Name)
-            root, arguments = node.func.id, node
-            self.generic_visit_arguments(arguments)
-            node.func = ast.Name(name, ast.Load())
-        if root and root not in self._names.library:
-            self.required.add(root)
-        return node if isinstance(node, ast.Call) else ast.Name(name, ast.Load())
-
-    def generic_visit_arguments(self, node: ast.Call) -> None:
-        node.args = [self._expression(part) for part in node.args]
-        for keyword in node.keywords:
-            keyword.value = self._expression(keyword.value)
-
-    def _expression(self, node: ast.expr) -> ast.expr:
-        new = self.visit(node)
-        assert isinstance(new, ast.expr)
-        return new
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        """Only methods of plain values, which `_is_inside` lets through, and only where they are called."""
-        if node.attr not in METHODS and node.attr != "args":
-            raise _UnsplittableError
-        node.value = self._expression(node.value)
-        return node
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        function = node.func
-        if isinstance(function, ast.Attribute) and self._library_name(function) is None:
-            node.func = self.visit_Attribute(function)
-        else:
-            node.func = self._expression(function)
-        self.generic_visit_arguments(node)
-        return node
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
-        # Positions within such a literal are not those of the source before Python 3.12.
-        before, self._in_text = self._in_text, True
-        self.generic_visit(node)
-        self._in_text = before
-        return node
-
-    def visit_Lambda(self, node: ast.Lambda) -> ast.expr:
-        arguments = node.args
-        names = [argument.arg for argument in ast.walk(arguments) if isinstance(argument, ast.arg)]
-        arguments.defaults = [self._expression(default) for default in arguments.defaults]
-        self._program_ran = True
-        with _Bound(self._local, names):
-            node.body = self._expression(node.body)
-        return node
-
-    def _comprehension(self, node: ast.AST) -> ast.AST:
-        assert isinstance(node, _COMPREHENSIONS)
-        names = [
-            part.id
-            for generator in node.generators
-            for part in ast.walk(generator.target)
-            if isinstance(part, ast.Name)
-        ]
-        self._program_ran = True
-        with _Bound(self._local, names):
-            return self.generic_visit(node)
-
-    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _comprehension
-
-    def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.expr:
-        self._refuse_inside(node.target)
-        node.value = self._expression(node.value)
-        return node
-
-    def _refuse(self, node: ast.AST) -> ast.AST:
-        raise _UnsplittableError
-
-    visit_Await = visit_Yield = visit_YieldFrom = visit_Global = visit_Nonlocal = visit_Match = _refuse
-    visit_AsyncFor = visit_AsyncWith = visit_Delete = visit_TryStar = visit_Return = _refuse
-
-    # Statements
+class _Splitter(Expressions):
+    """Rewrites statements."""
 
     def statements(self, nodes: Iterable[ast.stmt]) -> list[ast.stmt]:
         found: list[ast.stmt] = []
         for node in nodes:
-            new = self.visit(node)
+            new: Any = self.visit(node)
             found += new if isinstance(new, list) else [new]
         return found
 
@@ -358,7 +91,7 @@ class _Splitter(ast.NodeTransformer):
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt | list[ast.stmt]:
         if node.value is None or not isinstance(node.target, ast.Name):
-            raise _UnsplittableError
+            raise UnsplittableError
         plain = ast.copy_location(ast.Assign([node.target], node.value), node)
         return self._assign(plain, plain.targets, shown=node)
 
@@ -368,33 +101,26 @@ class _Splitter(ast.NodeTransformer):
     def _assign(
         self, node: ast.Assign | ast.AugAssign, targets: Sequence[ast.expr], shown: ast.stmt | None = None
     ) -> ast.stmt | list[ast.stmt]:
-        names = _target_names(targets)
-        is_kept_inside = bool(names & self._names.inside) or self._is_inside(node.value)
-        if not is_kept_inside and all(_is_plain_target(target) for target in targets):
-            if any(map(self._involves_program, targets)):
-                raise _UnsplittableError
+        names = target_names(targets)
+        is_outside = not any(map(self._involves_program, targets)) and not self._is_inside(node.value)
+        if is_outside and not names & self._names.inside:
             node.value = self._expression(node.value)
             return node
-        involves_program = self._involves_program(node.value) or not isinstance(node, ast.Assign)
         self.decides_inside |= self._decides(node.value)
-        asks = self._run(shown or node)
-        if involves_program or self._program_ran or not all(_is_name(target) for target in targets):
-            self._copied -= names
-            self._program_ran |= involves_program
-            return asks
-        self._copied |= names
-        node.value = self._expression(node.value)
-        return [asks, node]
-
-    def _refuse_inside(self, target: ast.expr) -> None:
-        if _target_names([target]) & self._names.inside:
-            raise _UnsplittableError
+        runs = self._run(shown or node)
+        if is_outside and all(map(binds_names, targets)) and not self._involves_program(node.value):
+            node.value = self._expression(node.value)
+            return [runs, node]  # the value exists on both sides
+        self._program_ran = True
+        self.only_inside |= names & self._names.assigned
+        return runs
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> ast.stmt:
         bound = {alias.asname or alias.name.partition(".")[0] for alias in node.names}
         if bound <= self._names.library.keys() and not bound & self._names.inside:
             return ast.Pass()
         self.needed |= bound - self._names.library.keys()
+        self.only_inside |= bound - self._names.library.keys()
         return self._run(node)
 
     visit_Import = visit_ImportFrom = _import
@@ -403,24 +129,23 @@ class _Splitter(ast.NodeTransformer):
         """A function or class of the test: its result may decide, and it runs among the program's names."""
         assert isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef))
         if any(isinstance(part, ast.Assert) for part in ast.walk(node)):
-            raise _UnsplittableError
+            raise UnsplittableError
         self.needed.add(node.name)
+        self.only_inside.add(node.name)
         self.decides_inside = True
         return self._run(node)
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _definition
 
     def visit_For(self, node: ast.For) -> ast.stmt:
-        names = _target_names([node.target])
-        if not all(
-            isinstance(part, (ast.Name, ast.Tuple, ast.List, ast.expr_context)) for part in ast.walk(node.target)
-        ):
-            raise _UnsplittableError
+        names = target_names([node.target])
+        if not binds_names(node.target):
+            raise UnsplittableError
         node.iter = self._expression(node.iter)
         self._program_ran = True
         # A loop variable that questions need is handed over in each round.
         handed = [
-            ast.Expr(_call(RUN, ast.Constant(name), ast.Name(name, ast.Load())))
+            ast.Expr(call(RUN, ast.Constant(name), ast.Name(name, ast.Load())))
             for name in sorted(names & self._names.inside)
         ]
         node.body = [*handed, *self.statements(node.body)]
@@ -446,8 +171,8 @@ class _Splitter(ast.NodeTransformer):
         for handler in node.handlers:
             kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
             if not all(kind is None or (isinstance(kind, ast.Name) and kind.id in BUILTINS) for kind in kinds):
-                raise _UnsplittableError
-            with _Bound(self._local, [handler.name] if handler.name else []):
+                raise UnsplittableError
+            with Bound(self._local, [handler.name] if handler.name else []):
                 handler.body = self.statements(handler.body)
         node.orelse, node.finalbody = self.statements(node.orelse), self.statements(node.finalbody)
         return node
@@ -455,31 +180,20 @@ class _Splitter(ast.NodeTransformer):
     def visit_With(self, node: ast.With) -> ast.stmt:
         """Only `with pytest.raises(...)`."""
         match node.items:
-            case [ast.withitem(context_expr=ast.Call(func=function) as call, optional_vars=None)]:
+            case [ast.withitem(context_expr=ast.Call(func=function) as raises, optional_vars=None)]:
                 if ast.unparse(function) not in ("pytest.raises", "raises"):
-                    raise _UnsplittableError
+                    raise UnsplittableError
             case _:
-                raise _UnsplittableError
+                raise UnsplittableError
         self._program_ran = True
-        if self._involves_program(ast.Tuple([*call.args, *[keyword.value for keyword in call.keywords]], ast.Load())):
-            raise _UnsplittableError
-        self.generic_visit_arguments(call)
-        call.func = ast.Name(RAISES, ast.Load())
+        if self._involves_program(
+            ast.Tuple([*raises.args, *[keyword.value for keyword in raises.keywords]], ast.Load())
+        ):
+            raise UnsplittableError
+        self._visit_arguments(raises)
+        raises.func = ast.Name(RAISES, ast.Load())
         node.body = self.statements(node.body)
         return node
-
-
-class _Bound:
-    """Names that are bound within a context."""
-
-    def __init__(self, names: list[str], more: Sequence[str]) -> None:
-        self._names, self._more = names, more
-
-    def __enter__(self) -> None:
-        self._names.extend(self._more)
-
-    def __exit__(self, *_: object) -> None:
-        del self._names[len(self._names) - len(self._more) :]
 
 
 def _without_check(body: list[ast.stmt]) -> list[ast.stmt]:
@@ -498,44 +212,3 @@ def _without_check(body: list[ast.stmt]) -> list[ast.stmt]:
 
 def _times_used(body: Sequence[ast.stmt], name: str) -> int:
     return sum(isinstance(part, ast.Name) and part.id == name for node in body for part in ast.walk(node))
-
-
-def _makes_instance(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and _is_class(node.func.id)
-
-
-def _is_class(name: str) -> bool:
-    return name[:1].isupper() and name not in BARE_NAMES
-
-
-def _compares(node: ast.AST) -> bool:
-    """Whether a comparison is part of the value itself, not of a lambda or of a comprehension's condition."""
-    for part in ast.iter_child_nodes(node):
-        if isinstance(part, ast.Lambda):
-            continue
-        if isinstance(part, ast.comprehension):
-            if _compares(part.iter):
-                return True
-        elif isinstance(part, ast.Compare) or _compares(part):
-            return True
-    return False
-
-
-def _target_names(targets: Iterable[ast.expr]) -> set[str]:
-    return {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
-
-
-def _is_plain_target(target: ast.expr) -> bool:
-    return not any(isinstance(part, ast.Attribute) for part in ast.walk(target))
-
-
-def _is_name(target: ast.expr) -> bool:
-    return isinstance(target, ast.Name)
-
-
-def _call(name: str, *arguments: ast.expr) -> ast.Call:
-    return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])
-
-
-def _call_statement(name: str, text: str) -> ast.stmt:
-    return ast.Expr(_call(name, ast.Constant(text)))

@@ -173,6 +173,20 @@ FORGERIES = {
         "xs = [2, 1]\nwanted = sorted(xs)\nassert f(xs) == wanted",
         "f = sorted",
     ),
+    "changing the loop variable": Forgery(
+        "def f(n):\n    global x\n    x = 0\n    return 0", "for x in range(4):\n    assert f(x) == x * x"
+    ),
+    "changing a variable of the test": Forgery(
+        "def f(n):\n    global x\n    x = 0\n    return 0", "x = 3\nassert f(x) == x * x"
+    ),
+    "changing what the test iterates over": Forgery(
+        "def f(n):\n    global xs\n    xs = []\n    return 0",
+        "xs = [1, 2, 3]\nassert [f(x) for x in xs] == [x * x for x in xs]",
+    ),
+    "changing the cases": Forgery(
+        "def f(n):\n    global cases\n    cases = []\n    return 0",
+        "cases = [(2, 4), (3, 9)]\nfor x, y in cases:\n    assert f(x) == y",
+    ),
     "frames": Forgery(FRAMES),
     "objects of the collector": Forgery(
         "import gc\ndef f(x):\n    found = [t for t in gc.get_objects() if isinstance(t, (str, bytearray))]\n"
