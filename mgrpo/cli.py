@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from mgrpo import __version__
 from mgrpo.config import Config, ConfigError, parse, to_yaml
 from mgrpo.config.dump import derived_lines
-from mgrpo.config.load import raise_problems, started_ranks
+from mgrpo.config.fields import settings
+from mgrpo.config.load import GENERAL, raise_problems, started_ranks
 from mgrpo.config.validate import problems
 
 USAGE = """usage: mgrpo train [--config FILE.yaml] [--name value ...]   (under torchrun for more than one rank)
@@ -24,6 +27,8 @@ USAGE = """usage: mgrpo train [--config FILE.yaml] [--name value ...]   (under t
        mgrpo convert hf-to-megatron --hf DIR --out DIR [--tensor_model_parallel_size N ...] [--verify]
        mgrpo convert megatron-to-hf --checkpoint DIR --out DIR [--hf DIR] [--dtype NAME] [--verify]
        mgrpo env                                            list what is installed and what is missing
+       mgrpo completion                                     complete commands and settings: eval "$(mgrpo completion)"
+       mgrpo COMMAND --help, mgrpo --version
 """
 COMMANDS = {
     "eval": ("mgrpo.run.evaluate", "eval_command"),
@@ -48,6 +53,7 @@ PACKAGES = (
 """What a run uses: its name, the distributions that provide it, and whether it is required."""
 SWITCHES = ("--show_config", "--dry_run")
 """Flags of the train command that are not settings."""
+SWITCHES_WITH_DASHES = tuple(switch.replace("_", "-") for switch in SWITCHES)
 INSTALL = "sh requirements/install.sh VENV"
 RANK_0_FIRST_S = 30.0
 """How long the other ranks wait for rank 0 to report a problem."""
@@ -64,11 +70,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] in COMMANDS:
         module, function = COMMANDS[words[0]]
         return getattr(importlib.import_module(module), function)(words[1:])
-    if words == ["env"]:
-        sys.stdout.write("\n".join(environment()) + "\n")
+    if words[0] in ("-V", "--version"):
+        sys.stdout.write(f"mgrpo {__version__}\n")
         return 0
-    sys.stderr.write(f"mgrpo: unknown command {' '.join(words)!r}\n{USAGE}")
+    if words[0] in SHORT_COMMANDS:
+        return _short_command(*words)
+    commands = ("train", *COMMANDS, *SHORT_COMMANDS)
+    near = difflib.get_close_matches(words[0], commands, n=1)
+    advice = f"; did you mean {near[0]}?" if near else ""
+    sys.stderr.write(f"mgrpo: unknown command {words[0]!r}{advice}\n{USAGE}")
     return 2
+
+
+def _short_command(name: str, *words: str) -> int:
+    """A command without arguments."""
+    lines, meaning = SHORT_COMMANDS[name]
+    is_help = words in (("-h",), ("--help",))
+    if words and not is_help:
+        sys.stderr.write(f"mgrpo {name}: takes no arguments, got {' '.join(words)!r}\n")
+        return 2
+    text = [f"usage: mgrpo {name}", "", meaning] if is_help else lines()
+    sys.stdout.write("\n".join(text) + "\n")
+    return 0
 
 
 def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
@@ -78,6 +101,7 @@ def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
     data: they wait to be ended, and print theirs only if rank 0 has found none.
     """
     is_head = os.environ.get("RANK", "0") == "0"
+    argv = ["--" + word[2:].replace("-", "_") if word in SWITCHES_WITH_DASHES else word for word in argv]
     try:
         config = parse([word for word in argv if word not in SWITCHES], prog=prog, defer=True)
         if "--show_config" in argv:
@@ -123,6 +147,28 @@ def environment() -> Iterator[str]:
         yield "the extension is not compiled, so the slow reference implementation is used; build it with: pip install --no-build-isolation -e ."
     if not missing and is_compiled:
         yield "nothing is missing"
+
+
+def completion() -> Iterator[str]:
+    """A function of bash, which zsh takes after `autoload -U bashcompinit && bashcompinit`."""
+    commands = " ".join(("train", *COMMANDS, *SHORT_COMMANDS))
+    flags = " ".join(f"--{name}" for name in (*GENERAL, *(switch[2:] for switch in SWITCHES), *settings()))
+    yield "_mgrpo() {"
+    yield f'  local words="{flags}"'
+    yield f'  [ "$COMP_CWORD" -eq 1 ] && words="{commands}"'
+    yield '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))'
+    yield "}"
+    yield "complete -o default -F _mgrpo mgrpo"
+
+
+SHORT_COMMANDS: dict[str, tuple[Callable[[], Iterator[str]], str]] = {
+    "env": (environment, "Lists the versions of what a run uses, and what is missing."),
+    "completion": (
+        completion,
+        'Prints a shell function that completes commands and settings: eval "$(mgrpo completion)"',
+    ),
+}
+"""Commands without arguments: the lines that they print, and what they are."""
 
 
 def _has(distribution: str) -> bool:

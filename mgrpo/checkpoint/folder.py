@@ -12,9 +12,12 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
+
+from mgrpo.checkpoint.space import nearest_folder
 
 MANIFEST = "manifest.json"
 ABANDONED = "manifest.abandoned.json"
@@ -134,13 +137,20 @@ def check_root(root: str | Path) -> None:
         except Exception as err:  # every driver raises its own errors
             raise ValueError(f"checkpoints cannot be kept in {root}, which cannot be listed: {err!r}") from err
         return
-    nearest = next(path for path in (folder.path, *folder.path.absolute().parents) if path.exists())
+    if why := unwritable(folder.path):
+        raise ValueError(f"checkpoints cannot be kept in {root}: {why}; name another folder")
+
+
+def unwritable(path: str | Path) -> str | None:
+    """Why files cannot be written in the folder at `path`, which may not exist yet; None if they can. Leaves nothing."""
+    nearest = nearest_folder(path)
     if not nearest.is_dir():
-        raise ValueError(f"checkpoints cannot be kept in {root}: {nearest} is a file; name a folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"checkpoints cannot be kept in {root}: no permission to write to {nearest}; name another folder"
-        )
+        return f"{nearest} is a file"
+    try:
+        with tempfile.TemporaryDirectory(prefix=".mgrpo-", dir=nearest):
+            return None
+    except OSError as err:
+        return f"nothing can be written to {nearest} ({err.strerror})"
 
 
 def step_folder(step: int) -> str:
@@ -202,8 +212,11 @@ def abandon(root: str | Path, *, after: int) -> list[int]:
     steps = [step for step in _complete(folder) if step > after]
     for step in steps:
         own = folder.child(step_folder(step))
-        own.replace(ABANDONED, own.read(MANIFEST))
-        own.remove(MANIFEST)
+        try:
+            own.replace(ABANDONED, own.read(MANIFEST))
+            own.remove(MANIFEST)
+        except IsADirectoryError as err:
+            _log.warning("%s cannot be taken out of the run: %s", own.location, err)
     return steps
 
 

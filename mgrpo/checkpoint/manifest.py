@@ -1,11 +1,12 @@
 """The JSON beside the tensors: what a rank wrote (index), and what a whole checkpoint is made of (manifest).
 
-Both are untrusted input: checksums guard the files, and nothing guards the manifest that holds them. So every value is
-checked, and no file name leaves the checkpoint's folder.
+Both are untrusted input. Checksums, the manifest's own among them, find what has changed by accident; anyone can make them
+anew, so every value is checked as well, and no file name leaves the checkpoint's folder.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,9 @@ from mgrpo.checkpoint.boxes import covers
 from mgrpo.checkpoint.folder import MANIFEST
 from mgrpo.models.table import Box, Shape
 
-VERSION = 1
+VERSION = 2
+"""What is written; version 1 has no checksum of the manifest itself."""
+READABLE = (1, 2)
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -24,11 +27,21 @@ Record = TypeVar("Record")
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that differs from what was written; `previous` is the newest complete one before it, if any."""
+    """A checkpoint that differs from what was written.
+
+    Args:
+        message: which one, and how it differs.
+        previous: the newest complete one before it, if any.
+    """
 
     def __init__(self, message: str, *, previous: str | None = None) -> None:
-        self.previous = previous
-        super().__init__(f"{message}; resume from the one before it: --resume {previous}" if previous else message)
+        self.reason, self.previous = message, previous
+        remedy = f"; resume from the newest one that is not, --resume intact, or from one by name: --resume {previous}"
+        super().__init__(f"{message}{remedy}" if previous else message)
+
+
+class OtherVersion(ValueError):
+    """A checkpoint in a format that this mgrpo does not read. Nothing is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,15 +158,20 @@ class Manifest:
             }
             for kind, by_name in self.tensors.items()
         }
-        return json.dumps({**head, "state": self.state, "files": files, "tensors": tensors}).encode()
+        return signed({**head, "state": self.state, "files": files, "tensors": tensors})
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        """ValueError for another version, and for anything that `to_json` cannot have made."""
+        """OtherVersion for what another mgrpo wrote, and ValueError for anything that `to_json` cannot have made."""
 
         def read(data: dict[str, Any]) -> Manifest:
-            if data.get("version") != VERSION:
-                raise ValueError(f"{MANIFEST} has version {data.get('version')!r}, this mgrpo reads {VERSION}")
+            version = _count(data["version"])
+            if version not in READABLE:
+                raise OtherVersion(
+                    f"{MANIFEST} has version {version}, this mgrpo reads {' and '.join(map(str, READABLE))}"
+                )
+            if version > 1 and data.pop("sha256") != _checksum(data):
+                raise ValueError(f"{MANIFEST} has changed since it was written, its checksum differs")
             return cls(
                 step=_count(data["step"]),
                 world_size=_count(data["world_size"]),
@@ -182,6 +200,15 @@ class Manifest:
         unknown = {self.state, *(piece.file for piece in pieces)} - self.files.keys()
         if unknown:
             raise ValueError(f"{MANIFEST} has no size and checksum of {min(unknown)}")
+
+
+def signed(data: Mapping[str, Any]) -> bytes:
+    """The text of a manifest that holds `data` and their checksum."""
+    return json.dumps({**data, "sha256": _checksum(data)}).encode()
+
+
+def _checksum(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
 def merge(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,11 @@ import torch
 from safetensors import SafetensorError
 
 from mgrpo.checkpoint.boxes import described
-from mgrpo.checkpoint.folder import (
-    MANIFEST,
-    Folder,
-    LocalFolder,
-    check_complete,
-    complete,
-    split_path,
-    step_folder,
-    step_path,
-)
-from mgrpo.checkpoint.manifest import DamagedCheckpoint, Manifest, PieceRecord, TensorRecord
+from mgrpo.checkpoint.folder import MANIFEST, Folder, LocalFolder, split_path
+from mgrpo.checkpoint.manifest import PieceRecord, TensorRecord
 from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.shard import CODES, DTYPES, sha256_of
+from mgrpo.checkpoint.stored import Stored
 from mgrpo.models.table import Box, Shape
 
 
@@ -45,20 +36,13 @@ class Checkpoint:
     """A train state on storage. Its files are read when a box is requested."""
 
     def __init__(self, root: Folder, step: int, *, cache: Path | None = None) -> None:
-        self.root, self.step = root, step
-        self.path = step_path(root.location, step)
-        self._folder = root.child(step_folder(step))
-        check_complete(root, step)
-        try:
-            self._manifest = Manifest.from_json(self._folder.read(MANIFEST))
-        except ValueError as err:
-            raise self._damaged(str(err)) from err
-        if self._manifest.step != step:
-            raise self._damaged(f"{MANIFEST} is of step {self._manifest.step}")
+        self._stored = Stored(root, step)
+        self.step, self.path = step, self._stored.path
+        self._folder, self._manifest = self._stored.folder, self._stored.manifest
         for kind, by_name in self._manifest.tensors.items():
             for name, own in by_name.items():
                 if own.dtype not in DTYPES:
-                    raise self._damaged(f"{MANIFEST} gives {kind} {name} the type {own.dtype!r}")
+                    raise self._stored.damaged(f"{MANIFEST} gives {kind} {name} the type {own.dtype!r}")
         self._is_remote = not isinstance(root, LocalFolder)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if cache is None and self._is_remote:
@@ -77,8 +61,7 @@ class Checkpoint:
     @property
     def state(self) -> dict[str, Any]:
         """The trainer's own state."""
-        self._verify(self._manifest.state)
-        return json.loads(self._path_of(self._manifest.state).read_bytes())
+        return self._stored.state
 
     @property
     def kinds(self) -> list[str]:
@@ -145,8 +128,8 @@ class Checkpoint:
             if (dtype, shape) == (DTYPES[own.dtype], piece.box.shape):
                 return self._mapped.read(path, piece.key, wanted.within(piece.box))
         except (SafetensorError, OSError, ValueError) as err:
-            raise self._damaged(f"{piece.file} cannot be read: {err}") from err
-        raise self._damaged(
+            raise self._stored.damaged(f"{piece.file} cannot be read: {err}") from err
+        raise self._stored.damaged(
             f"{piece.file}: {piece.key!r} is {CODES[dtype]} {list(shape)}, expected {own.dtype} {list(piece.box.shape)}"
         )
 
@@ -158,30 +141,17 @@ class Checkpoint:
     def _path_of(self, name: str) -> Path:
         """Where a file lies on this machine; the copy of a remote file is checked when it is made."""
         if name not in self._local:
-            self._check_size(name)
+            self._stored.check_size(name)
             path = self._folder.local_copy(name, self._cache)
             if self._is_remote:
                 self._check_sum(name, path)
             self._local[name] = path
         return self._local[name]
 
-    def _check_size(self, name: str) -> None:
-        found, expected = self._folder.size(name), self._manifest.files[name].num_bytes
-        if found is None:
-            raise self._damaged(f"{name} is missing")
-        if found != expected:
-            how = "truncated" if found < expected else "too long"
-            raise self._damaged(f"{name} is {how}, {found} bytes of {expected}")
-
     def _check_sum(self, name: str, path: Path) -> None:
         try:
             found = sha256_of(path)
         except OSError as err:
-            raise self._damaged(f"{name} cannot be read: {err}") from err
+            raise self._stored.damaged(f"{name} cannot be read: {err}") from err
         if found != self._manifest.files[name].sha256:
-            raise self._damaged(f"{name} has changed since it was written, its checksum differs")
-
-    def _damaged(self, what: str) -> DamagedCheckpoint:
-        earlier = [step for step in complete(self.root.location) if step < self.step]
-        previous = step_path(self.root.location, earlier[-1]) if earlier else None
-        return DamagedCheckpoint(f"{self.path} is damaged: {what}", previous=previous)
+            raise self._stored.damaged(f"{name} has changed since it was written, its checksum differs")

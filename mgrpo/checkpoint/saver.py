@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from mgrpo.checkpoint.folder import MANIFEST, Folder, latest, open_folder, rotate, step_folder
+from mgrpo.checkpoint.folder import MANIFEST, Folder, LocalFolder, latest, open_folder, rotate, step_folder
 from mgrpo.checkpoint.manifest import FileRecord, Index, PieceRecord, check_attempt, merge
 from mgrpo.checkpoint.shard import FILE_BYTES, Hashed, Part, split, write_shard
+from mgrpo.checkpoint.space import with_room
 from mgrpo.models.table import Shape
 
 _PAUSES_S = (0.02, 1.0)
@@ -103,10 +104,6 @@ class Saver:
         self._thread = threading.Thread(target=self._write_behind, args=(save,), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Finish the save in progress, at the end of a run."""
-        self.wait()
-
     def wait(self) -> None:
         """Wait until this rank has written its files; raise what went wrong."""
         if self._thread is not None:
@@ -136,9 +133,10 @@ class Saver:
             else:
                 self._announce(folder, index)
         except Exception as err:
-            self._give_up(folder, save, written, err)
+            reason = self._reason(err, save)
+            self._give_up(folder, save, written, reason)
             raise SaveError(
-                f"rank {self.rank} could not save step {save.step} in {folder.location}: {err}{self._newest()}"
+                f"rank {self.rank} could not save step {save.step} in {folder.location}: {reason}{self._newest()}"
             ) from err
 
     def _write_own(self, folder: Folder, save: _Save, written: list[str]) -> Index:
@@ -208,14 +206,19 @@ class Saver:
     def _announce(self, folder: Folder, index: Index) -> None:
         folder.replace(_index_name(index.rank, index.attempt), index.to_json())
 
-    def _give_up(self, folder: Folder, save: _Save, written: list[str], err: Exception) -> None:
+    def _reason(self, err: Exception, save: _Save) -> str:
+        if not isinstance(self.folder, LocalFolder):
+            return str(err)
+        return with_room(err, self.folder.path, sum(part.tensor.nbytes for part in save.parts))
+
+    def _give_up(self, folder: Folder, save: _Save, written: list[str], reason: str) -> None:
         """Delete what was written and tell rank 0 the reason. Both may fail as the writing did."""
         for name in written:
             with contextlib.suppress(Exception):
                 folder.remove(name)
         if self.rank != 0:
             with contextlib.suppress(Exception):
-                self._announce(folder, replace(self._blank(save, self.rank), error=str(err)))
+                self._announce(folder, replace(self._blank(save, self.rank), error=reason))
 
     def _newest(self) -> str:
         with contextlib.suppress(Exception):

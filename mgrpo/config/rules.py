@@ -187,11 +187,11 @@ def _states(config: Config) -> Iterator[str]:
 
 def _resume(config: Config) -> Iterator[str]:
     path = config.checkpoint.resume
-    if path in ("auto", "never"):
+    if path in ("auto", "intact", "never"):
         return
     step = re.search(r"(?:^|/)step_([0-9]{1,18})/*$", path)
     if not step:
-        yield f"resume={path} must be auto, never, or the path of a training state, .../checkpoints/step_N"
+        yield f"resume={path} must be auto, intact, never, or the path of a training state, .../checkpoints/step_N"
     elif "://" not in path and not os.path.isdir(path):
         yield f"resume={path} is not a folder; check the path (it is used as given, ~ is not expanded)"
     elif int(step[1]) > config.num_training_steps:

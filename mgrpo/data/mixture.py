@@ -96,6 +96,20 @@ class Mixture:
             for line, num_rows, num_taken in zip(selection.lines, selection.num_rows, selection.num_taken, strict=True)
         ]
 
+    @property
+    def content(self) -> list[dict[str, Any]]:
+        """For each line of the mix, in JSON: source, rows, taken, and a digest that tells its rows from others.
+
+        The digest is None for what `datasets` finds by name, whose fingerprint differs from machine to machine.
+        """
+        sources = [self._selection.sources[number] for number in self._selection.numbers]
+        contents = [source.key["content"] for source in sources]
+        return [
+            {name: count[name] for name in ("source", "rows", "taken")}
+            | {"digest": None if "fingerprint" in content else digest(content)}
+            for count, content in zip(self.counts, contents, strict=True)
+        ]
+
     def encode(self, tokenizer: Any) -> PromptSet:
         """Render and tokenize the rows, or load what an earlier run made of them.
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mgrpo.checkpoint.boxes import described
-from mgrpo.checkpoint.manifest import DamagedCheckpoint
+from mgrpo.checkpoint.manifest import DamagedCheckpoint, OtherVersion
 from mgrpo.checkpoint.reader import open_checkpoint
 from mgrpo.checkpoint.shard import FILE_BYTES
 from mgrpo.layout import Layout
@@ -136,7 +136,7 @@ def _megatron_source(path: str | Path, hf: str | Path | None) -> _Source:
 def _run_source(path: str | Path, hf: str | Path | None) -> _Source:
     try:
         checkpoint = open_checkpoint(path)
-    except DamagedCheckpoint:
+    except (DamagedCheckpoint, OtherVersion):
         raise
     except ValueError as err:
         raise ValueError(f"{path} is neither a Megatron folder (no {MEGATRON}) nor a run's checkpoint: {err}") from err

@@ -56,6 +56,7 @@ def make_trainer(
         source, reporter = SilentSource(lead), SilentReporter()
     else:
         state = checkpoint.state if checkpoint else None
+        resume_from = checkpoint.path if checkpoint else None
         production, reporter = lead.work(partial(_get_ready, config, started, resumed=state, resume_from=resume_from))
         source = Source(production, lead, config, layout=layout, hidden=shape.hidden)
         remarks = production.remarks

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from mgrpo.checkpoint.folder import check_complete, check_root, split_path
 from mgrpo.config import Config, ConfigError
-from mgrpo.config.derived import state_root
 from mgrpo.config.rules import too_few_prompts
 from mgrpo.config.validate import check, warnings
-from mgrpo.models.family import HfConfig, read_hf_config, shape_of
+from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
 from mgrpo.rollout.start import machine_problems
+from mgrpo.run.continuing import changes, find_state, resume_problems
 from mgrpo.run.environment import num_local_learners, prepare_environment, rank, world_size
 from mgrpo.run.inputs import Inputs, read_inputs
+from mgrpo.run.output import output_problems, room_notes
 
 if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
@@ -35,10 +35,11 @@ def check_run(
     ranks = world_size()
     problems: list[str] = []
     hf_config: HfConfig | None = None
+    shape: ModelShape | None = None
     try:
         hf_config = read_hf_config(config.model.model_name_or_path or "")
-        head_dim = shape_of(hf_config).head_dim
-        about_model = machine_problems(config, num_local_learners=num_local_learners(), head_dim=head_dim)
+        shape = shape_of(hf_config)
+        about_model = machine_problems(config, num_local_learners=num_local_learners(), head_dim=shape.head_dim)
     except ValueError as err:
         about_model = [str(err)]
     inputs = None
@@ -55,34 +56,37 @@ def check_run(
     if not any("model_name_or_path" in problem for problem in problems):
         problems += about_model
     problems += _loss_problems(config, loss)
+    remarks: list[str] = []
     if rank() == 0:
-        problems += _checkpoint_problems(config, skip_path=any(problem.startswith("resume=") for problem in problems))
+        # What follows from several settings can be worked out only if each is sound.
+        is_sound = not problems
         inputs, found = read_inputs(config, functions=functions, dataset=dataset)
         problems += [problem for problem in found if problem not in problems]
         if inputs and len(inputs.train):
             problems += too_few_prompts(config, len(inputs.train))
+        problems += output_problems(config, shape if is_sound else None)
+        if is_sound:
+            found, remarks = _state_problems(config, shape, inputs)
+            problems += [problem for problem in found if problem not in problems]
     if problems:
         raise ConfigError(problems)
-    if inputs is not None:
+    if inputs is not None and shape is not None:
         found = warnings(config, world_size=ranks, hf_config=hf_config, num_reward_funcs=len(functions))
-        for sentence in (*config.notes, *found, *inputs.notes(config)):
+        for sentence in (*config.notes, *found, *inputs.notes(config), *room_notes(config, shape), *remarks):
             print(f"mgrpo: {sentence}", file=sys.stderr)
     return inputs
 
 
-def _checkpoint_problems(config: Config, *, skip_path: bool) -> Iterator[str]:
-    """About the folder of training states and the state to continue from.
-
-    Args:
-        skip_path: there is a problem with `resume` already.
-    """
-    resume = config.checkpoint.resume
+def _state_problems(config: Config, shape: ModelShape | None, inputs: Inputs | None) -> tuple[list[str], list[str]]:
+    """What is wrong with the state that the run continues, and what the user should know about it."""
     try:
-        check_root(state_root(config))
-        if resume not in ("auto", "never") and not skip_path:
-            check_complete(*split_path(resume))
-    except ValueError as err:
-        yield str(err)
+        stored, remarks = find_state(config)
+    except (ValueError, OSError) as err:
+        return [str(err)], []
+    if stored is None:
+        return [], remarks
+    problems = resume_problems(config, stored, shape=shape, data=inputs.train.content if inputs else None)
+    return list(problems), [*remarks, *changes(config, stored)]
 
 
 def _loss_problems(config: Config, loss: LossFunction | None) -> list[str]:

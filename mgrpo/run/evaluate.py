@@ -66,13 +66,14 @@ def evaluate(
     config = for_evaluation(config)
 
     from mgrpo.run.environment import prepare_environment
+    from mgrpo.run.lock import locked
     from mgrpo.run.production import prepare, started
     from mgrpo.run.reporter import Reporter
 
     prepare_environment()
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with started(config, inputs, num_local_learners=0) as parts:
+        with locked([config.experiment.output_dir]), started(config, inputs, num_local_learners=0) as parts:
             # After ray.init, which sets its own handler.
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
             evaluator = prepare(config, parts).evaluator

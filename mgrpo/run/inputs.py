@@ -139,7 +139,8 @@ def _unasked_problems(train: Mixture, held_out: Mixture, config: Config) -> list
     reward, problems = config.reward, []
     named = {name.lower() for name in train.verifiers | held_out.verifiers}
     pair = reward.verifier_replacement
-    if pair and len(train) and pair[0] not in named:
+    by_preset = config.provenance.sources.get("remap_verifier", "").startswith("preset ")
+    if pair and len(train) and pair[0] not in named and not by_preset:
         problems.append(f"remap_verifier={reward.remap_verifier}: {_unasked(pair[0], named)}")
     asked = _asked(train, held_out, config)
     after = f" (after remap_verifier={reward.remap_verifier})" if pair else ""

@@ -15,15 +15,18 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mgrpo.checkpoint.folder import latest
 from mgrpo.config import Config
-from mgrpo.config.derived import state_root
+from mgrpo.config.load import as_config
 from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.run.check import check_run
+from mgrpo.run.continuing import state_path
 from mgrpo.run.environment import num_local_learners, prepare_environment, rank, world_size
 from mgrpo.run.inputs import as_functions
+from mgrpo.run.lock import locked
+from mgrpo.run.output import owned_folders
 
 if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Config,
+    config: Config | Mapping[str, object] | str | Path,
     *,
     reward_funcs: Sequence[str | Callable] | str | Callable | None = None,
     dataset: Iterable[Mapping] | None = None,
@@ -42,6 +45,7 @@ def train(
     """Train a model: the same as the command line. Under torchrun every rank must call it; alone it is one rank.
 
     Args:
+        config: an `mgrpo.GRPOConfig(...)`, a dict of settings, or the path of a YAML file.
         reward_funcs: called on rank 0 in place of the rows' verifiers and of the configuration's `reward_funcs`,
             `f(prompts, completions, completion_ids, **columns) -> list[float | None]` as in TRL; several are added up,
             each times its entry of `reward_weights`.
@@ -52,6 +56,7 @@ def train(
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
     """
+    config = as_config(config)
     functions = as_functions(reward_funcs)
     inputs = check_run(config, functions=functions, dataset=dataset, loss=loss)
     if config.experiment.cache_dataset_only:
@@ -133,7 +138,10 @@ def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = No
             return _run(config, None, stop, loss)
         from mgrpo.run.production import started
 
-        with started(config, inputs, num_local_learners=num_local_learners()) as parts:
+        with (
+            locked(owned_folders(config)),
+            started(config, inputs, num_local_learners=num_local_learners()) as parts,
+        ):
             # After ray.init, which sets its own handler.
             signal.signal(signal.SIGTERM, stop.on_signal)
             try:
@@ -145,12 +153,6 @@ def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = No
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def _resume_from(config: Config) -> str | None:
-    """The checkpoint that the run continues."""
-    choice = config.checkpoint.resume
-    return latest(state_root(config)) if choice == "auto" else None if choice == "never" else choice
 
 
 def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFunction | None) -> TrainResult:
@@ -168,13 +170,16 @@ def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFun
     lead = Lead(stop.event)
     trainer = None
     try:
-        trainer = make_trainer(config, lead, parts, resume_from=_resume_from(config) if parts else None, loss=loss)
+        trainer = make_trainer(config, lead, parts, resume_from=state_path(config) if parts else None, loss=loss)
         stop.is_polled = True
         result = trainer.fit()
-    except Stopped:
+    except Stopped as err:
         assert trainer is not None
+        reason = str(err)
+        if reason and parts:
+            print(f"mgrpo: {reason}", file=sys.stderr)
         trainer.close()
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(1 if reason else 128 + signal.SIGTERM)
     except BaseException as err:
         if trainer is not None:
             trainer.states.stop()

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """The run was asked to end (SIGTERM)."""
+    """The run ends before its last step: it was asked to (SIGTERM), or cannot go on for the reason in the message."""
 
 
 class Lead:

@@ -7,7 +7,6 @@ learner ranks unless it says otherwise.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +26,7 @@ from mgrpo.model_io.megatron_folder import model_reader
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend
-from mgrpo.parallel.gather import gather_values
+from mgrpo.parallel.gather import gather_json, gather_values
 from mgrpo.policy.policy import Microbatch, MicrobatchLoss, Policy, StepResult
 from mgrpo.run.schedule import is_due
 
@@ -213,7 +212,7 @@ class Learner:
         """Metrics over all mini-batches and ranks; every trained token counts once."""
         # Only ranks that measure know the names, which a user's loss chooses: they travel with the numbers.
         own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.reports_metrics]
-        everyones = _gathered(algo.add_metrics(own), self.host_group)
+        everyones = gather_json(algo.add_metrics(own), self.host_group)
         return algo.reduce_metrics(algo.add_metrics(algo.MetricSums(*part) for part in everyones))
 
     def _mini_batches(self, arrays: dict[str, np.ndarray]) -> list[MiniBatch]:
@@ -285,10 +284,3 @@ class Learner:
             return loss, (result.metrics | {ENTROPY: entropy_sum.float()}, result.maxima)
 
         return grpo_loss
-
-
-def _gathered(values: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's values, which JSON can carry, in rank order. All ranks of `group` must call."""
-    line = json.dumps(values).encode() + b"\n"
-    lines = gather_values(torch.frombuffer(bytearray(line), dtype=torch.uint8), group)
-    return [json.loads(line) for line in lines.numpy().tobytes().splitlines()]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mgrpo.config import Config
 from mgrpo.config.rules import too_few_prompts
@@ -47,6 +47,8 @@ class Production:
     producer: Producer | None
     """None without training data."""
     evaluator: Evaluator
+    data: Sequence[Mapping[str, Any]]
+    """`Mixture.content` of the training data."""
     remarks: Sequence[str]
     """What the user should know."""
 
@@ -128,6 +130,7 @@ def prepare(config: Config, parts: Started) -> Production:
         tokenizer=tokenizer,
         producer=producer,
         evaluator=evaluator,
+        data=parts.inputs.train.content,
         remarks=[f"chat_template_name={template} needs --stop_strings '{text}'" for text in missing],
     )
 

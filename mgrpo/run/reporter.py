@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgrpo.checkpoint.folder import abandon, lies_in
+from mgrpo.checkpoint.space import free_bytes, words
 from mgrpo.config import Config, to_yaml
 from mgrpo.config.derived import state_root
 from mgrpo.telemetry.batch import batch_metrics
@@ -81,6 +83,17 @@ class Reporter:
             )
         abandon(root, after=-1 if resumed_after is None else resumed_after)
         self.progress = Progress(config.num_training_steps)
+        self.failure = ""
+        """Why a file could not be written; the run should save its state and end."""
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Keep the reason when a file cannot be written, instead of ending the run with steps that are not saved."""
+        try:
+            yield
+        except OSError as err:
+            room = f"{words(free_bytes(self.output_dir))} are free there"
+            self.failure = self.failure or f"{self.output_dir} cannot be written to: {err.strerror or err}, {room}"
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -125,10 +138,11 @@ class Reporter:
             "time/sync": seconds["sync"],
             "time/total": total,
         }
-        self.writer.write(step, metrics)
-        if self.traces:
-            advantages = [sample.advantage for sample in batch.samples]
-            self.traces.write(step, rollouts.groups, rollouts.dropped, advantages)
+        with self._writing():
+            self.writer.write(step, metrics)
+            if self.traces:
+                advantages = [sample.advantage for sample in batch.samples]
+                self.traces.write(step, rollouts.groups, rollouts.dropped, advantages)
         scalars = {name: value for name, value in metrics.items() if not isinstance(value, list)}
         self.progress.update(step, scalars)
 
@@ -154,8 +168,9 @@ class Reporter:
         )
         metrics |= evaluation.reward_metrics
         version = {} if policy_version is None else {"policy_version": policy_version}
-        self.writer.write(step, {**version, **metrics, "time/eval": evaluation.generate_s})
-        self.tables.write(step, evaluation.groups, correctness(evaluation.groups, self.scale))
+        with self._writing():
+            self.writer.write(step, {**version, **metrics, "time/eval": evaluation.generate_s})
+            self.tables.write(step, evaluation.groups, correctness(evaluation.groups, self.scale))
         self.write_report()
         if when:
             self.progress.evaluation(metrics, when=when, before=before)
@@ -170,7 +185,8 @@ class Reporter:
 
     def finish(self, *, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """The run is over: the last report, and a summary on the terminal."""
-        self.writer.close()
+        with self._writing():
+            self.writer.close()
         self.write_report()
         self.progress.finish(before=before or None, after=after or None)
 
@@ -181,11 +197,14 @@ class Reporter:
     def close(self) -> None:
         """Close the files and give the terminal back."""
         self.progress.close()
-        self.writer.close()
+        with self._writing():
+            self.writer.close()
 
 
 class SilentReporter:
     """The other ranks' reporter: the same calls, without effect."""
+
+    failure = ""
 
     def say(self, text: str) -> None:
         """Nothing."""

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import secrets
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from mgrpo.checkpoint.folder import latest, step_path
+from mgrpo.checkpoint.folder import LocalFolder, latest, open_folder, step_path
+from mgrpo.checkpoint.manifest import DamagedCheckpoint
 from mgrpo.checkpoint.reader import Checkpoint, open_checkpoint
-from mgrpo.checkpoint.saver import Saver
+from mgrpo.checkpoint.saver import SaveError, Saver
+from mgrpo.checkpoint.space import OutputError, no_room
+from mgrpo.checkpoint.train_state import KINDS
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import state_root
 from mgrpo.models.family import ModelShape
-from mgrpo.parallel.gather import gather_values
+from mgrpo.models.memory import FP32_BYTES
+from mgrpo.models.table import Shape
+from mgrpo.parallel.gather import gather_json
 from mgrpo.run.lead import Lead
 from mgrpo.run.learner import Learner
 
@@ -39,30 +47,46 @@ class States:
     def open(self, path: str | None, shape: ModelShape) -> Checkpoint | None:
         """The checkpoint that the run continues, once its files have been compared with their checksums.
 
+        With resume=intact a damaged one is passed over for the one before it.
+
         Args:
             path: rank 0's counts; None: a new run.
         Raises:
             ConfigError: on all ranks, when it is damaged or of another model than `shape`.
         """
-        shared = self.lead.share(lambda: {"path": np.frombuffer((path or "").encode(), np.uint8)})
-        path = shared["path"].tobytes().decode()
-        if not path:
-            return None
-        checkpoint, problem = None, ""
+        while True:
+            path = self._shared(path or "")
+            if not path:
+                return None
+            checkpoint, problem, previous = self._try(path, shape)
+            outcomes = gather_json([problem, previous], self.host_group)
+            problems = [outcome for outcome in outcomes if outcome[0]]
+            if not problems:
+                return checkpoint
+            if checkpoint is not None:
+                checkpoint.close()
+            if self.config.checkpoint.resume != "intact" or not all(previous for _, previous in problems):
+                raise ConfigError([problems[0][0]])
+            self.lead.call(partial(print, f"mgrpo: {problems[0][0]}", file=sys.stderr))
+            path = problems[0][1]
+
+    def _shared(self, text: str) -> str:
+        """Rank 0's text."""
+        return self.lead.share(lambda: {"text": np.frombuffer(text.encode(), np.uint8)})["text"].tobytes().decode()
+
+    def _try(self, path: str, shape: ModelShape) -> tuple[Checkpoint | None, str, str | None]:
+        """The checkpoint, or what this rank finds wrong with it; of a damaged one, which one is before it."""
         try:
             checkpoint = open_checkpoint(path)
             checkpoint.verify(dist.get_rank(), dist.get_world_size())
-            if ModelShape.from_dict(checkpoint.state["model"]) != shape:
-                problem = f"{path} is of another model than {self.config.model.model_name_or_path}; resume with its own"
+            if ModelShape.from_dict(checkpoint.state["model"]) == shape:
+                return checkpoint, "", None
+        except DamagedCheckpoint as err:
+            return None, str(err), err.previous
         except (ValueError, OSError) as err:
-            problem = str(err)
-        problems = gather_values(
-            torch.frombuffer(bytearray(problem.encode() + b"\n"), dtype=torch.uint8), self.host_group
-        )
-        found = problems.numpy().tobytes().decode().split("\n")
-        if any(found):
-            raise ConfigError([next(filter(None, found))])
-        return checkpoint
+            return None, str(err), None
+        model = self.config.model.model_name_or_path
+        return None, f"{path} is of another model than {model}; resume with its own", None
 
     def save(self, step: int, learner: Learner, state: dict[str, Any]) -> str:
         """Write the state of the whole run after `step`, from which a run continues exactly, also in another layout.
@@ -71,16 +95,43 @@ class States:
             state: everything except tensors, in JSON; rank 0's counts.
         Returns:
             Where it is, or will be when it has been written in the background.
+        Raises:
+            OutputError: on all ranks, when this state, or the one before it in the background, could not be written.
         """
-        if self.config.checkpoint.checkpoint_async:
-            # The channel's time-out is short: all ranks must have written the state before when they wait there.
-            self.saver.wait()
-            dist.barrier(group=self.host_group)
-        token = self.lead.share(lambda: {"token": np.frombuffer(secrets.token_bytes(8), np.uint8)})
-        self.saver.save(step, learner.state.parts(), state, learner.state.full_shapes(), token["token"].tobytes().hex())
-        if not self.config.checkpoint.checkpoint_async:
-            dist.barrier(group=self.host_group)
-        return step_path(self.root, step)
+        self.wait()  # the channel's time-out is short: none may still write when the others wait there
+        shapes = learner.state.full_shapes()
+        place = step_path(self.root, step)
+        if problem := self._shared(self._no_room(shapes)):
+            raise OutputError(f"the state of step {step} could not be saved in {place}: {problem}{self._newest()}")
+        attempt = self._shared(secrets.token_hex(8))
+        self._agree(partial(self.saver.save, step, learner.state.parts(), state, shapes, attempt))
+        return place
+
+    def wait(self) -> None:
+        """Wait until everything is written. Collective; raises OutputError as `save` does."""
+        self._agree(self.saver.wait)
+
+    def _no_room(self, shapes: Mapping[str, Mapping[str, Shape]]) -> str:
+        folder = open_folder(self.root)
+        if not isinstance(folder, LocalFolder):
+            return ""
+        num_elements = sum(math.prod(shape) for kind in KINDS for shape in shapes.get(kind, {}).values())
+        return no_room(folder.path, FP32_BYTES * num_elements) or ""
+
+    def _newest(self) -> str:
+        newest = latest(self.root)
+        return f"; the newest complete checkpoint is {newest}" if newest else ""
+
+    def _agree(self, action: Callable[[], object]) -> None:
+        """Do it on every rank, and fail on all of them if one fails."""
+        problem, cause = "", None
+        try:
+            action()
+        except SaveError as err:
+            problem, cause = str(err), err
+        problems = list(filter(None, gather_json(problem, self.host_group)))
+        if problems:
+            raise OutputError(problems[-1]) from cause  # rank 0 quotes the others
 
     def last_good(self) -> str:
         """A clause that says from which state a failed run can be continued."""
@@ -93,7 +144,3 @@ class States:
     def stop(self) -> None:
         """Stop writing."""
         self.saver.stop()
-
-    def close(self) -> None:
-        """Wait until everything is written."""
-        self.saver.close()

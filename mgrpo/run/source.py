@@ -51,7 +51,7 @@ class Source:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to be given the batches that this one has not trained on, in JSON."""
-        return self.producer.state_dict()
+        return {**self.producer.state_dict(), "data": self.production.data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was taken."""

@@ -11,13 +11,16 @@ Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, l
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from mgrpo.checkpoint.space import OutputError, wait_for_room
 from mgrpo.config import Config
-from mgrpo.model_io.hf_export import export_hf
+from mgrpo.config.fields import flat
+from mgrpo.model_io.hf_export import export_bytes, export_hf
 from mgrpo.parallel import backend
 from mgrpo.run.engine_weights import EngineWeights
 from mgrpo.run.lead import Lead, Stopped
@@ -65,28 +68,48 @@ class Trainer:
         """The whole run, or the rest of a run that left a checkpoint.
 
         Raises:
-            Stopped: after SIGTERM, when the state has been saved.
+            Stopped: after SIGTERM, or when files could not be written, which its message says; the state has been saved
+                if that was possible.
         """
         try:
-            if not self.done:
-                self.before = self.evaluate("before training")
-            elif not self.is_followed_up:
-                self.follow_up()
-            for step in range(self.done + 1, self.config.num_training_steps + 1):
-                if not self.step(step):
-                    break
-                self.follow_up()
-            after = self.evaluate("after training")
-        except Stopped:
-            # The state of a precision-aware optimizer cannot be saved, at SIGTERM or otherwise.
-            if self.done > self.saved and not self.config.parallel.use_precision_aware_optimizer:
-                self.save()
-            raise
+            result = self._fit()
+        except OutputError as err:
+            raise Stopped(f"{err}; {self.keep_state()}") from err
+        except Stopped as err:
+            kept, failure = self.keep_state(), self.reporter.failure
+            is_lost = self.done > self.saved
+            raise Stopped(f"{failure}; {kept}" if failure else kept if is_lost else "") from err
+        if self.reporter.failure:
+            raise Stopped(f"{self.reporter.failure}; the trained model is in {result.exported or 'no folder'}")
+        return result
+
+    def _fit(self) -> TrainResult:
+        if not self.done:
+            self.before = self.evaluate("before training")
+        elif not self.is_followed_up:
+            self.follow_up()
+        for step in range(self.done + 1, self.config.num_training_steps + 1):
+            if not self.step(step):
+                break
+            self.follow_up()
+        after = self.evaluate("after training")
         exported = self.export() if self.config.checkpoint.save_final else None
+        self.states.wait()
         self.reporter.finish(before=self.before, after=after)
         return TrainResult(
             output_dir=self.output_dir, steps=self.done, before=self.before, after=after, exported=exported
         )
+
+    def keep_state(self) -> str:
+        """Save the state of the last step, if it is not saved and can be, and say where it is."""
+        # The state of a precision-aware optimizer cannot be saved.
+        if self.done > self.saved and not self.config.parallel.use_precision_aware_optimizer:
+            try:
+                self.save()
+                self.states.wait()
+            except OutputError as err:
+                return str(err)
+        return self.states.last_good()
 
     def step(self, step: int) -> bool:
         """Sample, score, train on every mini-batch and epoch, and give the engines the new weights.
@@ -107,6 +130,8 @@ class Trainer:
         clock.split("sync")
         sync_bytes = self.weights.plan.bytes_moved
         self.reporter.step(batch, learned, step=step, version=self.version, sync_bytes=sync_bytes, clock=clock)
+        if self.reporter.failure:
+            self.lead.stop.set()
         return True
 
     def send_weights(self, learned: Learned) -> None:
@@ -149,10 +174,16 @@ class Trainer:
         )
 
     def export(self) -> Path:
-        """Write the model in Hugging Face format."""
-        folder = self.output_dir / "hf" / f"step_{self.done}"
-        export_hf(self.learner.policy, self.config.model.path, folder, group=self.learner.host_group)
-        self.source.save_tokenizer(folder)
+        """Write the model in Hugging Face format; raises OutputError on all ranks when that fails.
+
+        A model that exists nowhere else is worth waiting for a while until somebody has made room for it.
+        """
+        policy, folder = self.learner.policy, self.output_dir / "hf" / f"step_{self.done}"
+        if self.done > self.saved:
+            num_bytes, stop = export_bytes(policy), self.lead.stop
+            self.lead.run(partial(wait_for_room, folder, num_bytes, say=self.reporter.say, stop=stop))
+        source, group = self.config.model.path, self.learner.host_group
+        export_hf(policy, source, folder, group=group, add=self.source.save_tokenizer)
         return folder
 
     def save(self) -> None:
@@ -169,6 +200,7 @@ class Trainer:
             "policy_version": self.version,
             "skipped": self.skipped,
             "before": self.before,
+            "config": flat(self.config),
             "model": asdict(self.learner.shape),
             "model_name_or_path": str(Path(self.config.model.path).absolute()),
             "learner": self.learner.state_dict(),
@@ -184,7 +216,6 @@ class Trainer:
 
     def close(self) -> None:
         """Leave all process groups. Collective."""
-        self.states.close()
         self.reporter.close()
         dist.barrier(group=self.learner.host_group)
         self.lead.close()

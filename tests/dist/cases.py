@@ -5,7 +5,13 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
+import os
+import resource
+import shutil
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -334,6 +340,8 @@ class GivenGroups:
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
+    def save_tokenizer(self, folder: Any) -> None: ...
+
 
 def trainer_of(model_dir: str, settings: dict[str, Any], groups: list, resume_from: str | None = None) -> Any:
     """A trainer without engines, which is given its rollouts."""
@@ -399,6 +407,81 @@ def learn(
     export_hf(learner.policy, model_dir, folder, group=learner.host_group)
     grad_norm = learned.results[-1].grad_norm if learned.results else 0.0
     return learned.metrics | {"steps": len(learned.results), "grad_norm": grad_norm, "state": state}
+
+
+def run_out_of_room(model_dir: str, settings: dict[str, Any], groups: list) -> dict[str, Any]:
+    """Exports and saves of a trainer after one step that fail, and what it says and keeps, on this rank."""
+    from mgrpo.checkpoint import space
+    from mgrpo.checkpoint.space import OutputError
+    from mgrpo.run.lead import Stopped
+
+    trainer = trainer_of(model_dir, settings, groups)
+    learner, said, leads = trainer.learner, [], dist.get_rank() == 0
+    trainer.reporter.say = said.append
+    learner.learn(trainer.source.next(1, 0).arrays, step=1)
+    trainer.done = 1
+    found: dict[str, Any] = {}
+
+    def failing(name: str, action: Any, *, limited: bool = False, full: bool = False) -> None:
+        disk_usage, patience, own = shutil.disk_usage, space.PATIENCE_S, resource.getrlimit(resource.RLIMIT_FSIZE)
+        if full:
+            shutil.disk_usage, space.PATIENCE_S = lambda path: SimpleNamespace(free=1000), 0.1
+        if limited:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, own[1]))
+        try:
+            found[name] = action()
+        except (OutputError, Stopped) as err:
+            found[name] = str(err)
+        finally:
+            shutil.disk_usage, space.PATIENCE_S = disk_usage, patience
+            resource.setrlimit(resource.RLIMIT_FSIZE, own)
+
+    failing("export in the middle", trainer.export, limited=leads)
+    failing("export at the start", trainer.export, full=leads)
+    failing("save in the middle", trainer.save, limited=not leads)
+    failing("save at the start", trainer.save, full=leads)
+    failing("neither", trainer.keep_state, full=True)
+    found["left"] = sorted(path.name for path in trainer.output_dir.rglob("*") if path.suffix != ".json")
+    found["said"] = said[:]
+    dist.barrier()
+    umask = os.umask(0o027)
+    trainer.reporter.failure = "metrics cannot be written" if leads else ""
+    trainer._fit = lambda: trainer.lead.run(lambda: None) or _raise(Stopped())
+    failing("the end", trainer.fit)
+    found["exported"] = str(trainer.export())
+    os.umask(umask)
+    found["modes"] = {oct(path.stat().st_mode & 0o777) for path in trainer.output_dir.rglob("*.safetensors")}
+    return found
+
+
+def open_damaged(model_dir: str, settings: dict[str, Any], groups: list) -> list[str]:
+    """What every way to continue makes of states of two steps, of which rank 1's share of the newer one is damaged."""
+    from mgrpo.config import ConfigError
+
+    trainer = trainer_of(model_dir, settings, groups)
+    trainer.learner.learn(trainer.source.next(1, 0).arrays, step=1)
+    for trainer.done in (1, 2):
+        trainer.save()
+    newest, found = f"{trainer.states.root}/step_2", []
+    if dist.get_rank() == 1:
+        (shard,) = Path(newest).glob("shard-00001-*.safetensors")
+        data = shard.read_bytes()
+        shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    dist.barrier()
+    for choice in ("auto", "intact"):
+        states = trainer.states
+        states.config = replace(states.config, checkpoint=replace(states.config.checkpoint, resume=choice))
+        try:
+            checkpoint = states.open(newest, trainer.learner.shape)
+            found.append(checkpoint.path)
+            checkpoint.close()
+        except ConfigError as err:
+            found.append(str(err))
+    return found
+
+
+def _raise(err: Exception) -> None:
+    raise err
 
 
 def hidden_state(learner: Any) -> dict[str, Any]:

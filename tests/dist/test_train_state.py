@@ -156,3 +156,13 @@ def test_another_models_state_is_refused(run_ranks, folders, learned, tmp_path):
     _, checkpoint, _ = learned(**TENSOR)
     with pytest.raises(AssertionError, match=f"{checkpoint} is of another model than"):
         go_on(run_ranks, folders["qwen3 (QK norm)"], tmp_path, checkpoint, **TENSOR)
+
+
+def test_a_damaged_state_is_refused_or_passed_over_on_every_rank(run_ranks, folders, tmp_path):
+    """Only the rank that reads a file sees that its checksum differs; all must go on from the same state."""
+    arguments = {"model_dir": str(folders["qwen2"]), "groups": scored_groups()}
+    settings = LEARN | TENSOR | {"output_dir": str(tmp_path)}
+    for refused, opened in run_ranks(2, cases.open_damaged, settings=settings, **arguments):
+        assert f"{tmp_path}/checkpoints/step_2 is damaged: shard-00001-0-" in refused
+        assert refused.endswith(f"--resume intact, or from one by name: --resume {tmp_path}/checkpoints/step_1")
+        assert opened == f"{tmp_path}/checkpoints/step_1"

@@ -32,7 +32,7 @@ ROOMS = {
     "model_io": {"checkpoint", "policy", "parallel", "packing", "models", "layout", "types"},
 }
 """What each room imports of the others; an import that is missing here is a decision, not an accident."""
-APPLICATION = {"run", "cli", "__init__"}
+APPLICATION = {"run", "cli", "__init__", "__main__"}
 """May import every room."""
 HEAVY = {
     "megatron": {"parallel", "policy"},

@@ -53,7 +53,8 @@ def left_out(name: str, source: str, reason: str) -> Metric:
 _RUNNING = "needs a total over the run that a resumed run continues"
 _ASYNC = "sampling and training take turns, so neither waits for a queue"
 _PER_GROUP = "an engine samples a batch as one call and reports one time"
-_TOOLS, _ENVIRONMENTS, _RUBRICS = "there are no tools", "there are no environments", "there are no rubrics"
+_TOOLS, _ENVIRONMENTS = "there are no tools", "there are no environments"
+_RUBRICS = "rubrics do not evolve; the verifier rubric judges by those in the row"
 _FLOPS = "there is no count of operations to compare with the device's peak"
 _EXTREME = "a minimum or maximum over ranks would change with the layout; the mean is logged"
 _SUM = "the sum over a completion's tokens there, a mean over tokens here"
@@ -184,7 +185,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         alias("entropy", TRL, "policy/entropy_avg"),
         not_yet("entropy_coef", TRL, "the weight of the entropy bonus is not reported"),
         not_yet("vespo/phi_seq_mean", TRL, "the loss does not report the gate's value"),
-        not_yet("aux_loss", TRL, "there are no experts to balance"),
+        not_yet("aux_loss", TRL, "routers have no auxiliary loss; they learn from the rewards alone"),
         logged("objective/kl0_avg", OI, "nats", "d = logprob - reference logprob"),
         logged("objective/kl1_avg", OI, "nats", "d^2 / 2"),
         logged("objective/kl2_avg", OI, "nats", "exp(-d) - 1 + d"),

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from mgrpo.checkpoint.folder import latest, open_folder
-from mgrpo.checkpoint.manifest import DamagedCheckpoint
+from mgrpo.checkpoint.manifest import DamagedCheckpoint, OtherVersion, signed
 from mgrpo.checkpoint.reader import open_checkpoint
 from mgrpo.models.table import Box
 from tests.unit.checkpoint.states import assert_holds, make_values, save
@@ -94,7 +94,7 @@ def test_shards_that_changed_places_are_found_without_checksums(tmp_path):
     data = json.loads(manifest.read_text())
     pieces = [own["pieces"] for own in data["tensors"]["master"].values()]
     pieces[0][0][2:], pieces[1][0][2:] = pieces[1][0][2:], pieces[0][0][2:]
-    manifest.write_text(json.dumps(data))
+    rewrite(manifest, data)
     with pytest.raises(DamagedCheckpoint, match=r"is F32 \[.*\], expected F32 \["):
         open_checkpoint(tmp_path / "step_1").read("master", Box("embed", (0, 0), (13, 6)))
 
@@ -106,6 +106,12 @@ def test_a_file_that_is_no_safetensors_is_named(tmp_path):
     path.write_bytes(b"\xff" * path.stat().st_size)
     with pytest.raises(DamagedCheckpoint, match=r"shard-00000-0-run-1\.safetensors cannot be read"):
         open_checkpoint(tmp_path / "step_1").read("master", Box("norm", (0,), (7,)))
+
+
+def rewrite(manifest, data):
+    """A manifest with a checksum that is right."""
+    data.pop("sha256", None)
+    manifest.write_bytes(signed(data))
 
 
 def first_piece(data):
@@ -134,7 +140,7 @@ HOSTILE = {
     "a file without checksum": lambda data: data["files"].pop(first_piece(data)[2]),
     "a wrong checksum's form": lambda data: data["files"][first_piece(data)[2]].update(sha256="x"),
     "negative bytes": lambda data: data["files"][first_piece(data)[2]].update(bytes=-1),
-    "another version": lambda data: data.update(version=3),
+    "a true version": lambda data: data.update(version=True),
     "no version": lambda data: data.pop("version"),
     "another step": lambda data: data.update(step=7),
     "a true step": lambda data: data.update(step=True),
@@ -162,7 +168,7 @@ def test_a_manifest_that_nobody_wrote_is_refused(tmp_path, what):
     manifest = tmp_path / "step_1" / "manifest.json"
     data = json.loads(manifest.read_text())
     HOSTILE[what](data)
-    manifest.write_text(json.dumps(data))
+    rewrite(manifest, data)
     with pytest.raises(DamagedCheckpoint, match=r"step_1 is damaged: ") as caught:
         open_checkpoint(tmp_path / "step_1")
     assert caught.value.previous == f"{tmp_path}/step_0"
@@ -175,6 +181,43 @@ def test_a_manifest_that_is_no_manifest_is_refused(root, text):
     open_folder(root).child("step_1").replace("manifest.json", text)
     with pytest.raises(DamagedCheckpoint, match=r"step_1 is damaged: manifest\.json is"):
         open_checkpoint(latest(root))
+
+
+def test_a_manifest_that_changed_without_a_trace_is_found(tmp_path):
+    """Two tensors of one shape that change places are a sound manifest, and another model."""
+    save(tmp_path, 1, make_values(1))
+    manifest = tmp_path / "step_1" / "manifest.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"exp_avg"', '"exp_avg_"').replace('"master"', '"exp_avg"', 1))
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json has changed since it was written"):
+        open_checkpoint(tmp_path / "step_1")
+
+
+def test_a_state_of_another_version_is_not_damaged(root):
+    """The one before it has that version as well; and the version before it is still read."""
+    save(root, 1, make_values(1))
+    save(root, 2, make_values(2))
+    folder = open_folder(root).child("step_2")
+    data = json.loads(folder.read("manifest.json"))
+    folder.replace("manifest.json", signed(data | {"version": 99}))
+    with pytest.raises(OtherVersion) as caught:
+        open_checkpoint(latest(root))
+    assert "step_2 was written by another version of mgrpo: manifest.json has version 99, this mgrpo reads 1 and 2" in (
+        str(caught.value)
+    )
+    assert "damaged" not in str(caught.value) and "--resume never" in str(caught.value)
+    folder.replace("manifest.json", json.dumps(data | {"version": 1}).encode())
+    assert_holds(open_checkpoint(latest(root)), make_values(2))
+
+
+def test_a_folder_in_place_of_the_manifest_is_named(tmp_path):
+    """A copy that went wrong; Python's own error says neither which state nor what to do."""
+    save(tmp_path, 1, make_values(1))
+    save(tmp_path, 2, make_values(2))
+    (tmp_path / "step_2" / "manifest.json").unlink()
+    (tmp_path / "step_2" / "manifest.json").mkdir()
+    assert "manifest.json cannot be read" in str(refusal(tmp_path / "step_2"))
+    assert refusal(tmp_path / "step_2").previous == f"{tmp_path}/step_1"
 
 
 def test_no_change_of_a_manifest_gets_past_all_checks(tmp_path):

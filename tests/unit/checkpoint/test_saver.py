@@ -264,7 +264,7 @@ def test_saves_follow_each_other(root):
     held_up.go.set()
     second.join(10)
     assert complete(root)[0] == 1
-    saver.close()
+    saver.wait()
     assert complete(root) == [1, 2]
 
 
@@ -276,7 +276,7 @@ def test_ranks_save_at_the_same_time(root):
         for rank in (step % 4, *(rank for rank in range(4) if rank != step % 4)):
             savers[rank].save(step, parts[rank], {"step": step}, FULL_SHAPES, f"a{step}")
     for saver in savers:
-        saver.close()
+        saver.wait()
     assert complete(root) == [4, 5]
     for step in (4, 5):
         checkpoint = open_checkpoint(latest(root).replace("step_5", f"step_{step}"))
@@ -297,7 +297,7 @@ def test_an_error_in_the_thread_surfaces_at_the_next_call(tmp_path):
     saver.folder = FullDisk(tmp_path)
     saver.save(4, whole(make_values(4)), {}, FULL_SHAPES, "d")
     with pytest.raises(SaveError, match="No space left"):
-        saver.close()
+        saver.wait()
 
 
 def test_a_run_that_ends_waits_for_nobody(tmp_path):

@@ -71,7 +71,7 @@ def test_open_instruct_saves_every_200_steps_once_it_knows_where():
     assert given.checkpoint.checkpoint_state_freq == 7
 
 
-@pytest.mark.parametrize("resume", ["auto", "never", "gs://bucket/run/step_3", "step_7/", "."])
+@pytest.mark.parametrize("resume", ["auto", "intact", "never", "gs://bucket/run/step_3", "step_7/", "."])
 def test_a_state_to_resume_from_is_judged_by_its_path(tmp_path, monkeypatch, resume):
     """A wrong path must be found before engines are started, and a right one must not be refused."""
     monkeypatch.chdir(tmp_path)

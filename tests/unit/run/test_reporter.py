@@ -86,6 +86,20 @@ def test_an_evaluation_is_written_with_its_samples(tmp_path) -> None:
     assert np.isfinite(metrics["eval/scores"])
 
 
+def test_a_full_disk_is_remembered_with_its_path_and_ends_nothing(tmp_path, batch) -> None:
+    """A line of metrics that cannot be written ended the run, and with it the steps since the last saved state."""
+    reporter = report(tmp_path)
+    step(reporter, 1, batch)
+    whole, reporter.writer._lines = reporter.writer._lines, open("/dev/full", "w")
+    whole.close()
+    step(reporter, 2, batch)
+    message = f"{tmp_path}/out cannot be written to: No space left on device, "
+    assert reporter.failure.startswith(message) and reporter.failure.endswith(" are free there")
+    assert reporter.state_dict() == {"num_lines": 1}
+    reporter.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1]
+
+
 def test_a_failed_report_does_not_end_the_run(tmp_path, monkeypatch, caplog) -> None:
     """A page is worth less than the training it describes."""
 

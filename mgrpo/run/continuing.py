@@ -1,0 +1,125 @@
+"""The state that a run continues from: which one it is, and whether this configuration, model and data can continue it.
+
+Seed, data, model and kind of optimizer must be the state's. Everything else may change and is listed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mgrpo.checkpoint.folder import latest, split_path
+from mgrpo.checkpoint.manifest import DamagedCheckpoint
+from mgrpo.checkpoint.stored import Stored
+from mgrpo.config import Config
+from mgrpo.config.derived import state_root
+from mgrpo.config.fields import flat, settings, shown
+from mgrpo.models.family import ModelShape
+
+PLACES = ("output_dir", "dataset_local_cache_dir")
+"""Settings besides those of the checkpoint section that say where something is kept."""
+AFRESH = "or start afresh with --resume never"
+
+
+def state_path(config: Config) -> str | None:
+    """The state that the run asks for; None: it starts afresh."""
+    choice = config.checkpoint.resume
+    if choice == "never":
+        return None
+    return latest(state_root(config)) if choice in ("auto", "intact") else choice
+
+
+def find_state(config: Config) -> tuple[Stored | None, list[str]]:
+    """The state to continue, as far as its manifest and the sizes of its files tell, and what was passed over for it.
+
+    Raises:
+        ValueError: it does not exist, is damaged or of another version; with resume=intact only if none is left.
+    """
+    path = state_path(config)
+    passed_over: list[str] = []
+    while path:
+        try:
+            stored = Stored(*split_path(path))
+            stored.check_sizes()
+            stored.state  # noqa: B018  checked when it is read
+            return stored, passed_over
+        except DamagedCheckpoint as err:
+            if config.checkpoint.resume != "intact" or err.previous is None:
+                raise
+            passed_over.append(f"{err.reason}; it is passed over (resume=intact)")
+            path = err.previous
+    return None, []
+
+
+def resume_problems(
+    config: Config, stored: Stored, *, shape: ModelShape | None, data: Sequence[Mapping[str, Any]] | None
+) -> Iterator[str]:
+    """Why the state at `stored` cannot be continued, one sentence each.
+
+    Args:
+        shape: of the configuration's model; None when that could not be read.
+        data: `Mixture.content` of the training data; the same.
+    """
+    state, path = stored.state, stored.path
+    order = state["head"]["sampler"]
+    if order["seed"] != config.experiment.seed:
+        yield (
+            f"seed={config.experiment.seed}, but {path} was saved with seed={order['seed']}, from which the order of the data "
+            f"and all random numbers follow; set seed={order['seed']}, {AFRESH}"
+        )
+    if order.get("shuffle", True) != config.data.shuffle_dataset:
+        was = shown(order.get("shuffle", True))
+        yield f"shuffle_dataset={shown(config.data.shuffle_dataset)}, but {path} was saved with {was}; set {was}, {AFRESH}"
+    if shape is not None and ModelShape.from_dict(state["model"]) != shape:
+        yield (
+            f"{path} is of another model than {config.model.model_name_or_path}; it was saved from "
+            f"{state['model_name_or_path']}: name that one, {AFRESH}"
+        )
+    if data is not None and "data" in state["head"]:
+        yield from _data_problems(path, state["head"]["data"], data)
+    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if getattr(config.parallel, name):
+            yield f"{name}=true cannot continue a training state yet, here {path}; turn it off, {AFRESH}"
+    if stored.step > config.num_training_steps and config.checkpoint.resume in ("auto", "intact"):
+        yield (
+            f"{path} is step {stored.step}, but the run has {config.num_training_steps} training steps; raise "
+            f"total_episodes, {AFRESH}"
+        )
+
+
+def changes(config: Config, stored: Stored) -> Iterator[str]:
+    """One sentence about the settings that differ from those with which the state was saved."""
+    before = stored.state.get("config", {})
+    now = json.loads(json.dumps(flat(config)))
+    changed = [
+        f"{name} {_shown(before[name])} -> {_shown(value)}"
+        for name, value in now.items()
+        if name in before and before[name] != value and settings()[name].section != "checkpoint" and name not in PLACES
+    ]
+    if changed:
+        yield f"{stored.path} was saved with other settings: {', '.join(changed)}"
+
+
+def _data_problems(path: str, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Whether the rows are the same ones; their names may differ."""
+    if [(line["rows"], line["taken"]) for line in before] != [(line["rows"], line["taken"]) for line in now]:
+        yield (
+            f"the training data are {_lines(now)}, but {path} was saved with {_lines(before)}; give the data that the run "
+            f"began with, {AFRESH}"
+        )
+        return
+    for old, new in zip(before, now, strict=True):
+        if old["digest"] and new["digest"] and old["digest"] != new["digest"]:
+            yield (
+                f"{new['source']} holds other rows than when {path} was saved; give the data that the run began with, "
+                f"{AFRESH}"
+            )
+
+
+def _lines(data: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{line['taken']} of {line['rows']} rows of {line['source']}" for line in data)
+
+
+def _shown(value: object) -> str:
+    return shown(tuple(value) if isinstance(value, list) else value)

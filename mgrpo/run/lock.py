@@ -1,0 +1,235 @@
+"""One run in a folder: `run.lock` says who writes there, and keeps a second run out.
+
+While its owner lives, it holds a flock on the file and touches it every few seconds. An owner that has died without
+deleting its lock is recognised by that: on this machine the kernel has released the flock at once; a lock of another
+machine, where the flock may not be visible, counts as abandoned when it has not been touched for `ABANDONED_S`. That is
+waited for, so that a job which is started again on another node goes on by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from mgrpo.config import ConfigError
+
+NAME = "run.lock"
+TOUCH_S = 15.0
+"""Seconds between two touches."""
+ABANDONED_S = 120.0
+"""Seconds without a touch after which another machine's lock is taken over."""
+ADVICE = "wait for its end, stop it, or name another folder"
+_POLL_S = 1.0
+_RECORD_BYTES = 1024
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """A process, such that no other one is ever taken for it."""
+
+    host: str
+    kernel: str
+    """The boot of the machine and the namespace in which `pid` counts."""
+    pid: int
+    started: str
+    """When the process started, in ticks since the boot."""
+    since: str
+    """When it took the lock, for people."""
+
+    @classmethod
+    def this(cls) -> Owner:
+        """This process."""
+        return cls(
+            host=socket.gethostname(),
+            kernel=_kernel(),
+            pid=os.getpid(),
+            started=_started(os.getpid()),
+            since=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+        )
+
+    @classmethod
+    def read(cls, handle: int) -> Owner | None:
+        """The owner that a lock names; None for an empty or damaged one."""
+        try:
+            found = cls(**json.loads(os.pread(handle, _RECORD_BYTES, 0)))
+        except (ValueError, TypeError):
+            return None
+        return found if isinstance(found.pid, int) else None
+
+    def write(self, handle: int) -> None:
+        """Name it in a lock, in one write of a fixed size: a reader finds the old owner or the new one."""
+        os.pwrite(handle, json.dumps(asdict(self)).encode().ljust(_RECORD_BYTES), 0)
+        os.fsync(handle)
+
+    def __str__(self) -> str:
+        where = "this machine" if self.kernel == _kernel() else f"host {self.host}"
+        return f"process {self.pid} on {where}, since {self.since}"
+
+
+@contextlib.contextmanager
+def locked(folders: Iterable[str | Path]) -> Iterator[None]:
+    """Hold the locks of `folders`, which are made if they do not exist.
+
+    Raises:
+        ConfigError: another run writes to one of them.
+    """
+    with contextlib.ExitStack() as held:
+        handles = [held.enter_context(_lock(Path(folder))) for folder in folders]
+        ended = threading.Event()
+        thread = threading.Thread(target=_touch, args=(handles, ended), name="run-lock", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+
+def in_use(folder: str | Path) -> str | None:
+    """Who writes to a folder now; None if nobody does. Waits up to `ABANDONED_S` for another machine's sign of life."""
+    try:
+        handle = os.open(Path(folder) / NAME, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return _other_owner(handle, Path(folder), fcntl.LOCK_SH)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[int]:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / NAME
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            other = _other_owner(handle, folder, fcntl.LOCK_EX)
+            if other:
+                raise ConfigError([f"{folder} is in use by another run: {other}; {ADVICE}"])
+            # Its owner may have deleted it between the two calls.
+            if not _is_at(handle, path):
+                continue
+            Owner.this().write(handle)
+            yield handle
+            if _is_own(handle) and _is_at(handle, path):
+                path.unlink()
+            return
+        finally:
+            os.close(handle)
+
+
+def _other_owner(handle: int, folder: Path, kind: int) -> str | None:
+    """Another live owner of a lock, in words; None when the lock is free, which a supported flock of this `kind` has."""
+    is_held = _is_held(handle, kind)
+    owner = Owner.read(handle)
+    if is_held:
+        return str(owner or "a process that has just started")
+    if owner is None:
+        return None
+    if owner.kernel == _kernel():
+        lives = is_held is None and _started(owner.pid) == owner.started
+        return str(owner) if lives else None
+    return str(owner) if _is_touched(folder, owner) else None
+
+
+def _is_held(handle: int, kind: int) -> bool | None:
+    """Whether another process has the flock; None where the file system has none. Else this one has it afterwards."""
+    # Somebody who only looks holds it for a moment.
+    deadline = time.monotonic() + 0.3
+    while True:
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.05)
+        except OSError:
+            return None
+
+
+def _is_touched(folder: Path, owner: Owner) -> bool:
+    """Whether another machine's lock is touched before it counts as abandoned."""
+    first = _touched_at(folder)
+    if first is None:
+        return False
+    left = ABANDONED_S - (_now(folder) - first)
+    if left > 0:
+        print(
+            f"mgrpo: {folder / NAME} is of {owner}; waiting up to {left:.0f} s for a sign of life from that run",
+            file=sys.stderr,
+        )
+    deadline = time.monotonic() + left
+    while time.monotonic() < deadline:
+        time.sleep(min(_POLL_S, max(deadline - time.monotonic(), 0)))
+        if _touched_at(folder) != first:
+            return _touched_at(folder) is not None
+    return False
+
+
+def _touched_at(folder: Path) -> float | None:
+    """Opened anew each time: network file systems cache the times of files that stay open."""
+    try:
+        with open(folder / NAME, "rb") as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return None
+
+
+def _now(folder: Path) -> float:
+    """The time by the clock of the file system, which is the one that touches set."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_mtime
+
+
+def _touch(handles: Iterable[int], ended: threading.Event) -> None:
+    while not ended.wait(TOUCH_S):
+        for handle in handles:
+            if not _is_own(handle):
+                _log.error("another run has taken over %s, because this one did not touch it", NAME)
+                return
+            with contextlib.suppress(OSError):
+                os.utime(handle)
+
+
+def _is_own(handle: int) -> bool:
+    owner = Owner.read(handle)
+    return owner is not None and (owner.kernel, owner.pid) == (_kernel(), os.getpid())
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _kernel() -> str:
+    """What tells apart machines, their boots, and containers that count their processes separately."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _started(pid: int) -> str:
+    """When a process started; nothing if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""

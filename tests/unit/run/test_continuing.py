@@ -1,0 +1,137 @@
+"""Which state a run continues, and what must be as it was when the state was saved."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from mgrpo.config import from_values
+from mgrpo.config.fields import flat
+from mgrpo.data.mixture import open_data
+from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.run.continuing import changes, find_state, resume_problems
+from tests.unit.checkpoint.states import make_values, save
+
+MODEL = str(Path(__file__).parents[3] / "examples/quickstart/model")
+
+
+@pytest.fixture(scope="module")
+def shape():
+    return shape_of(read_hf_config(MODEL))
+
+
+def config(folder, **settings):
+    """Ten steps on `rows.jsonl`."""
+    values = {"total_episodes": 640, "dataset_mixer_list": (str(folder / "rows.jsonl"), "1.0")}
+    return from_values({"output_dir": str(folder / "out"), "model_name_or_path": MODEL, **values, **settings})
+
+
+def write_rows(folder, *answers):
+    rows = [json.dumps({"prompt": "1+1=", "ground_truth": n, "dataset": "integer"}) for n in answers]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+
+
+def content(config):
+    return open_data(config.data)[0].content
+
+
+def save_state(run, shape, step, **changed):
+    """A state as the trainer writes it."""
+    sampler = {"num_prompts": 3, "seed": 1, "shuffle": True, "epoch": 0, "position": 0, "excluded": []}
+    state = {
+        "step": step,
+        "config": flat(run),
+        "model": asdict(shape),
+        "model_name_or_path": MODEL,
+        "head": {"sampler": sampler, "data": content(run)},
+    }
+    save(Path(run.experiment.output_dir) / "checkpoints", step, make_values(step), state=state | changed)
+
+
+@pytest.fixture
+def folder(tmp_path, shape):
+    """A run of three rows with states of steps 2 and 4."""
+    write_rows(tmp_path, 1, 2, 3)
+    for step in (2, 4):
+        save_state(config(tmp_path), shape, step)
+    return tmp_path
+
+
+def found(folder, shape, **settings):
+    """Problems and changes of a run that continues."""
+    own = config(folder, **settings)
+    stored, _ = find_state(own)
+    return list(resume_problems(own, stored, shape=shape, data=content(own))), list(changes(own, stored))
+
+
+def test_the_same_run_goes_on_without_a_word(folder, shape):
+    """Also when its rows have moved, or it stands elsewhere."""
+    assert found(folder, shape) == ([], [])
+    (folder / "rows.jsonl").rename(folder / "moved.jsonl")
+    problems, changed = found(folder, shape, dataset_mixer_list=(str(folder / "moved.jsonl"), "1.0"), resume="auto")
+    assert problems == [] and "dataset_mixer_list" in changed[0]
+
+
+def test_what_would_be_another_run_is_refused(folder, shape):
+    """It was noticed after the engines had started, as a traceback, or not at all: rows that changed in their file."""
+    (seed,), _ = found(folder, shape, seed=7)
+    assert seed.startswith("seed=7, but ") and "/step_4 was saved with seed=1" in seed
+    assert seed.endswith("set seed=1, or start afresh with --resume never")
+    (order,), _ = found(folder, shape, shuffle_dataset=False)
+    assert "shuffle_dataset=false, but " in order
+    (steps,), _ = found(folder, shape, total_episodes=3 * 64)
+    assert "step_4 is step 4, but the run has 3 training steps; raise total_episodes" in steps
+    (offload,), _ = found(folder, shape, optimizer_cpu_offload=True)
+    assert offload.startswith("optimizer_cpu_offload=true cannot continue a training state yet")
+    other = replace(shape, ffn=512)
+    (model,), _ = found(folder, other)
+    assert "is of another model than" in model and f"it was saved from {MODEL}" in model
+    write_rows(folder, 1, 2, 4)
+    (rows,), _ = found(folder, shape)
+    assert "rows.jsonl holds other rows than when " in rows
+    write_rows(folder, 1, 2)
+    (number,), _ = found(folder, shape)
+    assert f"the training data are 2 of 2 rows of {folder}/rows.jsonl, but " in number
+    assert "was saved with 3 of 3 rows" in number
+
+
+def test_settings_that_changed_are_listed(folder, shape):
+    """A learning rate that was changed on purpose is welcome; one that was changed by mistake is seen."""
+    settings = {"learning_rate": 1e-5, "num_unique_prompts_rollout": 8, "reward_weights": "2", "total_episodes": 320}
+    problems, changed = found(folder, shape, **settings, checkpoint_state_freq=1, resume="auto")
+    assert problems == []
+    (sentence,) = changed
+    assert sentence.endswith(
+        "step_4 was saved with other settings: total_episodes 640 -> 320, num_unique_prompts_rollout 16 -> 8, "
+        "reward_weights nothing -> 2.0, learning_rate 2e-05 -> 1e-05"
+    )
+
+
+def test_states_without_the_newer_entries_go_on(folder, shape):
+    """They were saved before settings and data were kept in them."""
+    stored, _ = find_state(config(folder))
+    head = {name: value for name, value in stored.state["head"].items() if name != "data"}
+    save_state(config(folder), shape, 6, head=head, config={})
+    write_rows(folder, 5, 6, 7)
+    assert found(folder, shape, learning_rate=1.0) == ([], [])
+
+
+def test_a_damaged_state_is_passed_over_only_when_that_was_asked_for(folder, shape):
+    """A restart by night should go on; whoever did not ask for it should know that steps are lost."""
+    checkpoints = folder / "out" / "checkpoints"
+    (checkpoints / "step_4" / "state-run-4.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"step_4 is damaged: state-run-4\.json is truncated.*--resume intact"):
+        find_state(config(folder))
+    stored, remarks = find_state(config(folder, resume="intact"))
+    assert stored.step == 2
+    assert len(remarks) == 1 and "step_4 is damaged: " in remarks[0] and "passed over" in remarks[0]
+    (checkpoints / "step_2" / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"step_2 is damaged"):
+        find_state(config(folder, resume="intact"))
+    for name in ("step_2", "step_4"):
+        (checkpoints / name / "manifest.json").unlink()
+    for choice in ("auto", "intact", "never"):
+        assert find_state(config(folder, resume=choice)) == (None, [])
