@@ -1,6 +1,7 @@
 """The code service over HTTP, as Open Instruct's: POST /test_program, POST /test_program_stdio, GET /health.
 
-    {"program": text, "tests": [...], "max_execution_time": seconds} -> {"results": [0 or 1, ...], "runtimes": [...]}
+    {"program": text, "tests": [...], "max_execution_time": seconds}
+    -> {"results": [0 or 1, ...], "runtimes": [...], "in_process": [0 or 1, ...]}
 
 An error of the service is a status of 4xx or 5xx, never a list of zeros. Only this module imports FastAPI; import it
 only where an app is created.
@@ -55,7 +56,7 @@ def create_app(sandbox: Sandbox, *, max_waiting: int = MAX_WAITING, max_body_byt
         except ValueError as err:
             raise HTTPException(422, str(err)) from err
         if not tests:
-            return {"results": [], "runtimes": []}
+            return Verdicts([], [], [])._asdict()
         if waiting >= max_waiting + sandbox.num_slots:
             raise HTTPException(503, f"{waiting} programs are already waiting; try again later", {"Retry-After": "1"})
         waiting += 1

@@ -33,7 +33,7 @@ class Verdicts(NamedTuple):
     """1 where a test passed, else 0."""
     runtimes: list[float]
     """Seconds of each test; -1 where it did not end on its own, or raised."""
-    in_process: list[int] = []  # noqa: RUF012
+    in_process: list[int]
     """1 where the program's own process has decided, which a program can forge; else 0."""
 
 

@@ -72,7 +72,7 @@ def test_tests_may_come_packed(tests, sandbox):
 def test_no_tests_have_no_results(sandbox):
     """Theirs answers with empty lists, and so does ours."""
     (answer,) = post(create_app(sandbox), ("/test_program", ADD | {"tests": []}))
-    assert answer.status_code == 200 and answer.json() == {"results": [], "runtimes": []}
+    assert answer.status_code == 200 and answer.json() == {"results": [], "runtimes": [], "in_process": []}
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,12 @@ def test_too_many_waiting_programs_are_refused():
                 await asyncio.sleep(0)
             refused = await client.post("/test_program", json=ADD)
             for future in sandbox.waiting:
-                future.set_result(Verdicts([1, 1], [0.1, 0.1]))
+                future.set_result(Verdicts([1, 1], [0.1, 0.1], [0, 0]))
             answers = [refused, *await asyncio.gather(*accepted)]
             last = asyncio.create_task(client.post("/test_program", json=ADD))
             while len(sandbox.waiting) < 4:
                 await asyncio.sleep(0)
-            sandbox.waiting[-1].set_result(Verdicts([0, 0], [-1.0, -1.0]))
+            sandbox.waiting[-1].set_result(Verdicts([0, 0], [-1.0, -1.0], [0, 0]))
             return [*answers, await last]
 
     refused, *answered = asyncio.run(send())
