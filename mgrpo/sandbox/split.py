@@ -68,7 +68,15 @@ class _Splitter(Expressions):
         return found
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+        claim = node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test
+        if isinstance(claim, ast.Call) and self._is_inside(claim):
+            # One function of the program checks what another returns.
+            arguments = [*claim.args, *[keyword.value for keyword in claim.keywords]]
+            self.decides_inside |= any(self._calls_program(argument) for argument in arguments)
         return ast.Assert(self._expression(node.test), None)
+
+    def _calls_program(self, node: ast.expr) -> bool:
+        return any(isinstance(part, ast.Call) and self._is_inside(part) for part in ast.walk(node))
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
         match node.value:

@@ -222,6 +222,7 @@ OUTSIDE = [
 ]
 """Decided outside; the right program passes, the wrong one fails."""
 INSIDE = [
+    "assert is_even(add(1, 3)) and add(1, 3) == 4\nassert is_even(add(1, 3))",
     "assert Point(1, 2) == Point(1, 2) and Point(1, 2) * 2 == Point(2, 4)",
     "assert Point(1, 2) + Point(1, 1) == Point(2, 3)",
     "assert isinstance(chain([1]).next, (Node, type(None))) and 1 in chain([1])",
