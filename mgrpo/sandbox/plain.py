@@ -20,6 +20,7 @@ MAX_BYTES = 32 * 2**20
 _MAX_DEPTH = 100
 _MAX_NODES = 2**22
 _WORD = 2**63
+_KEYS = type(dict[str, None]().keys())
 _SEQUENCES: dict[str, type] = {"l": list, "t": tuple, "s": set, "f": frozenset, "q": deque}
 _TAGS = {kind: tag for tag, kind in _SEQUENCES.items()}
 _AS_THEY_ARE = frozenset({type(None), bool, str, float})
@@ -70,6 +71,8 @@ class _Encoder:
             return value if -_WORD < value < _WORD else ["i", hex(value)]
         if kind in _TAGS:
             return [_TAGS[kind], *[self.tree(item, depth - 1) for item in value]]
+        if kind is _KEYS:
+            return ["k", *[self.tree(item, depth - 1) for item in value]]
         if kind is dict:
             return ["d", *[self.tree(part, depth - 1) for item in value.items() for part in item]]
         simple = _simple(kind, value)
@@ -122,6 +125,8 @@ class _Decoder:
         tag, *parts = tree
         if tag in _SEQUENCES:
             return _SEQUENCES[tag]([self.value(part, depth - 1) for part in parts])
+        if tag == "k":
+            return dict.fromkeys([self.value(part, depth - 1) for part in parts]).keys()
         if tag == "d":
             values = iter([self.value(part, depth - 1) for part in parts])
             return dict(zip(values, values, strict=True))

@@ -118,6 +118,8 @@ class Expressions(ast.NodeTransformer):
                 return self._library_name(node) is None and self._is_inside(function)
             case ast.Attribute(value=ast.Name(id=name), attr="args") if name in self._local:
                 return False  # of an exception
+            case ast.Attribute(value=ast.Call(args=[value]) as kind, attr="__name__") if _is_type_of(kind):
+                return self._is_inside(value)
             case ast.Attribute():
                 return self._library_name(node) is None
             case ast.Subscript(value=value):
@@ -218,7 +220,10 @@ class Expressions(ast.NodeTransformer):
             return False
         is_unknown_builtin = root.id in _ALL_BUILTINS and root.id not in BUILTINS
         is_check = isinstance(node.func, ast.Name) and root.id in ("isinstance", "issubclass")
-        return root.id in self._names.foreign or root.id in MODULES or is_unknown_builtin or is_check
+        modules = self._names.foreign | MODULES.keys()
+        others = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} - modules
+        is_checked_by_module = root.id in modules and any(map(self._is_name_inside, others))
+        return is_checked_by_module or is_unknown_builtin or is_check
 
     # Expressions
 
@@ -261,7 +266,7 @@ class Expressions(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         """Only methods of plain values, which `_is_inside` lets through, and only where they are called."""
-        if node.attr not in METHODS and node.attr != "args":
+        if node.attr not in METHODS and node.attr not in ("args", "__name__"):
             raise UnsplittableError
         node.value = self._expression(node.value)
         return node
@@ -354,6 +359,13 @@ def _compares(node: ast.AST) -> bool:
 
 def target_names(targets: Iterable[ast.expr]) -> set[str]:
     return {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+
+
+def root_name(node: ast.expr) -> str | None:
+    """The variable whose value, or a part of it, an expression is, or has a method of it called."""
+    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def binds_names(target: ast.expr) -> bool:

@@ -25,6 +25,7 @@ from mgrpo.sandbox.questions import (
     binds_names,
     call,
     call_statement,
+    root_name,
     target_names,
 )
 
@@ -68,15 +69,27 @@ class _Splitter(Expressions):
         return found
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+        claim = node.test.operand if isinstance(node.test, ast.UnaryOp) else node.test
+        if isinstance(claim, ast.Call) and self._is_inside(claim):
+            # One function of the program checks what another returns.
+            arguments = [*claim.args, *[keyword.value for keyword in claim.keywords]]
+            self.decides_inside |= any(self._calls_program(argument) for argument in arguments)
         return ast.Assert(self._expression(node.test), None)
 
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
+    def _calls_program(self, node: ast.expr) -> bool:
+        return any(isinstance(part, ast.Call) and self._is_inside(part) for part in ast.walk(node))
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt | list[ast.stmt]:
         match node.value:
             case ast.Call(func=ast.Name(id="print"), args=arguments) if "print" not in self._names.assigned:
                 return ast.Expr(self._expression(ast.Tuple(arguments, ast.Load())))
         if not self._is_inside(node.value):
-            node.value = self._expression(node.value)
-            return node
+            name = root_name(node.value)
+            if name is None or name not in self._names.inside & self._names.assigned:
+                node.value = self._expression(node.value)
+                return node
+            # A method that may change a variable of both sides.
+            return self._on_both_sides(node, {name}, self._run(node))
         if self._names_local(node):
             return ast.Expr(self._ask(node.value))
         self.decides_inside |= self._decides(node.value)
@@ -103,14 +116,27 @@ class _Splitter(Expressions):
     ) -> ast.stmt | list[ast.stmt]:
         names = target_names(targets)
         is_outside = not any(map(self._involves_program, targets)) and not self._is_inside(node.value)
+        if root_name(node.value) in self._names.inside:
+            self.needed |= names & self._names.assigned  # another name of the same object
         if is_outside and not names & self._names.inside:
             node.value = self._expression(node.value)
             return node
         self.decides_inside |= self._decides(node.value)
         runs = self._run(shown or node)
-        if is_outside and all(map(binds_names, targets)) and not self._involves_program(node.value):
-            node.value = self._expression(node.value)
-            return [runs, node]  # the value exists on both sides
+        if is_outside and all(map(binds_names, targets)):
+            return self._on_both_sides(node, names, runs)
+        return self._only_inside(names, runs)
+
+    def _on_both_sides(
+        self, node: ast.Assign | ast.AugAssign | ast.Expr, names: set[str], runs: ast.stmt
+    ) -> ast.stmt | list[ast.stmt]:
+        """Do in both processes what gives these names a value, or changes it, unless the value is the program's."""
+        if self._involves_program(node.value):
+            return self._only_inside(names, runs)
+        node.value = self._expression(node.value)
+        return [runs, node]
+
+    def _only_inside(self, names: set[str], runs: ast.stmt) -> ast.stmt:
         self._program_ran = True
         self.only_inside |= names & self._names.assigned
         return runs
@@ -183,6 +209,7 @@ class _Splitter(Expressions):
             case [ast.withitem(context_expr=ast.Call(func=function) as raises, optional_vars=None)]:
                 if ast.unparse(function) not in ("pytest.raises", "raises"):
                     raise UnsplittableError
+                self.required |= {root_name(function) or ""} - self._names.assigned
             case _:
                 raise UnsplittableError
         self._program_ran = True
