@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from mgrpo.run.evaluator import Evaluator
 from mgrpo.run.inputs import Inputs
 from mgrpo.run.producer import Producer
 from mgrpo.telemetry.evaluation import short_names
+from mgrpo.telemetry.startup import StartUp
 from mgrpo.types import Prompt, PromptId
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Started:
     inputs: Inputs
     fleet: Fleet
     rewarder: Rewarder
+    startup: StartUp = field(default_factory=StartUp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +72,13 @@ def started(config: Config, inputs: Inputs, *, num_local_learners: int) -> Itera
 
     Call from the main thread, see `started_fleet`.
     """
+    startup = StartUp()
     rewarder = Rewarder(config, inputs.functions, inputs.verifiers(config))
     try:
         rewarder.start()
+        startup.say(f"starting Ray and {_engines(config)}")
         with started_fleet(config, num_local_learners=num_local_learners) as fleet:
-            yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder)
+            yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder, startup=startup)
     finally:
         rewarder.close()
 
@@ -112,6 +116,7 @@ def prepare(config: Config, parts: Started) -> Production:
         producer = Producer(
             config, sampler, prompt=partial(prompt, train), dispatcher=dispatcher, rewarder=parts.rewarder
         )
+    parts.startup.say(f"waiting for {_engines(config)} to load {config.model.path}")
     parts.fleet.wait_ready()
     template = config.data.chat_template_name
     missing = missing_stop_strings(
@@ -125,6 +130,11 @@ def prepare(config: Config, parts: Started) -> Production:
         data=parts.inputs.train.content,
         remarks=[f"chat_template_name={template} needs --stop_strings '{text}'" for text in missing],
     )
+
+
+def _engines(config: Config) -> str:
+    count = config.engine.vllm_num_engines
+    return "the engine" if count == 1 else f"{count} engines"
 
 
 def _prompt(prompts: PromptSet, prompt_id: PromptId, *, replacement: tuple[str, str] | None) -> Prompt:
