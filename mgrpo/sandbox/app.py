@@ -1,6 +1,7 @@
 """The code service over HTTP, as Open Instruct's: POST /test_program, POST /test_program_stdio, GET /health.
 
-    {"program": text, "tests": [...], "max_execution_time": seconds} -> {"results": [0 or 1, ...], "runtimes": [...]}
+    {"program": text, "tests": [...], "max_execution_time": seconds}
+    -> {"results": [0 or 1, ...], "runtimes": [...], "in_process": [0 or 1, ...]}
 
 An error of the service is a status of 4xx or 5xx, never a list of zeros. Only this module imports FastAPI; import it
 only where an app is created.
@@ -85,7 +86,7 @@ def create_app(
                 raise HTTPException(500, f"the process that reads requests has ended: {err}") from err
             share.set(max(len(body), question.num_bytes))
             if not question.tests:
-                return {"results": [], "runtimes": []}
+                return Verdicts([], [], [])._asdict()
             if waiting >= max_waiting + sandbox.num_slots:
                 raise _busy(f"{waiting} programs are already waiting")
             waiting += 1

@@ -1,9 +1,9 @@
 """The last of our code before an untrusted program: it takes over a fresh process, runs the program, and never returns.
 
-An assert test shares the interpreter with the program, so a program that knows this file can forge its verdict. Simple
-tricks fail: the test, and the secret that the verdict must contain, arrive only after the program's top level has
-ended, everything used after that is looked up before the program starts, and builtins are restored. The verdict of a
-stdio test is decided outside, from the output.
+What decides is elsewhere: for a stdio test it compares the output, for an assert test the answers to its questions. An
+assert test that cannot be split runs here, among the program's names, so a program that knows this file can forge its
+verdict. Simple tricks fail: the test, and the secret that the verdict must contain, arrive only after the program's top
+level has ended, everything used after that is looked up before the program starts, and builtins are restored.
 """
 
 from __future__ import annotations
@@ -19,14 +19,21 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, ModuleType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
+
+from mgrpo.sandbox.plain import MAX_BYTES, NotPlainError, decode, encode
 
 FAILED_TO_LOAD = 3
 """Exit status of a program whose top level fails in an assert test, or that does not compile."""
 FAILED = 1
-_TEST_HEAD = struct.Struct("<16sI")
+_TEST, _QUESTION = b"t?"
+_HEAD = struct.Struct("<BI")
+"""Of what an assert test's process receives: the kind and the length."""
+_ANSWER_HEAD = struct.Struct("<I")
+_SECRET_BYTES = 16
 VERDICT = struct.Struct("<16sd")
 """Sent by an assert test that passes: the secret that came with it, and its seconds."""
 
@@ -62,7 +69,22 @@ class Job:
 
 def pass_test(channel: socket.socket, secret: bytes, test: bytes) -> None:
     """Send the test to a program whose top level has ended. The supervisor's side of `_run_assert`."""
-    channel.sendall(_TEST_HEAD.pack(secret, len(test)) + test)
+    channel.sendall(_HEAD.pack(_TEST, len(secret) + len(test)) + secret + test)
+
+
+def put_question(channel: socket.socket, question: bytes) -> None:
+    """Send a question to a program whose top level has ended. The supervisor's side of `_Answers`."""
+    channel.sendall(_HEAD.pack(_QUESTION, len(question)) + question)
+
+
+def receive_answer(receive: Callable[[int], bytes]) -> bytes | None:
+    """The program's answer; None where `receive` gives less than asked for, or the answer is too long."""
+    head = receive(_ANSWER_HEAD.size)
+    if len(head) < _ANSWER_HEAD.size:
+        return None
+    (length,) = _ANSWER_HEAD.unpack(head)
+    answer = receive(length) if length <= MAX_BYTES else b""
+    return answer if len(answer) == length else None
 
 
 def prepare_names() -> None:
@@ -75,15 +97,16 @@ def prepare_names() -> None:
 
 
 def _run_assert(source: str, channel: int, token: bytes) -> NoReturn:
-    """Run the top level, request the test, run it among the program's names, and report whether it raised nothing."""
+    """Run the top level, then answer questions, or run a test among the program's names and report its verdict."""
     read, write, leave, clock, execute, compiled = os.read, os.write, os._exit, time.perf_counter, exec, compile
-    unpack, pack, untrace, unprofile = _TEST_HEAD.unpack, VERDICT.pack, sys.settrace, sys.setprofile
+    unpack, pack, untrace, unprofile = _HEAD.unpack, VERDICT.pack, sys.settrace, sys.setprofile
     whole, put_back, true_builtins = bytearray, builtins.__dict__.update, dict(builtins.__dict__)
-    head_size = _TEST_HEAD.size
+    head_size, secret_size, question, pack_length = _HEAD.size, _SECRET_BYTES, _QUESTION, _ANSWER_HEAD.pack
     module = ModuleType("program")
     sys.modules["program"] = module
     names = module.__dict__
     names["__builtins__"] = builtins
+    answer = _Answers(names).answer
     try:
         execute(compiled(source, "<program>", "exec", 0, True), names)
     except BaseException:
@@ -94,20 +117,82 @@ def _run_assert(source: str, channel: int, token: bytes) -> NoReturn:
         put_back(true_builtins)
         names["__builtins__"] = builtins
         write(channel, token)
-        data = whole()
-        while len(data) < head_size:
-            data += read(channel, head_size - len(data)) or leave(FAILED)
-        secret, length = unpack(data)
-        data = whole()
-        while len(data) < length:
-            data += read(channel, length - len(data)) or leave(FAILED)
-        test = data.decode("utf-8", "surrogatepass")
+        while True:
+            data = whole()
+            while len(data) < head_size:
+                data += read(channel, head_size - len(data)) or leave(FAILED)
+            kind, length = unpack(data)
+            data = whole()
+            while len(data) < length:
+                data += read(channel, length - len(data)) or leave(FAILED)
+            if kind != question:
+                break
+            reply = answer(bytes(data))
+            reply = pack_length(len(reply)) + reply
+            while reply:
+                reply = reply[write(channel, reply) :]
+        test = data[secret_size:].decode("utf-8", "surrogatepass")
         started = clock()
         execute(compiled(test, "<test>", "exec", 0, True), names)
-        write(channel, pack(secret, clock() - started))
+        write(channel, pack(data[:secret_size], clock() - started))
     except BaseException:
         leave(FAILED)
     leave(0)
+
+
+class _Answers:
+    """Answers questions among the program's names. It may say anything: what decides is not here."""
+
+    def __init__(self, names: dict[str, object]) -> None:
+        self._names: dict[str, Any] = names
+        self._objects: list[object] = []
+        """What is not plain data, by number."""
+
+    def answer(self, question: bytes) -> bytes:
+        """Whether it raised, and the value; or the names of the exception's classes, and its message."""
+        try:
+            value = self._value(*decode(question, self._objects.__getitem__))
+        except BaseException as err:
+            kinds = [kind.__name__ for kind in type(err).__mro__]
+            try:
+                message = str(err)
+            except BaseException:
+                message = ""
+            return encode((True, (kinds, message)), self._keep)
+        try:
+            return encode((False, value), self._keep)
+        except (NotPlainError, RecursionError, TypeError, AttributeError, ValueError):
+            return encode((False, _Unreadable(self._keep(value))), self._keep)
+
+    def _value(self, kind: str, text: str, *values: Any) -> object:
+        """By kind: `run` a statement, `give` a name its value, `ask` for an expression's value, or its `str` or `repr`,
+        `apply` a lambda of Python's own functions. With values an expression is a lambda of them.
+        """
+        if kind == "run":
+            exec(compile(text, "<test>", "exec", 0, True), self._names)
+            return None
+        if kind == "give":
+            (self._names[text],) = values
+            return None
+        value = eval(compile(text, "<test>", "eval", 0, True), {} if kind == "apply" else self._names)
+        if values:
+            value = value(*values)
+        if kind == "str":
+            return str(value)
+        return repr(value) if kind == "repr" else value
+
+    def _keep(self, value: object) -> int:
+        if type(value) is _Unreadable:
+            return value.number
+        self._objects.append(value)
+        return len(self._objects) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """Stands for a value that cannot be handed out, because it is too large or too deep, or raises when read."""
+
+    number: int
 
 
 def _run_script(source: str) -> NoReturn:

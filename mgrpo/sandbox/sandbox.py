@@ -30,6 +30,8 @@ class Verdicts(NamedTuple):
     """1 where a test passed, else 0."""
     runtimes: list[float]
     """Seconds of each test; -1 where it did not end on its own, or raised."""
+    in_process: list[int]
+    """1 where the program's own process has decided, which a program can forge; else 0."""
 
 
 class Sandbox:
@@ -109,7 +111,7 @@ class Sandbox:
 
     def _assert_verdicts(self, order: Order, program: str, tests: Sequence[str]) -> Verdicts:
         results = self._run(order, program, tests)
-        return Verdicts([int(result.passed) for result in results], _runtimes(results, order))
+        return _verdicts(order, results, [int(result.passed) for result in results])
 
     def _stdio_verdicts(self, order: Order, program: str, tests: Sequence[StdioTest]) -> Verdicts:
         results = self._run(order, program, [test.input for test in tests])
@@ -117,7 +119,7 @@ class Sandbox:
             int(result.passed and same_output(_text(result.output), test.output))
             for result, test in zip(results, tests, strict=True)
         ]
-        return Verdicts(passed, _runtimes(results, order))
+        return _verdicts(order, results, passed)
 
     def _run(self, order: Order, program: str, tests: Sequence[str]) -> list[Result]:
         """Runs in a slot's thread. A program whose slot is lost is run once more: it has no verdict, and leaves nothing."""
@@ -175,9 +177,10 @@ class Sandbox:
         raise SandboxError(f"no sandbox process can be started: {'; '.join(reasons)}")
 
 
-def _runtimes(results: Sequence[Result], order: Order) -> list[float]:
-    """A test that ended in time may be seen to have ended later."""
-    return [min(result.seconds, order.test_limit_s) for result in results]
+def _verdicts(order: Order, results: Sequence[Result], passed: list[int]) -> Verdicts:
+    # A test that ended in time may be seen to have ended later.
+    runtimes = [min(result.seconds, order.test_limit_s) for result in results]
+    return Verdicts(passed, runtimes, [int(result.is_inside) for result in results])
 
 
 def run_limit_s(limit_s: float) -> float:

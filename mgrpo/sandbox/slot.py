@@ -51,6 +51,8 @@ class Result(NamedTuple):
     """-1 for a test that did not pass."""
     output: bytes = b""
     """What a stdio test has printed; of one that did not pass, why, as the end of a sentence about the program."""
+    is_inside: bool = False
+    """Whether the program's own process has decided: such a verdict can be forged."""
 
 
 FAILURE = Result(passed=False, seconds=-1.0)
@@ -128,15 +130,16 @@ class Slot:
         self._wire.send(wire.ORDER, json.dumps(asdict(order)).encode())
         self._wire.send(wire.SOURCE, program.encode("utf-8", "surrogatepass"))
         results: list[Result] = []
-        waiting = iter(tests)
+        is_inside = False
         while True:
             kind, payload = self._wire.receive()
             if kind == wire.WANT:
-                self._wire.send(wire.TEST, next(waiting).encode("utf-8", "surrogatepass"))
-            elif kind == wire.PASSED:
-                results.append(Result(True, *wire.untimed(payload)))
-            elif kind == wire.FAILED:
-                results.append(Result(False, *wire.untimed(payload)))
+                self._wire.send(wire.TEST, tests[len(results)].encode("utf-8", "surrogatepass"))
+            elif kind == wire.INSIDE:
+                is_inside = True
+            elif kind in (wire.PASSED, wire.FAILED):
+                results.append(Result(kind == wire.PASSED, *wire.untimed(payload), is_inside))
+                is_inside = False
             elif kind == wire.BROKEN:
                 raise SandboxError("a supervisor failed; see its message on stderr")
             elif kind == wire.OVER:

@@ -21,7 +21,7 @@ from pathlib import Path
 from mgrpo.processes.lifetime import adopt_orphans, ending, kill_descendants
 from mgrpo.sandbox import kernel, wire
 from mgrpo.sandbox.limits import Limits
-from mgrpo.sandbox.program import FAILED_TO_LOAD, VERDICT, Job, pass_test
+from mgrpo.sandbox.program import FAILED_TO_LOAD, VERDICT, Job, pass_test, put_question, receive_answer
 from mgrpo.sandbox.walls import SCRATCH, become_unprivileged, enter_private_run, mount_scratch
 from mgrpo.sandbox.watch import Event, Watch
 from mgrpo.sandbox.wire import Wire
@@ -99,7 +99,7 @@ class Supervisor:
 
     def _assert_test(self) -> Job | None:
         ours, theirs = socket.socketpair()
-        token, secret = os.urandom(16), os.urandom(16)
+        token = os.urandom(16)
         pid = os.fork()
         if pid == 0:
             nothing = os.open(os.devnull, os.O_RDWR)
@@ -112,20 +112,46 @@ class Supervisor:
                 self._owner.send(wire.FAILED, wire.timed(-1.0))
                 return None
             with watch.paused():
-                test = self._ask_for_test()
-            began = time.monotonic()
-            ours.settimeout(max(watch.left_s, 0.001))
-            # A program that does not read its test fails it.
-            with contextlib.suppress(OSError):
-                pass_test(ours, secret, test)
-            reply = watch.receive(ours, VERDICT.size)
-            if len(reply) == VERDICT.size and VERDICT.unpack(reply)[0] == secret:
-                # The program reports this time itself; it cannot exceed the elapsed time.
-                seconds = min(max(VERDICT.unpack(reply)[1], 0.0), time.monotonic() - began)
-                self._owner.send(wire.PASSED, wire.timed(seconds))
+                self._owner.send(wire.WANT)
+                kind, payload = self._owner.receive()
+            if kind == wire.TEST:
+                self._run_inside(ours, watch, payload)
             else:
-                self._owner.send(wire.FAILED, wire.timed(-1.0))
+                self._answer_questions(ours, watch, kind, payload)
         return None
+
+    def _run_inside(self, program: socket.socket, watch: Watch, test: bytes) -> None:
+        """Let the program's process run the test, and report its verdict."""
+        secret = os.urandom(16)
+        began = time.monotonic()
+        program.settimeout(max(watch.left_s, 0.001))
+        # A program that does not read its test fails it.
+        with contextlib.suppress(OSError):
+            pass_test(program, secret, test)
+        reply = watch.receive(program, VERDICT.size)
+        if len(reply) == VERDICT.size and VERDICT.unpack(reply)[0] == secret:
+            # The program reports this time itself; it cannot exceed the elapsed time.
+            seconds = min(max(VERDICT.unpack(reply)[1], 0.0), time.monotonic() - began)
+            self._owner.send(wire.PASSED, wire.timed(seconds))
+        else:
+            self._owner.send(wire.FAILED, wire.timed(-1.0))
+
+    def _answer_questions(self, program: socket.socket, watch: Watch, kind: int, payload: bytes) -> None:
+        """Carry the judge's questions to the program and its answers back; at the judge, the time stands still."""
+        seconds = 0.0
+        while kind == wire.ASK:
+            began = watch.seconds
+            program.settimeout(max(watch.left_s, 0.001))
+            with contextlib.suppress(OSError):
+                put_question(program, payload)
+            answer = receive_answer(lambda size: watch.receive(program, size))
+            if answer is None:
+                self._owner.send(wire.FAILED, wire.timed(-1.0))
+                return
+            seconds += watch.seconds - began
+            with watch.paused():
+                self._owner.send(wire.ANSWER, wire.timed(seconds, answer))
+                kind, payload = self._owner.receive()
 
     def _stdio_test(self) -> Job | None:
         stdin = _file_in_memory(self._ask_for_test())

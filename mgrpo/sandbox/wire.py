@@ -5,9 +5,15 @@ owner -> slot       order: the bounds of a run (JSON), then source: the program
 slot  -> owner      ready: the walls are set up / forbidden: the kernel forbids them (text)
                     broken: they are not set up for another reason, or a supervisor failed (text)
                     want: request for the next test
+                    inside: the program's process decides the test whose result comes next
                     passed, failed: result of a test; seconds, then the output
                     given_up: the remaining tests are not run
                     over: all processes of the program have ended
+
+Between the owner and the supervisor of assert tests is the judge, which answers `want` in its own way:
+
+judge -> supervisor test: run it in the program's process / ask: a question to the program / done: no more questions
+supervisor -> judge answer: the seconds of all answers to the test, then this one
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import socket
 import struct
 
 READY, FORBIDDEN, BROKEN, ORDER, SOURCE, WANT, TEST, PASSED, FAILED, GIVEN_UP, OVER = b"^/!rswt+-xo"
+INSIDE, ASK, ANSWER, DONE = b"i?=."
 _HEAD = struct.Struct("<BI")
 _SECONDS = struct.Struct("<d")
 
@@ -54,7 +61,7 @@ class Wire:
 
 
 def timed(seconds: float, output: bytes = b"") -> bytes:
-    """Payload of `passed` and `failed`."""
+    """Payload of `passed`, `failed` and `answer`."""
     return _SECONDS.pack(seconds) + output
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from mgrpo.processes.lifetime import adopt_orphans, die_with_parent
-from mgrpo.sandbox import kernel, wire
+from mgrpo.sandbox import judge, kernel, wire
 from mgrpo.sandbox.paths import inner_path
 from mgrpo.sandbox.program import Job, prepare_names
 from mgrpo.sandbox.seccomp import filter_program
@@ -132,11 +132,8 @@ def _supervise(cell: Cell, order: Order, source: str, owner: Wire) -> Job:
         if cell.has_walls:
             # Only children enter a new PID namespace; the first one is the supervisor.
             kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
-            pid = os.fork()
-            if pid != 0:
-                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                os._exit(status if status >= 0 else _KILLED)
-            die_with_parent()
+        owner = _fork_supervisor(owner, order)
+        die_with_parent()
         job = Supervisor(cell, order, source, owner).supervise()
     except BaseException:
         traceback.print_exc()
@@ -158,6 +155,27 @@ def _move_modules() -> None:
                     setattr(holder, name, inner_path(path))
         if hasattr(module, "__path__"):
             module.__path__[:] = map(inner_path, module.__path__)
+
+
+def _fork_supervisor(owner: Wire, order: Order) -> Wire:
+    """Returns in the child, with its wire. This process judges assert tests, and exits as the child does.
+
+    The judge keeps the tests to itself: a program could otherwise find their text in the memory that it starts with.
+    """
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        if order.is_stdio:
+            theirs.close()
+            return owner
+        owner.close()
+        return Wire(theirs)
+    theirs.close()
+    if not order.is_stdio:
+        judge.serve(Wire(ours), owner, order.memory_bytes)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os._exit(status if status >= 0 else _KILLED)
 
 
 def _reset_interpreter(search_path: Sequence[str]) -> None:

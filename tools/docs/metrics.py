@@ -107,6 +107,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("objective/{verifier}_prompt_tokens", OWN, "tokens", "that a judge has read since the start"),
         logged("objective/{verifier}_completion_tokens", OWN, "tokens", "that a judge has written since the start"),
         logged("objective/{verifier}_requests", OWN, "requests", "sent to a judge since the start, including repeated ones"),
+        logged("objective/{verifier}_tests", OWN, "tests", "that code or code_stdio has run since the start"),
+        logged("objective/{verifier}_tests_in_process", OWN, "tests", "of these, those that the program's own process has decided, which a program can forge (docs/code.md)"),
         logged("custom/{name}", OWN, "any", "mean of the values that reward functions passed to log_metric in the step"),
         logged("eval/custom/{name}", OWN, "any", "the same in an evaluation"),
     ),

@@ -67,6 +67,7 @@ class Code(RemoteVerifier):
         super().__init__(settings)
         self._base_url = _service(settings)
         self._client = self._open()
+        self._judged = {"tests": 0.0, "tests_in_process": 0.0}
 
     async def score(self, answer: Answer) -> float:
         tests = self.tests(answer.ground_truth)
@@ -81,6 +82,8 @@ class Code(RemoteVerifier):
         question = {"program": program, "tests": tests, "max_execution_time": limit_s}
         verdicts = await self._ask(question, _REPLY_BYTES + len(tests) * _VERDICT_BYTES)
         passed, runtimes = _read(verdicts, len(tests), limit_s)
+        self._judged["tests"] += len(tests)
+        self._judged["tests_in_process"] += _num_in_process(verdicts)
         if sum(passed) / len(passed) < self.settings.code_pass_rate_reward_threshold:
             return 0.0
         if self.settings.code_apply_perf_penalty:
@@ -90,6 +93,10 @@ class Code(RemoteVerifier):
     def tests(self, label: object) -> list:
         """The tests as the service takes them; ValueError for a label that it does not take."""
         return assert_tests(label)
+
+    def metrics(self) -> dict[str, float]:
+        """How many tests were run, and in how many the program's own process has decided."""
+        return dict(self._judged)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -226,3 +233,9 @@ def _check(index: int, passed: object, runtime: object, limit_s: float) -> None:
             f"the code service answered result {shown(passed)} and runtime {shown(runtime)} for test {index}; expected "
             f"0 or 1, and 0 to {most_s} s (-1 for a test that did not pass)"
         )
+
+
+def _num_in_process(verdicts: object) -> int:
+    """Tests that the program's own process has decided; 0 where the service does not say."""
+    told = verdicts.get("in_process") if isinstance(verdicts, dict) else None
+    return told.count(1) if isinstance(told, list) else 0

@@ -190,6 +190,20 @@ def test_the_score_is_the_pass_rate(settings, results, runtimes, expected, servi
     assert score(Code, "x", ASSERTS, Reward(code_api_url=service.url, **settings)) == pytest.approx(expected)
 
 
+def test_tests_that_can_be_forged_are_counted(service):
+    """Their share is how much of the reward a program could have taken by itself; another service does not say it."""
+    service.answers = [(200, answer([1, 0, 1, 1])[1] | {"in_process": [0, 1, 1, 0]}), answer([1, 0, 1, 1])]
+
+    async def run() -> dict[str, float]:
+        verifier = Code(Reward(code_api_url=service.url))
+        for _ in range(2):
+            await verifier.score(Answer(completion="x", ground_truth=ASSERTS))
+        await verifier.close()
+        return verifier.metrics()
+
+    assert asyncio.run(run()) == {"tests": 8, "tests_in_process": 2}
+
+
 @pytest.mark.parametrize("trouble", [(500, "x"), (502, ""), (503, {"detail": "busy"}), (504, ""), (0, "")])
 def test_a_service_in_trouble_is_asked_again(trouble, service):
     """A service that restarts must not cost a step its scores."""

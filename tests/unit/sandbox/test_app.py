@@ -62,10 +62,11 @@ def post(app, *requests: tuple[str, object], **options: object) -> list[httpx.Re
 
 
 def test_answers_have_open_instructs_form(sandbox):
-    """A client of their service can also read ours."""
+    """A client of their service can also read ours, which says in addition where a verdict was decided."""
     asserts, stdio = post(create_app(sandbox), ("/test_program", ADD), ("/test_program_stdio", ECHO))
     assert asserts.status_code == stdio.status_code == 200
-    assert asserts.json().keys() == stdio.json().keys() == {"results", "runtimes"}
+    assert asserts.json().keys() == stdio.json().keys() == {"results", "runtimes", "in_process"}
+    assert asserts.json()["in_process"] == stdio.json()["in_process"] == [0, 0]
     assert asserts.json()["results"] == stdio.json()["results"] == [1, 0]
     assert asserts.json()["runtimes"][0] >= 0 and asserts.json()["runtimes"][1] == -1.0
     assert all(runtime >= 0 for runtime in stdio.json()["runtimes"])
@@ -81,7 +82,7 @@ def test_tests_may_come_packed(tests, sandbox):
 def test_no_tests_have_no_results(sandbox):
     """Theirs answers with empty lists, and so does ours."""
     (answer,) = post(create_app(sandbox), ("/test_program", ADD | {"tests": []}))
-    assert answer.status_code == 200 and answer.json() == {"results": [], "runtimes": []}
+    assert answer.status_code == 200 and answer.json() == {"results": [], "runtimes": [], "in_process": []}
 
 
 @pytest.mark.parametrize(
@@ -131,12 +132,12 @@ def test_too_many_waiting_programs_are_refused():
                 await asyncio.sleep(0)
             refused = await client.post("/test_program", json=ADD)
             for future in sandbox.waiting:
-                future.set_result(Verdicts([1, 1], [0.1, 0.1]))
+                future.set_result(Verdicts([1, 1], [0.1, 0.1], [0, 0]))
             answers = [refused, *await asyncio.gather(*accepted)]
             last = asyncio.create_task(client.post("/test_program", json=ADD))
             while len(sandbox.waiting) < 4:
                 await asyncio.sleep(0)
-            sandbox.waiting[-1].set_result(Verdicts([0, 0], [-1.0, -1.0]))
+            sandbox.waiting[-1].set_result(Verdicts([0, 0], [-1.0, -1.0], [0, 0]))
             return [*answers, await last]
 
     refused, *answered = asyncio.run(send())
@@ -163,12 +164,12 @@ def test_all_requests_together_are_bounded():
             while not sandbox.waiting:
                 await asyncio.sleep(0)
             refused = await client.post("/test_program", json=large)
-            sandbox.waiting[0].set_result(Verdicts([1, 1], [0.1, 0.1]))
+            sandbox.waiting[0].set_result(Verdicts([1, 1], [0.1, 0.1], [0, 0]))
             statuses = [(await first).status_code, refused.status_code]
             again = asyncio.create_task(client.post("/test_program", json=large))
             while len(sandbox.waiting) < 2:
                 await asyncio.sleep(0)
-            sandbox.waiting[1].set_result(Verdicts([1, 1], [0.1, 0.1]))
+            sandbox.waiting[1].set_result(Verdicts([1, 1], [0.1, 0.1], [0, 0]))
             return [*statuses, (await again).status_code]
 
     assert asyncio.run(send()) == [200, 503, 200]
