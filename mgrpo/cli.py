@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
-import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from mgrpo import __version__
 from mgrpo.config import Config, ConfigError, parse, to_yaml
 from mgrpo.config.dump import derived_lines
-from mgrpo.config.load import raise_problems, started_ranks
+from mgrpo.config.fields import settings
+from mgrpo.config.load import GENERAL, raise_problems, started_ranks
 from mgrpo.config.validate import problems
 
-USAGE = """usage: mgrpo train [--config FILE.yaml] [--name value ...]   (under torchrun for more than one rank)
+USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name value ...]   N ranks on this machine; many: torchrun
        mgrpo eval [--config FILE.yaml] --model_name_or_path DIR ...   evaluate a model on the held-out prompts; one process
        mgrpo code-server [--port 1234] ...                  run the sandbox for programs as a service
        mgrpo report DIR                                     write a run's report.html again
@@ -24,6 +26,8 @@ USAGE = """usage: mgrpo train [--config FILE.yaml] [--name value ...]   (under t
        mgrpo convert hf-to-megatron --hf DIR --out DIR [--tensor_model_parallel_size N ...] [--verify]
        mgrpo convert megatron-to-hf --checkpoint DIR --out DIR [--hf DIR] [--dtype NAME] [--verify]
        mgrpo env                                            list what is installed and what is missing
+       mgrpo completion                                     complete commands and settings: eval "$(mgrpo completion)"
+       mgrpo COMMAND --help, mgrpo --version
 """
 COMMANDS = {
     "eval": ("mgrpo.run.evaluate", "eval_command"),
@@ -48,6 +52,7 @@ PACKAGES = (
 """What a run uses: its name, the distributions that provide it, and whether it is required."""
 SWITCHES = ("--show_config", "--dry_run")
 """Flags of the train command that are not settings."""
+SWITCHES_WITH_DASHES = tuple(switch.replace("_", "-") for switch in SWITCHES)
 INSTALL = "sh requirements/install.sh VENV"
 RANK_0_FIRST_S = 30.0
 """How long the other ranks wait for rank 0 to report a problem."""
@@ -64,35 +69,83 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] in COMMANDS:
         module, function = COMMANDS[words[0]]
         return getattr(importlib.import_module(module), function)(words[1:])
-    if words == ["env"]:
-        sys.stdout.write("\n".join(environment()) + "\n")
+    if words[0] in ("-V", "--version"):
+        sys.stdout.write(f"mgrpo {__version__}\n")
         return 0
-    sys.stderr.write(f"mgrpo: unknown command {' '.join(words)!r}\n{USAGE}")
+    if words[0] in SHORT_COMMANDS:
+        return _short_command(*words)
+    commands = ("train", *COMMANDS, *SHORT_COMMANDS)
+    near = difflib.get_close_matches(words[0], commands, n=1)
+    advice = f"; did you mean {near[0]}?" if near else ""
+    sys.stderr.write(f"mgrpo: unknown command {words[0]!r}{advice}\n{USAGE}")
     return 2
+
+
+def _short_command(name: str, *words: str) -> int:
+    """A command without arguments."""
+    lines, meaning = SHORT_COMMANDS[name]
+    is_help = words in (("-h",), ("--help",))
+    if words and not is_help:
+        sys.stderr.write(f"mgrpo {name}: takes no arguments, got {' '.join(words)!r}\n")
+        return 2
+    text = [f"usage: mgrpo {name}", "", meaning] if is_help else lines()
+    sys.stdout.write("\n".join(text) + "\n")
+    return 0
 
 
 def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
     """Parse and train. A configuration error becomes one message, printed by rank 0.
 
-    torchrun ends all ranks as soon as one has exited. The other ranks find their problems earlier, because they read no
+    With --nproc-per-node N it starts N ranks on this machine, each of which runs this command without that flag.
+
+    All ranks are ended as soon as one has exited. The other ranks find their problems earlier, because they read no
     data: they wait to be ended, and print theirs only if rank 0 has found none.
     """
-    is_head = os.environ.get("RANK", "0") == "0"
-    try:
-        config = parse([word for word in argv if word not in SWITCHES], prog=prog, defer=True)
-        if "--show_config" in argv:
-            text = show(raise_problems(config))
-            sys.stdout.write(text if is_head else "")
-            return 0
-        from mgrpo.run.launch import train, try_out
+    from mgrpo.run import ending
+    from mgrpo.run.environment import rank
+    from mgrpo.run.ranks import num_ranks_of, run_ranks
+    from mgrpo.run.result import NothingTrained
 
-        (try_out if "--dry_run" in argv else train)(config)
+    try:
+        argv = ["--" + word[2:].replace("-", "_") if word in SWITCHES_WITH_DASHES else word for word in argv]
+        num_ranks, argv = num_ranks_of(argv)
     except ConfigError as err:
-        if not is_head:
-            time.sleep(RANK_0_FIRST_S)
-        sys.stderr.write(f"mgrpo: {err}\n" if is_head else f"mgrpo: rank {os.environ['RANK']}: {err}\n")
+        ending.report(str(err))
         return 2
+    if num_ranks is not None:
+        return run_ranks(num_ranks, argv)
+    is_head = rank() == 0
+    try:
+        try:
+            _train(argv, prog=prog, is_head=is_head)
+        except ConfigError as err:
+            if not is_head and not ending.is_reported():
+                time.sleep(RANK_0_FIRST_S)
+            ending.report(str(err) if is_head else f"rank {rank()}: {err}")
+            return 2
+        except NothingTrained as err:
+            if not is_head:
+                time.sleep(RANK_0_FIRST_S)
+            ending.report(str(err))
+            return 1
+    except KeyboardInterrupt:
+        ending.report_interrupt()
+        return ending.INTERRUPTED
+    except Exception as err:
+        ending.report_error(err)
+        return 1
     return 0
+
+
+def _train(argv: Sequence[str], *, prog: str | None, is_head: bool) -> None:
+    config = parse([word for word in argv if word not in SWITCHES], prog=prog, defer=True)
+    if "--show_config" in argv:
+        text = show(raise_problems(config))
+        sys.stdout.write(text if is_head else "")
+        return
+    from mgrpo.run.launch import train, try_out
+
+    (try_out if "--dry_run" in argv else train)(config)
 
 
 def show(config: Config) -> str:
@@ -123,6 +176,28 @@ def environment() -> Iterator[str]:
         yield "the extension is not compiled, so the slow reference implementation is used; build it with: pip install --no-build-isolation -e ."
     if not missing and is_compiled:
         yield "nothing is missing"
+
+
+def completion() -> Iterator[str]:
+    """A function of bash, which zsh takes after `autoload -U bashcompinit && bashcompinit`."""
+    commands = " ".join(("train", *COMMANDS, *SHORT_COMMANDS))
+    flags = " ".join(f"--{name}" for name in (*GENERAL, *(switch[2:] for switch in SWITCHES), *settings()))
+    yield "_mgrpo() {"
+    yield f'  local words="{flags}"'
+    yield f'  [ "$COMP_CWORD" -eq 1 ] && words="{commands}"'
+    yield '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))'
+    yield "}"
+    yield "complete -o default -F _mgrpo mgrpo"
+
+
+SHORT_COMMANDS: dict[str, tuple[Callable[[], Iterator[str]], str]] = {
+    "env": (environment, "Lists the versions of what a run uses, and what is missing."),
+    "completion": (
+        completion,
+        'Prints a shell function that completes commands and settings: eval "$(mgrpo completion)"',
+    ),
+}
+"""Commands without arguments: the lines that they print, and what they are."""
 
 
 def _has(distribution: str) -> bool:

@@ -117,7 +117,7 @@ class Layout:
         model = self.tensor * self.pipeline * self.context
         if self.world_size % model:
             found.append(
-                f"{self.world_size} learner ranks cannot be split into tensor {self.tensor} x pipeline {self.pipeline} "
+                f"{self.world_size} learner rank{'s' * (self.world_size != 1)} cannot be split into tensor {self.tensor} x pipeline {self.pipeline} "
                 f"x context {self.context} = {model}; start a multiple of {model} ranks (torchrun --nproc-per-node)"
             )
             return found

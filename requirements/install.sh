@@ -13,7 +13,7 @@ torch_cpu_index=https://download.pytorch.org/whl/cpu
     exit 1
 }
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-pip="$venv/bin/python -m pip --disable-pip-version-check --quiet"
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
 cuda=${MGRPO_CUDA:-auto}
 if [ "$cuda" = auto ]; then
@@ -22,19 +22,19 @@ fi
 
 if [ "$cuda" = 1 ]; then
     echo "mgrpo: installing the GPU packages into $venv"
-    $pip install setuptools==78.1.1 -r "$here/gpu.txt"
+    pip install setuptools==78.1.1 -r "$here/gpu.txt"
 else
     echo "mgrpo: installing torch (CPU build) into $venv"
     # No CUDA build satisfies the local version +cpu. Some indexes have it; PyTorch's own always does.
-    $pip install "$torch_cpu" 2>/dev/null || $pip install "$torch_cpu" --index-url "$torch_cpu_index"
+    pip install "$torch_cpu" 2>/dev/null || pip install "$torch_cpu" --index-url "$torch_cpu_index"
     echo "mgrpo: installing the CPU packages"
-    $pip install --no-deps setuptools==78.1.1 ninja==1.13.2 -r "$here/cpu.txt"
+    pip install --no-deps setuptools==78.1.1 ninja==1.13.2 -r "$here/cpu.txt"
 fi
 if [ "${2:-}" = dev ]; then
     echo "mgrpo: installing the development packages"
-    $pip install --no-deps -r "$here/dev.txt"
+    pip install --no-deps -r "$here/dev.txt"
     # The tests use vLLM's own server as a judge; on a GPU machine vllm has installed all that it needs.
-    if [ "$cuda" = 0 ]; then $pip install --no-deps -r "$here/judge.txt"; fi
+    if [ "$cuda" = 0 ]; then pip install --no-deps -r "$here/judge.txt"; fi
 fi
 echo "mgrpo: building the extension"
-MGRPO_CUDA=$cuda $pip install --no-deps --no-build-isolation -e "$here/.."
+MGRPO_CUDA=$cuda pip install --no-deps --no-build-isolation -e "$here/.."

@@ -6,11 +6,10 @@ Files, flags and the Python door all hand over text, so that one set of rules de
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -107,13 +106,6 @@ def build(values: Mapping[str, object], provenance: Provenance | None = None) ->
         sections.setdefault(settings()[name].section, {})[name] = value
     parts = {section: section_types()[section](**own) for section, own in sections.items()}
     return Config(**parts, provenance=provenance or Provenance())
-
-
-def unknown(name: str, where: str, known: Iterable[str]) -> str:
-    """The sentence for a name that is not in `known`."""
-    near = difflib.get_close_matches(name.replace("-", "_"), list(known), n=1)
-    advice = f"did you mean {near[0]}?" if near else "--help lists every setting"
-    return f"unknown setting {name} ({where}); {advice}"
 
 
 def mismatch(setting: Setting, came: object, where: str) -> str:

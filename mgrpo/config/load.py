@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,14 +16,18 @@ from pathlib import Path
 import yaml
 
 from mgrpo.config.errors import ConfigError
-from mgrpo.config.fields import Setting, Text, describe, mismatch, read, unknown
-from mgrpo.config.peers.names import SPELLINGS, accepted, setting_of
+from mgrpo.config.fields import Setting, Text, describe, mismatch, read
+from mgrpo.config.peers.hints import unknown
+from mgrpo.config.peers.names import SPELLINGS, setting_of
 from mgrpo.config.resolution import FILE, FLAG, Layer
 from mgrpo.config.resolve import resolve
 from mgrpo.config.schema import Config
 
 GENERAL = ("config", "preset")
 """Flags that are not settings."""
+YAML_ENDINGS = (".yaml", ".yml")
+OVERRIDE = re.compile(r"[+~]{0,2}(?P<name>[A-Za-z_]\w*(\.\w+)+)=")
+"""A setting as Hydra writes it, `a.b.c=value`."""
 
 
 def parse(
@@ -67,6 +72,19 @@ def load_file(path: str | Path, *, world_size: int | None = None) -> Config:
     return raise_problems(resolve([layer], preset=preset, world_size=world_size or started_ranks(), problems=problems))
 
 
+def as_config(config: Config | Mapping[str, object] | str | Path) -> Config:
+    """A config as it is, or that of settings by name or of a YAML file."""
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, Mapping):
+        return from_values(config)
+    if isinstance(config, (str, Path)):
+        return load_file(config)
+    raise TypeError(
+        f"config must be an mgrpo.GRPOConfig(...), a dict of settings or the path of a YAML file, got {type(config).__name__}"
+    )
+
+
 def from_values(values: Mapping[str, object], *, preset: str | None = None, world_size: int | None = None) -> Config:
     """Config of flat Python values, `{"seed": 2, "beta": 0.0}`, by the same rules as a file."""
     problems: list[str] = []
@@ -96,7 +114,7 @@ def _take(name: str, text: Text, where: str, layer: Layer, problems: list[str]) 
     """Put the value of `text` into `layer`, or a sentence into `problems`."""
     setting = setting_of(name)
     if setting is None:
-        problems.append(unknown(name, where, accepted()))
+        problems.append(unknown(name, where))
         return
     if not isinstance(text, tuple):
         text = SPELLINGS.get(name, {}).get(text, text)
@@ -123,21 +141,24 @@ def _split_argv(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, str
     """The flags that are not settings, and `(name, values)` of every other flag.
 
     Not by argparse, which stops at the first problem. A word that begins with two dashes is a flag, so `--save_freq -1` and
-    `--learning_rate -1e-5` carry values; a value that begins with dashes is written `--name=--value`.
+    `--learning_rate -1e-5` carry values; a value that begins with dashes is written `--name=--value`. Dashes within a name
+    are underscores.
     """
     found: dict[str, list[str]] = {name: [] for name in GENERAL}
     flags: list[tuple[str, list[str]]] = []
     words = list(argv)
-    if words and not words[0].startswith("-"):
+    if words and not words[0].startswith("-") and (words[0].endswith(YAML_ENDINGS) or Path(words[0]).is_file()):
         found["config"].append(words.pop(0))
     for word in words:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            flags.append((name, [value] if equals else []))
+            flags.append((name.replace("-", "_"), [value] if equals else []))
+        elif override := OVERRIDE.match(word):
+            problems.append(unknown(override["name"], "command line") + "; settings are written --name value")
         elif flags:
             flags[-1][1].append(word)
         else:
-            problems.append(f"unexpected {word!r}: write settings as --name value, after the YAML file")
+            problems.append(f"unexpected {word!r}: write settings as --name value, after a YAML file, FILE.yaml")
     for name, values in [flag for flag in flags if flag[0] in GENERAL]:
         found[name].extend(values)
         if not values:
@@ -146,24 +167,26 @@ def _split_argv(argv: Sequence[str], problems: list[str]) -> tuple[dict[str, str
     for name, what in (("config", "YAML file"), ("preset", "preset")):
         if len(found[name]) > 1:
             problems.append(f"one {what} can be given, got {', '.join(found[name])}")
-            found[name].clear()
+            del found[name][1:]
     general = {name: values[0] if values else None for name, values in found.items()}
     return general, [flag for flag in flags if flag[0] not in GENERAL]
 
 
 def _read_flags(flags: Iterable[tuple[str, list[str]]], problems: list[str]) -> Layer:
+    """A flag given again replaces what was given before: scripts end in "$@" so that their settings can be changed."""
     layer = Layer(rank=FLAG, origin="flag")
-    seen: set[str] = set()
+    given: dict[str, list[list[str]]] = {}
     for name, words in flags:
+        given.setdefault(name, []).append(words)
+    for name, values in given.items():
         setting = setting_of(name)
         if setting is None:
-            sentence = unknown(f"--{name}", "command line", accepted())
-            problems.append(sentence.replace("did you mean ", "did you mean --"))
-        elif name in seen:
-            problems.append(f"--{name} is given more than once on the command line; give it once")
-        else:
-            _read_flag(setting, words, layer, problems)
-        seen.add(name)
+            problems.append(unknown(f"--{name}", "command line"))
+            continue
+        if any(words != values[-1] for words in values):
+            times = ", then ".join(" ".join(words) or "nothing" for words in values)
+            layer.notes.append(f"--{name} is given {len(values)} times ({times}); the last one counts")
+        _read_flag(setting, values[-1], layer, problems)
     return layer
 
 

@@ -37,6 +37,8 @@ class Layer:
     values: dict[str, object] = field(default_factory=dict)
     unsound: set[str] = field(default_factory=set)
     """Names whose text could not be read."""
+    notes: list[str] = field(default_factory=list)
+    """What a user should know about how they were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,7 @@ class Resolution:
 
     def add(self, layer: Layer) -> None:
         """Add a layer of higher rank than those before."""
+        self.notes.extend(layer.notes)
         for name, value in layer.values.items():
             target = self.given if name in settings() else self.peers
             target[name] = Given(value=value, rank=layer.rank, origin=layer.origin)

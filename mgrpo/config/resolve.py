@@ -37,7 +37,11 @@ def _check_names(found: Resolution) -> None:
         if given.value in entry.neutral:
             continue
         if entry.status == "refused" and not translate.is_excused(found, name):
-            advice = f"leave it out or give {shown(entry.neutral[0])}" if entry.neutral else "leave it out"
+            advice = (
+                f"leave it out or give {shown(entry.neutral[0])}"
+                if entry.neutral and entry.neutral[0] != ()
+                else "leave it out"
+            )
             found.problems.append(f"{name}={shown(given.value)} is refused: {entry.sentence}; {advice}")
         elif entry.status == "no effect":
             found.notes.append(f"{name} has no effect: {entry.sentence}")

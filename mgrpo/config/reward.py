@@ -35,6 +35,8 @@ class Reward:
     reward_funcs: Annotated[tuple[str, ...], TRL] = ()
     """Reward functions in place of verifiers: package.module.function, file.py:function, one of TRL's six names, or the folder
     of a sequence-classification model. reward_weights weighs them."""
+    reward_funcs_timeout: Annotated[int, ONE_OR_MORE] = 3600
+    """Seconds that a reward function may take for one batch of completions before the run ends with its name."""
     verifier_modules: tuple[str, ...] = ()
     """Python modules with verifiers of your own, which rows refer to by name."""
     max_length_verifier_max_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 32768
@@ -52,11 +54,11 @@ class Reward:
     code_sandbox_accept_risk: bool = False
     """Run programs even if this machine cannot isolate them."""
     llm_judge_model: Annotated[str | None, OPEN_INSTRUCT] = None
-    """Judge model; hosted_vllm/NAME and azure/NAME find their servers in the environment, see docs/rewards.md."""
+    """Judge model; hosted_vllm/NAME and azure/NAME find their servers in the environment, see docs/judges.md."""
     llm_judge_base_url: str | None = None
     """OpenAI-compatible endpoint of the judge, for example http://localhost:8000/v1."""
     llm_judge_max_tokens: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 2048
-    """Most tokens in a judgement."""
+    """Maximum tokens of a judgement."""
     llm_judge_max_context_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 8192
     """Tokens in the judge's context; longer answers are shortened in the middle."""
     llm_judge_temperature: Annotated[float, NOT_NEGATIVE, OPEN_INSTRUCT] = 1.0

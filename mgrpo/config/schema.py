@@ -45,6 +45,9 @@ class Experiment:
     """Steps between evaluations on the held-out prompts; 0 or less evaluates only before and after training."""
     backend_timeout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 120
     """Minutes that a collective between learners may take."""
+    learner_timeout: Annotated[int, ONE_OR_MORE] = 1800
+    """Seconds that a learner may stay in one part of a step, such as an optimizer step, an export or a saved state, before
+    the run ends with its rank, process and place; one whose process has stopped is named after 50 s, or this if less."""
     cache_dataset_only: Annotated[bool, OPEN_INSTRUCT] = False
     """Prepare the data, print a summary and exit."""
 
@@ -86,7 +89,7 @@ class Data:
     sft_messages_key: Annotated[str, OPEN_INSTRUCT] = "messages"
     """Column with the messages."""
     max_prompt_token_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 256
-    """Most tokens in a prompt; overlong_prompt_policy decides about longer ones."""
+    """Maximum tokens of a prompt; overlong_prompt_policy decides about longer ones."""
     overlong_prompt_policy: Literal["filter", "truncate_left", "error"] = "filter"
     """filter: leave them out and count them; truncate_left: keep their last tokens; error: do not start the run."""
     tokenizer_name_or_path: Annotated[str | None, OPEN_INSTRUCT] = None
@@ -117,7 +120,7 @@ class Rollout:
     num_samples_per_prompt_rollout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 4
     """Completions sampled for each prompt, which form its group."""
     response_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 256
-    """Most tokens in a completion."""
+    """Maximum tokens of a completion."""
     temperature: Annotated[float, POSITIVE, Reason("the training logits are divided by it"), OPEN_INSTRUCT, TRL] = 1.0
     """Sampling temperature, also the divisor of the training logits."""
     async_steps: Annotated[int, NOT_NEGATIVE, OPEN_INSTRUCT] = 0
@@ -131,7 +134,7 @@ class Rollout:
     eval_top_p: Annotated[float, SHARE, OPEN_INSTRUCT] = 1.0
     """Evaluations sample from the likeliest tokens whose probabilities add up to this."""
     eval_response_length: Annotated[int | None, ONE_OR_MORE, OPEN_INSTRUCT] = None
-    """Most tokens in a completion during evaluations; none: response_length."""
+    """Maximum tokens of a completion during evaluations; none: response_length."""
     save_traces: Annotated[bool, OPEN_INSTRUCT] = False
     """Write every completion that the run trains on to rollouts_save_path."""
     rollouts_save_path: Annotated[str | None, OPEN_INSTRUCT] = None
@@ -268,7 +271,7 @@ class Parallel:
     moe_enable_routing_replay: Annotated[bool, MEGATRON] = False
     """Route every token to the experts that were chosen when the policy scored the batch before its first update."""
     pack_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 512
-    """Most tokens in a pack, the unit of a micro-batch."""
+    """Maximum tokens of a pack, the unit of a micro-batch."""
     logits_chunk: Annotated[int | Literal["auto"], NOT_NEGATIVE] = "auto"
     """Columns of the LM head to compute at a time; 0: all at once; auto: 0 if the logits fit into memory, else 16384."""
     shared_prompt_packing: bool | Literal["auto"] = "auto"

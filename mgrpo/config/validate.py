@@ -298,8 +298,8 @@ def _idle(config: Config, num_reward_funcs: int) -> Iterator[str]:
         if settings()[name].section == "reward" and name not in used and values[name] != settings()[name].default
     )
     if (num_reward_funcs or config.reward.reward_funcs) and replaced:
-        functions = "the caller's reward functions" if num_reward_funcs else "reward_funcs"
-        yield f"{functions} replace {', '.join(replaced)}"
+        functions = "the functions passed to mgrpo.train" if num_reward_funcs else "reward_funcs"
+        yield f"{', '.join(replaced)} has no effect: rewards come from {functions} alone"
 
 
 def _layout_warnings(config: Config, world_size: int) -> Iterator[str]:

@@ -15,12 +15,12 @@ from mgrpo.config.help import field_docs
 from mgrpo.config.schema import Parallel
 from mgrpo.config.validate import problems
 from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
+from mgrpo.planner.hardware import GPUS, Assumptions, Gpu, Hardware
 from mgrpo.planner.plan import plan_run
 from mgrpo.planner.report import as_json, show
-from mgrpo.planner.suggest import suggest
+from mgrpo.planner.suggest import other_splits, suggest
 
-SHIPPED = Path(__file__).parents[2] / "examples" / "configs" / "models"
+SHIPPED = Path(__file__).with_name("models")
 """config.json files of public models: name.json serves models whose name begins with `name`."""
 
 
@@ -47,21 +47,20 @@ def _plan(options: argparse.Namespace, config: Config) -> int:
         raise ConfigError(wrong)
     names = [field.name for field in dataclasses.fields(Assumptions)]
     hardware = Hardware(
-        gpu=GPUS[options.gpu],
+        gpu=_other(GPUS[options.gpu], memory_gib=options.gpu_memory_gib, tflops=options.gpu_tflops),
         nodes=nodes,
         gpus_per_node=options.gpus_per_node,
         network_gbps=options.network_gbps,
         assumed=Assumptions(**{name: getattr(options, name) for name in names}),
     )
     plan = plan_run(config, shape, hardware, num_learners=num_learners)
-    layouts = (
-        suggest(config, shape, hardware, num_learners=num_learners, count=options.suggest, hf_config=hf_config)
-        if options.suggest
-        else []
-    )
-    show(plan, layouts)
+    layouts = suggest(plan, count=options.suggest, hf_config=hf_config)
+    splits = other_splits(plan, layouts, hf_config=hf_config) if options.suggest else []
+    show(plan, layouts, splits)
+    if options.suggest and not plan.fits and not layouts and not splits:
+        sys.stdout.write("No layout and no division of these GPUs fits: use more of them, or some with more memory.\n")
     if options.json:
-        Path(options.json).write_text(json.dumps(as_json(plan, layouts), indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(as_json(plan, layouts, splits), indent=1) + "\n")
     return 0 if plan.fits else 1
 
 
@@ -75,7 +74,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--gpu", choices=GPUS, default="H100", help="type of all GPUs")
+    parser.add_argument("--gpu", type=_gpu, choices=GPUS, default="H100", help="type of all GPUs")
+    parser.add_argument(
+        "--gpu_memory_gib", type=_positive, default=None, help="another memory of each GPU than its type's"
+    )
+    parser.add_argument(
+        "--gpu_tflops", type=_positive, default=None, help="another peak in bf16 than its type's, dense"
+    )
     parser.add_argument("--gpus_per_node", type=_positive_int, default=8, help="GPUs of a node")
     parser.add_argument(
         "--nodes",
@@ -97,6 +102,17 @@ def _parser(prog: str) -> argparse.ArgumentParser:
             f"--{field.name}", type=kind, default=field.default, help=documents.get(field.name, "").replace("%", "%%")
         )
     return parser
+
+
+def _gpu(text: str) -> str:
+    """A type in any case."""
+    return next((name for name in GPUS if name.lower() == text.lower()), text)
+
+
+def _other(gpu: Gpu, **values: float | None) -> Gpu:
+    """The GPU with the values that are given."""
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    return dataclasses.replace(gpu, **given)
 
 
 def _number(text: str, *, low: float, high: float, is_open: bool, wanted: str) -> float:

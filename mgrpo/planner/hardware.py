@@ -32,16 +32,18 @@ class Gpu:
         return int(self.memory_gib * GIB)
 
 
-# NVIDIA's data sheets "A100 80GB" (SXM), "H100" (SXM5), "H200" (SXM), "HGX B200" (an eighth per GPU) and "L40S". Where
+# NVIDIA's data sheets "A100 80GB" (SXM, also with 40 GB), "H100" (SXM5), "H200" (SXM), "HGX B200" (an eighth per GPU), "L40S" and the white paper of "Ada" (RTX 4090, with fp32 accumulation). Where
 # only the rate with sparsity is printed, half of it; NVLink's figures add both directions, so half of those as well.
 GPUS = {
     gpu.name: gpu
     for gpu in (
+        Gpu(name="A100-40", tflops=312, memory_gib=40, hbm_gb_s=1555, nvlink_gb_s=300, pcie_gb_s=32),
         Gpu(name="A100-80", tflops=312, memory_gib=80, hbm_gb_s=2039, nvlink_gb_s=300, pcie_gb_s=32),
         Gpu(name="H100", tflops=989, memory_gib=80, hbm_gb_s=3350, nvlink_gb_s=450, pcie_gb_s=64),
         Gpu(name="H200", tflops=989, memory_gib=141, hbm_gb_s=4800, nvlink_gb_s=450, pcie_gb_s=64),
         Gpu(name="B200", tflops=2250, memory_gib=180, hbm_gb_s=7700, nvlink_gb_s=900, pcie_gb_s=64),
         # No NVLink; ECC takes a sixteenth of the 48 GB.
+        Gpu(name="RTX4090", tflops=165, memory_gib=24, hbm_gb_s=1008, nvlink_gb_s=32, pcie_gb_s=32),
         Gpu(name="L40S", tflops=362, memory_gib=45, hbm_gb_s=864, nvlink_gb_s=32, pcie_gb_s=32),
     )
 }

@@ -100,7 +100,9 @@ class RunPlan:
     def shortages(self) -> Iterator[str]:
         """What does not fit: one sentence each, which begins with the setting to change."""
         memory = self.hardware.gpu.memory_bytes
-        if self.split.idle < 0:
+        if self.hardware.num_gpus < 2:
+            yield "one GPU: learners and engines have GPUs of their own, so a run needs at least 2"
+        elif self.split.idle < 0:
             yield (
                 f"num_learners_per_node and vllm_num_engines x vllm_tensor_parallel_size ask for "
                 f"{self.split.learners} + {self.split.engines} GPUs, the cluster has {self.hardware.num_gpus}; "
@@ -122,7 +124,7 @@ class RunPlan:
         if self.worst.sync == self.worst.transient:
             megabytes = self.config.engine.weight_sync_bucket_mb
             return f"most of it is for the weight sync: lower weight_sync_bucket_mb={megabytes}"
-        return "choose one of the layouts below, or use more learners"
+        return "choose a layout that fits, or use more learners"
 
     @property
     def phases(self) -> dict[str, float]:

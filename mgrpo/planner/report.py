@@ -54,20 +54,21 @@ ADVICE = {
 """What shortens a phase by its largest cause; for other causes, another layout."""
 
 
-def show(plan: RunPlan, suggestions: Sequence[Suggestion]) -> None:
+def show(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[Suggestion]) -> None:
     """Print the whole plan."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=120)
     console.print(verdict(plan), style="bold green" if plan.fits else "bold red")
-    for line in _summary(plan):
-        console.print(line)
-    for table in (_memory(plan), _engine(plan), _time(plan), _traffic(plan)):
+    tables = [_layouts(plan, suggestions)] if suggestions else []
+    tables += [_splits(plan, splits)] if splits else []
+    if plan.split.idle >= 0:
+        for line in _summary(plan):
+            console.print(line)
+        tables = [_memory(plan), _engine(plan), _time(plan), _traffic(plan), *tables]
+    for table in tables:
         console.print()
         console.print(table)
-    if suggestions:
-        console.print()
-        console.print(_layouts(plan, suggestions))
     console.print()
     console.print(
         "Sizes are counted. Lengths, efficiencies and reserves are assumptions, times are estimates, and nothing was "
@@ -242,7 +243,8 @@ def _traffic(plan: RunPlan) -> Table:
 
 
 def _layouts(plan: RunPlan, suggestions: Sequence[Suggestion]) -> Table:
-    title = f"layouts of {plan.split.learners} learners that fit, best first (ranked as docs/planning.md describes)"
+    num_learners = suggestions[0].plan.split.learners
+    title = f"layouts of {num_learners} learners that fit, best first (ranked as docs/planning.md describes)"
     table = Table(title=title, title_justify="left", title_style="bold")
     names = (
         "",
@@ -263,9 +265,37 @@ def _layouts(plan: RunPlan, suggestions: Sequence[Suggestion]) -> Table:
         table.add_column(name, justify="left" if name.startswith(("recompute", "largest")) else "right")
     for number, suggestion in enumerate(suggestions, start=1):
         table.add_row(str(number), *_layout_row(suggestion))
-    table.add_section()
-    table.add_row("now", *_layout_row(Suggestion.of(plan)), style="bold" if plan.fits else "bold red")
+    if num_learners == plan.split.learners:
+        table.add_section()
+        table.add_row("now", *_layout_row(Suggestion.of(plan)), style="bold" if plan.fits else "bold red")
     return table
+
+
+def _splits(plan: RunPlan, splits: Sequence[Suggestion]) -> Table:
+    """The same GPUs divided otherwise; set with `vllm_num_engines` and, where it is given, `num_learners_per_node`."""
+    title = f"other divisions of the {plan.hardware.num_gpus} GPUs between learners and engines, best first"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in ("learners", "engines", "workers", "layout", "generation s", "logprobs + training s", "step s"):
+        table.add_column(name, justify="left" if name == "layout" else "right")
+    for suggestion in splits:
+        table.add_row(*_split_row(suggestion.plan))
+    if plan.split.idle >= 0:
+        table.add_section()
+        table.add_row(*_split_row(plan), style="bold" if plan.fits else "bold red")
+    return table
+
+
+def _split_row(plan: RunPlan) -> tuple[str, ...]:
+    engines, phases = plan.config.engine, plan.phases
+    return (
+        str(plan.split.learners),
+        str(engines.vllm_num_engines),
+        str(engines.vllm_tensor_parallel_size),
+        _layout_text(plan),
+        f"{phases['generate']:.1f}",
+        f"{phases['logprobs'] + phases['train']:.1f}",
+        f"{plan.step_s:.1f}",
+    )
 
 
 def _layout_row(suggestion: Suggestion) -> tuple[str, ...]:
@@ -297,7 +327,7 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size >= 0.05 * GIB or not size else f"{size / GIB:.2f}"
 
 
-def as_json(plan: RunPlan, suggestions: Sequence[Suggestion]) -> dict[str, Any]:
+def as_json(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[Suggestion]) -> dict[str, Any]:
     """The whole plan in bytes, seconds and operations."""
     return {
         "fits": plan.fits,
@@ -332,5 +362,10 @@ def as_json(plan: RunPlan, suggestions: Sequence[Suggestion]) -> dict[str, Any]:
                 "why": suggestion.why,
             }
             for suggestion in suggestions
+        ],
+        "splits": [
+            {"learners": split.plan.split.learners, "engines": split.plan.config.engine.vllm_num_engines}
+            | {"layout": _layout_text(split.plan), "step_s": split.plan.step_s}
+            for split in splits
         ],
     }

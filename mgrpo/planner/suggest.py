@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,6 +27,7 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 EQUALLY_FAST = 0.02
 """Step times within this share of each other count as equal: the estimate is not more precise."""
+SHOWN_SPLITS = 3
 SPARE = 0.1
 """Share of a GPU's memory that a layout should leave free, as a margin for what the plan omits."""
 CAUSES = {
@@ -56,34 +57,70 @@ class Suggestion:
         return cls(plan, _why(plan))
 
 
-def suggest(
-    config: Config,
-    shape: ModelShape,
-    hardware: Hardware,
-    *,
-    num_learners: int,
-    count: int,
-    hf_config: HfConfig,
-) -> list[Suggestion]:
+def suggest(plan: RunPlan, *, count: int, hf_config: HfConfig) -> list[Suggestion]:
     """The `count` fastest layouts that fit and that a run would accept, one per (TP, PP, CP, EP).
 
-    Learners, engines and everything except the layout stay as configured; see `_preference` for the order.
+    Learners, engines and everything except the layout stay as planned; see `_preference` for the order. Where the cluster
+    is too small for them, learners get at least half of it, and more of it until a layout fits.
     """
+    if not count or plan.hardware.num_gpus < 2:
+        return []
+    if plan.split.idle >= 0:
+        return _layouts(plan, plan.config, plan.split.learners, count=count, hf_config=hf_config)
+    workers = plan.config.engine.vllm_tensor_parallel_size
+    for engines in range(plan.hardware.num_gpus // 2 // workers, 0, -1):
+        config, num_learners = _with_engines(plan.config, engines), plan.hardware.num_gpus - engines * workers
+        if found := _layouts(plan, config, num_learners, count=count, hf_config=hf_config):
+            return found
+    return []
+
+
+def _layouts(plan: RunPlan, config: Config, num_learners: int, *, count: int, hf_config: HfConfig) -> list[Suggestion]:
     fitting = []
-    for parallel in _axes(config, shape, hardware, num_learners, hf_config):
-        fitting.extend(_fitting(config, parallel, shape, hardware, num_learners))
+    for parallel in _axes(config, plan.shape, plan.hardware, num_learners, hf_config):
+        fitting.extend(_fitting(config, parallel, plan.shape, plan.hardware, num_learners))
     fitting.sort(key=_preference)
     chosen: dict[tuple[int, ...], RunPlan] = {}
-    for plan in fitting:
-        layout = plan.layout
+    for found in fitting:
+        layout = found.layout
         axes = (layout.tensor, layout.pipeline, layout.context, layout.expert)
         if axes not in chosen and not problems(
-            plan.config, world_size=num_learners, hf_config=hf_config, has_dataset=True
+            found.config, world_size=num_learners, hf_config=hf_config, has_dataset=True
         ):
-            chosen[axes] = plan
+            chosen[axes] = found
         if len(chosen) == count:
             break
-    return [Suggestion.of(plan) for plan in chosen.values()]
+    return [Suggestion.of(found) for found in chosen.values()]
+
+
+def other_splits(plan: RunPlan, layouts: Iterable[Suggestion], *, hf_config: HfConfig) -> list[Suggestion]:
+    """The fastest other ways to divide the same GPUs between learners and engines, at most `SHOWN_SPLITS`.
+
+    Each is planned with the axes of the configured layout and of the suggested ones, as far as they divide its learners.
+    """
+    hardware, workers = plan.hardware, plan.config.engine.vllm_tensor_parallel_size
+    choices = [plan.config.parallel, *(suggestion.plan.config.parallel for suggestion in layouts)]
+    fastest: dict[int, RunPlan] = {}
+    for engines in sorted({max(hardware.num_gpus * eighths // 8 // workers, 1) for eighths in range(1, 8)}):
+        num_learners = hardware.num_gpus - engines * workers
+        for parallel in choices:
+            config = _with_engines(replace(plan.config, parallel=parallel), engines)
+            if num_learners < 1 or problems(config, world_size=num_learners, hf_config=hf_config, has_dataset=True):
+                continue
+            for found in _fitting(config, config.parallel, plan.shape, hardware, num_learners):
+                if found.fits and (engines not in fastest or _preference(found) < _preference(fastest[engines])):
+                    fastest[engines] = found
+    fastest.pop(plan.config.engine.vllm_num_engines if plan.fits else 0, None)
+    return [Suggestion.of(found) for found in sorted(fastest.values(), key=_preference)[:SHOWN_SPLITS]]
+
+
+def _with_engines(config: Config, engines: int) -> Config:
+    """The configuration with this many engines and learners on all other GPUs."""
+    return replace(
+        config,
+        parallel=replace(config.parallel, num_learners_per_node=()),
+        engine=replace(config.engine, vllm_num_engines=engines),
+    )
 
 
 def _axes(

@@ -16,6 +16,7 @@ VerifierClass = type[Verifier] | type[RemoteVerifier]
 _MODULES: dict[str, tuple[str, ...]] = {
     "numbers": ("integer", "gsm8k"),
     "mathematics": ("math", "strict_math"),
+    "open_instruct_math": ("math_open_instruct",),
     "strings": ("flan", "string_matcher", "string_f1", "puzzle", "re_search_f1", "re_search"),
     "lengths": ("max_length", "up_to_max_length", "passthrough"),
     "accuracy": ("trl_accuracy",),
@@ -35,12 +36,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
 }
 """Modules of `mgrpo.rewards.verifiers` and the names that each defines."""
 _HOME = {name: f"mgrpo.rewards.verifiers.{module}" for module, names in _MODULES.items() for name in names}
+_INTERNAL = frozenset({"trl_accuracy"})
+"""Verifiers that reward functions use, not rows."""
 _added: dict[str, VerifierClass] = {}
 
 
 def known_verifiers() -> tuple[str, ...]:
     """Names that a row's `dataset` may hold."""
-    return tuple(sorted(_HOME.keys() | _added.keys()))
+    return tuple(sorted((_HOME.keys() | _added.keys()) - _INTERNAL))
 
 
 def find(name: str) -> VerifierClass:

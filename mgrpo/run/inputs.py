@@ -17,6 +17,7 @@ from mgrpo.rewards.catalog import add_modules, find
 
 if TYPE_CHECKING:
     from mgrpo.data.mixture import Mixture
+    from mgrpo.run.prompts import Prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,8 @@ class Inputs:
     held_out: Mixture
     functions: tuple[str | Callable, ...] = ()
     """Reward functions, or their names; empty: the rows' verifiers decide."""
+    prompts: Prompts | None = None
+    """What the rows become, once that is known."""
 
     def notes(self, config: Config) -> list[str]:
         """Notes of the verifiers, printed at start-up."""
@@ -139,7 +142,8 @@ def _unasked_problems(train: Mixture, held_out: Mixture, config: Config) -> list
     reward, problems = config.reward, []
     named = {name.lower() for name in train.verifiers | held_out.verifiers}
     pair = reward.verifier_replacement
-    if pair and len(train) and pair[0] not in named:
+    by_preset = config.provenance.sources.get("remap_verifier", "").startswith("preset ")
+    if pair and len(train) and pair[0] not in named and not by_preset:
         problems.append(f"remap_verifier={reward.remap_verifier}: {_unasked(pair[0], named)}")
     asked = _asked(train, held_out, config)
     after = f" (after remap_verifier={reward.remap_verifier})" if pair else ""

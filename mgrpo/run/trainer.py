@@ -24,6 +24,7 @@ from mgrpo.config.fields import flat
 from mgrpo.model_io.hf_export import export_bytes, export_hf
 from mgrpo.parallel import backend
 from mgrpo.run.engine_weights import EngineWeights
+from mgrpo.run.health import Health
 from mgrpo.run.lead import Lead, Stopped
 from mgrpo.run.learner import Learned, Learner
 from mgrpo.run.reporter import Clock, Reporter, SilentReporter
@@ -31,9 +32,6 @@ from mgrpo.run.result import TrainResult
 from mgrpo.run.resume import States
 from mgrpo.run.schedule import evaluates_after, is_due
 from mgrpo.run.source import SilentSource, Source
-
-MAX_SKIPPED = 3
-"""Steps in a row with a gradient that is not finite that end the run."""
 
 
 class Trainer:
@@ -52,6 +50,7 @@ class Trainer:
     ) -> None:
         self.config, self.lead, self.learner, self.source = config, lead, learner, source
         self.weights, self.reporter, self.states = weights, reporter, states
+        self.health = Health(config, states)
         self.output_dir = Path(config.experiment.output_dir)
         self.done = 0
         """Training steps."""
@@ -59,8 +58,8 @@ class Trainer:
         """Whether evaluation and export after step `done` are done as well."""
         self.version = 0
         """Of the policy's weights: updates so far."""
-        self.skipped = 0
-        """Steps in a row with a gradient that is not finite."""
+        self.resumed_at = 0
+        """The step after which this run began."""
         self.saved = 0
         """The step of the newest saved state."""
         self.before: dict[str, float] = {}
@@ -80,7 +79,10 @@ class Trainer:
         except Stopped as err:
             clauses, is_kept = self.keep()
             failure = self.reporter.failure
-            raise Stopped("; ".join((failure, *clauses)) if failure else "" if is_kept else "; ".join(clauses)) from err
+            if failure or not is_kept:
+                raise Stopped("; ".join((failure, *clauses) if failure else clauses)) from err
+            self.reporter.say("; ".join((f"stopped after step {self.done}", *clauses)))
+            raise
         if self.reporter.failure:
             raise Stopped(f"{self.reporter.failure}; the trained model is in {result.exported or 'no folder'}")
         return result
@@ -99,7 +101,12 @@ class Trainer:
         self.states.wait()
         self.reporter.finish(before=self.before, after=after)
         return TrainResult(
-            output_dir=self.output_dir, steps=self.done, before=self.before, after=after, exported=exported
+            output_dir=self.output_dir,
+            steps=self.done,
+            before=self.before,
+            after=after,
+            exported=exported,
+            has_trained=self.health.has_trained or self.done == self.resumed_at,
         )
 
     def keep(self) -> tuple[list[str], bool]:
@@ -110,7 +117,7 @@ class Trainer:
         """
         # The state of a precision-aware optimizer cannot be saved.
         if self.done == self.saved or self.config.parallel.use_precision_aware_optimizer:
-            return [self.states.last_good()], True
+            return [self.states.how_to_go_on(self.saved)], True
         try:
             self.save()
             self.states.wait()
@@ -119,23 +126,27 @@ class Trainer:
             with suppress(OutputError):
                 clauses.append(f"the model of step {self.done} is in {self._export()}")
             return clauses, False
-        return [self.states.last_good()], True
+        return [self.states.how_to_go_on(self.saved)], True
 
     def step(self, step: int) -> bool:
         """Sample, score, train on every mini-batch and epoch, and give the engines the new weights.
 
         False when there was nothing to sample: every prompt is solved for good (`no_resampling_pass_rate`).
         """
-        clock = Clock()
-        batch = self.source.next(step, self.version)
+        clock, pulse = Clock(), self.lead.pulse
+        pulse.at(f"step {step}, sampling")
+        with self.health.sampling():
+            batch = self.source.next(step, self.version)
         clock.split("wait")
         if batch is None:
             self.reporter.say(f"step {step}: every prompt is solved, nothing is left to sample; training ends")
             return False
+        pulse.at(f"step {step}, training")
         learned = self.learner.learn(batch.arrays, step=step)
-        self.end_if_stuck(learned)
+        self.health.check(learned, step)
         clock.split("train")
         self.done, self.is_followed_up = step, False
+        pulse.at(f"step {step}, weight sync")
         self.send_weights(learned)
         clock.split("sync")
         sync_bytes = self.weights.plan.bytes_moved
@@ -153,16 +164,6 @@ class Trainer:
         check = is_due(self.done, self.config.engine.weight_sync_check_every)
         self.weights.send(self.version, step=self.done + 1, check=check)
 
-    def end_if_stuck(self, learned: Learned) -> None:
-        """End the run after a few steps in a row with a gradient that is not finite."""
-        if learned.results:
-            self.skipped = 0 if all(result.is_finite for result in learned.results) else self.skipped + 1
-        if self.skipped >= MAX_SKIPPED:
-            raise RuntimeError(
-                f"{MAX_SKIPPED} steps in a row had a gradient that is not finite, and were skipped; lower learning_rate="
-                f"{self.config.optimizer.learning_rate:g} or look at the rewards; {self.states.last_good()}"
-            )
-
     def follow_up(self) -> None:
         """What is due after step `done`: an evaluation, an export, a saved state."""
         config, checkpoint = self.config, self.config.checkpoint
@@ -178,7 +179,9 @@ class Trainer:
         """Sample the held-out prompts; metrics on rank 0, nothing elsewhere or without held-out data."""
         if not self.config.data.dataset_mixer_eval_list:
             return {}
-        evaluation = self.source.evaluate(self.done)
+        self.lead.pulse.at(f"the evaluation {when}")
+        with self.health.sampling():
+            evaluation = self.source.evaluate(self.done)
         return self.reporter.evaluation(
             evaluation, step=self.done, policy_version=self.version, when=when, before=self.before
         )
@@ -188,6 +191,7 @@ class Trainer:
 
         A model that exists nowhere else is worth waiting for a while until somebody has made room for it.
         """
+        self.lead.pulse.at(f"the export of step {self.done}")
         if self.done > self.saved:
             num_bytes, stop = export_bytes(self.learner.policy), self.lead.stop
             self.lead.run(partial(wait_for_room, self.output_dir, num_bytes, say=self.reporter.say, stop=stop))
@@ -201,6 +205,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write the state of the whole run."""
+        self.lead.pulse.at(f"saving the state of step {self.done}")
         place = self.states.save(self.done, self.learner, self.state_dict())
         self.reporter.say(f"state of step {self.done}: {place}")
         self.saved = self.done
@@ -211,7 +216,7 @@ class Trainer:
             "step": self.done,
             "is_followed_up": self.is_followed_up,
             "policy_version": self.version,
-            "skipped": self.skipped,
+            "skipped": self.health.skipped,
             "before": self.before,
             "config": flat(self.config),
             "model": asdict(self.learner.shape),
@@ -223,8 +228,9 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; the learner was built from its checkpoint already."""
         self.done, self.is_followed_up = state["step"], state["is_followed_up"]
-        self.saved, self.before = self.done, state["before"]
-        self.version, self.skipped = state["policy_version"], state["skipped"]
+        self.saved, self.resumed_at, self.before = self.done, self.done, state["before"]
+        self.version, self.health.skipped = state["policy_version"], state["skipped"]
+        self.health.has_trained = self.version > 0
         self.source.load_state_dict(state["head"])
 
     def close(self) -> None:

@@ -487,6 +487,24 @@ def _raise(err: Exception) -> None:
     raise err
 
 
+def broken_weights(model_dir: str, broken: str, settings: dict[str, Any], groups: list) -> list[str]:
+    """The errors of loading `broken`, and of a step with a learning rate that is far too high."""
+    from mgrpo.config import ConfigError
+
+    errors = []
+    try:
+        trainer_of(broken, settings, groups)
+    except ConfigError as err:
+        errors.append(str(err))
+    trainer = trainer_of(model_dir, settings | {"learning_rate": 1e30, "max_grad_norm": 0.0}, groups)
+    learned = trainer.learner.learn(trainer.source.next(1, 0).arrays, step=1)
+    try:
+        trainer.health.check(learned, 1)
+    except RuntimeError as err:
+        errors.append(str(err))
+    return errors
+
+
 def hidden_state(learner: Any) -> dict[str, Any]:
     """Random states, Adam's step counts, and the reference's weights and float32 copies on this rank, as digests."""
     from mgrpo.parallel import backend

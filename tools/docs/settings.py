@@ -6,6 +6,7 @@ import sys
 
 from mgrpo.config.fields import section_types, settings, shown
 from mgrpo.config.help import field_docs, metavar, shown_default
+from mgrpo.config.peers.hints import hints
 from mgrpo.config.peers.names import Name, sections, table, trainers_of
 from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
 from mgrpo.config.peers.translate import LOSS_TYPES
@@ -50,7 +51,7 @@ other two. Otherwise per_device_train_batch_size and gradient_accumulation_steps
 
 def to_markdown() -> str:
     """The whole page."""
-    parts = [INTRODUCTION, *(_section(section) for section in sections()), BATCH, _losses(), _presets()]
+    parts = [INTRODUCTION, *(_section(section) for section in sections()), BATCH, _losses(), _presets(), _words()]
     return "\n".join(parts)
 
 
@@ -81,7 +82,7 @@ def _section(section: str) -> str:
 
 
 def _neutral(name: Name) -> str:
-    return ", ".join(shown(value) for value in name.neutral)
+    return ", ".join(dict.fromkeys("empty" if value == () else shown(value) for value in name.neutral))
 
 
 def _status(name: Name) -> str:
@@ -128,6 +129,21 @@ def _presets() -> str:
         *markdown.table(("setting", "`mgrpo`", *(f"`{name}`" for name in names)), rows),
         "",
         *notes,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _words() -> str:
+    rows = (
+        (f"`{name}`", hint.trainer, ", ".join(f"`{target}`" for target in hint.targets), hint.sentence)
+        for name, hint in hints().items()
+    )
+    lines = [
+        "## Words of other trainers",
+        "",
+        "These are not accepted; a run that is given one says what to use instead.",
+        "",
+        *markdown.table(("word", "of", "here", "note"), rows),
     ]
     return "\n".join(lines) + "\n"
 

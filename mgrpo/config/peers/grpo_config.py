@@ -1,4 +1,4 @@
-"""Configurations made from those of another trainer: `mgrpo.GRPOConfig`."""
+"""Configurations made in Python, of this project's settings or another trainer's: `mgrpo.GRPOConfig`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,28 @@ from mgrpo.config.schema import Config
 
 
 class GRPOConfig:
-    """Makes a `Config` from another trainer's settings. Settings that are not given have that trainer's defaults.
+    """Makes a `Config` for `mgrpo.train` from this project's settings, or from another trainer's.
 
-    Each call returns a config for `mgrpo.train` whose `notes` say how every name was understood, and raises `ConfigError`
-    with all that cannot be done here, and why.
+    `GRPOConfig(learning_rate=1e-6)` takes the names and defaults of a configuration file; `from_trl` and
+    `from_open_instruct` take the defaults of that trainer. Each returns a config whose `notes` say how every name was
+    understood, and raises `ConfigError` with all that cannot be done here, and why.
     """
+
+    def __new__(cls, settings: Mapping[str, object] | None = None, /, **fields: object) -> Config:  # type: ignore[misc]
+        """Config of settings by keyword, of a mapping, or of one with keywords on top; `preset` names other defaults."""
+        return from_values({**(settings or {}), **fields})
 
     @staticmethod
     def from_trl(config: object = None, /, *, preset: str | None = None, **fields: object) -> Config:
-        """Config of TRL's fields by keyword, of a `trl.GRPOConfig`, or of one with keywords on top.
+        """Config of TRL's fields by keyword, of a mapping, of a `trl.GRPOConfig`, or of one with keywords on top.
 
         Args:
-            config: a dataclass object; a field that has its class's default counts as not given.
+            config: a mapping, or a dataclass object, of which a field that has its class's default counts as not given.
             preset: the defaults to take, `trl_seed` or `trl_main`; by default those of the object's version, else main.
         Fields of this project may be given as well: `from_trl(trl_config, tensor_model_parallel_size=4)`.
         """
+        if isinstance(config, Mapping):
+            return from_values({**config, **fields}, preset=preset or "trl_main")
         given = _changed_fields(config) if config is not None else {}
         # TRL stores both in the object and computes one from the other.
         if {"generation_batch_size", "steps_per_generation"} <= given.keys():

@@ -20,6 +20,7 @@ def apply(r: Resolution) -> None:
     """All of them, each after those whose results it needs."""
     recomputation(r)
     fsdp(r)
+    shards(r)
     ulysses(r)
     replicas(r)
 
@@ -84,6 +85,14 @@ def fsdp(r: Resolution) -> None:
             "fsdp=hybrid_shard does not say how many ranks share each parameter; give --fsdp_shard_degree N, or "
             "fsdp=full_shard for all"
         )
+
+
+def shards(r: Resolution) -> None:
+    """A number of ranks that share each parameter, as OLMo-core's trainer has it, asks for stage 3."""
+    names = ("fsdp_shard_degree", "fsdp_num_replicas")
+    is_asked = any(r.value(name) if name in r.given else r.peer(name) for name in names if r.rank(name))
+    if is_asked and not r.rank("zero_stage", "deepspeed_stage", "fsdp"):
+        r.derive("zero_stage", 3, "zero_stage is 3, because fsdp_shard_degree ranks share each parameter")
 
 
 def _json(r: Resolution, name: str) -> dict[str, Any]:

@@ -62,6 +62,7 @@ SPELLINGS: dict[str, dict[object, str]] = {
     "chat_template_name": {None: "auto"},
     "chat_template_kwargs": {None: "{}"},
     "eval_top_p": {None: "1.0"},
+    "kl_estimator": {"kl": "0", "kl1": "0", "kl2": "1", "kl3": "2", "kl4": "3"},
 }
 """What other trainers write for a value that is spelled differently here."""
 

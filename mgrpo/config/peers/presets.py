@@ -28,6 +28,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "clip_higher": 0.272,
         "advantage_normalization_type": "centered",
         "use_rho_correction": True,
+        "remap_verifier": "math=math_open_instruct",
     },
     "trl_seed": _TRL_COMMON | {"aggregation": "local_token"},
     "trl_main": _TRL_COMMON

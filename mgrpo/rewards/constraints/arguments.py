@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import NewType
@@ -68,15 +67,6 @@ def bound(name: str, checker: Checker, kwargs: Mapping[str, object]) -> Callable
 def holds(relation: Relation, found: int, threshold: int) -> bool:
     """Whether `found` is less than, or at least, the threshold."""
     return found < threshold if relation == "less than" else found >= threshold
-
-
-@functools.lru_cache(maxsize=1024)
-def compiled(pattern: str, flags: int = re.IGNORECASE) -> re.Pattern[str]:
-    """A label's regular expression."""
-    try:
-        return re.compile(pattern, flags)
-    except (re.error, RecursionError, OverflowError) as err:
-        raise ValueError(f"{shown(pattern)} in the label is not a regular expression ({err})") from None
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mgrpo.rewards.constraints.arguments import Filled, Position, Whole, Word, compiled
+from mgrpo.rewards.constraints.arguments import Filled, Position, Whole, Word
+from mgrpo.rewards.constraints.patterns import compiled
 
 _SEPARATOR = "******"
 
@@ -54,9 +55,9 @@ def _between(first: str, last: str, response: str) -> list[str]:
     found: list[str] = []
     for line in response.split("\n"):
         # Behind the last place where the end could be, each `first` would search the rest of the line in vain.
-        ends = [match.end(1) for match in end_word.finditer(line)]
+        ends = [match.end(1) for match in end_word.matches(line)]
         if ends:
-            found += [match.group() for match in span.finditer(line[: max(ends)])]
+            found += [match.group() for match in span.matches(line[: max(ends)])]
     return found
 
 

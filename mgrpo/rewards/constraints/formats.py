@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 
-from mgrpo.rewards.constraints.arguments import Count, Relation, Text, Whole, compiled, holds
+from mgrpo.rewards.constraints.arguments import Count, Relation, Text, Whole, holds
 from mgrpo.rewards.constraints.languages import checked_language, language_of
+from mgrpo.rewards.constraints.patterns import compiled
 from mgrpo.rewards.constraints.sentences import split_sentences
-from mgrpo.rewards.constraints.words import treebank_tokens
+from mgrpo.rewards.constraints.words import says_something, treebank_tokens
 
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
@@ -22,19 +23,19 @@ def placeholders(response: str, *, num_placeholders: Count) -> bool:
 
 
 def count_placeholders(response: str) -> int:
-    """Pairs of square brackets, each closed by the next closing bracket of its line."""
+    """Pairs of square brackets, each closed by the next closing bracket of its line, with something between them."""
     count = 0
     for line in response.split("\n"):
         end = -1
         while (start := line.find("[", end + 1)) >= 0 and (end := line.find("]", start + 1)) >= 0:
-            count += 1
+            count += bool(line[start + 1 : end].strip())
     return count
 
 
 def postscript(response: str, *, postscript_marker: Text) -> bool:
     marker = postscript_marker.strip()
     marker = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}.get(marker, marker.lower())
-    return bool(compiled(marker, re.MULTILINE).search(response.lower()))
+    return compiled(marker, re.MULTILINE).occurs_in(response.lower())
 
 
 def bullet_points(response: str, *, num_bullets: Count) -> bool:
@@ -57,7 +58,7 @@ def highlights(response: str, *, num_highlights: Count) -> bool:
 
 def sections(response: str, *, section_spliter: Text, num_sections: Count) -> bool:
     splitter = compiled(rf"\s?{section_spliter.strip()}\s?\d+\s?", 0)
-    return len(splitter.split(response)) - 1 >= num_sections
+    return sum(1 for _ in splitter.matches(response)) >= num_sections
 
 
 def title(response: str) -> bool:
@@ -85,7 +86,7 @@ def is_json(text: str) -> bool:
 
 
 def one_of_three_answers(response: str) -> bool:
-    return any(option in response for option in _OPTIONS)
+    return sum(option in response for option in _OPTIONS) == 1
 
 
 def hyphenated_sentences(response: str) -> bool:
@@ -117,7 +118,7 @@ def no_exclamation_mark(response: str) -> bool:
 
 def quoted(response: str) -> bool:
     text = response.strip()
-    return len(text) > 1 and text[0] == text[-1] == '"'
+    return text[:1] == text[-1:] == '"' and says_something(text)
 
 
 def end_phrase(response: str, *, end_phrase: Text) -> bool:
@@ -141,8 +142,8 @@ def english_lowercase(response: str) -> bool:
 
 
 def response_language(response: str, *, language: Text) -> bool:
-    """A response whose language cannot be told passes."""
-    return language_of(response) in (checked_language(language), None)
+    """A response without words of any language, which IFEval accepts, is in none."""
+    return language_of(response) == checked_language(language)
 
 
 def _is_english(response: str) -> bool:

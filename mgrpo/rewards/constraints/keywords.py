@@ -17,9 +17,9 @@ from mgrpo.rewards.constraints.arguments import (
     Text,
     Word,
     Words,
-    compiled,
     holds,
 )
+from mgrpo.rewards.constraints.patterns import compiled
 from mgrpo.rewards.constraints.sentences import split_sentences
 from mgrpo.rewards.constraints.words import treebank_tokens
 
@@ -27,7 +27,7 @@ _NOT_GIVEN = Text("")
 
 
 def keywords_exist(response: str, *, keywords: Words) -> bool:
-    return all(compiled(keyword).search(response) for keyword in keywords)
+    return all(compiled(keyword).occurs_in(response) for keyword in keywords)
 
 
 def keyword_frequency(response: str, *, keyword: Word, frequency: Count, relation: Relation) -> bool:
@@ -43,7 +43,7 @@ def keyword_once_and_twice(response: str, *, keyword1: Word, keyword2: Word) -> 
 
 
 def no_forbidden_words(response: str, *, forbidden_words: Words) -> bool:
-    return not any(compiled(rf"\b{word}\b").search(response) for word in forbidden_words)
+    return not any(compiled(rf"\b{word}\b").occurs_in(response) for word in forbidden_words)
 
 
 def keyword_excluded(response: str, *, keyword: Word, instruction: Text = _NOT_GIVEN) -> bool:
@@ -91,4 +91,4 @@ def same_start_and_end(response: str) -> bool:
 
 
 def _occurrences(keyword: str, response: str) -> int:
-    return sum(1 for _ in compiled(keyword).finditer(response))
+    return sum(1 for _ in compiled(keyword).matches(response))

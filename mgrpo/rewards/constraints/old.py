@@ -1,14 +1,18 @@
-"""The 25 functions that labels of `ifeval_old` name, with their own names, arguments and rules."""
+"""The 25 functions that labels of `ifeval_old` name, with their own names, arguments and rules.
+
+Open Instruct's, except that marks without anything between them (`[]`, `**`, `<<>>`) are not what was asked for.
+"""
 
 from __future__ import annotations
 
 import re
 
 from mgrpo.rewards.constraints.arguments import Character, Checker, Filled, Quantifier, Text, Texts, Whole
-from mgrpo.rewards.constraints.formats import count_placeholders, is_json
+from mgrpo.rewards.constraints.formats import count_placeholders, is_json, quoted, title
 from mgrpo.rewards.constraints.languages import checked_language, language_of
 
 _SENTENCE_END = re.compile(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?!])\s")
+_ASTERISKS = re.compile(r"\*+")
 _PARAGRAPH_DIVIDER = "* * *"
 _RESPONSE_DIVIDER = "******"
 
@@ -70,24 +74,31 @@ def validate_placeholders(response: str, *, N: Whole) -> bool:
 
 
 def verify_bullet_points(response: str, *, N: Whole) -> bool:
-    return sum(1 for line in response.split("\n") if line.strip().startswith(("*", "-"))) == N
+    lines = (line.strip() for line in response.split("\n"))
+    return sum(1 for line in lines if line.startswith(("*", "-")) and line.strip("*- ")) == N
 
 
 def validate_title(response: str) -> bool:
-    return any(">>" in line.partition("<<")[2] for line in response.split("\n"))
+    return title(response)
 
 
 def validate_choice(response: str, *, options: Texts) -> bool:
-    return any(option in response for option in options)
+    """One of the options, as words of its own; an option counts once where a longer one holds it."""
+    longest_first = sorted(filter(None, options), key=len, reverse=True)
+    if not longest_first:
+        return False
+    one = "|".join(map(re.escape, longest_first))
+    return len(set(re.findall(rf"(?<!\w)(?:{one})(?!\w)", response))) == 1
 
 
 def validate_highlighted_sections(response: str, *, N: Whole) -> bool:
-    """Asterisks are paired line by line."""
-    return sum(line.count("*") // 2 for line in response.split("\n")) >= N
+    """Runs of asterisks are paired line by line; a pair without text between them is none."""
+    return sum(1 for line in response.split("\n") for part in _ASTERISKS.split(line)[1:-1:2] if part.strip()) >= N
 
 
 def validate_sections(response: str, *, N: Whole, section_splitter: Filled) -> bool:
-    return len(response.removeprefix(section_splitter).split(section_splitter)) == N
+    sections = response.removeprefix(section_splitter).split(section_splitter)
+    return len(sections) == N and all(section.strip() for section in sections)
 
 
 def validate_json_format(response: str) -> bool:
@@ -100,7 +111,7 @@ def validate_repeat_prompt(response: str, *, original_prompt: Text) -> bool:
 
 def validate_two_responses(response: str) -> bool:
     parts = [part.strip() for part in response.split(_RESPONSE_DIVIDER)]
-    return len(parts) == 2 and parts[0] != parts[1]
+    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
 
 
 def validate_uppercase(response: str) -> bool:
@@ -116,7 +127,7 @@ def validate_end(response: str, *, end_phrase: Text) -> bool:
 
 
 def validate_quotation(response: str) -> bool:
-    return response.startswith('"') and response.endswith('"')
+    return quoted(response)
 
 
 def validate_no_commas(response: str) -> bool:

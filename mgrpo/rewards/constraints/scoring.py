@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mgrpo.rewards.constraints.arguments import bound
 from mgrpo.rewards.constraints.table import CONSTRAINTS, checker_of
+from mgrpo.rewards.constraints.words import says_something
 from mgrpo.rewards.verifier import shown
 
 
@@ -44,9 +45,19 @@ def bound_instructions(instruction_ids: object, kwargs: object) -> list[Callable
 
 
 def kept(checks: Sequence[Callable[[str], bool]], response: str, *, loose: bool) -> list[bool]:
-    """Whether the response, or one of its variants, passes each check; a variant without text passes none."""
-    variants = [variant for variant in (_loose_variants(response) if loose else [response]) if variant.strip()]
-    return [any(check(variant) for variant in variants) for check in checks]
+    """Whether the response, or one of its variants, passes each check; a variant that says nothing passes none.
+
+    A check that takes too long is not passed: it is the response that makes a label's regular expression slow.
+    """
+    variants = [variant for variant in (_loose_variants(response) if loose else [response]) if says_something(variant)]
+    return [_passes(check, variants) for check in checks]
+
+
+def _passes(check: Callable[[str], bool], variants: Sequence[str]) -> bool:
+    try:
+        return any(check(variant) for variant in variants)
+    except TimeoutError:
+        return False
 
 
 def _loose_variants(response: str) -> list[str]:

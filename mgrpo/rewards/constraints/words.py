@@ -55,6 +55,11 @@ _CONTRACTIONS: tuple[re.Pattern[str], ...] = (
 )
 
 
+def says_something(text: str) -> bool:
+    """Whether the text has a letter or a digit of any script; marks alone are the form of an answer without one."""
+    return any(char.isalnum() for char in text)
+
+
 def letter_runs(text: str) -> list[str]:
     r"""The words of a word count: runs of `\w`."""
     return _letter_runs()(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ from mgrpo.config.schema import Reward
 from mgrpo.rewards.judges.client import ChatClient
 from mgrpo.rewards.judges.context import shorten_both, token_counter
 from mgrpo.rewards.judges.endpoint import FEWEST_TOKENS, SPARE_TOKENS, Endpoint, judge_endpoint, problems
-from mgrpo.rewards.judges.judgements import Judgement
+from mgrpo.rewards.judges.judgements import Judgement, unused_mark
 from mgrpo.rewards.verifier import THINK_END, Answer, RemoteVerifier, single
 
 
@@ -47,7 +48,8 @@ class AskingVerifier(RemoteVerifier):
                 f"question and answer beside llm_judge_max_tokens={settings.llm_judge_max_tokens} and the template; raise it"
             )
         question, answer = shorten_both(question, answer, room, count)
-        return await self.client.ask(judgement.render(question, answer, reference), judgement.read)
+        read = functools.partial(judgement.read, mark=unused_mark(question, reference, answer), answer=answer)
+        return await self.client.ask(judgement.render(question, answer, reference), read)
 
     async def close(self) -> None:
         await self.client.close()

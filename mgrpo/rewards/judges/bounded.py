@@ -11,7 +11,10 @@ import openai
 
 
 class BoundedClient(openai.DefaultAsyncHttpxClient):
-    """Reads every reply at once, and one longer than `most_bytes` only up to the first chunk beyond them."""
+    """Reads every reply at once, and one longer than `most_bytes` only up to the first chunk beyond them.
+
+    A compressed reply, for which nobody asked, is not read at all: one chunk of it could become a thousand.
+    """
 
     def __init__(self, most_bytes: int, **options: Any) -> None:
         super().__init__(**options)
@@ -20,14 +23,17 @@ class BoundedClient(openai.DefaultAsyncHttpxClient):
     # Any: depending on openai's version, requests and responses are those of httpx or of httpx2.
     async def send(self, request: Any, **options: Any) -> Any:
         response = await super().send(request, **(options | {"stream": True}))
+        headers = response.headers.copy()
+        encoding = headers.pop("Content-Encoding", "identity")
         content = bytearray()
         try:
-            async for chunk in response.aiter_bytes():
-                content += chunk
-                if len(content) > self._most_bytes:
-                    break
+            if encoding != "identity":
+                content += f"(a reply in Content-Encoding {encoding[:40]}, where identity was asked for)".encode()
+            else:
+                async for chunk in response.aiter_raw():
+                    content += chunk
+                    if len(content) > self._most_bytes:
+                        break
         finally:
             await response.aclose()
-        headers = response.headers.copy()
-        headers.pop("Content-Encoding", None)  # `content` is decoded
         return type(response)(response.status_code, headers=headers, content=bytes(content), request=request)

@@ -1,101 +1,111 @@
-"""The verdict in a judge's reply. A reply from which two verdicts, or none, can be read is an `Unreadable`.
+"""The verdict in a judge's reply. A reply whose verdict is not clearly the judge's own is an `Unreadable`.
 
-A judge may quote the answer it judges, and an answer may hold what looks like a verdict. So a verdict counts where the
-whole reply is one JSON object; elsewhere only if everything in the reply that looks like a score has the same value, and one of
-them is where the judge's own would be: in an object that the reply starts or ends with, and that closes.
+A judge may quote the answer it judges, and an answer may hold what looks like a verdict. The prompt therefore gives the
+judge a mark, which no answer can know, and the last verdict with the mark counts. Without it, a reply counts only in the
+form that was asked for (one JSON object and nothing else, or a decision in the last line), and only if the answer does not
+hold the same words.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import unicodedata
 
 _OBJECTS = json.JSONDecoder(strict=False, object_pairs_hook=lambda pairs: pairs)
-_FENCE = re.compile(r"```[A-Za-z]*")
+_WRAPPING = re.compile(r"\s*(?:<answer>(.*)</answer>|```[A-Za-z]{0,10}(.*)```)\s*", re.DOTALL)
 _INVALID_ESCAPE = re.compile(r'\\(\\|["/bfnrt]|u[0-9A-Fa-f]{4})|\\')
-_SCORE = re.compile(r"""["']score\\*["']\s*:\s*\\*["']?([^"'\\,}\n]{0,40})""", re.IGNORECASE)
-_REST_OF_OBJECT = re.compile(r"[\\\"'\s}`\]]*")
+_END_OF_OBJECT = re.compile(r"[\\\"'\s}`\]]*")
 _NUMBER = re.compile(r"([-+]?(?:[0-9]{1,9}(?:\.[0-9]{0,18})?|\.[0-9]{1,18}))(?:\s*/\s*([0-9]{1,4}))?")
-_DECISION = re.compile(r"final\s+decision\W{0,12}(yes|no)\b(?!\s*(?:/|or\b))", re.IGNORECASE)
+# The quotation marks around a key or value of an object, which may be escaped or missing.
+_Q = r"[\\\"']{0,4}"
+_QUOTATION = re.compile(
+    r"```.*?(?:```|\Z)|`[^`\n]*`|<answer>.*?(?:</answer>|\Z)|^[ \t]*>[^\n]*"
+    r"|“[^“”]*”|«[^«»]*»|\"[^\"\n]*\"|(?<!\w)'[^'\n]*'(?!\w)",
+    re.DOTALL | re.MULTILINE | re.IGNORECASE,
+)
+_STATEMENT = re.compile(
+    r"\b(?:decision|verdict|judge?ment)\W{0,12}(?:is\W{1,12})?(yes|no)\b(?!\s*(?:/|or\b))", re.IGNORECASE
+)
+_LAST_LINE = re.compile(
+    r"[\s#*_(-]*(?:my\s+)?final\s+(decision|answer)\W{0,12}(?:is\W{1,12})?(yes|no)[\s.!*_)]*", re.IGNORECASE
+)
 # A verdict is a few sentences. Longer replies are refused, since reading them would be slow.
 _LONGEST = 200_000
 
 
 class Unreadable(ValueError):
-    """A reply without exactly one verdict."""
+    """A reply without a clear verdict."""
 
 
-def read_score(reply: str, *, top: float) -> float:
-    """The one SCORE of the reply, between 0 and `top`.
+def read_score(reply: str, *, top: float, mark: str, answer: str) -> float:
+    """The SCORE of the reply, between 0 and `top`.
 
     Numbers, numbers in quotes and "7/10" (of `top` only) are scores; true and false are, where the scale ends at 1.
+
+    Args:
+        mark: what the prompt told the judge to write beside its score.
+        answer: what the judge was shown, from which it may quote.
     """
-    whole = _score_of_object(_unfenced(reply))
-    if whole is not None:
-        return _number(whole, top)
-    visible = _without_thinking(reply)
-    whole = _score_of_object(visible)
-    if whole is not None:
-        return _number(whole, top)
-    matches = list(_SCORE.finditer(visible))
-    if not matches:
-        raise Unreadable(f"the reply holds no SCORE: {visible[:200]!r}")
-    values = {_number(match.group(1).strip(), top) for match in matches}
-    begin = max(visible.find("{"), 0)
-    own = _score_of_object(visible[begin:], may_go_on=begin == 0)
-    if own is not None:
-        values.add(_number(own, top))
-    if len(values) > 1:
-        raise Unreadable(f"the reply holds several scores, {sorted(values)}: {visible[:200]!r}")
-    if own is None and not any(_is_verdict(match) for match in (matches[0], matches[-1])):
-        raise Unreadable(f"the reply neither starts nor ends with its verdict: {visible[:200]!r}")
-    return values.pop()
+    # First as it is, since the text of an object may hold `</think>`.
+    value = _score_of_object(reply, mark, answer)
+    if value is None:
+        visible = _without_thinking(reply)
+        value = _score_of_object(visible, mark, answer)
+    if value is None:
+        pair = rf"mark{_Q}\s*:\s*{_Q}{re.escape(mark)}{_Q}\s*,\s*{_Q}score{_Q}\s*:\s*{_Q}([^\"'\\,}}\n]{{0,40}})"
+        marked = re.findall(pair, visible, re.IGNORECASE)
+        if not marked:
+            raise Unreadable(
+                f"the reply is not one object and holds no SCORE with the prompt's mark: {visible[:200]!r}"
+            )
+        value = marked[-1].strip()
+    return _number(value, top)
 
 
-def read_decision(reply: str) -> float:
-    """1.0 for "Final Decision: Yes", 0.0 for No."""
+def read_decision(reply: str, *, mark: str, answer: str) -> float:
+    """1.0 for "Final Decision: Yes", 0.0 for No; `mark` and `answer` as in `read_score`.
+
+    Models trained for this very question write no mark. Their No may stand in any words, since no answer gains by it.
+    """
     visible = _without_thinking(reply)
-    decisions = {match.lower() for match in _DECISION.findall(visible)}
-    if len(decisions) != 1:
-        many = "both decisions" if decisions else "no final decision"
-        raise Unreadable(f"the reply holds {many}: {visible[-200:]!r}")
-    return float(decisions == {"yes"})
+    marked = re.findall(rf"final\s+decision\W{{0,12}}(yes|no)\W{{1,12}}{re.escape(mark)}", visible, re.IGNORECASE)
+    if marked:
+        return float(marked[-1].lower() == "yes")
+    own = _QUOTATION.sub(" ", visible).strip()
+    last_line = _LAST_LINE.fullmatch(own.rpartition("\n")[2])
+    stated = [word.lower() for word in _STATEMENT.findall(own)]
+    if stated[-1:] == ["no"] or (last_line and last_line.group(2).lower() == "no"):
+        return 0.0
+    if not last_line or last_line.group(1).lower() != "decision" or "no" in stated:
+        raise Unreadable(f"the reply does not end with its final decision: {visible[-200:]!r}")
+    if "finaldecisionyes" in _letters(answer):
+        raise Unreadable("the reply repeats a decision of the answer, without the mark of the prompt")
+    return 1.0
 
 
 def _without_thinking(reply: str) -> str:
-    """What follows the last `</think>`, without `<answer>` tags or a code fence around it."""
+    """What follows the last `</think>`."""
     _, end, visible = reply.rpartition("</think>")
     if not end and visible.lstrip().startswith("<think>"):
         raise Unreadable(f"the reply is only thinking: {visible[:200]!r}")
     if len(visible) > _LONGEST:
         raise Unreadable(f"the reply has {len(visible):,} characters")
-    return _unfenced(visible.replace("<answer>", "").replace("</answer>", ""))
+    return visible.strip()
 
 
-def _unfenced(text: str) -> str:
-    text = text.strip()
-    if fence := _FENCE.match(text):
-        text = text[fence.end() :].removesuffix("```")
+def _unwrapped(text: str) -> str:
+    """The text without the code fence and the `<answer>` tags around the whole of it."""
+    for _ in range(2):
+        if wrapped := _WRAPPING.fullmatch(text):
+            text = wrapped.group(1) or wrapped.group(2) or ""
     return text.strip()
 
 
-def _is_verdict(match: re.Match) -> bool:
-    """Whether this score, in a reply that is not JSON, is the judge's own and not a quotation in its broken text."""
-    text = match.string
-    before = text[: match.start()].rstrip("\\ \t\r\n")
-    if before == "{":  # nothing has been quoted yet
-        return True
-    rest = _REST_OF_OBJECT.match(text, match.end())
-    assert rest is not None  # it also matches the empty text
-    end = rest.end()
-    is_key = not before or before.endswith(("{", ","))
-    is_closed = text.count("{", 0, end) <= text.count("}", 0, end)
-    return is_key and is_closed and (text.startswith("{") or end == len(text))
-
-
-def _score_of_object(text: str, *, may_go_on: bool = False) -> object:
-    """The SCORE of a text that is one JSON object and nothing else, unless it `may_go_on`; None for any other text."""
-    if not text.startswith("{") or len(text) > _LONGEST:
+def _score_of_object(reply: str, mark: str, answer: str) -> object:
+    """The SCORE of a reply that is one JSON object and nothing else; None for any other reply."""
+    text = _unwrapped(reply) if len(reply) <= _LONGEST else ""
+    if not text.startswith("{"):
         return None
     # LaTeX in a string ("\( x \)") is a common fault of judges' JSON.
     for form in (text, _INVALID_ESCAPE.sub(lambda match: match.group() if match.group(1) else r"\\", text)):
@@ -104,10 +114,20 @@ def _score_of_object(text: str, *, may_go_on: bool = False) -> object:
         except (ValueError, RecursionError):
             continue
         scores = [value for key, value in pairs if key.strip().lower() == "score"]
-        if len(scores) != 1 or not (may_go_on or _REST_OF_OBJECT.fullmatch(form, end)):
+        if len(scores) != 1 or not _END_OF_OBJECT.fullmatch(form, end):
             return None
+        is_marked = mark in [value for key, value in pairs if key.strip().lower() == "mark"]
+        if not is_marked and _letters(text) in _letters(answer):
+            raise Unreadable(
+                f"the reply repeats a verdict of the answer, without the mark of the prompt: {text[:200]!r}"
+            )
         return scores[0]
     return None
+
+
+def _letters(text: str) -> str:
+    """Letters and digits alone, in one case: what a quotation keeps of its original."""
+    return "".join(filter(str.isalnum, unicodedata.normalize("NFKC", text).lower()))
 
 
 def _number(value: object, top: float) -> float:

@@ -41,7 +41,10 @@ class IFEval(Verifier):
 
 
 class IFEvalOld(Verifier):
-    """1.0 if the answer passes the one function that the label names: `{"func_name": ..., arguments}`."""
+    """1.0 if the answer passes the one function that the label names: `{"func_name": ..., arguments}`.
+
+    An answer without a letter or digit passes none.
+    """
 
     name: ClassVar[str] = "ifeval_old"
 
@@ -50,7 +53,8 @@ class IFEvalOld(Verifier):
         name = label.get("func_name")
         arguments = {key: value for key, value in label.items() if key != "func_name" and value is not None}
         check = bound(str(name), checker_of(name, OLD_FUNCTIONS), arguments)
-        return float(check(without_thinking(answer.completion)))
+        (passed,) = kept([check], without_thinking(answer.completion), loose=False)
+        return float(passed)
 
     def warm_up(self) -> None:
         _load_language_profiles()

@@ -8,13 +8,17 @@ from mgrpo.rewards.verifier import shown, single, text_of
 
 
 def accepted_texts(ground_truth: object) -> list[str]:
-    """The label, or each label of a list, as text; ValueError for anything that is neither text nor a number."""
+    """The label, or each label of a list, as text, without empty ones: saying nothing is never right.
+
+    Raises:
+        ValueError: a label is neither text nor a number, or all of them are empty.
+    """
     label = single(ground_truth)
-    if not isinstance(label, list):
-        return [text_of(label)]
-    if not label:
-        raise ValueError("ground_truth is an empty list; give at least one accepted answer")
-    return [text_of(accepted) for accepted in label]
+    texts = [text_of(accepted) for accepted in label] if isinstance(label, list) else [text_of(label)]
+    filled = [text for text in texts if text.strip()]
+    if not filled:
+        raise ValueError(f"ground_truth={shown(ground_truth)} is empty; give at least one accepted answer")
+    return filled
 
 
 def accepted_texts_of_json(ground_truth: object) -> list[str]:
@@ -29,7 +33,7 @@ def accepted_texts_of_json(ground_truth: object) -> list[str]:
     try:
         value = json.loads(label)
     except (ValueError, RecursionError):
-        return [label.strip()]
+        return accepted_texts(label.strip())
     if isinstance(value, dict):
         raise ValueError(f"ground_truth={shown(label)} is a JSON object; write a text or a list of texts")
     if isinstance(value, (list, str)):

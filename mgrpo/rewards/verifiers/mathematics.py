@@ -1,127 +1,122 @@
-"""Mathematical answers: `math`, `strict_math`."""
+"""Mathematical answers, one value each: `math`, `strict_math`."""
 
 from __future__ import annotations
 
 import re
-from decimal import Decimal
+from collections.abc import Callable
 from typing import ClassVar
 
 from mgrpo.rewards.verifier import THINK_END, Answer, Verifier
-from mgrpo.rewards.verifiers.expressions import is_same_value, plain_number, value_appears, warm_up
+from mgrpo.rewards.verifiers.cpu_limit import OutOfTime, cpu_limit
+from mgrpo.rewards.verifiers.expressions import is_same_value, warm_up
 from mgrpo.rewards.verifiers.labels import accepted_texts
-from mgrpo.rewards.verifiers.latex_answers import boxed_answer, last_boxed, last_formula, minerva_answer
-from mgrpo.rewards.verifiers.latex_strings import is_same_string, minerva_form
+from mgrpo.rewards.verifiers.places import minerva_answer, stated_answer, unboxed
+from mgrpo.rewards.verifiers.statements import Statement, has_words, read, spelling
 
-_NUMBER = re.compile(r"(?:(?<![0-9.])[-+])?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
-_DIGIT_COMMA = re.compile(r"(?<=[0-9]),(?=[0-9])")
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3}")
-
-# Characters. Text without a stated answer is searched from its end only, and taken for one expression only if it is short.
-_TAIL = 1000
-_EXPRESSION_MARGIN = 60
+# Of `verifier_timeout`, which is wall time and ends the worker.
+_SHARE_OF_TIME = 0.1
+# Characters that an answer may be longer than its label.
+_MARGIN = 300
+_COLLECTION = re.compile(r"(?P<tuple>\()|\\\{")
+_ARGUMENT_OR_INDEX = re.compile(r"\([^()]*\)|_(?:\{\w+\}|\w)")
+_NAME = re.compile(r"[^0-9+^-]+")
+_BASED = re.compile(r"[0-9]\s*_")
 
 
 class Math(Verifier):
-    r"""1.0 if an answer in the completion is mathematically the label, or any of several labels.
+    """1.0 if the answer that the completion states is mathematically the label, or any of several labels.
 
-    Answers are looked for after the last `</think>`: the last `\boxed{...}`, and Minerva's "Final Answer: The final answer
-    is ... I hope it is correct." Without either, the last formula in dollar signs, else the whole text; also what
-    math-verify finds at the end of the text ("Answer: 7", "the answer is 7 apples"), and for a label that is a plain
-    number the last number of the text.
+    The answer is what stands, after the last `</think>`, in the one place that `places` finds, and is one value as
+    `statements` reads it.
     """
 
     name: ClassVar[str] = "math"
 
     def score(self, answer: Answer) -> float:
-        labels = _labels(answer.ground_truth)
-        text = answer.completion.rpartition(THINK_END)[2]
-        stated = _stated_answers(text)
-        if stated:
-            return float(any(_is_same(candidate, label) for label in labels for candidate in stated))
-        return float(any(_ends_with(text, label) for label in labels))
+        return self._judge(stated_answer(answer.completion.rpartition(THINK_END)[2]), answer.ground_truth)
+
+    def _judge(self, stated: str, ground_truth: object) -> float:
+        return judged(
+            labels_of(ground_truth), lambda label: is_right(stated, label), timeout_s=self.settings.verifier_timeout
+        )
 
     def warm_up(self) -> None:
         warm_up()
 
 
-class StrictMath(Verifier):
-    """1.0 if the answer in Minerva's sentence, else the whole text, is mathematically the label, or any of several."""
+class StrictMath(Math):
+    """As `math`, but the answer is in Minerva's sentence, else it is the whole text, which must be nothing but an expression."""
 
     name: ClassVar[str] = "strict_math"
 
     def score(self, answer: Answer) -> float:
-        labels = _labels(answer.ground_truth)
         text = answer.completion.rpartition(THINK_END)[2]
-        stated = minerva_answer(text)
-        if stated is not None:
-            candidates = minerva_form(stated), stated
-            return float(any(_is_same(candidate, label) for label in labels for candidate in candidates))
-        return float(any(_is_expression_of(minerva_form(text), label) for label in labels))
-
-    def warm_up(self) -> None:
-        warm_up()
+        sentence = minerva_answer(text)
+        if sentence is None and has_words(text):
+            return self._judge("", answer.ground_truth)
+        return self._judge(unboxed(text if sentence is None else sentence), answer.ground_truth)
 
 
-def _labels(ground_truth: object) -> list[str]:
+def labels_of(ground_truth: object) -> list[str]:
+    """The accepted answers, out of their boxes; ValueError for an empty one."""
     labels = []
     for text in accepted_texts(ground_truth):
-        boxed = last_boxed(text)
-        labels.append(_bare(text if boxed is None else boxed))
-    if not all(labels):
-        raise ValueError("ground_truth is empty; math and strict_math need an expression")
+        labels.append(unboxed(text).strip())
+    if not all(spelling(label) for label in labels):
+        raise ValueError("ground_truth is empty; math verifiers need an expression")
     return labels
 
 
-def _stated_answers(text: str) -> list[str]:
-    answers = []
-    boxed = boxed_answer(text)
-    if boxed is not None:
-        answers.append(boxed)
-    stated = minerva_answer(text)
-    if stated is not None:
-        answers += [minerva_form(stated), stated]
-    return answers
+def judged(labels: list[str], is_right: Callable[[str], bool], *, timeout_s: float) -> float:
+    """1.0 if any of the labels is right, else 0.0, also for an answer that takes a tenth of `timeout_s` of processor time.
+
+    ValueError for a label that takes as long to read, which is not the answer's fault.
+    """
+    warm_up()
+    limit_s = _SHARE_OF_TIME * timeout_s
+    for label in labels:
+        try:
+            with cpu_limit(limit_s):
+                read(label)
+        except (OutOfTime, MemoryError) as err:
+            raise ValueError(f"ground_truth={label[:80]!r} takes longer than {limit_s:g} s to read") from err
+    try:
+        with cpu_limit(limit_s):
+            return float(any(is_right(label) for label in labels))
+    except (OutOfTime, MemoryError, RecursionError):
+        return 0.0
 
 
-def _ends_with(text: str, label: str) -> bool:
-    """Whether the label is the answer of a text that marks no answer."""
-    tail = _tail(text)
-    number = plain_number(label)
-    if number is not None and _last_number(tail) == number:
+def is_right(stated: str, label: str) -> bool:
+    """Whether what a completion states is the label. It may be hostile, the label is trusted."""
+    if len(stated) > len(label) + _MARGIN:
+        return False
+    if spelling(stated) == spelling(label):
         return True
-    formula = last_formula(text)
-    expression = text if formula is None else formula
-    if any(_is_expression_of(candidate, label) for candidate in (minerva_form(expression), expression)):
-        return True
-    return value_appears(tail, label)
+    answer, expected = read(stated), read(label)
+    if answer is None or expected is None:
+        return False
+    if bool(_BASED.search(answer.value)) or bool(_BASED.search(expected.value)):
+        return spelling(answer.value) == spelling(expected.value)
+    if _kind(answer) != _kind(expected) and None not in (_kind(answer), _kind(expected)):
+        return False
+    return is_same_value(*_comparable(answer, expected))
 
 
-def _is_same(candidate: str, label: str) -> bool:
-    candidate = _bare(candidate)
-    return is_same_string(candidate, label) or is_same_value(candidate, label)
+def _comparable(answer: Statement, expected: Statement) -> tuple[str, str]:
+    """Both as expressions; with the names if both have one, or if the label is an equation rather than a named value."""
+    if answer.name and expected.name:
+        return f"{answer.name}={answer.value}", f"{expected.name}={expected.value}"
+    if expected.name and not _NAME.fullmatch(_ARGUMENT_OR_INDEX.sub("", expected.name)):
+        return answer.value, f"{expected.name}={expected.value}"
+    return answer.value, expected.value
 
 
-def _is_expression_of(text: str, label: str) -> bool:
-    """Whether a text, which may be prose, is the label; prose is not read by value."""
-    text = _bare(text)
-    if is_same_string(text, label):
-        return True
-    return len(text) <= len(label) + _EXPRESSION_MARGIN and not _WORD.search(text) and is_same_value(text, label)
-
-
-def _last_number(text: str) -> Decimal | None:
-    numbers = _NUMBER.findall(_DIGIT_COMMA.sub("", text))
-    return Decimal(numbers[-1]) if numbers else None
-
-
-def _tail(text: str) -> str:
-    """The end of the text, from the start of a line if there is one: a cut through `$x$` would turn text into formulas."""
-    if len(text) <= _TAIL:
-        return text
-    tail = text[-_TAIL:]
-    return tail.partition("\n")[2] or tail
-
-
-def _bare(expression: str) -> str:
-    """The expression without the dollar signs and white space around it, and without punctuation or space after it."""
-    return expression.lstrip("$ \t\r\n").rstrip("\\$.,; \t\r\n")
+def _kind(statement: Statement) -> str | None:
+    """Whether a value is written as a tuple or as a set; None if as neither."""
+    match = _COLLECTION.match(statement.value)
+    if match is None or statement.is_relation:
+        return None
+    if match["tuple"] and not ("," in statement.value and statement.value.endswith(")")):
+        return None
+    return "tuple" if match["tuple"] else "set"

@@ -32,16 +32,15 @@ class Flan(Verifier):
 
 
 class StringMatcher(Verifier):
-    """1.0 if what follows the last `<answer>`, up to `</answer>`, is the label; 0.0 without both tags."""
+    """1.0 if what follows the last `<answer>`, up to its `</answer>`, is the label; 0.0 without either tag."""
 
     name: ClassVar[str] = "string_matcher"
 
     def score(self, answer: Answer) -> float:
         labels = accepted_texts(answer.ground_truth)
-        if "<answer>" not in answer.completion or "</answer>" not in answer.completion:
-            return 0.0
-        text = answer.completion.rpartition("<answer>")[2].partition("</answer>")[0]
-        return _exact_match(text, labels)
+        _, start, rest = answer.completion.rpartition("<answer>")
+        text, end, _ = rest.partition("</answer>")
+        return _exact_match(text, labels) if start and end else 0.0
 
 
 class StringF1(Verifier):

@@ -89,3 +89,36 @@ def test_env_works_where_nothing_is_installed(monkeypatch):
     assert "GPU none" in text
     assert "missing: torch, megatron-core, vllm, ray, transformers, safetensors, math-verify; install" in text
     assert "requirements/install.sh" in text and "pip install --no-build-isolation -e ." in text
+
+
+def test_short_commands_have_help_and_take_nothing_else(capsys):
+    """`mgrpo env --help` must not be an unknown command."""
+    assert cli.main(["env", "--help"]) == cli.main(["completion", "-h"]) == 0
+    assert "usage: mgrpo env" in capsys.readouterr().out
+    assert cli.main(["env", "all"]) == 2
+    assert "mgrpo env: takes no arguments, got 'all'" in capsys.readouterr().err
+
+
+def test_the_version_and_the_module_are_the_command(capsys):
+    """Every report of a fault begins with the version."""
+    assert cli.main(["--version"]) == 0
+    words = capsys.readouterr().out
+    done = subprocess.run([sys.executable, "-m", "mgrpo", "-V"], capture_output=True, text=True, check=True)
+    assert done.stdout == words == f"mgrpo {cli.__version__}\n"
+
+
+def test_the_shell_completes_commands_and_settings(capsys):
+    """172 settings are not typed from memory."""
+    cli.main(["completion"])
+    function = capsys.readouterr().out
+    for line, found in (("mgrpo pl", "plan"), ("mgrpo train --learning_r", "--learning_rate")):
+        words = " ".join(line.split())
+        asked = f"COMP_WORDS=({words}); COMP_CWORD={len(line.split()) - 1}; _mgrpo; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(["bash", "-c", function + asked], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [found]
+
+
+def test_switches_may_have_dashes(tmp_path, capsys):
+    """As every other flag."""
+    assert cli.train_command(["--show-config", "--model-name-or-path", str(tmp_path)]) == 0
+    assert f"model_name_or_path: {tmp_path}" in capsys.readouterr().out

@@ -10,6 +10,7 @@ import pytest
 
 from mgrpo.config import ConfigError, from_values, load_file
 from mgrpo.config.fields import alternatives, settings, shown
+from mgrpo.config.peers.hints import hints
 from mgrpo.config.peers.names import accepted, sections, table
 from tools.docs.settings import to_markdown
 
@@ -211,3 +212,11 @@ def test_values_are_shown_as_a_user_writes_them():
     assert [shown(value) for value in (True, None, 0.5, 1e-8, ("a", "b"), (), 3)] == [
         "true", "none", "0.5", "1e-08", "a b", "nothing", "3",
     ]  # fmt: skip
+
+
+def test_every_hint_names_settings_and_no_accepted_name():
+    """A hint to a setting that is gone sends its reader in a circle, and one for an accepted name is never read."""
+    for name, hint in hints().items():
+        assert name not in accepted(), name
+        assert set(hint.targets) <= settings().keys(), name
+        assert hint.targets or hint.sentence, name

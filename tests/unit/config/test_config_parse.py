@@ -141,8 +141,13 @@ def test_the_error_lists_one_problem_a_line():
         (["--kl_estimator", "4"], "kl_estimator must be one of 0, 1, 2, 3, got '4'"),
         (["--model_dtype", "float16"], "model_dtype must be one of bfloat16, float32, got 'float16'"),
         (["--seed"], "--seed needs a value, a whole number"),
-        (["--seed", "1", "--seed", "2"], "--seed is given more than once"),
-        (["--learning-rate", "1"], "did you mean --learning_rate?"),
+        (["--dataset", "a.jsonl"], "unknown setting --dataset (command line); use --dataset_mixer_list; pairs of"),
+        (["--max-new-tokens", "9"], "unknown setting --max_new_tokens (command line); use --response_length"),
+        (["--gpus", "8"], "use --num_learners_per_node and --vllm_num_engines"),
+        (["--lora_rank", "8"], "(command line); adapters are not implemented"),
+        (["--versoin"], "unknown setting --versoin (command line); --help lists every setting"),
+        (["actor_rollout_ref.rollout.n=5"], "use num_samples_per_prompt_rollout; settings are written --name value"),
+        (["runs/first"], "unexpected 'runs/first': write settings as --name value, after a YAML file"),
         (["--learning_ra", "1"], "did you mean --learning_rate?"),
         (["--qqqq", "1"], "--help lists every setting"),
         (["--config"], "--config needs a value"),
@@ -154,6 +159,32 @@ def test_the_error_lists_one_problem_a_line():
 def test_a_mistake_on_the_command_line_is_named(argv, words):
     """A mistake that passes here is found after the engines have started, or never."""
     assert words in "\n".join(problems_of(argv))
+
+
+def test_dashes_in_a_name_are_underscores(tmp_path):
+    """Commands of slime and Megatron, and those of transformers' parser, are written with dashes."""
+    config = parse(
+        ["--learning-rate", "1e-5", "--tensor-model-parallel-size=2", "--dataset-mixer-list", "a-b.jsonl", "1.0"]
+    )
+    assert (config.optimizer.learning_rate, config.parallel.tensor_model_parallel_size) == (1e-5, 2)
+    assert config.data.dataset_mixer_list == ("a-b.jsonl", "1.0")
+
+
+def test_the_last_of_two_equal_flags_counts_and_is_named():
+    """Launch scripts end in "$@", so that one setting can be changed without an edit."""
+    config = parse(["--seed", "1", "--non_stop_penalty", "--seed", "2", "--non_stop_penalty"])
+    assert config.experiment.seed == 2
+    assert config.notes == ("--seed is given 2 times (1, then 2); the last one counts",)
+
+
+def test_hydra_words_do_not_count_as_values(tmp_path):
+    """One foreign word must be one problem, not a second YAML file as well."""
+    path = file_of(tmp_path, "seed: 7\n")
+    (problem,) = problems_of(["--config", path, "algorithm.kl_ctrl.kl_coef=0.1"])
+    assert (
+        problem
+        == "unknown setting algorithm.kl_ctrl.kl_coef (command line); use beta; settings are written --name value"
+    )
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ RULES = [
         {"gs_checkpoint_state_dir": "/states", "checkpoint_state_freq": 5},
         "gs_checkpoint_state_dir=/states must begin with gs://",
     ),
-    ("R18", {"tensor_model_parallel_size": 2}, "1 learner ranks cannot be split into tensor 2"),
+    ("R18", {"tensor_model_parallel_size": 2}, "1 learner rank cannot be split into tensor 2"),
     (
         "R18",
         {"num_learners_per_node": [8, 8]},
@@ -130,7 +130,7 @@ RULES = [
     ("R26", {"reward_weights": [1, 2]}, "reward_weights has 2 entries for 0 reward functions"),
     ("R26", {"reward_weights": ["nan"]}, "reward_weights=nan must be finite numbers"),
     ("R27", {"kl_estimator": 4}, "kl_estimator must be one of 0, 1, 2, 3, got '4'"),
-    ("R28", {"fsdp_shard_degree": 4}, "fsdp_shard_degree=4 needs zero_stage=3, got 1"),
+    ("R28", {"zero_stage": 1, "fsdp_shard_degree": 4}, "fsdp_shard_degree=4 needs zero_stage=3, got 1"),
     ("R28", {"fsdp_num_replicas": 3}, "fsdp_num_replicas=3 does not divide the 1 data- and context-parallel ranks"),
     ("R31", {"deepspeed_stage": 4}, "deepspeed_stage must be one of 0, 1, 2, 3, got '4'"),
     ("R32", {"deepspeed_stage": 3, "deepspeed_zpg": 5}, "(fsdp_shard_degree was given as deepspeed_zpg)"),

@@ -414,7 +414,7 @@ def test_settings_that_need_reward_functions_or_must_not_have_them():
     penalty = from_values({"non_stop_penalty": True, "model_name_or_path": "m"})
     assert warnings(penalty, world_size=1) == []
     (found,) = warnings(penalty, world_size=1, num_reward_funcs=1)
-    assert found == "the caller's reward functions replace non_stop_penalty"
+    assert found == "non_stop_penalty has no effect: rewards come from the functions passed to mgrpo.train alone"
     solved = from_values({"no_resampling_pass_rate": 0.9, "model_name_or_path": "m"})
     assert not any("no_resampling" in problem for problem in problems(solved, **context))
     assert any("no_resampling_pass_rate=0.9" in problem for problem in problems(solved, **context, num_reward_funcs=1))
@@ -440,11 +440,13 @@ def test_functions_replace_all_that_only_verifiers_read():
     names = ", ".join(replaced)
     assert warnings(from_values(replaced | kept), world_size=1) == []
     assert warnings(from_values(functions | kept), world_size=1) == []
-    assert warnings(from_values(replaced | kept | functions), world_size=1) == [f"reward_funcs replace {names}"]
+    assert warnings(from_values(replaced | kept | functions), world_size=1) == [
+        f"{names} has no effect: rewards come from reward_funcs alone"
+    ]
     for own in (replaced | kept, kept | functions):
         (found,) = warnings(from_values(own), world_size=1, num_reward_funcs=1)
         expected = names if "verifier_modules" in own else "reward_funcs"
-        assert found == f"the caller's reward functions replace {expected}"
+        assert found == f"{expected} has no effect: rewards come from the functions passed to mgrpo.train alone"
 
 
 def test_every_section_of_the_schema_is_a_dataclass_of_defaults():

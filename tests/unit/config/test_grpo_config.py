@@ -12,6 +12,7 @@ import pytest
 
 import mgrpo
 from mgrpo.config import Config, ConfigError, from_values
+from mgrpo.config.load import as_config
 from mgrpo.config.validate import problems
 
 THINK_32B = """
@@ -152,7 +153,34 @@ def test_what_trl_does_and_we_do_not_is_refused_together():
         "num_train_epochs",
     ]
     with pytest.raises(TypeError, match="expected a dataclass object"):
-        mgrpo.GRPOConfig.from_trl({"beta": 0.1})
+        mgrpo.GRPOConfig.from_trl(["beta", 0.1])
+
+
+def test_a_config_can_be_made_of_keywords_a_dict_or_a_file(tmp_path):
+    """`mgrpo.GRPOConfig(learning_rate=...)` and `mgrpo.train({...})` are what everybody writes first."""
+    by_keyword = mgrpo.GRPOConfig(learning_rate=1e-5, beta=0.1)
+    assert isinstance(by_keyword, Config) and (by_keyword.optimizer.learning_rate, by_keyword.loss.beta) == (1e-5, 0.1)
+    assert mgrpo.GRPOConfig({"beta": 0.2}, learning_rate=1e-5) == mgrpo.GRPOConfig(learning_rate=1e-5, beta=0.2)
+    assert mgrpo.GRPOConfig(preset="trl_main").loss.beta == 0.0
+    assert mgrpo.GRPOConfig.from_trl({"beta": 0.1}) == mgrpo.GRPOConfig.from_trl(beta=0.1)
+    path = tmp_path / "run.yaml"
+    path.write_text("beta: 0.3\n")
+    assert as_config(str(path)).loss.beta == as_config({"beta": 0.3}).loss.beta == 0.3
+    assert as_config(by_keyword) is by_keyword
+    with pytest.raises(ConfigError, match="did you mean beta"):
+        mgrpo.GRPOConfig(betta=1)
+    with pytest.raises(TypeError, match="a dict of settings or the path of a YAML file, got int"):
+        as_config(3)
+    for door in ({"betta": 1}, tmp_path / "none.yaml"):
+        with pytest.raises(ConfigError):
+            mgrpo.train(door)
+
+
+def test_olmo_core_sharding_means_stage_3():
+    """Its scripts name the degree and the replicas of its FSDP, and nothing else."""
+    config = mgrpo.GRPOConfig(fsdp_shard_degree=4, fsdp_num_replicas=2, world_size=8)
+    assert (config.parallel.zero_stage, config.parallel.fsdp_shard_degree) == (3, 4)
+    assert any(note.startswith("zero_stage is 3") for note in config.notes)
 
 
 def test_the_32b_script_gets_every_reason_at_once():
@@ -163,12 +191,9 @@ def test_the_32b_script_gets_every_reason_at_once():
     found = caught.value.problems
     assert [sentence.split("=")[0].split(" ")[0] for sentence in found] == [
         "inflight_updates",
-        "with_tracking",
-        "try_launch_beaker_eval_jobs_on_weka",
     ]
     kept = " ".join(words)
-    for name in ("inflight_updates True", "with_tracking", "try_launch_beaker_eval_jobs_on_weka True"):
-        kept = kept.replace(f"--{name}", "", 1)
+    kept = kept.replace("--inflight_updates True", "", 1)
     config = mgrpo.GRPOConfig.from_open_instruct(kept)
     assert config.data.chat_template_name == "olmo_thinker"
     assert config.reward.llm_judge_model == "hosted_vllm/judge"
@@ -176,7 +201,7 @@ def test_the_32b_script_gets_every_reason_at_once():
     assert problems(config, world_size=96) == ["async_steps=8 is not implemented yet; use 0"]
     assert sorted(note.split(" ")[0] for note in config.notes if not note.startswith("preset")) == [
         "deepspeed_stage", "deepspeed_zpg", "eval_priority", "gradient_checkpointing", "oe_eval_max_length",
-        "truncated_importance_sampling_ratio_cap",
+        "truncated_importance_sampling_ratio_cap", "try_launch_beaker_eval_jobs_on_weka", "with_tracking",
     ]  # fmt: skip
     assert (config.batch_size, config.loss.rho_clamp_upper_bound, config.parallel.pack_length) == (512, 2.0, 35840)
     parallel = config.parallel

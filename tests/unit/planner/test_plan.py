@@ -18,7 +18,7 @@ from mgrpo.models.memory import state_bytes
 from mgrpo.planner.command import shipped_config
 from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
-from mgrpo.planner.suggest import suggest
+from mgrpo.planner.suggest import other_splits, suggest
 from mgrpo.planner.timing import learner_time
 from mgrpo.planner.work import forward_flops, passes_of
 from tests.unit.planner.test_activations import GPT_175B
@@ -111,7 +111,7 @@ def test_step_times_are_near_those_that_others_publish() -> None:
             "vllm_num_engines": 8,
             "vllm_tensor_parallel_size": 2,
         },
-        json.loads((CONFIGS / "models" / "qwen3-30b-a3b.json").read_text()),
+        json.loads(shipped_config("qwen3-30b-a3b").read_text()),
         0.8,
     )
     for plan, seconds in ((dense, 161), (moe, 141)):
@@ -189,7 +189,7 @@ def test_each_shortage_is_reported() -> None:
 def test_suggested_layouts_fit_are_legal_and_ordered() -> None:
     """A suggestion that the run would refuse, or that is slower than the current layout, is worse than none."""
     plan, hf_config = shipped_plan("7b_8gpu")
-    found = suggest(plan.config, plan.shape, plan.hardware, num_learners=4, count=4, hf_config=hf_config)
+    found = suggest(plan, count=4, hf_config=hf_config)
     assert len(found) == 4
     for suggestion in found:
         assert suggestion.plan.fits
@@ -198,5 +198,37 @@ def test_suggested_layouts_fit_are_legal_and_ordered() -> None:
     seconds = [suggestion.plan.step_s for suggestion in found]
     assert all(later >= 0.98 * earlier for earlier, later in itertools.pairwise(seconds))
     assert seconds[0] <= 1.02 * plan.step_s
+    assert suggest(plan, count=0, hf_config=hf_config) == []
     axes = {(s.plan.layout.tensor, s.plan.layout.pipeline, s.plan.layout.context, s.plan.layout.expert) for s in found}
     assert len(axes) == 4
+
+
+def test_a_cluster_that_is_too_small_gets_layouts_of_its_own_size() -> None:
+    """Layouts of 64 learners are of no use on 8 GPUs."""
+    plan, hf_config = shipped_plan("32b_16x8")
+    small = dataclasses.replace(plan.hardware, nodes=3)
+    config = plan.config
+    too_large = plan_run(config, plan.shape, small, num_learners=64)
+    assert too_large.split.idle < 0
+    found = suggest(too_large, count=2, hf_config=hf_config)
+    assert found
+    for suggestion in [*found, *other_splits(too_large, found, hf_config=hf_config)]:
+        own = suggestion.plan
+        assert own.fits and own.split.idle >= 0 and own.split.learners + own.split.engines <= 24
+        assert problems(own.config, world_size=own.split.learners, hf_config=hf_config, has_dataset=True) == []
+    (sentence,) = plan_run(
+        config, plan.shape, dataclasses.replace(small, nodes=1, gpus_per_node=1), num_learners=64
+    ).shortages()
+    assert sentence.startswith("one GPU: ") and "at least 2" in sentence
+
+
+def test_a_better_division_between_learners_and_engines_is_found() -> None:
+    """The number of engines is the largest lever on the time of a step: one engine for seven learners is slow."""
+    plan, hf_config = shipped_plan("7b_8gpu")
+    settings = dataclasses.replace(plan.config.engine, vllm_num_engines=1)
+    parallel = dataclasses.replace(plan.config.parallel, num_learners_per_node=(), tensor_model_parallel_size=1)
+    config = dataclasses.replace(plan.config, engine=settings, parallel=parallel)
+    alone = plan_run(config, plan.shape, plan.hardware, num_learners=7)
+    best, *others = other_splits(alone, suggest(alone, count=3, hf_config=hf_config), hf_config=hf_config)
+    assert best.plan.split.engines > 1 and best.plan.fits and best.plan.step_s < 0.8 * alone.step_s
+    assert all(best.plan.step_s <= 1.02 * other.plan.step_s for other in others)

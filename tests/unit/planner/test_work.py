@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mgrpo import planner
 from mgrpo.config import from_values
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
@@ -17,7 +18,7 @@ from mgrpo.planner.traffic import Traffic, backward_traffic, data_traffic, forwa
 from mgrpo.planner.work import Workload, active_weights, forward_flops, passes_of, seen_pairs, stage_flops
 from tests.unit.planner.test_activations import GPT_175B
 
-MODELS = Path(__file__).parents[3] / "examples" / "configs" / "models"
+MODELS = Path(planner.__file__).with_name("models")
 MOE = shape_of(json.loads((MODELS / "qwen3-30b-a3b.json").read_text()))
 BATCH = Workload(
     prompts=64,

@@ -44,7 +44,7 @@ IFEVAL_CASES = (
         'One.\n\n"then, two.',
         "One.\n\n\n\nThen two.",
     ),
-    Case("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] and []", "[a] and [\n]"),
+    Case("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] and [b]", "[a] and [\n] or []"),
     Case("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye.\np. s. I know.", "PS I know."),
     Case("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "p.p.s bye", "P.S. bye"),
     Case("detectable_content:postscript", {"postscript_marker": "Note:"}, "x NOTE: y", "note"),

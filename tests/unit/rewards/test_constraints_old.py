@@ -21,11 +21,11 @@ CASES: tuple[tuple[str, dict[str, object], str, str], ...] = (
     ("verify_sentence_constraint", {"N": 3, "quantifier": "around"}, "A. B? C! D.", "No end"),
     ("validate_paragraphs", {"N": 2, "i": 2, "first_word": "Then"}, "a\n\n Thence", "a\n\nb\n\nThen"),
     ("verify_postscript", {"postscript_marker": "P.S."}, "a\nP.S. b", "a P.S. "),
-    ("validate_placeholders", {"N": 2}, "[a] []", "[a] ]["),
+    ("validate_placeholders", {"N": 2}, "[a] [b]", "[a] [] ]["),
     ("verify_bullet_points", {"N": 2}, "* a\n  -b\n+c", "* a\n- b\n** c"),
-    ("validate_title", {}, "x <<>>", "<<a\n>>"),
-    ("validate_choice", {"options": ["yes", "no"]}, "it is not", "Yes"),
-    ("validate_highlighted_sections", {"N": 2}, "*a* **", "*a\n*b*"),
+    ("validate_title", {}, "x <<y>>", "<<a\n>> <<>>"),
+    ("validate_choice", {"options": ["yes", "no"]}, "no, it is not", "it is not"),
+    ("validate_highlighted_sections", {"N": 2}, "*a* **b**", "*a* ** *\n*b"),
     (
         "validate_sections",
         {"N": 2, "section_splitter": "Section"},
@@ -39,7 +39,7 @@ CASES: tuple[tuple[str, dict[str, object], str, str], ...] = (
     ("validate_lowercase", {}, "a 1!", "aA"),
     ("validate_frequency_capital_words", {"N": 2, "quantifier": "at least"}, "I am US", "USa I"),
     ("validate_end", {"end_phrase": "end"}, "the end", "the end."),
-    ("validate_quotation", {}, '"', 'a"'),
+    ("validate_quotation", {}, '"a"', '"'),
     ("validate_no_commas", {}, "a;b", "a,b"),
 )
 

@@ -30,6 +30,7 @@ def keeps(name: str, response: str, **kwargs: object) -> bool:
 )
 def test_bullets_are_counted_as_by_the_regular_expression_of_ifeval(response: str, count: int) -> None:
     r"""`^\s*\*[^\*].*$`: the character behind the asterisk may be the end of its line."""
+    response = f"Some text.\n{response}"
     assert keeps("detectable_format:number_bullet_lists", response, num_bullets=count)
     assert not keeps("detectable_format:number_bullet_lists", response, num_bullets=count + 1)
 
@@ -51,9 +52,11 @@ def test_a_title_stands_on_one_line(response: str, is_title: bool) -> None:
     assert keeps("detectable_format:title", response) is is_title
 
 
-@pytest.mark.parametrize(("response", "count"), [("[a][b", 1), ("[[a]]", 1), ("[]]", 1), ("]a[", 0), ("[a\n] [b]", 1)])
+@pytest.mark.parametrize(
+    ("response", "count"), [("[a][b", 1), ("[[a]]", 1), ("[]] [ ] [a]", 1), ("]a[", 0), ("[a\n] [b]", 1)]
+)
 def test_placeholders_are_closed_by_the_next_bracket_of_their_line(response: str, count: int) -> None:
-    """Counting brackets instead would take nested or broken ones for several."""
+    """Counting brackets instead would take nested, broken or empty ones for several."""
     assert keeps("detectable_content:number_placeholders", response, num_placeholders=count)
     assert not keeps("detectable_content:number_placeholders", response, num_placeholders=count + 1)
 
@@ -64,6 +67,7 @@ def test_placeholders_are_closed_by_the_next_bracket_of_their_line(response: str
 )
 def test_highlights_are_counted_once_in_one_or_two_asterisks(response: str, count: int) -> None:
     """Both forms are looked for separately, and empty ones do not count."""
+    response = f"Some text.\n{response}"
     assert keeps("detectable_format:number_highlighted_sections", response, num_highlights=count)
     assert not keeps("detectable_format:number_highlighted_sections", response, num_highlights=count + 1)
 

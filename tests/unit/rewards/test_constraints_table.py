@@ -121,10 +121,10 @@ def test_the_language_of_a_text_is_the_same_each_time() -> None:
     assert len(verdicts) == 1
 
 
-def test_text_without_letters_is_in_any_language() -> None:
-    """IFEval's rule: what has no language does not break the constraint."""
+def test_text_without_letters_is_in_no_language() -> None:
+    """IFEval's rule, by which it is in every language, pays for a number in place of an answer."""
     pytest.importorskip("langdetect")
-    assert score_instructions(["language:response_language"], [{"language": "hi"}], "12345") == [True]
+    assert score_instructions(["language:response_language"], [{"language": "hi"}], "12345") == [False]
 
 
 def test_a_missing_package_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from mgrpo.config.schema import Reward
 from mgrpo.rewards.catalog import find, known_verifiers
 from mgrpo.rewards.scorer import Scorer, is_remote
 from tests.hostile_answers import INJECTIONS, PROGRAMS, TEXTS
+from tests.namespaces import skip_without_namespaces
 from tests.processes import processes_with
 from tests.unit.rewards.items import item
 
@@ -31,8 +32,7 @@ LABELS: dict[str, object] = {
     "max_length": "100",
     "up_to_max_length": "100",
 }
-# trl_accuracy is TRL's own reading of every text, towers of powers included: those time out, as in test_builtin_functions.
-LOCAL = tuple(name for name in known_verifiers() if not is_remote(name) and name != "trl_accuracy")
+LOCAL = tuple(name for name in known_verifiers() if not is_remote(name))
 GOOD = item("integer", "5", 5)
 TRACES = [Path(folder) / "mgrpo-hostile" for folder in ("/tmp", "/var/tmp", "/dev/shm", "/", ".", str(Path.home()))]
 
@@ -86,6 +86,7 @@ def test_no_text_breaks_a_verifier(name: str, marker: str) -> None:
 @pytest.mark.parametrize("name", ["code", "code_stdio"])
 def test_no_program_breaks_out(name: str, marker: str) -> None:
     """A program that a model wrote runs on the machine of the run."""
+    skip_without_namespaces()
     tests = ["assert False"] if name == "code" else [{"input": "", "output": "the right answer"}]
     texts = {key: f"```python\n{program}\n```" for key, program in PROGRAMS.items()}
     with nothing_left(marker):

@@ -34,7 +34,7 @@ def bare_environment(monkeypatch):
 
 
 def read(reply: str) -> float:
-    return read_score(reply, top=10)
+    return read_score(reply, top=10, mark="0f3a59c1d27e", answer="the answer")
 
 
 def client_of(url: str, **settings: object) -> ChatClient:
@@ -156,8 +156,9 @@ def test_a_hanging_server_and_one_that_drips_both_run_into_the_time_limit():
             assert ask(client_of(judge.url, timeout_s=1.5)) == [7.0]
             assert time.monotonic() - begun < 15
         with ScriptedJudge(slow) as judge:
-            assert "no reply within 0.2 s" in failure(client_of(judge.url, timeout_s=0.2))
-        assert len(judge.requests) == 3
+            client = client_of(judge.url, timeout_s=0.2)
+            assert "no reply within 0.2 s" in failure(client)
+        assert client.usage.requests == 3
 
 
 def test_a_refused_connection_is_no_verdict():
@@ -183,11 +184,16 @@ def test_no_status_lets_a_reply_be_read_beyond_the_limit(status):
     assert judge.num_bytes < len(judge.requests) * (32 << 20)
 
 
-def test_a_compressed_error_of_a_server_that_was_asked_for_none_is_read():
-    """The reason must not be lost in the reply's copy."""
-    body = gzip.compress(b'{"error": {"message": "no such model"}}')
-    with ScriptedJudge(Reply(status=404, content=body, headers={"Content-Encoding": "gzip"})) as judge:
-        assert failure(client_of(judge.url)).endswith("HTTP 404: no such model")
+@pytest.mark.parametrize("encoding", ["gzip", "gzip, identity", "br"])
+def test_a_compressed_reply_is_not_read(encoding):
+    """A few kilobytes become gigabytes of rank 0's memory, many replies at once."""
+    headers = {"Content-Encoding": encoding}
+    with ScriptedJudge(Reply(status=404, content=gzip.compress(b"x" * 1000), headers=headers)) as judge:
+        message = failure(client_of(judge.url))
+    assert message.endswith(f"HTTP 404: (a reply in Content-Encoding {encoding}, where identity was asked for)")
+    with ScriptedJudge([Reply(content=gzip.compress(SEVEN.content), headers=headers), SEVEN]) as judge:
+        assert ask(client_of(judge.url)) == [7.0]
+    assert len(judge.requests) == 2
 
 
 def test_an_error_of_the_program_is_not_tried_again(monkeypatch):

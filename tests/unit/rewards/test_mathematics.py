@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.verifier import Answer
-from mgrpo.rewards.verifiers.latex_answers import boxed_answer, last_boxed, last_formula, minerva_answer
 from mgrpo.rewards.verifiers.mathematics import Math, StrictMath
+from mgrpo.rewards.verifiers.places import boxed_answer, last_formula, minerva_answer
 
 MINERVA = "Final Answer: The final answer is {}. I hope it is correct."
 
@@ -62,97 +62,17 @@ def test_math_finds_the_answer(completion: str, label: object, expected: float) 
 
 
 @pytest.mark.parametrize(
-    ("answer", "label"),
-    [
-        (r"\frac{1}{2}", "0.5"),
-        ("0.50", r"\frac12"),
-        (".5", "1/2"),
-        (r"\dfrac{2}{4}", r"\tfrac12"),
-        (r"-\frac{1}{2}", r"\frac{-1}{2}"),
-        ("(x+1)^2", "x^2+2x+1"),
-        (r"2\sqrt{2}", r"$\sqrt{8}$"),
-        (r"\frac{\sqrt2}{2}", r"\frac{1}{\sqrt{2}}"),
-        (r"\{2,1\}", r"\{1,2\}"),
-        (r"\left[0,1\right)", "[0, 1)"),
-        (r"(-\infty,2)\cup(3,\infty)", r"(-\infty, 2) \cup (3, \infty)"),
-        (r"x \ge 2", r"2 \le x"),
-        (r"\begin{pmatrix}1\\0.5\end{pmatrix}", r"\begin{bmatrix} 1 \\ \frac12 \end{bmatrix}"),
-        ("x=5", "5"),
-        ("5", "x=5"),
-        ("1,234", "1234"),
-        ("1234", r"1{,}234"),
-        (r"1\,234\,567", "1234567"),
-        (r"\$1,234.50", "1234.5"),
-        (r"5\$", "5"),
-        (r"50\%", "50"),
-        (r"50\%", "0.5"),
-        (r"90^\circ", "90"),
-        (r"5\text{ cm}", "5"),
-        ("5 units", "5"),
-        (r"3\frac{1}{2}", r"\frac{7}{2}"),
-        (r"\text{east}", "east"),
-        (r"\text{(C)}", "C"),
-        (r"\text{Yes}", "yes"),
-        (r"\text{no solution}", "no solution"),
-        ("0.3333333", r"\frac13"),
-        ("3.14159265", r"\pi"),
-        (r"1\pm\sqrt2", r"1+\sqrt2, 1-\sqrt2"),
-        ("10!", "3628800"),
-        (r"\binom{10}{5}", "252"),
-        ("2^{2^{4}}", "65536"),
-        ("7.", "7"),
-        ("C.", "C"),
-        ("x+1,", "1+x"),
-        ("12_7", "12_7"),
-        ("10:30", "10:30"),
-        ("9^{9^{9^9}}", "9^{9^{9^{9}}}"),
-    ],
-)
-def test_math_compares_values(answer: str, label: str) -> None:
-    """Comparing strings only would give right answers no reward."""
-    assert score(Math, rf"so \boxed{{{answer}}}.", label) == 1.0
-    assert score(StrictMath, MINERVA.format(answer), label) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("answer", "label"),
-    [
-        ("0.33", r"\frac13"),
-        ("3.14", r"\pi"),
-        ("(2,1)", "(1,2)"),
-        ("[0,1]", "[0,1)"),
-        ("1,2", "1"),
-        ("1234", "1.234"),
-        ("-5", "5"),
-        ("x+1", "x-1"),
-        ("4c", "4"),
-        ("4x", "4"),
-        (r"\text{west}", "east"),
-        ("B", "A"),
-        ("A, B", "A"),
-        (r"3\frac{1}{2}", "1.5"),
-        ("1000001", "1000000"),
-        ("99999999999999999998", "99999999999999999999"),
-        ("i", "-i"),
-        ("[0,2]", "1"),
-    ],
-)
-def test_math_tells_different_values_apart(answer: str, label: str) -> None:
-    """Rewards for near misses teach them."""
-    assert score(Math, rf"so \boxed{{{answer}}}.", label) == 0.0
-    assert score(StrictMath, MINERVA.format(answer), label) == 0.0
-
-
-@pytest.mark.parametrize(
     ("completion", "label", "expected"),
     [
         (MINERVA.format("7"), "7", 1.0),
         ("Final Answer: The final answer is 7. ", "7", 1.0),
         (MINERVA.format("8"), "7", 0.0),
-        (MINERVA.format("7") + MINERVA.format("8"), "7", 1.0),
+        (MINERVA.format("7") + MINERVA.format("8"), "8", 1.0),
+        (MINERVA.format("7") + MINERVA.format("8"), "7", 0.0),
         ("<think>" + MINERVA.format("7") + "</think>", "7", 0.0),
         ("The final answer is 7.", "7", 0.0),
-        ("the answer is $7$", "7", 1.0),
+        ("the answer is $7$", "7", 0.0),
+        ("$7$", "7", 1.0),
         ("7", "7", 1.0),
         (r"\boxed{7}", "7", 1.0),
         (r"\boxed{7} and $8$", "7", 0.0),
@@ -199,15 +119,15 @@ def test_any_of_several_labels_is_right() -> None:
         (r"\boxed{" * 20_000, None),
     ],
 )
-def test_last_boxed_pairs_braces(text: str, contents: str | None) -> None:
+def test_boxed_answer_pairs_braces(text: str, contents: str | None) -> None:
     """A cut-off expression would be compared with the whole label and lose."""
-    assert last_boxed(text) == contents
+    assert boxed_answer(text) == contents
 
 
 def test_places_of_answers() -> None:
     """Hand-worked: a box without braces ends at a dollar sign; Minerva's end may be the end of the text."""
-    assert boxed_answer(r"\boxed 4$ or \boxed{3}") == "3"
-    assert boxed_answer(r"\boxed{3} or \boxed 4 $.") == "4"
+    assert boxed_answer(r"\boxed 4$ so \boxed{3}") == "3"
+    assert boxed_answer(r"\boxed{3} or \boxed 4 $.") == "3, 4"
     assert boxed_answer("4") is None
     assert minerva_answer("Final Answer: The final answer is 5. ") == "5"
     assert minerva_answer("Final Answer: The final answer is 5.") is None

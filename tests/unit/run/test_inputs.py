@@ -126,6 +126,16 @@ def test_a_replacement_of_a_verifier_that_no_row_names_is_refused(make):
     assert problems == ["remap_verifier=maths=integer: no row asks for maths; rows ask for math, gsm8k"]
 
 
+def test_open_instructs_preset_reads_answers_as_open_instruct_does(make):
+    """Its runs would lose the rewards of answers that it accepts; rows without mathematics must not be refused for it."""
+    config = make("math", "gsm8k", preset="open_instruct_main")
+    inputs, problems = read_inputs(config)
+    assert problems == [] and inputs.verifiers(config) == ["gsm8k", "math_open_instruct"]
+    assert read_inputs(make("gsm8k", preset="open_instruct_main"))[1] == []
+    config = make("math", preset="open_instruct_main", remap_verifier="math=strict_math")
+    assert read_inputs(config)[0].verifiers(config) == ["strict_math"]
+
+
 def test_weights_and_replacements_are_no_matter_without_verifiers(make, tmp_path):
     """Functions are what counts; a note says so."""
     (tmp_path / "reward.py").write_text("def f(completions, **kwargs):\n    return [0.0] * len(completions)\n")

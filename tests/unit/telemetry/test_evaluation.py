@@ -235,7 +235,7 @@ def test_an_evaluation_asks_nothing_of_training(tmp_path):
         (["--model_name_or_path", "no/such/model"], "model_name_or_path=no/such/model is not a folder"),
         (["--model_name_or_path", "MEGATRON"], "is a Megatron folder.*export it first: mgrpo convert megatron-to-hf"),
         (["--model_name_or_path", "STATE"], "is a training state.*export it first: mgrpo convert megatron-to-hf"),
-        (["--learning-rate", "1"], "did you mean --learning_rate"),
+        (["--learning-rat", "1"], "did you mean --learning_rate"),
     ],
 )
 def test_what_is_wrong_with_an_evaluation_is_one_sentence_before_anything_starts(tmp_path, words, message):

@@ -67,8 +67,12 @@ def test_flags_override_the_file_as_in_training(capsys) -> None:
     assert run("7b_8gpu", "--pack_length", "16384", "--recompute_granularity=full", "--gpu=H200") == 0
     text = capsys.readouterr().out
     assert "of 141 GiB" in text and "packs of 16384 tokens" in text and "recompute full" in text
-    assert run("7b_8gpu", "--gpu", "L40S") == 1
+    assert run("7b_8gpu", "--gpu", "l40s") == 1
     assert capsys.readouterr().out.startswith("does not fit: learners: ")
+    assert run("7b_8gpu", "--gpu", "l40s", "--gpu_memory_gib", "96", "--gpu_tflops", "500", "--suggest", "0") == 0
+    assert "of 96 GiB" in capsys.readouterr().out
+    assert run("7b_8gpu", "--gpu", "rtx4090", "--suggest", "1") == 1
+    assert "No layout and no division of these GPUs fits" in capsys.readouterr().out
 
 
 def test_nodes_and_learners_follow_from_each_other(tmp_path, capsys) -> None:
@@ -113,9 +117,7 @@ def test_a_model_may_be_a_file_or_a_known_name(tmp_path, capsys) -> None:
     """A plan needs sizes, not weights."""
     file = tmp_path / "config.json"
     file.write_text(
-        (CONFIGS / "models" / "qwen2.5-7b.json")
-        .read_text()
-        .replace('"num_hidden_layers": 28', '"num_hidden_layers": 14')
+        shipped_config("qwen2.5-7b").read_text().replace('"num_hidden_layers": 28', '"num_hidden_layers": 14')
     )
     assert run("7b_8gpu", "--hf_config", str(file), "--model_name_or_path", "mine/half") == 0
     assert "mine/half: 4.35 billion weights" in capsys.readouterr().out

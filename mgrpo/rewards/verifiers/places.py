@@ -1,0 +1,221 @@
+r"""Where a mathematical text states its answer: in its boxes, else after "answer is", else in its last formula, else at its end.
+
+Exactly one place is read. Texts are what a model wrote, so every search here is linear in their length, whatever they hold.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from mgrpo.rewards.verifiers.statements import is_withdrawn
+
+_BOX = re.compile(r"\\f?boxed\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_UNBRACED_BOX = "\\boxed "
+_SENTENCE = "Final Answer: The final answer is"
+_SENTENCE_END = re.compile(". I hope it is correct.")
+_ANCHOR = re.compile(r"(?i)\banswers?\b(?:[^.!?\n:=]{0,60}?(?:\b(?:is|are)\b|[:=])|[*_ ]*\n)(?:\s*:)?[*_\s]*")
+_STOP = re.compile(r"[.!?](?=[\s*\"'”)]|$)|\n|,\s+(?!and\b|or\b)(?=[a-z]{2,}\b)")
+_SENTENCE_STOP = re.compile(r"[.!?]\s|\n")
+_FORMULA_SIGN = re.compile(r"\\.|\$\$?|\n", re.DOTALL)
+_MONEY = re.compile(r"[0-9][0-9,.]*\s")
+_COPULA = re.compile(r".*\b(?:is|are|equals|be)\b:?(?=.*[0-9$\\])", re.DOTALL)
+_CLOSING = {"$": "$", "$$": "$$", r"\(": r"\)", r"\[": r"\]"}
+_NUMBER = re.compile(r"(?<![^\s$(=*:])[-+]?\$?(?:[0-9][0-9,]*)?\.?[0-9]+(?:/[0-9]+)?\s?%?(?![0-9\\^_(]|[A-Za-z]\b)")
+_NOT_STANDING_ALONE = re.compile(r"[-+*/^_(\\]\s*$")
+_OPERATOR_FOLLOWS = re.compile(r"\s*[-+*/^=_)]\s*[0-9a-zA-Z(]")
+_SPACING = re.compile(r"\$+|\\[()\[\],;:! \\]|\\q?quad|\\text\s*\{|[{}&~*]")
+_WORD = re.compile(r"[A-Za-z]+(?:['’][a-z]+)?")
+_CLAUSE_END = re.compile(r"[.,;:!?\n$0-9]|\\[()\[\]]")
+
+_STEPS = frozenset(("so", "then", "thus", "hence", "therefore", "but", "gives", "implies", "later", "finally"))
+_MAX_BOX_DEPTH = 3
+# Characters between two parts of one answer, and words around one that say how it is meant.
+_LONGEST_JOINT = 60
+_LONGEST_WINDOW = 60
+_NUM_WORDS = 4
+
+
+class Span(NamedTuple):
+    start: int
+    end: int
+    content: str
+
+
+def stated_answer(text: str) -> str:
+    """What the text states as its answer, with the few words around it; "" if it states nothing."""
+    for find in minerva_answer, boxed_answer, _anchored_answer, _last_formula, _last_number:
+        found = find(text)
+        if found is not None:
+            return unboxed(found)
+    return text.strip().rpartition("\n")[2]
+
+
+def unboxed(text: str, *, depth: int = 0) -> str:
+    """The answer in the text's boxes, else the text."""
+    inner = boxed_answer(text, depth=depth) if depth < _MAX_BOX_DEPTH else None
+    return text if inner is None else inner
+
+
+def boxed_answer(text: str, *, depth: int = 0) -> str | None:
+    r"""Contents of the last `\boxed{...}` whose braces close, and of those just before it if they form one answer with it:
+    `\boxed{1}, \boxed{2} and \boxed{3}` is "1, 2, 3". A later `\boxed 7` ends at the next dollar sign. None without a box.
+    """
+    spans = boxes(text)
+    if not spans:
+        return None
+    return unboxed(_last_run(text, spans).content, depth=depth + 1)
+
+
+def minerva_answer(text: str) -> str | None:
+    """The x of the last "Final Answer: The final answer is x. I hope it is correct."; the end of the text may replace the
+    last five words. None without that sentence.
+    """
+    for line in reversed(f"{text}I hope it is correct.".split("\n")):
+        _, sentence, rest = line.rpartition(_SENTENCE)
+        if sentence and (end := _SENTENCE_END.search(rest)):
+            return rest[: end.start()].strip()
+    return None
+
+
+def last_formula(text: str) -> str | None:
+    """The text between the last two dollar signs; None where there are fewer."""
+    before, dollar, _ = text.rpartition("$")
+    _, opening, formula = before.rpartition("$")
+    return formula if dollar and opening else None
+
+
+def boxes(text: str) -> list[Span]:
+    r"""The boxes that are in no other one, and a `\boxed 7` after them, which ends at the next dollar sign."""
+    # Braces are paired in one pass over the text, so that a thousand unclosed boxes cost no more than one.
+    starts = {match.end(): match.start() for match in _BOX.finditer(text)}
+    spans: list[Span] = []
+    open_braces: list[int] = []
+    for match in _BRACE.finditer(text) if starts else ():
+        if match.group() == "{":
+            open_braces.append(match.end())
+        elif match.group() == "}" and open_braces:
+            inside = open_braces.pop()
+            if inside not in starts:
+                continue
+            while spans and spans[-1].start > starts[inside]:
+                spans.pop()
+            spans.append(Span(starts[inside], match.end(), text[inside : match.start()]))
+    start = text.rfind(_UNBRACED_BOX)
+    unbraced = text[start + len(_UNBRACED_BOX) :].partition("$")[0].strip() if start >= 0 else ""
+    if unbraced and unbraced[0] != "{" and (not spans or spans[-1].end <= start):
+        spans.append(Span(start, len(text), unbraced))
+    return spans
+
+
+def _anchored_answer(text: str) -> str | None:
+    anchors = list(_ANCHOR.finditer(text))
+    if not anchors:
+        return None
+    rest = text[anchors[-1].end() :]
+    formulas = _formulas(rest)
+    start = formulas[0].end if formulas and not rest[: formulas[0].start].strip() else 0
+    stop = _STOP.search(rest, start)
+    clause = rest[: stop.start()] if stop else rest
+    if copula := _COPULA.match(clause):
+        clause = clause[copula.end() :]
+    inside = _formulas(clause)
+    return _in_its_words(clause, _first_run(clause, inside)) if inside else clause
+
+
+def _last_formula(text: str) -> str | None:
+    """The last formula, unless a number stands in a later sentence."""
+    spans = _formulas(text)
+    if not spans:
+        return None
+    sentence_end = _SENTENCE_STOP.search(text, spans[-1].end)
+    later = _last_number(text[sentence_end.end() :]) if sentence_end else None
+    return _in_its_words(text, _last_run(text, spans)) if later is None else later
+
+
+def _last_number(text: str) -> str | None:
+    """The last number of a text in words; None for a text that is an expression."""
+    for line in reversed(text.split("\n")):
+        if not any(character.isdigit() for character in line):
+            continue
+        if not any(len(word) > 2 for word in _WORD.findall(line)) or "\\" in line:
+            return line
+        spans = [Span(*match.span(), match.group()) for match in _NUMBER.finditer(line)]
+        if not spans:
+            return line
+        run = _last_run(line, spans)
+        if _NOT_STANDING_ALONE.search(line[: run.start]) or _OPERATOR_FOLLOWS.match(line, run.end):
+            return line
+        return _in_its_words(line, run)
+    return None
+
+
+def _formulas(text: str) -> list[Span]:
+    r"""What stands in `$...$` on one line, unless it is "$5 and $", and in `$$...$$`, `\(...\)` and `\[...\]`."""
+    spans: list[Span] = []
+    opening: re.Match[str] | None = None
+    for match in _FORMULA_SIGN.finditer(text):
+        sign = match.group()
+        if opening is not None and opening.group() == "$":
+            if sign == "\n":
+                opening = None
+            elif sign == "$":
+                content = text[opening.end() : match.start()]
+                if _MONEY.match(content) and (content[-1].isspace() or text[match.end() : match.end() + 1].isdigit()):
+                    opening = match
+                else:
+                    spans.append(Span(opening.start(), match.end(), content))
+                    opening = None
+        elif opening is not None:
+            if sign == _CLOSING[opening.group()]:
+                spans.append(Span(opening.start(), match.end(), text[opening.end() : match.start()]))
+                opening = None
+        elif sign in _CLOSING and not (sign == "$" and text[max(0, match.start() - 1) : match.start()].isdigit()):
+            opening = match
+    return spans
+
+
+def _last_run(text: str, spans: list[Span]) -> Span:
+    """The last spans that are parts of one answer, as one."""
+    first = len(spans) - 1
+    while first > 0 and _is_joint(text[spans[first - 1].end : spans[first].start]):
+        first -= 1
+    return _joined(spans[first:])
+
+
+def _first_run(text: str, spans: list[Span]) -> Span:
+    last = 0
+    while last + 1 < len(spans) and _is_joint(text[spans[last].end : spans[last + 1].start]):
+        last += 1
+    return _joined(spans[: last + 1])
+
+
+def _joined(spans: list[Span]) -> Span:
+    return Span(spans[0].start, spans[-1].end, ", ".join(span.content for span in spans))
+
+
+def _is_joint(between: str) -> bool:
+    """Whether the text between two parts makes one answer of them: nothing, a comma, "and", "or", with a few words or a name."""
+    if len(between) > _LONGEST_JOINT:
+        return False
+    between = _SPACING.sub(" ", between)
+    words = [word.lower() for word in _WORD.findall(between)]
+    if is_withdrawn(words) or not _STEPS.isdisjoint(words) or re.search(r"[.:!?]|\n\s*\n", between):
+        return False
+    return not between.strip() or "," in between or ";" in between or "and" in words or "or" in words
+
+
+def _in_its_words(text: str, span: Span) -> str:
+    """The span with the words of its clause around it, which may say that it is not the answer."""
+    before = _CLAUSE_END.split(text[max(0, span.start - _LONGEST_WINDOW) : span.start])[-1]
+    after = _CLAUSE_END.split(text[span.end : span.end + _LONGEST_WINDOW])[0]
+    leading: list[str] = []
+    for word in _WORD.findall(before)[-_NUM_WORDS:]:
+        leading = [] if word.lower() in _STEPS else [*leading, word]
+    trailing = _WORD.findall(after)[:_NUM_WORDS]
+    return rf"{_as_text(leading)} {span.content} {_as_text(trailing)}"
+
+
+def _as_text(words: list[str]) -> str:
+    return rf"\text{{ {' '.join(words)} }}" if words else ""
