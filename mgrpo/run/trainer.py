@@ -74,13 +74,14 @@ class Trainer:
         try:
             result = self._fit()
         except OutputError as err:
-            raise Stopped("; ".join(dict.fromkeys((str(err), self.keep()[0])))) from err
+            clauses, _ = self.keep()
+            raise Stopped("; ".join(dict.fromkeys((str(err), *clauses)))) from err
         except Stopped as err:
-            kept, is_kept = self.keep()
+            clauses, is_kept = self.keep()
             failure = self.reporter.failure
             if failure or not is_kept:
-                raise Stopped(f"{failure}; {kept}" if failure else kept) from err
-            self.reporter.say(f"stopped after step {self.done}; {kept}")
+                raise Stopped("; ".join((failure, *clauses) if failure else clauses)) from err
+            self.reporter.say("; ".join((f"stopped after step {self.done}", *clauses)))
             raise
         if self.reporter.failure:
             raise Stopped(f"{self.reporter.failure}; the trained model is in {result.exported or 'no folder'}")
@@ -108,24 +109,24 @@ class Trainer:
             has_trained=self.health.has_trained or self.done == self.resumed_at,
         )
 
-    def keep(self) -> tuple[str, bool]:
+    def keep(self) -> tuple[list[str], bool]:
         """Save the state of the last step; at least the model, where the state cannot be saved.
 
         Returns:
-            A clause that says what was kept and where, and whether it is the state.
+            Clauses that say what was kept and where, and whether it is the state.
         """
         # The state of a precision-aware optimizer cannot be saved.
         if self.done == self.saved or self.config.parallel.use_precision_aware_optimizer:
-            return self.states.how_to_go_on(self.saved), True
+            return [self.states.how_to_go_on(self.saved)], True
         try:
             self.save()
             self.states.wait()
         except OutputError as err:
-            kept = [str(err)]
+            clauses = [str(err)]
             with suppress(OutputError):
-                kept.append(f"the model of step {self.done} is in {self._export()}")
-            return "; ".join(kept), False
-        return self.states.how_to_go_on(self.saved), True
+                clauses.append(f"the model of step {self.done} is in {self._export()}")
+            return clauses, False
+        return [self.states.how_to_go_on(self.saved)], True
 
     def step(self, step: int) -> bool:
         """Sample, score, train on every mini-batch and epoch, and give the engines the new weights.

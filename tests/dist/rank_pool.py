@@ -101,3 +101,4 @@ class RankPool:
         for process in self.processes:
             if process.is_alive():
                 process.kill()
+                process.join()  # until then it counts as alive, and the next test would use it
