@@ -152,7 +152,7 @@ class States:
         if not saved:
             return "no state was saved, so the same command begins again"
         newest = step_path(self.root, saved)
-        own = self.config.checkpoint.resume == "auto"
+        own = self.config.checkpoint.resume in ("auto", "intact")
         return f"the same command{'' if own else f' with --resume {newest}'} continues from {newest}"
 
     def stop(self) -> None:
