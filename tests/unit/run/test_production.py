@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.config import Config, from_values
+from mgrpo.config import Config, ConfigError, from_values
 from mgrpo.data.tokenizer import load_tokenizer
 from mgrpo.rollout.fleet import Fleet
-from mgrpo.run.inputs import read_inputs
+from mgrpo.run.check import with_prompts
+from mgrpo.run.inputs import Inputs, read_inputs
 from mgrpo.run.production import Production, Started, prepare
 from mgrpo.telemetry.startup import StartUp
 from tests.scripted_engine import ScriptedEngine
@@ -48,9 +49,16 @@ def configured(tmp_path: Path) -> Callable[..., Config]:
     return make
 
 
-def prepared(config: Config, engine: ScriptedEngine | None = None) -> Production:
+def inputs_of(config: Config) -> Inputs:
     inputs, problems = read_inputs(config)
-    assert inputs is not None and problems == []
+    inputs = with_prompts(config, inputs, {}, problems)
+    if inputs is None or problems:
+        raise ConfigError(problems)
+    return inputs
+
+
+def prepared(config: Config, engine: ScriptedEngine | None = None) -> Production:
+    inputs = inputs_of(config)
     fleet = Fleet([engine or ScriptedEngine()], config.engine, seed=1)
     return prepare(config, Started(inputs=inputs, fleet=fleet, rewarder=ScriptedRewarder(lambda index: (0.0, 1.0))))
 
@@ -73,14 +81,14 @@ def test_prompts_of_the_data_are_sampled_and_decoded(configured: Callable[..., C
 
 def test_too_few_prompts_for_a_step_are_an_error(configured: Callable[..., Config]) -> None:
     """Prompts that are too long are known only after tokenization, and every epoch would end in the middle of a step."""
-    with pytest.raises(ValueError, match=r"has 3 prompts, but a step takes num_unique_prompts_rollout=4"):
+    with pytest.raises(ConfigError, match=r"has 3 prompts, but a step takes num_unique_prompts_rollout=4"):
         prepared(configured(3))
 
 
 def test_a_start_says_what_it_waits_for(configured: Callable[..., Config]) -> None:
     """Half a minute, or half an hour for a large model, without a line looks like a hang."""
-    inputs, _ = read_inputs(config := configured(4, vllm_num_engines=2))
-    now = iter((0.0, 1.4, 12.0))
+    inputs = inputs_of(config := configured(4, vllm_num_engines=2))
+    now = iter((0.0, 12.0))
     lines: list[str] = []
     parts = Started(
         inputs=inputs,
@@ -89,7 +97,7 @@ def test_a_start_says_what_it_waits_for(configured: Callable[..., Config]) -> No
         startup=StartUp(began=next(now), clock=lambda: next(now), write=lines.append),
     )
     prepare(config, parts)
-    assert lines == ["[   1 s] preparing the data", f"[  12 s] waiting for 2 engines to load {MODEL}"]
+    assert lines == [f"[  12 s] waiting for 2 engines to load {MODEL}"]
 
 
 def test_remapped_verifiers_reach_training_and_held_out_prompts(configured: Callable[..., Config]) -> None:
