@@ -1,13 +1,14 @@
+# make              install into .venv
 # make quickstart   install into .venv and watch GRPO raise a small model's accuracy
 # make test         the tests (installs what is missing); make test-all adds the slow ones
 # make lint         ruff, mypy and clang-format
 # make parity       every parallel layout against one rank, into docs/parity.md
 VENV ?= .venv
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.txt csrc/*/*)
-LAUNCH := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(VENV)/bin/torchrun --master-addr 127.0.0.1
 
 .PHONY: quickstart test test-all lint bench parity install clean
 install: $(VENV)/.installed
+	@echo "mgrpo is installed in $(VENV). Next: source $(VENV)/bin/activate; mgrpo --help; make quickstart"
 
 $(VENV)/.installed: requirements/install.sh requirements/cpu.txt requirements/gpu.txt $(NATIVE)
 	sh requirements/install.sh $(VENV)
@@ -18,7 +19,7 @@ $(VENV)/.installed-dev: requirements/dev.txt requirements/judge.txt $(VENV)/.ins
 	touch $@
 
 quickstart: $(VENV)/.installed
-	$(LAUNCH) --nproc-per-node 2 examples/train_grpo.py --config examples/configs/quickstart.yaml
+	$(VENV)/bin/mgrpo train --nproc-per-node 2 --config examples/configs/quickstart.yaml
 
 test: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest -m "not slow"
