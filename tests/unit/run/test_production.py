@@ -9,13 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.config import Config, ConfigError, from_values
+from mgrpo.config import Config, from_values
 from mgrpo.data.tokenizer import load_tokenizer
 from mgrpo.rollout.fleet import Fleet
-<<<<<<< HEAD
-=======
-from mgrpo.run.check import with_prompts
->>>>>>> telling
 from mgrpo.run.inputs import Inputs, read_inputs
 from mgrpo.run.production import Production, Started, prepare
 from mgrpo.run.prompts import make_prompts
@@ -54,7 +50,6 @@ def configured(tmp_path: Path) -> Callable[..., Config]:
     return make
 
 
-<<<<<<< HEAD
 def checked(config: Config) -> Inputs:
     inputs, problems = read_inputs(config)
     assert inputs is not None and problems == []
@@ -65,18 +60,6 @@ def checked(config: Config) -> Inputs:
 
 def prepared(config: Config, engine: ScriptedEngine | None = None) -> Production:
     inputs = checked(config)
-=======
-def inputs_of(config: Config) -> Inputs:
-    inputs, problems = read_inputs(config)
-    inputs = with_prompts(config, inputs, {}, problems)
-    if inputs is None or problems:
-        raise ConfigError(problems)
-    return inputs
-
-
-def prepared(config: Config, engine: ScriptedEngine | None = None) -> Production:
-    inputs = inputs_of(config)
->>>>>>> telling
     fleet = Fleet([engine or ScriptedEngine()], config.engine, seed=1)
     return prepare(config, Started(inputs=inputs, fleet=fleet, rewarder=ScriptedRewarder(lambda index: (0.0, 1.0))))
 
@@ -97,21 +80,9 @@ def test_prompts_of_the_data_are_sampled_and_decoded(configured: Callable[..., C
     assert {batch.sampling.stop_token_ids for batch in engine.batches.values()} == {(eos,)}
 
 
-<<<<<<< HEAD
 def test_a_start_says_what_it_waits_for(configured: Callable[..., Config]) -> None:
     """Half a minute, or half an hour for a large model, without a line looks like a hang."""
     config = configured(4, vllm_num_engines=2)
-=======
-def test_too_few_prompts_for_a_step_are_an_error(configured: Callable[..., Config]) -> None:
-    """Prompts that are too long are known only after tokenization, and every epoch would end in the middle of a step."""
-    with pytest.raises(ConfigError, match=r"has 3 prompts, but a step takes num_unique_prompts_rollout=4"):
-        prepared(configured(3))
-
-
-def test_a_start_says_what_it_waits_for(configured: Callable[..., Config]) -> None:
-    """Half a minute, or half an hour for a large model, without a line looks like a hang."""
-    inputs = inputs_of(config := configured(4, vllm_num_engines=2))
->>>>>>> telling
     now = iter((0.0, 12.0))
     lines: list[str] = []
     parts = Started(
