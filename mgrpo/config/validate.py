@@ -279,7 +279,13 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ),
 )
 """Settings that have an effect only under a condition."""
-_USED_BY_FUNCTIONS = ("apply_verifiable_reward", "verifier_memory_mb", "verifier_timeout", "verifier_workers")
+_USED_BY_FUNCTIONS = (
+    "reward_funcs_timeout",
+    "apply_verifiable_reward",
+    "verifier_memory_mb",
+    "verifier_timeout",
+    "verifier_workers",
+)
 """Reward settings that apply to reward functions as well: limits of the workers, and turning verifiers off."""
 
 

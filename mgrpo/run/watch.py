@@ -39,6 +39,8 @@ class Pulse:
         self.count = 0
         self._main = threading.main_thread().ident
         self._moved = 0
+        self._looked = self._used = 0.0
+        self._clock = time.pthread_getcpuclockid(self._main or 0)
 
     def at(self, part: str) -> None:
         """A part of the work begins."""
@@ -55,7 +57,10 @@ class Pulse:
         if moved - self._moved > MOVED_BYTES:
             self.count += 1
         self._moved = moved
-        place, waits = _place(self._main)
+        now, used = time.monotonic(), time.clock_gettime(self._clock)
+        is_idle = used - self._used < 0.2 * (now - self._looked)
+        self._looked, self._used = now, used
+        place, waits = _place(self._main, is_idle=is_idle)
         return {"part": self.part, "count": self.count, "place": place, "waits": waits}
 
 
@@ -273,15 +278,19 @@ def _named(peer: Peer) -> str:
     return f"{peer.who} (process {peer.pid} on {peer.host})"
 
 
-def _place(thread: int | None) -> tuple[str, bool]:
-    """The innermost line of the thread that is not a library's, and whether it is inside a collective."""
+def _place(thread: int | None, *, is_idle: bool) -> tuple[str, bool]:
+    """The innermost line of the thread that is not a library's, and whether it is inside a collective.
+
+    Also one that Megatron has begun and waits for: an idle thread whose innermost line is Megatron's or torch's.
+    """
     frame = sys._current_frames().get(thread or 0)
-    waits, outer = False, None
+    innermost = frame.f_code.co_filename if frame is not None else ""
+    waits, outer = is_idle and any(name in innermost for name in ("/megatron/", "/torch/")), None
     while frame is not None:
         file = frame.f_code.co_filename
         if file.endswith(_WAITING):
             waits = True
-        elif "/site-packages/" not in file and "/lib/python3" not in file:
+        elif not any(name in file for name in ("/site-packages/", "/lib/python3", "<frozen")):
             outer = f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_name}"
             break
         frame = frame.f_back
