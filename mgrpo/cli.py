@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
 import platform
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from mgrpo.config.fields import settings
 from mgrpo.config.load import GENERAL, raise_problems, started_ranks
 from mgrpo.config.validate import problems
 
-USAGE = """usage: mgrpo train [--config FILE.yaml] [--name value ...]   (under torchrun for more than one rank)
+USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name value ...]   N ranks on this machine; many: torchrun
        mgrpo eval [--config FILE.yaml] --model_name_or_path DIR ...   evaluate a model on the held-out prompts; one process
        mgrpo code-server [--port 1234] ...                  run the sandbox for programs as a service
        mgrpo report DIR                                     write a run's report.html again
@@ -97,26 +96,56 @@ def _short_command(name: str, *words: str) -> int:
 def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
     """Parse and train. A configuration error becomes one message, printed by rank 0.
 
-    torchrun ends all ranks as soon as one has exited. The other ranks find their problems earlier, because they read no
+    With --nproc-per-node N it starts N ranks on this machine, each of which runs this command without that flag.
+
+    All ranks are ended as soon as one has exited. The other ranks find their problems earlier, because they read no
     data: they wait to be ended, and print theirs only if rank 0 has found none.
     """
-    is_head = os.environ.get("RANK", "0") == "0"
-    argv = ["--" + word[2:].replace("-", "_") if word in SWITCHES_WITH_DASHES else word for word in argv]
-    try:
-        config = parse([word for word in argv if word not in SWITCHES], prog=prog, defer=True)
-        if "--show_config" in argv:
-            text = show(raise_problems(config))
-            sys.stdout.write(text if is_head else "")
-            return 0
-        from mgrpo.run.launch import train, try_out
+    from mgrpo.run import ending
+    from mgrpo.run.environment import rank
+    from mgrpo.run.ranks import num_ranks_of, run_ranks
+    from mgrpo.run.result import NothingTrained
 
-        (try_out if "--dry_run" in argv else train)(config)
+    try:
+        argv = ["--" + word[2:].replace("-", "_") if word in SWITCHES_WITH_DASHES else word for word in argv]
+        num_ranks, argv = num_ranks_of(argv)
     except ConfigError as err:
-        if not is_head:
-            time.sleep(RANK_0_FIRST_S)
-        sys.stderr.write(f"mgrpo: {err}\n" if is_head else f"mgrpo: rank {os.environ['RANK']}: {err}\n")
+        ending.report(str(err))
         return 2
+    if num_ranks is not None:
+        return run_ranks(num_ranks, argv)
+    is_head = rank() == 0
+    try:
+        try:
+            _train(argv, prog=prog, is_head=is_head)
+        except ConfigError as err:
+            if not is_head and not ending.is_reported():
+                time.sleep(RANK_0_FIRST_S)
+            ending.report(str(err) if is_head else f"rank {rank()}: {err}")
+            return 2
+        except NothingTrained as err:
+            if not is_head:
+                time.sleep(RANK_0_FIRST_S)
+            ending.report(str(err))
+            return 1
+    except KeyboardInterrupt:
+        ending.report_interrupt()
+        return ending.INTERRUPTED
+    except Exception as err:
+        ending.report_error(err)
+        return 1
     return 0
+
+
+def _train(argv: Sequence[str], *, prog: str | None, is_head: bool) -> None:
+    config = parse([word for word in argv if word not in SWITCHES], prog=prog, defer=True)
+    if "--show_config" in argv:
+        text = show(raise_problems(config))
+        sys.stdout.write(text if is_head else "")
+        return
+    from mgrpo.run.launch import train, try_out
+
+    (try_out if "--dry_run" in argv else train)(config)
 
 
 def show(config: Config) -> str:

@@ -35,6 +35,8 @@ class Reward:
     reward_funcs: Annotated[tuple[str, ...], TRL] = ()
     """Reward functions in place of verifiers: package.module.function, file.py:function, one of TRL's six names, or the folder
     of a sequence-classification model. reward_weights weighs them."""
+    reward_funcs_timeout: Annotated[int, ONE_OR_MORE] = 3600
+    """Seconds that a reward function may take for one batch of completions before the run ends with its name."""
     verifier_modules: tuple[str, ...] = ()
     """Python modules with verifiers of your own, which rows refer to by name."""
     max_length_verifier_max_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 32768

@@ -1,7 +1,7 @@
 """Prompts of the rows that a mix takes, written to a folder: each row is encoded once, however often it is taken.
 
-`Dataset.map` does it in this process, and a fast tokenizer uses threads. There are no forked processes, because rank 0
-runs Ray and other threads at that time, and no spawned ones, because they would import the user's script again.
+`Dataset.map` does it in this process, and a fast tokenizer uses threads. There are no forked processes, because a
+script of the user's may have started threads, and no spawned ones, because they would import the user's script again.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mgrpo.data.amounts import Entry
 from mgrpo.data.checking import MOST_SHOWN, Row
-from mgrpo.data.encoding import Cancelled, Encoder, Recipe
-from mgrpo.data.prompt_set import ORDER, PROMPTS, STATISTICS, num_tokens, open_prompts
+from mgrpo.data.encoding import Encoder, Recipe
+from mgrpo.data.prompt_set import ORDER, PROMPTS, STATISTICS, largest_token, num_tokens, open_prompts
 from mgrpo.data.sources import Source
 from mgrpo.data.statistics import statistics_of
 
@@ -77,7 +76,6 @@ def build(
     *,
     fingerprint: str,
     num_threads: int,
-    cancelled: Event,
 ) -> None:
     """Write the files of a `PromptSet`: prompts of the distinct rows, their order in the mix, statistics.
 
@@ -90,10 +88,8 @@ def build(
         print(f"tokenizing {num_rows:,} rows", file=sys.stderr, flush=True)
     num_threads = num_threads or _cores()
     with _no_progress_bars(), ThreadPoolExecutor(num_threads) as threads:
-        encoder = Encoder(
-            recipe=recipe, tokenizer=tokenizer, threads=threads, num_threads=num_threads, cancelled=cancelled
-        )
-        _encode(folder, _batches(selection.sources, distinct, cancelled), encoder, fingerprint)
+        encoder = Encoder(recipe=recipe, tokenizer=tokenizer, threads=threads, num_threads=num_threads)
+        _encode(folder, _batches(selection.sources, distinct), encoder, fingerprint)
 
     prompts = open_prompts(folder)
     _raise_problems(prompts, selection.sources, recipe)
@@ -113,7 +109,7 @@ def build(
         [lengths[own] for own in places],
         max_tokens=recipe.max_tokens,
         overlong=recipe.overlong,
-    )
+    ) | {"largest_token": largest_token(prompts)}
     (folder / STATISTICS).write_text(json.dumps(statistics, indent=1) + "\n")
 
 
@@ -151,9 +147,7 @@ def _encode(folder: Path, batches: Iterator[tuple[int, list[Row]]], encoder: Enc
     path.unlink()
 
 
-def _batches(
-    sources: Sequence[Source], distinct: Sequence[np.ndarray], cancelled: Event
-) -> Iterator[tuple[int, list[Row]]]:
+def _batches(sources: Sequence[Source], distinct: Sequence[np.ndarray]) -> Iterator[tuple[int, list[Row]]]:
     """The distinct rows, source after source, as many as are written at once."""
     for number, (source, wanted) in enumerate(zip(sources, distinct, strict=True)):
         batch: list[Row] = []
@@ -162,8 +156,6 @@ def _batches(
             batch.append(row)
             num_chars += len(row.text)
             if len(batch) == _BATCH_ROWS or num_chars > _BATCH_CHARS:
-                if cancelled.is_set():
-                    raise Cancelled
                 yield number, batch
                 batch, num_chars = [], 0
         yield number, batch

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from json import loads
-from threading import Event
 from typing import Any, Literal
 
 import numpy as np
@@ -15,10 +14,6 @@ import numpy as np
 from mgrpo.data.rows import Contract, Message
 from mgrpo.data.templates import override_system, render, with_bos
 from mgrpo.data.tokenizer import token_ids
-
-
-class Cancelled(Exception):
-    """The caller cancelled the work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +45,14 @@ class Recipe:
             return prompt
         return override_system(prompt, self.system_prompt)
 
+    def text(self, record: Mapping[str, object], tokenizer: Any) -> str:
+        """The prompt's text, with all special tokens written out."""
+        asked = self.asked(record)
+        if isinstance(asked, list) and self.template is not None:
+            return render(asked, tokenizer, self.template, add_bos=self.add_bos, kwargs=self.template_kwargs)
+        text = asked if isinstance(asked, str) else "\n".join(str(message["content"]) for message in asked)
+        return with_bos(text, tokenizer) if self.add_bos else text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
@@ -59,16 +62,13 @@ class Encoder:
     tokenizer: Any
     threads: Executor
     num_threads: int
-    cancelled: Event
 
     def __call__(self, records: Sequence[str]) -> dict[str, Sequence[Any] | np.ndarray]:
-        """The new columns for rows in JSON; raises `Cancelled`."""
-        if self.cancelled.is_set():
-            raise Cancelled
+        """The new columns for rows in JSON."""
         texts, problems = [""] * len(records), [""] * len(records)
         for index, record in enumerate(records):
             try:
-                texts[index] = self._text(loads(record))
+                texts[index] = self.recipe.text(loads(record), self.tokenizer)
             except ValueError as err:
                 problems[index] = str(err)
         tokens = [
@@ -81,13 +81,6 @@ class Encoder:
         for index in np.flatnonzero(lengths > self.recipe.max_tokens):
             tokens[index], texts[index] = self._shortened(tokens[index])
         return {"text": texts, "tokens": tokens, "num_tokens": lengths, "problem": problems}
-
-    def _text(self, record: Mapping[str, object]) -> str:
-        recipe, asked = self.recipe, self.recipe.asked(record)
-        if isinstance(asked, list) and recipe.template is not None:
-            return render(asked, self.tokenizer, recipe.template, add_bos=recipe.add_bos, kwargs=recipe.template_kwargs)
-        text = asked if isinstance(asked, str) else "\n".join(str(message["content"]) for message in asked)
-        return with_bos(text, self.tokenizer) if recipe.add_bos else text
 
     def _shortened(self, tokens: np.ndarray) -> tuple[np.ndarray, str]:
         """What is kept of a prompt over the limit: nothing, unless it is cut."""

@@ -1,14 +1,13 @@
 """The data of a run, in two steps: `open_data` reads and checks rows, `Mixture.encode` makes prompts of them.
 
-The first needs neither tokenizer nor torch, so that bad data end a run before anything is started; the second runs while
-the engines start. Their results are cached, those of the first for large sources only.
+The first needs neither tokenizer nor torch. Both are done before anything is started, so that bad data end a run at once.
+Their results are cached, those of the first for large sources only.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,11 +24,12 @@ from mgrpo.data.rows import Contract
 from mgrpo.data.sources import Source, SourceReader
 from mgrpo.data.templates import check_kwargs, find_template
 from mgrpo.data.tokenizer import fingerprint
+from mgrpo.data.trial import exceeded
 
 _log = logging.getLogger(__name__)
 
 # Part of every key of the cache: another number where the same rows would become other prompts.
-_TRANSFORM_VERSION = 2
+_TRANSFORM_VERSION = 3
 
 T = TypeVar("T")
 
@@ -65,7 +65,6 @@ class Mixture:
         """Made by `open_data`."""
         self._selection, self._data = selection, data
         self._contract, self._cache = reader.contract, reader.cache
-        self._cancelled = threading.Event()
 
     def __len__(self) -> int:
         """Rows that are taken, including those whose prompts will be over the limit."""
@@ -110,6 +109,26 @@ class Mixture:
             for count, content in zip(self.counts, contents, strict=True)
         ]
 
+    def try_out(self, tokenizer: Any) -> None:
+        """Render one conversation with the chat template, which may be anyone's, where it cannot do harm.
+
+        Raises:
+            ValueError: there is no template, or it takes too much time or memory.
+        """
+        recipe = self._recipe(tokenizer)
+        if recipe.template is None:
+            return
+        row = next(
+            row
+            for source in self._selection.sources
+            for row in source.rows()
+            if row.line == source.summary.first_conversation
+        )
+        if excess := exceeded(lambda: recipe.text(json.loads(row.text), tokenizer)):
+            raise ValueError(
+                f"the chat template {excess} for one prompt; look at it, or name another: --chat_template_name"
+            )
+
     def encode(self, tokenizer: Any) -> PromptSet:
         """Render and tokenize the rows, or load what an earlier run made of them.
 
@@ -135,17 +154,12 @@ class Mixture:
                 tokenizer,
                 fingerprint=digest(key)[:32],
                 num_threads=self._data.dataset_num_proc,
-                cancelled=self._cancelled,
             )
 
         folder = self._cache.find("prompts", key) or self._cache.make("prompts", key, write)
         prompts = PromptSet(folder, recipe, [source.name for source in selection.sources], named=self.counts)
         _warn_of_long_prompts(prompts.statistics)
         return prompts
-
-    def cancel(self) -> None:
-        """End an `encode` that runs in another thread: it raises `Cancelled` within seconds."""
-        self._cancelled.set()
 
     def _recipe(self, tokenizer: Any) -> Recipe:
         data, template = self._data, None

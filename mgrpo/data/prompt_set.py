@@ -57,6 +57,21 @@ class PromptSet:
         """The name of the dataset that the prompt at `index` comes from."""
         return self._sources[self._value("source", int(self._order[index])).as_py()]
 
+    def beyond(self, vocab: int) -> tuple[str, int, str] | None:
+        """The first prompt with a token that a model of `vocab` tokens does not have: its place, the token, and its text."""
+        if self.statistics["largest_token"] < vocab:
+            return None
+        for position in range(len(self._prompts)):
+            tokens = _view(self._value("tokens", position).values)
+            if len(tokens) and tokens.max() >= vocab:
+                source = self._sources[self._value("source", position).as_py()]
+                return (
+                    f"{source}:{self._value('line', position)}",
+                    int(tokens.max()),
+                    self._value("text", position).as_py(),
+                )
+        raise AssertionError("the statistics are those of the prompts")
+
     def prompt(self, prompt_id: PromptId) -> Prompt:
         """The prompt at the index of `prompt_id` (epoch, index)."""
         position = int(self._order[prompt_id[1]])
@@ -96,6 +111,11 @@ def open_prompts(folder: Path) -> pyarrow.Table:
 def num_tokens(prompts: pyarrow.Table) -> np.ndarray:
     """`[distinct rows]` int64: tokens of the prompts before any were left out or cut."""
     return np.concatenate([_view(chunk) for chunk in prompts.column("num_tokens").chunks])
+
+
+def largest_token(prompts: pyarrow.Table) -> int:
+    """Of the prompts that are kept; -1 if there is none."""
+    return max((int(_view(chunk.flatten()).max(initial=-1)) for chunk in prompts.column("tokens").chunks), default=-1)
 
 
 def _view(numbers: pyarrow.Array) -> np.ndarray:

@@ -24,7 +24,8 @@ def load_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        # Never the code that may lie in the folder, and no question about it on the terminal.
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as err:
         present = ", ".join(sorted(file.name for file in folder.iterdir())[:20]) or "nothing"
         raise ValueError(

@@ -79,7 +79,7 @@ def _transformers_logits(folder: Path, samples: list[TrainSample]) -> list[torch
 
     transformers.utils.logging.disable_progress_bar()
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, trust_remote_code=False
     )
     missing = sorted(loading["missing_keys"]) or sorted(map(str, loading["mismatched_keys"]))
     if missing:

@@ -25,7 +25,6 @@ from mgrpo.checkpoint.reader import open_checkpoint
 from mgrpo.checkpoint.shard import FILE_BYTES
 from mgrpo.layout import Layout
 from mgrpo.model_io.hf_folder import (
-    MEGATRON,
     HfFolder,
     carry,
     header_bytes,
@@ -36,6 +35,7 @@ from mgrpo.model_io.hf_folder import (
 from mgrpo.model_io.megatron_folder import MegatronFolder, is_megatron_folder, stored_bytes, write_megatron
 from mgrpo.models.cuts import layout_problems
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of
+from mgrpo.models.files import MEGATRON
 from mgrpo.models.memory import DTYPE_BYTES
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.policy.weights import Read
@@ -261,7 +261,7 @@ def convert_command(argv: Sequence[str]) -> int:
 
 
 def hf_to_megatron_command(argv: Sequence[str], *, prog: str) -> int:
-    """0 when the folder was written, 1 when it was refused."""
+    """0 when the folder was written, 2 when it was refused, 1 when a file could not be read or written."""
     parser = _parser(prog, "Writes a Hugging Face model as the ranks of a Megatron layout hold it; exact, or refused.")
     parser.add_argument(
         "--hf", metavar="DIR", required=True, help="Hugging Face folder: config.json, safetensors, tokenizer"
@@ -289,7 +289,7 @@ _LAYOUT_FLAGS = {
 
 
 def megatron_to_hf_command(argv: Sequence[str], *, prog: str) -> int:
-    """0 when the folder was written, 1 when it was refused."""
+    """0 when the folder was written, 2 when it was refused, 1 when a file could not be read or written."""
     parser = _parser(prog, "Writes a Megatron folder, or the weights of a run's checkpoint, as a Hugging Face folder.")
     parser.add_argument(
         "--checkpoint", metavar="DIR", required=True, help="Megatron folder, or a run's OUTPUT_DIR/checkpoints/step_N"
@@ -345,5 +345,5 @@ def _run(prog: str, convert: Callable[[], None]) -> int:
         convert()
     except (ValueError, OSError) as err:
         sys.stderr.write(f"{prog}: {err}\n")
-        return 1
+        return 2 if isinstance(err, ValueError) else 1
     return 0

@@ -15,21 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from mgrpo.checkpoint.folder import LocalFolder
 from mgrpo.checkpoint.mapped import MappedFiles
-from mgrpo.checkpoint.shard import FILE_BYTES, split, write_tensors
+from mgrpo.checkpoint.shard import DTYPES, FILE_BYTES, split, write_tensors
 from mgrpo.models.family import ModelShape
+from mgrpo.models.files import INDEX, SINGLE, files_beside, some, tensor_files, weight_problems
 from mgrpo.models.table import Box, Shape, hf_tensors
-from mgrpo.policy.weights import Read, tensor_files
+from mgrpo.policy.weights import Read
 
-INDEX, MEGATRON = "model.safetensors.index.json", "megatron.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _BLOCK_BYTES = 2 << 20
-_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
-_TEMPLATES = "additional_chat_templates"
-"""A folder that transformers makes for tokenizers with several templates."""
 
 Header = tuple[torch.dtype, Shape]
 Tell = Callable[[int], object]
@@ -45,26 +41,17 @@ class HfFolder:
 
     def __init__(self, path: str | Path, shape: ModelShape) -> None:
         self.path, self._files = Path(path), MappedFiles()
-        try:
-            listed = tensor_files(self.path)
-        except SafetensorError as err:
-            raise ValueError(f"{path}: model.safetensors is not a complete safetensors file: {err}") from err
+        if problems := list(weight_problems(path, shape, dtypes=DTYPES)):
+            raise ValueError("; ".join(problems))
+        listed = tensor_files(path)
         self._places = {name: file for file in dict.fromkeys(listed.values()) for name in self._files.names(file)}
         self._places |= listed
         self.shapes = hf_tensors(shape)
-        if missing := sorted(self.shapes.keys() - self._places.keys()):
-            raise ValueError(f"{path} lacks {_some(missing)}")
-        self.dtypes: dict[str, torch.dtype] = {}
-        for name, expected in self.shapes.items():
-            self.dtypes[name], found = self._files.header(self._places[name], name)
-            if found != expected:
-                raise ValueError(
-                    f"{path}: {name} has shape {list(found)}, config.json implies {list(expected)}; correct config.json"
-                )
+        self.dtypes = {name: self._files.header(self._places[name], name)[0] for name in self.shapes}
         extra = sorted(self._places.keys() - self.shapes.keys())
         if extra and not (extra == [HEAD] and shape.tied and self._head_is_embedding()):
             raise ValueError(
-                f"{path} holds {_some(extra)}, which a {shape.family} model with this config.json does not have and a "
+                f"{path} holds {some(extra)}, which a {shape.family} model with this config.json does not have and a "
                 "conversion would lose; correct config.json, or take it out of the folder"
             )
 
@@ -136,7 +123,7 @@ def write_weights(
     files = split(tensors, file_bytes, size=lambda name: header_bytes(tensors[name]))
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
-        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         with LocalFolder(folder).create(file) as stream:
             write_tensors(stream, {name: tensors[name] for name in names}, values, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
@@ -165,16 +152,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def carry(source: Path, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Copy the files beside the weights: configurations, tokenizer, chat templates, model card, licence.
+    """Copy the files beside the weights, see `files_beside`.
 
     Args:
         dtype: is written into config.json; None leaves config.json as it is.
     """
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith((*_WEIGHTS, MEGATRON)):
-            shutil.copyfile(path, folder / path.name)
-    if (source / _TEMPLATES).is_dir():
-        shutil.copytree(source / _TEMPLATES, folder / _TEMPLATES)
+    for path in files_beside(source):
+        copy = folder / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
     if dtype is not None:
         config = json.loads((folder / "config.json").read_text())
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
@@ -205,7 +191,3 @@ def new_folder(out: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 path.rmdir()
         raise
-
-
-def _some(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} tensors ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"

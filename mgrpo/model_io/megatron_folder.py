@@ -30,8 +30,9 @@ from mgrpo.checkpoint.manifest import FileRecord, file_name
 from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.shard import CODES, FILE_BYTES, sha256_of, split, write_tensors
 from mgrpo.layout import Layout
-from mgrpo.model_io.hf_folder import MEGATRON, Tell, dtype_name, header_bytes, row_blocks
+from mgrpo.model_io.hf_folder import Tell, dtype_name, header_bytes, row_blocks
 from mgrpo.models.family import ModelShape
+from mgrpo.models.files import MEGATRON
 from mgrpo.models.table import Box, LocalParameter, Shape, hf_tensors, local_parameters
 from mgrpo.policy.weights import Read, hf_reader
 

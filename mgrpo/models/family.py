@@ -247,14 +247,37 @@ NOT_BUILT = {"gemma3": "it has an image encoder; give the text model alone, mode
 def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
     """config.json of a Hugging Face checkpoint folder; a ValueError names what is missing."""
     path = Path(model_dir) / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"model_name_or_path={model_dir!s} has no config.json; give the folder of a Hugging Face checkpoint"
-        )
+    if not model_dir or not path.is_file():
+        raise ValueError(no_model(model_dir))
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as err:
-        raise ValueError(f"{path} is not valid JSON: {err}") from err
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as err:
+        raise ValueError(f"{model_dir} has a config.json that cannot be read: {err}") from err
+    if not isinstance(config, dict):
+        raise ValueError(f"{model_dir} has a config.json that holds {type(config).__name__}; expected an object")
+    return config
+
+
+def no_model(model_dir: str | Path) -> str:
+    """What to say of a place without config.json; begins with it."""
+    folder, name = Path(model_dir), str(model_dir)
+    if folder.is_dir():
+        exports = [path.parent for path in (*folder.glob("step_*/config.json"), *folder.glob("hf/step_*/config.json"))]
+        if exports:
+            newest = max(exports, key=lambda path: int("0" + "".join(filter(str.isdecimal, path.name))))
+            return f"{name} has no config.json; did you mean {newest}?"
+        return f"{name} has no config.json; give the folder of a Hugging Face checkpoint"
+    if is_hub_name(name):
+        return (
+            f"{name} is not a folder, and models are not downloaded by name; fetch it with: hf download {name} "
+            "--local-dir DIR, and give DIR"
+        )
+    return f"{name} is not a folder; check the path (it is used as given, ~ is not expanded)"
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether this reads like OWNER/NAME on the Hub, not like a path."""
+    return name.count("/") == 1 and not name.startswith(("/", ".", "~"))
 
 
 def shape_of(hf: HfConfig) -> ModelShape:

@@ -24,6 +24,8 @@ import torch
 from torch.distributed import DeviceMesh
 
 CPU = torch.device("cpu")
+STORE_SOCKET = "MGRPO_STORE_SOCKET"
+"""Environment variable of rank 0 under `mgrpo train`: number of the inherited socket on which it serves the ranks' store."""
 
 REBOUND: tuple[tuple[str, str, str], ...] = (
     # (module under megatron.core, name, why)
@@ -69,7 +71,26 @@ def device_bytes() -> int:
     return machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def init_process_group(*, rank: int, world_size: int, timeout_minutes: float) -> None:
+def meeting_store(*, rank: int, world_size: int, timeout_s: float) -> torch.distributed.Store:
+    """The store in which the ranks meet: torchrun's, or the one that rank 0 serves on the socket `STORE_SOCKET`."""
+    if world_size == 1:
+        return torch.distributed.HashStore()
+    timeout = timedelta(seconds=timeout_s)
+    if (number := os.environ.get(STORE_SOCKET)) is not None and rank == 0:
+        return torch.distributed.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=int(number),
+        )
+    return next(torch.distributed.rendezvous("env://", rank, world_size, timeout=timeout))[0]
+
+
+def init_process_group(
+    *, rank: int, world_size: int, timeout_minutes: float, store: torch.distributed.Store | None = None
+) -> None:
     """Join the default process group: NCCL with CUDA, gloo without. Every rank must call; one alone needs no rendezvous."""
     if has_cuda():
         torch.cuda.set_device(device())
@@ -77,7 +98,7 @@ def init_process_group(*, rank: int, world_size: int, timeout_minutes: float) ->
         "cpu:gloo,cuda:nccl" if has_cuda() else "gloo",
         rank=rank,
         world_size=world_size,
-        store=torch.distributed.HashStore() if world_size == 1 else None,
+        store=store or (torch.distributed.HashStore() if world_size == 1 else None),
         timeout=timedelta(minutes=timeout_minutes),
     )
 

@@ -61,9 +61,13 @@ class PolicyOptimizer:
             chunk.zero_grad_buffer()
         self._megatron.zero_grad()
 
+    def learning_rate(self, step: int) -> float:
+        """Of optimizer step `step` (from 0)."""
+        return learning_rate(self.settings, step, self.num_optimizer_steps)
+
     def set_learning_rate(self, step: int) -> float:
         """Prepare the update of optimizer step `step` (from 0); its learning rate. Not collective."""
-        rate = learning_rate(self.settings, step, self.num_optimizer_steps)
+        rate = self.learning_rate(step)
         for group in self._megatron.param_groups:
             group["lr"] = rate
             # Megatron marks biases and norms with wd_mult 0, which its scheduler, not used here, would apply.

@@ -139,6 +139,15 @@ class Policy:
             if not place.is_copy:
                 yield from shard.boxes(place, shard.main)
 
+    @torch.no_grad()
+    def not_finite(self) -> list[str]:
+        """HF tensors of which this rank holds a value that is not finite or whose square overflows float32. Not collective."""
+        boxes = [(box.name, values) for box, values in self.boxes()]
+        norms = [torch.linalg.vector_norm(values, dtype=torch.float32) for _, values in boxes]
+        # One transfer from the device for all of them.
+        is_finite = torch.stack(norms).isfinite().tolist() if norms else []
+        return [name for (name, _), good in zip(boxes, is_finite, strict=True) if not good]
+
     def holdings(self, group: torch.distributed.ProcessGroup) -> list[list[Box]]:
         """For each rank the boxes that its `boxes` gives. All ranks of `group`, on the CPU, must call."""
         local = [(0, box) for box, _ in self.boxes()]
@@ -183,6 +192,11 @@ class Policy:
             learning_rate=rate,
             is_finite=is_finite,
         )
+
+    def learning_rate(self) -> float:
+        """Of the next update. Not collective."""
+        assert self.optimizer is not None, "call prepare_training first"
+        return self.optimizer.learning_rate(self.optimizer_steps)
 
     def pass_over(self, optimizer_steps: int) -> None:
         """Count steps without anything to train on, so that the learning rate follows its schedule. Not collective."""

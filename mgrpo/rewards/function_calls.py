@@ -11,11 +11,19 @@ import os
 import random
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
+from mgrpo.processes.background import Background, announced
+
+LARGEST = 1e100
+"""The largest reward: the square of one beyond 1e154 overflows, and with it the deviation of its whole group."""
+
+T = TypeVar("T")
 RewardFunction = Callable[..., Iterable[float | None] | Awaitable[Iterable[float | None]]]
 
 
@@ -30,25 +38,52 @@ class Call:
     """Seeds what the function draws from the global states of `random` and `numpy.random`."""
 
 
-def call_all(calls: Sequence[Call], num_completions: int) -> list[list[float]]:
+def call_all(calls: Sequence[Call], num_completions: int, *, timeout_s: float | None = None) -> list[list[float]]:
     """The values of each function, NaN where it does not apply: plain functions run in turn, then the async ones together.
 
+    Args:
+        timeout_s: `reward_funcs_timeout`; one that still runs then goes on in its thread, which does not keep the process.
     Raises:
-        RuntimeError: a function failed.
+        RuntimeError: a function failed, or took longer than `timeout_s`.
         ValueError: a function did not return one number for each completion.
     """
-    values = {call.name: _run(call, num_completions) for call in calls if not _is_async(call.function)}
+    thread = _thread_of(os.getpid())
+    values = {
+        call.name: _result(thread.submit(partial(_run, call, num_completions)), [call], timeout_s)
+        for call in calls
+        if not _is_async(call.function)
+    }
     waiting = [call for call in calls if call.name not in values]
     if waiting:
         future = asyncio.run_coroutine_threadsafe(_await_all(waiting), _event_loop())
         try:
-            results = future.result()
+            results = _result(future, waiting, timeout_s)
         except BaseException:
             future.cancel()
             raise
         for call, returned in zip(waiting, results, strict=True):
             values[call.name] = _numbers(call.name, returned, num_completions)
     return [values[call.name] for call in calls]
+
+
+def _result(future: Future[T], calls: Sequence[Call], timeout_s: float | None) -> T:
+    """What the calls return, or which of them took too long."""
+    names = "reward function " + ", ".join(call.name for call in calls)
+    with announced(names, "no limit" if timeout_s is None else f"reward_funcs_timeout={timeout_s:g} s"):
+        late = wait([future], timeout_s).not_done
+    if late:
+        _thread_of.cache_clear()  # that thread takes no more calls
+        raise RuntimeError(
+            f"{names} has not returned within reward_funcs_timeout={timeout_s:g} s; raise it if the work is that long"
+        )
+    return future.result()
+
+
+# A forked process has none of its parent's threads.
+@functools.cache
+def _thread_of(pid: int) -> Background:
+    """One thread for all calls of plain functions: what a function keeps may belong to its thread."""
+    return Background("reward-functions")
 
 
 def number_of(value: Any) -> float | None:
@@ -171,9 +206,9 @@ def _numbers(name: str, returned: object, num_completions: int) -> list[float]:
     results = []
     for index, value in enumerate(values):
         number = math.nan if value is None else number_of(value)
-        if number is None or math.isinf(number):
+        if number is None or abs(number) > LARGEST:
             raise ValueError(
-                f"reward function {name} returned {value!r:.80} for completion {index}; {wanted}, not an infinity"
+                f"reward function {name} returned {value!r:.80} for completion {index}; {wanted}, of at most {LARGEST:g}"
             )
         results.append(number)
     return results

@@ -44,6 +44,7 @@ def score_with_functions(
     *,
     state: TrainerState | None = None,
     seed: int = 0,
+    timeout_s: float | None = None,
 ) -> ScoredBatch:
     """Score with the user's functions: the reward is the sum of what they return, each times its weight if there are any.
 
@@ -65,10 +66,12 @@ def score_with_functions(
     function and no later call. Async functions are awaited together, after the others, always in the same event loop.
     Before each function the global states of `random` and `numpy.random` are seeded likewise, for async functions once.
 
+    Args:
+        timeout_s: that one function may take; the async ones together.
     Raises:
         ValueError: an argument that the data do not have, a function that cannot be called by keyword, or a returned or
             logged value that is not a number.
-        RuntimeError: a function failed; the message names it.
+        RuntimeError: a function failed or took too long; the message names it.
     """
     if not functions:
         raise ValueError("no reward functions; give at least one")
@@ -89,7 +92,7 @@ def score_with_functions(
         calls.append(
             Call(name=name, function=function, arguments=_accepted(name, function, keywords | own), seed=own_seed)
         )
-    by_function = dict(zip(named, call_all(calls, len(flat)), strict=True))
+    by_function = dict(zip(named, call_all(calls, len(flat), timeout_s=timeout_s), strict=True))
     scores = iter(_scores(by_function, list(weights) or [1.0] * len(named), logs.columns))
     return ScoredBatch(
         groups=[ScoredGroup(group=group, scores=tuple(next(scores) for _ in group.completions)) for group in groups],

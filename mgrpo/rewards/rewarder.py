@@ -53,7 +53,14 @@ class Rewarder:
                 epoch=float(groups[0].prompt.id[0]) if groups else 0.0,
             )
             weights = algorithm.reward_weights
-            batch = score_with_functions(groups, self.functions, weights, state=state, seed=context.seed)
+            batch = score_with_functions(
+                groups,
+                self.functions,
+                weights,
+                state=state,
+                seed=context.seed,
+                timeout_s=self.config.reward.reward_funcs_timeout,
+            )
         else:
             batch = ScoredBatch(groups=score_groups(groups, self.scorer, self.config.reward))
         cache_length = self.config.algorithm.overlong_cache_length

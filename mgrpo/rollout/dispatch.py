@@ -11,7 +11,7 @@ import numpy as np
 
 from mgrpo.config.schema import Rollout
 from mgrpo.rollout.collect import EVALUATION, Decode, seed_of, split_evenly, to_arrays, to_groups
-from mgrpo.rollout.engine import EngineError, PromptBatch, Sampling
+from mgrpo.rollout.engine import EngineError, NotFiniteError, PromptBatch, Sampling
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.types import Prompt, RolloutGroup
 
@@ -78,6 +78,7 @@ class Dispatcher:
 
         Raises:
             EngineError: an engine has failed, the fleet was aborted, or `rollout_timeout` seconds have passed.
+            NotFiniteError: a sampled token has a log-probability that is not finite.
         """
         self.fleet.check_not_aborted()
         start = time.perf_counter()
@@ -94,6 +95,7 @@ class Dispatcher:
         ]
         if any(completion.finish_reason == "abort" for group in groups for completion in group.completions):
             raise EngineError("generation was aborted")
+        _check_finite(groups)
         return Sampled(groups=groups, seconds=time.perf_counter() - start)
 
     def _submit(self, prompts: Sequence[Prompt], sampling: Sampling, *, stream: int) -> Submitted:
@@ -114,6 +116,18 @@ class Dispatcher:
                 )
             )
         return submitted
+
+
+def _check_finite(groups: Sequence[RolloutGroup]) -> None:
+    completions = [completion for group in groups for completion in group.completions]
+    broken = [completion for completion in completions if not np.isfinite(completion.logprobs).all()]
+    if broken:
+        version = int(broken[0].policy_versions[0])
+        whose = "the model's weights" if version < 0 else f"the weights of policy version {version}"
+        raise NotFiniteError(
+            f"{len(broken)} of {len(completions)} completions have log-probabilities that are not finite, so {whose} are "
+            "broken or have diverged; look at the model, or lower learning_rate"
+        )
 
 
 def prompt_seeds(run_seed: int, prompts: Sequence[Prompt], stream: int) -> np.ndarray:

@@ -27,6 +27,10 @@ class EngineError(RuntimeError):
     """An engine failed, died or did not answer in time."""
 
 
+class NotFiniteError(EngineError):
+    """An engine sampled with log-probabilities that are not finite: its weights are broken, or have diverged."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How to sample one batch."""

@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import TypeVar
 
 from mgrpo.config.schema import Engine as EngineSettings
+from mgrpo.processes.background import announced
 from mgrpo.rollout.collect import sampler_seed
 from mgrpo.rollout.engine import Engine, EngineError
 
@@ -29,6 +30,8 @@ class Fleet:
         """
         self.engines, self.settings, self.seed, self.keep_logs = engines, settings, seed, keep_logs
         self.is_aborted = False
+        self.on_failure: Callable[[str], None] = lambda reason: None
+        """Called from any thread when the engines' runtime has failed and no call can succeed any more."""
 
     def wait_ready(self) -> None:
         """Wait until every engine has loaded its model.
@@ -42,6 +45,10 @@ class Fleet:
             field="engine_start_timeout",
             timeout_s=self.settings.engine_start_timeout,
         )
+
+    def fail(self, reason: str) -> None:
+        """What runs the engines has failed. From any thread."""
+        self.on_failure(f"{reason}{self.keep_logs()}")
 
     def receive_weights(self, version: int, *, check: bool, step: int) -> list[Future[None]]:
         """Have all engines receive what the learners send now, for sampling training step `step`. See `finish`.
@@ -85,7 +92,9 @@ class Fleet:
         Raises:
             EngineError: the first failure, or which engines have not answered within `timeout_s`, the value of `field`.
         """
-        late = wait(calls, timeout_s, FIRST_EXCEPTION).not_done
+        who = "the engine" if len(calls) == 1 else f"{len(calls)} engines"
+        with announced(f"{who} to {what}", f"{field}={timeout_s:g} s"):
+            late = wait(calls, timeout_s, FIRST_EXCEPTION).not_done
         self._raise_first(calls, what)
         if late:
             numbers = ", ".join(str(number) for number, call in enumerate(calls) if call in late)

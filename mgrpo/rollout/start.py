@@ -22,6 +22,8 @@ def started_fleet(config: Config, *, num_local_learners: int) -> Iterator[Fleet]
     """
     cluster = Cluster(config, num_local_learners=num_local_learners)
     try:
-        yield Fleet(cluster.engines, config.engine, seed=config.experiment.seed, keep_logs=cluster.keep_logs)
+        fleet = Fleet(cluster.engines, config.engine, seed=config.experiment.seed, keep_logs=cluster.keep_logs)
+        cluster.on_failure = fleet.fail
+        yield fleet
     finally:
         cluster.close()

@@ -45,7 +45,19 @@ def make_trainer(
     shape = shape_of(read_hf_config(config.model.path))
     states = States(config, lead, host_group)
     checkpoint = states.open(resume_from, shape)
-    learner = Learner(config, shape=shape, layout=layout, host_group=host_group, checkpoint=checkpoint, loss=loss)
+    if started:
+        started.startup.say(f"loading the weights into {_learners()}")
+    lead.pulse.at("loading the model")
+    learner = Learner(
+        config,
+        shape=shape,
+        layout=layout,
+        host_group=host_group,
+        checkpoint=checkpoint,
+        loss=loss,
+        on_progress=lead.pulse.go_on,
+    )
+    lead.pulse.at("waiting for the engines")
     # Ranks load at their own speed; after this, none keeps rank 0 waiting for long.
     dist.barrier(group=host_group)
     remarks: Sequence[str] = ()
@@ -69,6 +81,8 @@ def make_trainer(
         fleet=started.fleet if started else None,
         host_group=host_group,
     )
+    if started:
+        started.startup.say("connecting learners and engines, which then receive the weights")
     weights.connect()
     trainer = Trainer(
         config, lead=lead, learner=learner, source=source, weights=weights, reporter=reporter, states=states
@@ -89,6 +103,11 @@ def make_trainer(
         steps = config.num_training_steps
         reporter.say(f"continues from {resume_from}, {trainer.done} of {steps} steps are done")
     return trainer
+
+
+def _learners() -> str:
+    count = dist.get_world_size()
+    return "the learner" if count == 1 else f"{count} learners"
 
 
 def _get_ready(

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.rules import too_few_prompts
 from mgrpo.config.validate import check, warnings
+from mgrpo.models.cuts import size_of
 from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
+from mgrpo.models.files import MEGATRON, files_beside, weight_problems
 from mgrpo.rollout.start import machine_problems
 from mgrpo.run.continuing import changes, find_state, resume_problems
 from mgrpo.run.environment import num_local_learners, prepare_environment, rank, world_size
 from mgrpo.run.inputs import Inputs, read_inputs
 from mgrpo.run.output import output_problems, room_notes
+from mgrpo.run.prompts import make_prompts
 
 if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
@@ -41,7 +46,7 @@ def check_run(
         shape = shape_of(hf_config)
         about_model = machine_problems(config, num_local_learners=num_local_learners(), head_dim=shape.head_dim)
     except ValueError as err:
-        about_model = [str(err)]
+        about_model = [str(err) if hf_config else f"model_name_or_path={err}"]
     inputs = None
     try:
         check(
@@ -68,6 +73,9 @@ def check_run(
         if is_sound:
             found, remarks = _state_problems(config, shape, inputs)
             problems += [problem for problem in found if problem not in problems]
+        if hf_config:
+            problems += file_problems(config, hf_config)
+            inputs = with_prompts(config, inputs, hf_config, problems)
     if problems:
         raise ConfigError(problems)
     if inputs is not None and shape is not None:
@@ -75,6 +83,31 @@ def check_run(
         for sentence in (*config.notes, *found, *inputs.notes(config), *room_notes(config, shape), *remarks):
             print(f"mgrpo: {sentence}", file=sys.stderr)
     return inputs
+
+
+def file_problems(config: Config, hf_config: HfConfig) -> list[str]:
+    """About the model's weights, and the files that an export copies."""
+    folder = Path(config.model.path)
+    if (folder / MEGATRON).is_file():
+        return []
+    try:
+        shape = shape_of(hf_config)
+    except ValueError:
+        shape = None
+    found = list(weight_problems(config.model.path, shape))
+    try:
+        files_beside(folder)
+    except ValueError as err:
+        found.append(str(err))
+    return [f"model_name_or_path={problem}" for problem in found]
+
+
+def with_prompts(config: Config, inputs: Inputs | None, hf_config: HfConfig, problems: list[str]) -> Inputs | None:
+    """`inputs` with its prompts; what is wrong with them is added to `problems`."""
+    vocab = size_of(hf_config, "vocab_size")
+    prompts, found = make_prompts(config, inputs, vocab=vocab, is_sound=not problems)
+    problems += [problem for problem in found if problem not in problems]
+    return replace(inputs, prompts=prompts) if inputs else None
 
 
 def _state_problems(config: Config, shape: ModelShape | None, inputs: Inputs | None) -> tuple[list[str], list[str]]:

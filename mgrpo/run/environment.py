@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 
+LAUNCHED = "MGRPO_LAUNCHED"
+"""Set in the ranks that `mgrpo train --nproc-per-node` starts."""
+OPENMP = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+"""Spinning OpenMP threads on a busy machine make a matmul 20 times slower."""
+
 
 def rank() -> int:
     """This learner's number; 0 without torchrun."""
@@ -20,12 +25,20 @@ def num_local_learners() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def store_host() -> str:
+    """The interface on which this run's ranks meet: loopback on one machine, else that of rank 0's node."""
+    return "127.0.0.1" if num_local_learners() == world_size() else os.environ["MASTER_ADDR"]
+
+
+def has_launcher() -> bool:
+    """Whether torchrun or `mgrpo train --nproc-per-node` has started this rank, and is its parent."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHED in os.environ
+
+
 def prepare_environment() -> None:
     """Set what must be set before torch is imported; what the user has set stays."""
     defaults = {
-        # Spinning OpenMP threads on a busy machine make a matmul 20 times slower.
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "passive",
+        **OPENMP,
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",

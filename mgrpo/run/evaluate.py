@@ -22,7 +22,9 @@ from mgrpo.config.loss import LossConfig
 from mgrpo.config.schema import Algorithm, Checkpoint, Optimizer, Parallel
 from mgrpo.config.validate import problems
 from mgrpo.models.family import read_hf_config
+from mgrpo.models.files import MEGATRON
 from mgrpo.rollout.start import machine_problems
+from mgrpo.run.check import file_problems, with_prompts
 from mgrpo.run.inputs import as_functions
 from mgrpo.run.result import EvaluationResult
 
@@ -146,6 +148,9 @@ def _check(config: Config, functions: list[str | Callable]) -> Inputs:
         found.append("dataset_mixer_eval_list is empty; name the held-out data: --dataset_mixer_eval_list PATH 1.0")
     inputs, about_inputs = read_inputs(own, functions=functions)
     found += [problem for problem in about_inputs if problem not in found]
+    if hf_config and not unloadable:
+        found += file_problems(own, hf_config)
+        inputs = with_prompts(own, inputs, hf_config, found)
     if found or inputs is None:
         raise ConfigError(found)
     return inputs
@@ -163,13 +168,13 @@ def _model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
     except KeyError as err:
         return None, [f"{folder}/config.json lacks {err}"]
     except ValueError as err:
-        return None, [str(err)]
+        return None, [f"model_name_or_path={err}"]
     return hf_config, machine_problems(config, num_local_learners=0, head_dim=head_dim)
 
 
 def _unloadable(model: str | None) -> list[str]:
     """Whether the folder is one of ours that an engine cannot load by itself."""
-    for mark, kind in (("megatron.json", "a Megatron folder"), (MANIFEST, "a training state")):
+    for mark, kind in ((MEGATRON, "a Megatron folder"), (MANIFEST, "a training state")):
         if model and (Path(model) / mark).is_file():
             return [
                 f"model_name_or_path={model} is {kind}, which no engine can load by itself; export it first: "

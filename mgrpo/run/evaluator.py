@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ class Evaluation:
     sources: Sequence[str]
     """The dataset of each."""
     generate_s: float
+    total_s: float
+    """Seconds of generation and scoring, and of what lies between."""
     reward_metrics: Mapping[str, float]
     """What reward functions have logged, as `eval/custom/...`."""
 
@@ -49,6 +52,7 @@ class Evaluator:
         It uses a fixed random stream; the engines are then reseeded for the next step. No training prompts may be queued in
         the engines.
         """
+        start = time.perf_counter()
         rollout, fleet = self.config.rollout, self.dispatcher.fleet
         context = RewardContext(
             step=done,
@@ -63,5 +67,6 @@ class Evaluator:
             groups=scored.groups,
             sources=self.sources,
             generate_s=sampled.seconds,
+            total_s=time.perf_counter() - start,
             reward_metrics=logged_metrics(scored.logged, "eval/"),
         )

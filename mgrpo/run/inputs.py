@@ -17,6 +17,7 @@ from mgrpo.rewards.catalog import add_modules, find
 
 if TYPE_CHECKING:
     from mgrpo.data.mixture import Mixture
+    from mgrpo.run.prompts import Prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,8 @@ class Inputs:
     held_out: Mixture
     functions: tuple[str | Callable, ...] = ()
     """Reward functions, or their names; empty: the rows' verifiers decide."""
+    prompts: Prompts | None = None
+    """What the rows become, once that is known."""
 
     def notes(self, config: Config) -> list[str]:
         """Notes of the verifiers, printed at start-up."""

@@ -1,13 +1,14 @@
 """How a run starts, and how it ends.
 
-Everything that can be wrong is checked first; then, on rank 0, Ray and the engines are started, because they take longest;
-then torch and Megatron are imported. This module imports none of them at its top.
+Everything that can be wrong is checked first, on rank 0 with the tokenizer and all data; then rank 0 starts Ray and the
+engines, because they take longest; then Megatron is imported. This module imports none of them at its top.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -15,18 +16,34 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config
 from mgrpo.config.load import as_config
 from mgrpo.processes.lifetime import die_with_parent
+from mgrpo.run import ending
 from mgrpo.run.check import check_run
 from mgrpo.run.continuing import state_path
-from mgrpo.run.environment import num_local_learners, prepare_environment, rank, world_size
+from mgrpo.run.environment import (
+    has_launcher,
+    num_local_learners,
+    prepare_environment,
+    rank,
+    store_host,
+    world_size,
+)
 from mgrpo.run.inputs import as_functions
 from mgrpo.run.lock import locked
 from mgrpo.run.output import owned_folders
+from mgrpo.run.result import NothingTrained
+from mgrpo.run.watch import Watch
+
+OTHER_CAUSE_S = 3.0
+"""How long an error that may follow from another rank's waits for that rank's."""
+_NUMBERS = itertools.count()
+"""Of the runs of this process, which may share torchrun's store."""
 
 if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
@@ -55,14 +72,23 @@ def train(
         None with `cache_dataset_only`, which ends when the data are prepared.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
+        NothingTrained: when everything has been written, if no step changed the weights.
     """
     config = as_config(config)
     functions = as_functions(reward_funcs)
     inputs = check_run(config, functions=functions, dataset=dataset, loss=loss)
     if config.experiment.cache_dataset_only:
-        _prepare_data(config, inputs)
+        _show_data(config, inputs)
         return None
-    return _start(config, inputs, loss)
+    result = _start(config, inputs, loss)
+    if rank() == 0:
+        print("", *result.where(has_held_out=bool(config.data.dataset_mixer_eval_list)), sep="\n", flush=True)
+    if not result.has_trained:
+        raise NothingTrained(
+            f"nothing was trained: none of {result.steps} steps changed the weights; the warnings above and "
+            f"{result.output_dir}/report.html say why"
+        )
+    return result
 
 
 def try_out(config: Config) -> None:
@@ -96,17 +122,14 @@ def try_out(config: Config) -> None:
         print("dry run passed: configuration, data, layout and one step; no files were kept")
 
 
-def _prepare_data(config: Config, inputs: Inputs | None) -> None:
-    """Tokenise the data into the cache, and print statistics."""
-    if inputs is None:
+def _show_data(config: Config, inputs: Inputs | None) -> None:
+    """Print where the tokenized data are kept, and statistics."""
+    if inputs is None or inputs.prompts is None:
         return
     from mgrpo.data.statistics import statistics_lines
-    from mgrpo.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(config.tokenizer_path)
-    for name, mixture in (("training", inputs.train), ("held-out", inputs.held_out)):
-        if len(mixture):
-            prompts = mixture.encode(tokenizer)
+    for name, prompts in (("training", inputs.prompts.train), ("held-out", inputs.prompts.held_out)):
+        if prompts is not None:
             print(f"{name} data in {prompts.folder}", *statistics_lines(prompts.statistics), sep="\n  ")
 
 
@@ -126,36 +149,83 @@ class StopRequest:
 
 
 def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = None) -> TrainResult:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if has_launcher():
         die_with_parent(signal.SIGTERM if rank() == 0 else signal.SIGKILL)
     prepare_environment()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    watch = Watch(
+        rank=rank(),
+        world_size=world_size(),
+        timeout_s=config.experiment.learner_timeout,
+        on_failure=ending.leave,
+        on_goodbye=ending.follow,
+    )
+    with ending.bounded(partial(_interrupt, watch)):
+        return _run_with_engines(config, inputs, watch, loss)
+
+
+def _interrupt(watch: Watch) -> None:
+    """Ctrl-C: no rank is to report the end of another; all but rank 0 have nothing to clean up."""
+    watch.leave(is_failing=True)
+    if rank() != 0:
+        os._exit(ending.INTERRUPTED)
+
+
+def _run_with_engines(config: Config, inputs: Inputs | None, watch: Watch, loss: LossFunction | None) -> TrainResult:
+    before = signal.getsignal(signal.SIGTERM)
     stop = StopRequest()
     try:
         if inputs is None:
-            # Ranks end when rank 0 ends the run: all of them take part in saving its state.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            return _run(config, None, stop, loss)
+            return _run(config, None, stop, watch, loss)
         from mgrpo.run.production import started
 
         with (
-            locked(owned_folders(config)),
+            locked(owned_folders(config)) as release,
             started(config, inputs, num_local_learners=num_local_learners()) as parts,
         ):
+            # The main thread may be in a collective that waits for the engines.
+            parts.fleet.on_failure = partial(ending.leave_within, seconds=ending.CLEAN_UP_S)
             # After ray.init, which sets its own handler.
             signal.signal(signal.SIGTERM, stop.on_signal)
             try:
-                return _run(config, parts, stop, loss)
+                return _run(config, parts, stop, watch, loss)
             finally:
                 # A second signal must not cut the clean-up short.
-                for number in handlers:
+                for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, signal.SIG_IGN)
+                # While Ray shuts down, SIGTERM ends this process for a moment all the same.
+                release()
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, before)
 
 
-def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFunction | None) -> TrainResult:
+def _meet(config: Config, watch: Watch) -> None:
+    """Form the process group of all ranks, who watch each other from here on."""
+    from torch.distributed import DistError, PrefixStore
+
+    from mgrpo.parallel import backend
+
+    limit_s = config.experiment.learner_timeout
+    try:
+        store = backend.meeting_store(rank=rank(), world_size=world_size(), timeout_s=limit_s)
+        store = PrefixStore(f"run {next(_NUMBERS)}", store)
+        if world_size() > 1 and rank() == 0:
+            store.set("watch", watch.listen(store_host()))
+        elif world_size() > 1:
+            watch.connect(store.get("watch").decode())
+    except (DistError, OSError) as err:
+        raise RuntimeError(
+            f"rank 0 could not be reached within learner_timeout={limit_s} s of the start: {err}"
+        ) from err
+    backend.init_process_group(
+        rank=rank(), world_size=world_size(), timeout_minutes=config.experiment.backend_timeout, store=store
+    )
+
+
+def _run(
+    config: Config, parts: Started | None, stop: StopRequest, watch: Watch, loss: LossFunction | None
+) -> TrainResult:
+    if parts:
+        parts.startup.say("importing torch and Megatron")
     # Importing torch and Megatron makes a million objects that stay: without the collector it takes a fifth less time.
     gc.disable()
     from mgrpo.parallel import backend
@@ -166,8 +236,11 @@ def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFun
 
     gc.freeze()
     gc.enable()
-    backend.init_process_group(rank=rank(), world_size=world_size(), timeout_minutes=config.experiment.backend_timeout)
-    lead = Lead(stop.event)
+    _meet(config, watch)
+    if parts is None:
+        # Ranks end when rank 0 ends the run: all of them take part in saving its state.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    lead = Lead(stop.event, watch.pulse)
     trainer = None
     try:
         trainer = make_trainer(config, lead, parts, resume_from=state_path(config) if parts else None, loss=loss)
@@ -177,15 +250,26 @@ def _run(config: Config, parts: Started | None, stop: StopRequest, loss: LossFun
         assert trainer is not None
         reason = str(err)
         if reason and parts:
-            print(f"mgrpo: {reason}", file=sys.stderr)
+            ending.report(reason)
         trainer.close()
+        watch.leave(is_failing=False)
         sys.exit(1 if reason else 128 + signal.SIGTERM)
     except BaseException as err:
         if trainer is not None:
             trainer.states.stop()
             trainer.reporter.close()
-        lead.fail(f"rank {rank()}: {err!r}")
+        if not isinstance(err, KeyboardInterrupt):
+            if _may_follow_from_another(err) and watch.has_other_cause(OTHER_CAUSE_S):
+                ending.silence()
+            watch.leave(is_failing=True)
+            lead.fail(f"rank {rank()}: {err!r}")
         lead.close()
         raise
     trainer.close()
+    watch.leave(is_failing=False)
     return result
+
+
+def _may_follow_from_another(err: BaseException) -> bool:
+    """Whether another rank may have the cause: rank 0 reports what all ranks find, and not what a collective says."""
+    return rank() != 0 or any(name in str(err) for name in ("gloo", "NCCL"))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import TypeVar
 
 import numpy as np
 
 from mgrpo.parallel.broadcast import Action, Channel
+from mgrpo.processes.background import Background
+from mgrpo.run.watch import Pulse
 
 HEARTBEAT_S = 5.0
 PATIENCE_S = 60.0
@@ -29,16 +31,18 @@ class Stopped(Exception):
 class Lead:
     """One rank's part in working and waiting. Every rank makes one and makes the same calls in the same order."""
 
-    def __init__(self, stop: threading.Event | None = None) -> None:
+    def __init__(self, stop: threading.Event | None = None, pulse: Pulse | None = None) -> None:
         """Collective over all learners.
 
         Args:
             stop: set on rank 0 when the run is to save its state and end.
+            pulse: is told what this rank does.
         """
+        self.pulse = pulse or Pulse()
         self.channel = Channel(timeout_s=PATIENCE_S)
         self.stop = stop or threading.Event()
         self._leads = self.channel.rank == 0
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank-0")
+        self._thread = Background("rank-0")
 
     def run(self, task: Callable[[], T]) -> T | None:
         """Rank 0: the result of `task`; None on the others, which wait for it. See `work`."""
@@ -59,6 +63,7 @@ class Lead:
         while not wait([done], timeout=HEARTBEAT_S).done:
             self._stop_if_asked(may_stop)
             self.channel.action(Action.HEARTBEAT)
+            self.pulse.go_on()
         self._stop_if_asked(may_stop)
         try:
             result = done.result()
@@ -71,7 +76,7 @@ class Lead:
     def follow(self) -> None:
         """The other ranks: wait until rank 0's work is done."""
         while (action := self.channel.action()) is Action.HEARTBEAT:
-            pass
+            self.pulse.go_on()
         if action is Action.STOP:
             raise Stopped
 
@@ -94,4 +99,4 @@ class Lead:
 
     def close(self) -> None:
         """Take no more work."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()

@@ -7,7 +7,7 @@ learner ranks unless it says otherwise.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mgrpo import algo, packing
 from mgrpo.checkpoint.reader import Checkpoint
 from mgrpo.checkpoint.train_state import MASTER, REFERENCE, TrainState
-from mgrpo.config import Config
+from mgrpo.config import Config, ConfigError
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.model_io.megatron_folder import model_reader
@@ -60,6 +60,15 @@ class Learned:
     """Of each optimizer step; none if no token was trained."""
     metrics: dict[str, float]
     """Over all ranks and mini-batches."""
+    learning_rate: float
+    """Of the last update; of the next one where there was none."""
+    not_finite: list[str]
+    """Tensors of the policy that are not finite after the step, on any rank."""
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the step had anything to learn from: a gradient that is finite and not 0."""
+        return any(result.is_finite and result.grad_norm > 0 for result in self.results)
 
     @property
     def has_updated(self) -> bool:
@@ -79,8 +88,10 @@ class Learner:
         host_group: dist.ProcessGroup,
         checkpoint: Checkpoint | None = None,
         loss: algo.LossFunction | None = None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.loss_config, self.host_group = config, config.loss, host_group
+        self.on_progress = on_progress
         self.own_loss = loss or algo.load_loss(config.loss)
         self.shape, self.layout = shape, layout
         algorithm = config.algorithm
@@ -129,6 +140,11 @@ class Learner:
         """Weights from the checkpoint; those that it does not hold, and all without one, from model_name_or_path."""
         read = model_reader(self.config.model.path, self.shape)
         self.policy.load(partial(checkpoint.read, MASTER) if checkpoint else read)
+        if names := self.not_finite():
+            place = f"resume={checkpoint.path}" if checkpoint else f"model_name_or_path={self.config.model.path}"
+            raise ConfigError(
+                [f"{place}: {some(names)} not finite (NaN, infinite, or beyond 1e19); use weights without such values"]
+            )
         if self.reference and checkpoint and REFERENCE in checkpoint.kinds:
             self.reference.load_masters(partial(checkpoint.read, REFERENCE))
         elif self.reference:
@@ -177,7 +193,16 @@ class Learner:
         metrics = self._reduce(results)
         if self.reference and is_due(step, self.config.algorithm.ref_policy_update_freq or 0):
             self.reference.move_towards(self.policy, self.config.algorithm.alpha)
-        return Learned(results=results, metrics=metrics)
+        return Learned(
+            results=results,
+            metrics=metrics,
+            learning_rate=results[-1].learning_rate if results else self.policy.learning_rate(),
+            not_finite=self.not_finite() if results else [],
+        )
+
+    def not_finite(self) -> list[str]:
+        """HF tensors of the policy that hold a value that is not finite, on any rank, see `Policy.not_finite`."""
+        return sorted({name for names in gather_json(self.policy.not_finite(), self.host_group) for name in names})
 
     def _optimize(self, arrays: dict[str, np.ndarray]) -> list[StepResult]:
         """One optimizer step for each mini-batch and epoch; mini-batches without a trained token are passed over."""
@@ -192,9 +217,11 @@ class Learner:
                 self.policy.score(mini_batch.microbatches, "old", records_routing=True)
             if algorithm.top_entropy_quantile < 1:
                 self._choose_uncertain_tokens(mini_batch)
+            self.on_progress()
         results = []
         for mini_batch in itertools.chain.from_iterable(itertools.repeat(mini_batches, epochs)):
             results.append(self.policy.train_step(mini_batch.microbatches, self._loss(mini_batch)))
+            self.on_progress()
             if self.entropy_control:
                 mean = self._reduce(results[-1:]).get(ENTROPY, float("nan"))
                 self.entropy_control = self.entropy_control.after(mean)
@@ -284,3 +311,8 @@ class Learner:
             return loss, (result.metrics | {ENTROPY: entropy_sum.float()}, result.maxima)
 
         return grpo_loss
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of the tensors, and how many there are: the beginning of a sentence."""
+    return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} other tensors are"

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -80,8 +80,8 @@ class Owner:
 
 
 @contextlib.contextmanager
-def locked(folders: Iterable[str | Path]) -> Iterator[None]:
-    """Hold the locks of `folders`, which are made if they do not exist.
+def locked(folders: Iterable[str | Path]) -> Iterator[Callable[[], None]]:
+    """Hold the locks of `folders`, which are made if they do not exist; gives what releases them before the end.
 
     Raises:
         ConfigError: another run writes to one of them.
@@ -91,11 +91,9 @@ def locked(folders: Iterable[str | Path]) -> Iterator[None]:
         ended = threading.Event()
         thread = threading.Thread(target=_touch, args=(handles, ended), name="run-lock", daemon=True)
         thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
+        held.callback(thread.join)
+        held.callback(ended.set)
+        yield held.close
 
 
 def in_use(folder: str | Path) -> str | None:
@@ -124,9 +122,11 @@ def _lock(folder: Path) -> Iterator[int]:
             if not _is_at(handle, path):
                 continue
             Owner.this().write(handle)
-            yield handle
-            if _is_own(handle) and _is_at(handle, path):
-                path.unlink()
+            try:
+                yield handle
+            finally:
+                if _is_own(handle) and _is_at(handle, path):
+                    path.unlink()
             return
         finally:
             os.close(handle)

@@ -6,13 +6,12 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgrpo.config import Config
-from mgrpo.config.rules import too_few_prompts
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.sampler import Sampler
 from mgrpo.rewards.rewarder import Rewarder
@@ -23,6 +22,7 @@ from mgrpo.run.evaluator import Evaluator
 from mgrpo.run.inputs import Inputs
 from mgrpo.run.producer import Producer
 from mgrpo.telemetry.evaluation import short_names
+from mgrpo.telemetry.startup import StartUp
 from mgrpo.types import Prompt, PromptId
 
 if TYPE_CHECKING:
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """What is started before torch is imported."""
+    """What is started before Megatron is imported."""
 
     inputs: Inputs
     fleet: Fleet
     rewarder: Rewarder
+    startup: StartUp = field(default_factory=StartUp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,36 +70,31 @@ class Production:
 def started(config: Config, inputs: Inputs, *, num_local_learners: int) -> Iterator[Started]:
     """Start the engines and the processes that score, without waiting for them; they end with the context.
 
-    Call from the main thread and before torch is imported, see `started_fleet`.
+    Call from the main thread, see `started_fleet`.
     """
+    startup = StartUp()
     rewarder = Rewarder(config, inputs.functions, inputs.verifiers(config))
     try:
         rewarder.start()
+        startup.say(f"starting Ray and {_engines(config)}")
         with started_fleet(config, num_local_learners=num_local_learners) as fleet:
-            yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder)
+            yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder, startup=startup)
     finally:
-        inputs.train.cancel()
-        inputs.held_out.cancel()
         rewarder.close()
 
 
 def prepare(config: Config, parts: Started) -> Production:
-    """Tokenise the data, and wait for the engines.
+    """Connect data, rewards and engines, and wait for the engines.
 
     Raises:
-        ValueError: too few prompts are left for a step.
         EngineError: an engine could not be started.
     """
     from mgrpo.data.templates import missing_stop_strings
-    from mgrpo.data.tokenizer import decode, load_tokenizer, stop_token_ids
+    from mgrpo.data.tokenizer import decode
 
-    tokenizer = load_tokenizer(config.tokenizer_path)
-    train, held_out = (
-        mixture.encode(tokenizer) if len(mixture) else None for mixture in (parts.inputs.train, parts.inputs.held_out)
-    )
-    if train is not None and (problems := too_few_prompts(config, len(train))):
-        raise ValueError(problems[0])
-    stop_ids = stop_token_ids(config.model.path, tokenizer)
+    prompts = parts.inputs.prompts
+    assert prompts is not None, "checked: the rows are prompts"
+    tokenizer, train, held_out, stop_ids = prompts.tokenizer, prompts.train, prompts.held_out, prompts.stop_ids
     dispatcher = Dispatcher(
         parts.fleet,
         config.rollout,
@@ -120,6 +116,7 @@ def prepare(config: Config, parts: Started) -> Production:
         producer = Producer(
             config, sampler, prompt=partial(prompt, train), dispatcher=dispatcher, rewarder=parts.rewarder
         )
+    parts.startup.say(f"waiting for {_engines(config)} to load {config.model.path}")
     parts.fleet.wait_ready()
     template = config.data.chat_template_name
     missing = missing_stop_strings(
@@ -133,6 +130,11 @@ def prepare(config: Config, parts: Started) -> Production:
         data=parts.inputs.train.content,
         remarks=[f"chat_template_name={template} needs --stop_strings '{text}'" for text in missing],
     )
+
+
+def _engines(config: Config) -> str:
+    count = config.engine.vllm_num_engines
+    return "the engine" if count == 1 else f"{count} engines"
 
 
 def _prompt(prompts: PromptSet, prompt_id: PromptId, *, replacement: tuple[str, str] | None) -> Prompt:

@@ -13,12 +13,14 @@ from mgrpo.checkpoint.folder import abandon, lies_in
 from mgrpo.checkpoint.space import free_bytes, words
 from mgrpo.config import Config, to_yaml
 from mgrpo.config.derived import state_root
+from mgrpo.telemetry.alerts import Watch
 from mgrpo.telemetry.batch import batch_metrics
 from mgrpo.telemetry.evaluation import correctness, evaluation_metrics
 from mgrpo.telemetry.metrics import MetricsWriter
 from mgrpo.telemetry.progress import Progress
 from mgrpo.telemetry.report import write_report
-from mgrpo.telemetry.samples import EvaluationTables, Traces
+from mgrpo.telemetry.samples import EvaluationTables, Traces, TrainSamples
+from mgrpo.telemetry.versions import version_line
 from mgrpo.types import RewardScale
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from mgrpo.run.learner import Learned
 
 _log = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 60.0
+"""How old report.html may grow between evaluations."""
 
 
 class Clock:
@@ -72,7 +77,7 @@ class Reporter:
             resumed_after=resumed_after,
             num_lines=continued["head"]["num_lines"] if continued else 0,
         )
-        (self.output_dir / "config.yaml").write_text(to_yaml(config))
+        (self.output_dir / "config.yaml").write_text(f"# {version_line()}\n{to_yaml(config)}")
         self.tables = EvaluationTables(self.output_dir / "rollouts", resumed_after=resumed_after)
         self.traces: Traces | None = None
         if config.rollout.save_traces:
@@ -81,10 +86,20 @@ class Reporter:
                 config.experiment.run_name,
                 resumed_after=resumed_after,
             )
+        self.samples = TrainSamples(
+            self.output_dir / "rollouts", config.num_training_steps, resumed_after=resumed_after
+        )
         abandon(root, after=-1 if resumed_after is None else resumed_after)
-        self.progress = Progress(config.num_training_steps)
-        self.failure = ""
-        """Why a file could not be written; the run should save its state and end."""
+        self.progress = Progress(config.num_training_steps, highest=scale.max_possible_score if scale else 0.0)
+        self.watch = Watch(config.num_training_steps)
+        self.report_due = time.monotonic() + REPORT_EVERY_S
+        """When the report is next brought up to date between evaluations."""
+        self._failure = ""
+
+    @property
+    def failure(self) -> str:
+        """Why a file could not be written, if so: the run should save its state and end."""
+        return self._failure
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -93,7 +108,7 @@ class Reporter:
             yield
         except OSError as err:
             room = f"{words(free_bytes(self.output_dir))} are free there"
-            self.failure = self.failure or f"{self.output_dir} cannot be written to: {err.strerror or err}, {room}"
+            self._failure = self._failure or f"{self.output_dir} cannot be written to: {err.strerror or err}, {room}"
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -127,7 +142,7 @@ class Reporter:
             **learned.metrics,
             "val/num_step_tokens": sum(len(pack.tokens) for pack in batch.packs),
             "optim/grad_norm": results[-1].grad_norm if results else 0.0,
-            **({"lr": results[-1].learning_rate} if results else {}),
+            "lr": learned.learning_rate,
             "optim/steps": len(results),
             "optim/skipped_steps": sum(not result.is_finite for result in results),
             "sync/bytes": sync_bytes,
@@ -137,14 +152,20 @@ class Reporter:
             "time/train": seconds["train"] + seconds["wait"] - rollouts.generate_s - rollouts.score_s,
             "time/sync": seconds["sync"],
             "time/total": total,
+            "time/unix": time.time(),
         }
+        advantages = [sample.advantage for sample in batch.samples]
         with self._writing():
             self.writer.write(step, metrics)
+            self.samples.write(step, rollouts.groups, rollouts.dropped, advantages)
             if self.traces:
-                advantages = [sample.advantage for sample in batch.samples]
                 self.traces.write(step, rollouts.groups, rollouts.dropped, advantages)
         scalars = {name: value for name, value in metrics.items() if not isinstance(value, list)}
         self.progress.update(step, scalars)
+        for warning in self.watch.after(step, metrics):
+            self.progress.warn(warning)
+        if time.monotonic() >= self.report_due:
+            self.write_report()
 
     def evaluation(
         self,
@@ -168,26 +189,30 @@ class Reporter:
         )
         metrics |= evaluation.reward_metrics
         version = {} if policy_version is None else {"policy_version": policy_version}
+        times = {"time/eval": evaluation.generate_s, "time/unix": time.time()}
         with self._writing():
-            self.writer.write(step, {**version, **metrics, "time/eval": evaluation.generate_s})
+            self.writer.write(step, {**version, **metrics, **times})
             self.tables.write(step, evaluation.groups, correctness(evaluation.groups, self.scale))
         self.write_report()
         if when:
-            self.progress.evaluation(metrics, when=when, before=before)
+            self.progress.evaluation(metrics, when=when, seconds=evaluation.total_s, before=before)
         return metrics
 
     def write_report(self) -> None:
         """Bring report.html up to date; a failed report must not end the run."""
+        began = time.monotonic()
         try:
             write_report(self.output_dir)
         except Exception as err:
             _log.warning("no report: %s: %s", type(err).__name__, err)
+        took = time.monotonic() - began
+        # It reads all metrics so far: a long run must not spend its time on it.
+        self.report_due = began + max(REPORT_EVERY_S, 100 * took)
 
     def finish(self, *, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """The run is over: the last report, and a summary on the terminal."""
+        """The run is over: a summary on the terminal."""
         with self._writing():
             self.writer.close()
-        self.write_report()
         self.progress.finish(before=before or None, after=after or None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,16 +220,20 @@ class Reporter:
         return {"num_lines": self.writer.num_lines}
 
     def close(self) -> None:
-        """Close the files and give the terminal back."""
+        """Close the files with a last report, however the run ended, and give the terminal back."""
         self.progress.close()
         with self._writing():
             self.writer.close()
+        self.write_report()
 
 
 class SilentReporter:
     """The other ranks' reporter: the same calls, without effect."""
 
-    failure = ""
+    @property
+    def failure(self) -> str:
+        """Nothing is written."""
+        return ""
 
     def say(self, text: str) -> None:
         """Nothing."""

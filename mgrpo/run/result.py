@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
+
+
+class NothingTrained(RuntimeError):
+    """A run has done all of its steps, and none of them changed the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +23,26 @@ class TrainResult:
     """The same after training."""
     exported: Path | None
     """Folder of the trained model in Hugging Face format."""
+    has_trained: bool = True
+    """Whether any step had a gradient; also true of a run that had no step to do."""
+
+    def where(self, *, has_held_out: bool) -> list[str]:
+        """Lines that say where everything is, and how to evaluate the trained model.
+
+        Args:
+            has_held_out: whether the run's own config.yaml names held-out prompts.
+        """
+        out = self.output_dir
+        lines = [
+            f"report   {out / 'report.html'}",
+            f"metrics  {out / 'metrics.jsonl'} and {out / 'tensorboard'}",
+            f"samples  {out / 'rollouts'}",
+        ]
+        if self.exported is None:
+            return lines
+        held_out = "" if has_held_out else " --dataset_mixer_eval_list HELDOUT.jsonl 1.0"
+        command = f"mgrpo eval --config {quote(f'{out}/config.yaml')} --model_name_or_path {quote(str(self.exported))}"
+        return [*lines, f"model    {self.exported}", f"evaluate it again: {command}{held_out}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

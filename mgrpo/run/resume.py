@@ -7,6 +7,7 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -138,8 +139,21 @@ class States:
         newest = latest(self.root)
         if newest:
             return f"the last good checkpoint is {newest}, continue from it with --resume {newest}"
-        exports = f"{self.config.experiment.output_dir}/hf"
-        return f"exports are in {exports}; there is no checkpoint, set checkpoint_state_freq"
+        folder = Path(self.config.experiment.output_dir) / "hf"
+        exports = f"exports are in {folder}; " if folder.is_dir() else ""
+        return f"{exports}there is no checkpoint, set checkpoint_state_freq"
+
+    def how_to_go_on(self, saved: int) -> str:
+        """A clause that says how a stopped run is continued.
+
+        Args:
+            saved: the step of its newest state; 0: there is none.
+        """
+        if not saved:
+            return "no state was saved, so the same command begins again"
+        newest = step_path(self.root, saved)
+        own = self.config.checkpoint.resume == "auto"
+        return f"the same command{'' if own else f' with --resume {newest}'} continues from {newest}"
 
     def stop(self) -> None:
         """Stop writing."""

@@ -10,6 +10,7 @@ Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, l
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from mgrpo.config.fields import flat
 from mgrpo.model_io.hf_export import export_bytes, export_hf
 from mgrpo.parallel import backend
 from mgrpo.run.engine_weights import EngineWeights
+from mgrpo.run.health import Health
 from mgrpo.run.lead import Lead, Stopped
 from mgrpo.run.learner import Learned, Learner
 from mgrpo.run.reporter import Clock, Reporter, SilentReporter
@@ -30,9 +32,6 @@ from mgrpo.run.result import TrainResult
 from mgrpo.run.resume import States
 from mgrpo.run.schedule import evaluates_after, is_due
 from mgrpo.run.source import SilentSource, Source
-
-MAX_SKIPPED = 3
-"""Steps in a row with a gradient that is not finite that end the run."""
 
 
 class Trainer:
@@ -51,6 +50,7 @@ class Trainer:
     ) -> None:
         self.config, self.lead, self.learner, self.source = config, lead, learner, source
         self.weights, self.reporter, self.states = weights, reporter, states
+        self.health = Health(config, states)
         self.output_dir = Path(config.experiment.output_dir)
         self.done = 0
         """Training steps."""
@@ -58,8 +58,8 @@ class Trainer:
         """Whether evaluation and export after step `done` are done as well."""
         self.version = 0
         """Of the policy's weights: updates so far."""
-        self.skipped = 0
-        """Steps in a row with a gradient that is not finite."""
+        self.resumed_at = 0
+        """The step after which this run began."""
         self.saved = 0
         """The step of the newest saved state."""
         self.before: dict[str, float] = {}
@@ -74,11 +74,14 @@ class Trainer:
         try:
             result = self._fit()
         except OutputError as err:
-            raise Stopped(f"{err}; {self.keep_state()}") from err
+            raise Stopped("; ".join(dict.fromkeys((str(err), self.keep()[0])))) from err
         except Stopped as err:
-            kept, failure = self.keep_state(), self.reporter.failure
-            is_lost = self.done > self.saved
-            raise Stopped(f"{failure}; {kept}" if failure else kept if is_lost else "") from err
+            kept, is_kept = self.keep()
+            failure = self.reporter.failure
+            if failure or not is_kept:
+                raise Stopped(f"{failure}; {kept}" if failure else kept) from err
+            self.reporter.say(f"stopped after step {self.done}; {kept}")
+            raise
         if self.reporter.failure:
             raise Stopped(f"{self.reporter.failure}; the trained model is in {result.exported or 'no folder'}")
         return result
@@ -97,35 +100,52 @@ class Trainer:
         self.states.wait()
         self.reporter.finish(before=self.before, after=after)
         return TrainResult(
-            output_dir=self.output_dir, steps=self.done, before=self.before, after=after, exported=exported
+            output_dir=self.output_dir,
+            steps=self.done,
+            before=self.before,
+            after=after,
+            exported=exported,
+            has_trained=self.health.has_trained or self.done == self.resumed_at,
         )
 
-    def keep_state(self) -> str:
-        """Save the state of the last step, if it is not saved and can be, and say where it is."""
+    def keep(self) -> tuple[str, bool]:
+        """Save the state of the last step; at least the model, where the state cannot be saved.
+
+        Returns:
+            A clause that says what was kept and where, and whether it is the state.
+        """
         # The state of a precision-aware optimizer cannot be saved.
-        if self.done > self.saved and not self.config.parallel.use_precision_aware_optimizer:
-            try:
-                self.save()
-                self.states.wait()
-            except OutputError as err:
-                return str(err)
-        return self.states.last_good()
+        if self.done == self.saved or self.config.parallel.use_precision_aware_optimizer:
+            return self.states.how_to_go_on(self.saved), True
+        try:
+            self.save()
+            self.states.wait()
+        except OutputError as err:
+            kept = [str(err)]
+            with suppress(OutputError):
+                kept.append(f"the model of step {self.done} is in {self._export()}")
+            return "; ".join(kept), False
+        return self.states.how_to_go_on(self.saved), True
 
     def step(self, step: int) -> bool:
         """Sample, score, train on every mini-batch and epoch, and give the engines the new weights.
 
         False when there was nothing to sample: every prompt is solved for good (`no_resampling_pass_rate`).
         """
-        clock = Clock()
-        batch = self.source.next(step, self.version)
+        clock, pulse = Clock(), self.lead.pulse
+        pulse.at(f"step {step}, sampling")
+        with self.health.sampling():
+            batch = self.source.next(step, self.version)
         clock.split("wait")
         if batch is None:
             self.reporter.say(f"step {step}: every prompt is solved, nothing is left to sample; training ends")
             return False
+        pulse.at(f"step {step}, training")
         learned = self.learner.learn(batch.arrays, step=step)
-        self.end_if_stuck(learned)
+        self.health.check(learned, step)
         clock.split("train")
         self.done, self.is_followed_up = step, False
+        pulse.at(f"step {step}, weight sync")
         self.send_weights(learned)
         clock.split("sync")
         sync_bytes = self.weights.plan.bytes_moved
@@ -143,16 +163,6 @@ class Trainer:
         check = is_due(self.done, self.config.engine.weight_sync_check_every)
         self.weights.send(self.version, step=self.done + 1, check=check)
 
-    def end_if_stuck(self, learned: Learned) -> None:
-        """End the run after a few steps in a row with a gradient that is not finite."""
-        if learned.results:
-            self.skipped = 0 if all(result.is_finite for result in learned.results) else self.skipped + 1
-        if self.skipped >= MAX_SKIPPED:
-            raise RuntimeError(
-                f"{MAX_SKIPPED} steps in a row had a gradient that is not finite, and were skipped; lower learning_rate="
-                f"{self.config.optimizer.learning_rate:g} or look at the rewards; {self.states.last_good()}"
-            )
-
     def follow_up(self) -> None:
         """What is due after step `done`: an evaluation, an export, a saved state."""
         config, checkpoint = self.config, self.config.checkpoint
@@ -168,7 +178,9 @@ class Trainer:
         """Sample the held-out prompts; metrics on rank 0, nothing elsewhere or without held-out data."""
         if not self.config.data.dataset_mixer_eval_list:
             return {}
-        evaluation = self.source.evaluate(self.done)
+        self.lead.pulse.at(f"the evaluation {when}")
+        with self.health.sampling():
+            evaluation = self.source.evaluate(self.done)
         return self.reporter.evaluation(
             evaluation, step=self.done, policy_version=self.version, when=when, before=self.before
         )
@@ -178,16 +190,21 @@ class Trainer:
 
         A model that exists nowhere else is worth waiting for a while until somebody has made room for it.
         """
-        policy, folder = self.learner.policy, self.output_dir / "hf" / f"step_{self.done}"
+        self.lead.pulse.at(f"the export of step {self.done}")
         if self.done > self.saved:
-            num_bytes, stop = export_bytes(policy), self.lead.stop
-            self.lead.run(partial(wait_for_room, folder, num_bytes, say=self.reporter.say, stop=stop))
+            num_bytes, stop = export_bytes(self.learner.policy), self.lead.stop
+            self.lead.run(partial(wait_for_room, self.output_dir, num_bytes, say=self.reporter.say, stop=stop))
+        return self._export()
+
+    def _export(self) -> Path:
+        folder = self.output_dir / "hf" / f"step_{self.done}"
         source, group = self.config.model.path, self.learner.host_group
-        export_hf(policy, source, folder, group=group, add=self.source.save_tokenizer)
+        export_hf(self.learner.policy, source, folder, group=group, add=self.source.save_tokenizer)
         return folder
 
     def save(self) -> None:
         """Write the state of the whole run."""
+        self.lead.pulse.at(f"saving the state of step {self.done}")
         place = self.states.save(self.done, self.learner, self.state_dict())
         self.reporter.say(f"state of step {self.done}: {place}")
         self.saved = self.done
@@ -198,7 +215,7 @@ class Trainer:
             "step": self.done,
             "is_followed_up": self.is_followed_up,
             "policy_version": self.version,
-            "skipped": self.skipped,
+            "skipped": self.health.skipped,
             "before": self.before,
             "config": flat(self.config),
             "model": asdict(self.learner.shape),
@@ -210,8 +227,9 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; the learner was built from its checkpoint already."""
         self.done, self.is_followed_up = state["step"], state["is_followed_up"]
-        self.saved, self.before = self.done, state["before"]
-        self.version, self.skipped = state["policy_version"], state["skipped"]
+        self.saved, self.resumed_at, self.before = self.done, self.done, state["before"]
+        self.version, self.health.skipped = state["policy_version"], state["skipped"]
+        self.health.has_trained = self.version > 0
         self.source.load_state_dict(state["head"])
 
     def close(self) -> None:

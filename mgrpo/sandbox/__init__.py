@@ -1,9 +1,9 @@
 """Runs untrusted Python programs against their tests, isolated as far as the machine allows, and serves that over HTTP.
 
-From the outside in: `server` is the command, `app` the HTTP contract, `sandbox` the pool of slots, `slot` one of them,
-and `isolation` measures how well this machine isolates programs. Walls are the namespaces around a slot. Inside the
-walls: `zygote` is a slot's process and `walls` sets them up, `supervisor` runs one program, and `program` is the last
-of our code before the program's own.
+From the outside in: `server` is the command, `connection` bounds a client, `app` is the HTTP contract, `reading` unpacks
+requests, `sandbox` is the pool of slots, `slot` one of them, and `isolation` measures how well this machine isolates
+programs. Walls are the namespaces around a slot. Inside the walls: `zygote` is a slot's process and `walls` sets them
+up, `supervisor` runs one program, and `program` is the last of our code before the program's own.
 
 A program has no access to what it should give. `cases` reads tests, and `outputs` compares what was printed. An assert
 test is taken apart by `split` and `questions`, and decided by `judge`, from values that `plain` carries; `library` is

@@ -10,62 +10,92 @@ only where an app is created.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
-from typing import Any
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import BrokenExecutor, Executor, Future
+from contextlib import asynccontextmanager, contextmanager
 
-from fastapi import FastAPI, HTTPException
-from pydantic import BaseModel, Field
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from fastapi import FastAPI, HTTPException, Request
 
-from mgrpo.sandbox.cases import assert_tests, stdio_tests
+from mgrpo.sandbox.reading import Question, read_question
 from mgrpo.sandbox.sandbox import Sandbox, Verdicts
 
 MAX_BODY_BYTES = 64 * 2**20
+MAX_HELD_BYTES = 2**30
+"""All requests together that are received, waiting or running; further ones are refused with status 503."""
 MAX_WAITING = 1024
 """Requests that may wait for a slot; further ones are refused with status 503."""
-_LONGEST_LIMIT_S = 300.0
+BODY_LIMIT_S = 60.0
+"""Time for a request's body to arrive."""
 
 
-class TestRequest(BaseModel):
-    program: str
-    tests: Any
-    """A list, its JSON text, or Open Instruct's compressed form."""
-    max_execution_time: float = Field(default=1.0, gt=0, le=_LONGEST_LIMIT_S)
+def create_app(
+    sandbox: Sandbox,
+    *,
+    max_waiting: int = MAX_WAITING,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    max_held_bytes: int = MAX_HELD_BYTES,
+    body_limit_s: float = BODY_LIMIT_S,
+    start_readers: Callable[[], Executor] | None = None,
+) -> FastAPI:
+    """The app. A server that shuts it down closes the sandbox; in-process, without a server, the caller closes it.
 
-
-def create_app(sandbox: Sandbox, *, max_waiting: int = MAX_WAITING, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
-    """The app. A server that shuts it down closes the sandbox; in-process, without a server, the caller closes it."""
+    `start_readers`: where requests are read, for a service whose callers are not trusted; None: in threads.
+    """
+    holding = _Holding(max_held_bytes)
+    readers: Executor | None = None
+    waiting = 0
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
+        if readers is not None:
+            readers.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(sandbox.close)
 
     app = FastAPI(title="mgrpo code service", lifespan=lifespan)
-    app.add_middleware(_BodyLimit, max_bytes=max_body_bytes)
-    waiting = 0
 
-    async def answer(
-        request: TestRequest, read: Callable[[object], list], run: Callable[..., Future]
-    ) -> dict[str, list]:
+    async def read(body: bytes, is_stdio: bool) -> Question:
+        nonlocal readers
+        question = functools.partial(read_question, body, is_stdio=is_stdio)
+        if start_readers is None:
+            return await asyncio.to_thread(question)
+        for is_last_try in (False, True):
+            used = readers = readers or start_readers()
+            try:
+                return await asyncio.get_running_loop().run_in_executor(used, question)
+            except BrokenExecutor:
+                if readers is used:
+                    readers = None
+                if is_last_try:
+                    raise
+        raise AssertionError("the last try returns or raises")
+
+    async def answer(request: Request, run: Callable[..., Future], *, is_stdio: bool) -> dict[str, list]:
         nonlocal waiting
-        try:
-            tests = read(request.tests)
-        except ValueError as err:
-            raise HTTPException(422, str(err)) from err
-        if not tests:
-            return Verdicts([], [], [])._asdict()
-        if waiting >= max_waiting + sandbox.num_slots:
-            raise HTTPException(503, f"{waiting} programs are already waiting; try again later", {"Retry-After": "1"})
-        waiting += 1
-        try:
-            verdicts: Verdicts = await asyncio.wrap_future(run(request.program, tests, request.max_execution_time))
-        except (RuntimeError, ValueError) as err:
-            raise HTTPException(500, f"{type(err).__name__}: {err}") from err
-        finally:
-            waiting -= 1
+        # A page in a browser may send other types to any address without asking first.
+        if request.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
+            raise HTTPException(422, "the request needs the header Content-Type: application/json")
+        with holding.share() as share:
+            body = await _body(request, share, max_body_bytes, body_limit_s)
+            try:
+                question = await read(body, is_stdio)
+            except ValueError as err:
+                raise HTTPException(422, str(err)) from err
+            except BrokenExecutor as err:
+                raise HTTPException(500, f"the process that reads requests has ended: {err}") from err
+            share.set(max(len(body), question.num_bytes))
+            if not question.tests:
+                return Verdicts([], [], [])._asdict()
+            if waiting >= max_waiting + sandbox.num_slots:
+                raise _busy(f"{waiting} programs are already waiting")
+            waiting += 1
+            try:
+                verdicts: Verdicts = await asyncio.wrap_future(run(question.program, question.tests, question.limit_s))
+            except (RuntimeError, ValueError) as err:
+                raise HTTPException(500, f"{type(err).__name__}: {err}") from err
+            finally:
+                waiting -= 1
         return verdicts._asdict()
 
     @app.get("/health")
@@ -73,31 +103,62 @@ def create_app(sandbox: Sandbox, *, max_waiting: int = MAX_WAITING, max_body_byt
         return {"status": "healthy"}
 
     @app.post("/test_program")
-    async def test_program(request: TestRequest) -> dict[str, list]:
-        return await answer(request, assert_tests, sandbox.run_asserts)
+    async def test_program(request: Request) -> dict[str, list]:
+        return await answer(request, sandbox.run_asserts, is_stdio=False)
 
     @app.post("/test_program_stdio")
-    async def test_program_stdio(request: TestRequest) -> dict[str, list]:
-        return await answer(request, stdio_tests, sandbox.run_stdio)
+    async def test_program_stdio(request: Request) -> dict[str, list]:
+        return await answer(request, sandbox.run_stdio, is_stdio=True)
 
     return app
 
 
-class _BodyLimit:
-    """Refuses a request as soon as its body is too large."""
+class _Share:
+    """Bytes that one request holds."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
+    def __init__(self, holding: _Holding) -> None:
+        self._holding, self.num_bytes = holding, 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        received = 0
+    def set(self, num_bytes: int) -> None:
+        """Refuse the request where all requests together would hold too much."""
+        held = self._holding.num_bytes + num_bytes - self.num_bytes
+        if num_bytes > self.num_bytes and held > self._holding.max_bytes:
+            raise _busy(f"the requests in progress would hold more than {self._holding.max_bytes} bytes")
+        self._holding.num_bytes, self.num_bytes = held, num_bytes
 
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise HTTPException(413, f"a request may have at most {self._max_bytes} bytes")
-            return message
 
-        await self._app(scope, counted, send)
+class _Holding:
+    """Bytes that all requests together hold."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.num_bytes = max_bytes, 0
+
+    @contextmanager
+    def share(self) -> Iterator[_Share]:
+        share = _Share(self)
+        try:
+            yield share
+        finally:
+            share.set(0)
+
+
+async def _body(request: Request, share: _Share, max_bytes: int, limit_s: float) -> bytes:
+    """The body; refused as soon as it is too large, and when it does not arrive in time."""
+    body = bytearray()
+
+    async def receive() -> None:
+        async for chunk in request.stream():
+            body.extend(chunk)
+            if len(body) > max_bytes:
+                raise HTTPException(413, f"a request may have at most {max_bytes} bytes")
+            share.set(len(body))
+
+    try:
+        await asyncio.wait_for(receive(), limit_s)
+    except asyncio.TimeoutError:
+        raise HTTPException(408, f"the request did not arrive within {limit_s:g} s", {"Connection": "close"}) from None
+    return bytes(body)
+
+
+def _busy(why: str) -> HTTPException:
+    return HTTPException(503, f"{why}; try again later", {"Retry-After": "1"})

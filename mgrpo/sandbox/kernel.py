@@ -46,8 +46,8 @@ def unshare(flags: int) -> None:
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     _call(
         "mount",
-        source.encode(),
-        target.encode(),
+        os.fsencode(source),
+        os.fsencode(target),
         kind.encode() or None,
         ctypes.c_ulong(flags),
         options.encode() or None,
@@ -56,11 +56,11 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 def unmount(target: str) -> None:
     """Detach the mount at once; the kernel frees it when it is no longer in use."""
-    _call("umount2", target.encode(), ctypes.c_int(_MNT_DETACH))
+    _call("umount2", os.fsencode(target), ctypes.c_int(_MNT_DETACH))
 
 
 def pivot_root(new_root: str, put_old: str) -> None:
-    _call("pivot_root", new_root.encode(), put_old.encode())
+    _call("pivot_root", os.fsencode(new_root), os.fsencode(put_old))
 
 
 def set_dumpable(is_dumpable: bool) -> None:

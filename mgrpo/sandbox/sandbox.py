@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import os
 import threading
@@ -14,11 +13,9 @@ from typing import NamedTuple
 from mgrpo.sandbox.cases import StdioTest
 from mgrpo.sandbox.isolation import Isolation, probe
 from mgrpo.sandbox.outputs import same_output
-from mgrpo.sandbox.slot import Result, SandboxError, Slot
+from mgrpo.sandbox.slot import ForbiddenError, LostError, Result, SandboxError, Slot
 from mgrpo.sandbox.supervisor import Order
 from mgrpo.sandbox.zygote import Walls
-
-_log = logging.getLogger(__name__)
 
 _PROBE_LIMIT_S = 30.0
 # An output longer than twice the expected one plus this, which allows for white space, cannot be right.
@@ -68,7 +65,6 @@ class Sandbox:
             if self._isolation is None:
                 isolation = self._threads.submit(self._try_walls).result()
                 isolation.refuse_if_missing(accept_risk=self._accept_risk)
-                _log.log(logging.WARNING if isolation.missing else logging.INFO, "sandbox: %s", isolation.describe())
                 self._isolation = isolation
             return self._isolation
 
@@ -115,7 +111,7 @@ class Sandbox:
 
     def _assert_verdicts(self, order: Order, program: str, tests: Sequence[str]) -> Verdicts:
         results = self._run(order, program, tests)
-        return _verdicts(results, [int(result.passed) for result in results])
+        return _verdicts(results, [int(result.passed) for result in results], order)
 
     def _stdio_verdicts(self, order: Order, program: str, tests: Sequence[StdioTest]) -> Verdicts:
         results = self._run(order, program, [test.input for test in tests])
@@ -123,19 +119,22 @@ class Sandbox:
             int(result.passed and same_output(_text(result.output), test.output))
             for result, test in zip(results, tests, strict=True)
         ]
-        return _verdicts(results, passed)
+        return _verdicts(results, passed, order)
 
     def _run(self, order: Order, program: str, tests: Sequence[str]) -> list[Result]:
-        """Runs in a slot's thread."""
-        slot: Slot | None = getattr(self._thread_local, "slot", None)
-        if slot is None:
-            assert self._isolation is not None
-            slot = self._open_slot(self._isolation.walls)
-        try:
-            return slot.run(order, program, tests)
-        except BaseException:
-            self._close_slot(slot)
-            raise
+        """Runs in a slot's thread. A program whose slot is lost is run once more: it has no verdict, and leaves nothing."""
+        for may_repeat in (True, False):
+            slot: Slot | None = getattr(self._thread_local, "slot", None)
+            if slot is None:
+                assert self._isolation is not None
+                slot = self._open_slot(self._isolation.walls)
+            try:
+                return slot.run(order, program, tests)
+            except BaseException as err:
+                self._close_slot(slot)
+                if self._is_closed or not may_repeat or not isinstance(err, LostError):
+                    raise
+        raise AssertionError("the last try returns or raises")
 
     def _open_slot(self, walls: Walls) -> Slot:
         slot = self._thread_local.slot = Slot(next(self._numbers), walls)
@@ -152,32 +151,36 @@ class Sandbox:
     def _try_walls(self) -> Isolation:
         """The first kind of walls without a missing layer, otherwise the last kind. Runs in a slot's thread."""
         reasons: list[str] = []
+        are_forbidden = True
         for walls in self._walls:
             try:
                 slot = self._open_slot(walls)
             except SandboxError as err:
                 reasons.append(f"{walls}: {err}")
+                are_forbidden = are_forbidden and isinstance(err, ForbiddenError)
                 continue
 
-            def run(program: str, stdin: str, slot: Slot = slot) -> str | None:
+            def run(program: str, stdin: str, slot: Slot = slot) -> str:
                 order = self._order(_PROBE_LIMIT_S, num_tests=1, is_stdio=True, output_bytes=_SPARE_OUTPUT)
-                result = slot.run(order, program, [stdin])[0]
-                return _text(result.output) if result.passed else None
+                return _text(slot.run(order, program, [stdin])[0].output)
 
             try:
-                isolation = probe(walls, run, tuple(reasons))
+                isolation = probe(walls, run, reasons=tuple(reasons), are_forbidden=are_forbidden)
             except BaseException:
                 self._close_slot(slot)
                 raise
             if not isolation.missing or walls == self._walls[-1]:
                 return isolation
             reasons.append(f"{walls}: does not isolate {', '.join(isolation.missing)}")
+            are_forbidden = False
             self._close_slot(slot)
         raise SandboxError(f"no sandbox process can be started: {'; '.join(reasons)}")
 
 
-def _verdicts(results: Sequence[Result], passed: list[int]) -> Verdicts:
-    return Verdicts(passed, [result.seconds for result in results], [int(result.is_inside) for result in results])
+def _verdicts(results: Sequence[Result], passed: list[int], order: Order) -> Verdicts:
+    # A test that ended in time may be seen to have ended later.
+    runtimes = [min(result.seconds, order.test_limit_s) for result in results]
+    return Verdicts(passed, runtimes, [int(result.is_inside) for result in results])
 
 
 def run_limit_s(limit_s: float) -> float:

@@ -15,8 +15,15 @@ from mgrpo.sandbox import kernel
 _ALLOW = 0x7FFF0000
 _ERRNO = 0x00050000
 _NOT_EQUAL = 1
+_EQUAL = 4
 _MASKED_EQUAL = 7
 _AF_UNIX = 1
+_SOCKET_TYPE_MASK = 0xF
+_OTHER_SOCKET_TYPES = (2, 3, 4, 5, 6, 10)
+"""All but SOCK_STREAM. A datagram socket holds what any number of others have sent, and they need not live on."""
+_SOL_SOCKET, _SO_SNDBUF = 1, 7
+_SHARED_WITHOUT_FILE = 0x01 | 0x20
+"""MAP_SHARED and MAP_ANONYMOUS. A program can hold such memory without mapping it, where nothing counts it."""
 
 _REFUSED = (
     # namespaces, mounts and roots
@@ -30,7 +37,11 @@ _REFUSED = (
     *("kexec_file_load", "reboot", "swapon", "swapoff", "syslog", "acct", "quotactl", "iopl", "ioperm"),
     *("settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "sethostname", "setdomainname", "vhangup"),
     # memory outside any process, which the limits do not count
-    *("memfd_create", "memfd_secret", "shmget", "msgget", "mq_open"),
+    *("memfd_create", "memfd_secret", "shmget", "msgget", "semget", "mq_open", "vmsplice", "landlock_create_ruleset"),
+    # what the machine or its user has few of
+    *("io_setup", "inotify_init", "inotify_init1", "fanotify_init"),
+    # how the kernel runs the process, and where its memory lies
+    *("personality", "modify_ldt", "mbind", "set_mempolicy", "set_mempolicy_home_node", "migrate_pages", "move_pages"),
 )
 _NAMESPACE_FLAGS = (
     kernel.CLONE_NEWNS,
@@ -63,7 +74,13 @@ def filter_program() -> bytes:
         rules = _Rules(library, context)
         for name in _REFUSED:
             rules.refuse(name)
-        rules.refuse("socket", _Comparison(0, _NOT_EQUAL, _AF_UNIX, 0))
+        for name in ("socket", "socketpair"):
+            rules.refuse(name, _Comparison(0, _NOT_EQUAL, _AF_UNIX, 0))
+            for kind in _OTHER_SOCKET_TYPES:
+                rules.refuse(name, _Comparison(1, _MASKED_EQUAL, _SOCKET_TYPE_MASK, kind))
+        # The supervisor counts a socket as full; a program must not make it larger.
+        rules.refuse("setsockopt", _Comparison(1, _EQUAL, _SOL_SOCKET, 0), _Comparison(2, _EQUAL, _SO_SNDBUF, 0))
+        rules.refuse("mmap", _Comparison(3, _MASKED_EQUAL, _SHARED_WITHOUT_FILE, _SHARED_WITHOUT_FILE))
         # Only pid 0, the calling process itself, is allowed.
         rules.refuse("prlimit64", _Comparison(0, _NOT_EQUAL, 0, 0))
         for flag in _NAMESPACE_FLAGS:

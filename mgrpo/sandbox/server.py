@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import socket
 import sys
 from collections.abc import Sequence
 
 DEFAULT_PORT = 1234
+_BACKLOG = 2048
 
 
 def serve_command(argv: Sequence[str]) -> int:
@@ -18,18 +21,32 @@ def serve_command(argv: Sequence[str]) -> int:
         sys.stderr.write("mgrpo: the code service needs uvicorn; install it with: pip install uvicorn\n")
         return 2
     from mgrpo.sandbox.app import create_app
+    from mgrpo.sandbox.connection import Connection
+    from mgrpo.sandbox.reading import reading_processes
     from mgrpo.sandbox.sandbox import Sandbox
 
-    sandbox = Sandbox(memory_mb=options.memory_mb, num_slots=options.workers, accept_risk=options.accept_risk)
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
-        isolation = sandbox.start()
-    except (ValueError, RuntimeError) as err:
-        sandbox.close()
-        sys.stderr.write(f"mgrpo: {err}\n")
+        listening = socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
+    except OSError as err:
+        sys.stderr.write(f"mgrpo: cannot listen at --host {options.host} --port {options.port}: {err.strerror}\n")
         return 2
-    sys.stderr.write(f"mgrpo: sandbox with {sandbox.num_slots} slots: {isolation.describe()}\n")
-    app = create_app(sandbox, max_waiting=options.queue)
-    uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
+    sandbox = Sandbox(memory_mb=options.memory_mb, num_slots=options.workers, accept_risk=options.accept_risk)
+    with listening:
+        try:
+            isolation = sandbox.start()
+        except (ValueError, RuntimeError) as err:
+            sandbox.close()
+            sys.stderr.write(f"mgrpo: {err}\n")
+            return 2
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        sys.stderr.write(
+            f"mgrpo: code service at http://{host}:{listening.getsockname()[1]}, programs run at a time: "
+            f"{sandbox.num_slots}; {isolation.describe()}\n"
+        )
+        app = create_app(sandbox, max_waiting=options.queue, start_readers=reading_processes)
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(uvicorn.Config(app, http=Connection, log_level="warning")).run(sockets=[listening])
     return 0
 
 
@@ -38,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="mgrpo code-server", description="Runs programs against tests for the verifiers code and code_stdio."
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; requests are not authenticated")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help="0: any free one")
     parser.add_argument("--workers", type=_positive, default=None, help="programs run at a time; default: one per core")
     parser.add_argument("--memory_mb", type=_positive, default=1024, help="memory of a program in MiB")
     parser.add_argument("--queue", type=_positive, default=1024, help="maximum number of waiting requests")
@@ -47,7 +64,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a port from 1 to 65535, or 0 for any free one")
+    return int(text)

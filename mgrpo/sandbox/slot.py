@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mgrpo.sandbox import wire
-from mgrpo.sandbox.paths import readable_paths, search_path
+from mgrpo.sandbox.paths import inner_path, readable_paths, search_path
 from mgrpo.sandbox.supervisor import Order, remove_folder
 from mgrpo.sandbox.walls import SCRATCH
 from mgrpo.sandbox.wire import Wire
@@ -35,6 +35,14 @@ class SandboxError(RuntimeError):
     """The sandbox itself failed, which implies nothing about the program."""
 
 
+class LostError(SandboxError):
+    """The slot's process has ended, for instance killed from outside; another slot can run the program."""
+
+
+class ForbiddenError(SandboxError):
+    """The kernel does not let this user set up such walls."""
+
+
 class Result(NamedTuple):
     """Result of one test."""
 
@@ -42,6 +50,7 @@ class Result(NamedTuple):
     seconds: float
     """-1 for a test that did not pass."""
     output: bytes = b""
+    """What a stdio test has printed; of one that did not pass, why, as the end of a sentence about the program."""
     is_inside: bool = False
     """Whether the program's own process has decided: such a verdict can be forged."""
 
@@ -65,7 +74,7 @@ class Slot:
             descriptor=theirs.fileno(),
             walls=walls,
             readable=readable_paths(),
-            search_path=search_path(),
+            search_path=search_path() if walls == "none" else tuple(map(inner_path, search_path())),
             program_id=_PROGRAM_IDS[number % len(_PROGRAM_IDS)],
             scratch=scratch,
         )
@@ -87,9 +96,9 @@ class Slot:
             raise SandboxError(
                 f"a sandbox process ended before it was ready ({err}); see its message on stderr"
             ) from err
-        if kind == wire.BROKEN:
+        if kind != wire.READY:
             self.close()
-            raise SandboxError(text.decode())
+            raise (ForbiddenError if kind == wire.FORBIDDEN else SandboxError)(text.decode())
 
     @property
     def pid(self) -> int:
@@ -99,8 +108,10 @@ class Slot:
         """One result per test. SandboxError when the slot's process is lost; the slot must then be closed."""
         try:
             return self._run(order, program, tests)
-        except (EOFError, OSError) as err:
-            raise SandboxError(f"a sandbox process was lost: {err!r}") from err
+        except (EOFError, ConnectionError) as err:
+            raise LostError(f"a sandbox process was lost: {err!r}") from err
+        except OSError as err:
+            raise SandboxError(f"a sandbox process does not answer: {err!r}") from err
 
     def kill(self) -> None:
         """End the process and all its descendants; a `run` in progress fails."""
@@ -127,8 +138,7 @@ class Slot:
             elif kind == wire.INSIDE:
                 is_inside = True
             elif kind in (wire.PASSED, wire.FAILED):
-                result = Result(True, *wire.untimed(payload)) if kind == wire.PASSED else FAILURE
-                results.append(result._replace(is_inside=is_inside))
+                results.append(Result(kind == wire.PASSED, *wire.untimed(payload), is_inside))
                 is_inside = False
             elif kind == wire.BROKEN:
                 raise SandboxError("a supervisor failed; see its message on stderr")

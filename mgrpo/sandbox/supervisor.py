@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgrpo.processes.lifetime import adopt_orphans, kill_descendants
+from mgrpo.processes.lifetime import adopt_orphans, ending, kill_descendants
 from mgrpo.sandbox import kernel, wire
 from mgrpo.sandbox.limits import Limits
 from mgrpo.sandbox.program import FAILED_TO_LOAD, VERDICT, Job, pass_test, put_question, receive_answer
@@ -68,7 +68,8 @@ class Supervisor:
 
     def __init__(self, cell: Cell, order: Order, source: str, owner: Wire) -> None:
         self._cell, self._order, self._source, self._owner = cell, order, source, owner
-        self._own_memory: int | None = None
+        self._sees_processes = False
+        self._socket_bytes = 0
         self._slow_loads = 0
         self._skips_the_rest = False
 
@@ -90,8 +91,11 @@ class Supervisor:
     def _prepare(self) -> None:
         if not self._cell.has_walls:
             adopt_orphans()
-        elif enter_private_run(self._cell.program_id):
-            self._own_memory = _private_bytes("self")
+        else:
+            self._sees_processes = enter_private_run(self._cell.program_id)
+            with socket.socket(socket.AF_UNIX) as one:
+                # Data is accepted as long as the buffer is not full, so one message more than fits can wait.
+                self._socket_bytes = 2 * one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
     def _assert_test(self) -> Job | None:
         ours, theirs = socket.socketpair()
@@ -167,8 +171,17 @@ class Supervisor:
         if exit_code == 0 and printed is not None:
             self._owner.send(wire.PASSED, wire.timed(seconds, printed))
         else:
-            self._owner.send(wire.FAILED, wire.timed(-1.0))
+            why = ending(exit_code) if exit_code is not None else self._exceeded(watch.last)
+            self._owner.send(wire.FAILED, wire.timed(-1.0, why.encode()))
         return None
+
+    def _exceeded(self, event: Event) -> str:
+        """The limit that a program has exceeded, as the end of a sentence about it."""
+        if event is Event.TIMEOUT:
+            return f"took more than {self._order.test_limit_s:g} s"
+        if event is Event.OVER_MEMORY:
+            return f"used more than {self._order.memory_bytes // 2**20} MiB of memory"
+        return f"printed more than {self._order.output_bytes} bytes"
 
     def _ask_for_test(self) -> bytes:
         self._owner.send(wire.WANT)
@@ -197,15 +210,14 @@ class Supervisor:
         os.chdir(self._cell.scratch)
 
     def _exceeds_memory(self) -> bool:
-        """Whether the program's processes together use more memory than one process may."""
-        if self._own_memory is None:
+        """Whether the program's processes and full sockets together would take more memory than one process may."""
+        if not self._sees_processes:
             return False
-        used = 0
-        for entry in os.listdir("/proc"):
-            if entry.isdecimal() and entry != "1":
-                # A fork starts with this process's memory, which is shared.
-                used += max(_private_bytes(entry) - self._own_memory, 0)
-        return used > self._order.memory_bytes
+        num_sockets = Path("/proc/self/net/unix").read_bytes().count(b"\n") - 1
+        left = self._order.memory_bytes - num_sockets * self._socket_bytes
+        others = [entry for entry in os.listdir("/proc") if entry.isdecimal() and entry != "1"]
+        # The first sum is cheap to find, and never below the second.
+        return sum(map(_resident_bytes, others)) > left and sum(map(_used_bytes, others)) > left
 
     def _reap(self) -> None:
         """Kill and reap the processes that the test has left behind."""
@@ -255,10 +267,20 @@ def _file_in_memory(data: bytes) -> int:
     return descriptor
 
 
-def _private_bytes(process: str) -> int:
-    """Resident memory of the process that is not backed by a file."""
+def _resident_bytes(process: str) -> int:
+    """Resident memory of the process, with what it shares."""
     try:
-        resident, shared = Path(f"/proc/{process}/statm").read_text().split()[1:3]
-    except (OSError, ValueError):
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * _PAGE
+    except (OSError, IndexError):
         return 0
-    return (int(resident) - int(shared)) * _PAGE
+
+
+def _used_bytes(process: str) -> int:
+    """Resident memory of the process that is not a file's; of what several share, its part."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except PermissionError:  # in a container whose root may not trace
+        return _resident_bytes(process)
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))

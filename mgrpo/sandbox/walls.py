@@ -7,16 +7,21 @@ where user namespaces are forbidden. "none": no namespaces, where the user accep
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from mgrpo.sandbox import kernel
 from mgrpo.sandbox.limits import SCRATCH_BYTES
+from mgrpo.sandbox.paths import inner_path
 
 SCRATCH = "/tmp"
 """The program's folder inside the walls; before that, where the new root is built."""
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+# Not /dev/zero: a shared mapping of it is memory that belongs to no process.
+_DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+_OWN = (*_DEVICES, "/proc")
 _LINKS = {
     "/dev/fd": "/proc/self/fd",
     "/dev/stdin": "/proc/self/fd/0",
@@ -32,6 +37,12 @@ _KEPT_FLAGS = {
     "nodiratime": kernel.MS_NODIRATIME,
     "relatime": kernel.MS_RELATIME,
 }
+
+
+def is_forbidden(err: OSError) -> bool:
+    """Whether the kernel forbids namespaces to this process, as opposed to anything else that kept walls from rising."""
+    by_the_kernel = err.filename is None or str(err.filename).startswith("/proc/")
+    return by_the_kernel and err.errno in (errno.EPERM, errno.EACCES, errno.ENOSPC, errno.EUSERS, errno.ENOSYS)
 
 
 def enter_user_namespace(program_id: int) -> None:
@@ -71,18 +82,19 @@ def enter_user_namespace(program_id: int) -> None:
 
 
 def enter_private_root(readable: Sequence[str]) -> None:
-    """Leave the network and the file system: only `readable` remains, at the same paths and read-only.
+    """Leave the network and the file system: only `readable` remains, read-only, at each path's `inner_path`.
 
     The machine's /proc stays visible for the supervisors, which cannot mount their own without it and then unmount it.
     """
     kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWUTS)
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
-    paths = [*_outermost(readable), *_DEVICES, "/proc"]
+    paths = [*_outermost(readable), *_OWN]
     # Opened first, because the new root may cover one of them.
     sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in paths if os.path.exists(path)}
-    kernel.mount("tmpfs", SCRATCH, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
+    root = os.path.realpath(SCRATCH)
+    kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
     for path, source in sources.items():
-        target = SCRATCH + path
+        target = root + (path if path in _OWN else inner_path(path))
         if os.path.islink(path) and not path.startswith("/dev/"):
             os.symlink(os.readlink(path), target)
             continue
@@ -91,10 +103,10 @@ def enter_private_root(readable: Sequence[str]) -> None:
     for source in sources.values():
         os.close(source)
     for link, target in _LINKS.items():
-        os.symlink(target, SCRATCH + link)
-    os.mkdir(SCRATCH + SCRATCH)
-    _make_read_only(SCRATCH)
-    os.chdir(SCRATCH)
+        os.symlink(target, root + link)
+    os.mkdir(root + SCRATCH)
+    _make_read_only(root)
+    os.chdir(root)
     kernel.pivot_root(".", ".")
     kernel.unmount(".")
     os.chdir("/")
@@ -162,13 +174,13 @@ def _make_mount_point(path: str, *, is_folder: bool) -> None:
 
 def _make_read_only(root: str) -> None:
     """Remount everything at or under `root` read-only, submounts included, except /proc."""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        path, options = line.split()[4:6]
-        path = path.encode().decode("unicode_escape").encode("latin-1").decode("utf-8", "surrogateescape")
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        escaped, options = line.split()[4:6]
+        path = os.fsdecode(re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), escaped))
         if (path + "/").startswith(root + "/") and not (path + "/").startswith(root + "/proc/"):
             flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID
             if not path.startswith(root + "/dev/"):
                 flags |= kernel.MS_NODEV
             for name, flag in _KEPT_FLAGS.items():
-                flags |= flag if name in options.split(",") else 0
+                flags |= flag if name.encode() in options.split(b",") else 0
             kernel.mount("none", path, flags=flags)

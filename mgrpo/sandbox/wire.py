@@ -2,7 +2,8 @@
 
 owner -> slot       order: the bounds of a run (JSON), then source: the program
                     test: the answer to `want`
-slot  -> owner      ready: the walls are set up / broken: they are not, or a supervisor failed (text)
+slot  -> owner      ready: the walls are set up / forbidden: the kernel forbids them (text)
+                    broken: they are not set up for another reason, or a supervisor failed (text)
                     want: request for the next test
                     inside: the program's process decides the test whose result comes next
                     passed, failed: result of a test; seconds, then the output
@@ -20,7 +21,7 @@ from __future__ import annotations
 import socket
 import struct
 
-READY, BROKEN, ORDER, SOURCE, WANT, TEST, PASSED, FAILED, GIVEN_UP, OVER = b"^!rswt+-xo"
+READY, FORBIDDEN, BROKEN, ORDER, SOURCE, WANT, TEST, PASSED, FAILED, GIVEN_UP, OVER = b"^/!rswt+-xo"
 INSIDE, ASK, ANSWER, DONE = b"i?=."
 _HEAD = struct.Struct("<BI")
 _SECONDS = struct.Struct("<d")

@@ -22,10 +22,11 @@ from typing import Literal
 
 from mgrpo.processes.lifetime import adopt_orphans, die_with_parent
 from mgrpo.sandbox import judge, kernel, wire
+from mgrpo.sandbox.paths import inner_path
 from mgrpo.sandbox.program import Job, prepare_names
 from mgrpo.sandbox.seccomp import filter_program
 from mgrpo.sandbox.supervisor import Cell, Order, Supervisor, reap_descendants, remove_folder
-from mgrpo.sandbox.walls import enter_private_root, enter_user_namespace, forbid_namespaces
+from mgrpo.sandbox.walls import enter_private_root, enter_user_namespace, forbid_namespaces, is_forbidden
 from mgrpo.sandbox.wire import Wire
 
 _KILLED = 128
@@ -43,7 +44,7 @@ class SlotSetup:
     readable: tuple[str, ...]
     """Files and folders that a program may read; links remain links."""
     search_path: tuple[str, ...]
-    """The program's `sys.path`."""
+    """The program's `sys.path`, by the names that it has for these paths."""
     program_id: int
     scratch: str
 
@@ -60,12 +61,15 @@ def main(setup: SlotSetup) -> None:
     owner = Wire(socket.socket(fileno=setup.descriptor))
     try:
         cell = _raise_walls(setup)
+        die_with_parent()
+        kernel.set_dumpable(False)
+        _reset_interpreter(setup.search_path)
     except OSError as err:
-        owner.send(wire.BROKEN, str(err).encode())
+        owner.send(wire.FORBIDDEN if is_forbidden(err) else wire.BROKEN, str(err).encode())
         return
-    die_with_parent()
-    kernel.set_dumpable(False)
-    _reset_interpreter(setup.search_path)
+    except Exception as err:
+        owner.send(wire.BROKEN, f"{type(err).__name__}: {err}".encode())
+        return
     # A garbage collection after a fork would write to, and so copy, every shared page.
     gc.collect()
     gc.freeze()
@@ -80,6 +84,7 @@ def main(setup: SlotSetup) -> None:
 
 def _raise_walls(setup: SlotSetup) -> Cell:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.umask(0o022)  # a program, which is another user, must be able to enter the folders that are made here
     try:
         system_calls = filter_program()
     except (OSError, AttributeError):
@@ -93,6 +98,7 @@ def _raise_walls(setup: SlotSetup) -> Cell:
     has_walls = setup.walls != "none"
     if has_walls:
         kernel.drop_bounding_set()
+        _move_modules()
     else:
         adopt_orphans()
     return Cell(has_walls=has_walls, scratch=setup.scratch, program_id=setup.program_id, filter=system_calls)
@@ -156,6 +162,20 @@ def _fork_supervisor(owner: Wire, order: Order) -> Wire:
         judge.serve(Wire(ours), owner, order.memory_bytes)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os._exit(status if status >= 0 else _KILLED)
+
+
+def _move_modules() -> None:
+    """Have the modules that are loaded find their files and submodules within the walls."""
+    for module in list(sys.modules.values()):
+        for holder, names in (
+            (module, ("__file__", "__cached__")),
+            (getattr(module, "__spec__", None), ("origin", "cached")),
+        ):
+            for name in names:
+                if isinstance(path := getattr(holder, name, None), str) and path.startswith("/"):
+                    setattr(holder, name, inner_path(path))
+        if hasattr(module, "__path__"):
+            module.__path__[:] = map(inner_path, module.__path__)
 
 
 def _reset_interpreter(search_path: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +72,12 @@ def register() -> None:
     """Called by vLLM, possibly several times, in client, engine core and workers."""
     if os.environ.get(ASKED) != "1":
         return
+    from tqdm import tqdm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    # Otherwise tqdm makes a named semaphore, which stays in /dev/shm when the process is killed.
+    tqdm.set_lock(threading.RLock())
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
     if current_platform.is_cpu():

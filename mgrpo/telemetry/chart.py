@@ -1,16 +1,23 @@
-"""The reward curve as SVG: in `report.html`, and as a picture of its own."""
+"""Curves over training steps as SVG: in `report.html`, and as pictures of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from mgrpo.telemetry.samples import Record
 
 Points = list[tuple[int, float]]
 """`(step, value)`."""
 
-WIDTH, HEIGHT, MARGIN = 760, 260, 44
+WIDTH, HEIGHT = 760, 260
+TOP, BOTTOM, RIGHT = 24, 24, 16
+CHARACTER = 6.5
+"""Width of a character of a label, roughly."""
 MAX_POINTS = 400
+COLOURS = ("#1f5a99", "#d9622b", "#3c8c4a", "#8a5fb0")
+THIN = "#8fb8de"
 
 
 def metric_points(lines: Iterable[Record], name: str) -> Points:
@@ -31,41 +38,112 @@ def reward_svg(rewards: Points, evaluations: Points) -> str:
     """Mean reward per step (thin), its running mean (bold) and held-out evaluations (dots) as one `<svg>` element."""
     window = max(2, min(len(rewards) // 10, 50))
     means = running_mean([value for _, value in rewards], window)
-    steps, values = zip(*rewards, *evaluations, strict=True)
-    first, last, low, high = min(steps), max(steps), min(values), max(values)
-
-    def x(step: float) -> float:
-        return MARGIN + (step - first) / ((last - first) or 1) * (WIDTH - 2 * MARGIN)
-
-    def y(value: float) -> float:
-        return HEIGHT - MARGIN / 2 - (value - low) / ((high - low) or 1) * (HEIGHT - MARGIN)
-
-    def line(points: Points, style: str) -> str:
-        corners = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in _thinned(points))
-        return f"<polyline fill='none' {style} points='{corners}'/>"
-
-    ticks = [low + (high - low) * part / 4 for part in range(5)]
+    frame = Frame([*rewards, *evaluations], WIDTH, HEIGHT)
     bold = [(step, mean) for (step, _), mean in zip(rewards, means, strict=True)]
     dots = ", on held-out prompts (dots)" if evaluations else ""
-    return "\n".join(
+    return frame.svg(
         [
-            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' height='{HEIGHT}' "
-            "role='img' font-family='system-ui, sans-serif' font-size='11' fill='#444'>",
-            "<rect width='100%' height='100%' fill='white'/>",
-            *(
-                f"<line x1='{MARGIN}' x2='{WIDTH - MARGIN}' y1='{y(tick):.1f}' y2='{y(tick):.1f}' stroke='#e3e3e3'/>"
-                + _label(MARGIN - 6, y(tick) + 4, "end", f"{tick:.3g}")
-                for tick in ticks
-            ),
-            _label(x(first), HEIGHT - 4, "start", f"step {first}"),
-            _label(x(last), HEIGHT - 4, "end", f"step {last}"),
-            line(rewards, "stroke='#8fb8de' stroke-width='1'"),
-            line(bold, "stroke='#1f5a99' stroke-width='2.4'"),
-            *(f"<circle cx='{x(step):.1f}' cy='{y(value):.1f}' r='4' fill='#d9622b'/>" for step, value in evaluations),
-            _label(MARGIN, 13, "start", f"mean reward per step (thin), of the last {window} steps (bold){dots}"),
-            "</svg>",
+            frame.line(rewards, THIN, 1),
+            frame.line(bold, COLOURS[0], 2.4),
+            *(frame.dot(point, 4, COLOURS[1]) for point in evaluations),
+            _label(frame.left, 13, "start", f"mean reward per step (thin), of the last {window} steps (bold){dots}"),
         ]
     )
+
+
+def curves_svg(title: str, curves: Mapping[str, Points], *, width: int = WIDTH // 2 - 8, height: int = 170) -> str:
+    """Several metrics by name in one frame, as one `<svg>` element; those without points are left out."""
+    curves = {name: points for name, points in curves.items() if points}
+    frame = Frame([point for points in curves.values() for point in points], width, height)
+    names = "".join(
+        f"<tspan dx='8' fill='{colour}'>{html.escape(name)}</tspan>"
+        for name, colour in zip(curves if len(curves) > 1 else (), COLOURS, strict=False)
+    )
+    return frame.svg(
+        [
+            *(frame.line(points, colour, 1.4) for points, colour in zip(curves.values(), COLOURS, strict=False)),
+            f"<text x='{frame.left:.1f}' y='13'>{html.escape(title)}{names}</text>",
+        ]
+    )
+
+
+class Frame:
+    """A coordinate system around some points, with its ticks."""
+
+    def __init__(self, points: Points, width: int, height: int) -> None:
+        """
+        Args:
+            points: all that will be drawn, at least one.
+        """
+        steps, values = zip(*points, strict=True)
+        self.width, self.height = width, height
+        self.first, self.last = min(steps), max(steps)
+        self.ticks = ticks(min(values), max(values))
+        self.left = 12 + CHARACTER * max(len(_number(tick)) for tick in self.ticks)
+
+    def x(self, step: float) -> float:
+        """A step's place; that of a single one is the middle."""
+        span = self.last - self.first
+        share = (step - self.first) / span if span else 0.5
+        return self.left + share * (self.width - RIGHT - self.left)
+
+    def y(self, value: float) -> float:
+        low, high = self.ticks[0], self.ticks[-1]
+        return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
+
+    def line(self, points: Points, colour: str, width: float) -> str:
+        """A line through the points; a dot for one alone, which has no line."""
+        if len(points) == 1:
+            return self.dot(points[0], 1.5 + width / 2, colour)
+        corners = " ".join(f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in _thinned(points))
+        return f"<polyline fill='none' stroke='{colour}' stroke-width='{width}' points='{corners}'/>"
+
+    def dot(self, point: tuple[int, float], radius: float, colour: str) -> str:
+        return f"<circle cx='{self.x(point[0]):.1f}' cy='{self.y(point[1]):.1f}' r='{radius:g}' fill='{colour}'/>"
+
+    def svg(self, content: Sequence[str]) -> str:
+        """The whole picture."""
+        head = (
+            f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {self.width} {self.height}' width='{self.width}' "
+            f"height='{self.height}' role='img' font-family='system-ui, sans-serif' font-size='11' fill='#444'>"
+        )
+        rules = [
+            f"<line x1='{self.left:.1f}' x2='{self.width - RIGHT}' y1='{self.y(tick):.1f}' y2='{self.y(tick):.1f}' "
+            f"stroke='#e3e3e3'/>{_label(self.left - 6, self.y(tick) + 4, 'end', _number(tick))}"
+            for tick in self.ticks
+        ]
+        steps = [
+            _label(self.x(step), self.height - 6, "middle", f"step {step}" if number == 0 else str(step))
+            for number, step in enumerate(step_ticks(self.first, self.last, most=self.width // 90))
+        ]
+        return "\n".join([head, "<rect width='100%' height='100%' fill='white'/>", *rules, *steps, *content, "</svg>"])
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers, evenly spaced, the first not above `low` and the last not below `high`; at least two."""
+    if high - low <= 1e-12 * max(abs(low), abs(high)):
+        around = abs(low) / 2 or 1.0
+        low, high = low - around, high + around
+    size = _round_up((high - low) / (most - 1))
+    first, last = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
+    return [number * size for number in range(first, last + 1)]
+
+
+def step_ticks(first: int, last: int, most: int) -> list[int]:
+    """Whole steps: the first, then multiples of a round number."""
+    size = max(1, int(_round_up((last - first) / most))) if last > first else 1
+    return [first, *(step for step in range(size * (first // size + 1), last + 1, size) if step - first >= size / 2)]
+
+
+def _round_up(value: float) -> float:
+    """The next of 1, 2, 2.5, 5 and 10 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= value * (1 - 1e-9))
+
+
+def _number(value: float) -> str:
+    # 3 * 0.1 is 0.30000000000000004, and -0.0 has a sign.
+    return f"{value:.6g}" if abs(value) > 1e-15 else "0"
 
 
 def _label(x: float, y: float, anchor: str, text: str) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Metrics = Mapping[str, float]
 
 PHASES = ("generate", "score", "train", "sync")
+EVALUATE = "evaluate"
 LINES_PER_RUN = 12
 REDRAW_EVERY_S = 0.25
 MAX_QUIET_S = 300.0
@@ -31,12 +32,18 @@ class Progress:
 
     Args:
         console: a rich Console; by default standard output, with the live panel only on a terminal.
+        highest: the reward of a right answer, said with every reward; 0 where there is none, or it is 1.
     """
 
     def __init__(
-        self, total_steps: int, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        total_steps: int,
+        console: Console | None = None,
+        *,
+        highest: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.history = History(total_steps, clock)
+        self.history = History(total_steps, clock, highest=highest)
         self._out = console.file if console is not None else sys.stdout
         screen = console if console is not None else terminal()
         has_panel = screen is not None and screen.is_terminal and not screen.is_dumb_terminal
@@ -60,9 +67,14 @@ class Progress:
             self.say(step_line(history))
             self._printed_at = now
 
-    def evaluation(self, metrics: Metrics, *, when: str, before: Metrics | None = None) -> None:
+    def evaluation(self, metrics: Metrics, *, when: str, seconds: float = 0.0, before: Metrics | None = None) -> None:
         """Report an evaluation, for example `when="before training"`; with `before`, also the change since then."""
-        self.say(evaluation_line(metrics, when=when, before=before))
+        self.history.seconds[EVALUATE] += seconds
+        self.say(evaluation_line(metrics, when=when, before=before, highest=self.history.highest))
+
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        self.say(f"warning: {text}")
 
     def say(self, text: str) -> None:
         """Print a line of text, above the panel when there is one."""
@@ -114,14 +126,14 @@ def terminal() -> Console | None:
 class History:
     """Totals over the steps so far."""
 
-    def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total_steps = total_steps
+    def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic, *, highest: float = 0.0) -> None:
+        self.total_steps, self.highest = total_steps, highest
         self.clock = clock
         self.started_at = clock()
         self.step = 0
         self.latest: dict[str, float] = {}
         self.rewards: list[float] = []
-        self.seconds = dict.fromkeys((*PHASES, "total"), 0.0)
+        self.seconds = dict.fromkeys((*PHASES, EVALUATE), 0.0)
         self._first: tuple[int, float] | None = None
 
     def add(self, step: int, metrics: Metrics) -> None:
@@ -132,7 +144,7 @@ class History:
         reward = metrics.get("reward")
         if reward is not None and reward == reward:
             self.rewards.append(float(reward))
-        for phase in self.seconds:
+        for phase in PHASES:
             self.seconds[phase] += metrics.get(f"time/{phase}") or 0.0
 
     def elapsed_s(self) -> float:
@@ -164,7 +176,7 @@ def step_line(history: History) -> str:
     width = len(str(history.total_steps))
     parts = [
         f"step {history.step:>{width}}/{history.total_steps}",
-        _named("reward", latest.get("reward"), "{:6.3f}"),
+        _named("reward", latest.get("reward"), "{:6.3f}" + _of(history.highest)),
         _named("kl", latest.get("objective/kl2_avg"), "{:.4f}"),
         _named("entropy", latest.get("policy/entropy_avg"), "{:.2f}"),
         _step_time(latest),
@@ -177,7 +189,9 @@ def step_line(history: History) -> str:
 
 
 def _named(name: str, value: float | None, form: str) -> str:
-    return "" if value is None else f"{name} {form.format(value)}"
+    if value is None:
+        return ""
+    return f"{name} {form.format(value)}" if value == value else f"{name} none"
 
 
 def _step_time(latest: Metrics) -> str:
@@ -187,7 +201,12 @@ def _step_time(latest: Metrics) -> str:
     return f"{latest['time/total']:.1f} s" + (f" ({', '.join(split)})" if split else "")
 
 
-def evaluation_line(metrics: Metrics, *, when: str, before: Metrics | None = None) -> str:
+def _of(highest: float) -> str:
+    """What a reward is out of: 3.125 means little where a right answer earns 10."""
+    return f" of {highest:g}" if highest not in (0, 1) else ""
+
+
+def evaluation_line(metrics: Metrics, *, when: str, before: Metrics | None = None, highest: float = 0.0) -> str:
     """An evaluation as one line."""
     parts = []
     accuracy, reward = metrics.get("eval/pass_at_1"), metrics.get("eval/scores")
@@ -196,7 +215,7 @@ def evaluation_line(metrics: Metrics, *, when: str, before: Metrics | None = Non
         change = "" if earlier is None else f" ({100 * (accuracy - earlier):+.1f} points)"
         parts.append(f"accuracy {100 * accuracy:.1f} %{change}")
     if reward is not None:
-        parts.append(f"mean reward {reward:.3f}")
+        parts.append(f"mean reward {reward:.3f}{_of(highest)}")
     return f"evaluation {when}: {', '.join(parts) or 'no result'}"
 
 
@@ -210,7 +229,9 @@ def summary_lines(history: History, *, before: Metrics | None = None, after: Met
     ends = history.reward_ends()
     if ends is not None:
         rows.append(("training reward", f"{ends[0]:.3f}", f"{ends[1]:.3f}"))
-        note = f"   (mean of {ends[2]} steps)" if ends[2] > 1 else ""
+        remarks = [f"mean of {ends[2]} steps"] if ends[2] > 1 else []
+        remarks += [f"a right answer has {history.highest:g}"] if _of(history.highest) else []
+        note = f"   ({'; '.join(remarks)})" if remarks else ""
     lines = [f"{'':20}{'start':>10}{'end':>10}"] if rows else []
     lines += [f"{name:20}{one:>10}{other:>10}" for name, one, other in rows]
     if rows and note:
@@ -225,8 +246,10 @@ def _percent(share: float | None) -> str:
 def _time_lines(history: History) -> list[str]:
     """Total time, and a bar per phase: its seconds over all steps and its share of the whole run."""
     total = history.elapsed_s()
-    lines = ["", f"{history.step} steps in {clock_text(total)}"]
+    lines = ["", f"{history.step} {'step' if history.step == 1 else 'steps'} in {clock_text(total)}"]
     phases = {phase: history.seconds[phase] for phase in PHASES}
+    if history.seconds[EVALUATE]:
+        phases[EVALUATE] = history.seconds[EVALUATE]
     if not any(phases.values()):
         return lines
     # Phases that overlap add up to more than the elapsed time.
@@ -275,7 +298,9 @@ def panel(history: History) -> RenderableType:
         Text(f"{clock_text(history.elapsed_s())} so far", style="dim"),
         Text("" if remaining is None or step >= total else f"{clock_text(remaining)} left", style="dim"),
     )
-    reward = Text.assemble(("reward ", "dim"), (_formatted(latest.get("reward"), "{:.3f}"), "bold green"))
+    reward = Text.assemble(
+        ("reward ", "dim"), (_formatted(latest.get("reward"), "{:.3f}" + _of(history.highest)), "bold green")
+    )
     if len(history.rewards) > 1:
         reward.append(f"   {history.rewards[0]:.2f} ", style="dim")
         reward.append(sparkline(history.rewards, 40), style="green")

@@ -8,16 +8,21 @@ from __future__ import annotations
 import html
 import json
 import random
+import re
 import sys
 import unicodedata
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from mgrpo.telemetry.chart import metric_points, reward_svg
+from mgrpo.telemetry.alerts import replay
+from mgrpo.telemetry.chart import curves_svg, metric_points, reward_svg
 from mgrpo.telemetry.files import write_whole
-from mgrpo.telemetry.samples import Record, read_records, tables
+from mgrpo.telemetry.samples import NUM_SHOWN, TRAIN_SAMPLES, Record, read_records, tables
 
+MAX_WARNINGS = 20
 NUM_BEST = NUM_WORST = 3
 NUM_RANDOM = 6
 SHOWN_CHARACTERS = 4000
@@ -46,7 +51,18 @@ COLUMNS = (
     "eval/stop_rate",
     "eval/no_score_rate",
 )
-"""Columns of the table of evaluations; pass@k and the parts of a mixture follow."""
+"""Columns of the table of evaluations; the fraction of prompts that one of several answers solves follows."""
+COURSE = (
+    ("completion length in tokens", {"mean": "completions/mean_length", "longest": "completions/max_length"}),
+    ("entropy", {"": "policy/entropy_avg"}),
+    ("KL to the reference", {"": "objective/kl2_avg"}),
+    ("gradient norm", {"": "optim/grad_norm"}),
+    ("learning rate", {"": "lr"}),
+    ("fraction of groups without spread", {"": "frac_reward_zero_std"}),
+    ("trainer and engine: mean |log-prob difference|", {"": "debug/vllm_vs_local_logprob_diff_mean"}),
+    ("seconds of a step", {name: f"time/{name}" for name in ("generate", "score", "train", "sync")}),
+)
+"""Small charts: title, and metrics by their names in it."""
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 60em; margin: 2em auto; padding: 0 1em }
@@ -56,6 +72,8 @@ th, td { padding: .25em .7em; border-bottom: 1px solid #eee }
 th { text-align: left; font-weight: 600 } td.number { text-align: right; font-variant-numeric: tabular-nums }
 pre { background: #f6f6f4; padding: .6em .8em; margin: .3em 0; white-space: pre-wrap; overflow-wrap: anywhere }
 svg { max-width: 100%; height: auto }
+.course { display: flex; flex-wrap: wrap; gap: 12px }
+.warning { background: #fff4e5; border-left: 4px solid #d9822b; padding: .4em .8em; margin: .4em 0 }
 .sample { border: 1px solid #ddd; border-radius: 4px; padding: .6em .8em; margin: .8em 0 } .note { color: #666 }
 """
 
@@ -97,10 +115,14 @@ def page(folder: Path) -> str:
     title = str(settings.get("exp_name") or folder.absolute().name)
     sections = [
         f"<h1>{_text(title)}</h1>",
+        _facts(lines, config),
+        _warnings(lines, settings),
         _configuration(settings, config),
         _rewards(lines),
+        _course(lines),
         _evaluations([line for line in lines if any(name.startswith("eval/") for name in line)]),
         _samples(folder / "rollouts"),
+        _train_samples(folder / "rollouts" / TRAIN_SAMPLES),
     ]
     return "\n".join(
         [
@@ -125,6 +147,36 @@ def _settings(config: str) -> Mapping[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
+def _num_steps(settings: Mapping[str, Any]) -> int:
+    """Steps of the whole run; 0 where the settings do not say."""
+    names = ("total_episodes", "num_unique_prompts_rollout", "num_samples_per_prompt_rollout")
+    episodes, prompts, samples = (number if isinstance(number := settings.get(name), int) else 0 for name in names)
+    return episodes // (prompts * samples) if prompts * samples > 0 else 0
+
+
+def _facts(lines: Sequence[Record], config: str) -> str:
+    """When it ran, and with which packages, which config.yaml says in its first line."""
+    steps = [line for line in lines if "optim/steps" in line]
+    times = [line["time/unix"] for line in lines if isinstance(line.get("time/unix"), (int, float))]
+    facts = [f"{len(steps)} steps"] if steps else []
+    if times:
+        first, last = (datetime.fromtimestamp(time, timezone.utc) for time in (times[0], times[-1]))
+        facts.append(f"from {first:%Y-%m-%d %H:%M:%S} to {last:%Y-%m-%d %H:%M:%S} UTC")
+    idle = sum(line["optim/steps"] == 0 for line in steps)
+    if idle:
+        facts.append(f"{idle} of them had nothing to train on, so policy_version is behind step")
+    head = config.partition("\n")[0]
+    facts += [head[2:]] if head.startswith("# ") else []
+    return f"<p class='note'>{_text('; '.join(facts))}</p>" if facts else ""
+
+
+def _warnings(lines: Sequence[Record], settings: Mapping[str, Any]) -> str:
+    # A run whose settings are not known is taken for a long one.
+    found = replay(lines, _num_steps(settings) or len(lines) + 3)
+    shown = [f"<div class='warning'>step {step}: {_text(text)}</div>" for step, text in found[-MAX_WARNINGS:]]
+    return "\n".join(["<h2>Warnings</h2>", *shown]) if shown else ""
+
+
 def _configuration(settings: Mapping[str, Any], config: str) -> str:
     if not config:
         return ""
@@ -142,11 +194,22 @@ def _rewards(lines: Sequence[Record]) -> str:
     return f"<h2>Reward</h2>{reward_svg(rewards, evaluations)}"
 
 
+def _course(lines: Sequence[Record]) -> str:
+    """Small charts of what else changes from step to step; those that are 0 throughout say nothing."""
+    charts = []
+    for title, metrics in COURSE:
+        curves = {name: metric_points(lines, metric) for name, metric in metrics.items()}
+        if any(value for points in curves.values() for _, value in points):
+            charts.append(curves_svg(title, curves))
+    return "\n".join(["<h2>Course</h2><div class='course'>", *charts, "</div>"]) if charts else ""
+
+
 def _evaluations(evaluations: Sequence[Record]) -> str:
     if not evaluations:
         return "<h2>Evaluations</h2><p class='note'>None.</p>"
     names = {name for line in evaluations for name in line}
-    more = sorted(name for name in names - set(COLUMNS) if name.startswith(("eval/pass_at_", "eval/by_")))
+    # What the table leaves out is in the list below it: a table of everything is wider than any page.
+    more = sorted(name for name in names - set(COLUMNS) if re.fullmatch(r"eval/pass_at_\d+", name))
     columns = [name for name in COLUMNS if name in names] + more
     rows = [[_shown(line.get(name)) for name in columns] for line in evaluations]
     last = [[name, _shown(value)] for name, value in sorted(evaluations[-1].items())]
@@ -168,8 +231,26 @@ def _samples(folder: Path) -> str:
     return "\n".join(parts)
 
 
+def _train_samples(path: Path) -> str:
+    """Those of the newest step that has any."""
+    newest: deque[Record] = deque(read_records([path]) if path.is_file() else (), maxlen=NUM_SHOWN)
+    if not newest:
+        return ""
+    step = newest[-1].get("step")
+    shown = [_sample(record) for record in newest if record.get("step") == step]
+    return "\n".join(
+        [
+            f"<h2>Samples of training, step {_text(step)}</h2>",
+            f"<p class='note'>One prompt. rollouts/{TRAIN_SAMPLES} has those of other steps.</p>",
+            *shown,
+        ]
+    )
+
+
 def choose_samples(read: Callable[[], Iterable[Record]]) -> dict[str, list[Record]]:
     """The best and the worst by reward, each prompt at most once in either, and a few at random, always the same.
+
+    Where all rewards are equal none is the best.
 
     Args:
         read: iterates over the records anew at each call; they are never all in memory.
@@ -177,7 +258,7 @@ def choose_samples(read: Callable[[], Iterable[Record]]) -> dict[str, list[Recor
     summary = [(record.get("reward"), record.get("prompt_idx")) for record in read()]
     prompts = [prompt for _, prompt in summary]
     rewards = {index: float(reward) for index, (reward, _) in enumerate(summary) if reward is not None}
-    ascending = sorted(rewards, key=rewards.__getitem__)
+    ascending = sorted(rewards, key=rewards.__getitem__) if len(set(rewards.values())) > 1 else []
     worst = _one_per_prompt(ascending, prompts, NUM_WORST)
     best = _one_per_prompt([index for index in reversed(ascending) if index not in worst], prompts, NUM_BEST)
     rest = [index for index in range(len(summary)) if index not in {*best, *worst}]
@@ -197,20 +278,30 @@ def _one_per_prompt(ordered: Iterable[int], prompts: Sequence[Any], count: int) 
     return list(first.values())
 
 
+_ENDS = {"stop": "ended by itself", "length": "cut off", "abort": "aborted"}
+"""Finish reasons, in words."""
+
+
 def _sample(record: Record) -> str:
     correct = {True: ["correct"], False: ["not correct"]}.get(record.get("correct", ""), [])
     facts = [
         f"prompt {record.get('prompt_idx')}, sample {record.get('sample_idx')}",
         f"reward {_shown(record.get('reward'))}",
         *correct,
-        f"{record.get('num_tokens')} tokens, ended by {record.get('finish_reason')}",
+        *([f"advantage {_shown(record['advantage'])}"] if record.get("advantage") is not None else []),
+        f"{record.get('num_tokens')} tokens, {_ENDS.get(record.get('finish_reason', ''), 'end unknown')}",
         *(f"{name} {_shown(value)}" for name, value in (record.get("scores") or {}).items()),
     ]
-    truths = record.get("ground_truth") or []
+    known = [("ground truth", truths)] if (truths := record.get("ground_truth")) else []
+    known += list((record.get("columns") or {}).items())
+    labels = [
+        f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}" for name, value in known
+    ]
     return (
         f"<div class='sample'><div class='note'>{_text('; '.join(facts))}</div>"
         f"<pre>{_text(record.get('prompt', ''))}</pre><pre>{_text(record.get('completion', ''))}</pre>"
-        f"<div class='note'>ground truth: {_text(json.dumps(truths, ensure_ascii=False))}</div></div>"
+        + "".join(f"<div class='note'>{_text(label)}</div>" for label in labels)
+        + "</div>"
     )
 
 

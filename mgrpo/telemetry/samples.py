@@ -1,4 +1,4 @@
-"""Completions of a run as JSONL: all of each evaluation, and on request all that training sampled.
+"""Completions of a run as JSONL: all of each evaluation, some that training sampled, and on request all of those.
 
 Rank 0 owns these files. As with metrics, a run never adds to another run's files: those are renamed first. A run that
 continues from a checkpoint removes the samples of later steps, which it repeats. A file has up to `SHARD_LINES` lines.
@@ -16,10 +16,19 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mgrpo.telemetry.files import move_aside, write_whole
 from mgrpo.types import Completion, Prompt, Score, ScoredGroup
 
 SHARD_LINES = 10_000
+TRAIN_SAMPLES = "train_samples.jsonl"
+NUM_SHOWN, NUM_SHOWN_STEPS = 8, 20
+"""Completions of a training step that are kept to be read, and of about how many steps."""
+COLUMN_CHARACTERS = 2000
+"""Of a row's own columns, each."""
+_LABEL_COLUMNS = {"messages", "prompt", "dataset", "ground_truth"}
+"""Columns that are in a record under another name."""
 Record = dict[str, Any]
 
 _MAX_DEPTH = 20
@@ -61,6 +70,40 @@ class EvaluationTables:
             written.add(path)
         for path in set(tables(self.folder)[step]) - written:
             path.unlink()
+
+
+class TrainSamples:
+    """A few completions that training sampled, to be read: `train_samples.jsonl` in `folder`.
+
+    One prompt's from the first step, the last, and about `NUM_SHOWN_STEPS` between them.
+
+    Args:
+        resumed_after: see `EvaluationTables`; lines of later steps are removed.
+    """
+
+    def __init__(self, folder: str | Path, total_steps: int, *, resumed_after: int | None = None) -> None:
+        self.path, self.total_steps = Path(folder) / TRAIN_SAMPLES, total_steps
+        if resumed_after is None:
+            move_aside([self.path])
+        elif self.path.exists():
+            write_whole(self.path, "".join(_lines_until(self.path, step=resumed_after)))
+
+    def write(
+        self,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        dropped: Sequence[ScoredGroup],
+        advantages: Sequence[float],
+    ) -> list[Record]:
+        """Add a training step, if it is one of those; what was added. See `Traces.write`."""
+        is_due = step in (1, self.total_steps) or step % max(1, self.total_steps // NUM_SHOWN_STEPS) == 0
+        if not is_due or not (groups or dropped):
+            return []
+        records = list(train_records(step, groups, dropped, advantages))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, default=str) + "\n" for record in records)
+        return records
 
 
 class Traces:
@@ -128,17 +171,30 @@ def evaluation_records(
                 "step": step,
                 "prompt_idx": prompt.id[1],
                 "sample_idx": sample,
-                "prompt": prompt.text,
-                "completion": completion.text,
-                **_labels(prompt, "verifiers"),
-                "scores": {name: _number(value) for name, value in score.parts.items() if name != "correct"},
-                "reward": _number(score.reward),
+                **_readable(prompt, completion, score),
                 "correct": None if correct is None else bool(correct[number][sample]),
-                "finish_reason": completion.finish_reason,
-                "num_tokens": len(completion.tokens),
-                "policy_version": _version(completion),
-                **({"extras": _extras(score)} if score.extras else {}),
             }
+
+
+def train_records(
+    step: int, groups: Sequence[ScoredGroup], dropped: Sequence[ScoredGroup], advantages: Sequence[float]
+) -> Iterator[Record]:
+    """Records of the group whose rewards differ most: its best and its worst completions, in their order."""
+    sampled = [*groups, *dropped]
+    spreads = [_spread(group.rewards) for group in sampled]
+    number = spreads.index(max(spreads))
+    scored = sampled[number]
+    first = sum(len(group.scores) for group in groups[:number])
+    order = sorted(range(len(scored.scores)), key=lambda index: scored.rewards[index])
+    for index in sorted({*order[: NUM_SHOWN // 2], *order[-NUM_SHOWN // 2 :]}):
+        prompt = scored.group.prompt
+        yield {
+            "step": step,
+            "prompt_idx": prompt.id[1],
+            "sample_idx": index,
+            **_readable(prompt, scored.group.completions[index], scored.scores[index]),
+            "advantage": _number(advantages[first + index]) if number < len(groups) else None,
+        }
 
 
 def trace_records(
@@ -205,6 +261,34 @@ def _lines_until(path: Path, *, step: int) -> list[str]:
                 break
             kept.append(line)
     return kept
+
+
+def _spread(rewards: np.ndarray) -> float:
+    known = rewards[~np.isnan(rewards)]
+    return float(np.ptp(known)) if known.size else -1.0
+
+
+def _readable(prompt: Prompt, completion: Completion, score: Score) -> Record:
+    """One completion for a human reader."""
+    columns = {name: _shortened(_plain(value)) for name, value in prompt.columns.items() if name not in _LABEL_COLUMNS}
+    return {
+        "prompt": prompt.text,
+        "completion": completion.text,
+        **_labels(prompt, "verifiers"),
+        **({"columns": columns} if columns else {}),
+        "scores": {name: _number(value) for name, value in score.parts.items() if name != "correct"},
+        "reward": _number(score.reward),
+        "finish_reason": completion.finish_reason,
+        "num_tokens": len(completion.tokens),
+        "policy_version": _version(completion),
+        **({"extras": _extras(score)} if score.extras else {}),
+    }
+
+
+def _shortened(value: object) -> object:
+    """The value, or the beginning of its text where that is long: a row may hold a whole book."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if len(text) <= COLUMN_CHARACTERS else f"{text[:COLUMN_CHARACTERS]} ..."
 
 
 def _pairs(scored: ScoredGroup) -> Iterator[tuple[Completion, Score]]:

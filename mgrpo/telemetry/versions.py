@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+
+
+def version_line() -> str:
+    """Versions of mgrpo, Python and the packages that a run needs."""
+    needed = ", ".join(f"{name} {_version(*names)}" for name, names in _NEEDED.items())
+    return f"mgrpo {_version('mgrpo')}, Python {platform.python_version()}, {needed}"
 
 
 def package_versions(*, is_extension_compiled: bool) -> str:

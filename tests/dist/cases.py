@@ -413,6 +413,7 @@ def run_out_of_room(model_dir: str, settings: dict[str, Any], groups: list) -> d
     """Exports and saves of a trainer after one step that fail, and what it says and keeps, on this rank."""
     from mgrpo.checkpoint import space
     from mgrpo.checkpoint.space import OutputError
+    from mgrpo.model_io.hf_export import export_bytes
     from mgrpo.run.lead import Stopped
 
     trainer = trainer_of(model_dir, settings, groups)
@@ -422,10 +423,10 @@ def run_out_of_room(model_dir: str, settings: dict[str, Any], groups: list) -> d
     trainer.done = 1
     found: dict[str, Any] = {}
 
-    def failing(name: str, action: Any, *, limited: bool = False, full: bool = False) -> None:
+    def failing(name: str, action: Any, *, limited: bool = False, free: int | None = None) -> None:
         disk_usage, patience, own = shutil.disk_usage, space.PATIENCE_S, resource.getrlimit(resource.RLIMIT_FSIZE)
-        if full:
-            shutil.disk_usage, space.PATIENCE_S = lambda path: SimpleNamespace(free=1000), 0.1
+        if free is not None:
+            shutil.disk_usage, space.PATIENCE_S = lambda path: SimpleNamespace(free=free), 0.1
         if limited:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, own[1]))
         try:
@@ -437,15 +438,17 @@ def run_out_of_room(model_dir: str, settings: dict[str, Any], groups: list) -> d
             resource.setrlimit(resource.RLIMIT_FSIZE, own)
 
     failing("export in the middle", trainer.export, limited=leads)
-    failing("export at the start", trainer.export, full=leads)
+    failing("export at the start", trainer.export, free=1000)
     failing("save in the middle", trainer.save, limited=not leads)
-    failing("save at the start", trainer.save, full=leads)
-    failing("neither", trainer.keep_state, full=True)
+    failing("save at the start", trainer.save, free=1000)
+    failing("neither", trainer.keep, free=1000)
     found["left"] = sorted(path.name for path in trainer.output_dir.rglob("*") if path.suffix != ".json")
     found["said"] = said[:]
     dist.barrier()
     umask = os.umask(0o027)
-    trainer.reporter.failure = "metrics cannot be written" if leads else ""
+    failing("the model only", trainer.keep, free=2 * export_bytes(learner.policy))
+    if leads:
+        trainer.reporter = type("Failing", (type(trainer.reporter),), {"failure": "metrics cannot be written"})()
     trainer._fit = lambda: trainer.lead.run(lambda: None) or _raise(Stopped())
     failing("the end", trainer.fit)
     found["exported"] = str(trainer.export())
@@ -482,6 +485,24 @@ def open_damaged(model_dir: str, settings: dict[str, Any], groups: list) -> list
 
 def _raise(err: Exception) -> None:
     raise err
+
+
+def broken_weights(model_dir: str, broken: str, settings: dict[str, Any], groups: list) -> list[str]:
+    """The errors of loading `broken`, and of a step with a learning rate that is far too high."""
+    from mgrpo.config import ConfigError
+
+    errors = []
+    try:
+        trainer_of(broken, settings, groups)
+    except ConfigError as err:
+        errors.append(str(err))
+    trainer = trainer_of(model_dir, settings | {"learning_rate": 1e30, "max_grad_norm": 0.0}, groups)
+    learned = trainer.learner.learn(trainer.source.next(1, 0).arrays, step=1)
+    try:
+        trainer.health.check(learned, 1)
+    except RuntimeError as err:
+        errors.append(str(err))
+    return errors
 
 
 def hidden_state(learner: Any) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mgrpo.types import ScoredGroup
 from tests import builders
@@ -180,6 +183,25 @@ def test_a_step_without_any_score_changes_nothing(run_ranks, model, tmp_path):
     assert ranks[0]["steps"] == 0
     start = dict(load_hf(model).named_parameters())
     assert all(torch.equal(p, start[name]) for name, p in load_hf(tmp_path / "hf").named_parameters())
+
+
+def test_weights_that_are_not_finite_end_the_run_on_every_rank(run_ranks, model, tmp_path):
+    """A broken or diverged model answers every prompt alike: all groups are filtered, and it is exported as if it were good."""
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    tensors = load_file(broken / "model.safetensors")
+    name = "model.layers.2.mlp.up_proj.weight"
+    tensors[name][-1, 0] = 3e38  # finite; only rank 1 of the two that share the matrix has it
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    settings = SETTINGS | {"tensor_model_parallel_size": 2, "output_dir": str(tmp_path / "out")}
+    ranks = run_ranks(
+        2, cases.broken_weights, model_dir=str(model), broken=str(broken), settings=settings, groups=scored_groups()
+    )
+    assert len(ranks) == 2
+    for loading, diverging in ranks:
+        assert f"model_name_or_path={broken}: {name} is not finite" in loading
+        assert "diverged" in diverging and "not finite after step 1; lower learning_rate=1e+30" in diverging
+        assert "there is no checkpoint" in diverging
 
 
 def test_weight_decay_spares_norms_and_biases(run_ranks, model):

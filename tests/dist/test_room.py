@@ -28,12 +28,15 @@ def test_a_full_disk_is_said_with_path_and_bytes_and_loses_no_more_than_it_must(
         assert found["save at the start"].startswith(
             f"the state of step 1 could not be saved in {out}/checkpoints/step_1: "
         )
-        assert found["neither"] == found["save at the start"]
+        assert found["neither"] == (found["save at the start"], False)
+        kept, is_state = found["the model only"]
+        assert kept.startswith("the state of step 1 could not be saved") and not is_state
+        assert kept.endswith(f"; the model of step 1 is in {out}/hf/step_1")
         assert found["left"] == ["checkpoints", "hf", "step_1"]
         assert found["modes"] == {"0o640"}
         assert found["exported"] == f"{out}/hf/step_1"
     assert ranks[0]["said"] == [
-        f"no room for the trained model: {needed}, but {out}/hf/step_1 has 1 kB free; waiting 0 minutes for room"
+        f"no room for the trained model: {needed}, but {out} has 1 kB free; waiting 0 minutes for room"
     ]
     kept = (
         f"the last good checkpoint is {out}/checkpoints/step_1, continue from it with --resume {out}/checkpoints/step_1"

@@ -19,7 +19,7 @@ class Run:
     """`torchrun examples/train_grpo.py` in a session of its own, output in a file.
 
     Args:
-        program: another one than the example, and words before its flags.
+        program: another one than the example, and words before its flags; none: `mgrpo train --nproc-per-node`.
     """
 
     def __init__(
@@ -28,14 +28,16 @@ class Run:
         flags: Sequence[str],
         *,
         ranks: int = 2,
-        program: Sequence[str] = ("examples/train_grpo.py",),
+        program: Sequence[str] | None = ("examples/train_grpo.py",),
     ) -> None:
         self.log = folder / "log.txt"
         self.output_dir = folder / "out"
+        launcher = (
+            ["mgrpo.cli", "train"] if program is None else ["torch.distributed.run", "--master-addr", "127.0.0.1"]
+        )
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1",
-            *program, "--config", "examples/configs/quickstart.yaml", "--output_dir", str(self.output_dir),
-            *flags,
+            sys.executable, "-m", *launcher, "--nproc-per-node", str(ranks), *(program or ()),
+            "--config", "examples/configs/quickstart.yaml", "--output_dir", str(self.output_dir), *flags,
         ]  # fmt: skip
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         self.process = subprocess.Popen(
@@ -74,7 +76,7 @@ class Run:
         if kind == "torchrun":
             return family[0]
         if kind.startswith("rank"):
-            learners = [p for p in family if p.ppid() == self.process.pid and "train_grpo" in " ".join(p.cmdline())]
+            learners = [p for p in family if p.ppid() == self.process.pid]
             return next(p for p in learners if p.environ().get("RANK") == kind.split()[1])
         words = {
             "engine core": "VLLM::EngineCore",

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -185,7 +186,7 @@ def fleet(tmp_path_factory):
     values = {
         "model_name_or_path": str(ROOT / "examples/quickstart/model"),
         "model_dtype": "float32",
-        "max_prompt_token_length": 8,
+        "max_prompt_token_length": 40,
         "response_length": 8,
         "stop_strings": ["1"],
         "output_dir": str(tmp_path_factory.mktemp("engine")),
@@ -272,6 +273,16 @@ def test_a_prompts_samples_do_not_depend_on_its_neighbours(fleet, tokenizer):
         whole[4 * n : 4 * n + 4] for n in range(len(asked))
     ]
     assert sample(fleet, asked[5:7], stop_strings=("1",)) == whole[20:28]
+
+
+def test_seeded_prompts_beyond_one_batch_of_tokens_are_read_whole(fleet, tokenizer):
+    """A prompt that is cut at the end of a batch would have its generator moved back, which ends an engine on a CPU."""
+    short = prompts(tokenizer)
+    asked = [replace(prompt, tokens=np.resize(prompt.tokens, 39), id=(1, prompt.id[1])) for prompt in short * 2]
+    assert 4 * 39 * len(asked) > 4096
+    samples = sample(fleet, asked, stop_strings=("1",))
+    assert len(samples) == 4 * len(asked)
+    assert samples[: 4 * len(short)] == samples[4 * len(short) :]
 
 
 def test_an_engine_without_learners_samples_a_stream_of_its_own(fleet, tokenizer):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from mgrpo.telemetry.alerts import HALF_UNSCORED, MOST, PATIENCE, REPEAT_AFTER
 from mgrpo.telemetry.batch import LENGTH_BINS, MAGNITUDES, RATE_BINS
 from tools.docs.markdown import table
 
@@ -68,7 +69,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         alias("global_step", OI, "episode"),
         alias("training_step", OI, "step"),
         not_yet("epoch", OI, "the sampler's epoch is not reported; Open Instruct: episode / samples / rows of the dataset"),
-        logged("lr", OI, "1", "learning rate of the step's last update"),
+        logged("lr", OI, "1", "learning rate of the step's last update; of the next one where it had none"),
         logged("optim/grad_norm", OI, "1", "norm of the whole gradient of the step's last update, before clipping"),
         logged("optim/steps", OWN, "count", "updates of the step; a mini-batch without a trained token has none"),
         logged("optim/skipped_steps", OWN, "count", "of these, skipped because the gradient was not finite"),
@@ -229,6 +230,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         alias("time/weight_sync", OI, "time/sync"),
         alias("weight_sync_time_s", TRL, "time/sync"),
         logged("time/eval", OWN, "s", "generation for held-out prompts"),
+        logged("time/unix", OWN, "s", "when the line was written, since 1970 (UTC)"),
         *(not_yet(f"time/weight_sync_{which}", OI, "the sync of all engines is timed as one") for which in ("mean", "min", "max", "median")),
         not_yet("time/saving", OI, "exports are not timed"),
         not_yet("time/health_check", OI, "there is no health check between steps"),
@@ -314,6 +316,25 @@ Averages of the loss are over trained tokens: sums and counts are added over mic
 once, so that no number depends on the layout. Rewards, lengths and batches are computed once, on rank 0. A completion without
 a score is in no mean of rewards. What cannot be measured is `null`. Clock readings have the unit s or tokens/s; everything else
 is the same when a run is repeated.
+
+## Warnings
+
+A run prints a warning, which `report.html` repeats, when one of these has lasted for {PATIENCE} steps, and again every {REPEAT_AFTER}. A run
+whose steps all had nothing to learn from writes everything, and then ends with exit code 1.
+
+| metric | warning when | likely causes |
+|---|---|---|
+| `frac_reward_zero_std` | 1: all rewards of each group are equal | data too hard or too easy; a verifier that expects another form; a constant reward; a low temperature |
+| `val/no_score_rate` | {HALF_UNSCORED:g} or more | reward functions that return NaN or None; a verifier that fails |
+| `objective/{{verifier}}_error_rate` | 1: it scored nothing | its service, its time-out, the form of the ground truths |
+| `completions/clipped_ratio` | {MOST:g} or more: almost all are cut off | `response_length` too small; an end token that is not among the stop tokens |
+| `completions/max_length` | 1: all are empty | a chat template that does not suit the model |
+| `optim/steps`, `optim/grad_norm` | 0 | no advantage, or no trained token |
+
+Weights that are not finite, when they are loaded or after a step, and log-probabilities of an engine that are not, end the run; the error names
+the tensor and the last checkpoint.
+
+## Histograms
 
 Histograms are lists of counts, never more than 16:
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 _BLOCK = re.compile(r"```(?:python)?(.*?)```", re.DOTALL)
 _SPACE = re.compile(r"\s")
 _CONNECTIONS = 100
+# A test's result and runtime in a reply, with white space; and what else may stand in one.
+_VERDICT_BYTES = 128
+_REPLY_BYTES = 2**16
 _PAUSES_S = (0.3, 0.6, 1.2)
 _PASSING_TROUBLE = (500, 502, 503, 504)
 
@@ -75,14 +79,15 @@ class Code(RemoteVerifier):
         if not _is_source(program):
             return 0.0
         limit_s = self.settings.code_max_execution_time
-        verdicts = await self._ask({"program": program, "tests": tests, "max_execution_time": limit_s})
-        passed, runtimes = _read(verdicts, len(tests))
+        question = {"program": program, "tests": tests, "max_execution_time": limit_s}
+        verdicts = await self._ask(question, _REPLY_BYTES + len(tests) * _VERDICT_BYTES)
+        passed, runtimes = _read(verdicts, len(tests), limit_s)
         self._judged["tests"] += len(tests)
         self._judged["tests_in_process"] += _num_in_process(verdicts)
         if sum(passed) / len(passed) < self.settings.code_pass_rate_reward_threshold:
             return 0.0
         if self.settings.code_apply_perf_penalty:
-            passed = [ok * (limit_s - runtime) / limit_s for ok, runtime in zip(passed, runtimes, strict=True)]
+            passed = [ok * max(limit_s - runtime, 0) / limit_s for ok, runtime in zip(passed, runtimes, strict=True)]
         return sum(passed) / len(passed)
 
     def tests(self, label: object) -> list:
@@ -112,26 +117,40 @@ class Code(RemoteVerifier):
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         return httpx.AsyncClient(base_url="http://sandbox", transport=transport, timeout=None)
 
-    async def _ask(self, question: dict) -> object:
+    async def _ask(self, question: dict, most_bytes: int) -> object:
         """The service's answer. A busy or broken service is asked again, one that refuses or takes too long is not."""
         import httpx
 
         content = json.dumps(question).encode()
         for pause_s in (*_PAUSES_S, None):
             try:
-                response = await self._client.post(
-                    self.path, content=content, headers={"Content-Type": "application/json"}
-                )
+                status, text = await self._post(content, most_bytes)
             except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout):
                 if pause_s is None:
                     raise
             else:
-                if response.is_success:
-                    return response.json()
-                if pause_s is None or response.status_code not in _PASSING_TROUBLE:
-                    raise RuntimeError(f"{response.url} answered {response.status_code}: {response.text[:300]}")
+                if 200 <= status < 300:
+                    return json.loads(text)
+                if pause_s is None or status not in _PASSING_TROUBLE:
+                    raise RuntimeError(f"{self._client.base_url}{self.path} answered {status}: {text[:300]}")
             await asyncio.sleep(pause_s)
         raise AssertionError("the last try returns or raises")
+
+    async def _post(self, content: bytes, most_bytes: int) -> tuple[int, str]:
+        """Status and text of the reply; ValueError for one that is compressed or longer than `most_bytes`."""
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        async with self._client.stream("POST", self.path, content=content, headers=headers) as response:
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding != "identity":
+                raise ValueError(
+                    f"{response.url} answered with Content-Encoding={encoding}; it was asked for plain text"
+                )
+            reply = bytearray()
+            async for chunk in response.aiter_raw():
+                reply += chunk
+                if len(reply) > most_bytes:
+                    raise ValueError(f"{response.url} answered with more than {most_bytes} bytes")
+        return response.status_code, reply.decode("utf-8", "replace")
 
 
 class CodeStdio(Code):
@@ -194,11 +213,13 @@ def _is_source(program: str) -> bool:
     return True
 
 
-def _read(verdicts: object, num_tests: int) -> tuple[Sequence[float], Sequence[float]]:
-    """Results and runtimes; ValueError where they are not one for each test."""
+def _read(verdicts: object, num_tests: int, limit_s: float) -> tuple[Sequence[float], Sequence[float]]:
+    """Results and runtimes; ValueError where they are not one for each test, or not what a service can have found."""
     if isinstance(verdicts, dict):
         passes, runtimes = verdicts.get("results"), verdicts.get("runtimes")
         if isinstance(passes, list) and isinstance(runtimes, list) and len(passes) == len(runtimes) == num_tests:
+            for index, (passed, runtime) in enumerate(zip(passes, runtimes, strict=True)):
+                _check(index, passed, runtime, limit_s)
             return passes, runtimes
     raise ValueError(f"the code service answered {shown(verdicts)} to {num_tests} tests")
 
@@ -207,3 +228,14 @@ def _num_in_process(verdicts: object) -> int:
     """Tests that the program's own process has decided; 0 where the service does not say."""
     told = verdicts.get("in_process") if isinstance(verdicts, dict) else None
     return told.count(1) if isinstance(told, list) else 0
+
+
+def _check(index: int, passed: object, runtime: object, limit_s: float) -> None:
+    """A test that did not pass may have the runtime -1. Services round the limit of a stdio test up to whole seconds."""
+    most_s = math.ceil(limit_s)
+    is_measured = isinstance(runtime, int | float) and 0 <= runtime <= most_s
+    if passed not in (0, 1) or not (is_measured or (runtime == -1 and not passed)):
+        raise ValueError(
+            f"the code service answered result {shown(passed)} and runtime {shown(runtime)} for test {index}; expected "
+            f"0 or 1, and 0 to {most_s} s (-1 for a test that did not pass)"
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+import socket
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,8 @@ from mgrpo.config.schema import Config
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that vLLM's CPU kernels know; with another it starts, and dies at the first prompt."""
+CONNECT_S = 5.0
+"""How long another machine may take to answer."""
 
 
 def serving_gpus() -> list[str]:
@@ -37,7 +40,7 @@ def serving_gpus() -> list[str]:
 def machine_problems(config: Config, *, num_local_learners: int, head_dim: int) -> list[str]:
     """What keeps this machine from running the configuration, one sentence each."""
     gpus, settings = serving_gpus(), config.engine
-    found = []
+    found = address_problems(settings.ray_address)
     if config.parallel.use_precision_aware_optimizer and find_spec("transformer_engine") is None:
         found.append(
             "use_precision_aware_optimizer=true needs Transformer Engine, which is not installed; "
@@ -58,6 +61,21 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int) 
             "start fewer learners or engines"
         )
     return found
+
+
+def address_problems(address: str | None) -> list[str]:
+    """Why no Ray cluster can be at `HOST:PORT`; Ray itself would try for minutes. Other forms are left to Ray."""
+    host, colon, port = (address or "").rpartition(":")
+    if not colon or not port.isdecimal() or "/" in host:
+        return []
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as err:
+        return [
+            f"ray_address={address}: no Ray cluster answers there ({err}); start one on that machine with `ray start --head "
+            f"--port {port}`, correct the address, or leave ray_address out to start one on this machine"
+        ]
+    return []
 
 
 def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
@@ -91,6 +109,10 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
             # Inside Ray vLLM would choose Ray, which it cannot use on a CPU.
             args["distributed_executor_backend"] = "mp"
         args["max_num_batched_tokens"] = max(4096, args["max_model_len"])
+        if stop_strings:
+            # Every prompt has its own seed then, see `prompt_seeds`. After a part of a prompt vLLM moves the generator of its
+            # row back, which a CPU generator cannot do: read prompts whole. The longest fits into a batch, see above.
+            args["enable_chunked_prefill"] = False
         # Blocks of 32, 64, 96 or 128 tokens: attention computes whole blocks, so short contexts want small ones.
         args["block_size"] = min(-(-args["max_model_len"] // 32) * 32, 128)
     return args

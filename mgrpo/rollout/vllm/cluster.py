@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import signal
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from mgrpo.config.schema import Config
+from mgrpo.config import Config, ConfigError
 from mgrpo.rollout.vllm.arguments import engine_args, engine_environment, serving_gpus
+from mgrpo.rollout.vllm.keeper import Keeper
 from mgrpo.rollout.vllm.ray_engine import RayEngine
 
 _LAUNCHER_VARIABLES = (
@@ -43,32 +41,48 @@ class Cluster:
     def __init__(self, config: Config, *, num_local_learners: int) -> None:
         self.settings = config.engine
         self.owned = self.settings.ray_address is None
-        self.folder: str | None = None
+        self.keeper = Keeper() if self.owned else None
         self.engines: list[RayEngine] = []
+        self.on_failure: Callable[[str], None] = lambda reason: None
+        """Called from a thread when Ray itself has failed."""
         self.output_dir = Path(config.experiment.output_dir)
         gpus = serving_gpus()
         self.on_gpu = bool(gpus)
         free = gpus[num_local_learners:] if self.owned else gpus
-        self._reaper: subprocess.Popen | None = None
         try:
             with _without_launcher_variables(), _sigterm_blocked():
-                self.ray = self._start_ray(free)
+                self.ray = self._start_ray(self.keeper, free) if self.keeper else self._join_ray()
                 self.start_engines(config)
+                if self.keeper:
+                    self.keeper.watch(self._fail)
         except BaseException:
             self.close()
             raise
 
-    def _start_ray(self, gpus: list[str]) -> Any:
-        if not self.owned:
-            import ray
+    def _join_ray(self) -> Any:
+        # Ray reads it when it is imported: tries of a second each.
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")
+        import ray
+        from ray.exceptions import AuthenticationError
 
-            ray.init(address=self.settings.ray_address, namespace="mgrpo", log_to_driver=False)
-            return ray
-        # Unix socket paths are short, so the folder's path must also be short.
-        folder = self.folder = tempfile.mkdtemp(prefix="mgrpo-", dir="/tmp")
-        self._reaper = subprocess.Popen(
-            [sys.executable, "-m", "mgrpo.rollout.vllm.reaper", folder], stdin=subprocess.PIPE, start_new_session=True
-        )
+        address = self.settings.ray_address
+        with tempfile.TemporaryFile() as printed:
+            try:
+                with _printing_to(printed):
+                    ray.init(address=address, namespace="mgrpo", log_to_driver=False, logging_level="ERROR")
+            except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as err:
+                printed.seek(0)
+                reason = str(err).strip().splitlines()[0]
+                remedy = "the versions of Ray and Python must be the same on all machines"
+                if isinstance(err, AuthenticationError) or b"AuthToken" in printed.read():
+                    reason = "its token is missing here, or is a different one"
+                    remedy = (
+                        "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=TOKEN (or RAY_AUTH_TOKEN_PATH=FILE) here as there"
+                    )
+                raise ConfigError([f"ray_address={address}: the cluster cannot be joined: {reason}; {remedy}"]) from err
+        return ray
+
+    def _start_ray(self, keeper: Keeper, gpus: list[str]) -> Any:
         # Ray reads these when it is imported.
         os.environ.update(
             RAY_USAGE_STATS_ENABLED="0",
@@ -88,7 +102,8 @@ class Cluster:
         )
         import ray
 
-        with _visible_gpus(gpus):
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+        with _environment({**keeper.mark, **visible}):
             ray.init(
                 address="local",
                 namespace="mgrpo",
@@ -99,7 +114,7 @@ class Cluster:
                 log_to_driver=False,
                 logging_level="ERROR",
                 _node_ip_address="127.0.0.1",
-                _temp_dir=folder,
+                _temp_dir=keeper.ray_folder,
             )
         return ray
 
@@ -120,6 +135,8 @@ class Cluster:
             )
         remote = self.ray.remote(EngineActor)
         environment = engine_environment(config, on_gpu=self.on_gpu, is_local=self.owned)
+        if self.keeper:
+            environment["TMPDIR"] = self.keeper.scratch
         args = engine_args(config, on_gpu=self.on_gpu)
         for number in range(count):
             actor = remote.options(
@@ -129,18 +146,17 @@ class Cluster:
                 runtime_env={"env_vars": environment},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
             ).remote()
-            self.engines.append(RayEngine(actor, actor.start.remote(args)))
+            failure = self.keeper.failure if self.keeper else lambda: None
+            self.engines.append(RayEngine(actor, actor.start.remote(args), cluster_failure=failure))
 
     def keep_logs(self) -> str:
-        """Copy what the engines' processes printed into the run's folder, which outlives Ray's; a clause that says where."""
-        logs = sorted(Path(self.folder).glob("session_latest/logs/worker-*.*")) if self.folder else []
-        if not logs:
-            return ""
-        kept = self.output_dir / "engine_logs"
-        kept.mkdir(parents=True, exist_ok=True)
-        for log in logs:
-            shutil.copy(log, kept)
-        return f"; what the engines printed is in {kept}"
+        """Copy what the engines' processes printed into the run's folder, which outlives Ray's; a clause about it."""
+        return self.keeper.keep_logs(self.output_dir / "engine_logs") if self.keeper else ""
+
+    def _fail(self, reason: str) -> None:
+        for engine in self.engines:
+            engine.fail(reason)
+        self.on_failure(reason)
 
     def close(self) -> None:
         """End engines and Ray. The reaper ends what survives, such as a hung process or all of it when rank 0 is killed."""
@@ -152,24 +168,34 @@ class Cluster:
             # Ray has set SIGTERM to its default, which would cut the rest of the clean-up short.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
             self.ray = None
-        if self._reaper is not None and self._reaper.stdin is not None:
-            self._reaper.stdin.close()
-            self._reaper = None
+        if self.keeper is not None:
+            self.keeper.close()
 
 
 @contextmanager
-def _visible_gpus(gpus: list[str]) -> Iterator[None]:
-    """Processes that are started within see these GPUs only; without any, what is visible stays as it is."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+def _printing_to(file: IO[bytes]) -> Iterator[None]:
+    """What Ray's C++ part prints to standard error goes to `file`."""
+    before = os.dup(2)
+    os.dup2(file.fileno(), 2)
     try:
         yield
     finally:
-        if gpus:
-            os.environ.pop("CUDA_VISIBLE_DEVICES")
-            if before is not None:
-                os.environ["CUDA_VISIBLE_DEVICES"] = before
+        os.dup2(before, 2)
+        os.close(before)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Processes that are started within have these variables; this one keeps its own."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol, TypeVar
 
@@ -39,14 +39,22 @@ class ActorHandle(Protocol):
 class RayEngine:
     """The caller's end of one `EngineActor`."""
 
-    def __init__(self, actor: ActorHandle, starting: Reference[None]) -> None:
+    def __init__(
+        self,
+        actor: ActorHandle,
+        starting: Reference[None],
+        *,
+        cluster_failure: Callable[[], str | None] = lambda: None,
+    ) -> None:
         """
         Args:
             starting: the result of the actor's `start`.
+            cluster_failure: what has happened to Ray itself, whose end an engine's error would only follow from.
         """
-        self.actor = actor
+        self.actor, self.cluster_failure = actor, cluster_failure
         self.pending: set[Future[Any]] = set()
-        self.is_closed = False
+        self.refusal: str | None = None
+        """Why the actor must not be called any more."""
         self.lock = threading.Lock()
         """Held while the actor is called or the engine closed: a call after that would start a Ray cluster of its own."""
         self.ready: Future[None] = self._answer(starting)
@@ -75,22 +83,28 @@ class RayEngine:
         """See `Engine`."""
         return self._call(self.actor.seed, seed)
 
+    def fail(self, reason: str) -> None:
+        """Ray may never answer again: what waits fails, and so does every later call."""
+        with self.lock:
+            self.refusal = self.refusal or reason
+        for answer in list(self.pending):
+            self._settle(answer, EngineError(reason))
+
     def close(self) -> None:
         """Kill the actor and its processes; what has not been answered fails, because Ray may never answer it."""
         import ray
 
         with self.lock:
-            self.is_closed = True
+            self.refusal = self.refusal or "the engine was closed"
             ray.kill(self.actor)
-        for answer in list(self.pending):
-            self._settle(answer, EngineError("the engine was closed"))
+        self.fail(self.refusal)
 
     def _call(self, method: Remote[T], *args: object) -> Future[T]:
         with self.lock:
-            if not self.is_closed:
+            if self.refusal is None:
                 return self._answer(method.remote(*args))
         refused: Future[T] = Future()
-        refused.set_exception(EngineError("the engine was closed"))
+        refused.set_exception(EngineError(self.refusal))
         return refused
 
     def _answer(self, reference: Reference[T]) -> Future[T]:
@@ -100,14 +114,15 @@ class RayEngine:
 
         def done(call: Future[T]) -> None:
             err = call.exception()
-            self._settle(answer, call.result() if err is None else EngineError(_cause(err)))
+            failed = err is not None and EngineError(self.cluster_failure() or _cause(err))
+            self._settle(answer, failed or call.result())
 
         reference.future().add_done_callback(done)
         return answer
 
     def _settle(self, answer: Future[Any], result: Any) -> None:
         self.pending.discard(answer)
-        # The answer and the closing may come at once, from two threads.
+        # The answer and the failure may come at once, from two threads.
         with contextlib.suppress(InvalidStateError):
             if isinstance(result, EngineError):
                 answer.set_exception(result)

@@ -12,45 +12,44 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Container
 from pathlib import Path
 
+MARK = "MGRPO_CLUSTER"
+"""Variable in the environment of every process of a cluster, which all that they start inherit: its folder."""
 GRACE_S = 2.0
 LIMIT_S = 30.0
 
 
-def processes_of(folder: str, spared: Container[int] = ()) -> list[int]:
-    """Processes that name the cluster's folder in their command line or hold a file in it open (Ray renames its agents)."""
+def processes_of(folder: str) -> list[int]:
+    """Processes that were started with the folder's mark; what a user looks into the folder with does not count."""
+    mark = f"\0{MARK}={folder}\0".encode()
     return [
         int(entry.name)
         for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and int(entry.name) not in spared and _belongs(entry, folder)
+        if entry.name.isdigit() and mark in b"\0" + _environment(entry) + b"\0"
     ]
 
 
-def _belongs(process: Path, folder: str) -> bool:
+def _environment(process: Path) -> bytes:
+    """As it was when the process was started."""
     try:
-        if folder.encode() in (process / "cmdline").read_bytes():
-            return True
-        return any(os.readlink(link).startswith(folder) for link in (process / "fd").iterdir())
+        return (process / "environ").read_bytes()
     except OSError:
-        return False  # it ended while we looked, or is not ours
+        return b""  # it ended while we looked, or is not ours
 
 
 def main() -> None:
     """Wait for the end of input, then kill what is left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = sys.argv[1]
-    # After a clean end the parent goes on, perhaps with a log of the cluster still open.
-    spared = {os.getpid(), os.getppid()}
     sys.stdin.buffer.read()
     deadline = time.monotonic() + LIMIT_S
-    time.sleep(GRACE_S)
-    while (left := processes_of(folder, spared)) and time.monotonic() < deadline:
-        for pid in left:
+    grace = time.monotonic() + GRACE_S
+    while (left := processes_of(folder)) and time.monotonic() < deadline:
+        for pid in left if time.monotonic() > grace else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.2)
+        time.sleep(0.1)
     shutil.rmtree(folder, ignore_errors=True)
 
 

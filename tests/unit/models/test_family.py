@@ -255,5 +255,5 @@ def test_all_reasons_come_at_once():
 
 def test_missing_folder_is_named(tmp_path):
     """The most frequent mistake of all."""
-    with pytest.raises(ValueError, match=r"nowhere has no config\.json"):
+    with pytest.raises(ValueError, match=r"nowhere is not a folder"):
         read_hf_config(tmp_path / "nowhere")

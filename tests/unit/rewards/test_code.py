@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import math
 import threading
@@ -18,6 +19,7 @@ from mgrpo.rewards.remote import RemoteScorer
 from mgrpo.rewards.verifier import Answer
 from mgrpo.rewards.verifiers import code
 from mgrpo.rewards.verifiers.code import Code, CodeStdio, extract_program, service_url
+from tests.namespaces import skip_without_namespaces
 
 ASSERTS = ["assert f(1) == 2", "assert f(2) == 3", "assert f(3) == 4", "assert f(4) == 5"]
 STDIO = [{"input": "1", "output": "2"}]
@@ -28,6 +30,7 @@ class Service:
     """A scripted code service: gives its answers in turn, the last one for ever, and keeps what it was asked."""
 
     url: str = ""
+    encoding: str = ""
     answers: list[tuple[int, object]] = field(default_factory=list)
     asked: list[tuple[str, dict]] = field(default_factory=list)
 
@@ -46,6 +49,9 @@ def service() -> Iterator[Service]:
                 return
             text = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
             self.send_response(status)
+            if script.encoding:
+                text = gzip.compress(text)
+                self.send_header("Content-Encoding", script.encoding)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
@@ -217,6 +223,17 @@ def test_a_service_in_trouble_is_asked_again(trouble, service):
         ((200, {"results": [], "runtimes": []}), 1),
         ((200, {"results": [1, 1], "runtimes": [0.1, 0.1]}), 1),
         ((200, [1, 1, 1, 1]), 1),
+        (answer([1, 1, 1, 1000000]), 1),
+        (answer([1, 1, 1, -1]), 1),
+        (answer([1, 1, 1, 0.5]), 1),
+        (answer([1, 1, 1, "1"]), 1),
+        (answer([1, 1, 1, float("nan")]), 1),
+        (answer([1, 1, 1, 1], [0.1, 0.1, 0.1, -1e9]), 1),
+        (answer([1, 1, 1, 1], [0.1, 0.1, 0.1, -1]), 1),
+        (answer([1, 1, 1, 0], [0.1, 0.1, 0.1, 1e300]), 1),
+        (answer([1, 1, 1, 1], [0.1, 0.1, 0.1, float("nan")]), 1),
+        (answer([1, 1, 1, 1], [0.1, 0.1, 0.1, None]), 1),
+        ((200, json.dumps(answer([1, 1, 1, 1])[1]) + " " * 100_000), 1),
     ],
 )
 def test_a_failure_of_the_service_is_no_score(reply, num_asked, service):
@@ -225,6 +242,13 @@ def test_a_failure_of_the_service_is_no_score(reply, num_asked, service):
     with pytest.raises((RuntimeError, ValueError)):
         score(Code, "x", ASSERTS, Reward(code_api_url=service.url))
     assert len(service.asked) == num_asked
+
+
+def test_a_compressed_reply_is_refused(service):
+    """Unpacked, a few hundred kilobytes became gigabytes in the process that trains."""
+    service.answers, service.encoding = [answer([1, 1, 1, 1])], "gzip"
+    with pytest.raises(ValueError, match="Content-Encoding=gzip"):
+        score(Code, "x", ASSERTS, Reward(code_api_url=service.url))
 
 
 def test_a_service_that_is_not_there_is_no_score():
@@ -254,11 +278,8 @@ def test_a_program_that_cannot_be_sent_is_wrong(service):
 def test_without_an_address_programs_run_here():
     """The quickest start: no service to set up, the same verdicts."""
     plenty = {"code_max_execution_time": 20.0, "code_sandbox_memory_mb": 256}
-    try:
-        right = verify("code", "```python\ndef f(x): return x + 1 if x < 4 else 0\n```", ASSERTS, **plenty)
-    except ValueError as err:
-        pytest.skip(str(err))
-    assert right == 0.75
+    skip_without_namespaces()
+    assert verify("code", "```python\ndef f(x): return x + 1 if x < 4 else 0\n```", ASSERTS, **plenty) == 0.75
     assert verify("code", "\x00", ASSERTS, **plenty) == verify("code", "", ASSERTS, **plenty) == 0.0
     assert verify("code_stdio", "print(int(input()) + 1)", json.dumps(STDIO), **plenty) == 1.0
     assert math.isnan(verify("code_stdio", "print(1)", "no tests", **plenty))

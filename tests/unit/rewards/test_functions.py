@@ -259,6 +259,7 @@ def test_what_cannot_be_called_by_keyword_is_refused_before_the_start(function: 
         ([1j, 1.0], "1j for completion 0"),
         ([1.0, math.inf], "inf for completion 1"),
         ([10**400, 1.0], "10000000000.* for completion 0"),
+        ([0.0, -1e300], r"-1e\+300 for completion 1; .* of at most 1e\+100"),
     ],
 )
 def test_what_is_not_one_number_each_is_refused(returned: object, found: str) -> None:
@@ -449,3 +450,26 @@ def test_nothing_to_score_calls_no_function() -> None:
     assert score_with_functions([], [_returning(None)]).groups == []
     empty = replace(_group("a"), completions=())
     assert score_with_functions([empty], [_returning(None)]).groups[0].scores == ()
+
+
+def test_a_function_that_takes_too_long_is_named() -> None:
+    """An endless loop would otherwise keep the whole run waiting; the next batch must not wait behind it."""
+    released = threading.Event()
+
+    def forever(completions: list[str], **_: object) -> list[float]:
+        released.wait()
+        return [0.0] * len(completions)
+
+    async def for_long(completions: list[str], **_: object) -> list[float]:
+        await asyncio.sleep(600)
+        return [0.0] * len(completions)
+
+    for function in (forever, for_long):
+        name = function.__name__
+        with pytest.raises(
+            RuntimeError, match=f"^reward function {name} .* within reward_funcs_timeout=0.2 s; raise it"
+        ):
+            score_with_functions([_group("5")], [function], timeout_s=0.2)
+    batch = score_with_functions([_group("5")], [_returning([1.0])], timeout_s=20)
+    assert batch.groups[0].scores[0].reward == 1.0
+    released.set()

@@ -17,6 +17,7 @@ from mgrpo.config.schema import Reward
 from mgrpo.rewards.catalog import find, known_verifiers
 from mgrpo.rewards.scorer import Scorer, is_remote
 from tests.hostile_answers import INJECTIONS, PROGRAMS, TEXTS
+from tests.namespaces import skip_without_namespaces
 from tests.processes import processes_with
 from tests.unit.rewards.items import item
 
@@ -85,6 +86,7 @@ def test_no_text_breaks_a_verifier(name: str, marker: str) -> None:
 @pytest.mark.parametrize("name", ["code", "code_stdio"])
 def test_no_program_breaks_out(name: str, marker: str) -> None:
     """A program that a model wrote runs on the machine of the run."""
+    skip_without_namespaces()
     tests = ["assert False"] if name == "code" else [{"input": "", "output": "the right answer"}]
     texts = {key: f"```python\n{program}\n```" for key, program in PROGRAMS.items()}
     with nothing_left(marker):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from mgrpo.config import from_values
@@ -62,3 +64,15 @@ def test_all_that_a_machine_lacks_is_said_at_once(monkeypatch):
     config = from_values({"use_precision_aware_optimizer": True})
     sentences = arguments.machine_problems(config, num_local_learners=1, head_dim=48)
     assert len(sentences) == 2 and "head_dim=48 is not served" in sentences[1]
+
+
+def test_an_address_where_no_ray_cluster_answers_is_a_problem_of_the_configuration():
+    """Ray tries for minutes, and says in the end that it could not connect to another address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert arguments.address_problems(f"127.0.0.1:{port}") == []
+    (sentence,) = arguments.address_problems(f"127.0.0.1:{port}")
+    assert f"ray_address=127.0.0.1:{port}: no Ray cluster answers there" in sentence and "ray start --head" in sentence
+    (sentence,) = arguments.address_problems("no-such-host.invalid:6379")
+    assert "no-such-host.invalid:6379" in sentence
+    assert arguments.address_problems(None) == arguments.address_problems("auto") == []

@@ -8,7 +8,7 @@ import pytest
 from mgrpo.config import from_values
 from mgrpo.rollout.collect import EVALUATION
 from mgrpo.rollout.dispatch import Dispatcher, prompt_seeds
-from mgrpo.rollout.engine import EngineError
+from mgrpo.rollout.engine import EngineError, NotFiniteError
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.types import Prompt
 from tests.builders import prompt
@@ -51,6 +51,29 @@ def test_an_aborted_batch_is_an_error() -> None:
     own.fleet.abort()
     with pytest.raises(EngineError, match="aborted"):
         own.take(submitted)
+
+
+class BrokenEngine(ScriptedEngine):
+    """Its second token has a log-probability that is not finite."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def _echo(self, batch):
+        answer = super()._echo(batch)
+        answer["logprobs"][1] = self.value
+        return answer
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_what_broken_weights_sample_is_refused(value: float) -> None:
+    """A diverged policy gives each prompt equal answers: every group is filtered, and no other check sees a number of it."""
+    own = dispatcher()
+    own.fleet.engines = [BrokenEngine(value)]
+    for submit in (own.submit, own.submit_evaluation):
+        with pytest.raises(NotFiniteError, match=r"1 of [12] completions .* policy version 0 are broken or have"):
+            own.take(submit([numbered(1)]))
 
 
 @pytest.mark.parametrize(

@@ -62,3 +62,17 @@ def test_a_closed_engine_is_not_called_again(engine, monkeypatch) -> None:
     engine.close()
     engine.actor.take.remote = None
     assert isinstance(engine.take(0).exception(0), EngineError)
+
+
+def test_when_ray_itself_has_failed_the_engine_is_not_blamed(calls) -> None:
+    """The engine's end follows from Ray's, and some calls would wait for an hour."""
+    start, take = calls
+    reasons = ["Ray's raylet died of SIGKILL"]
+    engine = RayEngine(
+        SimpleNamespace(take=SimpleNamespace(remote=lambda number: take)), start, cluster_failure=lambda: reasons[0]
+    )
+    taken = engine.take(0)
+    start.answer.set_exception(RuntimeError("ActorDiedError"))
+    assert str(engine.ready.exception(0)) == reasons[0]
+    engine.fail(reasons[0])
+    assert str(taken.exception(0)) == str(engine.take(1).exception(0)) == reasons[0]

@@ -1,35 +1,45 @@
-"""The reaper ends what names its folder, and nothing else."""
+"""The reaper ends what the cluster has started, and nothing else."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 
-from mgrpo.rollout.vllm.reaper import processes_of
+from mgrpo.rollout.vllm.reaper import MARK, processes_of
 
-SLEEP = "import time; time.sleep(60)"
+SAYS_IT_RUNS = "import time; print(flush=True); time.sleep(60)"
+STARTS_ANOTHER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SAYS_IT_RUNS!r}])"
 
 
-def test_processes_of_a_folder_are_found_and_ended(tmp_path):
-    """By a name in the command line, or by an open file: Ray's agents rename themselves. Others are left alone."""
+def test_what_a_cluster_has_started_is_ended_and_a_reader_of_its_logs_is_not(tmp_path):
+    """A user may look into the folder, with its name on the command line and a log open."""
     folder = tmp_path / "mgrpo-x"
     folder.mkdir()
-    named = subprocess.Popen([sys.executable, "-c", SLEEP, str(folder)])
-    holds_file = subprocess.Popen([sys.executable, "-c", SLEEP], stdout=(folder / "log").open("w"))
-    other = subprocess.Popen([sys.executable, "-c", SLEEP])
+    (folder / "log").write_text("")
+
+    def start(program: str, *words: str, **mark: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", program, *words]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=reading, env=os.environ | mark)
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
+        return process
+
+    with (folder / "log").open() as reading:
+        own = start(STARTS_ANOTHER, **{MARK: str(folder)})
+        reader = start(SAYS_IT_RUNS, str(folder))
+        neighbour = start(SAYS_IT_RUNS, **{MARK: f"{folder}2"})
+    reaper = subprocess.Popen(
+        [sys.executable, "-m", "mgrpo.rollout.vllm.reaper", str(folder)], stdin=subprocess.PIPE, env=os.environ
+    )
     try:
-        reaper = subprocess.Popen(
-            [sys.executable, "-m", "mgrpo.rollout.vllm.reaper", str(folder)], stdin=subprocess.PIPE
-        )
-        time.sleep(0.5)
-        assert set(processes_of(str(folder))) == {named.pid, holds_file.pid, reaper.pid}
-        assert named.poll() is None
+        found = processes_of(str(folder))
+        assert own.pid in found and len(found) == 2
+        assert reaper.stdin is not None
         reaper.stdin.close()
         assert reaper.wait(20) == 0
-        assert named.wait(5) != 0 and holds_file.wait(5) != 0
-        assert other.poll() is None
+        assert own.wait(5) != 0 and processes_of(str(folder)) == []
+        assert reader.poll() is None and neighbour.poll() is None
         assert not folder.exists()
     finally:
-        for process in (named, holds_file, other):
+        for process in (own, reader, neighbour, reaper):
             process.kill()

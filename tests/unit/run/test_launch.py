@@ -7,10 +7,12 @@ import signal
 
 import pytest
 
+from mgrpo import cli
 from mgrpo.checkpoint.folder import complete
 from mgrpo.config import ConfigError, load_file
 from mgrpo.config.derived import state_root
 from mgrpo.run import launch
+from mgrpo.run.result import NothingTrained, TrainResult
 from tests.unit.checkpoint.states import make_values, save
 
 
@@ -39,6 +41,32 @@ def test_a_dry_run_keeps_away_from_the_runs_checkpoints(config, tmp_path, monkey
         root = state_root(started[-1])
         assert root != state_root(real)
         assert root.startswith(started[-1].experiment.output_dir)
+
+
+@pytest.mark.parametrize("has_trained", [True, False])
+def test_the_end_says_where_everything_is_and_whether_anything_was_trained(
+    config, tmp_path, monkeypatch, capsys, has_trained
+):
+    """A user who is told neither looks for the model by hand, or evaluates one that has not changed."""
+    out = tmp_path / "out"
+    result = TrainResult(
+        output_dir=out, steps=4, before={}, after={}, exported=out / "hf" / "step_4", has_trained=has_trained
+    )
+    monkeypatch.setattr(launch, "check_run", lambda *args, **kwargs: None)
+    monkeypatch.setattr(launch, "_start", lambda *args: result)
+    monkeypatch.setattr(cli, "parse", lambda *args, **kwargs: config)
+    assert cli.train_command([]) == (0 if has_trained else 1)
+    told = capsys.readouterr()
+    for name in ("report.html", "metrics.jsonl", "tensorboard", "rollouts", "hf/step_4"):
+        assert str(out / name) in told.out
+    assert f"mgrpo eval --config {out}/config.yaml --model_name_or_path {out}/hf/step_4" in told.out
+    assert told.err == (
+        "" if has_trained else "mgrpo: nothing was trained: none of 4 steps changed the weights; the warnings above and "
+        f"{out}/report.html say why\n"
+    )  # fmt: skip
+    if not has_trained:
+        with pytest.raises(NothingTrained):
+            launch.train(config)
 
 
 def test_a_checkpoint_that_is_not_there_is_a_problem_of_the_configuration(config, tmp_path):

@@ -48,8 +48,9 @@ def test_a_second_run_is_refused_until_the_first_is_gone(holder, tmp_path):
     holder.kill()
     holder.wait()
     assert in_use(folder) is None
-    with locked([folder]):
+    with pytest.raises(KeyError), locked([folder]):
         assert in_use(folder) is not None
+        raise KeyError
     assert not (folder / lock.NAME).exists()
     assert in_use(tmp_path / "nothing") is None
 

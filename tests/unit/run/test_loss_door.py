@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from mgrpo.config import ConfigError, load_file
 from mgrpo.run import launch
+from mgrpo.run.result import TrainResult
 
 FILE = "examples/own_loss/loss.py"
 
@@ -54,7 +56,12 @@ def test_an_object_that_is_not_a_loss_is_a_problem(config):
 def test_the_function_reaches_the_run(config, monkeypatch):
     """It would train the named loss and say nothing."""
     started = []
-    monkeypatch.setattr(launch, "_start", lambda config, inputs, loss: started.append((config, loss)))
+
+    def start(config, inputs, loss):
+        started.append((config, loss))
+        return TrainResult(output_dir=Path("out"), steps=1, before={}, after={}, exported=None)
+
+    monkeypatch.setattr(launch, "_start", start)
 
     def function(inputs):
         return inputs.total(inputs.logprobs)

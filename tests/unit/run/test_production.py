@@ -13,6 +13,7 @@ from mgrpo.data.tokenizer import load_tokenizer
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.run.inputs import read_inputs
 from mgrpo.run.production import Production, Started, prepare
+from mgrpo.telemetry.startup import StartUp
 from tests.scripted_engine import ScriptedEngine
 from tests.unit.run.producing import ScriptedRewarder
 
@@ -74,6 +75,21 @@ def test_too_few_prompts_for_a_step_are_an_error(configured: Callable[..., Confi
     """Prompts that are too long are known only after tokenization, and every epoch would end in the middle of a step."""
     with pytest.raises(ValueError, match=r"has 3 prompts, but a step takes num_unique_prompts_rollout=4"):
         prepared(configured(3))
+
+
+def test_a_start_says_what_it_waits_for(configured: Callable[..., Config]) -> None:
+    """Half a minute, or half an hour for a large model, without a line looks like a hang."""
+    inputs, _ = read_inputs(config := configured(4, vllm_num_engines=2))
+    now = iter((0.0, 1.4, 12.0))
+    lines: list[str] = []
+    parts = Started(
+        inputs=inputs,
+        fleet=Fleet([ScriptedEngine()], config.engine, seed=1),
+        rewarder=ScriptedRewarder(lambda index: (0.0, 1.0)),
+        startup=StartUp(began=next(now), clock=lambda: next(now), write=lines.append),
+    )
+    prepare(config, parts)
+    assert lines == ["[   1 s] preparing the data", f"[  12 s] waiting for 2 engines to load {MODEL}"]
 
 
 def test_remapped_verifiers_reach_training_and_held_out_prompts(configured: Callable[..., Config]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,15 @@ SECONDS = {"wait": 3.0, "train": 2.0, "sync": 1.0}
 
 
 def report(tmp_path, **arguments) -> Reporter:
-    config = from_values({"output_dir": str(tmp_path / "out"), "save_traces": True, "total_episodes": 80})
+    config = from_values(
+        {
+            "output_dir": str(tmp_path / "out"),
+            "save_traces": True,
+            "num_unique_prompts_rollout": 4,
+            "num_samples_per_prompt_rollout": 2,
+            "total_episodes": 80,
+        }
+    )
     return Reporter(config, scale=None, **arguments)
 
 
@@ -40,9 +49,9 @@ def batch():
     return make_batch(rollouts, own.config, layout=Layout(world_size=1), hidden=8, reward_weights={}, policy_version=4)
 
 
-def step(reporter: Reporter, number: int, batch) -> None:
-    results = [SimpleNamespace(grad_norm=2.0, learning_rate=1e-3, is_finite=True)]
-    learned = SimpleNamespace(results=results, metrics={"loss/policy_avg": 0.25})
+def step(reporter: Reporter, number: int, batch, *, trains: bool = True) -> None:
+    results = [SimpleNamespace(grad_norm=2.0, is_finite=True)] if trains else []
+    learned = SimpleNamespace(results=results, metrics={"loss/policy_avg": 0.25}, learning_rate=1e-3)
     clock = SimpleNamespace(seconds=SECONDS)
     reporter.step(batch, learned, step=number, version=5, sync_bytes=100, clock=clock)
 
@@ -56,6 +65,41 @@ def test_the_times_of_a_step_add_up(tmp_path, batch) -> None:
     assert line["time/train"] == 2.5
     assert line["policy_version"] == 5 and line["sync/bytes"] == 100 and line["loss/policy_avg"] == 0.25
     assert line["judge/requests"] == 2.0
+    assert line["lr"] == 1e-3 and abs(line["time/unix"] - time.time()) < 60
+
+
+def test_steps_without_training_are_named_on_the_console_and_in_the_report(tmp_path, batch, capsys) -> None:
+    """They cost as much as others; the run's own lines must say so, and why, while it runs."""
+    reporter = report(tmp_path)
+    for number in (1, 2):
+        step(reporter, number, batch, trains=False)
+    assert "warning" not in capsys.readouterr().out
+    step(reporter, 3, batch, trains=False)
+    reporter.close()
+    assert "warning: 3 steps in a row: nothing was trained (optim/steps is 0)" in capsys.readouterr().out
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "step 3" in page and "nothing was trained (optim/steps is 0)" in page
+    assert {line["lr"] for line in lines(tmp_path)} == {1e-3}
+
+
+def test_some_of_what_training_sampled_can_be_read(tmp_path, batch) -> None:
+    """Without held-out prompts they are the only texts of the run; a resumed run does not write a step twice."""
+    reporter = report(tmp_path)
+    step(reporter, 1, batch)
+    saved = {"step": 1, "head": reporter.state_dict()}
+    step(reporter, 2, batch)
+    reporter.close()
+    own = report(tmp_path, resumed=saved, resume_from=str(tmp_path / "out" / "checkpoints" / "step_1"))
+    step(own, 2, batch)
+    own.close()
+    path = tmp_path / "out" / "rollouts" / "train_samples.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(record["step"], record["sample_idx"], record["reward"]) for record in records] == [
+        (1, 0, 0.0), (1, 1, 1.0), (2, 0, 0.0), (2, 1, 1.0)
+    ]  # fmt: skip
+    assert [record["advantage"] for record in records[:2]] == [sample.advantage for sample in batch.samples[:2]]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Samples of training" in page
 
 
 def test_a_resumed_run_goes_on_in_its_own_files_and_not_in_those_of_another(tmp_path, batch) -> None:
@@ -90,7 +134,7 @@ def test_a_full_disk_is_remembered_with_its_path_and_ends_nothing(tmp_path, batc
     """A line of metrics that cannot be written ended the run, and with it the steps since the last saved state."""
     reporter = report(tmp_path)
     step(reporter, 1, batch)
-    whole, reporter.writer._lines = reporter.writer._lines, open("/dev/full", "w")
+    whole, reporter.writer._lines = reporter.writer._lines, Path("/dev/full").open("w")  # noqa: SIM115
     whole.close()
     step(reporter, 2, batch)
     message = f"{tmp_path}/out cannot be written to: No space left on device, "

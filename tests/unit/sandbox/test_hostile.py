@@ -54,6 +54,19 @@ REFUSED = {
     "a big file": "open('big', 'wb').write(bytes(2**26))",
     "much memory": "bytearray(2**30)",
     "memory outside of every process": "check(libc.memfd_create(b'x', 0))",
+    "memory shared without a file": "mmap.mmap(-1, 4096)",
+    "memory shared as zeros": "open('/dev/zero', 'r+b')",
+    "memory of semaphores": "check(libc.semget(0, 32000, 0o1600))",
+    "memory of pages given to a pipe": "check(libc.vmsplice(os.pipe()[1], (ctypes.c_size_t * 2)(id(time), 8), 1, 0))",
+    "memory of datagrams": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    "memory of messages": "socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)",
+    "a larger socket": "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)",
+    "the machine's aio contexts": "check(libc.syscall(call(206, 0), 1, ctypes.byref(ctypes.c_ulong())))",
+    "the user's inotify instances": "check(libc.inotify_init1(0))",
+    "all files' events": "check(libc.fanotify_init(0x200, 0))",
+    "a personality": "check(libc.personality(0x40000))",
+    "where memory lies": "check(libc.syscall(call(237, 235), 0, 0, 0, None, 0, 0))",
+    "rules for itself": "check(libc.syscall(444, ctypes.byref(ctypes.c_uint64(1)), 8, 0))",
     "a program": "subprocess.run(['/bin/sh', '-c', 'true'], check=True)",
 }
 """One expression or statement each; it must raise."""
@@ -133,8 +146,9 @@ def attempt(statement: str) -> str:
     """A program that prints whether the statement raised."""
     return "\n".join(
         [
-            "import ctypes, os, resource, socket, subprocess, time",
+            "import ctypes, mmap, os, resource, socket, subprocess, time",
             "libc = ctypes.CDLL(None, use_errno=True)",
+            "def call(x86, arm): return x86 if os.uname().machine == 'x86_64' else arm",
             "def check(result):",
             "    if result < 0: raise OSError(ctypes.get_errno(), 'refused')",
             "try:",
@@ -199,6 +213,66 @@ def test_the_processes_of_a_program_share_its_memory(sandbox):
     program += "time.sleep(15)\nprint('right')"
     verdicts = sandbox.run_stdio(program, [StdioTest("", "right")], PLENTY_S).result()
     assert verdicts.results == [0]
+
+
+def test_other_families_of_sockets_never_reach_the_kernel(sandbox):
+    """Each is a driver of its own; the filter refuses (EPERM) what the kernel would look at first."""
+    program = (
+        "import ctypes, errno\nlibc, seen = ctypes.CDLL(None, use_errno=True), set()\npair = (ctypes.c_int * 2)()\n"
+    )
+    program += (
+        "for family in {*range(46)} - {1}:\n  libc.socketpair(family, 1, 0, pair)\n  seen.add(ctypes.get_errno())\n"
+    )
+    program += "print(*map(errno.errorcode.get, seen))"
+    assert sandbox.run_stdio(program, [StdioTest("", "EPERM")], PLENTY_S).result().results == [1]
+
+
+def test_full_sockets_count_as_memory(sandbox):
+    """What waits in a socket belongs to no process, and every process may have as many as it has descriptors."""
+    program = "import os, socket, time\nfor _ in range(24):\n  if os.fork() == 0:\n"
+    program += "    held = [socket.socketpair() for _ in range(60)]\n    time.sleep(100)\n"
+    program += "time.sleep(10)\nprint('right')"
+    assert sandbox.run_stdio(program, [StdioTest("", "right")], PLENTY_S).result().results == [0]
+
+
+def test_what_normal_programs_share_still_works(sandbox):
+    """A filter that breaks the standard library scores correct programs 0."""
+    program = """
+import asyncio, mmap, multiprocessing as mp, os, socket, tempfile
+from concurrent.futures import ProcessPoolExecutor
+
+async def double(x):
+    reader, writer = await asyncio.open_connection(sock=pair[0])
+    writer.write(bytes([x]))
+    await writer.drain()
+    value = pair[1].recv(1)[0] * 2
+    writer.close()
+    return value
+
+def work(value, queue, lock):
+    with lock: value.value += 1
+    queue.put(value.value)
+
+if __name__ == "__main__":
+    pair = socket.socketpair()
+    got = [asyncio.run(double(21))]
+    fork = mp.get_context("fork")
+    value, queue, lock, array = fork.Value("i", 1), fork.Queue(), fork.Lock(), fork.Array("d", 1000)
+    child = fork.Process(target=work, args=(value, queue, lock))
+    child.start()
+    got += [queue.get(), child.join(), array[999]]
+    ours, theirs = fork.Pipe()
+    ours.send("x")
+    got.append(theirs.recv())
+    with fork.Pool(2) as pool: got += pool.map(abs, [-5])
+    with ProcessPoolExecutor(2, fork) as pool: got += pool.map(abs, [-6])
+    with tempfile.TemporaryFile() as file:
+        file.write(b"abc"), file.flush()
+        got.append(mmap.mmap(file.fileno(), 3)[:])
+    print(got)
+"""
+    expected = "[42, 2, None, 0.0, 'x', 5, 6, b'abc']"
+    assert sandbox.run_stdio(program, [StdioTest("", expected)], PLENTY_S).result().results == [1]
 
 
 def test_a_program_finds_nothing_of_the_one_before(sandbox):

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from mgrpo.sandbox.cases import StdioTest
 from mgrpo.sandbox.isolation import Isolation
+from mgrpo.sandbox.paths import readable_paths, search_path
 from mgrpo.sandbox.sandbox import Sandbox
+from tests.namespaces import skip_without_namespaces
 
 PLENTY_S = 20.0
 
@@ -54,6 +59,84 @@ def test_walls_that_cannot_be_raised_are_named():
     with pytest.raises(ValueError, match="unshare: Operation not permitted"):
         isolation.refuse_if_missing(accept_risk=False)
     isolation.refuse_if_missing(accept_risk=True)
+
+
+def test_walls_rise_wherever_python_lies(sandbox):
+    """Clones and environments below /tmp are common in CI; the program's own /tmp must neither show nor hide them."""
+    with TemporaryDirectory(dir="/tmp", prefix="with space ") as python, TemporaryDirectory(dir="/dev/shm") as packages:
+        _copy_python(Path(python))
+        environment = Path(packages)
+        (environment / "bin").mkdir()
+        (environment / "bin/python").symlink_to(f"{python}/bin/python")
+        (environment / "pyvenv.cfg").write_text(f"home = {python}/bin\n")
+        names = Path(sysconfig.get_path("purelib", "venv", {"base": packages}))
+        names.mkdir(parents=True)
+        (names / "planted.py").write_text("value = 7")
+        script = """if True:
+            import os, sys
+            sys.path.insert(0, sys.argv[1])
+            from mgrpo.sandbox.cases import StdioTest
+            from mgrpo.sandbox.sandbox import Sandbox
+            program = '''if True:
+                import encodings.idna, inspect, json.tool, os, tempfile, planted
+                inspect.getsource(json)
+                print(planted.value, os.listdir("/tmp"), os.listdir("/dev/shm"), tempfile.gettempdir())
+                try: open(os.__file__, "a"), print("got through")
+                except OSError: print("refused")
+            '''
+            expected = "7 [] [] /tmp\\nrefused"
+            with Sandbox(num_slots=1) as sandbox:
+                isolation = sandbox.start()
+                results = sandbox.run_stdio(program, [StdioTest("", expected)], 20.0).result().results
+            print(sys.base_prefix, isolation.missing, isolation.system_calls, results)
+        """
+        command = [str(environment / "bin/python"), "-c", script, str(Path(__file__).parents[3])]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    system_calls = sandbox.start().system_calls
+    assert done.stdout == f"{python} () {system_calls} [1]\n"
+
+
+def _copy_python(target: Path) -> None:
+    """An interpreter and its standard library, without what takes space."""
+    base = Path(sys.base_prefix)
+    library = Path(sysconfig.get_path("stdlib")).relative_to(base)
+    large = ("site-packages", "dist-packages", "test", "idlelib", "ensurepip", "lib2to3", "pydoc_data", "config-*")
+    skipped = shutil.ignore_patterns(*large)
+    shutil.copytree(base / library, target / library, ignore=skipped, copy_function=_link, symlinks=True)
+    (target / "bin").mkdir()
+    shutil.copy(Path(sys.executable).resolve(), target / "bin/python")
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def test_a_failure_is_not_called_a_prohibition(monkeypatch):
+    """Told to change the kernel's settings, the user of a machine that allows walls would give up isolation instead."""
+    monkeypatch.setattr("mgrpo.sandbox.slot.readable_paths", lambda: ("/usr/lib",))
+    with Sandbox(num_slots=1, walls=["user", "none"]) as sandbox, pytest.raises(ValueError) as refusal:
+        sandbox.start()
+    message = str(refusal.value)
+    assert "; user: ModuleNotFoundError: No module named" in message and "The kernel does not forbid them" in message
+    assert "sysctl" not in message and "accept_risk" not in message
+
+
+def test_an_environment_that_programs_cannot_read_is_refused(tmp_path, monkeypatch):
+    """Root's programs are another user; installed under umask 077, no package could be imported, and every score were 0."""
+    skip_without_namespaces()
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    monkeypatch.setattr("mgrpo.sandbox.slot.search_path", lambda: (*search_path(), str(closed)))
+    monkeypatch.setattr("mgrpo.sandbox.slot.readable_paths", lambda: (*readable_paths(), str(closed)))
+    with Sandbox(num_slots=1) as sandbox:
+        if os.geteuid() == 0:
+            with pytest.raises(RuntimeError, match=f"cannot read {closed}.*chmod -R a"):
+                sandbox.start()
+        else:
+            assert sandbox.start().missing == ()
 
 
 def test_programs_run_without_walls_where_the_risk_is_accepted(tmp_path, monkeypatch):

@@ -150,6 +150,37 @@ def test_the_summary_adds_up():
     ]
 
 
+def test_a_reward_says_what_it_is_out_of():
+    """An accuracy of 31 % that is printed as 3.125 looks like a fault."""
+    out = io.StringIO()
+    with Progress(1, rich_console.Console(file=out, force_terminal=False), highest=10.0) as progress:
+        progress.evaluation({"eval/scores": 2.5}, when="before training")
+        progress.update(1, {"reward": 3.125})
+        progress.finish()
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "evaluation before training: mean reward 2.500 of 10"
+    assert lines[1] == "step 1/1  reward  3.125 of 10"
+    assert lines[4] == "training reward          3.125     3.125   (a right answer has 10)"
+    for panel_of in (0.0, 1.0):
+        history = History(1, highest=panel_of)
+        history.add(1, {"reward": 0.5})
+        assert step_line(history) == "step 1/1  reward  0.500"
+
+
+def test_evaluations_have_a_row_of_their_own():
+    """They may take longer than the training, and would look like time lost between the steps."""
+    clock = Clock()
+    out = io.StringIO()
+    with Progress(1, rich_console.Console(file=out, force_terminal=False), clock=clock) as progress:
+        clock.now += 14.5
+        progress.evaluation({}, when="before training", seconds=9.0)
+        progress.update(1, metrics(1))
+        progress.finish()
+    rows = [line.split()[:3] for line in out.getvalue().splitlines()]
+    assert ["evaluate", "9.0", "s"] in rows and ["other", "0.2", "s"] in rows
+    assert "1 step in 0:14" in out.getvalue()
+
+
 def test_a_summary_of_nothing_is_short():
     """A run that ends before its first step still ends in order."""
     assert summary_lines(History(5, Clock())) == ["", "0 steps in 0:00"]

@@ -9,7 +9,19 @@ from xml.etree import ElementTree
 import pytest
 
 from mgrpo.cli import main
-from mgrpo.telemetry.chart import metric_points, reward_svg, running_mean
+from mgrpo.telemetry.chart import (
+    BOTTOM,
+    HEIGHT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Frame,
+    curves_svg,
+    metric_points,
+    reward_svg,
+    running_mean,
+    ticks,
+)
 from mgrpo.telemetry.report import choose_samples, write_report
 from mgrpo.telemetry.samples import read_records
 
@@ -168,8 +180,9 @@ def test_samples_are_the_extremes_and_a_few_of_the_rest():
     assert len(together) == len(set(together)) == 12
     assert choose_samples(lambda: iter(records)) == chosen
     assert choose_samples(lambda: iter(())) == {"Highest reward": [], "Lowest reward": [], "At random": []}
-    alone = choose_samples(lambda: iter(records[:1]))
-    assert [len(group) for group in alone.values()] == [0, 1, 0]
+    # The highest and the lowest of equal rewards would be two names for the same.
+    alike = choose_samples(lambda: (record(n, 0.0) for n in range(20)))
+    assert [len(group) for group in alike.values()] == [0, 0, 6]
 
 
 def test_points_skip_null_and_a_torn_last_line(tmp_path):
@@ -198,13 +211,71 @@ def test_the_curve_is_a_picture_of_its_own():
     assert root.tag == f"{namespace}svg"
     thin, bold = root.findall(f"{namespace}polyline")
     # From the left edge of the frame to its right edge; the mean of the last 6 steps ends at 57.5 / 60.
+    frame = Frame([(0, 0.0), (60, 1.0)], WIDTH, HEIGHT)
     for line in (thin, bold):
         xs = [float(point.split(",")[0]) for point in line.attrib["points"].split()]
-        assert xs[0] == pytest.approx(44 + 672 / 60, abs=0.1) and xs[-1] == 716
-    assert [float(dot.attrib["cx"]) for dot in root.findall(f"{namespace}circle")] == [44, 716]
+        assert xs[0] == pytest.approx(frame.x(1), abs=0.1) and xs[-1] == WIDTH - RIGHT
+    assert [float(dot.attrib["cx"]) for dot in root.findall(f"{namespace}circle")] == [
+        round(frame.left, 1),
+        WIDTH - RIGHT,
+    ]
     top, bottom = float(thin.attrib["points"].split(",")[-1]), float(bold.attrib["points"].split(",")[-1])
-    assert top == 22 and bottom == pytest.approx(22 + 216 * (1 - 57.5 / 60) / (1 - 1 / 60), abs=0.1)
+    assert top == TOP and bottom == pytest.approx(TOP + (HEIGHT - TOP - BOTTOM) * (1 - 57.5 / 60), abs=0.1)
     assert "held-out" in "".join(root.itertext())
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 1.0, [0, 0.25, 0.5, 0.75, 1]),
+        (-0.19, -0.05, [-0.2, -0.15, -0.1, -0.05]),
+        (3.0, 41.0, [0, 10, 20, 30, 40, 50]),
+        (0.0, 0.0, [-1, -0.5, 0, 0.5, 1]),
+        (3.125, 3.125, [1, 2, 3, 4, 5]),
+        (1e-6, 3e-6, [1e-6, 1.5e-6, 2e-6, 2.5e-6, 3e-6]),
+    ],
+)
+def test_ticks_are_round_numbers_around_all_values(low, high, expected):
+    """-0.04824 tells a reader nothing, and a flat curve on the edge of its frame looks like an empty one."""
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "points", [[(1, -0.14472), (9, -0.09648)], [(4, 0.0), (5, 0.0)], [(7, 1e-7)], [(1, -2e12), (2, 3.0)]]
+)
+def test_labels_and_lines_are_inside_the_picture(points):
+    """Of a negative label the sign was cut off; a single step had no mark at all."""
+    for svg in (reward_svg(points, []), curves_svg("KL", {"": points})):
+        root = ElementTree.fromstring(svg)
+        width, height = (float(root.attrib[name]) for name in ("width", "height"))
+        labels = [node for node in root.iter() if node.attrib.get("text-anchor") == "end"]
+        assert labels and all(float(n.attrib["x"]) - 6.5 * len(n.text or "") >= 0 for n in labels)
+        places = [corner.split(",") for n in root.iter() for corner in n.attrib.get("points", "").split()]
+        places += [[n.attrib["cx"], n.attrib["cy"]] for n in root.iter() if "cx" in n.attrib]
+        assert places and all(0 < float(x) < width and 10 < float(y) < height - 10 for x, y in places)
+        steps = [n.text.removeprefix("step ") for n in root.iter() if n.attrib.get("text-anchor") == "middle"]
+        assert steps[0] == str(points[0][0]) and all(step.isdigit() for step in steps)
+
+
+def test_the_page_of_a_run_without_held_out_data_shows_what_training_sampled(tmp_path):
+    """Texts, and the row's own columns, which a reward function was given; no label that is not there."""
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps({"step": s, "reward": 1.0, "optim/steps": s % 2, "time/unix": 1e9 + s, "lr": 1e-5}) + "\n"
+            for s in (1, 2, 3)
+        )
+    )
+    (tmp_path / "config.yaml").write_text("# mgrpo 9, Python 3\nseed: 1\n")
+    (tmp_path / "rollouts").mkdir()
+    shown = [record(0, text=text) | {"step": step, "ground_truth": []} for step, text in ((1, "early"), (3, "late"))]
+    shown[1] |= {"columns": {"solution": "<b>7"}, "advantage": -0.5}
+    path = tmp_path / "rollouts" / "train_samples.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in shown))
+    page = read(tmp_path)
+    assert "Samples of training, step 3" in page.text and "late" in page.text and "early" not in page.text
+    assert "solution: <b>7" in page.text and "advantage -0.5" in page.text and "ground truth" not in page.text
+    assert "from 2001-09-09 01:46:41 to 2001-09-09 01:46:43 UTC" in page.text and "mgrpo 9, Python 3" in page.text
+    assert "1 of them had nothing to train on" in page.text and "learning rate" in page.text
 
 
 def test_without_evaluations_the_legend_does_not_promise_them():

@@ -59,7 +59,7 @@ def test_logits_that_differ_leave_nothing(hf, tmp_path):
     """The check must be able to fail: here rounding alone is more than is allowed."""
     arguments = ["--hf", "hf", "--out", "out", "--verify", "--tolerance", "1e-12"]
     done = run("convert_hf_to_megatron.py", *arguments, cwd=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "differ from transformers' by at most" in done.stderr and "--tolerance 1e-12" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
@@ -82,7 +82,7 @@ def test_programs_convert_there_and_back(hf, tmp_path):
 @pytest.mark.parametrize(
     ("command", "arguments", "words"),
     [
-        (hf_to_megatron_command, ["--hf", "nowhere", "--out", "out"], "nowhere has no config.json"),
+        (hf_to_megatron_command, ["--hf", "nowhere", "--out", "out"], "nowhere is not a folder"),
         (hf_to_megatron_command, ["--hf", "hf", "--out", "hf"], "exists already"),
         (
             hf_to_megatron_command,
@@ -103,7 +103,7 @@ def test_mistakes_end_in_one_sentence(hf, tmp_path, monkeypatch, capsys, command
     monkeypatch.chdir(tmp_path)
     shutil.copytree("hf", "cut")
     os.truncate("cut/model.safetensors", 100_000)
-    assert command(arguments, prog="convert") == 1
+    assert command(arguments, prog="convert") == 2
     error = capsys.readouterr().err
     assert error.startswith("convert: ") and words in error and error.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "hf"]

@@ -1,0 +1,165 @@
+"""The files of a Hugging Face folder: which holds which tensor, whether all are there and whole, and what lies beside.
+
+Of weights only headers are read, 8 bytes of length and then JSON, so that a model of any size is checked at once. Pure:
+no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+from mgrpo.models.family import ModelShape
+from mgrpo.models.table import Shape, hf_tensors
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""safetensors' names of the types that training reads."""
+MEGATRON = "megatron.json"
+"""The file that makes a folder one of Megatron weights."""
+_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+_TEMPLATES = "additional_chat_templates"
+"""A folder that transformers makes for tokenizers with several templates."""
+_LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What a header says of a tensor."""
+
+    dtype: str
+    """safetensors' name of its type."""
+    shape: Shape
+
+
+def tensor_files(folder: str | Path) -> dict[str, Path]:
+    """The file of a Hugging Face folder that holds each tensor.
+
+    Raises:
+        ValueError: there are no safetensors, or their index is damaged or names a file outside the folder.
+    """
+    folder = Path(folder)
+    if not (folder / INDEX).is_file():
+        if not (folder / SINGLE).is_file():
+            raise ValueError(
+                f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors are read (pickles are never loaded)"
+            )
+        return dict.fromkeys(read_header(folder / SINGLE), folder / SINGLE)
+    try:
+        weight_map = dict(json.loads((folder / INDEX).read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        raise ValueError(f"{folder}: {INDEX} is damaged: {type(err).__name__}: {err}") from err
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+            raise ValueError(f"{folder}: {INDEX} has {name} in {file!r}; expected a file in the same folder")
+    return {name: folder / file for name, file in weight_map.items()}
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; ValueError if it is not one, or not all of one."""
+    try:
+        with path.open("rb") as file:
+            start, size = file.read(8), path.stat().st_size
+            length = int.from_bytes(start, "little")
+            text = file.read(length) if 8 + length <= size else b""
+    except OSError as err:
+        raise _incomplete(path, f"it cannot be read ({err.strerror or err})") from err
+    if start == _LFS_POINTER[:8]:
+        raise _incomplete(path, "it is a Git LFS pointer; fetch the weights: git lfs pull")
+    if size < 8 or 8 + length > size:
+        raise _incomplete(path, f"it ends after {size:,} bytes, before its header does")
+    try:
+        entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        end = 8 + length + max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+        tensors = {name: Tensor(str(own["dtype"]), tuple(map(int, own["shape"]))) for name, own in entries.items()}
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as err:
+        raise _incomplete(path, f"its header is damaged ({type(err).__name__}: {err})") from err
+    if end != size:
+        raise _incomplete(path, f"it has {size:,} bytes, its header promises {end:,}")
+    return tensors
+
+
+def weight_problems(folder: str | Path, shape: ModelShape | None, *, dtypes: Collection[str] = FLOATS) -> Iterator[str]:
+    """Why the weights of a Hugging Face folder cannot be used, one sentence each; all begin with the folder.
+
+    Args:
+        shape: what the tensors must be, surplus ones aside; None: only that all files are whole.
+        dtypes: the types that are allowed.
+    """
+    try:
+        files = tensor_files(folder)
+    except ValueError as err:
+        yield str(err)
+        return
+    header, broken = cache(read_header), False
+    for path in dict.fromkeys(files.values()):
+        try:
+            header(path)
+        except ValueError as err:
+            broken = True
+            yield str(err)
+    if broken:
+        return
+    stored = {name: header(path).get(name) for name, path in files.items()}
+    if absent := [name for name, tensor in stored.items() if tensor is None]:
+        yield f"{folder} lacks {some(absent)}, which {INDEX} lists in {files[absent[0]].name}; download it again"
+        return
+    if shape is not None:
+        found = {name: tensor for name, tensor in stored.items() if tensor is not None}
+        yield from _differences(folder, found, hf_tensors(shape), dtypes)
+
+
+def _differences(
+    folder: str | Path, found: Mapping[str, Tensor], expected: Mapping[str, Shape], dtypes: Collection[str]
+) -> Iterator[str]:
+    if missing := sorted(expected.keys() - found.keys()):
+        yield f"{folder} lacks {some(missing)}, which its config.json implies"
+    common = [name for name in expected if name in found]
+    if wrong := [name for name in common if found[name].shape != expected[name]]:
+        name = wrong[0]
+        more = f" (and {len(wrong) - 1} more tensors differ)" if len(wrong) > 1 else ""
+        yield (
+            f"{folder}: {name} has shape {list(found[name].shape)}, config.json implies {list(expected[name])}{more}; "
+            "correct config.json"
+        )
+    if wrong := [name for name in common if found[name].dtype not in dtypes]:
+        yield (
+            f"{folder}: {some(wrong)} of type {found[wrong[0]].dtype}; expected one of {', '.join(dtypes)}: "
+            "export the weights unquantised"
+        )
+
+
+def some(names: Iterable[str]) -> str:
+    """Names of tensors in a message: the only one, or the first of them."""
+    names = list(names)
+    return names[0] if len(names) == 1 else f"{len(names)} tensors ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
+
+
+def files_beside(folder: Path) -> list[Path]:
+    """What belongs to a model besides its weights: configurations, tokenizer, chat templates, model card, licence.
+
+    Raises:
+        ValueError: one of them is a link that leads out of the folder, whose content could be anything of this machine.
+    """
+    beside = [
+        path
+        for path in (*sorted(folder.iterdir()), *sorted(folder.glob(f"{_TEMPLATES}/*")))
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith((*_WEIGHTS, MEGATRON))
+    ]
+    for path in beside:
+        target = path.resolve()
+        if not target.is_relative_to(folder.resolve()) and not _is_in_hub_cache(target):
+            raise ValueError(f"{folder}: {path.name} is a link to {target}; put a copy of the file in its place")
+    return beside
+
+
+def _is_in_hub_cache(target: Path) -> bool:
+    """Whether this is where the Hub's cache keeps files, to which the folders of its models link."""
+    return target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+
+
+def _incomplete(path: Path, why: str) -> ValueError:
+    return ValueError(f"{path.parent}: {path.name} is not a complete safetensors file: {why}")

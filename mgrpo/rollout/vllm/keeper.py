@@ -1,0 +1,142 @@
+"""What a private Ray cluster needs around it: its folder, the reaper that removes it, and a watch over Ray's daemons."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mgrpo.processes.lifetime import ending
+from mgrpo.rollout.vllm.reaper import MARK, processes_of
+
+DAEMONS = ("raylet", "gcs_server")
+"""Without these Ray cannot go on; the engines would be blamed, after minutes."""
+POLL_S = 0.5
+STOPPED_S = 30.0
+"""A daemon that is stopped (SIGSTOP) for this long counts as failed."""
+LOG_BYTES = 4 << 20
+"""Most that is kept of one log: its end."""
+ERROR = re.compile(r"\b\w*(?:Error|Exception|Interrupt)\b: .+")
+
+
+class Keeper:
+    """The surroundings of one cluster, on rank 0. Always `close` it."""
+
+    def __init__(self) -> None:
+        # Ray opens its own folder to everybody: it lies inside one that is rank 0's alone. Paths of Unix sockets are short,
+        # so this one must also be short.
+        self.folder = tempfile.mkdtemp(prefix="mgrpo-", dir="/tmp")
+        self.ray_folder = f"{self.folder}/ray"
+        self.scratch = f"{self.folder}/tmp"
+        """For TMPDIR of the cluster's processes, whose sockets would stay in /tmp when they are killed."""
+        os.mkdir(self.scratch, 0o700)
+        self.mark = {MARK: self.folder}
+        """The environment by which the reaper knows the cluster's processes."""
+        self._daemons: dict[int, str] = {}
+        self._stopped: dict[int, float] = {}
+        self._closed = threading.Event()
+        self._reaper = self._start_reaper()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """Begin to watch the daemons that run now, and the reaper, which is replaced when it dies.
+
+        Args:
+            on_failure: called at most once, from a thread, with what has happened.
+        """
+        for pid in processes_of(self.folder):
+            name = _read(f"/proc/{pid}/comm").strip()
+            if name in DAEMONS:
+                self._daemons[pid] = name
+        self._thread = threading.Thread(target=self._watch, args=(on_failure,), name="ray-watch", daemon=True)
+        self._thread.start()
+
+    def failure(self) -> str | None:
+        """What has happened to Ray itself, if it cannot go on."""
+        for pid, name in self._daemons.items():
+            state = _read(f"/proc/{pid}/stat").rpartition(") ")[2][:1]
+            if state in ("", "Z"):
+                return f"Ray's {name} (process {pid}) {_how(pid)}"
+            if state != "T":
+                self._stopped.pop(pid, None)
+            elif time.monotonic() - self._stopped.setdefault(pid, time.monotonic()) > STOPPED_S:
+                return f"Ray's {name} (process {pid}) has been stopped for {STOPPED_S:g} s; continue it with kill -CONT"
+        return None
+
+    def keep_logs(self, kept: Path) -> str:
+        """Copy the end of what the engines' processes printed to `kept`; a clause with their last error and the place."""
+        logs = sorted(
+            Path(self.ray_folder).glob("session_latest/logs/worker-*.*"), key=lambda log: log.lstat().st_mtime
+        )
+        errors = []
+        for log in logs:
+            text = _tail(log)
+            kept.mkdir(parents=True, exist_ok=True)
+            (kept / log.name).write_bytes(text)
+            found = ERROR.findall(text.decode(errors="replace"))
+            # That error only says that there was another.
+            errors += [line for line in found if "EngineDeadError" not in line]
+        if not logs:
+            return ""
+        last = f"; the last error of the engines' logs: {errors[-1][:500]}" if errors else ""
+        return f"{last}; what the engines printed is in {kept}"
+
+    def close(self) -> None:
+        """Let the reaper end what is left, and remove the folder."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(2 * POLL_S + 1)
+        if self._reaper.stdin is not None:
+            self._reaper.stdin.close()
+
+    def _start_reaper(self) -> subprocess.Popen:
+        command = [sys.executable, "-m", "mgrpo.rollout.vllm.reaper", self.folder]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def _watch(self, on_failure: Callable[[str], None]) -> None:
+        is_told = False
+        while not self._closed.wait(POLL_S):
+            if self._reaper.poll() is not None:
+                self._reaper = self._start_reaper()
+            if not is_told and (failure := self.failure()) is not None and not self._closed.is_set():
+                is_told = True
+                on_failure(failure)
+
+
+def _how(pid: int) -> str:
+    """How a child of this process ended, without taking its status from Ray."""
+    try:
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        status = None
+    if status is None:
+        return "has ended"
+    return ending(status.si_status if status.si_code == os.CLD_EXITED else -status.si_status)
+
+
+def _tail(log: Path) -> bytes:
+    """The end of a regular file; nothing of anything else, such as a link."""
+    try:
+        file = os.open(log, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    with open(file, "rb") as stream:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            return b""
+        stream.seek(max(0, found.st_size - LOG_BYTES))
+        return stream.read(LOG_BYTES)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""

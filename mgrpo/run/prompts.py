@@ -1,0 +1,86 @@
+"""The prompts of a run: its data under the model's chat template, tokenizer and limits, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mgrpo.config import Config
+from mgrpo.config.rules import too_few_prompts
+from mgrpo.run.environment import prepare_environment
+
+if TYPE_CHECKING:
+    from mgrpo.data.prompt_set import PromptSet
+    from mgrpo.run.inputs import Inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """What the rows become, and what turns them and the completions into text."""
+
+    tokenizer: Any
+    stop_ids: list[int]
+    """Tokens that end a completion."""
+    train: PromptSet | None
+    """None where a model is only evaluated."""
+    held_out: PromptSet | None
+
+
+def make_prompts(
+    config: Config, inputs: Inputs | None, *, vocab: int | None, is_sound: bool
+) -> tuple[Prompts | None, list[str]]:
+    """Tokenize all rows, or load what an earlier run made of them; None and the reasons if the run cannot start.
+
+    Imports transformers, and with it torch.
+
+    Args:
+        inputs: None if the rows cannot be read; then only the tokenizer is checked.
+        vocab: tokens of the model; None if that is not known.
+        is_sound: False if the run will not start anyway: one row is tried in place of all, which can take minutes.
+    """
+    from mgrpo.data.tokenizer import load_tokenizer, stop_token_ids
+
+    prepare_environment()
+    try:
+        tokenizer = load_tokenizer(config.tokenizer_path)
+    except ValueError as err:
+        return None, [str(err)]
+    problems: list[str] = []
+    stop_ids: list[int] = []
+    try:
+        stop_ids = stop_token_ids(config.model.path, tokenizer)
+    except ValueError as err:
+        problems.append(str(err))
+    if vocab and max(stop_ids, default=0) >= vocab:
+        problems.append(
+            f"eos_token_id={max(stop_ids)} of model_name_or_path={config.model.path} is not among the model's {vocab} tokens "
+            "(vocab_size in config.json); correct generation_config.json, or use the model's own tokenizer"
+        )
+    sets: list[PromptSet | None] = []
+    for mixture in (inputs.train, inputs.held_out) if inputs else ():
+        made = None
+        try:
+            if len(mixture):
+                mixture.try_out(tokenizer)
+                made = mixture.encode(tokenizer) if is_sound and not problems else None
+        except ValueError as err:
+            problems += [str(err)] if str(err) not in problems else []
+        problems += _unknown_tokens(made, vocab) if made is not None and vocab else []
+        sets.append(made)
+    if sets and sets[0] is not None:
+        problems += too_few_prompts(config, len(sets[0]))
+    if problems or not sets:
+        return None, problems
+    return Prompts(tokenizer=tokenizer, stop_ids=stop_ids, train=sets[0], held_out=sets[1]), []
+
+
+def _unknown_tokens(prompts: PromptSet, vocab: int) -> Iterator[str]:
+    """About a prompt that the model has no embedding for."""
+    found = prompts.beyond(vocab)
+    if found is not None:
+        origin, token, text = found
+        yield (
+            f"{origin} has token {token} ({text!r}), but the model has only {vocab} (vocab_size in config.json): tokens were "
+            "added to the tokenizer and not to the model; resize the model's embeddings, or use its own tokenizer"
+        )

@@ -1,0 +1,142 @@
+"""What is wrong with a run that goes on: steps that teach nothing, and why.
+
+Pure functions over the metrics of a step, so that the running run and the report of its metrics.jsonl say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+PATIENCE = 3
+"""Steps in a row before a sign is worth a warning; a run of fewer steps is judged by all of them."""
+REPEAT_AFTER = 100
+"""A warning that was given is given again after this many steps at the earliest."""
+MOST = 0.99
+"""A fraction from which on "almost every" is said."""
+HALF_UNSCORED = 0.5
+"""The fraction of completions without a score that is worth a warning."""
+
+Metrics = Mapping[str, object]
+
+
+class Watch:
+    """Counts for how many steps in a row each sign has been there.
+
+    Args:
+        total_steps: of the whole run.
+    """
+
+    def __init__(self, total_steps: int) -> None:
+        self.patience = max(1, min(PATIENCE, total_steps))
+        self.lasting: dict[str, int] = {}
+        self.said_at: dict[str, int] = {}
+
+    def after(self, step: int, metrics: Metrics) -> list[str]:
+        """The warnings that are due after training step `step`, one sentence each."""
+        found = signs(metrics)
+        self.lasting = {name: self.lasting.get(name, 0) + 1 for name in found}
+        due = []
+        for name, sentence in found.items():
+            is_new = step - self.said_at.get(name, step - REPEAT_AFTER) >= REPEAT_AFTER
+            if self.lasting[name] >= self.patience and is_new:
+                self.said_at[name] = step
+                due.append(f"{_steps(self.lasting[name])}: {sentence}")
+        return due
+
+
+def replay(lines: Iterable[Metrics], total_steps: int) -> list[tuple[int, str]]:
+    """`(step, warning)` of a run, from the lines of its metrics.jsonl."""
+    watch = Watch(total_steps)
+    return [
+        (step, text)
+        for line in lines
+        if isinstance(step := line.get("step"), int) and "optim/steps" in line
+        for text in watch.after(step, line)
+    ]
+
+
+def signs(metrics: Metrics) -> dict[str, str]:
+    """What is wrong with one training step: by the metric that shows it a sentence with a likely cause."""
+    found = _unscored(metrics) | _truncated(metrics)
+    if not found:
+        found |= _without_spread(metrics)
+    if not found:
+        found |= _untrained(metrics)
+    return found
+
+
+def _unscored(metrics: Metrics) -> dict[str, str]:
+    found = {}
+    for name in metrics:
+        if name.startswith("objective/") and name.endswith("_error_rate") and _value(metrics, name) == 1:
+            verifier = name.removeprefix("objective/").removesuffix("_error_rate")
+            found[name] = (
+                f"verifier {verifier} scored no completion ({name} is 1); look at its service, its time-out or the form of "
+                "the ground truths"
+            )
+    rate = _value(metrics, "val/no_score_rate")
+    if not found and rate >= HALF_UNSCORED:
+        which = "no completion has a score" if rate == 1 else f"{100 * rate:.0f} % of the completions have no score"
+        found["val/no_score_rate"] = (
+            f"{which} (val/no_score_rate is {rate:.3g}); the reward functions return NaN or None, or a verifier fails"
+        )
+    return found
+
+
+def _truncated(metrics: Metrics) -> dict[str, str]:
+    cut, longest = _value(metrics, "completions/clipped_ratio"), _value(metrics, "completions/max_length")
+    if cut >= MOST:
+        return {
+            "completions/clipped_ratio": f"almost every completion is cut off, the longest at {longest:.0f} tokens "
+            f"(completions/clipped_ratio is {cut:.3g}); response_length is too small, or the model ends its answers with a "
+            "token that is not among the stop tokens: look at eos_token_id in generation_config.json, or set stop_strings"
+        }
+    if cut == 0 and longest <= 1:
+        return {
+            "completions/max_length": "every completion is empty (completions/max_length is 1); the chat template does not "
+            "suit the model, or ends the answer itself"
+        }
+    return {}
+
+
+def _without_spread(metrics: Metrics) -> dict[str, str]:
+    if _value(metrics, "frac_reward_zero_std") != 1:
+        return {}
+    reward = _value(metrics, "reward")
+    num_filtered = _value(metrics, "batch/filtered_prompts")
+    if num_filtered > 0 and _value(metrics, "batch/filtered_prompts_solved") == num_filtered:
+        cause = "every sampled prompt is solved; take harder data or end the run"
+    elif reward == 0:
+        cause = (
+            "the data are too hard for the model, or the verifier does not find the answer in the form that it expects "
+            "(string_matcher wants <answer> tags); compare rollouts/train_samples.jsonl with docs/rewards.md"
+        )
+    else:
+        cause = "the reward function returns one value for everything, or the temperature is too low for answers that differ"
+    return {
+        "frac_reward_zero_std": f"the rewards within each group are equal, on average {reward:.3g} (frac_reward_zero_std is 1), "
+        f"so there is nothing to learn from; {cause}"
+    }
+
+
+def _untrained(metrics: Metrics) -> dict[str, str]:
+    if _value(metrics, "optim/steps") == 0:
+        return {
+            "optim/steps": "nothing was trained (optim/steps is 0): no sampled completion has an advantage and a trained "
+            "token; look at batch/filtered_prompts and real_batch_size_ratio"
+        }
+    if _value(metrics, "optim/grad_norm") == 0:
+        return {
+            "optim/grad_norm": "the gradient is 0 (optim/grad_norm), so the weights do not change; look at the advantages"
+        }
+    return {}
+
+
+def _value(metrics: Metrics, name: str) -> float:
+    """NaN where it is missing or null: no comparison with it holds."""
+    value = metrics.get(name)
+    return float(value) if isinstance(value, (int, float)) else float("nan")
+
+
+def _steps(number: int) -> str:
+    return "in this step" if number == 1 else f"{number} steps in a row"

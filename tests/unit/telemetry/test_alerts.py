@@ -1,0 +1,90 @@
+"""Warnings about steps that teach nothing: each has its metric and a likely cause, and a good run has none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mgrpo.telemetry.alerts import PATIENCE, REPEAT_AFTER, Watch, replay, signs
+
+GOOD = {
+    "reward": 0.4,
+    "frac_reward_zero_std": 0.3,
+    "val/no_score_rate": 0.0,
+    "objective/integer_error_rate": 0.0,
+    "completions/clipped_ratio": 0.1,
+    "completions/max_length": 40.0,
+    "batch/filtered_prompts": 9,
+    "batch/filtered_prompts_solved": 9,
+    "optim/steps": 1,
+    "optim/grad_norm": 0.5,
+}
+FLAT = {"frac_reward_zero_std": 1.0, "optim/steps": 0, "batch/filtered_prompts_solved": 0}
+
+
+@pytest.mark.parametrize(
+    ("change", "metric", "cause"),
+    [
+        (FLAT | {"reward": 0.0}, "frac_reward_zero_std", "too hard for the model, or the verifier does not find"),
+        (FLAT | {"reward": 0.7}, "frac_reward_zero_std", "one value for everything, or the temperature"),
+        (FLAT | {"reward": 1.0, "batch/filtered_prompts_solved": 9}, "frac_reward_zero_std", "every sampled prompt is solved"),
+        # Filters are off: every step has an update, whose gradient is 0.
+        ({"frac_reward_zero_std": 1.0, "optim/grad_norm": 0.0}, "frac_reward_zero_std", "nothing to learn from"),
+        (FLAT | {"val/no_score_rate": 1.0, "reward": None}, "val/no_score_rate", "no completion has a score"),
+        (FLAT | {"val/no_score_rate": 1.0, "reward": float("nan")}, "val/no_score_rate", "return NaN or None"),
+        ({"val/no_score_rate": 0.5}, "val/no_score_rate", "50 % of the completions have no score"),
+        (
+            {"val/no_score_rate": 0.5, "objective/integer_error_rate": 1.0},
+            "objective/integer_error_rate",
+            "verifier integer scored no completion",
+        ),
+        ({"completions/clipped_ratio": 0.995}, "completions/clipped_ratio", "the longest at 40 tokens"),
+        (FLAT | {"completions/clipped_ratio": 1.0}, "completions/clipped_ratio", "eos_token_id in generation_config.json"),
+        ({"completions/clipped_ratio": 0.0, "completions/max_length": 1.0}, "completions/max_length", "is empty"),
+        ({"optim/steps": 0}, "optim/steps", "nothing was trained"),
+        ({"optim/grad_norm": 0.0}, "optim/grad_norm", "the gradient is 0"),
+    ],
+)  # fmt: skip
+def test_each_silent_failure_is_named_with_its_metric_and_a_cause(change, metric, cause):
+    """Such a run costs as much as a good one, and its only trace would be a column of zeros."""
+    found = signs(GOOD | change)
+    assert list(found) == [metric]
+    assert metric in found[metric] and cause in found[metric]
+
+
+def test_a_good_step_has_no_sign():
+    """Neither has one without metrics: what is not measured is not wrong."""
+    assert signs(GOOD) == {} and signs({}) == {}
+    assert signs(GOOD | {"frac_reward_zero_std": float("nan"), "completions/clipped_ratio": None}) == {}
+
+
+def test_a_warning_waits_for_a_few_steps_and_is_not_repeated_at_each():
+    """One unlucky step is chance; a warning at every step hides everything else."""
+    watch = Watch(1000)
+    bad = GOOD | FLAT
+    said = [step for step in range(1, 301) if watch.after(step, bad if step != 2 else GOOD)]
+    assert said == [2 + PATIENCE, 2 + PATIENCE + REPEAT_AFTER, 2 + PATIENCE + 2 * REPEAT_AFTER]
+    watch = Watch(1000)
+    texts = [watch.after(step, bad) for step in range(1, PATIENCE + 1)]
+    assert texts[:-1] == [[]] * (PATIENCE - 1) and texts[-1][0].startswith("3 steps in a row: ")
+
+
+def test_a_sign_that_comes_and_goes_is_not_said_each_time():
+    """Steps 1 to 3 and 5 to 7: one warning."""
+    watch = Watch(1000)
+    said = [step for step in range(1, 8) if watch.after(step, GOOD if step == 4 else GOOD | FLAT)]
+    assert said == [3]
+
+
+def test_a_run_shorter_than_that_is_judged_by_its_own_steps():
+    """A trial of one step that trains nothing must not pass for a good one."""
+    (text,) = Watch(1).after(1, GOOD | FLAT)
+    assert text.startswith("in this step: ")
+
+
+def test_the_metrics_file_gives_the_same_warnings():
+    """The report is written from it, also after a crash; NaN is null there, and evaluations are no steps."""
+    steps = [{"step": step, **GOOD, **(FLAT if step > 4 else {}), "reward": None} for step in range(1, 9)]
+    lines = [{"step": 0, "eval/scores": 0.5}, *steps, {"step": 8, "eval/scores": 0.5}]
+    assert [step for step, _ in replay(json.loads(json.dumps(lines)), 100)] == [7]
