@@ -164,12 +164,12 @@ def test_all_requests_together_are_bounded():
             while not sandbox.waiting:
                 await asyncio.sleep(0)
             refused = await client.post("/test_program", json=large)
-            sandbox.waiting[0].set_result(Verdicts([1, 1], [0.1, 0.1]))
+            sandbox.waiting[0].set_result(Verdicts([1, 1], [0.1, 0.1], [0, 0]))
             statuses = [(await first).status_code, refused.status_code]
             again = asyncio.create_task(client.post("/test_program", json=large))
             while len(sandbox.waiting) < 2:
                 await asyncio.sleep(0)
-            sandbox.waiting[1].set_result(Verdicts([1, 1], [0.1, 0.1]))
+            sandbox.waiting[1].set_result(Verdicts([1, 1], [0.1, 0.1], [0, 0]))
             return [*statuses, (await again).status_code]
 
     assert asyncio.run(send()) == [200, 503, 200]
