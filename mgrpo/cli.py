@@ -106,6 +106,7 @@ def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
     from mgrpo.run.ranks import num_ranks_of, run_ranks
     from mgrpo.run.result import NothingTrained
 
+    ending.begin()
     try:
         argv = ["--" + word[2:].replace("-", "_") if word in SWITCHES_WITH_DASHES else word for word in argv]
         num_ranks, argv = num_ranks_of(argv)

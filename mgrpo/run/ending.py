@@ -27,6 +27,13 @@ _silenced = threading.Event()
 _timers: list[threading.Timer] = []
 
 
+def begin() -> None:
+    """A run begins: what an earlier one in this process reported does not silence it."""
+    if _reported.locked():
+        _reported.release()
+    _silenced.clear()
+
+
 def report(cause: str, *, details: str = "") -> None:
     """Say once why this rank ends: `cause`, one line, before everything else; and in torchrun's file for errors."""
     if not _silenced.is_set():

@@ -152,6 +152,7 @@ def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = No
     if has_launcher():
         die_with_parent(signal.SIGTERM if rank() == 0 else signal.SIGKILL)
     prepare_environment()
+    ending.begin()
     watch = Watch(
         rank=rank(),
         world_size=world_size(),
