@@ -194,9 +194,12 @@ class Watch:
         if (missing := set(range(1, self.world_size)) - self._known) and now - self._begun > self.timeout_s:
             numbers = ", ".join(map(str, sorted(missing)))
             return f"rank {numbers} has not come within learner_timeout={self.timeout_s:g} s of the start", []
-        late = [peer for peer in (self.own, *alive) if now - peer.moved > self.timeout_s]
-        stuck = [peer for peer in late if not peer.state.get("waits")] or late
-        if not stuck:
+        ranks = (self.own, *alive)
+        late = [peer for peer in ranks if now - peer.moved > self.timeout_s]
+        stuck = [peer for peer in late if not peer.state.get("waits")]
+        if not stuck and len(late) == len(ranks):  # all wait for each other
+            stuck = late
+        if not stuck:  # those that are late wait for one that works, or that will be late in a moment
             return None
         sentences = [f"{_named(peer)} is in {peer.where}" for peer in stuck]
         return (
