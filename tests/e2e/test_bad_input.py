@@ -70,8 +70,8 @@ def test_smollm2_refuses_tensor_parallelism(tmp_path):
 
 
 def test_unknown_flag_names_the_nearest():
-    """--learning-rate instead of --learning_rate."""
-    assert "--learning_rate" in message("--learning-rate", "1")
+    """A letter that is missing."""
+    assert "--learning_rate" in message("--learning_rat", "1")
 
 
 def test_all_problems_come_at_once():
@@ -86,7 +86,7 @@ def test_all_problems_come_at_once():
     [
         (("--expert_model_parallel_size", "3"), "choose from {1, 2}"),
         (("--expert_model_parallel_size", "2"), "expert_model_parallel_size=2 needs a mixture-of-experts model"),
-        (("--fsdp_shard_degree", "2"), "fsdp_shard_degree=2 needs zero_stage=3"),
+        (("--zero_stage", "1", "--fsdp_shard_degree", "2"), "fsdp_shard_degree=2 needs zero_stage=3"),
         (("--virtual_pipeline_model_parallel_size", "2"), "needs pipeline_model_parallel_size > 1"),
     ],
 )
