@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from mgrpo.config import ConfigError
 from mgrpo.run.environment import rank
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -76,7 +77,10 @@ def follow() -> None:
 
 
 def report_error(err: BaseException) -> None:
-    """Report an error that nobody expected, with its traceback beneath."""
+    """Report an error, one that nobody expected with its traceback beneath."""
+    if isinstance(err, ConfigError):
+        report(str(err))
+        return
     where = f"rank {rank()}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     report(f"{where}{type(err).__name__}: {err}", details="".join(traceback.format_exception(err)))
 

@@ -262,6 +262,9 @@ def _run(
         if not isinstance(err, KeyboardInterrupt):
             if _may_follow_from_another(err) and watch.has_other_cause(OTHER_CAUSE_S):
                 ending.silence()
+            # Before the other ranks end, because their launcher then ends this one during its clean-up.
+            if has_launcher() and not isinstance(err, SystemExit):
+                ending.report_error(err)
             watch.leave(is_failing=True)
             lead.fail(f"rank {rank()}: {err!r}")
         lead.close()
