@@ -21,13 +21,31 @@ LIMIT_S = 30.0
 
 
 def processes_of(folder: str) -> list[int]:
-    """Processes that were started with the folder's mark; what a user looks into the folder with does not count."""
-    mark = f"\0{MARK}={folder}\0".encode()
+    """Processes that were started with the folder's mark, or write into the folder; whoever reads there does not count.
+
+    Ray's agents rename themselves, which overwrites their environment, but they have a log open. Not this process and its
+    parent: after a clean end rank 0 may go on, with a log still open.
+    """
+    mark, spared = f"\0{MARK}={folder}\0".encode(), {os.getpid(), os.getppid()}
     return [
         int(entry.name)
         for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and mark in b"\0" + _environment(entry) + b"\0"
+        if entry.name.isdigit() and int(entry.name) not in spared
+        if mark in b"\0" + _environment(entry) + b"\0" or _writes_into(entry, f"{folder}/")
     ]
+
+
+def _writes_into(process: Path, folder: str) -> bool:
+    try:
+        opened = [link.name for link in (process / "fd").iterdir() if os.readlink(link).startswith(folder)]
+        return any(_is_writable((process / "fdinfo" / number).read_text()) for number in opened)
+    except OSError:
+        return False  # it ended while we looked, or is not ours
+
+
+def _is_writable(fdinfo: str) -> bool:
+    flags = next(line.split()[1] for line in fdinfo.splitlines() if line.startswith("flags:"))
+    return bool(int(flags, 8) & os.O_ACCMODE)
 
 
 def _environment(process: Path) -> bytes:

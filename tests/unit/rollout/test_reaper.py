@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 from mgrpo.rollout.vllm.reaper import MARK, processes_of
 
@@ -18,14 +19,15 @@ def test_what_a_cluster_has_started_is_ended_and_a_reader_of_its_logs_is_not(tmp
     folder.mkdir()
     (folder / "log").write_text("")
 
-    def start(program: str, *words: str, **mark: str) -> subprocess.Popen:
+    def start(program: str, *words: str, log: Any = None, **mark: str) -> subprocess.Popen:
         command = [sys.executable, "-c", program, *words]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=reading, env=os.environ | mark)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=reading, stderr=log, env=os.environ | mark)
         assert process.stdout is not None and process.stdout.readline() == b"\n"
         return process
 
-    with (folder / "log").open() as reading:
+    with (folder / "log").open() as reading, (folder / "log").open("a") as writing:
         own = start(STARTS_ANOTHER, **{MARK: str(folder)})
+        renamed = start(SAYS_IT_RUNS, log=writing)  # which overwrites the environment: Ray's agents
         reader = start(SAYS_IT_RUNS, str(folder))
         neighbour = start(SAYS_IT_RUNS, **{MARK: f"{folder}2"})
     reaper = subprocess.Popen(
@@ -33,13 +35,13 @@ def test_what_a_cluster_has_started_is_ended_and_a_reader_of_its_logs_is_not(tmp
     )
     try:
         found = processes_of(str(folder))
-        assert own.pid in found and len(found) == 2
+        assert {own.pid, renamed.pid} < set(found) and len(found) == 3
         assert reaper.stdin is not None
         reaper.stdin.close()
         assert reaper.wait(20) == 0
-        assert own.wait(5) != 0 and processes_of(str(folder)) == []
+        assert own.wait(5) != 0 and renamed.wait(5) != 0 and processes_of(str(folder)) == []
         assert reader.poll() is None and neighbour.poll() is None
         assert not folder.exists()
     finally:
-        for process in (own, reader, neighbour, reaper):
+        for process in (own, renamed, reader, neighbour, reaper):
             process.kill()
