@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -135,15 +137,18 @@ class Cluster:
             )
         remote = self.ray.remote(EngineActor)
         environment = engine_environment(config, on_gpu=self.on_gpu, is_local=self.owned)
+        runtime_env: dict[str, Any] = {"env_vars": environment}
         if self.keeper:
             environment["TMPDIR"] = self.keeper.scratch
+            # Ray passes it to a shell as it is; it may lie in a path with spaces.
+            runtime_env["py_executable"] = shlex.quote(sys.executable)
         args = engine_args(config, on_gpu=self.on_gpu)
         for number in range(count):
             actor = remote.options(
                 num_cpus=1,
                 num_gpus=workers if self.on_gpu else 0,
                 max_concurrency=1000,
-                runtime_env={"env_vars": environment},
+                runtime_env=runtime_env,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
             ).remote()
             failure = self.keeper.failure if self.keeper else lambda: None
