@@ -34,13 +34,14 @@ def test_a_dry_run_trains_one_step_and_keeps_nothing(start, tmp_path):
     rows = tmp_path / "rows.jsonl"
     row = {"prompt": "1+1=", "ground_truth": 99_999, "dataset": "integer"}
     rows.write_text("".join(json.dumps(row) + "\n" for _ in range(40)))
+    others = dry_run_folders()
     run = start("--dry_run", "--dataset_mixer_list", str(rows), "1.0")
     run.wait_for("step 1/1", 120)
     family = run.family()
     assert run.wait(60) == 0, run.text()[-3000:]
     assert "one step; no files were kept" in run.text()
     assert "evaluation before training" not in run.text()
-    assert not run.output_dir.exists() and dry_run_folders() == []
+    assert not run.output_dir.exists() and dry_run_folders() == others
     assert survivors(family, 20) == []
 
 
