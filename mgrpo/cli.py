@@ -139,7 +139,6 @@ def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
 
 
 def _train(argv: Sequence[str], *, prog: str | None, is_head: bool) -> None:
-    argv = ["--" + word[2:].replace("-", "_") if word in SWITCHES_WITH_DASHES else word for word in argv]
     config = parse([word for word in argv if word not in SWITCHES], prog=prog, defer=True)
     if "--show_config" in argv:
         text = show(raise_problems(config))

@@ -8,6 +8,7 @@ import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,8 +83,8 @@ def test_steps_without_training_are_named_on_the_console_and_in_the_report(tmp_p
     assert {line["lr"] for line in lines(tmp_path)} == {1e-3}
 
 
-def test_some_of_what_training_sampled_can_be_read(tmp_path, batch) -> None:
-    """Without held-out prompts they are the only texts of the run; a resumed run does not write a step twice."""
+def two_steps_with_a_resume(tmp_path, batch) -> dict[str, Any]:
+    """Step 2 is done twice: by a run whose newest state is that of step 1, and by the run that continues it; that state."""
     reporter = report(tmp_path)
     step(reporter, 1, batch)
     saved = {"step": 1, "head": reporter.state_dict()}
@@ -92,6 +93,12 @@ def test_some_of_what_training_sampled_can_be_read(tmp_path, batch) -> None:
     own = report(tmp_path, resumed=saved, resume_from=str(tmp_path / "out" / "checkpoints" / "step_1"))
     step(own, 2, batch)
     own.close()
+    return saved
+
+
+def test_some_of_what_training_sampled_can_be_read(tmp_path, batch) -> None:
+    """Without held-out prompts they are the only texts of the run; a resumed run does not write a step twice."""
+    two_steps_with_a_resume(tmp_path, batch)
     path = tmp_path / "out" / "rollouts" / "train_samples.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(record["step"], record["sample_idx"], record["reward"]) for record in records] == [
@@ -104,14 +111,7 @@ def test_some_of_what_training_sampled_can_be_read(tmp_path, batch) -> None:
 
 def test_a_resumed_run_goes_on_in_its_own_files_and_not_in_those_of_another(tmp_path, batch) -> None:
     """Lines of steps that are done again would stand twice; another run's lines would be continued as this one's."""
-    reporter = report(tmp_path)
-    step(reporter, 1, batch)
-    saved = {"step": 1, "head": reporter.state_dict()}
-    step(reporter, 2, batch)
-    reporter.close()
-    own = report(tmp_path, resumed=saved, resume_from=str(tmp_path / "out" / "checkpoints" / "step_1"))
-    step(own, 2, batch)
-    own.close()
+    saved = two_steps_with_a_resume(tmp_path, batch)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
     other = report(tmp_path, resumed=saved, resume_from=str(tmp_path / "elsewhere" / "checkpoints" / "step_1"))
     step(other, 2, batch)
