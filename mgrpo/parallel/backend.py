@@ -24,8 +24,6 @@ import torch
 from torch.distributed import DeviceMesh
 
 CPU = torch.device("cpu")
-STORE_SOCKET = "MGRPO_STORE_SOCKET"
-"""Environment variable of rank 0 under `mgrpo train`: number of the inherited socket on which it serves the ranks' store."""
 
 REBOUND: tuple[tuple[str, str, str], ...] = (
     # (module under megatron.core, name, why)
@@ -71,19 +69,23 @@ def device_bytes() -> int:
     return machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def meeting_store(*, rank: int, world_size: int, timeout_s: float) -> torch.distributed.Store:
-    """The store in which the ranks meet: torchrun's, or the one that rank 0 serves on the socket `STORE_SOCKET`."""
+def meeting_store(*, rank: int, world_size: int, timeout_s: float, socket: int | None) -> torch.distributed.Store:
+    """The store in which the ranks meet: torchrun's, or the one that this rank serves on an inherited socket.
+
+    Args:
+        socket: number of that socket; None for ranks that do not serve.
+    """
     if world_size == 1:
         return torch.distributed.HashStore()
     timeout = timedelta(seconds=timeout_s)
-    if (number := os.environ.get(STORE_SOCKET)) is not None and rank == 0:
+    if socket is not None:
         return torch.distributed.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=True,
             wait_for_workers=False,
             timeout=timeout,
-            master_listen_fd=int(number),
+            master_listen_fd=socket,
         )
     return next(torch.distributed.rendezvous("env://", rank, world_size, timeout=timeout))[0]
 

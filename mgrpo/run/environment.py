@@ -6,6 +6,8 @@ import os
 
 LAUNCHED = "MGRPO_LAUNCHED"
 """Set in the ranks that `mgrpo train --nproc-per-node` starts."""
+STORE_SOCKET = "MGRPO_STORE_SOCKET"
+"""Set in rank 0 of those: number of the inherited socket on which it serves the ranks' store."""
 OPENMP = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 """Spinning OpenMP threads on a busy machine make a matmul 20 times slower."""
 
@@ -28,6 +30,12 @@ def num_local_learners() -> int:
 def store_host() -> str:
     """The interface on which this run's ranks meet: loopback on one machine, else that of rank 0's node."""
     return "127.0.0.1" if num_local_learners() == world_size() else os.environ["MASTER_ADDR"]
+
+
+def store_socket() -> int | None:
+    """Number of the socket on which this rank serves the ranks' store; None where another process does."""
+    number = os.environ.get(STORE_SOCKET)
+    return None if number is None else int(number)
 
 
 def has_launcher() -> bool:

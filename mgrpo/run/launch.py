@@ -32,6 +32,7 @@ from mgrpo.run.environment import (
     prepare_environment,
     rank,
     store_host,
+    store_socket,
     world_size,
 )
 from mgrpo.run.inputs import as_functions
@@ -207,7 +208,7 @@ def _meet(config: Config, watch: Watch) -> None:
 
     limit_s = config.experiment.learner_timeout
     try:
-        store = backend.meeting_store(rank=rank(), world_size=world_size(), timeout_s=limit_s)
+        store = backend.meeting_store(rank=rank(), world_size=world_size(), timeout_s=limit_s, socket=store_socket())
         store = PrefixStore(f"run {next(_NUMBERS)}", store)
         if world_size() > 1 and rank() == 0:
             store.set("watch", watch.listen(store_host()))

@@ -17,11 +17,9 @@ from types import FrameType
 
 from mgrpo.config import ConfigError
 from mgrpo.processes.lifetime import ending
-from mgrpo.run.environment import LAUNCHED, OPENMP
+from mgrpo.run.environment import LAUNCHED, OPENMP, STORE_SOCKET
 
 FLAG = "--nproc-per-node"
-STORE_SOCKET = "MGRPO_STORE_SOCKET"
-"""The same as in `mgrpo.parallel.backend`, which imports torch."""
 GRACE_S = 12.0
 """How long rank 0 may take to end after another rank has failed."""
 INTERRUPT_S = 6.0
