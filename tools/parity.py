@@ -25,8 +25,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.dist import cases
-from tests.dist.rank_pool import RankPool
+from tests.ranks import cases
+from tests.ranks.rank_pool import RankPool
 from tests.tiny_models import save_tiny
 
 LOSS = {"beta": 0.05, "kl_estimator": 2, "clip_lower": 0.2, "clip_higher": 0.28}

@@ -17,8 +17,8 @@ from mgrpo.rollout.engine import FINISH_REASONS, EngineError, PromptBatch, Sampl
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.sync.channel import Sender, open_store
-from tests.dist import cases
-from tests.dist.conftest import run_ranks  # noqa: F401  (a fixture)
+from tests.ranks import cases
+from tests.ranks.conftest import run_ranks  # noqa: F401  (a fixture)
 from tests.tiny_models import load_hf, save_tiny
 
 SAMPLING = Sampling(num_samples=4, max_tokens=16, temperature=0.7, stop_token_ids=(2,))

@@ -19,7 +19,7 @@ def test_every_test_that_the_page_names_exists():
     files = [
         *(ROOT / "tests/unit/algo").glob("*.py"),
         ROOT / "tests/unit/rewards/test_overlong.py",
-        *(ROOT / "tests/dist" / f"{name}.py" for name in ("test_loss_invariance", "test_own_loss")),
+        *(ROOT / "tests/ranks" / f"{name}.py" for name in ("test_loss_invariance", "test_own_loss")),
     ]
     existing = {name for path in files for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)}
     assert len(named) > 30 and named <= existing, sorted(named - existing)

@@ -23,7 +23,7 @@ from mgrpo.models.family import shape_of
 from mgrpo.models.memory import DTYPE_BYTES, num_parameters, state_bytes
 from mgrpo.planner.activations import logits_working_bytes, stage_activations
 from mgrpo.planner.command import shipped_config
-from tests.dist.rank_pool import RankPool
+from tests.ranks.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[3]
 TINY = {

@@ -18,7 +18,7 @@ def train(tmp_path_factory):
     backend.install()
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
     backend.init_process_group(rank=0, world_size=1, timeout_minutes=2)
-    from tests.dist import cases
+    from tests.ranks import cases
     from tests.tiny_models import save_tiny
 
     folder = save_tiny(tmp_path_factory.mktemp("model"), "qwen2")

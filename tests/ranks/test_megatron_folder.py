@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from mgrpo.layout import Layout
 from mgrpo.model_io.convert import hf_to_megatron
 from mgrpo.model_io.megatron_folder import model_reader, stem
-from tests.dist import cases
+from tests.ranks import cases
 from tests.tiny_models import save_tiny
 
 

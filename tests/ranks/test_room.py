@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.dist import cases
-from tests.dist.test_learning import SETTINGS, scored_groups
+from tests.ranks import cases
+from tests.ranks.test_learning import SETTINGS, scored_groups
 from tests.tiny_models import load_hf, save_tiny
 
 
@@ -38,8 +38,6 @@ def test_a_full_disk_is_said_with_path_and_bytes_and_loses_no_more_than_it_must(
     assert ranks[0]["said"] == [
         f"no room for the trained model: {needed}, but {out} has 1 kB free; waiting 0 minutes for room"
     ]
-    kept = (
-        f"the last good checkpoint is {out}/checkpoints/step_1, continue from it with --resume {out}/checkpoints/step_1"
-    )
+    kept = f"the same command continues from {out}/checkpoints/step_1"
     assert [found["the end"] for found in ranks] == [f"metrics cannot be written; {kept}", ""]
     load_hf(out / "hf" / "step_1")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist import own_losses
-from tests.dist.cases import random_samples
+from tests.ranks import own_losses
+from tests.ranks.cases import random_samples
 from tests.tiny_models import save_tiny
 
 SETTINGS = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.dist import cases
-from tests.dist.test_layouts import LOSS, SAMPLES, check, oracle, run
-from tests.dist.test_logits import compare
+from tests.ranks import cases
+from tests.ranks.test_layouts import LOSS, SAMPLES, check, oracle, run
+from tests.ranks.test_logits import compare
 from tests.tiny_models import FAMILIES, VOCAB, save_tiny
 
 TENSOR = {"tensor": 2, "sequence_parallel": True}

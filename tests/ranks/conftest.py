@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.rank_pool import RankPool
+from tests.ranks.rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")

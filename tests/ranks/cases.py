@@ -527,7 +527,7 @@ def hidden_state(learner: Any) -> dict[str, Any]:
 
 def rates(model_dir: str, settings: dict[str, Any], is_empty: list[int]) -> list[float]:
     """Learning rate at the start of each step that trains, given which steps have no group to train on."""
-    from tests.dist.test_learning import scored_groups
+    from tests.ranks.test_learning import scored_groups
 
     trainer = trainer_of(model_dir, settings, scored_groups())
     found = []

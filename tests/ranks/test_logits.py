@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dist import cases
+from tests.ranks import cases
 from tests.tiny_models import VOCAB, load_hf, save_tiny
 
 

@@ -30,7 +30,7 @@ def source_on(lead: Lead, own: Config, given: Producer) -> Source | SilentSource
 
     if dist.get_rank() != 0:
         return SilentSource(lead)
-    production = Production(config=own, tokenizer=None, producer=given, evaluator=evaluator(), remarks=[])
+    production = Production(config=own, tokenizer=None, producer=given, evaluator=evaluator(), data=[], remarks=[])
     return Source(production, lead, own, layout=Layout(world_size=dist.get_world_size()), hidden=64)
 
 

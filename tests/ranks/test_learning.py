@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mgrpo.types import ScoredGroup
 from tests import builders
-from tests.dist import cases
+from tests.ranks import cases
 from tests.tiny_models import VOCAB, load_hf, save_tiny
 
 SETTINGS = {

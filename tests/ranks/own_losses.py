@@ -14,9 +14,9 @@ from mgrpo.config import from_values
 from mgrpo.config.derived import layout_of
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.types import TrainSample
-from tests.dist.cases import forget_groups
+from tests.ranks.cases import forget_groups
 
-NAMED, OWN = "ppo_clip", "tests.dist.own_losses:clipped"
+NAMED, OWN = "ppo_clip", "tests.ranks.own_losses:clipped"
 
 
 def clipped(inputs: LossInputs) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mgrpo.checkpoint.folder import step_path
-from tests.dist import cases
-from tests.dist.test_learning import SETTINGS, scored_groups
+from tests.ranks import cases
+from tests.ranks.test_learning import SETTINGS, scored_groups
 from tests.tiny_models import load_hf, save_tiny
 from tools import parity
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mgrpo.parallel.broadcast import Action
-from tests.dist import cases
+from tests.ranks import cases
 
 
 def test_headers_arrays_and_errors_reach_every_rank(run_ranks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.dist import source_cases
+from tests.ranks import source_cases
 
 FOUR_STEPS = {"total_episodes": 4 * 8}
 

@@ -11,7 +11,7 @@ import torch
 
 from mgrpo import algo
 from mgrpo.config.loss import LossConfig
-from tests.dist import cases
+from tests.ranks import cases
 from tests.tiny_models import load_hf, save_tiny, saved_gradients
 
 TEMPERATURE = 0.8

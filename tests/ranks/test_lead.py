@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist import cases
+from tests.ranks import cases
 from tests.tiny_models import save_tiny
 
 
