@@ -46,7 +46,8 @@ class RankPool:
     def __init__(self, world_size: int) -> None:
         import torch.multiprocessing as mp
 
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.ranks.preloaded"])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
