@@ -1,13 +1,13 @@
 # make              install into .venv
 # make quickstart   install into .venv and watch GRPO raise a small model's accuracy
-# make test         the tests (installs what is missing): test-unit, then test-ranks
+# make test         the tests, on all cores, and the quickstart with its checks (installs what is missing)
 # make test-e2e     more runs and engines than make test starts; make test-all adds the slow ones
 # make lint         ruff, mypy and clang-format
 # make parity       every parallel layout against one rank, into docs/parity.md
 VENV ?= .venv
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.txt csrc/*/*)
 
-.PHONY: quickstart test test-unit test-ranks test-e2e test-all lint bench parity install clean
+.PHONY: quickstart test test-e2e test-all lint bench parity install clean
 install: $(VENV)/.installed
 	@echo "mgrpo is installed in $(VENV). Next: source $(VENV)/bin/activate; mgrpo --help; make quickstart"
 
@@ -22,25 +22,20 @@ $(VENV)/.installed-dev: requirements/dev.txt requirements/judge.txt $(VENV)/.ins
 quickstart: $(VENV)/.installed
 	$(VENV)/bin/mgrpo train --nproc-per-node 2 --config examples/configs/quickstart.yaml
 
-# One process for each core; a file's tests stay together.
 PYTEST := $(VENV)/bin/python -m pytest
-UNIT := $(PYTEST) --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/repo tests/unit
+# A process for each core; what a file's tests share, they share in one process.
+ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed-dev
-	$(MAKE) test-unit test-ranks -j 1
-
-test-unit: $(VENV)/.installed-dev
-	$(UNIT) -m "not slow"
-
-test-ranks: $(VENV)/.installed-dev
-	$(PYTEST) -m "not slow" tests/ranks tests/e2e/test_main_job.py
+	$(PYTEST) -m "not slow" $(ON_ALL_CORES) tests/repo tests/ranks tests/unit
+	$(PYTEST) tests/e2e/test_main_job.py
 
 test-e2e: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow" tests/e2e --ignore tests/e2e/test_main_job.py
 
 test-all: $(VENV)/.installed-dev
-	$(UNIT)
-	$(PYTEST) tests/ranks tests/e2e
+	$(PYTEST) $(ON_ALL_CORES) tests/repo tests/ranks tests/unit
+	$(PYTEST) tests/e2e
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
