@@ -7,7 +7,7 @@ import pytest
 from tests.ranks.rank_pool import RankPool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def run_ranks():
     pools: dict[int, RankPool] = {}
 
