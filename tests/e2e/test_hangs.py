@@ -44,7 +44,9 @@ def start(tmp_path):
 
 
 def first_cause(run: Run) -> str:
-    return next(line for line in run.text().splitlines() if line.startswith("mgrpo: ") and "waiting" not in line)
+    """What is said first after the start, apart from what is waited for."""
+    lines = run.text().partition("starting Ray")[2].splitlines()
+    return next(line for line in lines if line.startswith("mgrpo: ") and "waiting" not in line)
 
 
 @pytest.mark.parametrize("kind", ["rank 0", "rank 1", "raylet"])
