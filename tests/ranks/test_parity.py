@@ -99,7 +99,7 @@ def test_unknown_layout_is_refused(name):
 def test_zero_stages_agree_and_save_memory(run_ranks, folders):
     """Adam hides a gradient that is wrong by a factor; norms do not. And a stage that saves nothing is only slower.
 
-    Stages sum in another order, and a weight that then rounds the other way in bfloat16 moves a later norm by 1e-4 of it.
+    Stages sum in another order; in the fifth step a weight has rounded the other way in bfloat16.
     """
     found = {}
     for stage in (0, 1, 2, 3):
@@ -107,7 +107,9 @@ def test_zero_stages_agree_and_save_memory(run_ranks, folders):
         found[stage] = run_ranks(4, cases.train_steps, layout={"zero_stage": stage}, **arguments)
     for stage in (1, 2, 3):
         for name in ("losses", "grad_norms"):
-            assert found[stage][0][name] == pytest.approx(found[0][0][name], rel=1e-3), (stage, name)
+            own, truth = found[stage][0][name], found[0][0][name]
+            assert own[:4] == pytest.approx(truth[:4], rel=1e-5), (stage, name)
+            assert own == pytest.approx(truth, rel=1e-3), (stage, name)
     for rank in range(4):
         held = {stage: found[stage][rank]["bytes"] for stage in found}
         assert held[1]["optimizer"] < 0.3 * held[0]["optimizer"]
