@@ -24,17 +24,17 @@ quickstart: $(VENV)/.installed
 
 PYTEST := $(VENV)/bin/python -m pytest
 # A process for each core; what a file's tests share, they share in one process.
-ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/repo tests/ranks tests/unit
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) -m "not slow" $(ON_ALL_CORES) tests/repo tests/ranks tests/unit
+	$(PYTEST) -m "not slow" $(ON_ALL_CORES)
 	$(PYTEST) tests/e2e/test_main_job.py
 
 test-e2e: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow" tests/e2e --ignore tests/e2e/test_main_job.py
 
 test-all: $(VENV)/.installed-dev
-	$(PYTEST) $(ON_ALL_CORES) tests/repo tests/ranks tests/unit
+	$(PYTEST) $(ON_ALL_CORES)
 	$(PYTEST) tests/e2e
 
 lint: $(VENV)/.installed-dev
