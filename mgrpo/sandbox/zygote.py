@@ -135,6 +135,9 @@ def _supervise(cell: Cell, order: Order, source: str, owner: Wire) -> Job:
         owner = _fork_supervisor(owner, order)
         die_with_parent()
         job = Supervisor(cell, order, source, owner).supervise()
+    except (EOFError, ConnectionError):
+        # The owner is gone, with everyone who would read a verdict.
+        os._exit(1)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
