@@ -119,6 +119,12 @@ def leave_process_groups() -> None:
     torch.distributed.destroy_process_group()
 
 
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with its kernels fused, for tensors of any lengths; on the CPU, where it would take a C++ compiler, itself."""
+    return torch.compile(function, dynamic=True) if has_cuda() else function
+
+
 def random_states() -> dict[str, torch.Tensor]:
     """This rank's random states by name, each `[n]` uint8: torch's, the device's, and Megatron's of every axis."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
