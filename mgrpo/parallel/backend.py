@@ -69,6 +69,18 @@ def device_bytes() -> int:
     return machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def peak_memory() -> dict[str, float]:
+    """GiB of this rank's GPU since the last call: in tensors, and taken by torch's allocator. Empty on the CPU."""
+    if not has_cuda():
+        return {}
+    peaks = {
+        "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 2**30,
+        "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved() / 2**30,
+    }
+    torch.cuda.reset_peak_memory_stats()
+    return peaks
+
+
 def meeting_store(*, rank: int, world_size: int, timeout_s: float, socket: int | None) -> torch.distributed.Store:
     """The store in which the ranks meet: torchrun's, or the one that this rank serves on an inherited socket.
 
