@@ -10,8 +10,6 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-from torch.autograd.profiler import emit_nvtx
 from torch.profiler import ProfilerActivity, profile
 
 from mgrpo.config import Config
@@ -41,7 +39,7 @@ class Profiler:
         if step not in self.steps:
             yield
         elif _NSYS in os.environ:
-            with _recorded_by_nsys():
+            with backend.recorded_by_nsys():
                 yield
         else:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if backend.has_cuda() else [])]
@@ -63,14 +61,3 @@ class Profiler:
         sent = sum(getattr(total, order) for total in totals if total.key.startswith(_COMMUNICATION)) / 1e6
         what = "kernels" if backend.has_cuda() else "operations"
         self.say(f"profile of {name}: {what} {busy:.2f} s, of which communication {sent:.2f} s; {trace}")
-
-
-@contextlib.contextmanager
-def _recorded_by_nsys() -> Iterator[None]:
-    torch.cuda.profiler.start()
-    try:
-        with emit_nvtx():
-            yield
-    finally:
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()

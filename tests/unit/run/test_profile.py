@@ -12,7 +12,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from mgrpo.config import parse
-from mgrpo.run import profile
+from mgrpo.parallel import backend
 from mgrpo.run.profile import Profiler
 
 
@@ -68,7 +68,7 @@ def test_under_nsys_the_same_steps_are_its_ranges(make, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
-    monkeypatch.setattr(profile, "emit_nvtx", contextlib.nullcontext)
+    monkeypatch.setattr(backend, "emit_nvtx", contextlib.nullcontext)
     profiler, _ = make()
     for step in (1, 2):
         with profiler.step(step):
