@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from mgrpo.config import Config
@@ -59,8 +60,9 @@ class Profiler:
         order = "self_device_time_total" if backend.has_cuda() else "self_cpu_time_total"
         trace.with_name(f"{name}.txt").write_text(totals.table(sort_by=order, row_limit=60))
         if backend.has_cuda():
+            kernels = [t for t in totals if t.device_type is DeviceType.CUDA and not t.is_user_annotation]
             busy, sent = (
-                sum(total.self_device_time_total for total in totals if total.key.startswith(prefixes)) / 1e6
+                sum(kernel.self_device_time_total for kernel in kernels if kernel.key.startswith(prefixes)) / 1e6
                 for prefixes in ("", _COMMUNICATION)
             )
             line += f"; kernels {busy:.2f} s, of which NCCL's {sent:.2f} s"
