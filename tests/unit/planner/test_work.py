@@ -6,16 +6,26 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from mgrpo import planner
+from mgrpo import packing, planner
 from mgrpo.config import from_values
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import shape_of
 from mgrpo.models.memory import num_parameters
 from mgrpo.planner.traffic import Traffic, backward_traffic, data_traffic, forward_traffic, recompute_traffic
-from mgrpo.planner.work import Workload, active_weights, forward_flops, passes_of, seen_pairs, stage_flops
+from mgrpo.planner.work import (
+    Workload,
+    active_weights,
+    forward_flops,
+    packed_flops,
+    passes_of,
+    seen_pairs,
+    stage_flops,
+)
+from mgrpo.types import TrainSample
 from tests.unit.planner.test_activations import GPT_175B
 
 MODELS = Path(planner.__file__).with_name("models")
@@ -57,6 +67,38 @@ def test_windows_and_shared_prompts_are_not_computed_twice() -> None:
     assert saved == pytest.approx(56 * (weights * 1000 + 4 * 12288 * 96 * 1000**2 / 2))
 
 
+def test_operations_of_real_packs_are_those_of_their_documents() -> None:
+    """Lengths vary and attention is quadratic: MFU from a mean length would be too low.
+
+    By hand, for a prompt of 3 and completions of 3 and 2 tokens, each without its last: alone 5 tokens see 1 + ... + 5
+    keys and 4 see 1 + ... + 4; behind one prompt 3 tokens see 1 + 2 + 3, and the branches 4 + 5 and 4. All 5 response
+    tokens reach the head. Under a window of 2, every token except a first one sees 2.
+    """
+    samples = [
+        TrainSample(
+            prompt_tokens=np.ones(3, np.int32),
+            tokens=np.ones(length, np.int32),
+            loss_mask=np.ones(length, bool),
+            rollout_logprobs=np.zeros(length, np.float32),
+            advantage=1.0,
+            group=0,
+        )
+        for length in (3, 2)
+    ]
+    a_token, a_pair, a_row = 2 * sum(active_weights(GPT_175B)), 96 * 4 * 12288, 2 * 12288 * 51200
+    for groups, tokens, pairs in (([[0], [1]], 9, 15 + 10), ([[0, 1]], 6, 6 + 9 + 4)):
+        pack = packing.assemble(samples, groups)
+        found = packed_flops(GPT_175B, pack.positions, responses=len(pack.rows))
+        assert found.total == tokens * a_token + pairs * a_pair + 5 * a_row
+    narrow = dataclasses.replace(GPT_175B, windows=(2,) * 95 + (None,))
+    found = packed_flops(narrow, np.array([0, 1, 2, 3, 0], np.int32), responses=0)
+    assert found.total == 5 * a_token + 4 * 12288 * (95 * (1 + 2 + 2 + 2 + 1) + (1 + 2 + 3 + 4 + 1))
+    lengths = np.concatenate([np.arange(2048)] * 64)
+    assert packed_flops(MOE, lengths, responses=64 * 2048).total == pytest.approx(
+        forward_flops(MOE, BATCH).total, rel=1e-3
+    )
+
+
 def test_recomputation_repeats_what_it_names() -> None:
     """Full is one more forward pass of the layers; the head is repeated only by its chunks."""
     layout = Layout(world_size=2, pipeline=2)
@@ -78,6 +120,7 @@ def test_passes_follow_the_algorithm() -> None:
     assert dataclasses.astuple(passes_of(from_values(base))) == (1, 0, 0, 1)
     several = from_values(base | {"beta": 0.1, "num_epochs": 2, "num_mini_batches": 4})
     assert dataclasses.astuple(passes_of(several)) == (2, 1, 1, 8)
+    assert passes_of(several).in_forward == 2 * 3 + 1 + 1
     engine = from_values(base | {"num_mini_batches": 4, "use_vllm_logprobs": True})
     assert passes_of(engine).old == 0
 

@@ -1,0 +1,63 @@
+"""Profiles of chosen training steps: a trace by torch's profiler, or under `nsys profile` what nsys records.
+
+The parts of a step carry their names in both (`torch.autograd.profiler.record_function`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
+
+from mgrpo.config import Config
+from mgrpo.parallel import backend
+
+_NSYS = "NSYS_PROFILING_SESSION_ID"
+"""Set in what `nsys profile` runs; torch's own profiler would compete with it for the device's counters."""
+_COMMUNICATION = ("ncclDevKernel", "ncclKernel", "gloo:")
+"""How the names of what transfers data between learners begin."""
+
+
+class Profiler:
+    """Records the training steps `profile_steps` if this rank is among `profile_ranks`.
+
+    Writes `output_dir/profile/step_S_rank_R.trace.json.gz` (for Perfetto or chrome://tracing) and a table beside it. Under
+    `nsys profile --capture-range=cudaProfilerApi --capture-range-end=repeat` nsys records the same steps instead.
+    """
+
+    def __init__(self, config: Config, *, rank: int, say: Callable[[str], None]) -> None:
+        experiment = config.experiment
+        self.steps = frozenset(experiment.profile_steps if rank in experiment.profile_ranks else ())
+        self.folder, self.rank, self.say = Path(experiment.output_dir) / "profile", rank, say
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Record what runs within, if `step` is to be recorded. A trace that cannot be written is said, and no error."""
+        if step not in self.steps:
+            yield
+        elif _NSYS in os.environ:
+            with backend.recorded_by_nsys():
+                yield
+        else:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if backend.has_cuda() else [])]
+            with profile(activities=activities) as recorded:
+                yield
+            try:
+                self._write(recorded, f"step_{step}_rank_{self.rank}")
+            except (OSError, RuntimeError) as err:
+                self.say(f"no profile of step {step}: {err}")
+
+    def _write(self, recorded: profile, name: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        trace = self.folder / f"{name}.trace.json.gz"
+        recorded.export_chrome_trace(str(trace))
+        totals = recorded.key_averages()
+        order = "self_device_time_total" if backend.has_cuda() else "self_cpu_time_total"
+        (self.folder / f"{name}.txt").write_text(totals.table(sort_by=order, row_limit=60))
+        busy = sum(getattr(total, order) for total in totals) / 1e6
+        sent = sum(getattr(total, order) for total in totals if total.key.startswith(_COMMUNICATION)) / 1e6
+        what = "kernels" if backend.has_cuda() else "operations"
+        self.say(f"profile of {name}: {what} {busy:.2f} s, of which communication {sent:.2f} s; {trace}")
