@@ -28,6 +28,7 @@ from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend
 from mgrpo.parallel.gather import gather_json, gather_values
 from mgrpo.policy.policy import Microbatch, MicrobatchLoss, Policy, StepResult
+from mgrpo.policy.weights import Read
 from mgrpo.run.schedule import is_due
 
 Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -87,9 +88,15 @@ class Learner:
         layout: Layout,
         host_group: dist.ProcessGroup,
         checkpoint: Checkpoint | None = None,
+        weights: Read | None = None,
         loss: algo.LossFunction | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
+        """
+        Args:
+            checkpoint: where the run continues.
+            weights: where the model's weights come from, by default from model_name_or_path.
+        """
         self.config, self.loss_config, self.host_group = config, config.loss, host_group
         self.on_progress = on_progress
         self.own_loss = loss or algo.load_loss(config.loss)
@@ -105,7 +112,7 @@ class Learner:
         self.reference = (
             self._make_policy(replace(config.parallel, moe_enable_routing_replay=False)) if self.has_reference else None
         )
-        self._load(checkpoint)
+        self._load(checkpoint, weights)
         self.policy.prepare_training(config.optimizer, num_optimizer_steps=config.num_optimizer_steps)
         self.state = TrainState(self.policy, self.reference, group=host_group)
         self.entropy_control = None
@@ -136,9 +143,9 @@ class Learner:
         self.state.restore_optimizer(checkpoint, num_updates=self.policy.num_updates)
         self.state.restore_random(checkpoint)
 
-    def _load(self, checkpoint: Checkpoint | None) -> None:
-        """Weights from the checkpoint; those that it does not hold, and all without one, from model_name_or_path."""
-        read = model_reader(self.config.model.path, self.shape)
+    def _load(self, checkpoint: Checkpoint | None, weights: Read | None) -> None:
+        """Weights from the checkpoint; those that it does not hold, and all without one, are the model's."""
+        read = weights or model_reader(self.config.model.path, self.shape)
         self.policy.load(partial(checkpoint.read, MASTER) if checkpoint else read)
         if names := self.not_finite():
             place = f"resume={checkpoint.path}" if checkpoint else f"model_name_or_path={self.config.model.path}"
