@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch.autograd.profiler import record_function
 
 from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported
 from mgrpo.policy.routing import RoutingReplay
 
 
+@record_function("mgrpo: score")
 def forward(
     chunks: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], *, routing: RoutingReplay
 ) -> list[torch.Tensor]:
@@ -27,6 +29,7 @@ def forward(
     return _run(chunks, microbatches, use, routing=routing, forward_only=True)
 
 
+@record_function("mgrpo: forward and backward")
 def forward_backward(
     chunks: Sequence[torch.nn.Module],
     microbatches: Sequence[Microbatch],

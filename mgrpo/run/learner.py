@@ -7,7 +7,7 @@ learner ranks unless it says otherwise.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -190,7 +190,7 @@ class Learner:
             arrays: see `Batch`.
         """
         results = self._optimize(arrays)
-        metrics = self._reduce(results)
+        metrics = self._reduce(results, maxima=backend.peak_memory())
         if self.reference and is_due(step, self.config.algorithm.ref_policy_update_freq or 0):
             self.reference.move_towards(self.policy, self.config.algorithm.alpha)
         return Learned(
@@ -235,10 +235,15 @@ class Learner:
         has_several_updates = algorithm.num_epochs * algorithm.num_mini_batches > 1
         return (has_several_updates and not algorithm.use_vllm_logprobs) or algorithm.top_entropy_quantile < 1
 
-    def _reduce(self, results: Sequence[StepResult]) -> dict[str, float]:
-        """Metrics over all mini-batches and ranks; every trained token counts once."""
+    def _reduce(self, results: Sequence[StepResult], *, maxima: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Metrics over all mini-batches and ranks; every trained token counts once.
+
+        Args:
+            maxima: figures of this rank, of which the largest of all ranks counts.
+        """
         # Only ranks that measure know the names, which a user's loss chooses: they travel with the numbers.
         own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.reports_metrics]
+        own.append(algo.MetricSums({}, maxima or {}))
         everyones = gather_json(algo.add_metrics(own), self.host_group)
         return algo.reduce_metrics(algo.add_metrics(algo.MetricSums(*part) for part in everyones))
 
