@@ -18,12 +18,14 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.autograd.profiler import emit_nvtx
 from torch.distributed import DeviceMesh
 
 CPU = torch.device("cpu")
@@ -74,6 +76,35 @@ def device_bytes() -> int:
         return torch.cuda.get_device_properties(device()).total_memory
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def device_name() -> str | None:
+    """Of this rank's GPU, as CUDA gives it; None on the CPU."""
+    return torch.cuda.get_device_name(device()) if has_cuda() else None
+
+
+def peak_memory() -> dict[str, float]:
+    """GiB of this rank's GPU since the last call: in tensors, and taken by torch's allocator. Empty on the CPU."""
+    if not has_cuda():
+        return {}
+    peaks = {
+        "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 2**30,
+        "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved() / 2**30,
+    }
+    torch.cuda.reset_peak_memory_stats()
+    return peaks
+
+
+@contextmanager
+def recorded_by_nsys() -> Iterator[None]:
+    """nsys records what runs within, with the names of operations and of a step's parts; on the CPU it cannot."""
+    torch.cuda.profiler.start()
+    try:
+        with emit_nvtx():
+            yield
+    finally:
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
 
 
 def meeting_store(*, rank: int, world_size: int, timeout_s: float, socket: int | None) -> torch.distributed.Store:
