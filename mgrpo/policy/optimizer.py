@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.autograd.profiler import record_function
 
 from mgrpo.config.schema import Optimizer as OptimizerSettings
 from mgrpo.config.schema import Parallel
@@ -76,6 +77,7 @@ class PolicyOptimizer:
             group["weight_decay"] = self.settings.weight_decay * factor
         return rate
 
+    @record_function("mgrpo: update")
     def update(self) -> float:
         """Clip and step, unless the global gradient norm, which is returned, is not finite."""
         self._megatron.prepare_grads()

@@ -13,12 +13,14 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
+from torch.autograd.profiler import record_function
 
 from mgrpo.parallel import pipeline
 from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported
 from mgrpo.policy.routing import RoutingReplay
 
 
+@record_function("mgrpo: score")
 def forward(
     chunks: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], *, routing: RoutingReplay
 ) -> list[torch.Tensor]:
@@ -30,6 +32,7 @@ def forward(
     return _run(chunks, microbatches, use, routing=routing, forward_only=True)
 
 
+@record_function("mgrpo: forward and backward")
 def forward_backward(
     chunks: Sequence[torch.nn.Module],
     microbatches: Sequence[Microbatch],
