@@ -39,10 +39,14 @@ def serving_gpus() -> list[str]:
     return [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")))]
 
 
-def machine_problems(config: Config, *, num_local_learners: int, head_dim: int) -> list[str]:
-    """What keeps this machine from running the configuration, one sentence each."""
+def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, starts_engines: bool) -> list[str]:
+    """What keeps this machine from running the configuration, one sentence each.
+
+    Args:
+        starts_engines: it is rank 0's, which starts the engines or joins their cluster.
+    """
     gpus, settings = serving_gpus(), config.engine
-    found = address_problems(settings.ray_address)
+    found = address_problems(settings.ray_address) if starts_engines else []
     if config.parallel.use_precision_aware_optimizer and find_spec("transformer_engine") is None:
         found.append(
             "use_precision_aware_optimizer=true needs Transformer Engine, which is not installed; "
@@ -56,7 +60,12 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int) 
     if config.model.model_dtype == "float32" and num_local_learners:
         found.append("model_dtype=float32 cannot be trained on a GPU: flash attention takes bfloat16; use bfloat16")
     needed, left = settings.vllm_num_engines * settings.vllm_tensor_parallel_size, len(gpus) - num_local_learners
-    if settings.ray_address is None and needed > left:
+    if left < 0:
+        found.append(
+            f"{num_local_learners} learners were started on this machine, which has {len(gpus)} GPUs; "
+            "start at most one per GPU"
+        )
+    elif starts_engines and settings.ray_address is None and needed > left:
         found.append(
             f"vllm_num_engines={settings.vllm_num_engines} x vllm_tensor_parallel_size={settings.vllm_tensor_parallel_size} "
             f"need {needed} GPUs, but of {len(gpus)} on this machine {num_local_learners} belong to learners; "

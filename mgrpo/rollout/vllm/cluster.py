@@ -45,6 +45,8 @@ class Cluster:
         self.owned = self.settings.ray_address is None
         self.keeper = Keeper() if self.owned else None
         self.engines: list[RayEngine] = []
+        self.address: str | None = None
+        """Of this machine in a cluster that was joined."""
         self.on_failure: Callable[[str], None] = lambda reason: None
         """Called from a thread when Ray itself has failed."""
         self.output_dir = Path(config.experiment.output_dir)

@@ -24,7 +24,7 @@ def test_an_optimizer_that_needs_transformer_engine_says_so(monkeypatch, gpus, f
     monkeypatch.setattr(arguments, "find_spec", lambda name: found)
     monkeypatch.setattr(arguments, "serving_gpus", lambda: gpus)
     config = from_values({"use_precision_aware_optimizer": asked})
-    sentences = arguments.machine_problems(config, num_local_learners=1, head_dim=64)
+    sentences = arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
     assert len(sentences) == (words is not None)
     assert all(words in sentence for sentence in sentences)
 
@@ -33,9 +33,27 @@ def test_a_model_of_float32_may_be_served_on_a_gpu_but_not_trained(monkeypatch):
     """It is training's attention that takes bfloat16 alone; an evaluation has no learner."""
     monkeypatch.setattr(arguments, "serving_gpus", lambda: ["0"])
     config = from_values({"model_dtype": "float32"})
-    assert arguments.machine_problems(config, num_local_learners=0, head_dim=64) == []
-    (sentence, *_) = arguments.machine_problems(config, num_local_learners=1, head_dim=64)
+    assert arguments.machine_problems(config, num_local_learners=0, head_dim=64, starts_engines=True) == []
+    (sentence, *_) = arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
     assert "model_dtype=float32 cannot be trained" in sentence
+
+
+@pytest.mark.parametrize(
+    ("learners", "starts_engines", "words"),
+    [
+        (4, True, None),
+        (8, False, None),
+        (8, True, "need 4 GPUs, but of 8 on this machine 8 belong to learners"),
+        (9, False, "9 learners were started on this machine, which has 8 GPUs"),
+        (9, True, "9 learners were started on this machine, which has 8 GPUs"),
+    ],
+)
+def test_engines_need_gpus_on_rank_0s_machine_alone(monkeypatch, learners, starts_engines, words):
+    """Learners on 4 GPUs of one node and on 8 of another, engines on the 4 that are left: nothing is missing on the second."""
+    monkeypatch.setattr(arguments, "serving_gpus", lambda: list("01234567"))
+    config = from_values({"vllm_num_engines": 4})
+    found = arguments.machine_problems(config, num_local_learners=learners, head_dim=64, starts_engines=starts_engines)
+    assert len(found) == (words is not None) and all(words in sentence for sentence in found)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +112,7 @@ def test_all_that_a_machine_lacks_is_said_at_once(monkeypatch):
     monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     monkeypatch.setattr(arguments, "serving_gpus", list)
     config = from_values({"use_precision_aware_optimizer": True})
-    sentences = arguments.machine_problems(config, num_local_learners=1, head_dim=48)
+    sentences = arguments.machine_problems(config, num_local_learners=1, head_dim=48, starts_engines=True)
     assert len(sentences) == 2 and "head_dim=48 is not served" in sentences[1]
 
 
