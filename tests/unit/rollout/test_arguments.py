@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
+import sys
 
 import pytest
 
@@ -95,6 +98,41 @@ def test_engines_on_other_nodes_use_the_learners_network(monkeypatch, on_gpu):
     assert "SOME_NCCL" not in found and "VLLM_HOST_IP" not in found
     local = arguments.engine_environment(config, on_gpu=on_gpu, is_local=True)
     assert "NCCL_SOCKET_IFNAME" not in local, "a private Ray has rank 0's environment"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", None),
+        ('{"max_num_batched_tokens": 8192, "kv_cache_dtype": "fp8"}', None),
+        (
+            '{"max_num_batch_tokens": 1}',
+            "has max_num_batch_tokens, which .* does not know; it knows max_num_batched_tokens",
+        ),
+        ('{"zzz": 1}', "has zzz, .* it knows .*async_scheduling, .*, worker_cls"),
+        ('{"seed": 1}', "cannot hold seed: use seed"),
+        ('{"max_num_seqs": 1}', "cannot hold max_num_seqs: use vllm_max_num_seqs"),
+        ("[1]", "expected a JSON object"),
+        ("{max", "is not JSON"),
+    ],
+)
+def test_vllms_own_arguments_are_checked_before_an_engine_starts(text, words):
+    """vLLM would refuse an unknown one after Ray and the engines' imports; one of ours would break the weight sync."""
+    had_vllm = "vllm" in sys.modules  # of another test
+    found = arguments.extra_problems(text)
+    assert len(found) == (words is not None) and all(re.search(words, sentence) for sentence in found)
+    assert had_vllm or "vllm" not in sys.modules
+
+
+def test_vllms_own_arguments_take_the_place_of_defaults():
+    """They are there to work round what the defaults do; all others have settings of their own."""
+    values = {"model_name_or_path": "m", "stop_strings": ["x"], "vllm_tensor_parallel_size": 2}
+    free = {"disable_log_stats", "moe_backend", "max_num_batched_tokens", "block_size", "enable_chunked_prefill"}
+    for on_gpu in (False, True):
+        given = {"block_size": 64, "max_num_batched_tokens": 100}
+        args = arguments.engine_args(from_values({**values, "vllm_extra_args": json.dumps(given)}), on_gpu=on_gpu)
+        assert args | given == args
+        assert args.keys() - free <= arguments.OWNED.keys()
 
 
 def test_an_engine_has_a_tokenizer_only_for_stop_strings():
