@@ -78,7 +78,7 @@ class Cluster:
                     ray.init(address=address, namespace="mgrpo", log_to_driver=False, logging_level="ERROR")
             except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as err:
                 printed.seek(0)
-                reason = str(err).strip().splitlines()[0]
+                reason = str(err.__cause__ or err).strip().splitlines()[0]
                 remedy = "the versions of Ray and Python must be the same on all machines"
                 if "No node info found" in reason:
                     reason = "rank 0's machine is not one of its nodes, and Ray starts nothing from elsewhere"
