@@ -68,7 +68,7 @@ def limit(goal: dict[str, Any]) -> str:
 
 def mode_table(modes: Sequence[dict[str, Any]]) -> list[str]:
     """A line for each mode; memory in GiB: measured, planned, and planned with the allowance for fragmentation."""
-    headings = ["mode", "loss", "gradient norm", "tokens/s", "TFLOP/s", "MFU", "peak", "planned", "allowed"]
+    headings = ["mode", "loss", "gradient norm", "tokens/s", "MFU", "peak", "planned", "allowed"]
     lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
     for mode in modes:
         if mode["status"] != "passed":
@@ -79,7 +79,6 @@ def mode_table(modes: Sequence[dict[str, Any]]) -> list[str]:
             f"{mode['losses'][0]:.5f}",
             f"{mode['grad_norms'][0]:.4f}",
             f"{mode['tokens_per_s']:.0f}",
-            f"{mode['tflops']:.3g}",
             "-" if mode["mfu"] is None else f"{100 * mode['mfu']:.1f} %",
             "-" if mode["peak_gib"] is None else f"{mode['peak_gib']:.2f}",
             f"{mode['planned_gib']:.2f}",

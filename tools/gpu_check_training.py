@@ -26,22 +26,24 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from mgrpo.config import Config, from_values  # noqa: E402
 from mgrpo.run.environment import prepare_environment  # noqa: E402
 
-prepare_environment()
+prepare_environment(Config())
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from gpu_check_models import GIB, WORK, Kind, Work, size_for, write_model  # noqa: E402
+from gpu_check_models import GIB, SIZES, WORK, Kind, Work, size_for, write_model  # noqa: E402
 
-from mgrpo.config import Config, from_values  # noqa: E402
+from mgrpo import packing  # noqa: E402
 from mgrpo.config.derived import layout_of  # noqa: E402
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of  # noqa: E402
 from mgrpo.parallel import backend  # noqa: E402
-from mgrpo.planner.hardware import GPUS, Assumptions, Gpu, Hardware  # noqa: E402
+from mgrpo.planner.hardware import Assumptions, Gpu, Hardware  # noqa: E402
 from mgrpo.planner.plan import RunPlan, plan_run  # noqa: E402
-from mgrpo.types import TrainSample  # noqa: E402
+from mgrpo.run.throughput import Throughput  # noqa: E402
+from mgrpo.types import PackedBatch, TrainSample  # noqa: E402
 
 if TYPE_CHECKING:
     from mgrpo.run.learner import Learner
@@ -135,12 +137,10 @@ def made_up_samples(work: Work, vocab: int) -> list[TrainSample]:
     return samples
 
 
-def arrays_of(samples: list[TrainSample], config: Config) -> dict[str, np.ndarray]:
-    """The batch as rank 0 sends it to the learners."""
-    from mgrpo import packing
-
+def packs_of(samples: list[TrainSample], config: Config) -> list[list[list[PackedBatch]]]:
+    """The batch as packs by mini-batch and rank."""
     layout = layout_of(config, 1)
-    packs = packing.pack_step(
+    return packing.pack_step(
         samples,
         pack_length=layout.round_up(config.parallel.pack_length),
         dp=1,
@@ -148,13 +148,10 @@ def arrays_of(samples: list[TrainSample], config: Config) -> dict[str, np.ndarra
         multiple_of=layout.pack_multiple_of,
         share_prompts=config.parallel.shared_prompt_packing,
     )
-    return packing.to_arrays(packs)
 
 
-def plan_of(config: Config, shape: ModelShape, samples: list[TrainSample], device: torch.device) -> RunPlan:
-    """What `mgrpo plan` says of this training, with the samples' mean lengths and the device's own memory."""
-    memory = backend.device_bytes()
-    gpu = known_gpu(device)
+def plan_of(config: Config, shape: ModelShape, samples: list[TrainSample]) -> RunPlan:
+    """What `mgrpo plan` says of this training's memory, with the samples' mean lengths and the device's own memory."""
     prompt = sum(len(sample.prompt_tokens) for sample in samples) / len(samples)
     response = sum(len(sample.tokens) for sample in samples) / len(samples)
     assumed = Assumptions(
@@ -162,25 +159,9 @@ def plan_of(config: Config, shape: ModelShape, samples: list[TrainSample], devic
         response_share=response / config.rollout.response_length,
         reserved_gib=0.0,
     )
-    own = Gpu(
-        name=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        tflops=gpu.tflops if gpu else 1.0,
-        memory_gib=memory / GIB,
-        hbm_gb_s=gpu.hbm_gb_s if gpu else 1.0,
-        nvlink_gb_s=1.0,
-        pcie_gb_s=gpu.pcie_gb_s if gpu else 1.0,
-    )
-    return plan_run(config, shape, Hardware(gpu=own, nodes=1, gpus_per_node=2, assumed=assumed), num_learners=1)
-
-
-def known_gpu(device: torch.device) -> Gpu | None:
-    """The planner's data sheet of this device, found by its name."""
-    if device.type == "cpu":
-        return None
-    name = torch.cuda.get_device_name(device)
-    gib = torch.cuda.get_device_properties(device).total_memory / GIB
-    named = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in name.replace(" ", "")]
-    return min(named, key=lambda gpu: abs(gpu.memory_gib - gib), default=None)
+    # Its times are not looked at.
+    gpu = Gpu(name="own", tflops=1, memory_gib=backend.device_bytes() / GIB, hbm_gb_s=1, nvlink_gb_s=1, pcie_gb_s=1)
+    return plan_run(config, shape, Hardware(gpu=gpu, nodes=1, gpus_per_node=2, assumed=assumed), num_learners=1)
 
 
 @contextmanager
@@ -202,8 +183,8 @@ def train(mode: Mode, folder: Path, work: Work, device: torch.device) -> dict[st
     config = config_of(mode, folder, work)
     shape = shape_of(read_hf_config(config.model.path))
     samples = made_up_samples(work, shape.vocab)
-    arrays = arrays_of(samples, config)
-    plan = plan_of(config, shape, samples, device)
+    packs = packs_of(samples, config)
+    arrays = packing.to_arrays(packs)
     before = reset_memory(device)
     with one_rank() as host_group:
         from mgrpo.run.learner import Learner
@@ -211,18 +192,19 @@ def train(mode: Mode, folder: Path, work: Work, device: torch.device) -> dict[st
         learner = Learner(config, shape=shape, layout=layout_of(config, 1), host_group=host_group)
         steps = [one_step(learner, arrays, step, device) for step in range(1, mode.steps + 1)]
         del learner
-    num_tokens = len(arrays["tokens"])
     seconds = min(step["seconds"] for step in steps[1:])
-    peak_rate = plan.hardware.gpu.tflops * 1e12 if known_gpu(device) and config.model.model_dtype != "float32" else None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    own = [pack for mini_batch in packs for pack in mini_batch[0]]
+    rates = Throughput(config, shape, num_learners=1, device_name=name).metrics(own, seconds)
     return {
         "losses": [step["loss"] for step in steps],
         "grad_norms": [step["grad_norm"] for step in steps],
         "seconds": seconds,
-        "tokens": num_tokens,
-        "tokens_per_s": num_tokens / seconds,
-        "tflops": plan.training_flops / seconds / 1e12,
-        "mfu": peak_rate and plan.training_flops / seconds / peak_rate,
-        **memory_figures(plan, device, before),
+        "tokens": sum(len(pack.tokens) for pack in own),
+        "tokens_per_s": rates["time/learner_tokens_per_second_per_gpu"],
+        # The peak is that of bf16.
+        "mfu": rates.get("learner_mfu") if config.model.model_dtype == "bfloat16" else None,
+        **memory_figures(plan_of(config, shape, samples), steps, before),
     }
 
 
@@ -238,7 +220,8 @@ def one_step(learner: Learner, arrays: dict[str, np.ndarray], step: int, device:
         raise ValueError(f"step {step}: loss {loss}, gradient norms {norms}; expected finite numbers and norms above 0")
     if learned.not_finite:
         raise ValueError(f"step {step}: weights are not finite: {', '.join(learned.not_finite[:3])}")
-    return {"loss": loss, "grad_norm": norms[0], "seconds": seconds}
+    memory = {name: learned.metrics.get(f"perf/max_memory_{name}_gb") for name in ("allocated", "reserved")}
+    return {"loss": loss, "grad_norm": norms[0], "seconds": seconds, **memory}
 
 
 def synchronize(device: torch.device) -> None:
@@ -256,16 +239,20 @@ def reset_memory(device: torch.device) -> int:
     return torch.cuda.memory_allocated()
 
 
-def memory_figures(plan: RunPlan, device: torch.device, before: int) -> dict[str, float | None]:
-    """GiB that the plan says are allocated at the peak, and with its allowance for fragmentation; and the measured ones."""
+def memory_figures(plan: RunPlan, steps: list[dict[str, Any]], before: int) -> dict[str, float | None]:
+    """GiB: what the plan says is allocated at the peak, the same with its allowance for fragmentation, and what was.
+
+    Args:
+        before: bytes that were allocated before the learner was made.
+    """
     stage = plan.stages[0]
     allowance = stage.total - stage.reserved
-    on_cuda = device.type == "cuda"
+    has_figures = steps[0]["allocated"] is not None
     return {
         "planned_gib": (allowance - stage.fragmentation) / GIB,
         "allowed_gib": allowance / GIB,
-        "peak_gib": (torch.cuda.max_memory_allocated() - before) / GIB if on_cuda else None,
-        "reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_cuda else None,
+        "peak_gib": max(step["allocated"] for step in steps) - before / GIB if has_figures else None,
+        "reserved_gib": max(step["reserved"] for step in steps) if has_figures else None,
     }
 
 
@@ -275,6 +262,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the modes and train nothing")
     parser.add_argument("--out", type=Path, help="file that a line of JSON is appended to for each mode")
     parser.add_argument("--folder", type=Path, required=True, help="where the models are, or are written")
+    parser.add_argument("--size", choices=list(SIZES), help="of the models; default: what the device trains in seconds")
     parser.add_argument("modes", nargs="*", default=list(MODES), metavar="MODE")
     args = parser.parse_args()
     if args.list:
@@ -283,7 +271,7 @@ def main() -> None:
     device = torch.device(args.device)
     assert (device.type == "cuda") == backend.has_cuda(), "hide the GPUs (CUDA_VISIBLE_DEVICES=) to check the CPU"
     backend.install()
-    size = size_for(device)
+    size = args.size or size_for(device)
 
     def write(record: dict[str, Any]) -> None:
         with args.out.open("a") as file:
