@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
 
@@ -57,6 +58,28 @@ def test_every_mode_trains_and_agrees_with_float32(tmp_path: Path) -> None:
     assert modes["shared prompts"]["tokens"] < modes["bf16"]["tokens"]
     page = (tmp_path / "gpu-check-cpu.md").read_text()
     assert "| training | passed |" in page and "| recompute full |" in page
+
+
+def steps_on(device: str, models: Path, out: Path) -> dict[str, dict]:
+    """Float32 training of every small model, by its mode."""
+    command = [sys.executable, TOOLS / "gpu_check_training.py", "--device", device, "--size", "tiny"]
+    subprocess.run(
+        [*command, "--folder", models, "--out", out, "fp32", "experts fp32", "softcap fp32"],
+        env=os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
+        check=True,
+    )
+    records = map(json.loads, out.read_text().splitlines())
+    return {record["mode"]: record for record in records if "status" in record}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_steps_on_cuda_equal_those_on_the_cpu(tmp_path: Path) -> None:
+    """Every kernel on the way, and the update: the second step's loss depends on the first one's weights."""
+    expected, got = (steps_on(device, tmp_path / "models", tmp_path / device) for device in ("cpu", "cuda"))
+    for name, figures in expected.items():
+        assert got[name]["losses"] == pytest.approx(figures["losses"], rel=1e-4), name
+        assert got[name]["grad_norms"] == pytest.approx(figures["grad_norms"], rel=1e-3), name
 
 
 WORKER = """
