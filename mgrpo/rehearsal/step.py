@@ -22,11 +22,15 @@ from mgrpo.models.table import Box
 from mgrpo.ops import library
 from mgrpo.packing.step import pack_step
 from mgrpo.packing.wire import to_arrays
-from mgrpo.planner.rehearsal.recorder import Recorder, site
-from mgrpo.planner.rehearsal.roles import document_lengths
-from mgrpo.planner.rehearsal.world import rank_of
+from mgrpo.planner.roles import document_lengths
+from mgrpo.rehearsal.output import save_state, send_weights
+from mgrpo.rehearsal.recorder import Recorder, site
+from mgrpo.rehearsal.world import rank_of
 from mgrpo.run.learner import Learner
 from mgrpo.types import TrainSample
+
+SMALL = 1 << 28
+"""Bytes of a rank whose weights are also checked and whose state is also written, which copies them to the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +64,13 @@ def rehearse(job: Job, recorder: Recorder) -> dict[str, Any]:
             recorder.memory.forget_peak()
             recorder.phase = "data"
             learner.learn(arrays, step=1)
-            states = dict(recorder.memory.by_kind)
+            states, at_peak = dict(recorder.memory.by_kind), (recorder.memory.peak, recorder.memory.at_peak)
+            is_small = recorder.memory.total < SMALL
+            with in_phase(recorder, "sync"):
+                send_weights(learner.policy, job.config, job.shape, job.layout, recorder, checks=is_small)
+            if is_small and not job.config.parallel.use_precision_aware_optimizer:
+                with in_phase(recorder, "save"):
+                    save_state(learner)
     finally:
         parallel_state.destroy_model_parallel()
     return {
@@ -70,8 +80,8 @@ def rehearse(job: Job, recorder: Recorder) -> dict[str, Any]:
         "seconds": round(time.monotonic() - began, 1),
         "operations": recorder.num_operations,
         "states": states,
-        "peak": recorder.memory.peak,
-        "at_peak": recorder.memory.at_peak,
+        "peak": at_peak[0],
+        "at_peak": at_peak[1],
         "sent": [[*key, recorder.calls[key], size] for key, size in sorted(recorder.sent.items())],
         "flops": [[*key, count] for key, count in sorted(recorder.flops.items())],
         "waits": [[*key, count] for key, count in recorder.waits.most_common()],
