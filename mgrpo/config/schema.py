@@ -48,6 +48,10 @@ class Experiment:
     learner_timeout: Annotated[int, ONE_OR_MORE] = 1800
     """Seconds that a learner may stay in one part of a step, such as an optimizer step, an export or a saved state, before
     the run ends with its rank, process and place; one whose process has stopped is named after 50 s, or this if less."""
+    profile_steps: tuple[int, ...] = ()
+    """Training steps (from 1) whose training and weight sync are profiled: traces in output_dir/profile, or nsys ranges."""
+    profile_ranks: Annotated[tuple[int, ...], MEGATRON] = (0,)
+    """Learner ranks that are profiled."""
     cache_dataset_only: Annotated[bool, OPEN_INSTRUCT] = False
     """Prepare the data, print a summary and exit."""
 

@@ -145,8 +145,7 @@ def local_tokens(cu_seqlens: np.ndarray, rank: int, size: int) -> np.ndarray:
     """`[tokens / size]` int64: the tokens of a pack that context-parallel rank `rank` of `size` holds.
 
     Each document, whose length divides by 2 x size, is cut into 2 x size stretches. A rank holds an early and a late one,
-    `rank` and `2 x size - 1 - rank`, so that every rank has the same work in causal attention. Megatron's RoPE expects
-    this order.
+    `rank` and `2 x size - 1 - rank`, so that every rank has the same work in causal attention.
     """
     stretches = []
     for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
@@ -174,8 +173,6 @@ def describe(
 
     longest, num_tokens = int(np.diff(cu_seqlens).max()), int(cu_seqlens[-1])
     cu_seqlens_on_device = torch.from_numpy(cu_seqlens.astype(np.int32)).to(device)
-    # Megatron's RoPE sees one document as long as the pack: PackedRotary has already looked up each token's own position.
-    one_document = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
     all_queries = local_queries = Queries(np.arange(num_tokens), cu_seqlens, positions, branches, are_all=True)
     gathered_rows = None
     if size > 1:
@@ -186,8 +183,6 @@ def describe(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens_on_device,
         cu_seqlens_kv=cu_seqlens_on_device,
-        cu_seqlens_q_padded=one_document,
-        cu_seqlens_kv_padded=one_document,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         all_queries=all_queries,

@@ -7,8 +7,10 @@ k = kv_heads x head_dim / tp, f = ffn / tp, h = hidden:
 
     residual stream   2h   (inputs of the two norms)
     norms' outputs    2h   (inputs of the qkv projection and of the first MLP projection)
-    attention         3q + 3k + 4 head_dim   (output of the qkv projection, rotated q and k, sines and cosines, output)
+    attention         3q + 3k   (output of the qkv projection, rotated q and k, output)
     MLP               3f   (gate and up together 2f, their product f)
+
+and once per pack and kind of RoPE, head_dim per token: cosines and sines.
 
 Sequence parallelism splits both `2h` over tensor ranks; context parallelism splits all tokens over context ranks.
 """
@@ -136,7 +138,7 @@ def _attention(
     else:
         # All tokens and a share of the heads; also the output after the exchange back.
         elements = 3 * query + 2 * key
-    kept = tokens * (elements + 4 * shape.head_dim) * dtype_bytes
+    kept = tokens * elements * dtype_bytes
     if shape.qk_norm:
         norms = _norm(tokens * heads, shape.head_dim, dtype_bytes, fused)
         # Fused, the keys' input is part of the qkv projection's output, which is kept already.
@@ -214,11 +216,12 @@ def stage_activations(
     held = [shape.has_experts(layer) for layer in stage_layers(layout, shape.num_layers, stage)]
     kept = sum(kept_bytes(layers[kind], has_experts=kind, settings=settings) for kind in held)
     in_flight = chunks_in_flight(layout, stage=stage, num_micro_batches=num_micro_batches) / layout.virtual_pipeline
-    total = int(kept * in_flight)
+    rows = -(-pack_length // layout.context)
+    rotary = rows * shape.head_dim * len(shape.rope_kinds) * dtype_bytes
+    total = int((kept + rotary * layout.virtual_pipeline) * in_flight)
     stream = next(iter(layers.values())).layer_input
     if stage == layout.pipeline - 1:
         # The final norm, and the LM head's input, which is not split.
-        rows = -(-pack_length // layout.context)
         split_rows = rows // layout.tensor if layout.sequence_parallel else rows
         total += _norm(split_rows, shape.hidden, dtype_bytes, fused) + rows * shape.hidden * dtype_bytes
     else:

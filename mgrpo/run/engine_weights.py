@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import record_function
 
 from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.layout import InferLayout, Layout
@@ -95,6 +96,7 @@ class EngineWeights:
                 what="join the weight-transfer group",
             )
 
+    @record_function("mgrpo: weight sync")
     def send(self, version: int, *, step: int, check: bool = False) -> None:
         """Give every engine the present weights as `version`, and the random stream of training step `step`.
 

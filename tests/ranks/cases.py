@@ -505,6 +505,15 @@ def broken_weights(model_dir: str, broken: str, settings: dict[str, Any], groups
     return errors
 
 
+def largest_figures(figures: list[dict[str, float]]) -> dict[str, float]:
+    """What a learner reports of figures of each rank when no update was made."""
+    from mgrpo.run.learner import Learner
+
+    forget_groups()
+    learner = SimpleNamespace(host_group=dist.new_group(backend="gloo"))
+    return Learner._reduce(learner, [], maxima=figures[dist.get_rank()])
+
+
 def hidden_state(learner: Any) -> dict[str, Any]:
     """Random states, Adam's step counts, and the reference's weights and float32 copies on this rank, as digests."""
     from mgrpo.parallel import backend
