@@ -94,8 +94,10 @@ def _axes(layout: Layout) -> dict[str, Any]:
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor,
         "sequence_parallel": layout.sequence_parallel,
-        # Packs differ in length: stages exchange shapes first.
+        # Packs differ in length; `PackCommunicator` tells the stages how long each is.
         "variable_seq_lengths": True,
+        # A wait for the device after each message, against a race in old releases of torch.
+        "batch_p2p_sync": False,
         "moe_token_dispatcher_type": "alltoall",
     }
     if layout.virtual_pipeline > 1:

@@ -19,7 +19,7 @@ from torch.autograd.profiler import record_function
 from mgrpo.config.schema import Optimizer as OptimizerSettings
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
-from mgrpo.parallel import backend, fsdp
+from mgrpo.parallel import backend, fsdp, gradients
 from mgrpo.parallel.gather import gather_values
 from mgrpo.policy.model import ResponseModel
 from mgrpo.policy.parameters import ShardedParameters
@@ -158,10 +158,11 @@ def _make_adam(
     settings: OptimizerSettings,
     parallel: Parallel,
 ) -> MegatronOptimizer:
+    gradients.install()
     # Without CUDA the states are in host memory already.
     offloads = parallel.optimizer_cpu_offload and backend.has_cuda()
     moment_dtypes = {f"{name}_dtype": getattr(torch, getattr(parallel, f"{name}_dtype")) for name in MOMENTS}
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=settings.learning_rate,
@@ -181,3 +182,10 @@ def _make_adam(
         list(chunks),
         use_gloo_process_groups=False,
     )
+    for single in chained(optimizer):
+        adam = getattr(single, "optimizer", None)
+        if isinstance(adam, torch.optim.Adam):
+            # One kernel instead of a dozen, and no temporary as large as the update.
+            for group in adam.param_groups:
+                group["fused"] = True
+    return optimizer

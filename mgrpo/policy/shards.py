@@ -55,7 +55,10 @@ class Shard:
         """`[n]`: Adam's "exp_avg" or "exp_avg_sq"; created as zeros when there has been no step yet."""
         state = self.optimizer.state[self.parameter]
         if kind not in state:
-            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+            # torch's fused Adam counts on its parameter's device.
+            is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
+            device = self.parameter.device if is_fused else "cpu"
+            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=device))
             state[kind] = torch.zeros_like(self.parameter)
         return _local(state[kind])
 

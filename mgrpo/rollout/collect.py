@@ -28,9 +28,9 @@ def seed_of(*words: object) -> int:
 def sampler_seed(run_seed: int, step: int, engine: int) -> int:
     """The seed of an engine's sampler for a training step.
 
-    An engine's sampler is seeded before each step and draws for all rows of a batch from one stream: no two prompts, steps
-    or samples share their randomness, a run repeats, also when it was resumed, and engines need no generator per request,
-    which is slow in vLLM.
+    On a CPU an engine's sampler is seeded before each step and draws for all rows of a batch from one stream: no two prompts,
+    steps or samples share their randomness, a run repeats, also when it was resumed, and engines need no generator per
+    request, which is slow there. On GPUs every prompt has its own seed, see `Fleet.seeds_prompts`.
     """
     return seed_of(run_seed, step, engine)
 

@@ -104,6 +104,7 @@ class Dispatcher:
             shares=split_evenly(prompts, len(self.fleet.engines)),
             num_samples=sampling.num_samples,
         )
+        seeds_prompts = self.fleet.seeds_prompts or bool(sampling.stop_strings)
         for engine, share in zip(self.fleet.engines, submitted.shares, strict=True):
             tokens, cu_seqlens = to_arrays(share)
             engine.submit(
@@ -112,7 +113,7 @@ class Dispatcher:
                     tokens=tokens,
                     cu_seqlens=cu_seqlens,
                     sampling=sampling,
-                    seeds=prompt_seeds(self.run_seed, share, stream) if sampling.stop_strings else None,
+                    seeds=prompt_seeds(self.run_seed, share, stream) if seeds_prompts else None,
                 )
             )
         return submitted
@@ -134,6 +135,7 @@ def prompt_seeds(run_seed: int, prompts: Sequence[Prompt], stream: int) -> np.nd
     """`[prompts]` int64: one seed per prompt of a run; `stream` separates evaluations from training.
 
     With stop strings the engine learns a moment late that a completion has ended, and its row stays in the batch that
-    long: were all rows drawn from one stream, the others' samples would depend on that moment.
+    long: were all rows drawn from one stream, the others' samples would depend on that moment. On GPUs vLLM draws the seeds
+    of requests without one from a state that every engine begins alike and no sync reaches.
     """
     return np.array([seed_of(run_seed, stream, *prompt.id) for prompt in prompts], np.int64)

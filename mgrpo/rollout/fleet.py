@@ -21,14 +21,22 @@ class Fleet:
     """The engines of a run."""
 
     def __init__(
-        self, engines: Sequence[Engine], settings: EngineSettings, *, seed: int, keep_logs: Callable[[], str] = str
+        self,
+        engines: Sequence[Engine],
+        settings: EngineSettings,
+        *,
+        seed: int,
+        seeds_prompts: bool = False,
+        keep_logs: Callable[[], str] = str,
     ) -> None:
         """
         Args:
             seed: of the run.
+            seeds_prompts: the engines' sampler has no stream that can be seeded, so every prompt needs its own seed.
             keep_logs: saves what the engines have printed and returns a clause that says where; called on failures.
         """
         self.engines, self.settings, self.seed, self.keep_logs = engines, settings, seed, keep_logs
+        self.seeds_prompts = seeds_prompts
         self.is_aborted = False
         self.on_failure: Callable[[str], None] = lambda reason: None
         """Called from any thread when the engines' runtime has failed and no call can succeed any more."""

@@ -22,7 +22,13 @@ def started_fleet(config: Config, *, num_local_learners: int) -> Iterator[Fleet]
     """
     cluster = Cluster(config, num_local_learners=num_local_learners)
     try:
-        fleet = Fleet(cluster.engines, config.engine, seed=config.experiment.seed, keep_logs=cluster.keep_logs)
+        fleet = Fleet(
+            cluster.engines,
+            config.engine,
+            seed=config.experiment.seed,
+            seeds_prompts=cluster.on_gpu,
+            keep_logs=cluster.keep_logs,
+        )
         cluster.on_failure = fleet.fail
         yield fleet
     finally:

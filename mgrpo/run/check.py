@@ -129,7 +129,7 @@ def _loss_problems(config: Config, loss: LossFunction | None) -> list[str]:
     """About a loss of the user's own, whose module imports torch; checking a named loss does not need it."""
     if loss is None and not config.loss.is_own_function:
         return []
-    prepare_environment()
+    prepare_environment(config)
     from mgrpo.algo import loss_problems
 
     return loss_problems(config.loss, loss)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from mgrpo.config.schema import Config
+
 LAUNCHED = "MGRPO_LAUNCHED"
 """Set in the ranks that `mgrpo train --nproc-per-node` starts."""
 STORE_SOCKET = "MGRPO_STORE_SOCKET"
@@ -43,7 +45,7 @@ def has_launcher() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHED in os.environ
 
 
-def prepare_environment() -> None:
+def prepare_environment(config: Config) -> None:
     """Set what must be set before torch is imported; what the user has set stays."""
     defaults = {
         **OPENMP,
@@ -53,5 +55,6 @@ def prepare_environment() -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    if os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost"):
+    has_local_engines = config.engine.ray_address is None
+    if has_local_engines and os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

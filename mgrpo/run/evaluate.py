@@ -72,7 +72,7 @@ def evaluate(
     from mgrpo.run.production import prepare, started
     from mgrpo.run.reporter import Reporter
 
-    prepare_environment()
+    prepare_environment(config)
     before = signal.getsignal(signal.SIGTERM)
     try:
         with locked([config.experiment.output_dir]), started(config, inputs, num_local_learners=0) as parts:

@@ -152,7 +152,7 @@ class StopRequest:
 def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = None) -> TrainResult:
     if has_launcher():
         die_with_parent(signal.SIGTERM if rank() == 0 else signal.SIGKILL)
-    prepare_environment()
+    prepare_environment(config)
     ending.begin()
     watch = Watch(
         rank=rank(),

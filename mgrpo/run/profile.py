@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from mgrpo.config import Config
@@ -17,8 +18,8 @@ from mgrpo.parallel import backend
 
 _NSYS = "NSYS_PROFILING_SESSION_ID"
 """Set in what `nsys profile` runs; torch's own profiler would compete with it for the device's counters."""
-_COMMUNICATION = ("ncclDevKernel", "ncclKernel", "gloo:")
-"""How the names of what transfers data between learners begin."""
+_COMMUNICATION = ("ncclDevKernel", "ncclKernel")
+"""How the names of NCCL's kernels begin; their time includes waiting for other ranks."""
 
 
 class Profiler:
@@ -46,18 +47,23 @@ class Profiler:
             with profile(activities=activities) as recorded:
                 yield
             try:
-                self._write(recorded, f"step_{step}_rank_{self.rank}")
+                self._write(recorded, step)
             except (OSError, RuntimeError) as err:
                 self.say(f"no profile of step {step}: {err}")
 
-    def _write(self, recorded: profile, name: str) -> None:
+    def _write(self, recorded: profile, step: int) -> None:
+        name = f"step_{step}_rank_{self.rank}"
         self.folder.mkdir(parents=True, exist_ok=True)
         trace = self.folder / f"{name}.trace.json.gz"
         recorded.export_chrome_trace(str(trace))
-        totals = recorded.key_averages()
+        totals, line = recorded.key_averages(), f"profile of step {step}: {trace}"
         order = "self_device_time_total" if backend.has_cuda() else "self_cpu_time_total"
-        (self.folder / f"{name}.txt").write_text(totals.table(sort_by=order, row_limit=60))
-        busy = sum(getattr(total, order) for total in totals) / 1e6
-        sent = sum(getattr(total, order) for total in totals if total.key.startswith(_COMMUNICATION)) / 1e6
-        what = "kernels" if backend.has_cuda() else "operations"
-        self.say(f"profile of {name}: {what} {busy:.2f} s, of which communication {sent:.2f} s; {trace}")
+        trace.with_name(f"{name}.txt").write_text(totals.table(sort_by=order, row_limit=60))
+        if backend.has_cuda():
+            kernels = [t for t in totals if t.device_type is DeviceType.CUDA and not t.is_user_annotation]
+            busy, sent = (
+                sum(kernel.self_device_time_total for kernel in kernels if kernel.key.startswith(prefixes)) / 1e6
+                for prefixes in ("", _COMMUNICATION)
+            )
+            line += f"; kernels {busy:.2f} s, of which NCCL's {sent:.2f} s"
+        self.say(line)

@@ -44,7 +44,7 @@ def make_prompts(
     """
     from mgrpo.data.tokenizer import load_tokenizer, stop_token_ids
 
-    prepare_environment()
+    prepare_environment(config)
     try:
         tokenizer = load_tokenizer(config.tokenizer_path)
     except ValueError as err:

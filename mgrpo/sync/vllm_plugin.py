@@ -22,6 +22,8 @@ from mgrpo.sync.channel import Receiver
 BACKEND = "mgrpo"
 ASKED = "MGRPO_ENGINE"
 """Set to "1" in the environment of an engine's processes."""
+PLAIN = ("CPU", "TRITON", "BATCHED_TRITON")
+"""vLLM's kernels for experts that compute with the weights as its loader left them; the first of them after `REBOUND`."""
 CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 
 
@@ -117,6 +119,7 @@ def _engine_class() -> type:
 
         def init_transfer_engine(self, init_info: Invitation) -> None:
             parallel = self.parallel_config
+            check_experts(self.model, has_experts=init_info.invitation["model"]["experts"] is not None)
             self.receiver = Receiver(
                 live_boxes(self.model, init_info.invitation["model"]),
                 worker=parallel.rank,
@@ -148,6 +151,18 @@ def _engine_class() -> type:
             self.receiver = None
 
     return ReshardEngine
+
+
+def check_experts(model: torch.nn.Module, *, has_experts: bool) -> None:
+    """RuntimeError unless the experts' weights lie as vLLM's loader left them: they are written in place, in that order."""
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    kernels = {method.unquantized_backend.name for method in methods if hasattr(method, "unquantized_backend")}
+    if has_experts and not (kernels and kernels <= set(PLAIN)):
+        found = ", ".join(sorted(kernels)) or "unknown"
+        raise RuntimeError(
+            f"vLLM's kernels for the experts are {found}; a weight sync writes in place what {' or '.join(PLAIN)} reads, and "
+            "others reorder the weights. Leave moe_backend out of vllm_extra_args; otherwise this version of vLLM is not supported"
+        )
 
 
 class _RecordCopies(TorchDispatchMode):

@@ -55,12 +55,12 @@ def test_routers_and_sharded_parameters_need_no_transformer_engine_on_cuda():
     assert done.returncode == 0, done.stderr
 
 
-def test_megatron_fsdp_still_finds_its_mesh_where_it_is_mended():
-    """Without the names ZeRO-2 and 3 lay their mesh over all pipeline stages again."""
+def test_megatron_still_has_what_is_mended_or_overridden():
+    """Without the names ZeRO-2 and 3 lay their mesh over all pipeline stages again, or a norm waits for every tensor."""
     backend.install()
-    from mgrpo.parallel import fsdp
+    from mgrpo.parallel import fsdp, gradients, pipeline
 
-    for module, name, why in fsdp.REBOUND:
+    for module, name, why in (*fsdp.REBOUND, *gradients.REBOUND, *pipeline.REBOUND):
         assert hasattr(importlib.import_module(f"megatron.core.{module}"), name), f"{module}.{name} is gone: {why}"
 
 

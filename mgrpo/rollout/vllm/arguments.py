@@ -18,6 +18,8 @@ from mgrpo.config.schema import Config
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that vLLM's CPU kernels know; with another it starts, and dies at the first prompt."""
+NETWORK = ("NCCL_", "GLOO_SOCKET_IFNAME", "UCX_")
+"""Beginnings of the variables that say how processes reach each other."""
 CONNECT_S = 5.0
 """How long another machine may take to answer."""
 
@@ -98,16 +100,18 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     }
     if stop_strings:
         args["tokenizer"] = config.tokenizer_path
+    if settings.vllm_tensor_parallel_size > 1:
+        # Inside a placement group vLLM would choose Ray, which wants one GPU a bundle and cannot serve on a CPU.
+        args["distributed_executor_backend"] = "mp"
     if on_gpu:
         args["gpu_memory_utilization"] = settings.vllm_gpu_memory_utilization
         args["enforce_eager"] = settings.vllm_enforce_eager
+        # Other kernels for experts permute the weights in place, and a sync would write them in the loader's order.
+        args["moe_backend"] = "triton"
     else:
         # Eager with an explicit cache size: vLLM then skips its warm-up run.
         args["enforce_eager"] = True
         args["kv_cache_memory_bytes"] = settings.vllm_kv_cache_mb << 20
-        if settings.vllm_tensor_parallel_size > 1:
-            # Inside Ray vLLM would choose Ray, which it cannot use on a CPU.
-            args["distributed_executor_backend"] = "mp"
         args["max_num_batched_tokens"] = max(4096, args["max_model_len"])
         if stop_strings:
             # Every prompt has its own seed then, see `prompt_seeds`. After a part of a prompt vLLM moves the generator of its
@@ -119,8 +123,11 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def engine_environment(config: Config, *, on_gpu: bool, is_local: bool) -> dict[str, str]:
-    """Environment of an engine's processes; `is_local`: all of them run on rank 0's machine."""
+    """Environment of an engine's processes, in addition to their node's; `is_local`: all of them run on rank 0's machine."""
+    # Elsewhere they have the environment of `ray start`, but meet the learners, over the same interfaces and adapters.
+    network = {name: value for name, value in os.environ.items() if name.startswith(NETWORK)}
     environment = {
+        **({"VLLM_HOST_IP": "127.0.0.1"} if is_local else network),
         "MGRPO_ENGINE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -128,7 +135,13 @@ def engine_environment(config: Config, *, on_gpu: bool, is_local: bool) -> dict[
         "TOKENIZERS_PARALLELISM": "false",
     }
     if on_gpu:
-        return environment
+        return environment | {
+            # With a learner's single queue an engine's copies and side streams would wait for each other.
+            "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+            # What is set for learners does not suit vLLM's own memory pools.
+            "PYTORCH_ALLOC_CONF": "",
+            "PYTORCH_CUDA_ALLOC_CONF": "",
+        }
     single_worker = config.engine.vllm_tensor_parallel_size == 1
     return environment | {
         # Spinning OpenMP threads on a busy machine make a matmul 20 times slower.
@@ -138,5 +151,5 @@ def engine_environment(config: Config, *, on_gpu: bool, is_local: bool) -> dict[
         "TORCHDYNAMO_DISABLE": "1",
         # With one worker, keep it inside the engine core: one process and ten seconds of start-up less.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if single_worker else "1",
-        **({"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"} if is_local else {}),
+        **({"GLOO_SOCKET_IFNAME": "lo"} if is_local else {}),
     }

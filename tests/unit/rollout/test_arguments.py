@@ -47,6 +47,38 @@ def test_an_engine_has_room_for_the_longer_of_both_kinds_of_completion(settings,
     assert arguments.engine_args(config, on_gpu=False)["max_model_len"] == length
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_only_engines_of_several_workers_name_their_executor(on_gpu):
+    """vLLM would choose Ray's inside an actor, which serves neither two GPUs of one bundle nor a CPU."""
+    for workers, backend in ((1, None), (2, "mp")):
+        config = from_values({"model_name_or_path": "m", "vllm_tensor_parallel_size": workers})
+        args = arguments.engine_args(config, on_gpu=on_gpu)
+        assert args.get("distributed_executor_backend") == backend and args["tensor_parallel_size"] == workers
+
+
+def test_an_engine_on_gpus_has_its_own_queues_allocator_and_address(monkeypatch):
+    """Those of a learner would make its copies wait for each other, and its memory pools fail."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    config = from_values({"model_name_or_path": "m"})
+    found = arguments.engine_environment(config, on_gpu=True, is_local=True)
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "8" and found["VLLM_HOST_IP"] == "127.0.0.1"
+    assert found["PYTORCH_ALLOC_CONF"] == found["PYTORCH_CUDA_ALLOC_CONF"] == ""
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_engines_on_other_nodes_use_the_learners_network(monkeypatch, on_gpu):
+    """They have the environment of `ray start`: another interface than the learners', which then wait for them."""
+    network = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_IB_HCA": "mlx5", "GLOO_SOCKET_IFNAME": "ib0", "UCX_TLS": "rc"}
+    for name, value in {**network, "SOME_NCCL": "1"}.items():
+        monkeypatch.setenv(name, value)
+    config = from_values({"model_name_or_path": "m", "ray_address": "head:6379"})
+    found = arguments.engine_environment(config, on_gpu=on_gpu, is_local=False)
+    assert {name: value for name, value in found.items() if name in network} == network
+    assert "SOME_NCCL" not in found and "VLLM_HOST_IP" not in found
+    local = arguments.engine_environment(config, on_gpu=on_gpu, is_local=True)
+    assert "NCCL_SOCKET_IFNAME" not in local, "a private Ray has rank 0's environment"
+
+
 def test_an_engine_has_a_tokenizer_only_for_stop_strings():
     """Turning every token into text costs time; without text a stop string is never found."""
     values = {"model_name_or_path": "m", "tokenizer_name_or_path": "t"}

@@ -20,12 +20,12 @@ def numbered(index: int) -> Prompt:
     return prompt([index] * (index + 1), id=(0, index))
 
 
-def dispatcher(*, num_engines: int = 1, **settings) -> Dispatcher:
+def dispatcher(*, num_engines: int = 1, seeds_prompts: bool = False, **settings) -> Dispatcher:
     """Two samples for each prompt."""
     config = from_values(
         {"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 2, "response_length": 64, **settings}
     )
-    fleet = Fleet([ScriptedEngine() for _ in range(num_engines)], config.engine, seed=1)
+    fleet = Fleet([ScriptedEngine() for _ in range(num_engines)], config.engine, seed=1, seeds_prompts=seeds_prompts)
     return Dispatcher(fleet, config.rollout, run_seed=1, decode=lambda tokens: ["" for _ in tokens], stop_token_ids=())
 
 
@@ -97,27 +97,31 @@ def test_evaluations_have_settings_of_their_own_and_training_keeps_its(settings,
 
 
 def test_without_stop_strings_engines_draw_from_one_stream() -> None:
-    """One generator per request is vLLM's slow path."""
+    """One generator per request is vLLM's slow path on a CPU."""
     own = dispatcher()
     own.submit([numbered(0)])
     assert own.fleet.engines[0].batches[0].seeds is None
 
 
-def test_with_stop_strings_every_prompt_has_its_own_seed_wherever_it_is_sampled() -> None:
-    """How long an ended row stays in the batch is a matter of milliseconds, and must not change other rows' samples."""
+@pytest.mark.parametrize("stop_strings", [(), ("</answer>",)])
+def test_on_gpus_or_with_stop_strings_every_prompt_has_its_own_seed_wherever_it_is_sampled(stop_strings) -> None:
+    """On GPUs engines would share their noise; an ended row stays in the batch for a moment, and must not change others.
+
+    A resumed run begins with fewer calls behind it, and an evaluation may come at any time: neither changes a seed.
+    """
     seeds = {}
-    for num_engines in (1, 3):
-        own = dispatcher(num_engines=num_engines, stop_strings=["</answer>"])
-        own.submit([numbered(i) for i in range(4)])
+    for num_engines, is_resumed in ((1, False), (3, False), (3, True)):
+        own = dispatcher(num_engines=num_engines, seeds_prompts=not stop_strings, stop_strings=list(stop_strings))
+        if not is_resumed:
+            own.submit([numbered(i) for i in range(4)])
         own.submit_evaluation([numbered(i) for i in range(4)])
-        batches = [engine.batches for engine in own.fleet.engines]
-        assert all(
-            batch[0].sampling.stop_strings == batch[1].sampling.stop_strings == ("</answer>",) for batch in batches
-        )
-        seeds[num_engines] = [np.concatenate([batch[number].seeds for batch in batches]).tolist() for number in (0, 1)]
-    assert seeds[1] == seeds[3]
-    trained, evaluated = seeds[1]
-    assert len({*trained, *evaluated}) == 8
+        own.submit([numbered(4 + i) for i in range(4)])
+        batches = [engine.batches.values() for engine in own.fleet.engines]
+        assert all(batch.sampling.stop_strings == stop_strings for share in batches for batch in share)
+        by_call = [np.concatenate([batch.seeds for batch in call]).tolist() for call in zip(*batches, strict=True)]
+        seeds[num_engines, is_resumed] = by_call
+    assert seeds[1, False] == seeds[3, False] and seeds[3, True] == seeds[3, False][1:]
+    assert len({seed for call in seeds[1, False] for seed in call}) == 12
 
 
 def test_seeds_of_prompts_differ_between_runs_epochs_and_rows() -> None:

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+import enum
+from types import SimpleNamespace
+
+import pytest
 import torch
 
-from mgrpo.sync.vllm_plugin import plain_experts
+from mgrpo.sync.vllm_plugin import check_experts, plain_experts
+
+Kernel = enum.Enum("Kernel", ["TRITON", "FLASHINFER_TRTLLM"])
+"""Of vLLM's `UnquantizedMoeBackend`."""
+
+
+def model_of(kernel: Kernel | None) -> torch.nn.Module:
+    """A layer as vLLM's are: `quant_method` says how it computes."""
+    layer = torch.nn.Linear(2, 2)
+    layer.quant_method = SimpleNamespace(**({"unquantized_backend": kernel} if kernel else {}))
+    return torch.nn.Sequential(layer)
+
+
+def test_kernels_that_reorder_the_weights_of_experts_are_refused():
+    """The digest reads back what was written, so that nothing else would notice the wrong order."""
+    check_experts(model_of(Kernel.TRITON), has_experts=True)
+    check_experts(model_of(None), has_experts=False)
+    for kernel, found in ((Kernel.FLASHINFER_TRTLLM, "FLASHINFER_TRTLLM"), (None, "unknown")):
+        with pytest.raises(RuntimeError, match=f"kernels for the experts are {found}; .* CPU or TRITON"):
+            check_experts(model_of(kernel), has_experts=True)
 
 
 def test_experts_equal_transformers():

@@ -14,8 +14,8 @@ from rich.table import Table
 from mgrpo.models.memory import stage_layers
 from mgrpo.planner.hardware import GIB
 from mgrpo.planner.plan import RunPlan
-from mgrpo.planner.rehearsal.roles import document_lengths
-from mgrpo.planner.traffic import Traffic, backward_traffic, data_traffic, forward_traffic, recompute_traffic
+from mgrpo.planner.roles import document_lengths
+from mgrpo.planner.traffic import Passed, Traffic, backward_traffic, data_traffic, forward_traffic
 from mgrpo.planner.work import layer_flops, passes_of, stage_flops
 
 NOTED = 0.005
@@ -122,8 +122,13 @@ def planned_traffic(plan: RunPlan, found: dict[str, Any]) -> Traffic:
     config, layout, stage = plan.config, plan.layout, found["stage"]
     settings, passes = config.parallel, passes_of(config)
     tokens = found["packs"] * config.algorithm.num_mini_batches * layout.round_up(settings.pack_length)
-    forward = forward_traffic(plan.shape, layout, settings, stage=stage, tokens=tokens, dtype_bytes=plan.dtype_bytes)
-    training = forward + backward_traffic(forward, layout) + recompute_traffic(forward, settings)
+    _, response = document_lengths(config, layout)
+    responses = 2 * found["packs"] * config.algorithm.num_mini_batches * response
+    passed = Passed(tokens=tokens, responses=responses, dtype_bytes=plan.dtype_bytes)
+    forward = forward_traffic(plan.shape, layout, settings, passed, stage=stage)
+    training = forward + backward_traffic(
+        plan.shape, layout, settings, passed, stage=stage, logits_chunk=plan.logits_chunk
+    )
     update = data_traffic(
         plan.shape, layout, stage=stage, dtype_bytes=plan.dtype_bytes, num_micro_batches=found["packs"]
     )

@@ -1,0 +1,34 @@
+"""What a rank learns from its launcher, and sets before torch is imported."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgrpo.config import from_values
+from mgrpo.run import environment
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    """Without a launcher; what a test sets ends with it."""
+    monkeypatch.setattr(environment.os, "environ", {})
+    return environment.os.environ
+
+
+@pytest.mark.parametrize(
+    ("given", "ray_address", "expected"),
+    [
+        ({}, None, "lo"),
+        ({"MASTER_ADDR": "127.0.0.1"}, None, "lo"),
+        ({"MASTER_ADDR": "10.0.0.1"}, None, None),
+        ({"MASTER_ADDR": "127.0.0.1"}, "10.0.0.1:6379", None),
+        ({"GLOO_SOCKET_IFNAME": "eth1"}, "10.0.0.1:6379", "eth1"),
+    ],
+)
+def test_learners_use_loopback_only_where_the_engines_are_on_their_machine(
+    own_environment, given, ray_address, expected
+):
+    """An engine on another node cannot reach the loopback interface of this one."""
+    own_environment.update(given)
+    environment.prepare_environment(from_values({"ray_address": ray_address}))
+    assert own_environment.get("GLOO_SOCKET_IFNAME") == expected
