@@ -36,7 +36,9 @@ CAPPED = WIDE | {
 }
 SMALL = WIDE | {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SMALL |= {"intermediate_size": 96, "vocab_size": 256}
-SMALL_EXPERTS = EXPERTS | {key: value for key, value in SMALL.items() if key != "model_type"} | {"moe_intermediate_size": 32}
+SMALL_EXPERTS = (
+    EXPERTS | {key: value for key, value in SMALL.items() if key != "model_type"} | {"moe_intermediate_size": 32}
+)
 
 SETTINGS: dict[str, Any] = {
     "model_name_or_path": "none",
