@@ -1,6 +1,7 @@
 """Builds mgrpo._C: CPU kernels always, CUDA kernels when torch was built with CUDA and nvcc is found.
 
     MGRPO_CUDA=auto|1|0         auto: CUDA if possible, otherwise one line says why not; 1: CUDA or an error; 0: CPU only
+    CUDA_HOME                   a toolkit of torch's CUDA version; otherwise that of nvcc on PATH, pip's or /usr/local/cuda
     TORCH_CUDA_ARCH_LIST        default "8.0;9.0+PTX"
     MAX_JOBS                    number of compilers that run at once
 
@@ -59,42 +60,62 @@ def import_torch() -> ModuleType:
     return torch
 
 
-def find_cuda_home() -> str | None:
-    """The toolkit's folder: CUDA_HOME, else what nvcc reports (the nvcc on PATH may be a link or a script)."""
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        home = os.environ.get(variable)
-        if home and (Path(home) / "bin" / "nvcc").exists():
-            return home
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if nvcc is None:
-        return None
+def toolkit_of(nvcc: str) -> Path:
+    """The toolkit's folder as nvcc reports it: the nvcc on PATH may be a link or a script."""
     dryrun = subprocess.run(
         [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull], capture_output=True, text=True
     )
     top = re.search(r"^#\$ TOP=(.+)$", dryrun.stderr, re.MULTILINE)
-    home = Path(top.group(1)).resolve() if top else Path(nvcc).resolve().parent.parent
-    return str(home) if (home / "bin" / "nvcc").exists() else None
+    return Path(top.group(1)).resolve() if top else Path(nvcc).resolve().parent.parent
 
 
-def use_cuda(torch: ModuleType, cuda_home: str | None) -> bool:
-    """Whether to compile the CUDA kernels. That needs no GPU, so none is looked for."""
+def toolkits(torch: ModuleType) -> dict[Path, str]:
+    """Folder -> version of each CUDA toolkit here: CUDA_HOME's, that of the nvcc on PATH, pip's, the usual one."""
+    homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    nvcc = shutil.which("nvcc")
+    homes += [toolkit_of(nvcc)] if nvcc else []
+    homes += [*sorted(Path(torch.__file__).parent.parent.glob("nvidia/cu[0-9]*")), Path("/usr/local/cuda")]
+    found = {}
+    for home in homes:
+        if (home / "bin" / "nvcc").exists():
+            about = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True).stdout
+            release = re.search(r"release ([\d.]+)", about)
+            found[home] = release.group(1) if release else "of unknown version"
+    return found
+
+
+def cuda_home(torch: ModuleType) -> Path | None:
+    """The toolkit to compile the CUDA kernels with; None: without them. That needs no GPU, so none is looked for."""
     mode = os.environ.get("MGRPO_CUDA", "auto")
     if mode not in ("auto", "0", "1"):
         sys.exit(f"mgrpo: MGRPO_CUDA={mode!r}, expected auto, 0 or 1")
     if mode == "0":
-        return False
-    obstacle = None
-    if torch.version.cuda is None:
+        return None
+    wanted = torch.version.cuda
+    if wanted is None:
         obstacle = f"this torch ({torch.__version__}) was built without CUDA; install a CUDA build of torch"
-    elif cuda_home is None:
+    else:
+        present, major = toolkits(torch), wanted.split(".")[0]
+        matching = [home for home, version in present.items() if version.split(".")[0] == major]
+        if matching:
+            print(f"mgrpo: CUDA kernels are built with CUDA {present[matching[0]]} in {matching[0]}", file=sys.stderr)
+            return matching[0]
+        others = ", ".join(f"CUDA {version} in {home}" for home, version in present.items())
         obstacle = (
-            f"torch was built for CUDA {torch.version.cuda} but no nvcc was found; put it on PATH or set CUDA_HOME"
+            f"torch {torch.__version__} was built for CUDA {wanted} and no nvcc of CUDA {major} was found "
+            f"({f'only {others}' if others else 'none at all'}); install one with pip install -r requirements/gpu.txt, or set "
+            f"CUDA_HOME to its folder"
         )
-    if obstacle is not None and mode == "1":
+    if mode == "1":
         sys.exit(f"mgrpo: MGRPO_CUDA=1, but {obstacle}; MGRPO_CUDA=0 builds without CUDA kernels")
-    if obstacle is not None:
-        print(f"mgrpo: building without CUDA kernels: {obstacle}", file=sys.stderr)
-    return obstacle is None
+    print(f"mgrpo: building without CUDA kernels: {obstacle}", file=sys.stderr)
+    return None
+
+
+def runtime_library(home: Path) -> str:
+    """What the linker calls the CUDA runtime; pip's toolkit has it only under the name that programs load."""
+    libraries = [path.name for folder in ("lib64", "lib") for path in (home / folder).glob("libcudart.so*")]
+    return "cudart" if "libcudart.so" in libraries or not libraries else f":{min(libraries, key=len)}"
 
 
 class BuildOps(build_ext):
@@ -102,11 +123,11 @@ class BuildOps(build_ext):
 
     def run(self) -> None:
         torch = import_torch()
-        cuda_home = find_cuda_home()
-        with_cuda = use_cuda(torch, cuda_home)
-        if with_cuda:
+        home = cuda_home(torch)
+        with_cuda = home is not None
+        if home is not None:
             # cpp_extension reads this once, when it is imported, and would guess wrong if nvcc is a link.
-            os.environ["CUDA_HOME"] = str(cuda_home)
+            os.environ["CUDA_HOME"] = str(home)
             os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS)
         from torch.utils import cpp_extension
 
@@ -122,6 +143,8 @@ class BuildOps(build_ext):
             include_dirs=[str(ROOT / "csrc")],
             extra_compile_args={"cxx": cxx, "nvcc": ["-O3", "-std=c++17"]} if with_cuda else {"cxx": cxx},
         )
+        if home is not None:
+            made.libraries = [runtime_library(home) if name == "cudart" else name for name in made.libraries]
         [extension] = self.extensions
         # The private fields are setuptools' own bookkeeping for the extension.
         vars(extension).update({name: value for name, value in vars(made).items() if not name.startswith("_")})

@@ -6,19 +6,35 @@ here=$(cd "$(dirname "$0")" && pwd)
 venv=$1
 python=${PYTHON:-python3}
 torch_cpu=torch==2.13.0+cpu
+oldest_driver=580 # of CUDA 13, for which gpu.txt's torch is built
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 
 "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || {
     echo "mgrpo: the pinned packages are tested with Python 3.11, but $python is $("$python" -V); set PYTHON=/path/to/python3.11" >&2
     exit 1
 }
+cuda=${MGRPO_CUDA:-auto}
+has_driver=0
+if command -v nvidia-smi >/dev/null 2>&1; then has_driver=1; fi
+if [ "$cuda" = auto ]; then cuda=$has_driver; fi
+# MGRPO_CUDA=1 also installs on a machine without a GPU, for others.
+if [ "$cuda" = 1 ] && [ "$has_driver" = 1 ]; then
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1 | head -n 1)
+    case $driver in
+    [0-9]*) ;;
+    *)
+        echo "mgrpo: nvidia-smi tells no driver version but '$driver'; repair the NVIDIA driver, or set MGRPO_CUDA=0 to install for the CPU" >&2
+        exit 1
+        ;;
+    esac
+    if [ "${driver%%.*}" -lt "$oldest_driver" ]; then
+        echo "mgrpo: the NVIDIA driver is $driver, but the GPU packages (CUDA 13) need $oldest_driver or newer; update the driver, or set MGRPO_CUDA=0 to install for the CPU" >&2
+        exit 1
+    fi
+fi
+
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
-
-cuda=${MGRPO_CUDA:-auto}
-if [ "$cuda" = auto ]; then
-    if command -v nvidia-smi >/dev/null 2>&1; then cuda=1; else cuda=0; fi
-fi
 
 if [ "$cuda" = 1 ]; then
     echo "mgrpo: installing the GPU packages into $venv"

@@ -89,7 +89,7 @@ MGRPO_INLINE RowStats row_stats(const T* x, int64_t cols, float inv_temp) {
       if (m > -kInf) {
         const float d = (m - block_max) * scale;
         const float k = std::exp2(d);
-        w = k > 0.f ? k * (w + d * s) : 0.f;
+        if constexpr (kEntropy) w = k > 0.f ? k * (w + d * s) : 0.f;
         s *= k;
       }
       m = block_max;

@@ -165,6 +165,13 @@ def _num_steps(config: Config) -> Iterator[str]:
         )
 
 
+def _profile_steps(config: Config) -> Iterator[str]:
+    last = config.num_training_steps
+    outside = [step for step in config.experiment.profile_steps if not 1 <= step <= last]
+    if outside and last >= 1:
+        yield f"profile_steps: {outside[0]} is no step of this run, which has steps 1 to {last}"
+
+
 def _mini_batches(config: Config) -> Iterator[str]:
     prompts = config.rollout.num_unique_prompts_rollout
     if config.algorithm.num_mini_batches > prompts:
@@ -253,6 +260,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (("shared_prompt_packing", "context_parallel_size"), _shared_prompts),
     ((*BATCH_FIELDS, "total_episodes", "num_epochs", "num_mini_batches", "warm_up_steps", "warmup_ratio"), _num_steps),
+    ((*BATCH_FIELDS, "total_episodes", "profile_steps"), _profile_steps),
     ((*BATCH_FIELDS, "num_mini_batches"), _mini_batches),
     (STATE_FIELDS, _states),
     ((*BATCH_FIELDS, "total_episodes", "resume"), _resume),

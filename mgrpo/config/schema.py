@@ -48,6 +48,10 @@ class Experiment:
     learner_timeout: Annotated[int, ONE_OR_MORE] = 1800
     """Seconds that a learner may stay in one part of a step, such as an optimizer step, an export or a saved state, before
     the run ends with its rank, process and place; one whose process has stopped is named after 50 s, or this if less."""
+    profile_steps: tuple[int, ...] = ()
+    """Training steps (from 1) whose training and weight sync are profiled: traces in output_dir/profile, or nsys ranges."""
+    profile_ranks: Annotated[tuple[int, ...], MEGATRON] = (0,)
+    """Learner ranks that are profiled."""
     cache_dataset_only: Annotated[bool, OPEN_INSTRUCT] = False
     """Prepare the data, print a summary and exit."""
 
@@ -254,6 +258,9 @@ class Parallel:
     distributed optimizer), 2 also gradients, 3 also parameters (both Megatron-FSDP)."""
     fsdp_shard_degree: Annotated[int | None, ONE_OR_MORE, OPEN_INSTRUCT] = None
     """With zero_stage=3: consecutive ranks that shard each parameter, replicated over the others (HSDP); none: all ranks."""
+    overlap_grad_reduce: Annotated[bool, MEGATRON] = True
+    """Sum the gradients of some layers over the data-parallel ranks while the backward pass of the others goes on; with
+    zero_stage 2 and 3 that is always so."""
     optimizer_cpu_offload: Annotated[bool, MEGATRON] = False
     """Keep the optimizer's states in host memory and update them there; needs zero_stage=1."""
     optimizer_offload_fraction: Annotated[float, SHARE, MEGATRON] = 1.0

@@ -90,6 +90,8 @@ def problems(
         found.extend(reward_problems(config))
     if sound("reward_weights"):
         found.extend(weight_problems(config, num_reward_funcs))
+    if sound("profile_ranks"):
+        found.extend(_profile_problems(config, world_size))
     if sound(*LAYOUT_FIELDS):
         about_layout = layout_of(config, world_size).problems()
         found.extend(about_layout)
@@ -141,6 +143,15 @@ def _is_denominator(value: str) -> bool:
         return value == "token" or POSITIVE.holds(float(value))
     except ValueError:
         return False
+
+
+def _profile_problems(config: Config, world_size: int) -> Iterator[str]:
+    ranks = config.experiment.profile_ranks
+    outside = [rank for rank in ranks if not 0 <= rank < world_size]
+    if outside:
+        yield f"profile_ranks: {outside[0]} is no learner rank of this run, which has ranks 0 to {world_size - 1}"
+    if config.experiment.profile_steps and not ranks:
+        yield "profile_ranks is empty, so profile_steps would profile nothing; name ranks, for example 0"
 
 
 def _learner_problems(config: Config, world_size: int) -> Iterator[str]:
@@ -261,6 +272,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "recompute_granularity=selective",
         lambda c: c.parallel.recompute_granularity == "selective",
     ),
+    ("overlap_grad_reduce", "zero_stage 0 or 1", lambda c: c.parallel.zero_stage < 2),
     ("optimizer_offload_fraction", "optimizer_cpu_offload=true", lambda c: c.parallel.optimizer_cpu_offload),
     (
         "exp_avg_dtype exp_avg_sq_dtype",

@@ -4,7 +4,9 @@ megatron-core 0.16 refers to its device as `torch.cuda.<something>` or as the li
 `torch` of its own modules. Without CUDA `install()` rebinds that name, in those modules only, to a stand-in whose current
 device is the CPU. megatron-core itself is not edited, and with CUDA the stand-in is not used.
 
-`REBOUND` lists everything that is replaced and why; a test fails when one of the names goes away.
+Without Transformer Engine two of its modules lack a name that they read, on any device; `install()` supplies it.
+
+`REBOUND` and `REBOUND_WITHOUT_TE` list everything that is replaced and why; a test fails when one of the names goes away.
 """
 
 from __future__ import annotations
@@ -16,17 +18,20 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from torch.autograd.profiler import emit_nvtx
 from torch.distributed import DeviceMesh
 
 CPU = torch.device("cpu")
 
 REBOUND: tuple[tuple[str, str, str], ...] = (
-    # (module under megatron.core, name, why)
+    # Without CUDA: (module under megatron.core, name, why)
     ("tensor_parallel.layers", "torch", "allocates weights on torch.cuda.current_device()"),
     ("tensor_parallel.random", "torch", "uses the CUDA random state; here the CUDA generator is the CPU's"),
     ("tensor_parallel.random", "_lazy_call", "is imported by name from torch.cuda"),
@@ -42,12 +47,16 @@ REBOUND: tuple[tuple[str, str, str], ...] = (
         "maybe_move_tensor_to_cpu",
         "checks is_cuda before it converts the sizes of a split to numpy",
     ),
-    (
-        "distributed.fsdp.mcore_fsdp_adapter",
-        "TELinear",
-        "is a mock without Transformer Engine, which isinstance refuses",
-    ),
     ("distributed.fsdp.mcore_fsdp_adapter", "DeviceMesh", "creates meshes of device type 'cuda'"),
+)
+REBOUND_WITHOUT_TE: tuple[tuple[str, str, str], ...] = (
+    # Without Transformer Engine, with CUDA and without: (module under megatron.core, name, why)
+    (
+        "transformer.moe.moe_utils",
+        "te_general_gemm",
+        "is compared with None by the router, but bound by the import only",
+    ),
+    ("distributed.fsdp.mcore_fsdp_adapter", "TELinear", "is a mock, which isinstance refuses"),
 )
 
 
@@ -76,6 +85,35 @@ def device_bytes() -> int:
         return torch.cuda.get_device_properties(device()).total_memory
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def device_name() -> str | None:
+    """Of this rank's GPU, as CUDA gives it; None on the CPU."""
+    return torch.cuda.get_device_name(device()) if has_cuda() else None
+
+
+def peak_memory() -> dict[str, float]:
+    """GiB of this rank's GPU since the last call: in tensors, and taken by torch's allocator. Empty on the CPU."""
+    if not has_cuda():
+        return {}
+    peaks = {
+        "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / 2**30,
+        "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved() / 2**30,
+    }
+    torch.cuda.reset_peak_memory_stats()
+    return peaks
+
+
+@contextmanager
+def recorded_by_nsys() -> Iterator[None]:
+    """nsys records what runs within, with the names of operations and of a step's parts; on the CPU it cannot."""
+    torch.cuda.profiler.start()
+    try:
+        with emit_nvtx():
+            yield
+    finally:
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
 
 
 def meeting_store(*, rank: int, world_size: int, timeout_s: float, socket: int | None) -> torch.distributed.Store:
@@ -120,6 +158,18 @@ def leave_process_groups() -> None:
 
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+
+
+def to_device(array: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
+    """A copy on this rank's device. With CUDA the host does not wait for it."""
+    host = torch.from_numpy(array.astype(dtype))
+    return host.pin_memory().to(device(), non_blocking=True) if has_cuda() else host
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with its kernels fused, for tensors of any lengths; on the CPU, where it would take a C++ compiler, itself."""
+    return torch.compile(function, dynamic=True) if has_cuda() else function
 
 
 def random_states() -> dict[str, torch.Tensor]:
@@ -269,9 +319,13 @@ def _torch_without_cuda() -> _StandIn:
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
-    """Rebinds names in each `megatron.core.*` module right after its body has run."""
+    """Rebinds names in each `megatron.core.*` module right after its body has run.
 
-    def __init__(self, stand_in: _StandIn) -> None:
+    Args:
+        stand_in: for the name `torch`; None with CUDA.
+    """
+
+    def __init__(self, stand_in: _StandIn | None) -> None:
         self.stand_in = stand_in
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
@@ -285,28 +339,38 @@ class _ImportHook(importlib.abc.MetaPathFinder):
 
             def exec_module(module: types.ModuleType) -> None:
                 run_body(module)
-                self.rebind(module)
+                _supply_transformer_engine_names(module)
+                if self.stand_in is not None:
+                    _rebind_without_cuda(module, self.stand_in)
 
             loader.exec_module = exec_module
         return spec
 
-    def rebind(self, module: types.ModuleType) -> None:
-        names = module.__dict__
-        if names.get("torch") is torch:
-            names["torch"] = self.stand_in
-        names.update({name: fake for name, fake in _BY_NAME.items() if name in names})
-        if names.get("DeviceMesh") is DeviceMesh:
-            names["DeviceMesh"] = _Mesh
-        if not isinstance(names.get("TELinear", type), type):
-            names["TELinear"] = type("TELinear", (), {})
-        if module.__name__ == "megatron.core.transformer.moe.moe_utils":
-            names["maybe_move_tensor_to_cpu"] = _on_host
-            names.setdefault("te_general_gemm", None)  # also read without Transformer Engine
-        if module.__name__ == "megatron.core.jit":
-            module.disable_jit_fuser()
-        if module.__name__ == "megatron.core.tensor_parallel.random":
-            # It logs an error when the CPU generator changes inside a CUDA fork; here both are the same generator.
-            logging.getLogger(module.__name__).setLevel(logging.CRITICAL)
+
+def _supply_transformer_engine_names(module: types.ModuleType) -> None:
+    names = module.__dict__
+    if module.__name__ == "megatron.core.transformer.moe.moe_utils":
+        names.setdefault("te_general_gemm", None)
+    if module.__name__ == "megatron.core.distributed.fsdp.mcore_fsdp_adapter" and not isinstance(
+        names["TELinear"], type
+    ):
+        names["TELinear"] = type("TELinear", (), {})
+
+
+def _rebind_without_cuda(module: types.ModuleType, stand_in: _StandIn) -> None:
+    names = module.__dict__
+    if names.get("torch") is torch:
+        names["torch"] = stand_in
+    names.update({name: fake for name, fake in _BY_NAME.items() if name in names})
+    if names.get("DeviceMesh") is DeviceMesh:
+        names["DeviceMesh"] = _Mesh
+    if module.__name__ == "megatron.core.transformer.moe.moe_utils":
+        names["maybe_move_tensor_to_cpu"] = _on_host
+    if module.__name__ == "megatron.core.jit":
+        module.disable_jit_fuser()
+    if module.__name__ == "megatron.core.tensor_parallel.random":
+        # It logs an error when the CPU generator changes inside a CUDA fork; here both are the same generator.
+        logging.getLogger(module.__name__).setLevel(logging.CRITICAL)
 
 
 def _patch_tensor(stand_in: _StandIn) -> None:
@@ -330,14 +394,15 @@ def _patch_tensor(stand_in: _StandIn) -> None:
 
 
 def install() -> None:
-    """Let megatron-core run without CUDA. Call before the first import of `megatron.core`; with CUDA it does nothing."""
+    """Let megatron-core run without CUDA and without Transformer Engine. Call before the first import of `megatron.core`."""
     # The run reports once what is installed beside Megatron; a dozen modules would warn about it on every rank.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", message=".*_tensor. is deprecated", category=FutureWarning)
-    if has_cuda() or any(isinstance(finder, _ImportHook) for finder in sys.meta_path):
+    if any(isinstance(finder, _ImportHook) for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("mgrpo.parallel.backend.install() must run before megatron.core is imported")
-    stand_in = _torch_without_cuda()
+    stand_in = None if has_cuda() else _torch_without_cuda()
     sys.meta_path.insert(0, _ImportHook(stand_in))
-    _patch_tensor(stand_in)
+    if stand_in is not None:
+        _patch_tensor(stand_in)

@@ -7,8 +7,10 @@ k = kv_heads x head_dim / tp, f = ffn / tp, h = hidden:
 
     residual stream   2h   (inputs of the two norms)
     norms' outputs    2h   (inputs of the qkv projection and of the first MLP projection)
-    attention         3q + 3k + 4 head_dim   (output of the qkv projection, rotated q and k, sines and cosines, output)
+    attention         3q + 3k   (output of the qkv projection, rotated q and k, output)
     MLP               3f   (gate and up together 2f, their product f)
+
+and once per pack and kind of RoPE, head_dim per token: cosines and sines.
 
 Sequence parallelism splits both `2h` over tensor ranks; context parallelism splits all tokens over context ranks.
 """
@@ -84,8 +86,8 @@ def layer_activations(
 
     Args:
         fused: norms, SwiGLU and attention keep only what CUDA's kernels and Megatron's fusions keep. On a CPU a norm
-            keeps its input and its normalised input in fp32, SwiGLU each of its factors (for experts also their
-            product), and attention also its padded operands.
+            keeps its input and its normalised input in fp32, SwiGLU each of its factors, except that of experts, and
+            attention also its padded operands.
     """
     tokens = -(-pack_length // layout.context)
     split_tokens = -(-tokens // layout.tensor) if layout.sequence_parallel else tokens
@@ -96,7 +98,7 @@ def layer_activations(
         norms=2 * stream,
         attention=_attention(shape, layout, tokens, dtype_bytes, settings, fused),
         scores=_scores(shape, layout, tokens, dtype_bytes, settings, fused),
-        mlp=_experts(shape, layout, split_tokens, dtype_bytes, fused)
+        mlp=_experts(shape, layout, split_tokens, dtype_bytes)
         if has_experts
         else tokens * (shape.ffn // layout.tensor) * dtype_bytes * (3 if fused else 5),
         layer_input=stream,
@@ -136,7 +138,7 @@ def _attention(
     else:
         # All tokens and a share of the heads; also the output after the exchange back.
         elements = 3 * query + 2 * key
-    kept = tokens * (elements + 4 * shape.head_dim) * dtype_bytes
+    kept = tokens * elements * dtype_bytes
     if shape.qk_norm:
         norms = _norm(tokens * heads, shape.head_dim, dtype_bytes, fused)
         # Fused, the keys' input is part of the qkv projection's output, which is kept already.
@@ -145,7 +147,7 @@ def _attention(
     return kept
 
 
-def _experts(shape: ModelShape, layout: Layout, split_tokens: int, dtype_bytes: int, fused: bool) -> int:
+def _experts(shape: ModelShape, layout: Layout, split_tokens: int, dtype_bytes: int) -> int:
     """Router, tokens sorted by expert, and the experts' SwiGLU; experts are assumed to get equal shares."""
     experts = shape.experts
     assert experts is not None
@@ -154,8 +156,7 @@ def _experts(shape: ModelShape, layout: Layout, split_tokens: int, dtype_bytes: 
     rows, ffn = copies * layout.expert_tensor, experts.ffn // layout.expert_tensor
     # Probabilities and routing map of all experts; chosen experts with their scores, and positions of the copies.
     router = split_tokens * experts.count * (FP32_BYTES + 1) + copies * 2 * (FP32_BYTES + INDEX_BYTES)
-    per_row = shape.hidden * dtype_bytes + ffn * dtype_bytes * (3 if fused else 6)
-    return router + rows * (per_row + FP32_BYTES)
+    return router + rows * ((shape.hidden + 3 * ffn) * dtype_bytes + FP32_BYTES)
 
 
 def kept_bytes(layer: LayerActivations, *, has_experts: bool, settings: Parallel) -> int:
@@ -215,11 +216,12 @@ def stage_activations(
     held = [shape.has_experts(layer) for layer in stage_layers(layout, shape.num_layers, stage)]
     kept = sum(kept_bytes(layers[kind], has_experts=kind, settings=settings) for kind in held)
     in_flight = chunks_in_flight(layout, stage=stage, num_micro_batches=num_micro_batches) / layout.virtual_pipeline
-    total = int(kept * in_flight)
+    rows = -(-pack_length // layout.context)
+    rotary = rows * shape.head_dim * len(shape.rope_kinds) * dtype_bytes
+    total = int((kept + rotary * layout.virtual_pipeline) * in_flight)
     stream = next(iter(layers.values())).layer_input
     if stage == layout.pipeline - 1:
         # The final norm, and the LM head's input, which is not split.
-        rows = -(-pack_length // layout.context)
         split_rows = rows // layout.tensor if layout.sequence_parallel else rows
         total += _norm(split_rows, shape.hidden, dtype_bytes, fused) + rows * shape.hidden * dtype_bytes
     else:

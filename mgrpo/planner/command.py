@@ -15,8 +15,9 @@ from mgrpo.config.help import field_docs
 from mgrpo.config.schema import Parallel
 from mgrpo.config.validate import problems
 from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.planner import compare, roles
 from mgrpo.planner.hardware import GPUS, Assumptions, Gpu, Hardware
-from mgrpo.planner.plan import plan_run
+from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.report import as_json, show
 from mgrpo.planner.suggest import other_splits, suggest
 
@@ -28,7 +29,7 @@ def plan_command(argv: Sequence[str], *, prog: str = "mgrpo plan") -> int:
     """Print the plan; returns 0 when the run fits, 1 when it does not, 2 when the request is wrong."""
     options, rest = _parser(prog).parse_known_args(argv)
     try:
-        return _plan(options, parse(rest, prog=prog))
+        return _plan(options, parse(rest, prog=prog), rest)
     except ConfigError as err:
         sys.stderr.write(f"{prog}: {err}\n")
     except ValueError as err:
@@ -36,7 +37,9 @@ def plan_command(argv: Sequence[str], *, prog: str = "mgrpo plan") -> int:
     return 2
 
 
-def _plan(options: argparse.Namespace, config: Config) -> int:
+def _plan(options: argparse.Namespace, config: Config, argv: Sequence[str]) -> int:
+    if (options.rank is not None or options.all_roles) and not options.rehearse:
+        raise ValueError("rank and all_roles say what is rehearsed; add --rehearse")
     hf_config = _model_config(options.hf_config, config.model.model_name_or_path)
     shape = shape_of(hf_config)
     num_learners, nodes = _sizes(config, options.nodes, options.gpus_per_node)
@@ -54,6 +57,8 @@ def _plan(options: argparse.Namespace, config: Config) -> int:
         assumed=Assumptions(**{name: getattr(options, name) for name in names}),
     )
     plan = plan_run(config, shape, hardware, num_learners=num_learners)
+    if options.rehearse:
+        return _rehearse(options, plan, argv, hf_config)
     layouts = suggest(plan, count=options.suggest, hf_config=hf_config)
     splits = other_splits(plan, layouts, hf_config=hf_config) if options.suggest else []
     show(plan, layouts, splits)
@@ -64,10 +69,34 @@ def _plan(options: argparse.Namespace, config: Config) -> int:
     return 0 if plan.fits else 1
 
 
+def _rehearse(options: argparse.Namespace, plan: RunPlan, argv: Sequence[str], hf_config: dict[str, Any]) -> int:
+    """Rehearse ranks of the planned run and compare; 1 where a step fails."""
+    ranks = roles.all_roles(plan.layout) if options.rank is None else [options.rank]
+    if not 0 <= ranks[0] < plan.layout.world_size:
+        raise ValueError(
+            f"rank={ranks[0]} is not a learner: there are {plan.layout.world_size}, from 0 to {plan.layout.world_size - 1}"
+        )
+    found = []
+    for rank in ranks:
+        found.append(
+            roles.rehearse_rank(
+                rank,
+                argv=argv,
+                hf_config=hf_config,
+                layout=plan.layout,
+                memory_bytes=plan.hardware.gpu.memory_bytes,
+            )
+        )
+        compare.show(plan, found[-1:])
+    if options.json:
+        Path(options.json).write_text(json.dumps(compare.as_json(plan, found), indent=1) + "\n")
+    return int(any("error" in rank for rank in found))
+
+
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
-        usage="%(prog)s --config FILE.yaml [--gpu H100] [--nodes N] [--suggest N] [--json FILE] [--name value ...]",
+        usage="%(prog)s --config FILE.yaml [--gpu H100] [--nodes N] [--suggest N] [--rehearse] [--json FILE] [--name value ...]",
         description="Memory, time and traffic of a run, estimated without a GPU. Accepts every setting of a run.",
         epilog="Exit status: 0 when the run fits, 1 when it does not, 2 when the request is wrong. "
         "docs/planning.md lists the assumptions.",
@@ -93,6 +122,20 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", default=None, help="also write the plan as JSON")
     parser.add_argument(
         "--hf_config", metavar="FILE", default=None, help="the model's config.json, where its folder is not available"
+    )
+    rehearsal = parser.add_argument_group(
+        "rehearsal",
+        "Run a real training step of learner ranks on tensors without values that believe they are on CUDA: does it run, "
+        "what does it hold, send and compute, and where does the host wait? Exit status 1 where the step fails.",
+    )
+    rehearsal.add_argument("--rehearse", action="store_true", help="rehearse, and compare with the plan")
+    which = rehearsal.add_mutually_exclusive_group()
+    which.add_argument("--rank", type=_count, default=None, metavar="N", help="only this learner")
+    which.add_argument(
+        "--all_roles",
+        "--all-roles",
+        action="store_true",
+        help="one rank of every kind: of each pipeline stage, and one that reports metrics (the default)",
     )
     assumed = parser.add_argument_group("assumptions", "shares, seconds and sizes that nothing here measures")
     documents = field_docs(Assumptions)

@@ -49,6 +49,23 @@ GPUS = {
 }
 
 
+_DEVICE_NAMES = {
+    "NVIDIA A100-SXM4-40GB": "A100-40",
+    "NVIDIA A100-SXM4-80GB": "A100-80",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+    "NVIDIA B200": "B200",
+    "NVIDIA GeForce RTX 4090": "RTX4090",
+    "NVIDIA L40S": "L40S",
+}
+"""What CUDA calls them. Other forms of a chip, such as PCIe cards, have other peaks."""
+
+
+def gpu_of(device_name: str) -> Gpu | None:
+    """The GPU that CUDA calls `device_name`; None where its data sheet is not known."""
+    return GPUS.get(_DEVICE_NAMES.get(device_name, ""))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
     """What no configuration defines and nothing here measures. The command has a flag of the same name for each."""

@@ -162,8 +162,7 @@ class RunPlan:
     @property
     def training_flops(self) -> float:
         """Operations of training and logprob passes in a step, without what recomputation repeats."""
-        passes = 3 * self.passes.train + self.passes.reference + self.passes.old
-        return passes * forward_flops(self.shape, self.work).total
+        return self.passes.in_forward * forward_flops(self.shape, self.work).total
 
     @property
     def generation_flops(self) -> float:

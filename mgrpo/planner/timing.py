@@ -16,11 +16,11 @@ from mgrpo.models.memory import FP32_BYTES, StateBytes, stage_elements
 from mgrpo.planner.hardware import Hardware
 from mgrpo.planner.traffic import (
     AXES,
+    Passed,
     Traffic,
     backward_traffic,
     data_traffic,
     forward_traffic,
-    recompute_traffic,
     span_of,
 )
 from mgrpo.planner.work import Passes, StageFlops, Workload, stage_flops
@@ -76,10 +76,13 @@ def learner_time(
     stage, flops = _slowest_stage(shape, layout, work, settings, logits_chunk)
     bubble = (layout.pipeline - 1) / (count * layout.virtual_pipeline)
     gpus = layout.world_size / layout.pipeline
-    forward = forward_traffic(
-        shape, layout, settings, stage=stage, tokens=work.trained_tokens / layout.data, dtype_bytes=dtype_bytes
+    passed = Passed(
+        tokens=work.trained_tokens / layout.data,
+        responses=work.sequences * work.response_tokens / layout.data,
+        dtype_bytes=dtype_bytes,
     )
-    both_ways = forward + backward_traffic(forward, layout) + recompute_traffic(forward, settings)
+    forward = forward_traffic(shape, layout, settings, passed, stage=stage)
+    both_ways = forward + backward_traffic(shape, layout, settings, passed, stage=stage, logits_chunk=logits_chunk)
     update = data_traffic(shape, layout, stage=stage, dtype_bytes=dtype_bytes, num_micro_batches=count)
 
     training = {

@@ -1,15 +1,21 @@
 """Bytes that one learner rank sends in a training step, by axis, and the span of ranks that each axis connects.
 
 Rings: an all-gather or reduce-scatter over n ranks sends (n - 1) / n of the whole from each rank, an all-reduce twice
-that. Counted for a rank of the slowest pipeline stage. Per layer each axis sends (tokens: those of one rank's
-micro-batches, h = hidden, k = kv heads x head_dim):
+that. Each axis sends (tokens: those of one rank's micro-batches, h = hidden, k = kv heads x head_dim):
 
-    tensor     4 x tokens x h in a forward pass, 6 in a backward one (4 without sequence parallelism; 2205.05198)
-    context    keys and values of all other ranks, and their gradients back; or an exchange of q, k, v and the output
-    expert     2 x tokens x top_k x h in each direction
-    pipeline   tokens x h per stage boundary and direction, once per chunk
-    data       gradients in fp32 and parameters, once per optimizer step; with ZeRO-2 gradients, and with ZeRO-3 both, in
-               every micro-batch
+    tensor     per layer 4 x tokens x h in a forward pass, 6 in a backward one (4 without sequence parallelism;
+               2205.05198); on the first stage the embedding's sum and its gradient, on the last the LM head's input
+               and the sum of that input's gradient, in fp32 where the head runs in chunks
+    context    per layer keys and values of all other ranks, and their gradients back; or an exchange of q, k, v and the
+               output
+    expert     per layer 2 x tokens x top_k x h in each direction
+    pipeline   tokens x h for each chunk: to the next stage except from the last chunk of all, and back except from the
+               first; a tied embedding's gradient
+    data       gradients in fp32 and parameters, once per optimizer step; with ZeRO-2 gradients, and with ZeRO-3 the
+               layers' parameters as well, in every micro-batch
+
+What is recomputed sends again what its forward pass sent. Left out are messages of a few bytes per token or parameter:
+sums of log-probabilities, routing probabilities, gradients of norms, shapes, metrics.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from dataclasses import dataclass, replace
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
-from mgrpo.models.memory import FP32_BYTES, Elements, stage_elements, stage_layers
+from mgrpo.models.memory import FP32_BYTES, Elements, holdings, stage_elements, stage_layers
 
 AXES = ("tensor", "context", "expert", "pipeline", "data")
 
@@ -53,35 +59,91 @@ def span_of(layout: Layout, axis: str) -> int:
     }[axis]
 
 
-def forward_traffic(
-    shape: ModelShape, layout: Layout, settings: Parallel, *, stage: int, tokens: float, dtype_bytes: int
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """What passes through a pipeline stage: those tokens of all micro-batches that one rank's context group has."""
+
+    tokens: float
+    responses: float
+    """On which the LM head runs."""
+    dtype_bytes: int
+
+
+def forward_traffic(shape: ModelShape, layout: Layout, settings: Parallel, passed: Passed, *, stage: int) -> Traffic:
+    """Traffic of a forward pass."""
+    layers = sum(_modules(shape, layout, settings, passed, stage=stage).values(), Traffic())
+    stream = _stream(shape, layout, passed)
+    tensor = 0.0
+    if stage == 0:
+        tensor += stream * (1 if layout.sequence_parallel else 2)
+    if stage == layout.pipeline - 1 and layout.sequence_parallel:
+        tensor += stream
+    sends = layout.virtual_pipeline - (stage == layout.pipeline - 1)
+    return layers + Traffic(tensor=_ring(layout.tensor) * tensor, pipeline=_messages(shape, layout, passed, sends))
+
+
+def backward_traffic(
+    shape: ModelShape, layout: Layout, settings: Parallel, passed: Passed, *, stage: int, logits_chunk: int
 ) -> Traffic:
-    """Traffic of one forward pass over `tokens`, the tokens of the rank's context group."""
+    """Traffic of a backward pass and of what is recomputed in it."""
+    modules = _modules(shape, layout, settings, passed, stage=stage)
+    layers = sum(modules.values(), Traffic())
+    # Sequence parallelism gathers saved inputs again for the weights' gradients.
+    layers = replace(layers, tensor=layers.tensor * (1.5 if layout.sequence_parallel else 1))
+    repeats = {"none": (), "selective": settings.recompute_modules, "full": tuple(modules)}
+    for name in repeats[settings.recompute_granularity]:
+        layers += modules.get(name, Traffic())
+    tensor = 0.0
+    if stage == 0 and layout.sequence_parallel:
+        tensor += _stream(shape, layout, passed)
+    if stage == layout.pipeline - 1:
+        rows = passed.responses / layout.context
+        tensor += 2 * rows * shape.hidden * (FP32_BYTES if logits_chunk else passed.dtype_bytes)
+    sends = layout.virtual_pipeline - (stage == 0)
+    return layers + Traffic(tensor=_ring(layout.tensor) * tensor, pipeline=_messages(shape, layout, passed, sends))
+
+
+def _ring(ranks: int) -> float:
+    """Share of the whole that each rank sends in an all-gather or a reduce-scatter."""
+    return (ranks - 1) / ranks
+
+
+def _stream(shape: ModelShape, layout: Layout, passed: Passed) -> float:
+    """Bytes of the residual stream of a rank's tokens, not split by sequence parallelism."""
+    return passed.tokens / layout.context * shape.hidden * passed.dtype_bytes
+
+
+def _messages(shape: ModelShape, layout: Layout, passed: Passed, sends: int) -> float:
+    """Bytes of this many messages for each micro-batch to a neighbouring stage."""
+    if layout.pipeline == 1:
+        return 0.0
+    return sends * _stream(shape, layout, passed) / (layout.tensor if layout.sequence_parallel else 1)
+
+
+def _modules(
+    shape: ModelShape, layout: Layout, settings: Parallel, passed: Passed, *, stage: int
+) -> dict[str, Traffic]:
+    """A forward pass through the layers of a stage, by the modules that selective recomputation can name."""
     layers = stage_layers(layout, shape.num_layers, stage)
-    own_tokens = tokens / layout.context
-    stream = own_tokens * shape.hidden * dtype_bytes
     num_expert_layers = sum(shape.has_experts(layer) for layer in layers)
-    tensor = expert = 0.0
-    if layout.tensor > 1:
-        ring = (layout.tensor - 1) / layout.tensor * stream
-        # Expert layers exchange tokens in place of the MLP's collectives.
-        tensor = ring * (4 * len(layers) - 2 * num_expert_layers)
-    split_tokens = own_tokens / layout.tensor if layout.sequence_parallel else own_tokens
-    if shape.experts and num_expert_layers:
-        copies = split_tokens * shape.experts.top_k * shape.hidden * dtype_bytes
-        exchanged = (layout.expert - 1) / layout.expert * copies
-        gathered = (layout.expert_tensor - 1) * copies
-        expert = 2 * num_expert_layers * (exchanged + gathered)
-    boundaries = layout.virtual_pipeline if layout.pipeline > 1 else 0
-    return Traffic(
-        tensor=tensor,
-        context=len(layers) * _context_bytes(shape, layout, settings, own_tokens) * dtype_bytes,
-        expert=expert,
-        pipeline=boundaries * split_tokens * shape.hidden * dtype_bytes,
-    )
+    own_tokens = passed.tokens / layout.context
+    ring = _ring(layout.tensor) * _stream(shape, layout, passed)
+    expert = 0.0
+    if shape.experts:
+        split_tokens = own_tokens / layout.tensor if layout.sequence_parallel else own_tokens
+        copies = split_tokens * shape.experts.top_k * shape.hidden * passed.dtype_bytes
+        expert = 2 * num_expert_layers * (_ring(layout.expert) + layout.expert_tensor - 1) * copies
+    context = len(layers) * _context_elements(shape, layout, settings, own_tokens) * passed.dtype_bytes
+    return {
+        "projections": Traffic(tensor=2 * len(layers) * ring),
+        "core_attn": Traffic(context=context),
+        "mlp": Traffic(tensor=2 * (len(layers) - num_expert_layers) * ring),
+        # In place of the MLP's collectives.
+        "moe": Traffic(expert=expert),
+    }
 
 
-def _context_bytes(shape: ModelShape, layout: Layout, settings: Parallel, own_tokens: float) -> float:
+def _context_elements(shape: ModelShape, layout: Layout, settings: Parallel, own_tokens: float) -> float:
     """Elements per layer."""
     if layout.context == 1:
         return 0.0
@@ -89,38 +151,55 @@ def _context_bytes(shape: ModelShape, layout: Layout, settings: Parallel, own_to
     if settings.cp_comm_type == "all_gather":
         return (layout.context - 1) * own_tokens * 2 * key
     query = shape.heads // layout.tensor * shape.head_dim
-    return (layout.context - 1) / layout.context * own_tokens * (2 * query + 2 * key)
-
-
-def backward_traffic(forward: Traffic, layout: Layout) -> Traffic:
-    """Traffic of the backward pass; sequence parallelism gathers saved inputs again for the weights' gradients."""
-    return replace(forward, tensor=forward.tensor * (1.5 if layout.sequence_parallel else 1))
+    return _ring(layout.context) * own_tokens * (2 * query + 2 * key)
 
 
 def data_traffic(shape: ModelShape, layout: Layout, *, stage: int, dtype_bytes: int, num_micro_batches: int) -> Traffic:
-    """Traffic of one optimizer step."""
+    """Traffic of one optimizer step, not the first, before which Megatron-FSDP gathers the parameters once more."""
     held = stage_elements(shape, layout, stage=stage)
-    gradients = FP32_BYTES * _ring(held, layout)
-    parameters = dtype_bytes * _ring(held, layout)
+    gradients, parameters = FP32_BYTES * _shared(held, layout), dtype_bytes * _shared(held, layout)
     match layout.zero_stage:
         case 0:
-            return Traffic(data=2 * gradients)
+            data = 2 * gradients
         case 1:
-            return Traffic(data=gradients + parameters)
+            data = gradients + parameters
         case 2:
-            return Traffic(data=num_micro_batches * gradients + parameters)
+            data = num_micro_batches * gradients + parameters
         case _:
-            return Traffic(data=num_micro_batches * (gradients + 2 * parameters))
+            data = num_micro_batches * gradients + _replicas(held, layout)
+            data += dtype_bytes * _gathered(shape, layout, stage=stage, num_micro_batches=num_micro_batches)
+    is_tied_end = shape.tied and layout.pipeline > 1 and stage in (0, layout.pipeline - 1)
+    embedding = holdings(shape, tensor=layout.tensor, expert=layout.expert).embedding
+    # The two copies of the embedding sum their gradients: an all-reduce of two ranks.
+    return Traffic(data=data, pipeline=FP32_BYTES * embedding if is_tied_end else 0.0)
 
 
-def _ring(held: Elements, layout: Layout) -> float:
+def _shared(held: Elements, layout: Layout) -> float:
     """Elements that a rank sends in an all-gather of all ranks' shares."""
+    dense, experts = _shards(layout)
+    return held.dense * _ring(dense) + held.experts * _ring(experts)
+
+
+def _shards(layout: Layout) -> tuple[int, int]:
+    """Ranks that share dense weights and gradients, and those that share experts."""
     dense, experts = layout.data * layout.context, layout.expert_data
-    if layout.sharding == 3:
-        dense, experts = layout.num_shards, min(experts, layout.num_shards)
-    return held.dense * (dense - 1) / dense + held.experts * (experts - 1) / experts
+    return (layout.num_shards, min(experts, layout.num_shards)) if layout.sharding == 3 else (dense, experts)
 
 
-def recompute_traffic(forward: Traffic, settings: Parallel) -> Traffic:
-    """Traffic of repeated forward passes of whole layers; the modules of selective recomputation send nothing."""
-    return replace(forward, pipeline=0.0) if settings.recompute_granularity == "full" else Traffic()
+def _replicas(held: Elements, layout: Layout) -> float:
+    """Bytes of the sum of a rank's share of the gradients over the replicas of HSDP."""
+    dense, experts = _shards(layout)
+    dense_ring, experts_ring = _ring(layout.data * layout.context // dense), _ring(layout.expert_data // experts)
+    return 2 * FP32_BYTES * (held.dense / dense * dense_ring + held.experts / experts * experts_ring)
+
+
+def _gathered(shape: ModelShape, layout: Layout, *, stage: int, num_micro_batches: int) -> float:
+    """Elements of weights that a rank sends under ZeRO-3.
+
+    In each micro-batch all layers for its forward and again for its backward pass, and one of them ahead at the turn
+    between the two; embedding, final norm and head, which stay whole, only after the update.
+    """
+    held = holdings(shape, tensor=layout.tensor, expert=layout.expert)
+    layers = [_shared(held.layers[layer], layout) for layer in stage_layers(layout, shape.num_layers, stage)]
+    outside = _shared(stage_elements(shape, layout, stage=stage), layout) - sum(layers)
+    return num_micro_batches * (2 * sum(layers) + max(layers)) + outside

@@ -7,8 +7,11 @@ causally). The LM head runs on response tokens only. Sampling, norms, softmaxes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+
+import numpy as np
 
 from mgrpo.config.schema import Config, Parallel
 from mgrpo.layout import Layout
@@ -53,6 +56,11 @@ class Passes:
     old: int
     """Forward, for the policy's logprobs before its first update."""
     optimizer_steps: int
+
+    @property
+    def in_forward(self) -> int:
+        """Number of forward passes with as many operations: a backward pass counts as two."""
+        return 3 * self.train + self.reference + self.old
 
 
 def workload_of(config: Config, assumed: Assumptions) -> Workload:
@@ -116,27 +124,34 @@ class LayerFlops:
 @cache
 def layer_flops(shape: ModelShape, work: Workload) -> tuple[LayerFlops, ...]:
     """Per layer, one forward pass over the batch, all ranks together."""
+    pairs = {}
+    for window in set(shape.windows):
+        pairs[window] = work.sequences * seen_pairs(work.length, window)
+        if work.shares_prompts:
+            pairs[window] -= (work.sequences - work.prompts) * seen_pairs(work.prompt_tokens, window)
+    return _layer_flops(shape, work.trained_tokens, pairs)
+
+
+def _layer_flops(shape: ModelShape, tokens: float, pairs: Mapping[int | None, float]) -> tuple[LayerFlops, ...]:
+    """Per layer; `pairs` of a query and a visible key by the layer's window."""
     flops = []
     for layer, weights in enumerate(active_weights(shape)):
-        pairs = work.sequences * seen_pairs(work.length, shape.windows[layer])
-        if work.shares_prompts:
-            pairs -= (work.sequences - work.prompts) * seen_pairs(work.prompt_tokens, shape.windows[layer])
         experts = shape.experts if shape.has_experts(layer) else None
         mlp = 3 * shape.hidden * (experts.ffn * experts.top_k if experts else shape.ffn)
-        mlp_flops = 2 * mlp * work.trained_tokens
+        mlp_flops = 2 * mlp * tokens
         flops.append(
             LayerFlops(
-                core=Flops(4 * shape.heads * shape.head_dim * pairs),
+                core=Flops(4 * shape.heads * shape.head_dim * pairs[shape.windows[layer]]),
                 mlp=Flops(experts=mlp_flops) if experts else Flops(mlp_flops),
-                rest=Flops(2 * (weights - mlp) * work.trained_tokens),
+                rest=Flops(2 * (weights - mlp) * tokens),
             )
         )
     return tuple(flops)
 
 
-def head_flops(shape: ModelShape, work: Workload) -> Flops:
-    """The LM head's forward pass over all response tokens."""
-    return Flops(2 * shape.hidden * padded_vocab(shape) * work.sequences * work.response_tokens)
+def head_flops(shape: ModelShape, responses: float) -> Flops:
+    """The LM head's forward pass over this many response tokens."""
+    return Flops(2 * shape.hidden * padded_vocab(shape) * responses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +172,9 @@ def stage_flops(
     forward = sum((layers[layer].total for layer in held), Flops())
     repeated = sum((_repeated(layers[layer], shape.has_experts(layer), settings) for layer in held), Flops())
     if stage == layout.pipeline - 1:
-        forward += head_flops(shape, work)
-        repeated += head_flops(shape, work) * bool(logits_chunk)
+        head = head_flops(shape, work.sequences * work.response_tokens)
+        forward += head
+        repeated += head * bool(logits_chunk)
     return StageFlops(forward=forward, repeated=repeated)
 
 
@@ -173,7 +189,24 @@ def _repeated(layer: LayerFlops, has_experts: bool, settings: Parallel) -> Flops
 
 def forward_flops(shape: ModelShape, work: Workload) -> Flops:
     """One forward pass of the whole model over the batch."""
-    return sum((layer.total for layer in layer_flops(shape, work)), head_flops(shape, work))
+    head = head_flops(shape, work.sequences * work.response_tokens)
+    return sum((layer.total for layer in layer_flops(shape, work)), head)
+
+
+def packed_flops(shape: ModelShape, positions: np.ndarray, *, responses: int) -> Flops:
+    """One forward pass of the whole model over real packs; a step has `Passes.in_forward` times as many.
+
+    These are the operations that model FLOPs utilisation counts: nothing of what recomputation repeats. Ranks that hold
+    parts of one model share them; those of all data-parallel ranks' packs over all learners are the mean of a rank.
+
+    Args:
+        positions: `[tokens]` integers, a token's place in its prompt and completion, as in `PackedBatch`: a token at
+            position p sees p + 1 keys, also behind a shared prompt, or as many as a layer's window has.
+        responses: tokens on which the LM head runs.
+    """
+    seen = positions.astype(np.int64) + 1
+    pairs = {w: float((np.minimum(seen, w) if w else seen).sum()) for w in set(shape.windows)}
+    return sum((layer.total for layer in _layer_flops(shape, len(positions), pairs)), head_flops(shape, responses))
 
 
 def generation_flops(shape: ModelShape, work: Workload) -> Flops:

@@ -22,6 +22,7 @@ from mgrpo.models.family import ModelShape
 from mgrpo.parallel import backend
 from mgrpo.parallel.attention import PackedAttention
 from mgrpo.parallel.context import core_attention
+from mgrpo.parallel.experts import GroupedExperts
 from mgrpo.parallel.norms import HeadsNorm, NormThenAdd, RMSNorm
 from mgrpo.policy.rotary import RotaryAttention
 
@@ -94,8 +95,10 @@ def _axes(layout: Layout) -> dict[str, Any]:
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor,
         "sequence_parallel": layout.sequence_parallel,
-        # Packs differ in length: stages exchange shapes first.
+        # Packs differ in length; `PackCommunicator` tells the stages how long each is.
         "variable_seq_lengths": True,
+        # A wait for the device after each message, against a race in old releases of torch.
+        "batch_p2p_sync": False,
         "moe_token_dispatcher_type": "alltoall",
     }
     if layout.virtual_pipeline > 1:
@@ -147,6 +150,8 @@ def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[
         modules.self_attn_bda = modules.mlp_bda = ModuleSpec(NormThenAdd, params={"config": config})
     modules.self_attention.module = RotaryAttention
     modules.self_attention.params["rope"] = shape.rope_kinds.index(rope)
+    if experts:
+        modules.mlp.submodules.experts = GroupedExperts
     attention = modules.self_attention.submodules
     attention.core_attention = partial(
         core,

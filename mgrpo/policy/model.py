@@ -203,7 +203,8 @@ def _build_chunk(
         shape=shape,
         **head,
     )
-    model.rotary_pos_emb = PackedRotary(torch.stack([frequencies(rope, shape.head_dim) for rope in shape.rope_kinds]))
+    turns = torch.stack([frequencies(rope, shape.head_dim) for rope in shape.rope_kinds])
+    model.rotary_pos_emb = PackedRotary(turns, config.params_dtype)
     _mark_tensor_parallel(model)
     return model.to(backend.device())
 

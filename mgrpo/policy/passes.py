@@ -11,11 +11,16 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
+from torch.autograd.profiler import record_function
 
+from mgrpo.parallel import pipeline
 from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported
 from mgrpo.policy.routing import RoutingReplay
 
 
+@record_function("mgrpo: score")
 def forward(
     chunks: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], *, routing: RoutingReplay
 ) -> list[torch.Tensor]:
@@ -27,6 +32,7 @@ def forward(
     return _run(chunks, microbatches, use, routing=routing, forward_only=True)
 
 
+@record_function("mgrpo: forward and backward")
 def forward_backward(
     chunks: Sequence[torch.nn.Module],
     microbatches: Sequence[Microbatch],
@@ -71,15 +77,25 @@ def _run(
     # The chunks of a stage are called in turn, each with the same micro-batches.
     iterators = [iter(microbatches) for _ in chunks]
     is_interleaved = len(chunks) > 1
+    config = get_model_config(chunks[0])
     results = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if is_interleaved else iterators[0],
         model=list(chunks) if is_interleaved else chunks[0],
         num_microbatches=len(microbatches),
-        seq_length=1,  # Stages exchange the real shapes (variable_seq_lengths).
+        seq_length=1,  # not read: packs differ in length
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
+        **pipeline.communication(config, [_hidden_shape(batch, config) for batch in microbatches], len(chunks)),
     )
     routing.choose_freely()
     return results
+
+
+def _hidden_shape(microbatch: Microbatch, config: TransformerConfig) -> pipeline.Shape:
+    """Of what this rank sends to the next stage."""
+    num_tokens = microbatch.tokens.shape[1]
+    if config.sequence_parallel:
+        num_tokens //= config.tensor_model_parallel_size
+    return num_tokens, 1, config.hidden_size

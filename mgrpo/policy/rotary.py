@@ -1,4 +1,4 @@
-"""Rotary position embeddings: frequencies, angles by each token's own position, and the attention that uses them."""
+"""Rotary position embeddings: frequencies, turns by each token's own position, and the attention that uses them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.attention import SelfAttention
 
 from mgrpo.models.rope import Rope
+from mgrpo.parallel import backend
 
 
 def frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
@@ -41,15 +41,17 @@ def _kept_share(rope: Rope, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 class PackedRotary(torch.nn.Module):
-    """RoPE by each token's own position, for documents whose branches restart after the prompt.
+    """Cosines and sines of each token's own position: documents have branches whose positions restart after the prompt.
 
     Args:
         frequencies: `[kinds, head_dim / 2]` float32: the layers of a model may differ, see `RotaryAttention`.
+        dtype: of queries and keys.
     """
 
-    def __init__(self, frequencies: torch.Tensor) -> None:
+    def __init__(self, frequencies: torch.Tensor, dtype: torch.dtype) -> None:
         super().__init__()
         self.frequencies = frequencies  # Not a buffer, so that it stays float32 when the model is cast.
+        self.dtype = dtype
 
     def get_rotary_seq_len(self, *args: Any) -> torch.Tensor:
         """Positions of the pack, in place of a length: Megatron passes the result straight to `forward`."""
@@ -57,24 +59,17 @@ class PackedRotary(torch.nn.Module):
         return pack.positions
 
     def forward(self, positions: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """positions `[local tokens]` -> angles `[kinds, tokens, 1, 1, dim]`, 0 for tokens of other context ranks."""
+        """positions `[local tokens]` -> cosines and sines `[kinds, 2, tokens, 1, 1, head_dim / 2]`."""
         self.frequencies = self.frequencies.to(positions.device)
         angles = self.frequencies[:, None] * positions.to(self.frequencies.dtype)[:, None]
-        angles = torch.cat((angles, angles), dim=-1)[:, :, None, None]
-        size = parallel_state.get_context_parallel_world_size()
-        if size == 1:
-            return angles
-        # Megatron takes stretches `rank` and `2 x size - 1 - rank` of what it believes is one long document.
-        rank, half = parallel_state.get_context_parallel_rank(), len(positions) // 2
-        table = angles.new_zeros(len(angles), size * len(positions), *angles.shape[2:])
-        table[:, rank * half : (rank + 1) * half] = angles[:, :half]
-        late = 2 * size - 1 - rank
-        table[:, late * half : (late + 1) * half] = angles[:, half:]
-        return table
+        return torch.stack((angles.cos(), angles.sin()), dim=1).to(self.dtype)[:, :, :, None, None]
 
 
 class RotaryAttention(SelfAttention):
-    """Megatron's self-attention with the kind of angles, among those of `PackedRotary`, that its layer uses."""
+    """Megatron's self-attention, with queries and keys turned by the kind of angles that its layer uses.
+
+    Megatron's own rotation computes sines and cosines in every layer and asks the device for the lengths of documents.
+    """
 
     def __init__(self, *args: Any, rope: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,5 +78,24 @@ class RotaryAttention(SelfAttention):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any, *, rotary_pos_emb: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        """As Megatron's; `rotary_pos_emb` is `[kinds, tokens, 1, 1, dim]`."""
-        return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb[self.rope], **kwargs)
+        """As Megatron's; `rotary_pos_emb` is what `PackedRotary` returns."""
+        self._turns = rotary_pos_emb[self.rope]
+        return super().forward(hidden_states, attention_mask, **kwargs)
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        """Query `[tokens, 1, heads/tp, head_dim]` and key `[tokens, 1, kv_heads/tp, head_dim]`, turned, and value."""
+        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        query, key = backend.compiled(turned)(query, key, *self._turns)
+        return query, key, value
+
+
+def turned(
+    query: torch.Tensor, key: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each pair of dimensions `i` and `i + head_dim / 2` of query and key, turned by its token's angle."""
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+
+    return turn(query), turn(key)

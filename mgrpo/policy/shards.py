@@ -55,7 +55,10 @@ class Shard:
         """`[n]`: Adam's "exp_avg" or "exp_avg_sq"; created as zeros when there has been no step yet."""
         state = self.optimizer.state[self.parameter]
         if kind not in state:
-            state.setdefault("step", torch.zeros((), dtype=torch.float32))
+            # torch's fused Adam counts on its parameter's device.
+            is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
+            device = self.parameter.device if is_fused else "cpu"
+            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=device))
             state[kind] = torch.zeros_like(self.parameter)
         return _local(state[kind])
 
@@ -135,6 +138,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def data_parallel_group(name: str, layout: Layout) -> dist.ProcessGroup:
     """The ranks among which the parameter `name` is sharded."""
     is_partial = layout.num_shards < layout.data * layout.context
-    if "local_experts" in name and layout.expert > 1:
+    if ".experts." in name and layout.expert > 1:
         return parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=is_partial)
     return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=is_partial)

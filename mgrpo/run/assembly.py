@@ -14,6 +14,7 @@ from mgrpo.algo import LossFunction
 from mgrpo.config import Config
 from mgrpo.config.derived import layout_of
 from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.parallel import backend
 from mgrpo.run.engine_weights import EngineWeights
 from mgrpo.run.lead import Lead
 from mgrpo.run.learner import Learner
@@ -21,6 +22,7 @@ from mgrpo.run.production import Production, Started, prepare
 from mgrpo.run.reporter import Reporter, SilentReporter
 from mgrpo.run.resume import States
 from mgrpo.run.source import SilentSource, Source
+from mgrpo.run.throughput import Throughput
 from mgrpo.run.trainer import Trainer
 from mgrpo.telemetry.versions import package_versions
 
@@ -69,7 +71,9 @@ def make_trainer(
     else:
         state = checkpoint.state if checkpoint else None
         resume_from = checkpoint.path if checkpoint else None
-        production, reporter = lead.work(partial(_get_ready, config, started, resumed=state, resume_from=resume_from))
+        throughput = Throughput(config, shape, num_learners=layout.world_size, device_name=backend.device_name())
+        get_ready = partial(_get_ready, config, started, throughput, resumed=state, resume_from=resume_from)
+        production, reporter = lead.work(get_ready)
         source = Source(production, lead, config, layout=layout, hidden=shape.hidden)
         remarks = production.remarks
     weights = EngineWeights(
@@ -94,7 +98,7 @@ def make_trainer(
         *remarks,
         package_versions(is_extension_compiled=ops.build_info()["compiled"]),
         *learner.remarks(),
-        f"weight sync: {len(weights.plan.transfers)} slices, {weights.plan.bytes_moved / 1e6:.2f} MB per step "
+        f"weight sync: {weights.plan.num_slices} slices, {weights.plan.bytes_moved / 1e6:.2f} MB per step "
         f"(lower bound {weights.plan.lower_bound / 1e6:.2f} MB)",
     ):
         reporter.say(line)
@@ -111,9 +115,16 @@ def _learners() -> str:
 
 
 def _get_ready(
-    config: Config, started: Started, *, resumed: Mapping[str, Any] | None, resume_from: str | None
+    config: Config,
+    started: Started,
+    throughput: Throughput,
+    *,
+    resumed: Mapping[str, Any] | None,
+    resume_from: str | None,
 ) -> tuple[Production, Reporter]:
     """Rank 0: data and engines first, because opening the files moves those of an earlier run aside."""
     production = prepare(config, started)
-    reporter = Reporter(config, scale=started.rewarder.scale, resumed=resumed, resume_from=resume_from)
+    reporter = Reporter(
+        config, scale=started.rewarder.scale, throughput=throughput, resumed=resumed, resume_from=resume_from
+    )
     return production, reporter

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import record_function
 
 from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.layout import InferLayout, Layout
@@ -23,7 +24,8 @@ from mgrpo.policy.policy import Policy
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.run.environment import store_host
 from mgrpo.run.lead import Lead
-from mgrpo.sync.channel import Sender, connect_store, open_store
+from mgrpo.sync.channel import Sender
+from mgrpo.sync.group import connect_store, open_store
 from mgrpo.sync.plan import ReshardPlan
 
 T = TypeVar("T")
@@ -90,13 +92,9 @@ class EngineWeights:
             bucket_bytes=settings.weight_sync_bucket_mb << 20,
             timeout_s=settings.weight_sync_timeout,
         )
-        for engine in range(settings.vllm_num_engines):
-            self._together(
-                partial(self._invite, engine),
-                partial(self.sender.join, engine),
-                what="join the weight-transfer group",
-            )
+        self._together(self._invite, self.sender.join, what="join the weight-transfer group")
 
+    @record_function("mgrpo: weight sync")
     def send(self, version: int, *, step: int, check: bool = False) -> None:
         """Give every engine the present weights as `version`, and the random stream of training step `step`.
 
@@ -123,8 +121,8 @@ class EngineWeights:
         store, port = open_store(host, self.settings.weight_sync_timeout)
         return store, host, port
 
-    def _invite(self, engine: int) -> list[Future[None]]:
-        return [self.fleet.engines[engine].join(self.sender.invitation(engine))]
+    def _invite(self) -> list[Future[None]]:
+        return [engine.join(self.sender.invitation(number)) for number, engine in enumerate(self.fleet.engines)]
 
     def _send(self, version: int, *, check: bool) -> torch.Tensor | None:
         """The learners' end of a sync; with `check` the digests that the engines must have, see `Sender.digests`."""
@@ -145,6 +143,8 @@ class EngineWeights:
         calls = self.lead.call(engines_part)
         try:
             result = own_part()
+            # Ranks that have less to do must not wait for rank 0's messages, of which it sends none until it is done itself.
+            dist.barrier(group=self.host_group)
         except RuntimeError:
             self.lead.call(lambda: self.fleet.raise_failure(calls or (), what, within_s=1))
             raise

@@ -7,7 +7,7 @@ learner ranks unless it says otherwise.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend
 from mgrpo.parallel.gather import gather_json, gather_values
 from mgrpo.policy.policy import Microbatch, MicrobatchLoss, Policy, StepResult
+from mgrpo.policy.weights import Read
 from mgrpo.run.schedule import is_due
 
 Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -87,9 +88,15 @@ class Learner:
         layout: Layout,
         host_group: dist.ProcessGroup,
         checkpoint: Checkpoint | None = None,
+        weights: Read | None = None,
         loss: algo.LossFunction | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
+        """
+        Args:
+            checkpoint: where the run continues.
+            weights: where the model's weights come from, by default from model_name_or_path.
+        """
         self.config, self.loss_config, self.host_group = config, config.loss, host_group
         self.on_progress = on_progress
         self.own_loss = loss or algo.load_loss(config.loss)
@@ -105,7 +112,7 @@ class Learner:
         self.reference = (
             self._make_policy(replace(config.parallel, moe_enable_routing_replay=False)) if self.has_reference else None
         )
-        self._load(checkpoint)
+        self._load(checkpoint, weights)
         self.policy.prepare_training(config.optimizer, num_optimizer_steps=config.num_optimizer_steps)
         self.state = TrainState(self.policy, self.reference, group=host_group)
         self.entropy_control = None
@@ -136,9 +143,9 @@ class Learner:
         self.state.restore_optimizer(checkpoint, num_updates=self.policy.num_updates)
         self.state.restore_random(checkpoint)
 
-    def _load(self, checkpoint: Checkpoint | None) -> None:
-        """Weights from the checkpoint; those that it does not hold, and all without one, from model_name_or_path."""
-        read = model_reader(self.config.model.path, self.shape)
+    def _load(self, checkpoint: Checkpoint | None, weights: Read | None) -> None:
+        """Weights from the checkpoint; those that it does not hold, and all without one, are the model's."""
+        read = weights or model_reader(self.config.model.path, self.shape)
         self.policy.load(partial(checkpoint.read, MASTER) if checkpoint else read)
         if names := self.not_finite():
             place = f"resume={checkpoint.path}" if checkpoint else f"model_name_or_path={self.config.model.path}"
@@ -190,7 +197,7 @@ class Learner:
             arrays: see `Batch`.
         """
         results = self._optimize(arrays)
-        metrics = self._reduce(results)
+        metrics = self._reduce(results, maxima=backend.peak_memory())
         if self.reference and is_due(step, self.config.algorithm.ref_policy_update_freq or 0):
             self.reference.move_towards(self.policy, self.config.algorithm.alpha)
         return Learned(
@@ -235,10 +242,15 @@ class Learner:
         has_several_updates = algorithm.num_epochs * algorithm.num_mini_batches > 1
         return (has_several_updates and not algorithm.use_vllm_logprobs) or algorithm.top_entropy_quantile < 1
 
-    def _reduce(self, results: Sequence[StepResult]) -> dict[str, float]:
-        """Metrics over all mini-batches and ranks; every trained token counts once."""
+    def _reduce(self, results: Sequence[StepResult], *, maxima: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Metrics over all mini-batches and ranks; every trained token counts once.
+
+        Args:
+            maxima: figures of this rank, of which the largest of all ranks counts.
+        """
         # Only ranks that measure know the names, which a user's loss chooses: they travel with the numbers.
         own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.reports_metrics]
+        own.append(algo.MetricSums({}, maxima or {}))
         everyones = gather_json(algo.add_metrics(own), self.host_group)
         return algo.reduce_metrics(algo.add_metrics(algo.MetricSums(*part) for part in everyones))
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mgrpo.run.batch import Batch
     from mgrpo.run.evaluator import Evaluation
     from mgrpo.run.learner import Learned
+    from mgrpo.run.throughput import Throughput
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Reporter:
         config: Config,
         *,
         scale: RewardScale | None,
+        throughput: Throughput | None = None,
         resumed: Mapping[str, Any] | None = None,
         resume_from: str | None = None,
     ) -> None:
@@ -64,9 +66,10 @@ class Reporter:
 
         Args:
             scale: what rewards are measured in; None where functions decide.
+            throughput: of the learners; None for an evaluation alone.
             resumed: the trainer's state from the checkpoint at `resume_from`, which the run continues.
         """
-        self.config, self.scale = config, scale
+        self.config, self.scale, self.throughput = config, scale, throughput
         self.output_dir = Path(config.experiment.output_dir)
         self.output_dir.mkdir(parents=True, exist_ok=True)
         root = state_root(config)
@@ -155,6 +158,7 @@ class Reporter:
             "time/train": seconds["train"] + seconds["wait"] - rollouts.generate_s - rollouts.score_s,
             "time/sync": seconds["sync"],
             "time/total": total,
+            **(self.throughput.metrics(batch.packs, seconds["train"]) if self.throughput and results else {}),
             "time/unix": time.time(),
         }
         advantages = [sample.advantage for sample in batch.samples]

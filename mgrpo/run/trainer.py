@@ -27,6 +27,7 @@ from mgrpo.run.engine_weights import EngineWeights
 from mgrpo.run.health import Health
 from mgrpo.run.lead import Lead, Stopped
 from mgrpo.run.learner import Learned, Learner
+from mgrpo.run.profile import Profiler
 from mgrpo.run.reporter import Clock, Reporter, SilentReporter
 from mgrpo.run.result import TrainResult
 from mgrpo.run.resume import States
@@ -51,6 +52,7 @@ class Trainer:
         self.config, self.lead, self.learner, self.source = config, lead, learner, source
         self.weights, self.reporter, self.states = weights, reporter, states
         self.health = Health(config, states)
+        self.profiler = Profiler(config, rank=dist.get_rank(), say=reporter.say)
         self.output_dir = Path(config.experiment.output_dir)
         self.done = 0
         """Training steps."""
@@ -141,14 +143,15 @@ class Trainer:
         if batch is None:
             self.reporter.say(f"step {step}: every prompt is solved, nothing is left to sample; training ends")
             return False
-        pulse.at(f"step {step}, training")
-        learned = self.learner.learn(batch.arrays, step=step)
-        self.health.check(learned, step)
-        clock.split("train")
-        self.done, self.is_followed_up = step, False
-        pulse.at(f"step {step}, weight sync")
-        self.send_weights(learned)
-        clock.split("sync")
+        with self.profiler.step(step):
+            pulse.at(f"step {step}, training")
+            learned = self.learner.learn(batch.arrays, step=step)
+            self.health.check(learned, step)
+            clock.split("train")
+            self.done, self.is_followed_up = step, False
+            pulse.at(f"step {step}, weight sync")
+            self.send_weights(learned)
+            clock.split("sync")
         sync_bytes = self.weights.plan.bytes_moved
         self.reporter.step(batch, learned, step=step, version=self.version, sync_bytes=sync_bytes, clock=clock)
         if self.reporter.failure:

@@ -1,5 +1,5 @@
 // The CPU kernels against double precision, without torch: every width around the block and vector sizes, two slices
-// merged, padding, a row without entry, in place.
+// merged, padding, a row without entry, in place, without entropy.
 #include <algorithm>
 
 #include "check.h"
@@ -101,6 +101,28 @@ void check_minus_infinity() {
   EXPECT(std::isnan(stats[1]), "a NaN logit got lost");
 }
 
+void check_without_entropy(int64_t width) {
+  // Each block of 2,048 raises the maximum, so that the sums so far are rescaled.
+  std::vector<float> x(width);
+  for (int64_t i = 0; i < width; ++i) x[i] = static_cast<float>(i / 2048) + 0.5f * static_cast<float>(i % 2);
+  const int64_t target = width / 2;
+  const float one = 1.f;
+  std::vector<float> stats(4), with_entropy(4);
+  StatsArgs args{};
+  args.slice = {x.data(), DType::kFloat32, 1, width, width, 0, width};
+  args.targets = &target;
+  args.inv_temp = {&one, 0};
+  args.n = 1;
+  args.out = stats.data();
+  cpu::stats(args, 0, 1);
+  EXPECT(stats[2] == 0.f, "width %ld: w is %g without entropy", width, stats[2]);
+  args.entropy = true;
+  args.out = with_entropy.data();
+  cpu::stats(args, 0, 1);
+  EXPECT(with_entropy[2] != 0.f, "width %ld: w is 0 with entropy", width);
+  EXPECT(stats[0] == with_entropy[0] && stats[1] == with_entropy[1], "width %ld: m or s depends on entropy", width);
+}
+
 }  // namespace
 
 int main() {
@@ -110,6 +132,7 @@ int main() {
     check_width<uint16_t>(width, 3);
   }
   check_minus_infinity();
+  for (int64_t width : {2048, 4096, 32001}) check_without_entropy(width);
   std::printf("%d failures\n", failures);
   return failures != 0;
 }

@@ -171,7 +171,8 @@ def send_weights(
 ) -> dict[str, Any]:
     """Join engine 0's transfer group and send it the model's weights once; what was sent."""
     from mgrpo.layout import InferLayout
-    from mgrpo.sync.channel import Sender, connect_store
+    from mgrpo.sync.channel import Sender
+    from mgrpo.sync.group import connect_store
 
     policy = make_sharded_policy(model_dir, layout)
     sender = Sender(
@@ -188,7 +189,7 @@ def send_weights(
         bucket_bytes=bucket_bytes,
         timeout_s=30,
     )
-    sender.join(0)
+    sender.join()
     sent = sender.send(version)
     digests = sender.digests()
     dist.all_reduce(digests)
@@ -503,6 +504,15 @@ def broken_weights(model_dir: str, broken: str, settings: dict[str, Any], groups
     except RuntimeError as err:
         errors.append(str(err))
     return errors
+
+
+def largest_figures(figures: list[dict[str, float]]) -> dict[str, float]:
+    """What a learner reports of figures of each rank when no update was made."""
+    from mgrpo.run.learner import Learner
+
+    forget_groups()
+    learner = SimpleNamespace(host_group=dist.new_group(backend="gloo"))
+    return Learner._reduce(learner, [], maxima=figures[dist.get_rank()])
 
 
 def hidden_state(learner: Any) -> dict[str, Any]:

@@ -222,3 +222,9 @@ def test_the_learning_rate_goes_on_where_a_step_has_nothing_to_train(run_ranks, 
         1, cases.rates, model_dir=str(model), settings=SETTINGS | {"lr_scheduler_type": "linear"}, is_empty=[0, 0, 0, 0]
     )[0]
     assert empty == [full[0], full[2]]
+
+
+def test_the_rank_with_the_largest_figure_counts(run_ranks):
+    """The fullest GPU decides whether a run fits; a rank may have none."""
+    figures = [{"memory": 3.0, "other": 1.0}, {"memory": 5.0}]
+    assert run_ranks(2, cases.largest_figures, figures=figures) == [{"memory": 5.0, "other": 1.0}] * 2

@@ -22,9 +22,19 @@ SUBSET = {
         "dp1+unpacked",
         "dp1+zero3",
         "tp2+zero2",
+        "pp2xdp2+zero2+selective",
+        "pp2xdp2+zero3+selective",
     ),
     "qwen3 (QK norm)": ("tp2", "tp2+sp", "cp2xpp2", "dp2+zero2", "dp1+selective"),
-    "llama, tied": ("pp2xvpp2", "tp2xpp2xvpp2+sp", "pp2xdp2+zero3", "cp2xdp2", "dp2+zero0", "tp2+sp+full"),
+    "llama, tied": (
+        "pp2xvpp2",
+        "tp2xpp2xvpp2+sp",
+        "pp2xdp2+zero3",
+        "cp2xdp2",
+        "dp2+zero0",
+        "tp2+sp+full",
+        "pp2xdp2+zero2+full",
+    ),
     "qwen3-moe": ("ep2", "ep2xtp2+sp", "ep2xpp2", "ep2xcp2", "ep2xdp4+zero3", "tp2xpp2+sp"),
 }
 CASES = [(model, layout) for model, layouts in SUBSET.items() for layout in layouts]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -20,12 +23,44 @@ def test_megatron_still_has_what_the_cpu_stand_in_replaces(module, name, why):
         assert names["torch"].cuda.current_device().type == "cpu"
 
 
-def test_megatron_fsdp_still_finds_its_mesh_where_it_is_mended():
-    """Without the names ZeRO-2 and 3 lay their mesh over all pipeline stages again."""
+@pytest.mark.parametrize(("module", "name", "why"), backend.REBOUND_WITHOUT_TE)
+def test_megatron_still_reads_what_is_supplied_without_transformer_engine(module, name, why):
+    """The name itself is supplied, so only the module's text can show that it is still read there."""
     backend.install()
-    from mgrpo.parallel import fsdp
+    found = importlib.import_module(f"megatron.core.{module}")
+    assert name in inspect.getsource(found), f"{module}.{name} is gone; it was replaced because: {why}"
 
-    for module, name, why in fsdp.REBOUND:
+
+ON_CUDA_WITHOUT_TE = """
+import sys, torch
+sys.modules["transformer_engine"] = None
+torch.cuda.is_available = lambda: True
+from mgrpo.parallel import backend
+backend.install()
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+from megatron.core.transformer.moe import moe_utils
+assert moe_utils.torch is torch, "the stand-in is for machines without CUDA"
+assert not isinstance(torch.nn.Linear(1, 1), mcore_fsdp_adapter.TELinear)
+tokens, weight = torch.randn(5, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+scores = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
+torch.testing.assert_close(scores, tokens @ weight.T)
+scores.sum().backward()
+torch.testing.assert_close(weight.grad, tokens.sum(0).expand(2, 3))
+"""
+
+
+def test_routers_and_sharded_parameters_need_no_transformer_engine_on_cuda():
+    """On GPUs a mixture of experts would end in its first forward, and ZeRO-2 with tensor ranks when it is wrapped."""
+    done = subprocess.run([sys.executable, "-c", ON_CUDA_WITHOUT_TE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_megatron_still_has_what_is_mended_or_overridden():
+    """Without the names ZeRO-2 and 3 lay their mesh over all pipeline stages again, or a norm waits for every tensor."""
+    backend.install()
+    from mgrpo.parallel import fsdp, gradients, pipeline
+
+    for module, name, why in (*fsdp.REBOUND, *gradients.REBOUND, *pipeline.REBOUND):
         assert hasattr(importlib.import_module(f"megatron.core.{module}"), name), f"{module}.{name} is gone: {why}"
 
 

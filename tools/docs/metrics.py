@@ -16,7 +16,7 @@ from mgrpo.telemetry.alerts import HALF_UNSCORED, MOST, PATIENCE, REPEAT_AFTER
 from mgrpo.telemetry.batch import LENGTH_BINS, MAGNITUDES, RATE_BINS
 from tools.docs.markdown import table
 
-OI, OLD, TRL, OWN = "Open Instruct", "old script", "TRL", "own"
+OI, OLD, TRL, VERL, OWN = "Open Instruct", "old script", "TRL", "verl", "own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ _ASYNC = "sampling and training take turns, so neither waits for a queue"
 _PER_GROUP = "an engine samples a batch as one call and reports one time"
 _TOOLS, _ENVIRONMENTS = "there are no tools", "there are no environments"
 _RUBRICS = "rubrics do not evolve; the verifier rubric judges by those in the row"
-_FLOPS = "there is no count of operations to compare with the device's peak"
+_FLOPS = "which GPUs the engines have is not asked"
 _EXTREME = "a minimum or maximum over ranks would change with the layout; the mean is logged"
 _SUM = "the sum over a completion's tokens there, a mean over tokens here"
 
@@ -246,9 +246,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         alias("val/actor_tokens_per_second", OI, "time/actor_tokens_per_second"),
         logged("time/actor_tokens_per_second", OWN, "tokens/s", "tokens of all prompts, each once, and completions sampled / time/generate"),
         not_yet("train_seq_len", TRL, "val/num_step_tokens counts the packs together"),
+        logged("time/learner_tokens_per_second_per_gpu", OWN, "tokens/s", "tokens in the packs / seconds of the learners' part of the step / learner ranks"),
+        logged("learner_mfu", OI, "share", "operations of all passes of the step, without what recomputation repeats, / what the learners' GPUs could do at their peak in the learners' part of the step; only on GPUs whose data sheet the planner has"),
         not_yet("actor_mfu", OI, _FLOPS),
         not_yet("actor_mbu", OI, _FLOPS),
-        not_yet("learner_mfu", OI, _FLOPS),
+        logged("perf/max_memory_allocated_gb", VERL, "GiB", "largest amount in tensors on any learner's GPU since the previous step; only on GPUs"),
+        logged("perf/max_memory_reserved_gb", VERL, "GiB", "the same, as taken from the GPU by torch's allocator"),
     ),
     "Evaluation": (
         logged("eval/scores", OI, "reward", "mean reward"),

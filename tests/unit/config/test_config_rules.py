@@ -57,6 +57,10 @@ RULES = [
         "ref_policy_update_freq=4 updates a reference model, which is not loaded",
     ),
     ("sync", {"sync_ref_model": True, "beta": 0}, "(ref_policy_update_freq was given as sync_ref_model)"),
+    ("profile", {"profile_steps": [3, 0]}, "profile_steps: 0 is no step of this run, which has steps 1 to"),
+    ("profile", {"profile_steps": [10**9]}, "profile_steps: 1000000000 is no step of this run, which has steps 1 to"),
+    ("profile", {"profile_ranks": [0, 1]}, "profile_ranks: 1 is no learner rank of this run, which has ranks 0 to 0"),
+    ("profile", {"profile_steps": [1], "profile_ranks": []}, "profile_ranks is empty, so profile_steps would profile"),
     ("R6", {"pack_length": 511}, "pack_length=511 cannot hold max_prompt_token_length 256 + response_length 256"),
     ("R7", {"num_samples_per_prompt_rollout": 0}, "num_samples_per_prompt_rollout=0 must be at least 1"),
     (

@@ -47,12 +47,12 @@ def stage(layout: Layout, number: int = 0, count: int = 64, **settings):
 
 
 def test_a_layer_keeps_about_what_the_paper_says() -> None:
-    """Without scores and dropout masks the paper has 34 - 2 = 32 bytes x tokens x hidden; SwiGLU and RoPE keep an eighth more.
+    """Without scores and dropout masks the paper has 34 - 2 = 32 bytes x tokens x hidden; SwiGLU and rotated keys keep an eighth more.
 
-    By hand: 2 (2h + 2h) + 2 (6h) attention + 2 x 3 x 8/3 h = 36, and sines, cosines, logs and norm factors.
+    By hand: 2 (2h + 2h) + 2 (6h) attention + 2 x 3 x 8/3 h = 36, and logs and norm factors.
     """
     unit = TOKENS * 12288
-    assert one_layer(Layout(world_size=1)) == 36 * unit + TOKENS * (2 * 4 * 128 + 4 * 96 + 2 * 4)
+    assert one_layer(Layout(world_size=1)) == 36 * unit + TOKENS * (4 * 96 + 2 * 4)
     assert 1.1 < one_layer(Layout(world_size=1)) / (32 * unit) < 1.15
 
 
@@ -62,7 +62,7 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> N
     tensor = one_layer(Layout(world_size=8, tensor=8))
     both = one_layer(Layout(world_size=8, tensor=8, sequence_parallel=True))
     assert tensor - both == 7 * 8 * TOKENS * 12288 // 8 + 7 * TOKENS  # norms' inputs and outputs, one fp32 factor a row
-    assert both == pytest.approx(whole / 8, rel=0.02)  # sines and cosines are not split
+    assert both == whole // 8
 
 
 def test_recomputation_keeps_less_in_the_order_of_its_price() -> None:
@@ -71,7 +71,8 @@ def test_recomputation_keeps_less_in_the_order_of_its_price() -> None:
     none, full = stage(layout), stage(layout, recompute_granularity="full")
     selective = stage(layout, recompute_granularity="selective", recompute_modules=("mlp",))
     head = 2 * TOKENS * 12288 * 2 + 4 * TOKENS
-    assert full.kept == 96 * TOKENS * 12288 * 2 + head
+    turns = TOKENS * 128 * 2  # cosines and sines, once for all layers
+    assert full.kept == 96 * TOKENS * 12288 * 2 + head + turns
     assert full.recomputed == one_layer(layout)
     assert none.kept - selective.kept == 96 * selective.recomputed == 96 * TOKENS * 3 * 32768 * 2
     assert full.total < selective.total < none.total
@@ -106,8 +107,8 @@ def test_context_ranks_share_the_tokens_but_not_the_gathered_keys() -> None:
         for comm in ("all_gather", "a2a")
     }
     own, key = TOKENS // 4, 8 * 128
-    assert keep["all_gather"] == own * 2 * (2 * 12288 + 4 * 128) + TOKENS * 2 * key * 2
-    assert keep["a2a"] == own * 2 * (3 * 12288 + 2 * key + 4 * 128)
+    assert keep["all_gather"] == own * 2 * 2 * 12288 + TOKENS * 2 * key * 2
+    assert keep["a2a"] == own * 2 * (3 * 12288 + 2 * key)
 
 
 def test_logits_are_whole_or_one_chunk() -> None:

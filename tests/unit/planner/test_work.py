@@ -5,17 +5,28 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from mgrpo import planner
+from mgrpo import packing, planner
 from mgrpo.config import from_values
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
-from mgrpo.models.family import shape_of
+from mgrpo.models.family import ModelShape, shape_of
 from mgrpo.models.memory import num_parameters
-from mgrpo.planner.traffic import Traffic, backward_traffic, data_traffic, forward_traffic, recompute_traffic
-from mgrpo.planner.work import Workload, active_weights, forward_flops, passes_of, seen_pairs, stage_flops
+from mgrpo.planner.traffic import Passed, Traffic, backward_traffic, data_traffic, forward_traffic
+from mgrpo.planner.work import (
+    Workload,
+    active_weights,
+    forward_flops,
+    packed_flops,
+    passes_of,
+    seen_pairs,
+    stage_flops,
+)
+from mgrpo.types import TrainSample
 from tests.unit.planner.test_activations import GPT_175B
 
 MODELS = Path(planner.__file__).with_name("models")
@@ -57,6 +68,38 @@ def test_windows_and_shared_prompts_are_not_computed_twice() -> None:
     assert saved == pytest.approx(56 * (weights * 1000 + 4 * 12288 * 96 * 1000**2 / 2))
 
 
+def test_operations_of_real_packs_are_those_of_their_documents() -> None:
+    """Lengths vary and attention is quadratic: MFU from a mean length would be too low.
+
+    By hand, for a prompt of 3 and completions of 3 and 2 tokens, each without its last: alone 5 tokens see 1 + ... + 5
+    keys and 4 see 1 + ... + 4; behind one prompt 3 tokens see 1 + 2 + 3, and the branches 4 + 5 and 4. All 5 response
+    tokens reach the head. Under a window of 2, every token except a first one sees 2.
+    """
+    samples = [
+        TrainSample(
+            prompt_tokens=np.ones(3, np.int32),
+            tokens=np.ones(length, np.int32),
+            loss_mask=np.ones(length, bool),
+            rollout_logprobs=np.zeros(length, np.float32),
+            advantage=1.0,
+            group=0,
+        )
+        for length in (3, 2)
+    ]
+    a_token, a_pair, a_row = 2 * sum(active_weights(GPT_175B)), 96 * 4 * 12288, 2 * 12288 * 51200
+    for groups, tokens, pairs in (([[0], [1]], 9, 15 + 10), ([[0, 1]], 6, 6 + 9 + 4)):
+        pack = packing.assemble(samples, groups)
+        found = packed_flops(GPT_175B, pack.positions, responses=len(pack.rows))
+        assert found.total == tokens * a_token + pairs * a_pair + 5 * a_row
+    narrow = dataclasses.replace(GPT_175B, windows=(2,) * 95 + (None,))
+    found = packed_flops(narrow, np.array([0, 1, 2, 3, 0], np.int32), responses=0)
+    assert found.total == 5 * a_token + 4 * 12288 * (95 * (1 + 2 + 2 + 2 + 1) + (1 + 2 + 3 + 4 + 1))
+    lengths = np.concatenate([np.arange(2048)] * 64)
+    assert packed_flops(MOE, lengths, responses=64 * 2048).total == pytest.approx(
+        forward_flops(MOE, BATCH).total, rel=1e-3
+    )
+
+
 def test_recomputation_repeats_what_it_names() -> None:
     """Full is one more forward pass of the layers; the head is repeated only by its chunks."""
     layout = Layout(world_size=2, pipeline=2)
@@ -78,41 +121,120 @@ def test_passes_follow_the_algorithm() -> None:
     assert dataclasses.astuple(passes_of(from_values(base))) == (1, 0, 0, 1)
     several = from_values(base | {"beta": 0.1, "num_epochs": 2, "num_mini_batches": 4})
     assert dataclasses.astuple(passes_of(several)) == (2, 1, 1, 8)
+    assert passes_of(several).in_forward == 2 * 3 + 1 + 1
     engine = from_values(base | {"num_mini_batches": 4, "use_vllm_logprobs": True})
     assert passes_of(engine).old == 0
 
 
+def sent(
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    stage: int = 0,
+    tokens: int = 0,
+    responses: int = 0,
+    chunk: int = 0,
+    **settings,
+) -> tuple[Traffic, Traffic]:
+    """Of a forward and of a backward pass, in bf16."""
+    passed = Passed(tokens=tokens, responses=responses, dtype_bytes=2)
+    parallel = Parallel(**settings)
+    return (
+        forward_traffic(shape, layout, parallel, passed, stage=stage),
+        backward_traffic(shape, layout, parallel, passed, stage=stage, logits_chunk=chunk),
+    )
+
+
 def test_tensor_ranks_send_the_stream_four_times_a_layer() -> None:
-    """An all-gather and a reduce-scatter around attention and around the MLP; saved inputs are gathered once more."""
-    layout = Layout(world_size=8, tensor=8, sequence_parallel=True)
-    forward = forward_traffic(GPT_175B, layout, Parallel(), stage=0, tokens=2048, dtype_bytes=2)
-    assert forward == Traffic(tensor=96 * 4 * 7 / 8 * 2048 * 12288 * 2)
-    assert backward_traffic(forward, layout).tensor == 1.5 * forward.tensor
-    assert recompute_traffic(forward, Parallel(recompute_granularity="full")) == forward
-    assert recompute_traffic(forward, Parallel(recompute_granularity="selective")) == Traffic()
+    """An all-gather and a reduce-scatter around attention and around the MLP; saved inputs are gathered once more.
+
+    A stage in the middle; what its ends add: the sum of the embedding's shards, scattered, and its gradient; the LM
+    head's input, gathered, and the sum of its gradient, twice as large where chunks add it up in fp32.
+    """
+    layout = Layout(world_size=24, tensor=8, pipeline=3, sequence_parallel=True)
+    ring = 7 / 8 * 2048 * 12288 * 2
+
+    def tensor(stage: int, layout: Layout = layout, **options: Any) -> list[float]:
+        return [way.tensor / ring for way in sent(GPT_175B, layout, stage=stage, tokens=2048, **options)]
+
+    assert tensor(1) == [32 * 4, 32 * 6]
+    assert tensor(0) == [32 * 4 + 1, 32 * 6 + 1]
+    assert tensor(2, responses=1024) == [32 * 4 + 1, 32 * 6 + 1]
+    assert tensor(2, responses=1024, chunk=1600) == [32 * 4 + 1, 32 * 6 + 2]
+    # All-reduces, none of them for the embedding's gradient or the head's input.
+    whole = dataclasses.replace(layout, sequence_parallel=False)
+    assert [tensor(stage, whole, responses=1024) for stage in range(3)] == [[130, 128], [128, 128], [128, 129]]
+
+
+def test_recomputed_modules_send_again() -> None:
+    """The plan of 32b_16x8, which recomputes its MLPs, lacked a sixth of its tensor traffic."""
+    tensor = Layout(world_size=24, tensor=8, pipeline=3, sequence_parallel=True)
+    ring = 7 / 8 * 2048 * 12288 * 2
+
+    def backward(shape: ModelShape, layout: Layout, granularity: str, *modules: str) -> Traffic:
+        recompute = {"recompute_granularity": granularity, "recompute_modules": modules}
+        return sent(shape, layout, stage=layout.pipeline - 2, tokens=2048, **recompute)[1]
+
+    assert backward(GPT_175B, tensor, "selective", "mlp").tensor == 32 * (6 + 2) * ring
+    assert backward(GPT_175B, tensor, "selective", "core_attn", "layernorm").tensor == 32 * 6 * ring
+    assert backward(GPT_175B, tensor, "full").tensor == 32 * (6 + 4) * ring
+    context = Layout(world_size=6, context=2, pipeline=3)
+    once = backward(GPT_175B, context, "none").context
+    assert backward(GPT_175B, context, "selective", "core_attn").context == 2 * once
+    assert backward(GPT_175B, context, "selective", "mlp").context == once
+    experts = Layout(world_size=24, expert=8, pipeline=3)
+    once = backward(MOE, experts, "none").expert
+    assert backward(MOE, experts, "selective", "moe").expert == backward(MOE, experts, "full").expert == 2 * once
 
 
 def test_experts_pipelines_and_contexts_send_what_the_formulas_say() -> None:
     """The three axes whose messages grow with the tokens beside tensor parallelism."""
     layout = Layout(world_size=8, expert=8)
-    expert = forward_traffic(MOE, layout, Parallel(), stage=0, tokens=1000, dtype_bytes=2)
+    expert, _ = sent(MOE, layout, tokens=1000)
     assert expert == Traffic(expert=48 * 2 * 7 / 8 * 1000 * 8 * 2048 * 2)
-    chunks = Layout(world_size=4, pipeline=4, virtual_pipeline=2)
-    assert forward_traffic(MOE, chunks, Parallel(), stage=0, tokens=1000, dtype_bytes=2).pipeline == 2 * 1000 * 2048 * 2
     context = Layout(world_size=4, context=4)
-    gathered = forward_traffic(MOE, context, Parallel(), stage=0, tokens=1000, dtype_bytes=2)
+    gathered, _ = sent(MOE, context, tokens=1000)
     assert gathered.context == 48 * 3 * 250 * 2 * (4 * 128) * 2
-    exchanged = forward_traffic(MOE, context, Parallel(cp_comm_type="a2a"), stage=0, tokens=1000, dtype_bytes=2)
-    assert exchanged.context == 48 * 3 / 4 * 250 * (2 * 4096 + 2 * 512) * 2
+    exchanged, back = sent(MOE, context, tokens=1000, cp_comm_type="a2a")
+    assert exchanged.context == back.context == 48 * 3 / 4 * 250 * (2 * 4096 + 2 * 512) * 2
+
+
+def test_the_ends_of_a_pipeline_send_one_way_only() -> None:
+    """The first stage has nothing to send back from its first chunk, the last nothing to pass on from its last."""
+    message = 1000 * 2048 * 2
+
+    def messages(layout: Layout) -> list[list[float]]:
+        return [
+            [way.pipeline / message for way in sent(MOE, layout, stage=stage, tokens=1000)]
+            for stage in range(layout.pipeline)
+        ]
+
+    assert messages(Layout(world_size=3, pipeline=3)) == [[1, 0], [1, 1], [0, 1]]
+    assert messages(Layout(world_size=3, pipeline=3, virtual_pipeline=2)) == [[2, 1], [2, 2], [1, 2]]
+    assert messages(Layout(world_size=1)) == [[0, 0]]
 
 
 def test_data_ranks_send_gradients_and_parameters() -> None:
-    """fp32 gradients are scattered and bf16 parameters gathered: 6 bytes a weight; ZeRO-3 does so in every micro-batch."""
+    """fp32 gradients are scattered and bf16 parameters gathered: 6 bytes a weight; ZeRO-2 and 3 do so in every micro-batch."""
     weights = num_parameters(GPT_175B, Layout(world_size=1), stage=0) * 3 / 4
-    sent = {
-        zero: data_traffic(
-            GPT_175B, Layout(world_size=4, zero_stage=zero), stage=0, dtype_bytes=2, num_micro_batches=5
-        ).data
-        for zero in range(4)
-    }
-    assert sent == {0: 8 * weights, 1: 6 * weights, 2: (5 * 4 + 2) * weights, 3: 5 * (4 + 2 * 2) * weights}
+    outside = (2 * 51200 + 1) * 12288 * 3 / 4
+    layer = (weights - outside) / 96
+
+    def data(micro_batches: int = 5, **layout: Any) -> float:
+        held = Layout(world_size=4, **layout)
+        return data_traffic(GPT_175B, held, stage=0, dtype_bytes=2, num_micro_batches=micro_batches).data
+
+    assert [data(zero_stage=zero) for zero in range(3)] == [8 * weights, 6 * weights, (5 * 4 + 2) * weights]
+    # Layers forward and backward, one of them ahead; embedding, head and norm only once, as they stay whole.
+    assert data(zero_stage=3) == 5 * (4 * weights + 2 * (2 * 96 + 1) * layer) + 2 * outside
+    # Two shards and two replicas, which all-reduce their halves of the gradients in the end.
+    pairs = data(zero_stage=3, shard_size=2)
+    assert pairs == data(zero_stage=3) * (1 / 2) / (3 / 4) + 2 * 1 / 2 * 4 * weights / (3 / 4) / 2
+
+
+def test_copies_of_a_tied_embedding_sum_their_gradients() -> None:
+    """The first and the last stage each have one."""
+    tied = dataclasses.replace(GPT_175B, tied=True)
+    layout = Layout(world_size=6, pipeline=3, tensor=2)
+    found = [data_traffic(tied, layout, stage=stage, dtype_bytes=2, num_micro_batches=1).pipeline for stage in range(3)]
+    assert found == [4 * 51200 * 12288 / 2, 0, 4 * 51200 * 12288 / 2]

@@ -1,0 +1,242 @@
+"""A rehearsed step beside the same step on paper, line by line, as tables and as JSON. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mgrpo.models.memory import stage_layers
+from mgrpo.planner.hardware import GIB
+from mgrpo.planner.plan import RunPlan
+from mgrpo.planner.roles import document_lengths
+from mgrpo.planner.traffic import Passed, Traffic, backward_traffic, data_traffic, forward_traffic
+from mgrpo.planner.work import layer_flops, passes_of, stage_flops
+
+NOTED = 0.005
+"""Relative differences from here on are explained."""
+
+TEMPORARY = ("data", "score", "forward", "backward", "update", "metrics")
+"""Kinds of memory that are named after the phase that made them."""
+AXES = {
+    "tensor": ("tensor",),
+    "context": ("context",),
+    "expert": ("expert", "expert tensor"),
+    "pipeline": ("pipeline", "world"),
+    "data": ("data", "shards", "replicas", "expert data"),
+}
+"""The axes of the plan, and whose process groups belong to each."""
+STEP = ("data", "score", "forward", "backward", "update")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One figure, rehearsed and planned."""
+
+    section: str
+    name: str
+    rehearsed: float
+    planned: float
+    why: str = ""
+    """What explains a difference."""
+
+    @property
+    def difference(self) -> float | None:
+        """Relative to the plan; None where nothing was planned."""
+        return (self.rehearsed - self.planned) / self.planned if self.planned else None
+
+
+def compare(plan: RunPlan, found: dict[str, Any]) -> list[Line]:
+    """All lines of one rank that was rehearsed without an error."""
+    return [*_memory(plan, found), *_sent(plan, found), *_flops(plan, found)]
+
+
+def _memory(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
+    stage, at_peak = plan.stages[found["stage"]], Counter(found["at_peak"])
+    states = stage.states
+    for kind, planned in (
+        ("parameters", states.parameters),
+        ("gradients", states.gradients),
+        ("optimizer", states.optimizer),
+        ("reference", states.reference),
+    ):
+        if planned or at_peak[kind]:
+            yield Line(
+                section="memory", name=kind, rehearsed=at_peak[kind], planned=planned, why="rounding to 512 bytes"
+            )
+    training, kept = stage.activations.total + stage.logits, stage.activations.kept + stage.activations.recomputed
+    is_in_update = states.update > training
+    transient = states.unsharded + (states.update if is_in_update else training)
+    yield Line(
+        section="memory",
+        name="activations",
+        rehearsed=at_peak["activations"],
+        planned=0 if is_in_update else kept,
+        why="the peak lies where a recomputed layer is not whole, or in the update",
+    )
+    yield Line(
+        section="memory",
+        name="temporary",
+        rehearsed=sum(at_peak[kind] for kind in (*TEMPORARY, "build")),
+        planned=transient - (0 if is_in_update else kept),
+        why="the plan adds what may coincide; a rehearsal sees what does",
+    )
+    yield Line(
+        section="memory",
+        name="peak",
+        rehearsed=found["peak"],
+        planned=states.parameters + states.gradients + states.optimizer + states.reference + transient,
+        why="without fragmentation and what CUDA and NCCL reserve",
+    )
+
+
+def _sent(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
+    sent = Counter[str]()
+    for axis, phase, _, _, size in found["sent"]:
+        if phase in STEP:
+            sent[axis] += size
+    planned = planned_traffic(plan, found)
+    for axis, groups in AXES.items():
+        rehearsed, on_paper = sum(sent.pop(group, 0) for group in groups), getattr(planned, axis)
+        if rehearsed or on_paper:
+            yield Line(section="sent", name=axis, rehearsed=rehearsed, planned=on_paper, why=_why_sent(axis))
+    if others := sum(sent.values()):
+        yield Line(
+            section="sent", name="others", rehearsed=others, planned=0, why="sums over all ranks, of single numbers"
+        )
+
+
+def _why_sent(axis: str) -> str:
+    return {
+        "tensor": "sums of log-probabilities and of the norms' gradients",
+        "context": "log-probabilities of all responses",
+        "expert": "routing probabilities",
+        "data": "padding of buckets",
+    }.get(axis, "")
+
+
+def planned_traffic(plan: RunPlan, found: dict[str, Any]) -> Traffic:
+    """What the plan says that the rank sends in the rehearsed step."""
+    config, layout, stage = plan.config, plan.layout, found["stage"]
+    settings, passes = config.parallel, passes_of(config)
+    tokens = found["packs"] * config.algorithm.num_mini_batches * layout.round_up(settings.pack_length)
+    _, response = document_lengths(config, layout)
+    responses = 2 * found["packs"] * config.algorithm.num_mini_batches * response
+    passed = Passed(tokens=tokens, responses=responses, dtype_bytes=plan.dtype_bytes)
+    forward = forward_traffic(plan.shape, layout, settings, passed, stage=stage)
+    training = forward + backward_traffic(
+        plan.shape, layout, settings, passed, stage=stage, logits_chunk=plan.logits_chunk
+    )
+    update = data_traffic(
+        plan.shape, layout, stage=stage, dtype_bytes=plan.dtype_bytes, num_micro_batches=found["packs"]
+    )
+    scoring = forward * (passes.reference + passes.old)
+    return training * passes.train + scoring + update * passes.optimizer_steps
+
+
+def _flops(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
+    counted = Counter[str]()
+    for _, kind, flops in found["flops"]:
+        counted[kind] += flops
+    products, attention = _planned_flops(plan, found)
+    yield Line(section="operations", name="matrix products", rehearsed=counted["products"], planned=products)
+    yield Line(
+        section="operations",
+        name="attention",
+        rehearsed=counted["attention"],
+        planned=attention,
+        why="whole rectangles are counted, the plan counts what a token sees",
+    )
+
+
+def _planned_flops(plan: RunPlan, found: dict[str, Any]) -> tuple[float, float]:
+    """Of the rank in the rehearsed step: matrix products, attention."""
+    config, layout, stage = plan.config, plan.layout, found["stage"]
+    settings, passes = config.parallel, passes_of(config)
+    prompt, response = document_lengths(config, layout)
+    sequences = 2 * found["packs"] * config.algorithm.num_mini_batches
+    work = replace(
+        plan.work, prompts=sequences // 2, sequences=sequences, prompt_tokens=prompt, response_tokens=response
+    )
+    per_stage = stage_flops(plan.shape, layout, work, settings, stage=stage, logits_chunk=plan.logits_chunk)
+    layers = layer_flops(plan.shape, work)
+    core = sum(layers[layer].core.total for layer in stage_layers(layout, plan.shape.num_layers, stage))
+    repeats_core = settings.recompute_granularity == "full" or (
+        settings.recompute_granularity == "selective" and "core_attn" in settings.recompute_modules
+    )
+    num_forward = passes.reference + passes.old + 3 * passes.train
+    ranks = layout.tensor * layout.context
+    attention = core * (num_forward + passes.train * repeats_core) / ranks
+    whole = (per_stage.forward.total * num_forward + per_stage.repeated.total * passes.train) / ranks
+    return whole - attention, attention
+
+
+def show(plan: RunPlan, found: Sequence[dict[str, Any]]) -> None:
+    """Print what was rehearsed, rank by rank."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=160)
+    for rank in found:
+        console.print()
+        if "error" in rank:
+            console.print(f"rank {rank['rank']}: the step fails: {rank['error']}", style="bold red", markup=False)
+            for where in rank["at"]:
+                console.print(f"  {where}", markup=False)
+            continue
+        console.print(
+            f"rank {rank['rank']}, stage {rank['stage']}: the step runs, {rank['packs']} packs an update; "
+            f"{rank['operations']} operations in {rank['seconds']} s",
+            style="bold green",
+        )
+        console.print(_figures(compare(plan, rank)))
+        console.print(_waits(rank))
+
+
+def _figures(lines: Sequence[Line]) -> Table:
+    table = Table()
+    for column in ("", "", "rehearsed", "planned", "difference", "because"):
+        table.add_column(column, justify="right" if column in ("rehearsed", "planned", "difference") else "left")
+    section = None
+    for line in lines:
+        if section not in (None, line.section):
+            table.add_section()
+        show_as, unit = (_exponent, "") if line.section == "operations" else (_gib, ", GiB")
+        title = f"{line.section}{unit}" if line.section != section else ""
+        section = line.section
+        difference = "" if line.difference is None else f"{line.difference:+.1%}"
+        why = line.why if line.difference is None or abs(line.difference) >= NOTED else ""
+        table.add_row(title, line.name, show_as(line.rehearsed), show_as(line.planned), difference, why)
+    return table
+
+
+def _waits(rank: dict[str, Any]) -> Table:
+    table = Table(title="the host waits for the device", title_justify="left")
+    for column in ("times", "in", "for", "at"):
+        table.add_column(column, justify="right" if column == "times" else "left")
+    for phase, what, where, count in rank["waits"]:
+        if phase != "build":
+            table.add_row(str(count), phase, what, where)
+    uploads = sum(count for phase, *_, count in rank["uploads"] if phase != "build")
+    table.caption = f"and {uploads} times for a copy from memory that is not pinned"
+    return table
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.3f}"
+
+
+def _exponent(count: float) -> str:
+    return f"{count:.3e}"
+
+
+def as_json(plan: RunPlan, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was rehearsed, rank by rank, each with its lines beside the plan, in bytes and operations."""
+    return [
+        rank | ({} if "error" in rank else {"compared": [dataclasses.asdict(line) for line in compare(plan, rank)]})
+        for rank in found
+    ]

@@ -1,0 +1,48 @@
+"""What only a device could compute: functions of the same shapes that keep for the backward pass what its kernels keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import flex_attention as flex
+
+
+class _Norm(torch.autograd.Function):
+    """Root-mean-square norm: keeps its input and one factor a row. Without a kernel torch takes it to pieces."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _Flex(torch.autograd.Function):
+    """FlexAttention: keeps its operands, its output, and one logarithm a row and head. Compiling it needs a device."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty_like(operand) for operand in ctx.saved_tensors[:3])
+
+
+def install() -> None:
+    """Rebind the functions. Call before their names are imported elsewhere."""
+    norm, functional, attention = F.rms_norm, vars(F), vars(flex)
+
+    def rms_norm(x: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> torch.Tensor:
+        return _Norm.apply(x, weight) if x.is_cuda and weight is not None else norm(x, shape, weight, eps)
+
+    functional["rms_norm"] = rms_norm
+    attention["flex_attention"] = lambda query, key, value, **options: _Flex.apply(query, key, value)

@@ -1,0 +1,45 @@
+"""What training amounts to per second and learner: tokens, and the share of the GPU's peak (MFU)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mgrpo.config import Config
+from mgrpo.models.family import ModelShape
+from mgrpo.planner.hardware import gpu_of
+from mgrpo.planner.work import packed_flops, passes_of
+from mgrpo.types import PackedBatch
+
+
+class Throughput:
+    """Computes the figures on rank 0, which has the packs of all learners.
+
+    Args:
+        device_name: of this rank's GPU, as CUDA gives it; None on a CPU. All learners are taken to have the same.
+    """
+
+    def __init__(self, config: Config, shape: ModelShape, *, num_learners: int, device_name: str | None) -> None:
+        self.shape, self.num_learners = shape, num_learners
+        self.passes = passes_of(config)
+        gpu = gpu_of(device_name) if device_name else None
+        self.peak_flops = gpu and gpu.tflops * 1e12
+        """Of one GPU, per second; None where it is not known."""
+
+    def metrics(self, packs: Sequence[PackedBatch], train_s: float) -> dict[str, float]:
+        """Figures of a step whose training took `train_s` seconds.
+
+        MFU is that of PaLM (arXiv:2204.02311, appendix B), for all passes of the step: operations that recomputation
+        repeats do not count, attention counts the keys that a token sees.
+
+        Args:
+            packs: of one pass over the batch, of all mini-batches and data-parallel ranks.
+        """
+        learner_s = train_s * self.num_learners
+        found = {"time/learner_tokens_per_second_per_gpu": sum(len(pack.tokens) for pack in packs) / learner_s}
+        if self.peak_flops:
+            positions = np.concatenate([pack.positions for pack in packs])
+            forward = packed_flops(self.shape, positions, responses=sum(len(pack.targets) for pack in packs))
+            found["learner_mfu"] = self.passes.in_forward * forward.total / (learner_s * self.peak_flops)
+        return found

