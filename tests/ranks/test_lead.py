@@ -24,3 +24,8 @@ def test_an_engines_own_error_comes_before_the_learners_time_out(model, run_rank
     """ "Nobody joined within 2 s" hides that the engine ran out of memory."""
     (message,) = run_ranks(1, cases.connect_to_an_engine_that_fails, model_dir=str(model))
     assert message == "could not join the weight-transfer group: join has failed"
+
+
+def test_a_rank_that_sends_nothing_waits_for_rank_0s_part_of_a_sync(run_ranks):
+    """Rank 0 sends no heartbeat while it sends weights: an idle rank would end a sync that is only slow."""
+    assert run_ranks(2, cases.send_nothing_while_rank_0_sends, patience_s=3) == [[7], [7]]
