@@ -292,8 +292,8 @@ def follow_the_lead() -> list[Any]:
     return got
 
 
-def connect_to_an_engine_that_fails(model_dir: str) -> str:
-    """The error of a learner whose engine fails to join while the learner waits for it."""
+def connect_to_an_engine_that_fails(model_dir: str, meeting_host: str | None = None) -> tuple[str, str]:
+    """The error of a learner whose engine fails to join while the learner waits for it, and where it met the others."""
     import dataclasses
 
     from mgrpo.config.schema import Engine as EngineSettings
@@ -310,14 +310,14 @@ def connect_to_an_engine_that_fails(model_dir: str) -> str:
         layout=policy.layout,
         settings=settings,
         lead=Lead(),
-        fleet=Fleet([ScriptedEngine(fails="join")], settings, seed=1),
+        fleet=Fleet([ScriptedEngine(fails="join")], settings, seed=1, meeting_host=meeting_host),
         host_group=dist.group.WORLD,
     )
     try:
         weights.connect()
     except RuntimeError as err:
-        return str(err)
-    return ""
+        return str(err), weights.sender.host
+    return "", ""
 
 
 def send_nothing_while_rank_0_sends(patience_s: float) -> list[int]:
