@@ -12,6 +12,7 @@ Without Transformer Engine two of its modules lack a name that they read, on any
 from __future__ import annotations
 
 import functools
+import glob
 import importlib.abc
 import logging
 import os
@@ -28,6 +29,8 @@ from torch.autograd.profiler import emit_nvtx
 from torch.distributed import DeviceMesh
 
 CPU = torch.device("cpu")
+GPU_FILES = "/dev/nvidia[0-9]*"
+"""A GPU each, where there is an NVIDIA driver, whether or not it is new enough."""
 
 REBOUND: tuple[tuple[str, str, str], ...] = (
     # Without CUDA: (module under megatron.core, name, why)
@@ -62,6 +65,26 @@ REBOUND_WITHOUT_TE: tuple[tuple[str, str, str], ...] = (
 def has_cuda() -> bool:
     """True when learners run on GPUs."""
     return torch.cuda.is_available()
+
+
+def check_gpus() -> None:
+    """Refuse to train on the CPU of a machine whose GPUs torch was built for and cannot use.
+
+    Raises:
+        RuntimeError: with what torch says, which is usually that the driver is too old.
+    """
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if torch.version.cuda is None or is_hidden or not glob.glob(GPU_FILES) or has_cuda():
+        return
+    try:
+        torch.cuda.init()
+        why = "torch.cuda.is_available() is false"
+    except (RuntimeError, AssertionError) as err:
+        why = str(err).splitlines()[0]
+    raise RuntimeError(
+        f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use this machine's GPUs: {why}; update the NVIDIA driver "
+        "(CUDA 13 needs 580 or newer, nvidia-smi tells yours), or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+    )
 
 
 def device() -> torch.device:
@@ -131,6 +154,7 @@ def init_process_group(
     *, rank: int, world_size: int, timeout_minutes: float, store: torch.distributed.Store | None = None
 ) -> None:
     """Join the default process group: NCCL with CUDA, gloo without. Every rank must call; one alone needs no rendezvous."""
+    check_gpus()
     if has_cuda():
         torch.cuda.set_device(device())
     torch.distributed.init_process_group(
