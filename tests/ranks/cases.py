@@ -103,7 +103,7 @@ def gradients(
     denominator = algo.loss_denominator(num_trained, settings)
 
     def grpo_loss(logprobs, entropy, batch):
-        old = torch.from_numpy(batch.pack.rollout_logprobs.copy())
+        old = batch.loss_inputs.rollout_logprobs
         result = algo.policy_loss(
             logprobs,
             old,
@@ -123,7 +123,7 @@ def gradients(
 
     result = policy.train_step(microbatches, grpo_loss)
     boxes = [
-        (box, gradient.clone().numpy())
+        (box, gradient.cpu().clone().numpy())
         for shard in policy.shards
         for box, gradient in shard.boxes(policy.parameters.places[shard.name], shard.gradient)
     ]
@@ -238,7 +238,7 @@ def response_logits(model_dir: str, layout: dict[str, Any], samples: list[TrainS
     policy.score([microbatch], "old")
     cuts = microbatch.pack.response_cu_seqlens
     by_sample = {
-        int(sample): captured[0][a:b].numpy()
+        int(sample): captured[0][a:b].cpu().numpy()
         for sample, a, b in zip(microbatch.pack.samples, cuts[:-1], cuts[1:], strict=True)
         if captured
     }
@@ -553,7 +553,7 @@ def hidden_state(learner: Any) -> dict[str, Any]:
     from mgrpo.parallel import backend
 
     def digest(tensor: torch.Tensor) -> str:
-        return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
     reference = learner.reference
     return {
