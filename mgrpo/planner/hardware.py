@@ -78,6 +78,10 @@ class Assumptions:
     """Share of NVLink's and the network's rate that collectives reach."""
     hbm_efficiency: float = 0.7
     """Share of the memory bandwidth that decoding and the optimizer reach."""
+    host_adam_gweights_s: float = 0.1
+    """1e9 weights per second that a thread of the host updates (optimizer_cpu_offload)."""
+    host_threads: int = 1
+    """Threads of a learner's process: OMP_NUM_THREADS, which is 1 unless it is set."""
     allreduce_us: float = 15.0
     """Microseconds of a small all-reduce between an engine's workers; there are two per layer and decoding step."""
     decode_step_ms: float = 4.0
@@ -85,7 +89,7 @@ class Assumptions:
     reserved_gib: float = 4.0
     """GiB per learner GPU for the CUDA context, NCCL, libraries, and for data-sheet GB that are less than GiB."""
     fragmentation: float = 0.1
-    """Memory that the allocator wastes, as a share of activations and logits."""
+    """Memory that the allocator wastes, as a share of what comes and goes with each micro-batch."""
     engine_workspace_gib: float = 4.0
     """GiB per engine GPU, within vllm_gpu_memory_utilization, for activations of a forward pass and CUDA graphs."""
     prompt_share: float = 0.5
