@@ -15,9 +15,9 @@ from mgrpo.config.help import field_docs
 from mgrpo.config.schema import Parallel
 from mgrpo.config.validate import problems
 from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.planner import compare, roles
 from mgrpo.planner.hardware import GPUS, Assumptions, Gpu, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
-from mgrpo.planner.rehearsal import compare, roles
 from mgrpo.planner.report import as_json, show
 from mgrpo.planner.suggest import other_splits, suggest
 

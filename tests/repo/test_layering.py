@@ -32,10 +32,10 @@ ROOMS = {
     "model_io": {"checkpoint", "policy", "parallel", "packing", "models", "layout", "types"},
 }
 """What each room imports of the others; an import that is missing here is a decision, not an accident."""
-APPLICATION = {"run", "cli", "__init__", "__main__", "planner/rehearsal"}
+APPLICATION = {"run", "cli", "__init__", "__main__", "rehearsal"}
 """May import every room. A rehearsal is the application itself, in a process of its own."""
 HEAVY = {
-    "megatron": {"parallel", "policy", "planner/rehearsal"},
+    "megatron": {"parallel", "policy", "rehearsal"},
     "ray": {"rollout/vllm/cluster.py", "rollout/vllm/ray_engine.py"},
     "vllm": {"rollout/vllm/actor.py", "sync/vllm_plugin.py"},
 }
@@ -104,7 +104,7 @@ def test_only_the_start_of_the_engines_knows_what_they_are():
 
 def test_only_the_backend_asks_for_the_device():
     """CPU and GPU differ in a handful of files; a check elsewhere is a second code path that no test runs."""
-    allowed = {"parallel/backend.py", "sync/vllm_plugin.py", "planner/rehearsal/cuda.py"}
+    allowed = {"parallel/backend.py", "sync/vllm_plugin.py", "rehearsal/cuda.py"}
     for path in files():
         place = str(path.relative_to(ROOT / "mgrpo"))
         assert "torch.cuda" not in path.read_text() or place in allowed, f"{place} asks for the device"

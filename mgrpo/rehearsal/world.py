@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mgrpo.planner.rehearsal.recorder import Recorder
+from mgrpo.rehearsal.recorder import Recorder
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """A training step of any learner rank, run for real on tensors that believe they are on CUDA, without a GPU.
 
 `cuda` is the device that is not there, `kernels` what only a device could compute, `recorder` what is measured, `step` the
-step itself, and `__main__` the process in which it runs. `roles` chooses the ranks, and `compare` puts the results beside
-the plan; these two import no torch.
+step itself, and `__main__` the process in which it runs: `mgrpo plan --rehearse` starts one for each rank and puts the results
+beside the plan (`planner.roles`, `planner.compare`).
 """

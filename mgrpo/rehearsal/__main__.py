@@ -14,8 +14,8 @@ from typing import Any
 from mgrpo.config import parse
 from mgrpo.config.derived import layout_of
 from mgrpo.models.family import shape_of
-from mgrpo.planner.rehearsal import cuda, kernels
-from mgrpo.planner.rehearsal.recorder import Recorder
+from mgrpo.rehearsal import cuda, kernels
+from mgrpo.rehearsal.recorder import Recorder
 
 _recorders: list[Recorder] = []
 
@@ -32,7 +32,7 @@ def prepare(memory_bytes: int) -> None:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """What the rehearsal found, or under `error` why it failed and under `at` where."""
-    from mgrpo.planner.rehearsal.step import Job, rehearse
+    from mgrpo.rehearsal.step import Job, rehearse
 
     config = parse(request["argv"])
     job = Job(

@@ -22,15 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from mgrpo.planner.rehearsal.cuda import DEVICE, is_pinned
-from mgrpo.planner.rehearsal.memory import Memory
+from mgrpo.rehearsal.cuda import DEVICE, is_pinned
+from mgrpo.rehearsal.memory import Memory
 
 aten = torch.ops.aten
 KNOWN_ELEMENTS = 4096
 """Integer tensors up to this size keep their values: lengths, shapes, positions."""
 TEMPORARY = frozenset({"forward", "backward"})
 _PACKAGES = ("/megatron/core/", "/mgrpo/")
-_OWN = "/mgrpo/planner/rehearsal/"
+_OWN = "/mgrpo/rehearsal/"
 _COMPARED = {aten.equal.default, aten.is_nonzero.default}
 _SIZED_BY_VALUES = {aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor}
 _WRITES_BY_INDEX = {aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}

@@ -14,7 +14,7 @@ from rich.table import Table
 from mgrpo.models.memory import stage_layers
 from mgrpo.planner.hardware import GIB
 from mgrpo.planner.plan import RunPlan
-from mgrpo.planner.rehearsal.roles import document_lengths
+from mgrpo.planner.roles import document_lengths
 from mgrpo.planner.traffic import Passed, Traffic, backward_traffic, data_traffic, forward_traffic
 from mgrpo.planner.work import layer_flops, passes_of, stage_flops
 

@@ -11,7 +11,7 @@ from typing import Any
 from mgrpo.config.schema import Config
 from mgrpo.layout import Layout
 
-PROGRAM = "mgrpo.planner.rehearsal"
+PROGRAM = "mgrpo.rehearsal"
 
 
 def all_roles(layout: Layout) -> list[int]:

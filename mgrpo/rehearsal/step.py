@@ -22,10 +22,10 @@ from mgrpo.models.table import Box
 from mgrpo.ops import library
 from mgrpo.packing.step import pack_step
 from mgrpo.packing.wire import to_arrays
-from mgrpo.planner.rehearsal.output import save_state, send_weights
-from mgrpo.planner.rehearsal.recorder import Recorder, site
-from mgrpo.planner.rehearsal.roles import document_lengths
-from mgrpo.planner.rehearsal.world import rank_of
+from mgrpo.planner.roles import document_lengths
+from mgrpo.rehearsal.output import save_state, send_weights
+from mgrpo.rehearsal.recorder import Recorder, site
+from mgrpo.rehearsal.world import rank_of
 from mgrpo.run.learner import Learner
 from mgrpo.types import TrainSample
 

@@ -17,8 +17,8 @@ from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, training_boxes
 from mgrpo.parallel import backend
-from mgrpo.planner.rehearsal.recorder import Recorder, site
 from mgrpo.policy.policy import Policy
+from mgrpo.rehearsal.recorder import Recorder, site
 from mgrpo.run.learner import Learner
 from mgrpo.sync.channel import Sender
 
