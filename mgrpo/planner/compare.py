@@ -21,8 +21,6 @@ from mgrpo.planner.work import layer_flops, passes_of, stage_flops
 NOTED = 0.005
 """Relative differences from here on are explained."""
 
-TEMPORARY = ("data", "score", "forward", "backward", "update", "metrics")
-"""Kinds of memory that are named after the phase that made them."""
 AXES = {
     "tensor": ("tensor",),
     "context": ("context",),
@@ -71,24 +69,17 @@ def _memory(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
             )
     yield Line(
         section="memory",
-        name="activations",
-        rehearsed=at_peak["activations"],
-        planned=stage.activations.kept + stage.activations.recomputed,
-        why="the peak may lie where a recomputed layer is not whole",
-    )
-    yield Line(
-        section="memory",
-        name="temporary",
-        rehearsed=sum(at_peak[kind] for kind in (*TEMPORARY, "build")),
-        planned=states.unsharded + max(stage.activations.working + stage.logits, states.update),
-        why="the plan adds what may coincide; a rehearsal sees what does",
+        name="whole weights, passes",
+        rehearsed=found["peak"] - sum(at_peak[kind] for kind in ("parameters", "gradients", "optimizer", "reference")),
+        planned=states.unsharded + stage.passes,
+        why="the plan has a pack of responses only",
     )
     yield Line(
         section="memory",
         name="peak",
         rehearsed=found["peak"],
-        planned=states.total + max(stage.activations.total + stage.logits, states.update),
-        why="without fragmentation and what CUDA and NCCL reserve",
+        planned=stage.peak,
+        why="without fragmentation, the weight sync, and what CUDA and NCCL reserve",
     )
 
 
@@ -110,10 +101,11 @@ def _sent(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
 
 def _why_sent(axis: str) -> str:
     return {
-        "tensor": "the embedding, and sums of the log-probabilities",
+        "tensor": "sums of the log-probabilities",
         "context": "log-probabilities of all responses",
-        "pipeline": "an end stage sends one way; shapes",
-        "data": "padding of buckets",
+        "expert": "routing probabilities",
+        "pipeline": "shapes",
+        "data": "padding; before the first update ZeRO-2 and 3 also gather all weights",
     }.get(axis, "")
 
 

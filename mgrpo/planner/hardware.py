@@ -79,9 +79,7 @@ class Assumptions:
     hbm_efficiency: float = 0.7
     """Share of the memory bandwidth that decoding and the optimizer reach."""
     host_adam_gweights_s: float = 0.1
-    """1e9 weights per second that a thread of the host updates (optimizer_cpu_offload)."""
-    host_threads: int = 1
-    """Threads of a learner's process: OMP_NUM_THREADS, which is 1 unless it is set."""
+    """1e9 weights per second that a learner's host updates (optimizer_cpu_offload), on one thread: OMP_NUM_THREADS is 1."""
     allreduce_us: float = 15.0
     """Microseconds of a small all-reduce between an engine's workers; there are two per layer and decoding step."""
     decode_step_ms: float = 4.0

@@ -132,12 +132,8 @@ def _optimizer_seconds(states: StateBytes, hardware: Hardware) -> float:
     touched = 2 * states.optimizer + states.gradients
     on_host = states.host / (4 * FP32_BYTES)
     over_pcie = on_host * 2 * FP32_BYTES / (hardware.gpu.pcie_gb_s * 1e9)
-    assumed = hardware.assumed
-    return (
-        touched / hardware.hbm_bytes_s
-        + over_pcie
-        + on_host / (assumed.host_threads * assumed.host_adam_gweights_s * 1e9)
-    )
+    arithmetic = on_host / (hardware.assumed.host_adam_gweights_s * 1e9)
+    return touched / hardware.hbm_bytes_s + over_pcie + arithmetic
 
 
 def sync_seconds(model_bytes: float, *, engines: int, workers: int, learners: int, hardware: Hardware) -> float:
