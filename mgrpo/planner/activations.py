@@ -94,8 +94,8 @@ def layer_activations(
 
     Args:
         fused: norms, SwiGLU and attention keep only what CUDA's kernels and Megatron's fusions keep. On a CPU a norm
-            keeps its input and its normalised input in fp32, SwiGLU each of its factors (for experts also their
-            product), and attention also its padded operands.
+            keeps its input and its normalised input in fp32, SwiGLU each of its factors, except that of experts, and
+            attention also its padded operands.
     """
     tokens = -(-pack_length // layout.context)
     split_tokens = -(-tokens // layout.tensor) if layout.sequence_parallel else tokens
@@ -106,7 +106,7 @@ def layer_activations(
         norms=2 * stream,
         attention=_attention(shape, layout, tokens, dtype_bytes, settings, fused),
         scores=_scores(shape, layout, tokens, dtype_bytes, settings, fused),
-        mlp=_experts(shape, layout, split_tokens, dtype_bytes, fused)
+        mlp=_experts(shape, layout, split_tokens, dtype_bytes)
         if has_experts
         else tokens * (shape.ffn // layout.tensor) * dtype_bytes * (3 if fused else 5),
         layer_input=stream,
@@ -160,17 +160,20 @@ def _attention(
     return kept
 
 
-def _experts(shape: ModelShape, layout: Layout, split_tokens: int, dtype_bytes: int, fused: bool) -> int:
+def _experts(shape: ModelShape, layout: Layout, split_tokens: int, dtype_bytes: int) -> int:
     """Router, tokens sorted by expert, and the experts' SwiGLU; experts are assumed to get equal shares."""
     experts = shape.experts
     assert experts is not None
     copies = split_tokens * experts.top_k
-    # With tensor-parallel experts every rank has all ranks' tokens and a share of the width.
-    rows, ffn = copies * layout.expert_tensor, experts.ffn // layout.expert_tensor
+    rows, ffn = _routed(shape, layout, split_tokens), experts.ffn // layout.expert_tensor
     # Probabilities and routing map of all experts; chosen experts with their scores, and positions of the copies.
     router = split_tokens * experts.count * (FP32_BYTES + 1) + copies * 2 * (FP32_BYTES + INDEX_BYTES)
-    per_row = shape.hidden * dtype_bytes + ffn * dtype_bytes * (3 if fused else 6)
-    return router + rows * (per_row + FP32_BYTES)
+    return router + rows * ((shape.hidden + 3 * ffn) * dtype_bytes + FP32_BYTES)
+
+
+def _routed(shape: ModelShape, layout: Layout, split_tokens: int) -> int:
+    """Rows of a rank's experts: with tensor-parallel experts it has all ranks' tokens, and a share of the width."""
+    return split_tokens * shape.experts.top_k * layout.expert_tensor if shape.experts else 0
 
 
 def kept_bytes(layer: LayerActivations, *, has_experts: bool, settings: Parallel) -> int:
@@ -237,9 +240,9 @@ def stage_activations(
     stream = next(iter(layers.values())).layer_input
     gathered = stream * (layout.tensor if layout.sequence_parallel else 1)
     is_last = stage == layout.pipeline - 1
+    split_rows = rows // layout.tensor if layout.sequence_parallel else rows
     if is_last:
         # The final norm, and the LM head's input, which is not split.
-        split_rows = rows // layout.tensor if layout.sequence_parallel else rows
         total += _norm(split_rows, shape.hidden, dtype_bytes, fused) + rows * shape.hidden * dtype_bytes
     else:
         total += int(stream * in_flight * layout.virtual_pipeline)  # what was sent to the next stage
@@ -250,10 +253,15 @@ def stage_activations(
         loss=loss_bytes(rows, shape=shape, layout=layout, dtype_bytes=dtype_bytes, logits_chunk=logits_chunk)
         if is_last
         else 0,
-        layer=max(
+        layer=2 * stream
+        + max(
             dropped_bytes(layers[kind], has_experts=kind, settings=settings)
-            + 2 * stream
-            + (layers[kind].mlp + gathered if kind else _mlp_backward(shape, layout, rows, gathered, dtype_bytes))
+            + (
+                # Tokens by expert before and after the exchange, and the experts' outputs one by one and together.
+                4 * _routed(shape, layout, split_rows) * shape.hidden * dtype_bytes
+                if kind
+                else _mlp_backward(shape, layout, rows, gathered, dtype_bytes)
+            )
             for kind in set(held)
         ),
         in_flight=in_flight,

@@ -101,10 +101,9 @@ def _sent(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
 
 def _why_sent(axis: str) -> str:
     return {
-        "tensor": "sums of the log-probabilities",
+        "tensor": "sums of log-probabilities and of the norms' gradients",
         "context": "log-probabilities of all responses",
         "expert": "routing probabilities",
-        "pipeline": "shapes",
         "data": "padding; before the first update ZeRO-2 and 3 also gather all weights",
     }.get(axis, "")
 
