@@ -10,10 +10,10 @@ import os
 import shutil
 import socket
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mgrpo.config.kernels import kernel_problems
 from mgrpo.config.schema import Config
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -43,11 +43,9 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int) 
     """What keeps this machine from running the configuration, one sentence each."""
     gpus, settings = serving_gpus(), config.engine
     found = address_problems(settings.ray_address)
-    if config.parallel.use_precision_aware_optimizer and find_spec("transformer_engine") is None:
-        found.append(
-            "use_precision_aware_optimizer=true needs Transformer Engine, which is not installed; "
-            "pip install transformer_engine[pytorch], or leave it out"
-        )
+    if not gpus and config.parallel.transformer_impl == "transformer_engine":
+        found.append("transformer_impl=transformer_engine needs GPUs, of which there are none here; use auto or local")
+    found += kernel_problems(config)
     if not gpus:
         if head_dim not in CPU_HEAD_DIMS:
             known = ", ".join(map(str, CPU_HEAD_DIMS))
