@@ -24,6 +24,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.autograd.profiler import emit_nvtx
 from torch.distributed import DeviceMesh
@@ -63,6 +64,15 @@ REBOUND_WITHOUT_TE: tuple[tuple[str, str, str], ...] = (
 def has_cuda() -> bool:
     """True when learners run on GPUs."""
     return torch.cuda.is_available()
+
+
+def why_no_cuda() -> str:
+    """The likely reason, and what to do, where a machine has GPUs and torch finds none."""
+    cuda = torch.version.cuda
+    if cuda is None:
+        return f"torch {torch.__version__} is built for CPUs alone; install the packages of requirements/gpu.txt"
+    driver = "driver 580 or newer" if cuda.startswith("13.") else "a driver for it"
+    return f"torch {torch.__version__} with CUDA {cuda} needs {driver}; nvidia-smi shows this machine's, update it"
 
 
 def device() -> torch.device:
@@ -149,6 +159,12 @@ def leave_process_groups() -> None:
 
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+
+
+def to_device(array: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
+    """A copy on this rank's device. With CUDA the host does not wait for it."""
+    host = torch.from_numpy(array.astype(dtype))
+    return host.pin_memory().to(device(), non_blocking=True) if has_cuda() else host
 
 
 @functools.cache

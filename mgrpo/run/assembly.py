@@ -102,7 +102,7 @@ def make_trainer(
             kernels=kernel_line(config.parallel, has_cuda=backend.has_cuda()),
         ),
         *learner.remarks(),
-        f"weight sync: {len(weights.plan.transfers)} slices, {weights.plan.bytes_moved / 1e6:.2f} MB per step "
+        f"weight sync: {weights.plan.num_slices} slices, {weights.plan.bytes_moved / 1e6:.2f} MB per step "
         f"(lower bound {weights.plan.lower_bound / 1e6:.2f} MB)",
     ):
         reporter.say(line)
