@@ -1,8 +1,11 @@
 """What every rank imports; the fork server imports it once, and its ranks have it when they start."""
 
 import gc
+import os
 
-from mgrpo.parallel import backend
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for GPUs
+
+from mgrpo.parallel import backend  # noqa: E402
 
 backend.install()
 
