@@ -258,6 +258,9 @@ class Parallel:
     distributed optimizer), 2 also gradients, 3 also parameters (both Megatron-FSDP)."""
     fsdp_shard_degree: Annotated[int | None, ONE_OR_MORE, OPEN_INSTRUCT] = None
     """With zero_stage=3: consecutive ranks that shard each parameter, replicated over the others (HSDP); none: all ranks."""
+    overlap_grad_reduce: Annotated[bool, MEGATRON] = True
+    """Sum the gradients of some layers over the data-parallel ranks while the backward pass of the others goes on; with
+    zero_stage 2 and 3 that is always so."""
     optimizer_cpu_offload: Annotated[bool, MEGATRON] = False
     """Keep the optimizer's states in host memory and update them there; needs zero_stage=1."""
     optimizer_offload_fraction: Annotated[float, SHARE, MEGATRON] = 1.0
@@ -299,12 +302,16 @@ class Engine:
     """Run without CUDA graphs; always on CPU."""
     vllm_enable_prefix_caching: Annotated[bool, OPEN_INSTRUCT] = False
     """Reuse the KV cache of equal prompt prefixes within a step."""
+    vllm_extra_args: Annotated[JSONObject, OPEN_INSTRUCT] = JSONObject("{}")
+    """Further arguments of vLLM's AsyncEngineArgs, as a JSON object, for example {"max_num_batched_tokens": 8192}; untested
+    ones may change the log-probabilities, which vllm_vs_local_logprob_diff shows."""
     ray_address: str | None = None
-    """Address of a Ray cluster to join; none: start one on this machine, on the loopback interface."""
+    """HOST:PORT of a Ray cluster to join, of which rank 0's machine must be a node, without the GPUs of learners; none: start
+    one on this machine, on the loopback interface."""
     engine_start_timeout: Annotated[int, ONE_OR_MORE] = 600
     """Seconds that an engine may take to start."""
     weight_sync_bucket_mb: Annotated[int, ONE_OR_MORE] = 256
-    """Most MiB of weights in flight between two processes."""
+    """MiB of weights that travel to an engine's worker at once; it holds as many again, as do together the ranks that send to it."""
     weight_sync_timeout: Annotated[int, ONE_OR_MORE] = 120
     """Seconds that one weight sync may take before the run ends with an error that names the missing process."""
     weight_sync_check_every: Annotated[int, NOT_NEGATIVE] = 50

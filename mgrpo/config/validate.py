@@ -272,6 +272,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "recompute_granularity=selective",
         lambda c: c.parallel.recompute_granularity == "selective",
     ),
+    ("overlap_grad_reduce", "zero_stage 0 or 1", lambda c: c.parallel.zero_stage < 2),
     ("optimizer_offload_fraction", "optimizer_cpu_offload=true", lambda c: c.parallel.optimizer_cpu_offload),
     (
         "exp_avg_dtype exp_avg_sq_dtype",

@@ -6,7 +6,7 @@ Unless noted, every method is collective over all learner ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.autograd.profiler import record_function
 
 from mgrpo.config.schema import Optimizer as OptimizerSettings
@@ -52,7 +53,7 @@ class PolicyOptimizer:
         self.parameters, self.layout = parameters, parameters.layout
         self.settings, self.num_optimizer_steps = settings, num_optimizer_steps
         names = {parameter: name for name, parameter in parameters.live.items()}
-        self.chunks = _wrap(chunks, self.layout)
+        self.chunks = _wrap(chunks, self.layout, overlaps=parallel.overlap_grad_reduce)
         self._megatron = _make_adam(self.chunks, self.layout, dtype, settings, parallel)
         self.shards = local_shards(self._megatron, self.chunks, names)
 
@@ -91,8 +92,18 @@ class PolicyOptimizer:
                         grad_norm,
                         use_decoupled_grad=single.config.use_precision_aware_optimizer,
                     )
-            self._megatron.step_with_ready_grads()
+            self._step()
         return grad_norm
+
+    def _step(self) -> None:
+        if self.layout.sharding != 1:
+            self._megatron.step_with_ready_grads()
+            return
+        # Each of the chained optimizers would gather the parameters of all.
+        for single in chained(self._megatron):
+            super(DistributedOptimizer, single).step_with_ready_grads()
+        for chunk in self.chunks:
+            chunk.start_param_sync()
 
     def parameter(self, name: str) -> torch.Tensor:
         """One local parameter, whole, from the shards of all ranks that share it, which must all call."""
@@ -123,19 +134,36 @@ class PolicyOptimizer:
             shard.gradient.copy_(whole.view(-1)[shard.start : shard.start + len(shard.main)])
 
 
-def _wrap(chunks: Sequence[ResponseModel], layout: Layout) -> list[WrappedChunk]:
+def _wrap(chunks: Sequence[ResponseModel], layout: Layout, *, overlaps: bool) -> list[WrappedChunk]:
     """Gradient buffers around the model's chunks, sharded as the stage says."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
+        overlap_grad_reduce=overlaps or layout.sharding >= 2,
         use_distributed_optimizer=layout.sharding > 0,
         num_distributed_optimizer_instances=layout.data * layout.context // layout.num_shards,
     )
-    if layout.sharding < 2:
-        return [DistributedDataParallel(chunk.config, config, chunk) for chunk in chunks]
+    wrapped: list[WrappedChunk]
+    if layout.sharding >= 2:
+        wrapped = [*_shard(chunks, config, layout)]
+    else:
+        # Later chunks of a stage need no buckets: earlier ones have their backward passes after them.
+        wrapped = [
+            DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+    # Gradients are summed once, after the last micro-batch: the schedule must say which one that is.
+    no_sync = [chunk.no_sync for chunk in wrapped]
+    wrapped[0].config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+    return wrapped
+
+
+def _shard(
+    chunks: Sequence[ResponseModel], config: DistributedDataParallelConfig, layout: Layout
+) -> Iterator[fsdp.FullyShardedDataParallel]:
+    """Megatron-FSDP around the chunks, for ZeRO-2 and 3."""
     fsdp.install()
     config.use_megatron_fsdp = True
     config.data_parallel_sharding_strategy = "optim_grads" if layout.sharding == 2 else "optim_grads_params"
-    config.overlap_grad_reduce = True
     config.overlap_param_gather = layout.sharding == 3
     largest_layer = max(
         sum(parameter.numel() for parameter in layer.parameters()) for chunk in chunks for layer in chunk.decoder.layers
@@ -144,11 +172,8 @@ def _wrap(chunks: Sequence[ResponseModel], layout: Layout) -> list[WrappedChunk]
     config.bucket_size = largest_layer
     # What is gathered at a time: the layer in use and the next one. Megatron's default is at least a billion elements.
     config.suggested_communication_unit_size = 2 * largest_layer
-    wrapped = [fsdp.FullyShardedDataParallel(chunk.config, config, chunk) for chunk in chunks]
-    # Replicas (HSDP) sum their gradients after the last micro-batch only if the schedule says which one that is.
-    no_sync = [chunk.no_sync for chunk in wrapped]
-    wrapped[0].config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
-    return wrapped
+    for chunk in chunks:
+        yield fsdp.FullyShardedDataParallel(chunk.config, config, chunk)
 
 
 def _make_adam(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -75,3 +76,43 @@ def shapes_sent(**arguments: Any) -> dict[str, Any]:
 
     with patch.object(P2PCommunicator, "_communicate_shapes", refused):
         return cases.gradients(**arguments)
+
+
+def overlapped(overlaps: bool, **arguments: Any) -> dict[str, Any]:
+    """`cases.train_steps` with small buckets of gradients, and how often their sums were started.
+
+    "started" is for each step of the optimizer the number of buckets on their way when the backward pass was over.
+    """
+    from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
+
+    from mgrpo.policy import optimizer
+    from mgrpo.policy.policy import Policy
+
+    group = param_and_grad_buffer._ParamAndGradBucketGroup
+    buckets = partial(optimizer.DistributedDataParallelConfig, bucket_size=2000)
+    finish, gather = DistributedDataParallel.finish_grad_sync, group.start_param_sync
+    on_their_way, gathered = [], []
+
+    def finish_grad_sync(chunk: Any, *args: Any, **kwargs: Any) -> None:
+        on_their_way.append([bucket.grad_reduce_handle is not None for bucket in chunk.bucket_groups])
+        finish(chunk, *args, **kwargs)
+
+    def start_param_sync(bucket: Any, *args: Any, **kwargs: Any) -> None:
+        gathered.append(bucket)
+        gather(bucket, *args, **kwargs)
+
+    def microbatches(policy: Any, packs: list[Any]) -> list[Any]:
+        # Fewer in every second step: a bucket must not wait for as many gradients as it had in the first one.
+        fewer = len(packs) - policy.layout.micro_batches_multiple_of * (policy.optimizer_steps % 2)
+        return collate_all(policy, packs[:fewer] or packs)
+
+    collate_all = Policy.microbatches
+    settings = {**arguments.pop("settings", {}), "overlap_grad_reduce": overlaps}
+    with (
+        patch.object(Policy, "microbatches", microbatches),
+        patch.object(optimizer, "DistributedDataParallelConfig", buckets),
+        patch.object(DistributedDataParallel, "finish_grad_sync", finish_grad_sync),
+        patch.object(group, "start_param_sync", start_param_sync),
+    ):
+        result = cases.train_steps(settings=settings, **arguments)
+    return result | {"on_their_way": on_their_way, "gathers": [gathered.count(bucket) for bucket in set(gathered)]}

@@ -5,7 +5,7 @@ import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for GPUs
 
-from mgrpo.parallel import backend  # noqa: E402
+from mgrpo.parallel import backend
 
 backend.install()
 

@@ -52,3 +52,40 @@ def test_stages_send_no_shapes(run, layout):
     """Each message would wait for the device twice. The order of packs of different lengths is `test_parity`'s."""
     ranks = run(layout, cases.shapes_sent, model="llama, tied", loss=parity.LOSS)
     assert all(rank["grad_norm"] > 0 for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("qwen2", "dp2+zero0"),
+        ("qwen2", "dp2"),
+        ("llama, tied", "dp2"),
+        ("llama, tied", "pp2xdp2"),
+        ("qwen2", "pp2xvpp2xdp2"),
+        ("qwen2", "dp2+full"),
+        ("qwen3 (QK norm)", "cp2xtp2+sp"),
+        ("qwen3-moe", "ep2"),
+        ("qwen3-moe", "ep2xdp4"),
+    ],
+)
+def test_overlapped_gradients_are_the_same(run, model, layout):
+    """A bucket that is summed before its last gradient has come loses what comes after, and no error says so."""
+    together, after = (
+        run(layout, cases.overlapped, model=model, steps=3, overlaps=overlaps) for overlaps in (True, False)
+    )
+    for own, truth in zip(together, after, strict=True):
+        assert own["losses"] == pytest.approx(truth["losses"], rel=1e-5)
+        assert own["grad_norms"] == pytest.approx(truth["grad_norms"], rel=1e-5)
+        # The first step only counts which gradients there are.
+        assert all(all(buckets) for buckets in own["on_their_way"][-1:])
+        assert not any(any(buckets) for buckets in truth["on_their_way"])
+    assert len(together[0]["on_their_way"][0]) > 1
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [("qwen3-moe", "ep2"), ("qwen3-moe", "ep2xdp4"), ("qwen2", "pp2xvpp2xdp2")]
+)
+def test_parameters_are_gathered_once(run, model, layout):
+    """Optimizers of experts and of the rest that both gather everything double the traffic of each update."""
+    for rank in run(layout, cases.overlapped, model=model, steps=3, overlaps=True):
+        assert set(rank["gathers"]) == {3}
