@@ -285,8 +285,8 @@ class Parallel:
     logits_chunk: Annotated[int | Literal["auto"], NOT_NEGATIVE] = "auto"
     """Columns of the LM head to compute at a time; 0: all at once; auto: 0 if the logits fit into memory, else 16384."""
     shared_prompt_packing: bool | Literal["auto"] = "auto"
-    """Pack a group as one prompt with branches instead of repeating the prompt; auto: on CPU, where it saves work. Not with
-    context_parallel_size above 1."""
+    """Pack a group as one prompt with branches instead of repeating the prompt; auto: on CPU, where it saves work; on
+    GPUs true takes FlexAttention for flash attention. Not with context_parallel_size above 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,19 +29,25 @@ from mgrpo.parallel.packs import PackedDocuments, Queries
 
 
 def shared_prompts_pay() -> bool:
-    """Whether documents with branches are known to be cheaper on this machine; not yet measured on CUDA."""
+    """Whether documents with branches are known to be cheaper on this machine.
+
+    On CUDA they take FlexAttention in place of flash attention: whether the tokens saved outweigh that is not measured.
+    """
     return not backend.has_cuda()
 
 
-def has_flash_attention(query: torch.Tensor) -> bool:
-    """Whether this device's flash attention takes queries `[..., head_dim]` of this type and size; FlexAttention does then, too."""
-    return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] % 8 == 0
-        and query.shape[-1] <= 256
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    )
+def attention_remarks(dtype: torch.dtype, head_dim: int) -> list[str]:
+    """What attention over such heads is computed with, where a user has a choice: on CUDA."""
+    if not backend.has_cuda():
+        return []
+    flash = backend.flash_attention(dtype, head_dim)
+    if flash is not None:
+        return [f"attention: FlashAttention {flash.removeprefix('FA')}"]
+    kind = str(dtype).removeprefix("torch.")
+    return [
+        f"attention: one padded call for all documents of a pack, slower and with more memory; flash attention takes "
+        f"bfloat16, a head_dim that divides by 8 up to 256, and GPUs from Ampere on, not {kind} with head_dim={head_dim} here"
+    ]
 
 
 @functools.cache
@@ -104,7 +110,7 @@ class PackedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments, queries: Queries
     ) -> torch.Tensor:
         """As `forward`, for those `queries` over all keys; -> `[queries, heads, dim]`."""
-        if not has_flash_attention(query):
+        if not backend.flash_attention(query.dtype, query.shape[-1]):
             return self._padded(query, key, value, pack, queries)
         if queries.has_branches or self.cap is not None:
             return self._flex(query, key, value, queries)
@@ -131,20 +137,17 @@ class PackedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """`[documents, heads, longest, dim]`; without a mask plain causal attention."""
+        copies = query.shape[1] // key.shape[1]
+        if query.is_cuda or self.cap is not None:
+            # In float32 CUDA's kernel that does not keep all scores takes as many key heads as heads.
+            key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
+            copies = 1
         if self.cap is None:
             return F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=self.scale,
-                enable_gqa=query.shape[1] != key.shape[1],
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=copies > 1
             )
         if mask is None:
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-        copies = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
         scores = self.cap(query @ key.transpose(2, 3) * self.scale).masked_fill(~mask, -math.inf)
         return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 

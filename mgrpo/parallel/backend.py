@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch.autograd.profiler import emit_nvtx
 from torch.distributed import DeviceMesh
+from torch.nn.attention import activate_flash_attention_impl
 
 CPU = torch.device("cpu")
 
@@ -165,6 +166,27 @@ def to_device(array: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
     """A copy on this rank's device. With CUDA the host does not wait for it."""
     host = torch.from_numpy(array.astype(dtype))
     return host.pin_memory().to(device(), non_blocking=True) if has_cuda() else host
+
+
+@functools.cache
+def flash_attention(dtype: torch.dtype, head_dim: int) -> Literal["FA2", "FA3"] | None:
+    """torch's flash attention for heads of this type and size: which of its releases, or None where there is none.
+
+    The first call activates FlashAttention 3 for this process if its kernels are installed, on GPUs that have them (Hopper).
+    """
+    if not has_cuda() or dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
+        return None
+    capability = torch.cuda.get_device_capability(device())
+    if capability < (8, 0):
+        return None
+    if capability[0] == 9 and find_spec("flash_attn_interface") is not None:
+        try:
+            activate_flash_attention_impl("FA3")
+        except (ImportError, OSError, RuntimeError) as err:
+            logging.getLogger(__name__).warning("FlashAttention 3 is installed and cannot be used: %s", err)
+        else:
+            return "FA3"
+    return "FA2"
 
 
 @functools.cache

@@ -84,6 +84,8 @@ class ResponseModel(GPTModel):
                 f"{shape.logit_softcap:g}; use 0"
             )
         self.shape, self.logits_chunk = shape, logits_chunk
+        # Rounded to the model's type, as in training of the models that have it.
+        self.embedding_scale = torch.tensor(shape.embedding_scale, dtype=self.config.params_dtype, device="cpu").item()
         self.trains_entropy, self.scores_entropy = trains_entropy, scores_entropy
         shard = self.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
         self.vocab_start = shard * parallel_state.get_tensor_model_parallel_rank()
@@ -103,8 +105,8 @@ class ResponseModel(GPTModel):
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         embeddings, *rest = super()._preprocess(*args, **kwargs)
-        if self.shape.embedding_scale != 1 and embeddings is not None:
-            embeddings = embeddings * embeddings.new_tensor(self.shape.embedding_scale)
+        if self.embedding_scale != 1 and embeddings is not None:
+            embeddings = embeddings * self.embedding_scale
         return embeddings, *rest
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
@@ -211,7 +213,7 @@ def _build_chunk(
         **head,
     )
     turns = torch.stack([frequencies(rope, shape.head_dim) for rope in shape.rope_kinds])
-    model.rotary_pos_emb = PackedRotary(turns, config.params_dtype)
+    model.rotary_pos_emb = PackedRotary(turns.to(backend.device()), config.params_dtype)
     _mark_tensor_parallel(model)
     return model.to(backend.device())
 

@@ -44,7 +44,7 @@ class PackedRotary(torch.nn.Module):
     """Cosines and sines of each token's own position: documents have branches whose positions restart after the prompt.
 
     Args:
-        frequencies: `[kinds, head_dim / 2]` float32: the layers of a model may differ, see `RotaryAttention`.
+        frequencies: `[kinds, head_dim / 2]` float32, on the device of the positions: the layers of a model may differ, see `RotaryAttention`.
         dtype: of queries and keys.
     """
 
@@ -60,7 +60,6 @@ class PackedRotary(torch.nn.Module):
 
     def forward(self, positions: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """positions `[local tokens]` -> cosines and sines `[kinds, 2, tokens, 1, 1, head_dim / 2]`."""
-        self.frequencies = self.frequencies.to(positions.device)
         angles = self.frequencies[:, None] * positions.to(self.frequencies.dtype)[:, None]
         return torch.stack((angles.cos(), angles.sin()), dim=1).to(self.dtype)[:, :, :, None, None]
 

@@ -26,6 +26,7 @@ from mgrpo.model_io.megatron_folder import model_reader
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend
+from mgrpo.parallel.attention import attention_remarks
 from mgrpo.parallel.gather import gather_json, gather_values
 from mgrpo.policy.policy import Microbatch, MicrobatchLoss, Policy, StepResult
 from mgrpo.policy.weights import Read
@@ -188,6 +189,7 @@ class Learner:
         found = []
         if self.logits_chunk:
             found.append(f"LM head: {self.logits_chunk} columns at a time; full logits are never materialised")
+        found += attention_remarks(getattr(torch, self.config.model.model_dtype), self.shape.head_dim)
         return found + algo.loss_remarks(self.loss_config, self.own_loss)
 
     def learn(self, arrays: dict[str, np.ndarray], *, step: int) -> Learned:

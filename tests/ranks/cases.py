@@ -768,3 +768,8 @@ def routing(model_dir: str, layout: dict[str, Any], samples: list[TrainSample], 
     result = policy.train_step(microbatches, loss)
     changed = sum(int((a != b).sum()) for a, b in zip(before, chosen, strict=True))
     return {"changed": changed, "loss": sum(result.measured)}
+
+
+def visible_gpus() -> str | None:
+    """What the environment lets this rank see."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")

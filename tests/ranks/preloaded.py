@@ -1,6 +1,9 @@
 """What every rank imports; the fork server imports it once, and its ranks have it when they start."""
 
 import gc
+import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for GPUs
 
 from mgrpo.parallel import backend
 

@@ -1,4 +1,7 @@
-"""Warm pools of gloo ranks: a world starts once and then runs one case after another."""
+"""Warm pools of ranks: a world starts once and then runs one case after another.
+
+Where every rank can have a GPU, the ranks use NCCL; elsewhere the GPUs are hidden from them and they use gloo.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 TIMEOUT_S = 120
 MAX_THREADS = 100
@@ -40,13 +43,19 @@ def _rank_main(rank: int, world_size: int, port: int, pipe: Any) -> None:
             pipe.send((False, traceback.format_exc(), 0))
 
 
+def start_method(world_size: int, num_gpus: int) -> Literal["spawn", "forkserver"]:
+    """Ranks with GPUs are spawned, as CUDA does not outlive a fork; the fork server hides GPUs from its ranks."""
+    return "spawn" if world_size <= num_gpus else "forkserver"
+
+
 class RankPool:
     """`world_size` processes that run a module-level function together and return what each rank returns."""
 
     def __init__(self, world_size: int) -> None:
+        import torch
         import torch.multiprocessing as mp
 
-        context = mp.get_context("forkserver")
+        context = mp.get_context(start_method(world_size, torch.cuda.device_count()))
         context.set_forkserver_preload(["tests.ranks.preloaded"])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -85,8 +85,6 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
             known = ", ".join(map(str, CPU_HEAD_DIMS))
             found.append(f"the model's head_dim={head_dim} is not served by vLLM on a CPU, which supports {known}")
         return found
-    if config.model.model_dtype == "float32" and num_local_learners:
-        found.append("model_dtype=float32 cannot be trained on a GPU: flash attention takes bfloat16; use bfloat16")
     needed, left = settings.vllm_num_engines * settings.vllm_tensor_parallel_size, len(gpus) - num_local_learners
     if starts_engines and str(config.reward.reward_model_gpu) in gpus:
         found.append(

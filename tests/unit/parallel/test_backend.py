@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mgrpo.parallel import backend
 
@@ -25,3 +26,63 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch) -> None:
     assert whole > 1 << 28
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert backend.device_bytes() == whole // 4
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A GPU of some compute capability, with FlashAttention 3's package or without; the kernels activated by the choice."""
+    activated = []
+
+    def pretend(capability: tuple[int, int], *, package: bool = False, error: Exception | None = None) -> list[str]:
+        def activate(name: str) -> None:
+            if error is not None:
+                raise error
+            activated.append(name)
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(backend, "find_spec", lambda name: object() if package else None)
+        monkeypatch.setattr(backend, "activate_flash_attention_impl", activate)
+        return activated
+
+    backend.flash_attention.cache_clear()
+    yield pretend
+    backend.flash_attention.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "expected"),
+    [
+        ((9, 0), torch.bfloat16, 128, "FA2"),
+        ((8, 0), torch.float16, 256, "FA2"),
+        ((9, 0), torch.float32, 128, None),
+        ((9, 0), torch.bfloat16, 100, None),
+        ((9, 0), torch.bfloat16, 264, None),
+        ((7, 5), torch.float16, 128, None),
+    ],
+)
+def test_flash_attention_is_used_for_what_its_kernels_take(machine, capability, dtype, head_dim, expected) -> None:
+    """Anything else would end in a kernel's error in the first forward pass."""
+    machine(capability)
+    assert backend.flash_attention(dtype, head_dim) == expected
+
+
+def test_flash_attention_3_is_activated_once_where_it_is_installed(machine) -> None:
+    """Its kernels exist for Hopper only: elsewhere each call of them fails."""
+    activated = machine((9, 0), package=True)
+    assert [backend.flash_attention(torch.bfloat16, 128) for _ in range(2)] == ["FA3", "FA3"]
+    assert activated == ["FA3"]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_flash_attention_3_is_left_alone_on_other_gpus(machine, capability) -> None:
+    """A package that is installed for another machine of the same cluster changes nothing here."""
+    activated = machine(capability, package=True)
+    assert backend.flash_attention(torch.bfloat16, 128) == "FA2" and activated == []
+
+
+def test_a_broken_flash_attention_3_is_named_and_passed_over(machine, caplog) -> None:
+    """Built for another torch it fails to load; training goes on with what torch itself has."""
+    machine((9, 0), package=True, error=ImportError("undefined symbol"))
+    assert backend.flash_attention(torch.bfloat16, 128) == "FA2"
+    assert "FlashAttention 3 is installed and cannot be used: undefined symbol" in caplog.text

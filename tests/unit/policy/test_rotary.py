@@ -54,7 +54,8 @@ def test_turns_equal_megatrons_to_the_last_bit(rotary, dtype: torch.dtype) -> No
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device; the CPU turns without a compiler")
 def test_the_compiled_turn_equals_the_plain_one(rotary) -> None:
     """Both directions of the fused kernel."""
-    table = rotary.PackedRotary(rotary.frequencies(Rope(theta=1e4), HEAD_DIM)[None], torch.float32)(POSITIONS.cuda())
+    frequencies = rotary.frequencies(Rope(theta=1e4), HEAD_DIM)[None].cuda()
+    table = rotary.PackedRotary(frequencies, torch.float32)(POSITIONS.cuda())
     leaves = operands(torch.float32, "cuda")
     expected = with_gradients(list(rotary.turned(*leaves, *table[0])), leaves)
     got = with_gradients(list(backend.compiled(rotary.turned)(*leaves, *table[0])), leaves)
