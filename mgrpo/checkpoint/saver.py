@@ -94,7 +94,7 @@ class Saver:
         save = _Save(
             step=step,
             attempt=check_attempt(attempt),
-            parts=[_snapshot(part) for part in parts] if self.asynchronous else parts,
+            parts=_snapshot(parts) if self.asynchronous else parts,
             state=json.dumps(state).encode() if self.rank == 0 else b"",
             full_shapes=full_shapes,
         )
@@ -231,5 +231,13 @@ def _index_name(rank: int, attempt: str) -> str:
     return f"shard-{rank:05d}-{attempt}.json"
 
 
-def _snapshot(part: Part) -> Part:
-    return replace(part, tensor=part.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
+def _snapshot(parts: Sequence[Part]) -> list[Part]:
+    """Copies in host memory; it is pinned for those of a GPU, which are made without a wait for each."""
+    copies = []
+    for part in parts:
+        source = part.tensor.detach()
+        copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        copies.append(replace(part, tensor=copy.copy_(source, non_blocking=True)))
+    if any(part.tensor.is_cuda for part in parts):
+        torch.cuda.synchronize()
+    return copies
