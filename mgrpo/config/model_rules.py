@@ -9,6 +9,7 @@ from mgrpo.config.schema import Config, Parallel
 from mgrpo.layout import choose_from
 from mgrpo.models.cuts import engine_problems, head_sizes, layout_problems, num_experts, size_of
 from mgrpo.models.family import HfConfig
+from mgrpo.models.memory import DTYPE_BYTES
 
 
 def model_problems(config: Config, hf_config: HfConfig) -> Iterator[str]:
@@ -18,6 +19,7 @@ def model_problems(config: Config, hf_config: HfConfig) -> Iterator[str]:
     # The number of ranks plays no part in how the model splits.
     yield from layout_problems(hf_config, layout_of(config, world_size=1))
     yield from _exchange_problems(parallel, hf_config)
+    yield from _expert_problems(config, hf_config)
     if num_experts(hf_config) and parallel.tensor_model_parallel_size > 1 and parallel.sequence_parallel is False:
         yield (
             f"sequence_parallel=false with tensor_model_parallel_size={parallel.tensor_model_parallel_size} cannot "
@@ -36,6 +38,23 @@ def model_problems(config: Config, hf_config: HfConfig) -> Iterator[str]:
             f"{longest_sequence(config)} = {longest} is more than the model's "
             f"max_position_embeddings={positions}; shorten one of them"
         )
+
+
+def _expert_problems(config: Config, hf_config: HfConfig) -> Iterator[str]:
+    """Experts' matrices are multiplied together, by kernels that take rows of a multiple of 16 bytes."""
+    if not num_experts(hf_config):
+        return
+    width = "moe_intermediate_size" if size_of(hf_config, "moe_intermediate_size") else "intermediate_size"
+    dtype = config.model.model_dtype
+    multiple = 16 // DTYPE_BYTES[dtype]
+    for name, ranks in (("hidden_size", 1), (width, layout_of(config, world_size=1).expert_tensor)):
+        size = size_of(hf_config, name)
+        if size and size % ranks == 0 and size // ranks % multiple:
+            share = f" / tensor_model_parallel_size={ranks} = {size // ranks}" if ranks > 1 else ""
+            remedy = (
+                "; use fewer tensor ranks, or distribute experts with expert_model_parallel_size" if ranks > 1 else ""
+            )
+            yield f"{name}={size}{share} must be a multiple of {multiple} with experts in model_dtype={dtype}{remedy}"
 
 
 def _exchange_problems(parallel: Parallel, hf_config: HfConfig) -> Iterator[str]:

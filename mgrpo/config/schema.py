@@ -302,8 +302,12 @@ class Engine:
     """Run without CUDA graphs; always on CPU."""
     vllm_enable_prefix_caching: Annotated[bool, OPEN_INSTRUCT] = False
     """Reuse the KV cache of equal prompt prefixes within a step."""
+    vllm_extra_args: Annotated[JSONObject, OPEN_INSTRUCT] = JSONObject("{}")
+    """Further arguments of vLLM's AsyncEngineArgs, as a JSON object, for example {"max_num_batched_tokens": 8192}; untested
+    ones may change the log-probabilities, which vllm_vs_local_logprob_diff shows."""
     ray_address: str | None = None
-    """Address of a Ray cluster to join; none: start one on this machine, on the loopback interface."""
+    """HOST:PORT of a Ray cluster to join, of which rank 0's machine must be a node, without the GPUs of learners; none: start
+    one on this machine, on the loopback interface."""
     engine_start_timeout: Annotated[int, ONE_OR_MORE] = 600
     """Seconds that an engine may take to start."""
     weight_sync_bucket_mb: Annotated[int, ONE_OR_MORE] = 256

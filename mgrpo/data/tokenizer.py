@@ -64,7 +64,11 @@ def token_ids(
         threads: `num_threads` of them, for a fast tokenizer, which does not hold Python's lock while it encodes.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not hasattr(backend, "encode_batch_fast") or not _only_calls_its_backend(tokenizer):
+    if (
+        backend is None
+        or not hasattr(backend, "encode_batch_fast")
+        or not _is_plain(tokenizer, "__call__", "_encode_plus")
+    ):
         options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
         return tokenizer(list(texts), verbose=False, **options)["input_ids"]
     # What transformers does, without the offsets and masks that it asks for: a quarter of the time.
@@ -81,13 +85,12 @@ def token_ids(
     return list(chain.from_iterable(threads.map(encode, [texts[i : i + size] for i in range(0, len(texts), size)])))
 
 
-def _only_calls_its_backend(tokenizer: Any) -> bool:
-    """Whether a tokenizer of transformers encodes as the base class of the fast ones does."""
+def _is_plain(tokenizer: Any, *methods: str) -> bool:
+    """Whether a tokenizer of transformers has these methods of the base class of the fast ones, which call its backend."""
     from transformers import PreTrainedTokenizerFast
 
     return isinstance(tokenizer, PreTrainedTokenizerFast) and all(
-        getattr(type(tokenizer), name, None) is getattr(PreTrainedTokenizerFast, name, 0)
-        for name in ("__call__", "_encode_plus")
+        getattr(type(tokenizer), name, None) is getattr(PreTrainedTokenizerFast, name, 0) for name in methods
     )
 
 
@@ -98,14 +101,11 @@ def decode(tokenizer: Any, tokens: Sequence[np.ndarray]) -> list[str]:
     """
     # Fast tokenizers skip unknown ids themselves; others look ids up in a list.
     end = 2**31 if getattr(tokenizer, "is_fast", False) else len(tokenizer)
-    return [
-        tokenizer.decode(
-            array[(array >= 0) & (array < end)].tolist(),
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
-        )
-        for array in tokens
-    ]
+    known = [array[(array >= 0) & (array < end)].tolist() for array in tokens]
+    if _is_plain(tokenizer, "decode", "_decode"):
+        # One call without Python's lock: after each of many, this thread would wait for it anew.
+        return tokenizer.backend_tokenizer.decode_batch(known, skip_special_tokens=True)
+    return [tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in known]
 
 
 def stop_token_ids(model_dir: str | Path, tokenizer: Any) -> list[int]:

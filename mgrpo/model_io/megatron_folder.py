@@ -5,10 +5,10 @@
     megatron.json                        written last: the layout, the model's shape, size and checksum of every file
 
 Names, shapes and contents are those of `models.table.local_parameters`: query, key and value rows interleaved by group,
-gate above up, a padded vocabulary; layers and experts are counted over the whole model. Ranks that differ only in their
-data or context coordinate hold the same and share a file. Where experts are distributed over ranks, they do not depend
-on the tensor coordinate and nothing else depends on the expert coordinate: experts are in the files of tp_00,
-everything else in those of ep_00.
+gate above up, a rank's experts one above the other, a padded vocabulary; layers are counted over the whole model. Ranks
+that differ only in their data or context coordinate hold the same and share a file. Where experts are distributed over
+ranks, they do not depend on the tensor coordinate and nothing else depends on the expert coordinate: experts are in the
+files of tp_00, everything else in those of ep_00.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mgrpo.models.files import MEGATRON
 from mgrpo.models.table import Box, LocalParameter, Shape, hf_tensors, local_parameters
 from mgrpo.policy.weights import Read, hf_reader
 
-VERSION = 1
+VERSION = 2
 _AXES = ("tensor", "pipeline", "expert", "virtual_pipeline", "first_stage_layers", "last_stage_layers")
 """The axes of a layout that determine which rank holds which weights."""
 
@@ -57,7 +57,7 @@ def stored_parameters(shape: ModelShape, layout: Layout) -> dict[str, dict[str, 
     for rank in range(layout.world_size):
         place = layout.coordinate(rank)
         for name, parameter in local_parameters(shape, layout, rank).items():
-            is_shared_out = "local_experts." in name and layout.expert > 1
+            is_shared_out = ".experts." in name and layout.expert > 1
             own = stem(
                 tensor=0 if is_shared_out else place.tensor,
                 pipeline=place.pipeline,
@@ -276,7 +276,7 @@ class MegatronFolder:
         except (ValueError, AttributeError) as err:
             raise self._damaged(f"{MEGATRON} cannot be read: {err}") from None
         if version != VERSION:
-            raise ValueError(f"{path} has version {version!r}, this mgrpo reads {VERSION}")
+            raise ValueError(f"{path} has version {version!r}, this mgrpo reads {VERSION}; convert the model again")
         return record
 
     def _path(self, own: str, name: str) -> Path:

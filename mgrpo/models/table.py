@@ -4,7 +4,7 @@ One table (`_layer_rules`) and four rules define how a Megatron parameter is lai
     Replicated  every tensor rank holds the whole tensor
     Split       the tensor is cut along one dimension (rows of column-parallel layers and vocabularies, columns of
                 row-parallel layers); the last rows of a padded vocabulary correspond to nothing
-    Stacked     several tensors, each cut along its rows, one above the other (gate and up)
+    Stacked     several tensors, each cut along the same dimension, one above the other (gate and up, experts)
     Grouped     query, key and value rows interleaved by key-value group, then cut along the rows
 Loading, exporting, the weight-sync plan and the layout-free part of a checkpoint read `local_parameters`; nothing else
 describes a layout. Pure: no torch, no processes.
@@ -12,7 +12,7 @@ describes a layout. Pure: no torch, no processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mgrpo.layout import VOCAB_MULTIPLE, InferLayout, Layout
@@ -140,16 +140,16 @@ class Split:
 @dataclass(frozen=True, slots=True)
 class Stacked:
     names: tuple[str, ...]
+    dim: int = 0
+    """Along which each tensor is cut before they are stacked."""
 
     def place(self, tensors: dict[str, Shape], rank: int, size: int) -> LocalParameter:
-        columns = tensors[self.names[0]][1:]
-        rest = (0,) * len(columns)
-        pieces, offset = [], 0
+        pieces, rows = [], 0
         for name in self.names:
-            share = tensors[name][0] // size
-            pieces.append(Piece(Box(name, (rank * share, *rest), (share, *columns)), (offset, *rest)))
-            offset += share
-        return LocalParameter((offset, *columns), tuple(pieces))
+            local = Split(name, self.dim).place(tensors, rank, size)
+            pieces += [Piece(piece.box, (rows, *piece.local[1:])) for piece in local.pieces]
+            rows += local.shape[0]
+        return LocalParameter((rows, *local.shape[1:]), tuple(pieces))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +231,13 @@ def _mlp_tensors(at: str, matrices: tuple[str, str, str], hidden: int, ffn: int)
     return {f"{at}{name}.weight": shape for name, shape in zip(matrices, shapes, strict=True)}
 
 
-def _mlp_rules(at: str, hf_at: str, matrices: tuple[str, str, str] = GATE_UP_DOWN) -> dict[str, Rule]:
-    gate, up, down = (f"{hf_at}{name}.weight" for name in matrices)
-    return {at + "linear_fc1.weight": Stacked((gate, up)), at + "linear_fc2.weight": Split(down, dim=1)}
+def _mlp_rules(at: str, hf_at: Sequence[str], matrices: tuple[str, str, str] = GATE_UP_DOWN) -> dict[str, Rule]:
+    """Of one gated layer, or of several one above the other."""
+    gate, up, down = matrices
+    return {
+        at + "linear_fc1.weight": Stacked(tuple(f"{one}{name}.weight" for one in hf_at for name in (gate, up))),
+        at + "linear_fc2.weight": Stacked(tuple(f"{one}{down}.weight" for one in hf_at), dim=1),
+    }
 
 
 def _layer_rules(model: ModelShape, layer: int) -> dict[str, Rule]:
@@ -252,7 +256,7 @@ def _layer_rules(model: ModelShape, layer: int) -> dict[str, Rule]:
     if experts := model.experts_of(layer):
         rules["mlp.router.weight"] = Replicated(f"{at}{experts.names}.gate.weight")
     else:
-        rules |= _mlp_rules("mlp.", at + "mlp.")
+        rules |= _mlp_rules("mlp.", [at + "mlp."])
     if model.qkv_bias:
         rules["self_attention.linear_qkv.bias"] = qkv("bias")
     if model.qk_norm:
@@ -267,16 +271,14 @@ def _expert_rules(model: ModelShape, layer: int, layout: Layout, expert_rank: in
     experts = model.experts_of(layer)
     if experts is None:
         return {}
-    names, share = experts.names, experts.count // layout.expert
-    rules: dict[str, Rule] = {}
-    for expert in range(expert_rank * share, (expert_rank + 1) * share):
-        hf_at = f"model.layers.{layer}.{names}.experts.{expert}."
-        rules |= _mlp_rules(f"mlp.experts.local_experts.{expert}.", hf_at, EXPERT_MATRICES[names])
-    return rules
+    share = experts.count // layout.expert
+    own = range(expert_rank * share, (expert_rank + 1) * share)
+    hf_at = [f"model.layers.{layer}.{experts.names}.experts.{expert}." for expert in own]
+    return _mlp_rules("mlp.experts.", hf_at, EXPERT_MATRICES[experts.names])
 
 
 def local_parameters(model: ModelShape, layout: Layout, rank: int) -> dict[str, LocalParameter]:
-    """Every Megatron parameter that `rank` holds; layers and experts are counted from 0 over the whole model."""
+    """Every Megatron parameter that `rank` holds; layers are counted from 0 over the whole model."""
     place = layout.coordinate(rank)
     tensors = hf_tensors(model)
     parameters: dict[str, LocalParameter] = {}

@@ -1,16 +1,21 @@
 """Core attention over packs of documents, plugged into Megatron's layer spec.
 
-On CPU all documents of a pack go through one padded call of scaled_dot_product_attention (a loop over documents made a
-training step 2.6 times slower); on CUDA through torch's variable-length flash attention. Documents with branches
-(completions that share their prompt) need a mask: a dense one in the padded call, a block mask and FlexAttention on CUDA.
-FlexAttention also caps scores on CUDA, for models that ask for it; on CPU capped scores are computed explicitly.
+On CUDA all documents of a pack go through torch's variable-length flash attention. On CPU, and on CUDA for what flash
+attention does not take (float32 for one), they go through one padded call of scaled_dot_product_attention (a loop over
+documents made a training step on CPU 2.6 times slower).
+
+Documents with branches (completions that share their prompt) need a mask: a block mask and FlexAttention where there is
+flash attention, a dense mask in the padded call. FlexAttention also caps scores, for models that ask for it; beside the
+padded call capped scores are computed explicitly.
 
 With context parallelism the subclasses in `context` are used.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +33,27 @@ def shared_prompts_pay() -> bool:
     return not backend.has_cuda()
 
 
+def has_flash_attention(query: torch.Tensor) -> bool:
+    """Whether this device's flash attention takes queries `[..., head_dim]` of this type and size; FlexAttention does then, too."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+@functools.cache
+def cap_scores(softcap: float) -> Callable[..., torch.Tensor]:
+    """`softcap * tanh(scores / softcap)`; the same function for all layers, because FlexAttention is compiled for each."""
+
+    def capped(scores: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(scores / softcap)
+
+    return capped
+
+
 class PackedAttention(MegatronModule):
     """Core attention over a pack: a token sees the earlier tokens of its own document (and branch)."""
 
@@ -42,7 +68,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.scale = scale or 1 / math.sqrt(config.kv_channels)
-        self.window, self.softcap = window, softcap
+        self.window, self.cap = window, None if softcap is None else cap_scores(softcap)
 
     def forward(
         self,
@@ -78,9 +104,9 @@ class PackedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments, queries: Queries
     ) -> torch.Tensor:
         """As `forward`, for those `queries` over all keys; -> `[queries, heads, dim]`."""
-        if not query.is_cuda:
+        if not has_flash_attention(query):
             return self._padded(query, key, value, pack, queries)
-        if queries.has_branches or self.softcap is not None:
+        if queries.has_branches or self.cap is not None:
             return self._flex(query, key, value, queries)
         return self._flash(query, key, value, pack, queries)
 
@@ -105,7 +131,7 @@ class PackedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """`[documents, heads, longest, dim]`; without a mask plain causal attention."""
-        if self.softcap is None:
+        if self.cap is None:
             return F.scaled_dot_product_attention(
                 query,
                 key,
@@ -119,21 +145,19 @@ class PackedAttention(MegatronModule):
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
         copies = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
-        scores = self._capped(query @ key.transpose(2, 3) * self.scale).masked_fill(~mask, -math.inf)
+        scores = self.cap(query @ key.transpose(2, 3) * self.scale).masked_fill(~mask, -math.inf)
         return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
-
-    def _capped(self, scores: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
-        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
     def _flash(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: PackedDocuments, queries: Queries
     ) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        lengths = (pack.cu_seqlens_q, pack.cu_seqlens_kv, pack.max_seqlen_q, pack.max_seqlen_kv)
+        lengths: Sequence[Any] = (pack.cu_seqlens_q, pack.cu_seqlens_kv, pack.max_seqlen_q, pack.max_seqlen_kv)
         if not queries.are_all:
-            lengths = pack.stretches[1:]
-            key, value = key.index_select(0, pack.stretches.keys), value.index_select(0, pack.stretches.keys)
+            assert pack.stretches is not None
+            rows, *lengths = pack.stretches
+            key, value = key.index_select(0, rows), value.index_select(0, rows)
         out = varlen_attn(
             query,
             key,
@@ -148,14 +172,13 @@ class PackedAttention(MegatronModule):
 
     def _flex(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, queries: Queries) -> torch.Tensor:
         # Uncompiled it computes the same with all scores in memory, which is what a test on the CPU does.
-        attend = torch.compile(flex_attention, dynamic=True) if query.is_cuda else flex_attention
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out = attend(
+        out = backend.compiled(flex_attention)(
             query,
             key,
             value,
-            block_mask=queries.block_mask(self.window, query.device),
-            score_mod=None if self.softcap is None else self._capped,
+            block_mask=queries.block_mask(self.window),
+            score_mod=self.cap,
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.autograd.profiler import emit_nvtx
 from torch.distributed import DeviceMesh
@@ -166,6 +167,12 @@ def leave_process_groups() -> None:
 
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+
+
+def to_device(array: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
+    """A copy on this rank's device. With CUDA the host does not wait for it."""
+    host = torch.from_numpy(array.astype(dtype))
+    return host.pin_memory().to(device(), non_blocking=True) if has_cuda() else host
 
 
 @functools.cache

@@ -86,8 +86,8 @@ def layer_activations(
 
     Args:
         fused: norms, SwiGLU and attention keep only what CUDA's kernels and Megatron's fusions keep. On a CPU a norm
-            keeps its input and its normalised input in fp32, SwiGLU each of its factors (for experts also their
-            product), and attention also its padded operands.
+            keeps its input and its normalised input in fp32, SwiGLU each of its factors, except that of experts, and
+            attention also its padded operands.
     """
     tokens = -(-pack_length // layout.context)
     split_tokens = -(-tokens // layout.tensor) if layout.sequence_parallel else tokens
@@ -98,7 +98,7 @@ def layer_activations(
         norms=2 * stream,
         attention=_attention(shape, layout, tokens, dtype_bytes, settings, fused),
         scores=_scores(shape, layout, tokens, dtype_bytes, settings, fused),
-        mlp=_experts(shape, layout, split_tokens, dtype_bytes, fused)
+        mlp=_experts(shape, layout, split_tokens, dtype_bytes)
         if has_experts
         else tokens * (shape.ffn // layout.tensor) * dtype_bytes * (3 if fused else 5),
         layer_input=stream,
@@ -147,7 +147,7 @@ def _attention(
     return kept
 
 
-def _experts(shape: ModelShape, layout: Layout, split_tokens: int, dtype_bytes: int, fused: bool) -> int:
+def _experts(shape: ModelShape, layout: Layout, split_tokens: int, dtype_bytes: int) -> int:
     """Router, tokens sorted by expert, and the experts' SwiGLU; experts are assumed to get equal shares."""
     experts = shape.experts
     assert experts is not None
@@ -156,8 +156,7 @@ def _experts(shape: ModelShape, layout: Layout, split_tokens: int, dtype_bytes: 
     rows, ffn = copies * layout.expert_tensor, experts.ffn // layout.expert_tensor
     # Probabilities and routing map of all experts; chosen experts with their scores, and positions of the copies.
     router = split_tokens * experts.count * (FP32_BYTES + 1) + copies * 2 * (FP32_BYTES + INDEX_BYTES)
-    per_row = shape.hidden * dtype_bytes + ffn * dtype_bytes * (3 if fused else 6)
-    return router + rows * (per_row + FP32_BYTES)
+    return router + rows * ((shape.hidden + 3 * ffn) * dtype_bytes + FP32_BYTES)
 
 
 def kept_bytes(layer: LayerActivations, *, has_experts: bool, settings: Parallel) -> int:

@@ -69,25 +69,28 @@ def _memory(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
             yield Line(
                 section="memory", name=kind, rehearsed=at_peak[kind], planned=planned, why="rounding to 512 bytes"
             )
+    training, kept = stage.activations.total + stage.logits, stage.activations.kept + stage.activations.recomputed
+    is_in_update = states.update > training
+    transient = states.unsharded + (states.update if is_in_update else training)
     yield Line(
         section="memory",
         name="activations",
         rehearsed=at_peak["activations"],
-        planned=stage.activations.kept + stage.activations.recomputed,
-        why="the peak may lie where a recomputed layer is not whole",
+        planned=0 if is_in_update else kept,
+        why="the peak lies where a recomputed layer is not whole, or in the update",
     )
     yield Line(
         section="memory",
         name="temporary",
         rehearsed=sum(at_peak[kind] for kind in (*TEMPORARY, "build")),
-        planned=states.unsharded + max(stage.activations.working + stage.logits, states.update),
+        planned=transient - (0 if is_in_update else kept),
         why="the plan adds what may coincide; a rehearsal sees what does",
     )
     yield Line(
         section="memory",
         name="peak",
         rehearsed=found["peak"],
-        planned=states.total + max(stage.activations.total + stage.logits, states.update),
+        planned=states.parameters + states.gradients + states.optimizer + states.reference + transient,
         why="without fragmentation and what CUDA and NCCL reserve",
     )
 
@@ -110,9 +113,9 @@ def _sent(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
 
 def _why_sent(axis: str) -> str:
     return {
-        "tensor": "the embedding, and sums of the log-probabilities",
+        "tensor": "sums of log-probabilities and of the norms' gradients",
         "context": "log-probabilities of all responses",
-        "pipeline": "an end stage sends one way; shapes",
+        "expert": "routing probabilities",
         "data": "padding of buckets",
     }.get(axis, "")
 

@@ -22,6 +22,7 @@ from mgrpo.models.family import ModelShape
 from mgrpo.parallel import backend
 from mgrpo.parallel.attention import PackedAttention
 from mgrpo.parallel.context import core_attention
+from mgrpo.parallel.experts import GroupedExperts
 from mgrpo.parallel.norms import HeadsNorm, NormThenAdd, RMSNorm
 from mgrpo.policy.rotary import RotaryAttention
 
@@ -149,6 +150,8 @@ def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[
         modules.self_attn_bda = modules.mlp_bda = ModuleSpec(NormThenAdd, params={"config": config})
     modules.self_attention.module = RotaryAttention
     modules.self_attention.params["rope"] = shape.rope_kinds.index(rope)
+    if experts:
+        modules.mlp.submodules.experts = GroupedExperts
     attention = modules.self_attention.submodules
     attention.core_attention = partial(
         core,

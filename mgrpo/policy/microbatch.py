@@ -59,15 +59,15 @@ def collate(pack: PackedBatch, layout: Layout, *, context_rank: int, temperature
     documents = describe(pack.cu_seqlens, pack.positions, pack.branches, rank=context_rank, size=layout.context)
     return Microbatch(
         pack=pack,
-        tokens=_to_device(pack.tokens[documents.local_queries.tokens], np.int64)[None],
+        tokens=backend.to_device(pack.tokens[documents.local_queries.tokens], np.int64)[None],
         positions=documents.positions[None],
         documents=documents,
         response=_response_rows(pack, documents, temperature),
         loss_inputs=PackTensors(
-            advantages=_to_device(pack.advantages, np.float32),
-            loss_mask=_to_device(pack.loss_mask, np.bool_),
-            response_cu_seqlens=_to_device(pack.response_cu_seqlens, np.int32),
-            rollout_logprobs=_to_device(pack.rollout_logprobs, np.float32),
+            advantages=backend.to_device(pack.advantages, np.float32),
+            loss_mask=backend.to_device(pack.loss_mask, np.bool_),
+            response_cu_seqlens=backend.to_device(pack.response_cu_seqlens, np.int32),
+            rollout_logprobs=backend.to_device(pack.rollout_logprobs, np.float32),
         ),
     )
 
@@ -75,19 +75,15 @@ def collate(pack: PackedBatch, layout: Layout, *, context_rank: int, temperature
 def _response_rows(pack: PackedBatch, documents: PackedDocuments, temperature: float) -> ResponseRows:
     rows, targets = pack.rows.astype(np.int64), pack.targets.astype(np.int64)
     if documents.gathered_rows is None:
-        return ResponseRows(_to_device(rows, np.int64), _to_device(targets, np.int64), temperature)
+        return ResponseRows(backend.to_device(rows, np.int64), backend.to_device(targets, np.int64), temperature)
     local_tokens = documents.local_queries.tokens
     local_row = np.full(len(pack.tokens), -1)
     local_row[local_tokens] = np.arange(len(local_tokens))
     indices = np.flatnonzero(local_row[rows] >= 0)
     return ResponseRows(
-        _to_device(local_row[rows[indices]], np.int64),
-        _to_device(targets[indices], np.int64),
+        backend.to_device(local_row[rows[indices]], np.int64),
+        backend.to_device(targets[indices], np.int64),
         temperature,
-        indices=_to_device(indices, np.int64),
+        indices=backend.to_device(indices, np.int64),
         num_responses=len(rows),
     )
-
-
-def _to_device(array: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
-    return torch.from_numpy(array.astype(dtype)).to(backend.device())

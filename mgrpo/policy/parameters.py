@@ -24,13 +24,12 @@ class ShardedParameters:
     def __init__(self, chunks: Sequence[torch.nn.Module], shape: ModelShape, layout: Layout, rank: int) -> None:
         self.shape, self.layout = shape, layout
         coordinate = layout.coordinate(rank)
-        first_expert = coordinate.expert * shape.experts.count // layout.expert if shape.experts else 0
         self.live: dict[str, torch.nn.Parameter] = {}
         """Each parameter under its name in the rule table."""
         for index, chunk in enumerate(chunks):
             first_layer = layout.chunk_layers(shape.num_layers, coordinate.pipeline, index).start
             for name, parameter in chunk.named_parameters():
-                self.live[global_name(name, first_layer, first_expert)] = parameter
+                self.live[global_name(name, first_layer)] = parameter
         self.places: dict[str, LocalParameter] = local_parameters(shape, layout, rank)
         """For each parameter what the rule table says it holds."""
         if self.live.keys() != self.places.keys():
@@ -54,14 +53,13 @@ class ShardedParameters:
                 self.live[name].data[piece.region].copy_(read(piece.box))
 
 
-def global_name(name: str, first_layer: int, first_expert: int) -> str:
-    """Megatron counts layers within a chunk and experts within a rank; the table counts them over the model."""
-    for mark, first in (("decoder.layers.", first_layer), ("local_experts.", first_expert)):
-        head, separator, tail = name.partition(mark)
-        if separator:
-            index, _, rest = tail.partition(".")
-            name = f"{head}{mark}{int(index) + first}.{rest}"
-    return name
+def global_name(name: str, first_layer: int) -> str:
+    """Megatron counts layers within a chunk; the table counts them over the model."""
+    head, layers, tail = name.partition("decoder.layers.")
+    if not layers:
+        return name
+    index, _, rest = tail.partition(".")
+    return f"{head}{layers}{int(index) + first_layer}.{rest}"
 
 
 def gather_boxes(boxes: Sequence[KindAndBox], shape: ModelShape, group: dist.ProcessGroup) -> list[list[KindAndBox]]:

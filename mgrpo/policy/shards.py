@@ -138,6 +138,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def data_parallel_group(name: str, layout: Layout) -> dist.ProcessGroup:
     """The ranks among which the parameter `name` is sharded."""
     is_partial = layout.num_shards < layout.data * layout.context
-    if "local_experts" in name and layout.expert > 1:
+    if ".experts." in name and layout.expert > 1:
         return parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=is_partial)
     return parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=is_partial)

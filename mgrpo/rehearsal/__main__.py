@@ -1,4 +1,4 @@
-"""The process of one rehearsal: reads a request as JSON from stdin, prints what was found as one line of JSON.
+"""The process of rehearsals: reads requests from stdin, a line of JSON each, and answers each with a line of JSON.
 
 Request: `argv` of the run, the model's `hf_config`, the number of `learners`, `rank`, `packs`, and the device's `memory`.
 """
@@ -9,7 +9,8 @@ import json
 import sys
 import traceback
 import warnings
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TextIO
 
 from mgrpo.config import parse
 from mgrpo.config.derived import layout_of
@@ -62,14 +63,25 @@ def _where(err: BaseException) -> list[str]:
     return [*getattr(err, "__notes__", []), *reversed(frames)]
 
 
+def serve(requests: Iterable[str], found: TextIO) -> None:
+    """Answer all requests; the first one's memory is the device's."""
+    is_prepared = False
+    for line in requests:
+        request = json.loads(line)
+        try:
+            if not is_prepared:
+                prepare(request["memory"])
+                is_prepared = True
+            reply = answer(request)
+        except cuda.RehearsalError as err:
+            reply = {"rank": request["rank"], "error": str(err), "at": []}
+        print(json.dumps(reply), file=found, flush=True)
+
+
 def main() -> None:
-    request = json.load(sys.stdin)
-    try:
-        prepare(request["memory"])
-        found = answer(request)
-    except cuda.RehearsalError as err:
-        found = {"rank": request["rank"], "error": str(err), "at": []}
-    print(json.dumps(found))
+    # What libraries print must not come between the answers.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    serve(sys.stdin, answers)
 
 
 if __name__ == "__main__":

@@ -27,16 +27,18 @@ class Fleet:
         *,
         seed: int,
         seeds_prompts: bool = False,
+        meeting_host: str | None = None,
         keep_logs: Callable[[], str] = str,
     ) -> None:
         """
         Args:
             seed: of the run.
             seeds_prompts: the engines' sampler has no stream that can be seeded, so every prompt needs its own seed.
+            meeting_host: address of rank 0's machine for engines on others; None: all engines are on it.
             keep_logs: saves what the engines have printed and returns a clause that says where; called on failures.
         """
         self.engines, self.settings, self.seed, self.keep_logs = engines, settings, seed, keep_logs
-        self.seeds_prompts = seeds_prompts
+        self.seeds_prompts, self.meeting_host = seeds_prompts, meeting_host
         self.is_aborted = False
         self.on_failure: Callable[[str], None] = lambda reason: None
         """Called from any thread when the engines' runtime has failed and no call can succeed any more."""

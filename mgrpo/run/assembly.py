@@ -98,7 +98,7 @@ def make_trainer(
         *remarks,
         package_versions(is_extension_compiled=ops.build_info()["compiled"]),
         *learner.remarks(),
-        f"weight sync: {len(weights.plan.transfers)} slices, {weights.plan.bytes_moved / 1e6:.2f} MB per step "
+        f"weight sync: {weights.plan.num_slices} slices, {weights.plan.bytes_moved / 1e6:.2f} MB per step "
         f"(lower bound {weights.plan.lower_bound / 1e6:.2f} MB)",
     ):
         reporter.say(line)

@@ -45,7 +45,9 @@ def check_run(
     try:
         hf_config = read_hf_config(config.model.model_name_or_path or "")
         shape = shape_of(hf_config)
-        about_model = machine_problems(config, num_local_learners=num_local_learners(), head_dim=shape.head_dim)
+        about_model = machine_problems(
+            config, num_local_learners=num_local_learners(), head_dim=shape.head_dim, starts_engines=rank() == 0
+        )
     except ValueError as err:
         about_model = [str(err) if hf_config else f"model_name_or_path={err}"]
     inputs = None

@@ -7,7 +7,6 @@ weights.send(version, step=1, check=True)   # the engines sample training step 1
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -23,8 +22,10 @@ from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.policy.policy import Policy
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.run.environment import store_host
 from mgrpo.run.lead import Lead
-from mgrpo.sync.channel import Sender, connect_store, open_store
+from mgrpo.sync.channel import Sender
+from mgrpo.sync.group import connect_store, open_store
 from mgrpo.sync.plan import ReshardPlan
 
 T = TypeVar("T")
@@ -70,10 +71,12 @@ class EngineWeights:
             RuntimeError: an engine or a rank has not joined within `weight_sync_timeout` seconds.
         """
         settings = self.settings
-        host = "127.0.0.1" if settings.ray_address is None and _num_machines() == 1 else os.environ["MASTER_ADDR"]
         # Rank 0 keeps the store that it serves.
-        served = self.lead.call(lambda: open_store(host, settings.weight_sync_timeout))
-        port = int(self.lead.share(lambda: {"port": np.array(served and served[1])})["port"])
+        served = self.lead.call(self._open_store)
+        place = self.lead.share(
+            lambda: {"host": np.array(served and served[1]), "port": np.array(served and served[2])}
+        )
+        host, port = place["host"].item(), place["port"].item()
         store = served[0] if served else connect_store(host, port, settings.weight_sync_timeout)
         self.sender = Sender(
             self.policy.boxes(),
@@ -89,12 +92,7 @@ class EngineWeights:
             bucket_bytes=settings.weight_sync_bucket_mb << 20,
             timeout_s=settings.weight_sync_timeout,
         )
-        for engine in range(settings.vllm_num_engines):
-            self._together(
-                partial(self._invite, engine),
-                partial(self.sender.join, engine),
-                what="join the weight-transfer group",
-            )
+        self._together(self._invite, self.sender.join, what="join the weight-transfer group")
 
     @record_function("mgrpo: weight sync")
     def send(self, version: int, *, step: int, check: bool = False) -> None:
@@ -117,8 +115,14 @@ class EngineWeights:
         """No new weights: only begin the random stream of training step `step`."""
         self.lead.run(lambda: self.fleet.reseed(step))
 
-    def _invite(self, engine: int) -> list[Future[None]]:
-        return [self.fleet.engines[engine].join(self.sender.invitation(engine))]
+    def _open_store(self) -> tuple[dist.TCPStore, str, int]:
+        """Rank 0: the key-value server in which learners and engines meet, and where it is."""
+        host = self.fleet.meeting_host or store_host()
+        store, port = open_store(host, self.settings.weight_sync_timeout)
+        return store, host, port
+
+    def _invite(self) -> list[Future[None]]:
+        return [engine.join(self.sender.invitation(number)) for number, engine in enumerate(self.fleet.engines)]
 
     def _send(self, version: int, *, check: bool) -> torch.Tensor | None:
         """The learners' end of a sync; with `check` the digests that the engines must have, see `Sender.digests`."""
@@ -139,13 +143,10 @@ class EngineWeights:
         calls = self.lead.call(engines_part)
         try:
             result = own_part()
+            # Ranks that have less to do must not wait for rank 0's messages, of which it sends none until it is done itself.
+            dist.barrier(group=self.host_group)
         except RuntimeError:
             self.lead.call(lambda: self.fleet.raise_failure(calls or (), what, within_s=1))
             raise
         self.lead.run(lambda: self.fleet.finish(calls or (), what))
         return result
-
-
-def _num_machines() -> int:
-    """torchrun's nodes."""
-    return dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

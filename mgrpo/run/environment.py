@@ -30,7 +30,7 @@ def num_local_learners() -> int:
 
 
 def store_host() -> str:
-    """The interface on which this run's ranks meet: loopback on one machine, else that of rank 0's node."""
+    """Where this run's ranks meet: the loopback address on one machine, else that of rank 0's node."""
     return "127.0.0.1" if num_local_learners() == world_size() else os.environ["MASTER_ADDR"]
 
 

@@ -169,7 +169,7 @@ def _model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
         return None, [f"{folder}/config.json lacks {err}"]
     except ValueError as err:
         return None, [f"model_name_or_path={err}"]
-    return hf_config, machine_problems(config, num_local_learners=0, head_dim=head_dim)
+    return hf_config, machine_problems(config, num_local_learners=0, head_dim=head_dim, starts_engines=True)
 
 
 def _shape(hf_config: Mapping[str, Any]) -> ModelShape | None:

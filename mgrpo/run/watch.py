@@ -27,7 +27,13 @@ SILENCE_S = 50.0
 """A rank that says nothing for this long hangs; shorter than the time-out of rank 0's messages, which names nobody."""
 MOVED_BYTES = 1 << 20
 """A rank that reads or writes this much between two beats makes progress: it loads or saves."""
-_WAITING = ("distributed_c10d.py", "p2p_communication.py", "mgrpo/sync/channel.py", "mgrpo/run/lead.py")
+_WAITING = (
+    "distributed_c10d.py",
+    "p2p_communication.py",
+    "mgrpo/sync/group.py",
+    "mgrpo/sync/channel.py",
+    "mgrpo/run/lead.py",
+)
 """Files whose functions wait for other ranks or for rank 0's work, which has limits of its own."""
 
 

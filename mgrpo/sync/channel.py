@@ -1,17 +1,17 @@
-"""The transport: one process group per engine, of all training ranks and that engine's workers, and bounded buckets on it.
+"""Both ends of the weight sync: what a training rank sends and what an engine's worker writes into its live weights.
 
-Training rank r is rank r of the group, worker w is rank `world_size + w`. gloo on CPU, NCCL on CUDA. Besides its own
-weights neither end holds more than one bucket per peer.
+Both go through the rounds of `mgrpo.sync.plan.rounds`: the sender prepares the next round while one is under way, and the
+receiver writes the last one meanwhile. Besides its own weights a worker holds two rounds, and the learners that send to it
+hold two together.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
-import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple
-from datetime import timedelta
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,57 +20,12 @@ import torch.distributed as dist
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, hf_tensors
-from mgrpo.sync.digest import digest
-from mgrpo.sync.plan import ReshardPlan, buckets, plan
+from mgrpo.sync.digest import digests
+from mgrpo.sync.group import Group, Round, connect_store, join_group
+from mgrpo.sync.plan import Incoming, ReshardPlan, plan, rounds
 
-
-def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """Rank 0's key-value server on a free port of `host` only (torch would listen on every interface)."""
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
-
-
-def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """The other processes' end of `open_store`."""
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-
-
-def join_group(
-    store: dist.Store, *, name: str, rank: int, size: int, timeout_s: float, device: torch.device, host: str
-) -> dist.ProcessGroup:
-    """Join the transfer group `name`; returns when all `size` members are there."""
-    store = dist.PrefixStore(name, store)
-    timeout = timedelta(seconds=timeout_s)
-    # Any: torch's type stubs do not declare these classes' options.
-    nccl: Any = dist.ProcessGroupNCCL if device.type == "cuda" else None
-    if nccl is not None:
-        options = nccl.Options()
-        options._timeout = timeout
-        return nccl(store, rank, size, options)
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [_gloo_device(host)]
-    return gloo(store, rank, size, options)
-
-
-def _gloo_device(host: str) -> Any:
-    """On one machine all members use loopback; on several each listens on GLOO_SOCKET_IFNAME, or where its name resolves."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if host == "127.0.0.1":
-        return dist.ProcessGroupGloo.create_device(hostname=host)
-    if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface)
-    return dist.ProcessGroupGloo.create_default_device()
+Held = Iterable[tuple[Box, torch.Tensor]]
+"""Boxes with the live view of each."""
 
 
 class Sender:
@@ -81,11 +36,12 @@ class Sender:
         holdings: for each training rank the boxes it holds (`policy.holdings(group)`).
         dtype: the engines' weight type; weights are cast to it on the way.
         store: the key-value server of `open_store` / `connect_store`.
+        bucket_bytes: of what is sent to a worker at the same time, by all ranks.
     """
 
     def __init__(
         self,
-        boxes: Iterable[tuple[Box, torch.Tensor]],
+        boxes: Held,
         *,
         holdings: Sequence[Sequence[Box]],
         model: ModelShape,
@@ -99,16 +55,18 @@ class Sender:
         bucket_bytes: int,
         timeout_s: float,
     ) -> None:
-        self.held: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-        for box, view in boxes:
-            self.held.setdefault(box.name, []).append((box, view))
-        self.model, self.train_layout, self.infer_layout = model, train_layout, infer_layout
+        self.live = LiveBoxes(boxes)
+        self.model, self.infer_layout = model, infer_layout
         self.rank, self.dtype, self.store, self.host, self.port = rank, dtype, store, host, port
         self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
         self.plan: ReshardPlan = plan(model, train_layout, infer_layout, itemsize=dtype.itemsize, holdings=holdings)
         self.outgoing = self.plan.sent_by(rank)
-        self.groups: dict[int, dist.ProcessGroup] = {}
-        self.device = next(iter(self.held.values()))[0][1].device
+        self.groups: dict[int, Group] = {}
+
+    def incoming(self, engine: int) -> tuple[Incoming, ...]:
+        """What each worker of an engine receives."""
+        workers = self.infer_layout.tensor
+        return self.plan.received_by[engine * workers : (engine + 1) * workers]
 
     def invitation(self, engine: int) -> dict[str, Any]:
         """What engine number `engine` needs to join, as plain values."""
@@ -117,79 +75,87 @@ class Sender:
             "port": self.port,
             "engine": engine,
             "model": asdict(self.model),
-            "num_learners": self.train_layout.world_size,
             "incoming": [
-                {source: [astuple(box) for box in boxes] for source, boxes in self.plan.received_by(worker).items()}
-                for worker in range(engine * self.infer_layout.tensor, (engine + 1) * self.infer_layout.tensor)
+                {source: [astuple(box) for box in boxes] for source, boxes in incoming.items()}
+                for incoming in self.incoming(engine)
             ],
             "bucket_bytes": self.bucket_bytes,
             "timeout_s": self.timeout_s,
         }
 
-    def join(self, engine: int) -> None:
-        """Form the group with one engine, whose workers must be joining at the same time."""
-        self.groups[engine] = join_group(
-            self.store,
-            name=group_name(engine),
-            rank=self.rank,
-            size=self.train_layout.world_size + self.infer_layout.tensor,
-            timeout_s=self.timeout_s,
-            device=self.device,
-            host=self.host,
-        )
+    def join(self) -> None:
+        """Form the group with each engine that this rank sends to; the workers of all engines must be joining."""
+        for engine in range(self.infer_layout.engines):
+            learners = senders(self.incoming(engine))
+            if self.rank in learners:
+                self.groups[engine] = join_group(
+                    self.store,
+                    name=group_name(engine),
+                    members=member_names(learners, self.infer_layout.tensor, engine),
+                    rank=learners.index(self.rank),
+                    timeout_s=self.timeout_s,
+                    device=self.live.device,
+                    host=self.host,
+                )
 
     def send(self, version: int) -> int:
         """Send this rank's slices to all workers of all engines; returns the bytes sent.
 
         Raises:
-            RuntimeError: naming this rank, the worker and the bucket that were waited for, after `timeout_s`.
+            RuntimeError: naming this rank, the workers and the bucket that were waited for, after `timeout_s`.
         """
-        queues = {
-            worker: buckets(boxes, itemsize=self.dtype.itemsize, bucket_bytes=self.bucket_bytes)
-            for worker, boxes in self.outgoing.items()
-        }
         sent = 0
-        # Round by round, as the receivers read: one bucket per worker is in flight, so there is no deadlock.
-        for number in range(max(map(len, queues.values()), default=0)):
-            in_flight = []
-            for worker, queue in queues.items():
-                if number < len(queue):
-                    bucket = torch.cat([self._values(box).reshape(-1) for box in queue[number]])
-                    engine, worker_rank = divmod(worker, self.infer_layout.tensor)
-                    peer = self.train_layout.world_size + worker_rank
-                    in_flight.append((worker, bucket, self._attempt(version, worker, number, engine, peer, bucket)))
-            for worker, bucket, work in in_flight:
-                self._wait(version, worker, number, work)
-                sent += bucket.numel() * bucket.element_size()
+        begun: list[list[Round]] = []
+        for number, messages in enumerate(self._rounds):
+            # One round may be under way while this one is prepared.
+            for each in begun[number - 2] if number > 1 else ():
+                each.settle()
+            begun.append([])
+            for engine, peers in messages.items():
+                buckets = [(peer, self._bucket(views)) for peer, views in peers]
+                sent += sum(bucket.nbytes for _, bucket in buckets)
+                begun[number].append(self._begin(version, number, engine, buckets))
+        for each in itertools.chain(*begun):
+            each.finish()
         return sent
 
-    def _attempt(self, version: int, worker: int, number: int, engine: int, peer: int, bucket: torch.Tensor) -> Any:
-        try:
-            return self.groups[engine].send([bucket], peer, 0)
-        except RuntimeError as err:
-            raise self._lost(version, worker, number, err) from err
+    @cached_property
+    def _rounds(self) -> list[dict[int, list[tuple[int, list[torch.Tensor]]]]]:
+        """For each round and engine: the group's members that this rank sends to, and the views that it sends."""
+        found: list[dict[int, list[tuple[int, list[torch.Tensor]]]]] = []
+        for worker in self.outgoing:
+            engine, number_in_engine = divmod(worker, self.infer_layout.tensor)
+            peer = len(senders(self.incoming(engine))) + number_in_engine
+            cut = rounds(self.plan.received_by[worker], itemsize=self.dtype.itemsize, bucket_bytes=self.bucket_bytes)
+            for number, messages in enumerate(cut):
+                if self.rank in messages:
+                    found.extend({} for _ in range(number + 1 - len(found)))
+                    views = [self.live.view(box) for box in messages[self.rank]]
+                    found[number].setdefault(engine, []).append((peer, views))
+        return found
 
-    def _wait(self, version: int, worker: int, number: int, work: Any) -> None:
-        try:
-            work.wait(timedelta(seconds=self.timeout_s))
-        except RuntimeError as err:
-            raise self._lost(version, worker, number, err) from err
+    def _bucket(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([view.reshape(-1) for view in views]).to(self.dtype)
 
-    def _lost(self, version: int, worker: int, number: int, err: Exception) -> RuntimeError:
-        engine, worker_rank = divmod(worker, self.infer_layout.tensor)
+    def _begin(self, version: int, number: int, engine: int, buckets: list[tuple[int, torch.Tensor]]) -> Round:
+        group = self.groups[engine]
+        return Round(
+            group, group.send, buckets, timeout_s=self.timeout_s, lost=partial(self._lost, version, number, engine)
+        )
+
+    def _lost(self, version: int, number: int, engine: int, peers: Sequence[int], err: Exception) -> RuntimeError:
+        names = member_names(senders(self.incoming(engine)), self.infer_layout.tensor, engine)
         return RuntimeError(
-            f"weight sync {version}: training rank {self.rank} could not send bucket {number} to worker {worker_rank} of "
-            f"engine {engine} within weight_sync_timeout={self.timeout_s:g} s: {err}"
+            f"weight sync {version}: training rank {self.rank} could not send bucket {number} to "
+            f"{', '.join(names[peer] for peer in peers)} within weight_sync_timeout={self.timeout_s:g} s: {err}"
         )
 
     def digests(self) -> torch.Tensor:
         """`[workers, tensors]` int64: digest of what this rank sends each worker; the sum over ranks is what the worker must have."""
         shapes = hf_tensors(self.model)
         table = torch.zeros(self.infer_layout.engines * self.infer_layout.tensor, len(shapes), dtype=torch.int64)
-        column = {name: i for i, name in enumerate(shapes)}
         for worker, boxes in self.outgoing.items():
-            for box in boxes:
-                table[worker, column[box.name]] += digest(box, self._values(box), shapes[box.name])
+            table[worker] = digests(((box, self.live.view(box).to(self.dtype)) for box in boxes), shapes)
         return table
 
     def compare(self, version: int, truth: torch.Tensor) -> None:
@@ -209,12 +175,6 @@ class Sender:
                     f"{len(wrong)} of {len(names)} tensors differ, the first are {wrong[:3]}"
                 )
 
-    def _values(self, box: Box) -> torch.Tensor:
-        for held, view in self.held[box.name]:
-            if held.intersect(box) == box:
-                return view[box.within(held)].to(self.dtype)
-        raise AssertionError(f"rank {self.rank} does not hold {box}")
-
 
 class Receiver:
     """An engine worker's end: every slice is written in place into the live weights.
@@ -224,43 +184,44 @@ class Receiver:
         worker: number of the worker in its engine.
     """
 
-    def __init__(self, targets: Iterable[tuple[Box, torch.Tensor]], *, worker: int, invitation: dict[str, Any]) -> None:
-        self.targets: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-        for box, view in targets:
-            self.targets.setdefault(box.name, []).append((box, view))
-        view = next(iter(self.targets.values()))[0][1]
-        self.dtype, self.device = view.dtype, view.device
+    def __init__(self, targets: Held, *, worker: int, invitation: dict[str, Any]) -> None:
+        self.live = LiveBoxes(targets)
         self.model = ModelShape.from_dict(invitation["model"])
         self.engine, self.worker = invitation["engine"], worker
         self.timeout_s = invitation["timeout_s"]
-        num_learners, workers = invitation["num_learners"], invitation["incoming"]
-        incoming = {
-            int(source): [Box(name, tuple(start), tuple(shape)) for name, start, shape in boxes]
-            for source, boxes in workers[worker].items()
-        }
-        self._check_targets(incoming)
-        self.queues = {
-            source: buckets(boxes, itemsize=self.dtype.itemsize, bucket_bytes=invitation["bucket_bytes"])
-            for source, boxes in incoming.items()
-        }
+        workers: list[Incoming] = [
+            {
+                int(source): [Box(name, tuple(start), tuple(shape)) for name, start, shape in boxes]
+                for source, boxes in incoming.items()
+            }
+            for incoming in invitation["incoming"]
+        ]
+        self._check_targets(workers[worker])
+        self.learners = senders(workers)
+        self.rounds = [
+            [(source, [self.live.view(box) for box in boxes]) for source, boxes in messages.items()]
+            for messages in rounds(
+                workers[worker], itemsize=self.live.dtype.itemsize, bucket_bytes=invitation["bucket_bytes"]
+            )
+        ]
         self.store = connect_store(invitation["host"], invitation["port"], self.timeout_s)
         self.group = join_group(
             self.store,
             name=group_name(self.engine),
-            rank=num_learners + worker,
-            size=num_learners + len(workers),
+            members=member_names(self.learners, len(workers), self.engine),
+            rank=len(self.learners) + worker,
             timeout_s=self.timeout_s,
-            device=self.device,
+            device=self.live.device,
             host=invitation["host"],
         )
 
-    def _check_targets(self, incoming: dict[int, list[Box]]) -> None:
+    def _check_targets(self, incoming: Incoming) -> None:
         """The engine's live weights must be exactly the boxes that the plan sends to it."""
-        live = {name: sum(box.size for box, _ in held) for name, held in self.targets.items()}
+        live = {name: sum(box.size for box, _ in held) for name, held in self.live.by_name.items()}
         planned: dict[str, int] = {}
         for box in (box for boxes in incoming.values() for box in boxes):
             planned[box.name] = planned.get(box.name, 0) + box.size
-            if self._find(box) is None:
+            if self.live.find(box) is None:
                 raise ValueError(f"the engine does not hold {box} in one piece, which the plan sends to it")
         differing = sorted(name for name in live.keys() | planned.keys() if live.get(name) != planned.get(name))
         if differing:
@@ -270,41 +231,82 @@ class Receiver:
         """Receive all slices of one sync.
 
         Raises:
-            RuntimeError: naming this worker, the training rank and the bucket that were waited for, after `timeout_s`.
+            RuntimeError: naming this worker, the training ranks and the bucket that were waited for, after `timeout_s`.
         """
-        for number in range(max(map(len, self.queues.values()))):
-            for source, queue in self.queues.items():
-                if number >= len(queue):
-                    continue
-                bucket = torch.empty(sum(box.size for box in queue[number]), dtype=self.dtype, device=self.device)
-                try:
-                    self.group.recv([bucket], source, 0).wait(timedelta(seconds=self.timeout_s))
-                except RuntimeError as err:
-                    raise RuntimeError(
-                        f"weight sync {version}: worker {self.worker} of engine {self.engine} waited for bucket {number} of "
-                        f"training rank {source} for weight_sync_timeout={self.timeout_s:g} s: {err}"
-                    ) from err
-                offset = 0
-                for box in queue[number]:
-                    view = self._find(box)
-                    assert view is not None, "checked when the group was joined"
-                    view.copy_(bucket[offset : offset + box.size].view(box.shape))
-                    offset += box.size
+        begun: list[Round] = []
+        for number in range(len(self.rounds) + 1):
+            if number < len(self.rounds):
+                begun.append(self._begin(version, number))
+            if number > 0:
+                self._write(number - 1, begun[number - 1].settle())
+        for each in begun:
+            each.finish()
+
+    def _begin(self, version: int, number: int) -> Round:
+        messages = [
+            (
+                self.learners.index(source),
+                torch.empty(sum(view.numel() for view in views), dtype=self.live.dtype, device=self.live.device),
+            )
+            for source, views in self.rounds[number]
+        ]
+        lost = partial(self._lost, version, number)
+        return Round(self.group, self.group.recv, messages, timeout_s=self.timeout_s, lost=lost)
+
+    def _write(self, number: int, buckets: Sequence[torch.Tensor]) -> None:
+        for (_, views), bucket in zip(self.rounds[number], buckets, strict=True):
+            parts = bucket.split([view.numel() for view in views])
+            torch._foreach_copy_(views, [part.view(view.shape) for part, view in zip(parts, views, strict=True)])
+
+    def _lost(self, version: int, number: int, peers: Sequence[int], err: Exception) -> RuntimeError:
+        ranks = ", ".join(f"training rank {self.learners[peer]}" for peer in peers)
+        return RuntimeError(
+            f"weight sync {version}: worker {self.worker} of engine {self.engine} waited for bucket {number} of {ranks} "
+            f"for weight_sync_timeout={self.timeout_s:g} s: {err}"
+        )
 
     def report_digests(self, version: int) -> None:
         """Tell rank 0 the digest of every tensor's part that this worker holds now."""
-        shapes = hf_tensors(self.model)
-        sums = []
-        for name, shape in shapes.items():
-            total = sum(digest(box, view, shape) for box, view in self.targets[name])
-            sums.append((total + (1 << 63)) % (1 << 64) - (1 << 63))
+        held = (pair for pairs in self.live.by_name.values() for pair in pairs)
+        sums = digests(held, hf_tensors(self.model)).tolist()
         self.store.set(digest_key(self.engine, self.worker, version), json.dumps(sums))
 
-    def _find(self, box: Box) -> torch.Tensor | None:
-        for held, view in self.targets.get(box.name, ()):
+
+class LiveBoxes:
+    """Boxes that a process holds, with the live view of each."""
+
+    def __init__(self, boxes: Held) -> None:
+        self.by_name: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        for box, view in boxes:
+            self.by_name.setdefault(box.name, []).append((box, view))
+        view = next(iter(self.by_name.values()))[0][1]
+        self.dtype, self.device = view.dtype, view.device
+
+    def find(self, box: Box) -> torch.Tensor | None:
+        """The live view of `box`; None where no held box contains it."""
+        for held, view in self.by_name.get(box.name, ()):
             if held.intersect(box) == box:
                 return view[box.within(held)]
         return None
+
+    def view(self, box: Box) -> torch.Tensor:
+        """The live view of a box that is held."""
+        view = self.find(box)
+        assert view is not None, f"{box} is not held"
+        return view
+
+
+def senders(workers: Iterable[Incoming]) -> list[int]:
+    """The training ranks that send to an engine, in their order in its transfer group."""
+    return sorted({source for incoming in workers for source in incoming})
+
+
+def member_names(learners: Sequence[int], workers: int, engine: int) -> list[str]:
+    """The members of an engine's transfer group, in their order."""
+    return [
+        *(f"training rank {rank}" for rank in learners),
+        *(f"worker {worker} of engine {engine}" for worker in range(workers)),
+    ]
 
 
 def group_name(engine: int) -> str:

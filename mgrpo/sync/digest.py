@@ -6,9 +6,11 @@ the element's position in the whole Hugging Face tensor). It is additive over an
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 
-from mgrpo.models.table import Box
+from mgrpo.models.table import Box, Shape
 
 _CHUNK = 1 << 20
 # 2^64 / golden ratio as int64, the multiplier of Fibonacci hashing (Knuth, TAOCP 3, 6.4).
@@ -16,8 +18,22 @@ _GOLDEN = -7046029254386353131
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def digest(box: Box, values: torch.Tensor, tensor_shape: tuple[int, ...]) -> int:
-    """Digest of `values`, which are the slice `box` of a tensor of `tensor_shape`; a signed 64-bit integer."""
+def digests(held: Iterable[tuple[Box, torch.Tensor]], shapes: Mapping[str, Shape]) -> torch.Tensor:
+    """`[tensors]` int64 on the CPU: for each tensor of `shapes` the digest of its slices among `held`."""
+    column = {name: number for number, name in enumerate(shapes)}
+    columns, sums = [], []
+    for box, values in held:
+        columns.append(column[box.name])
+        sums.append(digest(box, values, shapes[box.name]))
+    table = torch.zeros(len(shapes), dtype=torch.int64)
+    if sums:
+        # One transfer from the device for all of them.
+        table.index_add_(0, torch.tensor(columns), torch.stack(sums).cpu())
+    return table
+
+
+def digest(box: Box, values: torch.Tensor, tensor_shape: Shape) -> torch.Tensor:
+    """Digest of `values`, which are the slice `box` of a tensor of `tensor_shape`: int64, on the device of `values`."""
     width = tensor_shape[1] if len(tensor_shape) == 2 else 1
     rows = values.reshape(box.shape[0], -1)
     column = (box.start[1] if len(box.start) == 2 else 0) + torch.arange(rows.shape[1], device=values.device)
@@ -29,4 +45,4 @@ def digest(box: Box, values: torch.Tensor, tensor_shape: tuple[int, ...]) -> int
         mixed = (row[:, None] * width + column) * _GOLDEN
         odd = (mixed ^ (mixed >> 29)) | 1
         total += (part.view(_BITS[part.element_size()]).long() * odd).sum()
-    return int(total)
+    return total

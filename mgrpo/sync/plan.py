@@ -1,48 +1,37 @@
-"""Which rank sends which slice to which engine worker. Pure and deterministic: every process computes the same plan."""
+"""Which rank sends which slice to which engine worker, and in which rounds. Pure and deterministic: every process computes the same plan."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mgrpo.layout import InferLayout, Layout, least_loaded
+from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, engine_boxes, hf_tensors, training_boxes
 
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Training rank `source` sends `box` to engine worker `destination` (workers of all engines, counted through)."""
-
-    source: int
-    destination: int
-    box: Box
+Incoming = dict[int, list[Box]]
+"""What one worker receives, by training rank, in the order in which it is sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """Every transfer of one weight sync, in the order in which each pair of processes carries them out."""
+    """Every transfer of one weight sync."""
 
-    transfers: tuple[Transfer, ...]
+    received_by: tuple[Incoming, ...]
+    """For each worker, the workers of all engines counted through."""
     bytes_moved: int
     lower_bound: int
     """Bytes that all engine workers hold together: each must arrive, so nothing smaller is possible."""
 
     def sent_by(self, source: int) -> dict[int, list[Box]]:
         """What one rank sends, by worker."""
-        boxes: dict[int, list[Box]] = {}
-        for transfer in self.transfers:
-            if transfer.source == source:
-                boxes.setdefault(transfer.destination, []).append(transfer.box)
-        return boxes
+        return {worker: incoming[source] for worker, incoming in enumerate(self.received_by) if source in incoming}
 
-    def received_by(self, destination: int) -> dict[int, list[Box]]:
-        """What one worker receives, by training rank."""
-        boxes: dict[int, list[Box]] = {}
-        for transfer in self.transfers:
-            if transfer.destination == destination:
-                boxes.setdefault(transfer.source, []).append(transfer.box)
-        return boxes
+    @property
+    def num_slices(self) -> int:
+        """How many boxes are sent."""
+        return sum(len(boxes) for incoming in self.received_by for boxes in incoming.values())
 
 
 def plan(
@@ -69,39 +58,81 @@ def plan(
 
 
 def reshard(sources: Sequence[Sequence[Box]], destinations: Sequence[Sequence[Box]], *, itemsize: int) -> ReshardPlan:
-    """Cover every destination box by slices of source boxes, each element once, the load spread over replicas.
+    """Cover every destination box by slices of source boxes, each element once, between few pairs and with an even load.
+
+    Ranks that hold the same box owe equal parts of what is wanted of it. A worker goes on receiving from the ranks it
+    receives from already until they have given their part, since every pair costs a connection.
 
     Source boxes of one tensor either are equal (replicas) or do not overlap; anything else is a ValueError.
     """
     holders: dict[str, dict[Box, list[int]]] = {}
     for rank, boxes in enumerate(sources):
-        for box in boxes:
-            ranks = holders.setdefault(box.name, {}).setdefault(box, [])
-            if rank not in ranks:
-                ranks.append(rank)
-    load = [0] * len(sources)
-    transfers = []
+        for box in dict.fromkeys(boxes):
+            holders.setdefault(box.name, {}).setdefault(box, []).append(rank)
+    demand = Counter(box for boxes in destinations for box in boxes)
+    parts = {box: _parts(box, holders.get(box.name, {})) for box in demand}
+    owed = _even_shares(((part, count) for box, count in demand.items() for part in parts[box]), len(sources))
+    moved = 0
+    received_by = []
     for worker, boxes in enumerate(destinations):
+        incoming: Incoming = {}
         for wanted in boxes:
             covered = 0
-            for held, ranks in holders.get(wanted.name, {}).items():
-                common = wanted.intersect(held)
-                if common is None:
-                    continue
-                source = least_loaded(ranks, load)
-                load[source] += common.size
-                covered += common.size
-                transfers.append(Transfer(source, worker, common))
+            for common, size, ranks in parts[wanted]:
+                open_pairs = [rank for rank in ranks if rank in incoming and owed[rank] > 0]
+                source = max(open_pairs or ranks, key=owed.__getitem__)
+                incoming.setdefault(source, []).append(common)
+                owed[source] -= size
+                covered += size
             if covered != wanted.size:
                 raise ValueError(
                     f"{wanted.name}{list(wanted.start)}+{list(wanted.shape)}: engine worker {worker} needs {wanted.size} "
                     f"elements, the training ranks hold {covered} of them (overlapping or missing shards)"
                 )
+            moved += covered
+        received_by.append(incoming)
     return ReshardPlan(
-        transfers=tuple(transfers),
-        bytes_moved=sum(load) * itemsize,
+        received_by=tuple(received_by),
+        bytes_moved=moved * itemsize,
         lower_bound=sum(box.size for boxes in destinations for box in boxes) * itemsize,
     )
+
+
+Part = tuple[Box, int, list[int]]
+"""A slice of a wanted box, its size, and the ranks that hold it."""
+
+
+def _parts(wanted: Box, holders: dict[Box, list[int]]) -> list[Part]:
+    found = ((wanted.intersect(held), ranks) for held, ranks in holders.items())
+    return [(common, common.size, ranks) for common, ranks in found if common is not None]
+
+
+def _even_shares(wanted: Iterable[tuple[Part, int]], num_sources: int) -> list[int]:
+    """Elements that each rank sends if the holders of every part, wanted so many times, send equally much of it."""
+    demand: Counter[tuple[int, ...]] = Counter()
+    for (_, size, ranks), count in wanted:
+        demand[tuple(ranks)] += size * count
+    shares = [0] * num_sources
+    for ranks, size in demand.items():
+        for rank in ranks:
+            shares[rank] += size // len(ranks)
+    return shares
+
+
+def rounds(incoming: Incoming, *, itemsize: int, bucket_bytes: int) -> list[Incoming]:
+    """What a worker receives at the same time, round by round; all ends compute the same rounds.
+
+    A round has at most one message from each rank that sends to the worker. It holds at most `bucket_bytes`, divided
+    evenly among these ranks, or one row of each.
+    """
+    share = bucket_bytes // max(len(incoming), 1)
+    queues = {
+        source: buckets(boxes, itemsize=itemsize, bucket_bytes=share) for source, boxes in sorted(incoming.items())
+    }
+    return [
+        {source: queue[number] for source, queue in queues.items() if number < len(queue)}
+        for number in range(max(map(len, queues.values()), default=0))
+    ]
 
 
 def buckets(boxes: Iterable[Box], *, itemsize: int, bucket_bytes: int) -> list[list[Box]]:

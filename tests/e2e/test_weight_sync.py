@@ -16,7 +16,8 @@ from mgrpo.models.table import Box, training_boxes
 from mgrpo.rollout.engine import FINISH_REASONS, EngineError, PromptBatch, Sampling
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.vllm.cluster import Cluster
-from mgrpo.sync.channel import Sender, open_store
+from mgrpo.sync.channel import Sender
+from mgrpo.sync.group import open_store
 from tests.ranks import cases
 from tests.ranks.conftest import run_ranks  # noqa: F401  (a fixture)
 from tests.tiny_models import load_hf, save_tiny

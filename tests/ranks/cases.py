@@ -176,7 +176,8 @@ def send_weights(
 ) -> dict[str, Any]:
     """Join engine 0's transfer group and send it the model's weights once; what was sent."""
     from mgrpo.layout import InferLayout
-    from mgrpo.sync.channel import Sender, connect_store
+    from mgrpo.sync.channel import Sender
+    from mgrpo.sync.group import connect_store
 
     policy = make_sharded_policy(model_dir, layout)
     sender = Sender(
@@ -193,7 +194,7 @@ def send_weights(
         bucket_bytes=bucket_bytes,
         timeout_s=30,
     )
-    sender.join(0)
+    sender.join()
     sent = sender.send(version)
     digests = sender.digests()
     dist.all_reduce(digests, group=host_group())
@@ -296,8 +297,8 @@ def follow_the_lead() -> list[Any]:
     return got
 
 
-def connect_to_an_engine_that_fails(model_dir: str) -> str:
-    """The error of a learner whose engine fails to join while the learner waits for it."""
+def connect_to_an_engine_that_fails(model_dir: str, meeting_host: str | None = None) -> tuple[str, str]:
+    """The error of a learner whose engine fails to join while the learner waits for it, and where it met the others."""
     import dataclasses
 
     from mgrpo.config.schema import Engine as EngineSettings
@@ -314,14 +315,14 @@ def connect_to_an_engine_that_fails(model_dir: str) -> str:
         layout=policy.layout,
         settings=settings,
         lead=Lead(),
-        fleet=Fleet([ScriptedEngine(fails="join")], settings, seed=1),
+        fleet=Fleet([ScriptedEngine(fails="join")], settings, seed=1, meeting_host=meeting_host),
         host_group=host_group(),
     )
     try:
         weights.connect()
     except RuntimeError as err:
-        return str(err)
-    return ""
+        return str(err), weights.sender.host
+    return "", ""
 
 
 class GivenGroups:

@@ -22,5 +22,11 @@ def model(tmp_path_factory):
 
 def test_an_engines_own_error_comes_before_the_learners_time_out(model, run_ranks):
     """ "Nobody joined within 2 s" hides that the engine ran out of memory."""
-    (message,) = run_ranks(1, cases.connect_to_an_engine_that_fails, model_dir=str(model))
+    ((message, _),) = run_ranks(1, cases.connect_to_an_engine_that_fails, model_dir=str(model))
     assert message == "could not join the weight-transfer group: join has failed"
+
+
+def test_learners_meet_the_engines_where_these_can_reach_rank_0(model, run_ranks):
+    """Engines on another node would connect to a loopback address of their own, and time out."""
+    found = run_ranks(2, cases.connect_to_an_engine_that_fails, model_dir=str(model), meeting_host="127.0.0.2")
+    assert [host for _, host in found] == ["127.0.0.2", "127.0.0.2"]

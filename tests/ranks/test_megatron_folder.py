@@ -28,7 +28,7 @@ def differences(model_dir: str, folder: str, layout: dict) -> dict[str, list[str
     shared_out = {}
     if policy.layout.expert > 1:
         place = {"tensor": 0, "pipeline": policy.coordinate.pipeline, "expert": policy.coordinate.expert}
-        shared_out = files(folder, only="local_experts", **place)
+        shared_out = files(folder, only=".experts.", **place)
     stored = {
         **files(folder, tensor=policy.coordinate.tensor, pipeline=policy.coordinate.pipeline, expert=0),
         **shared_out,

@@ -135,6 +135,8 @@ class EngineActor:
             "max_tokens": sampling.max_tokens,
             "stop_token_ids": list(sampling.stop_token_ids),
             "logprobs": 0,
+            # Lists of numbers instead of a dict for each token: a fifth of the engine's time for them.
+            "flat_logprobs": True,
             "skip_clone": True,
             "output_kind": RequestOutputKind.FINAL_ONLY,
             **_stopping(sampling.stop_strings),
@@ -174,6 +176,13 @@ async def _last_outputs(requests: list[Any]) -> list[Any]:
     return outputs
 
 
+def _logprobs(completion: Any) -> list[float]:
+    """Of each token of a completion."""
+    found = completion.logprobs
+    assert found.token_ids == list(completion.token_ids), "one per position, the sampled token's"
+    return found.logprobs
+
+
 def _flatten(completions: list[Any]) -> dict[str, np.ndarray]:
     lengths = [len(completion.token_ids) for completion in completions]
     versions = np.zeros(sum(lengths), dtype=np.int32)
@@ -185,10 +194,7 @@ def _flatten(completions: list[Any]) -> dict[str, np.ndarray]:
         start += length
     return {
         "tokens": np.fromiter(itertools.chain.from_iterable(c.token_ids for c in completions), dtype=np.int32),
-        "logprobs": np.fromiter(
-            (step[token].logprob for c in completions for token, step in zip(c.token_ids, c.logprobs, strict=True)),
-            dtype=np.float32,
-        ),
+        "logprobs": np.array([*itertools.chain.from_iterable(_logprobs(c) for c in completions)], dtype=np.float32),
         "policy_versions": versions,
         "cu_seqlens": np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
         "finish_reasons": np.array([FINISH_REASONS.index(c.finish_reason) for c in completions], dtype=np.int8),

@@ -5,7 +5,10 @@ Imports neither torch nor vllm: rank 0 uses it before them.
 
 from __future__ import annotations
 
+import ast
+import difflib
 import glob
+import json
 import os
 import shutil
 import socket
@@ -20,6 +23,29 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that vLLM's CPU kernels know; with another it starts, and dies at the first prompt."""
 NETWORK = ("NCCL_", "GLOO_SOCKET_IFNAME", "UCX_")
 """Beginnings of the variables that say how processes reach each other."""
+OWNED = {
+    "model": "use model_name_or_path",
+    "dtype": "use model_dtype",
+    "tokenizer": "use tokenizer_name_or_path",
+    "max_model_len": "use max_prompt_token_length and response_length",
+    "max_num_seqs": "use vllm_max_num_seqs",
+    "tensor_parallel_size": "use vllm_tensor_parallel_size",
+    "pipeline_parallel_size": "use vllm_tensor_parallel_size",
+    "data_parallel_size": "use vllm_num_engines",
+    "enable_prefix_caching": "use vllm_enable_prefix_caching",
+    "gpu_memory_utilization": "use vllm_gpu_memory_utilization",
+    "kv_cache_memory_bytes": "use vllm_kv_cache_mb or vllm_gpu_memory_utilization",
+    "enforce_eager": "use vllm_enforce_eager",
+    "seed": "use seed",
+    "skip_tokenizer_init": "stop_strings decides it",
+    "trust_remote_code": "code that comes with a model is never run",
+    "quantization": "the weight sync writes weights in model_dtype",
+    "load_format": "the weight sync needs vLLM's own loader",
+    "logprobs_mode": "the ratio of trainer to engine needs processed_logprobs",
+    "distributed_executor_backend": "inside Ray only mp works",
+    "weight_transfer_config": "the weight sync is the trainer's",
+}
+"""Arguments of vLLM that vllm_extra_args cannot hold, and what to do instead."""
 CONNECT_S = 5.0
 """How long another machine may take to answer."""
 
@@ -39,10 +65,14 @@ def serving_gpus() -> list[str]:
     return [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")))]
 
 
-def machine_problems(config: Config, *, num_local_learners: int, head_dim: int) -> list[str]:
-    """What keeps this machine from running the configuration, one sentence each."""
+def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, starts_engines: bool) -> list[str]:
+    """What keeps this machine from running the configuration, one sentence each.
+
+    Args:
+        starts_engines: it is rank 0's, which starts the engines or joins their cluster.
+    """
     gpus, settings = serving_gpus(), config.engine
-    found = address_problems(settings.ray_address)
+    found = address_problems(settings.ray_address) + extra_problems(settings.vllm_extra_args) if starts_engines else []
     if config.parallel.use_precision_aware_optimizer and find_spec("transformer_engine") is None:
         found.append(
             "use_precision_aware_optimizer=true needs Transformer Engine, which is not installed; "
@@ -56,7 +86,12 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int) 
     if config.model.model_dtype == "float32" and num_local_learners:
         found.append("model_dtype=float32 cannot be trained on a GPU: flash attention takes bfloat16; use bfloat16")
     needed, left = settings.vllm_num_engines * settings.vllm_tensor_parallel_size, len(gpus) - num_local_learners
-    if settings.ray_address is None and needed > left:
+    if left < 0:
+        found.append(
+            f"{num_local_learners} learners were started on this machine, which has {len(gpus)} GPUs; "
+            "start at most one per GPU"
+        )
+    elif starts_engines and settings.ray_address is None and needed > left:
         found.append(
             f"vllm_num_engines={settings.vllm_num_engines} x vllm_tensor_parallel_size={settings.vllm_tensor_parallel_size} "
             f"need {needed} GPUs, but of {len(gpus)} on this machine {num_local_learners} belong to learners; "
@@ -78,6 +113,35 @@ def address_problems(address: str | None) -> list[str]:
             f"--port {port}`, correct the address, or leave ray_address out to start one on this machine"
         ]
     return []
+
+
+def extra_problems(text: str) -> list[str]:
+    """What is wrong with `vllm_extra_args`."""
+    try:
+        extra = json.loads(text)
+    except ValueError as err:
+        return [f"vllm_extra_args={text} is not JSON: {err}"]
+    if not isinstance(extra, dict):
+        return [f'vllm_extra_args={text}; expected a JSON object, for example {{"max_num_batched_tokens": 8192}}']
+    known = _known_args() if extra else frozenset()
+    useful = sorted(known - OWNED.keys())
+    return [f"vllm_extra_args cannot hold {name}: {OWNED[name]}" for name in extra if name in OWNED] + [
+        f"vllm_extra_args has {name}, which the installed vLLM's AsyncEngineArgs does not know; it knows "
+        f"{', '.join(difflib.get_close_matches(name, useful, n=5) or useful)}"
+        for name in extra.keys() - known
+    ]
+
+
+def _known_args() -> frozenset[str]:
+    """Names of the fields of vLLM's AsyncEngineArgs, read from its source, because importing vllm takes ten seconds."""
+    vllm = find_spec("vllm")
+    assert vllm is not None and vllm.origin is not None, "a requirement"
+    source = Path(vllm.origin).with_name("engine") / "arg_utils.py"
+    classes = (node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef))
+    fields = (field for node in classes if node.name in ("EngineArgs", "AsyncEngineArgs") for field in node.body)
+    return frozenset(
+        field.target.id for field in fields if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )
 
 
 def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
@@ -119,7 +183,7 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
             args["enable_chunked_prefill"] = False
         # Blocks of 32, 64, 96 or 128 tokens: attention computes whole blocks, so short contexts want small ones.
         args["block_size"] = min(-(-args["max_model_len"] // 32) * 32, 128)
-    return args
+    return args | json.loads(settings.vllm_extra_args)
 
 
 def engine_environment(config: Config, *, on_gpu: bool, is_local: bool) -> dict[str, str]:

@@ -45,15 +45,19 @@ class Cluster:
         self.owned = self.settings.ray_address is None
         self.keeper = Keeper() if self.owned else None
         self.engines: list[RayEngine] = []
+        self.address: str | None = None
+        """Of this machine in a cluster that was joined."""
         self.on_failure: Callable[[str], None] = lambda reason: None
         """Called from a thread when Ray itself has failed."""
         self.output_dir = Path(config.experiment.output_dir)
         gpus = serving_gpus()
         self.on_gpu = bool(gpus)
-        free = gpus[num_local_learners:] if self.owned else gpus
+        free = gpus[num_local_learners:]
         try:
             with _without_launcher_variables(), _sigterm_blocked():
                 self.ray = self._start_ray(self.keeper, free) if self.keeper else self._join_ray()
+                if not self.owned:
+                    self.address = self._own_address(num_free_gpus=len(free))
                 self.start_engines(config)
                 if self.keeper:
                     self.keeper.watch(self._fail)
@@ -74,15 +78,35 @@ class Cluster:
                     ray.init(address=address, namespace="mgrpo", log_to_driver=False, logging_level="ERROR")
             except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as err:
                 printed.seek(0)
-                reason = str(err).strip().splitlines()[0]
+                reason = str(err.__cause__ or err).strip().splitlines()[0]
                 remedy = "the versions of Ray and Python must be the same on all machines"
-                if isinstance(err, AuthenticationError) or b"AuthToken" in printed.read():
+                if "No node info found" in reason:
+                    reason = "rank 0's machine is not one of its nodes, and Ray starts nothing from elsewhere"
+                    remedy = f"let it join first: {self._joining()}"
+                elif isinstance(err, AuthenticationError) or b"AuthToken" in printed.read():
                     reason = "its token is missing here, or is a different one"
                     remedy = (
                         "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=TOKEN (or RAY_AUTH_TOKEN_PATH=FILE) here as there"
                     )
                 raise ConfigError([f"ray_address={address}: the cluster cannot be joined: {reason}; {remedy}"]) from err
         return ray
+
+    def _joining(self) -> str:
+        return f"`ray start --address {self.settings.ray_address} --num-gpus 0`, as its GPUs belong to learners"
+
+    def _own_address(self, *, num_free_gpus: int) -> str:
+        """This machine's address in the cluster, which must not count GPUs of learners there: Ray knows nothing of them."""
+        own = next(node for node in self.ray.nodes() if node["NodeID"] == self.ray.get_runtime_context().get_node_id())
+        num_gpus = int(own["Resources"].get("GPU", 0))
+        if num_gpus > num_free_gpus and self.on_gpu:
+            raise ConfigError(
+                [
+                    f"ray_address={self.settings.ray_address}: the cluster counts {num_gpus} GPUs on rank 0's machine, where "
+                    f"learners leave {num_free_gpus}, and would start engines on theirs; end Ray on this machine (`ray stop`) and "
+                    f"join again: {self._joining()}"
+                ]
+            )
+        return str(own["NodeManagerAddress"])
 
     def _start_ray(self, keeper: Keeper, gpus: list[str]) -> Any:
         # Ray reads these when it is imported.

@@ -16,8 +16,8 @@ DENSE = {
     "vocab_size": 1024,
     "num_hidden_layers": 24,
 }
-QWEN_MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 90, "intermediate_size": 100}
-MIXTRAL = DENSE | {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 90}
+QWEN_MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 88, "intermediate_size": 100}
+MIXTRAL = DENSE | {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 88}
 
 
 def found(hf_config, **values):
@@ -82,18 +82,29 @@ def found(hf_config, **values):
         ),
         (
             QWEN_MOE,
-            {"tensor_model_parallel_size": 4},
-            "tensor_model_parallel_size=4 does not divide moe_intermediate_size=90; choose from {1, 2}",
+            {"tensor_model_parallel_size": 16},
+            "tensor_model_parallel_size=16 does not divide moe_intermediate_size=88; choose from {1, 2, 4, 8}",
         ),
         (
             MIXTRAL,
-            {"tensor_model_parallel_size": 4},
-            "tensor_model_parallel_size=4 does not divide intermediate_size=90; choose from {1, 2}",
+            {"tensor_model_parallel_size": 16},
+            "tensor_model_parallel_size=16 does not divide intermediate_size=88; choose from {1, 2, 4, 8}",
         ),
         (
             MIXTRAL,
-            {"vllm_tensor_parallel_size": 4},
-            "vllm_tensor_parallel_size=4 does not divide intermediate_size=90; choose from {1, 2}",
+            {"vllm_tensor_parallel_size": 16},
+            "vllm_tensor_parallel_size=16 does not divide intermediate_size=88; choose from {1, 2, 4, 8}",
+        ),
+        (
+            QWEN_MOE,
+            {"tensor_model_parallel_size": 2},
+            "moe_intermediate_size=88 / tensor_model_parallel_size=2 = 44 must be a multiple of 8 with experts in "
+            "model_dtype=bfloat16; use fewer tensor ranks, or distribute experts with expert_model_parallel_size",
+        ),
+        (
+            MIXTRAL | {"hidden_size": 516},
+            {},
+            "hidden_size=516 must be a multiple of 8 with experts in model_dtype=bfloat16",
         ),
         (
             DENSE | {"final_logit_softcapping": 30.0},
@@ -127,6 +138,7 @@ def test_an_impossible_cut_is_named_with_the_possible_ones(hf_config, values, se
         # Experts that are shared out stay whole, and no layer has an MLP of intermediate_size.
         (QWEN_MOE, {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 4}),
         (MIXTRAL, {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 8}),
+        (QWEN_MOE, {"tensor_model_parallel_size": 2, "model_dtype": "float32"}),
         (DENSE | {"final_logit_softcapping": 30.0}, {"logits_chunk": "auto"}),
         (DENSE, {"logits_chunk": 4096}),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,27 @@ def test_ids_outside_the_vocabulary_decode_to_nothing(tokenizer: object) -> None
         np.array([2**40, 3], np.int64),
     ]
     assert decode(tokenizer, ids) == ["12", "", "", "3"]
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_texts_decoded_at_once_are_those_decoded_one_by_one(quick_tokenizers: dict, data: st.DataObject) -> None:
+    """A verifier must judge the text that transformers gives a user for the same tokens."""
+    ids = st.lists(st.lists(st.integers(0, 320), max_size=8), max_size=4)
+    for tokenizer in quick_tokenizers.values():
+        given_ids = data.draw(ids)
+        expected = [
+            tokenizer.decode(one, skip_special_tokens=True, clean_up_tokenization_spaces=False) for one in given_ids
+        ]
+        assert decode(tokenizer, [np.array(one, np.int32) for one in given_ids]) == expected
+
+
+def test_completions_are_not_decoded_one_by_one(quick_tokenizers: dict) -> None:
+    """Rank 0 decodes millions of tokens a step, while its other threads launch the learner's kernels."""
+    tokenizer = copy.copy(quick_tokenizers["characters"])
+    texts = decode(tokenizer, ids := [np.array([1, 2], np.int32), np.array([3], np.int32)])
+    tokenizer.decode = None
+    assert decode(tokenizer, ids) == texts == ["12", "3"]
 
 
 def test_decoding_does_not_tidy_the_text(tokenizer: object) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from mgrpo.parallel import backend
 
@@ -77,6 +78,49 @@ def test_gradients_of_flex_attention_equal_the_padded_call(attention, kv_heads: 
         results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
     for expected, got in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+
+
+def described(documents: list[list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Documents as lengths of a trunk and its branches: cu_seqlens, positions, branches."""
+    cu_seqlens = np.append(0, np.cumsum([sum(document) for document in documents])).astype(np.int32)
+    positions = [np.arange(n) + (place and document[0]) for document in documents for place, n in enumerate(document)]
+    branches = [np.full(n, place) for document in documents for place, n in enumerate(document)]
+    return cu_seqlens, np.concatenate(positions), np.concatenate(branches)
+
+
+def chosen(counts: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """`[query blocks, key blocks]` bool, from a block mask's ordered form."""
+    is_listed = torch.arange(numbers.shape[-1]) < counts[0, 0][:, None]
+    return torch.zeros_like(is_listed).scatter(1, numbers[0, 0].long(), is_listed)
+
+
+BLOCKED = {
+    "one document": [[1000]],
+    "whole blocks": [[512], [256]],
+    "shared blocks": [[300], [5], [200, 7], [450], [90, 3]],
+    "branches": [[10, 500, 200], [150, 200, 10, 300], [300, 100, 150], [20]],
+}
+
+
+@pytest.mark.parametrize("window", [None, 100, 300])
+@pytest.mark.parametrize(
+    ("name", "context"),
+    [(name, {}) for name in BLOCKED] + [(name, {"rank": 1, "size": 2}) for name in ("one document", "whole blocks")],
+)
+def test_blocks_of_flex_attention_hold_every_visible_pair(attention, name: str, context, window: int | None) -> None:
+    """Only CUDA reads blocks: without one of them, or with one called full in error, it attends to other tokens."""
+    queries = describe(*described(BLOCKED[name]), **context).local_queries
+    got = queries.block_mask(window)
+    exact = create_block_mask(got.mask_mod, None, None, *got.seq_lengths, device="cpu")
+    partial, full = chosen(got.kv_num_blocks, got.kv_indices), chosen(got.full_kv_num_blocks, got.full_kv_indices)
+    expected_full = chosen(exact.full_kv_num_blocks, exact.full_kv_indices)
+    expected = chosen(exact.kv_num_blocks, exact.kv_indices) | expected_full
+    assert not (partial & full).any(), "attended to twice"
+    assert not (expected & ~(partial | full)).any(), "visible pairs are skipped"
+    assert not (full & ~expected_full).any(), "hidden pairs are not masked"
+    if window is None and name != "branches":
+        assert torch.equal(partial | full, expected)
+        assert torch.equal(full, expected_full)
 
 
 def test_capped_scores_by_hand(attention) -> None:

@@ -1,4 +1,4 @@
-"""Where the optimizer's states lie on a GPU: it must not change what is learned."""
+"""The optimizer's states on a GPU, where they lie and how they are saved: it must not change what is learned."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def train(tmp_path_factory):
     folder = save_tiny(tmp_path_factory.mktemp("model"), "qwen2")
     samples = cases.random_samples(seed=0)
 
-    def run(**settings):
-        return cases.train_steps(str(folder), {}, samples, settings=settings, dtype="bfloat16")
+    def run(saved: dict | None = None, **settings):
+        return cases.train_steps(str(folder), {}, samples, settings=settings, dtype="bfloat16", **saved or {})
 
+    run.model, run.samples = str(folder), samples
     yield run
     backend.leave_process_groups()
 
@@ -46,3 +47,30 @@ def test_precision_aware_states_learn_nearly_the_same(train):
     plain = train()
     rounded = train(use_precision_aware_optimizer=True, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
     assert rounded["losses"] == pytest.approx(plain["losses"], rel=2e-2)
+
+
+def test_a_state_saved_from_the_device_continues(train, tmp_path):
+    """Masters and moments travel through host memory; a run that continues must not notice."""
+    plain = train()
+    train({"save_to": str(tmp_path), "save_after": 2})
+    continued = train({"resume_from": str(tmp_path / "step_2")})
+    assert continued["losses"] == pytest.approx(plain["losses"][2:], rel=1e-3)
+    assert continued["grad_norms"] == pytest.approx(plain["grad_norms"][2:], rel=1e-2)
+
+
+def test_the_export_holds_the_trained_weights(train, tmp_path):
+    """A copy that has not arrived from the device when the file is written exports what was there before."""
+    from mgrpo.config.schema import Optimizer
+    from mgrpo.model_io.hf_export import export_hf
+    from mgrpo.policy.weights import hf_reader
+    from tests.ranks import cases
+
+    policy = cases.make_policy(train.model, {})
+    policy.prepare_training(Optimizer(learning_rate=1e-2), num_optimizer_steps=2)
+    packs, _ = cases.own_packs(policy, train.samples, share_prompts=False, pack_length=64)
+    for _ in range(2):
+        policy.train_step(policy.microbatches(packs), lambda logprobs, entropy, batch: (-logprobs.sum(), None))
+    held = [(box, values.cpu()) for box, values in policy.boxes()]
+    export_hf(policy, train.model, str(tmp_path / "hf"), group=torch.distributed.new_group(backend="gloo"))
+    read = hf_reader(tmp_path / "hf", policy.shape)
+    assert held and all(torch.equal(read(box), values) for box, values in held)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
+import sys
 
 import pytest
 
@@ -24,7 +27,7 @@ def test_an_optimizer_that_needs_transformer_engine_says_so(monkeypatch, gpus, f
     monkeypatch.setattr(arguments, "find_spec", lambda name: found)
     monkeypatch.setattr(arguments, "serving_gpus", lambda: gpus)
     config = from_values({"use_precision_aware_optimizer": asked})
-    sentences = arguments.machine_problems(config, num_local_learners=1, head_dim=64)
+    sentences = arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
     assert len(sentences) == (words is not None)
     assert all(words in sentence for sentence in sentences)
 
@@ -33,9 +36,27 @@ def test_a_model_of_float32_may_be_served_on_a_gpu_but_not_trained(monkeypatch):
     """It is training's attention that takes bfloat16 alone; an evaluation has no learner."""
     monkeypatch.setattr(arguments, "serving_gpus", lambda: ["0"])
     config = from_values({"model_dtype": "float32"})
-    assert arguments.machine_problems(config, num_local_learners=0, head_dim=64) == []
-    (sentence, *_) = arguments.machine_problems(config, num_local_learners=1, head_dim=64)
+    assert arguments.machine_problems(config, num_local_learners=0, head_dim=64, starts_engines=True) == []
+    (sentence, *_) = arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
     assert "model_dtype=float32 cannot be trained" in sentence
+
+
+@pytest.mark.parametrize(
+    ("learners", "starts_engines", "words"),
+    [
+        (4, True, None),
+        (8, False, None),
+        (8, True, "need 4 GPUs, but of 8 on this machine 8 belong to learners"),
+        (9, False, "9 learners were started on this machine, which has 8 GPUs"),
+        (9, True, "9 learners were started on this machine, which has 8 GPUs"),
+    ],
+)
+def test_engines_need_gpus_on_rank_0s_machine_alone(monkeypatch, learners, starts_engines, words):
+    """Learners on 4 GPUs of one node and on 8 of another, engines on the 4 that are left: nothing is missing on the second."""
+    monkeypatch.setattr(arguments, "serving_gpus", lambda: list("01234567"))
+    config = from_values({"vllm_num_engines": 4})
+    found = arguments.machine_problems(config, num_local_learners=learners, head_dim=64, starts_engines=starts_engines)
+    assert len(found) == (words is not None) and all(words in sentence for sentence in found)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +100,41 @@ def test_engines_on_other_nodes_use_the_learners_network(monkeypatch, on_gpu):
     assert "NCCL_SOCKET_IFNAME" not in local, "a private Ray has rank 0's environment"
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", None),
+        ('{"max_num_batched_tokens": 8192, "kv_cache_dtype": "fp8"}', None),
+        (
+            '{"max_num_batch_tokens": 1}',
+            "has max_num_batch_tokens, which .* does not know; it knows max_num_batched_tokens",
+        ),
+        ('{"zzz": 1}', "has zzz, .* it knows .*async_scheduling, .*, worker_cls"),
+        ('{"seed": 1}', "cannot hold seed: use seed"),
+        ('{"max_num_seqs": 1}', "cannot hold max_num_seqs: use vllm_max_num_seqs"),
+        ("[1]", "expected a JSON object"),
+        ("{max", "is not JSON"),
+    ],
+)
+def test_vllms_own_arguments_are_checked_before_an_engine_starts(text, words):
+    """vLLM would refuse an unknown one after Ray and the engines' imports; one of ours would break the weight sync."""
+    had_vllm = "vllm" in sys.modules  # of another test
+    found = arguments.extra_problems(text)
+    assert len(found) == (words is not None) and all(re.search(words, sentence) for sentence in found)
+    assert had_vllm or "vllm" not in sys.modules
+
+
+def test_vllms_own_arguments_take_the_place_of_defaults():
+    """They are there to work round what the defaults do; all others have settings of their own."""
+    values = {"model_name_or_path": "m", "stop_strings": ["x"], "vllm_tensor_parallel_size": 2}
+    free = {"disable_log_stats", "moe_backend", "max_num_batched_tokens", "block_size", "enable_chunked_prefill"}
+    for on_gpu in (False, True):
+        given = {"block_size": 64, "max_num_batched_tokens": 100}
+        args = arguments.engine_args(from_values({**values, "vllm_extra_args": json.dumps(given)}), on_gpu=on_gpu)
+        assert args | given == args
+        assert args.keys() - free <= arguments.OWNED.keys()
+
+
 def test_an_engine_has_a_tokenizer_only_for_stop_strings():
     """Turning every token into text costs time; without text a stop string is never found."""
     values = {"model_name_or_path": "m", "tokenizer_name_or_path": "t"}
@@ -94,7 +150,7 @@ def test_all_that_a_machine_lacks_is_said_at_once(monkeypatch):
     monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     monkeypatch.setattr(arguments, "serving_gpus", list)
     config = from_values({"use_precision_aware_optimizer": True})
-    sentences = arguments.machine_problems(config, num_local_learners=1, head_dim=48)
+    sentences = arguments.machine_problems(config, num_local_learners=1, head_dim=48, starts_engines=True)
     assert len(sentences) == 2 and "head_dim=48 is not served" in sentences[1]
 
 

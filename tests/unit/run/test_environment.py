@@ -35,6 +35,21 @@ def test_the_users_allocator_stays(own_environment, given):
 
 
 @pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ({}, "127.0.0.1"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}, "127.0.0.1"),
+        # Nodes of 2 and 4 learners: 6 // 4 is one machine.
+        ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}, "10.0.0.1"),
+    ],
+)
+def test_ranks_meet_on_loopback_only_if_all_of_them_are_on_this_machine(own_environment, place, expected):
+    """A node that took itself for the only one would wait on its own loopback interface."""
+    own_environment.update(place)
+    assert environment.store_host() == expected
+
+
+@pytest.mark.parametrize(
     ("given", "ray_address", "expected"),
     [
         ({}, None, "lo"),

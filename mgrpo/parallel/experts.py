@@ -1,0 +1,86 @@
+"""The experts that a rank holds, computed together: one grouped matrix product in place of one product an expert.
+
+Megatron has the same only for the CUTLASS package `grouped_gemm` or Transformer Engine; torch's own needs neither.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mgrpo.parallel import backend
+
+
+class GroupedExperts(torch.nn.Module):
+    """Gated experts of one layer, in place of Megatron's SequentialMLP and with its values.
+
+    Their weights are two parameters, the experts' matrices one above the other. So they need no copy to be multiplied
+    together, and gradient buffers, ZeRO's shards and the optimizer see two tensors a layer instead of two an expert.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__()
+        assert config.activation_func is F.silu and config.gated_linear_unit and not config.add_bias_linear
+        ffn = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.linear_fc1 = GroupedLinear(num_local_experts, 2 * ffn, config.hidden_size, config, split_dim=0)
+        self.linear_fc2 = GroupedLinear(num_local_experts, config.hidden_size, ffn, config, split_dim=1)
+
+    def forward(
+        self, rows: torch.Tensor, rows_per_expert: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """What each row's expert makes of it, and no bias.
+
+        Args:
+            rows: `[rows, hidden]`, sorted by expert.
+            rows_per_expert: `[experts]` int64, on the host (pinned, from Megatron's dispatcher) or the device.
+            weights: `[rows]` float32, by which the router weighs each row's result.
+        """
+        ends = rows_per_expert.to(rows.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+        gate_and_up = self.linear_fc1(rows, ends)
+        hidden = weighted_bias_swiglu_impl(gate_and_up, None, weights[:, None])
+        return self.linear_fc2(hidden, ends), None
+
+
+class GroupedLinear(torch.nn.Module):
+    """Experts' matrices `[outputs, inputs]` one above the other in `weight [experts * outputs, inputs]`.
+
+    Args:
+        split_dim: dimension of a matrix of which expert-tensor ranks hold shares.
+    """
+
+    def __init__(self, experts: int, outputs: int, inputs: int, config: TransformerConfig, *, split_dim: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self.weight = torch.nn.Parameter(
+            torch.empty(experts * outputs, inputs, dtype=config.params_dtype, device=backend.device())
+        )
+        set_tensor_model_parallel_attributes(self.weight, True, split_dim, 1)
+        # Megatron reduces gradients of parameters without this mark over ranks that hold other experts.
+        marked: Any = self.weight
+        marked.allreduce = config.expert_model_parallel_size == 1
+
+    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """`[rows, inputs]` -> `[rows, outputs]`; expert i has the rows before `ends[i]`, `ends [experts]` int32."""
+        matrices = self.weight.view(self.experts, -1, rows.shape[1])
+        if rows.shape[0] == 0:
+            return rows @ matrices[0].T
+        if matrices.requires_grad:
+            matrices.register_hook(lambda gradient: without_idle(gradient, ends))
+        return F.grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+
+
+def without_idle(gradient: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """`gradient [experts, outputs, inputs]` with 0 for experts without rows.
+
+    On Blackwell torch leaves there what the memory held before (pytorch/pytorch#172439).
+    """
+    is_idle = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+    return gradient.masked_fill(is_idle[:, None, None], 0)

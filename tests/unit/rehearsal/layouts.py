@@ -1,0 +1,114 @@
+"""The layouts that are rehearsed: wide models of few layers, whose sizes cost nothing, and small ones that are also saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+WIDE = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 2,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 2816,
+    "vocab_size": 16000,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+EXPERTS = WIDE | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+CAPPED = WIDE | {
+    "model_type": "gemma2",
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 64,
+    "sliding_window": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+SMALL = WIDE | {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SMALL |= {"intermediate_size": 96, "vocab_size": 256}
+SMALL_EXPERTS = (
+    EXPERTS | {key: value for key, value in SMALL.items() if key != "model_type"} | {"moe_intermediate_size": 32}
+)
+
+SETTINGS: dict[str, Any] = {
+    "model_name_or_path": "none",
+    "model_dtype": "bfloat16",
+    "beta": 0.0,
+    "pack_length": 2048,
+    "max_prompt_token_length": 256,
+    "response_length": 768,
+    "num_unique_prompts_rollout": 8,
+    "num_samples_per_prompt_rollout": 2,
+    "vllm_num_engines": 1,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model and settings, and the number of learners; the first rank and the last are rehearsed."""
+
+    learners: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=lambda: WIDE)
+
+    @property
+    def argv(self) -> list[str]:
+        words = []
+        for name, value in (SETTINGS | {"num_learners_per_node": self.learners} | self.settings).items():
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        return words
+
+
+PIPELINE = {"pipeline_model_parallel_size": 2}
+TENSOR = {"tensor_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+CASES: dict[str, Case] = {
+    "ZeRO-0": Case(learners=2, settings={"zero_stage": 0}),
+    "ZeRO-1": Case(learners=2),
+    "ZeRO-2": Case(learners=2, settings={"zero_stage": 2}),
+    "ZeRO-3": Case(learners=2, settings={"zero_stage": 3}),
+    "HSDP": Case(learners=4, settings={"zero_stage": 3, "fsdp_shard_degree": 2}),
+    "fp32": Case(learners=2, settings={"model_dtype": "float32"}),
+    "tensor": Case(learners=4, settings=TENSOR),
+    "pipeline": Case(learners=4, settings=PIPELINE),
+    "pipeline, tied": Case(learners=2, settings=PIPELINE, model=WIDE | {"tie_word_embeddings": True}),
+    "interleaved": Case(
+        learners=2,
+        settings=PIPELINE | {"virtual_pipeline_model_parallel_size": 2},
+        model=WIDE | {"num_hidden_layers": 4},
+    ),
+    "context, all_gather": Case(learners=4, settings=CONTEXT | {"cp_comm_type": "all_gather"}),
+    "context, a2a": Case(learners=4, settings=CONTEXT | {"cp_comm_type": "a2a"}),
+    "all axes": Case(learners=8, settings=TENSOR | PIPELINE | CONTEXT | {"recompute_granularity": "selective"}),
+    "experts": Case(learners=4, settings={"expert_model_parallel_size": 2}, model=EXPERTS),
+    "experts, routing replay": Case(
+        learners=4,
+        settings={"expert_model_parallel_size": 2, "moe_enable_routing_replay": True, "num_mini_batches": 2},
+        model=EXPERTS,
+    ),
+    "recompute full": Case(learners=2, settings=TENSOR | {"recompute_granularity": "full"}),
+    "recompute selective": Case(
+        learners=2,
+        settings=TENSOR | {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    ),
+    "reference": Case(learners=2, settings=TENSOR | {"beta": 0.1, "ref_policy_update_freq": 1}),
+    "chunked head": Case(learners=2, settings=TENSOR | {"logits_chunk": 4096}),
+    "top entropy": Case(learners=2, settings={"top_entropy_quantile": 0.5}),
+    "shared prompts": Case(learners=2, settings={"shared_prompt_packing": "true"}),
+    "soft caps": Case(learners=2, settings={"logits_chunk": 0}, model=CAPPED),
+    "offload": Case(learners=2, settings={"optimizer_cpu_offload": True}, model=SMALL),
+    "saved": Case(learners=2, model=SMALL),
+    "saved, ZeRO-2": Case(learners=2, settings={"zero_stage": 2}, model=SMALL),
+    "saved, experts": Case(learners=2, settings={"expert_model_parallel_size": 2}, model=SMALL_EXPERTS),
+}
+"""By name."""

@@ -1,0 +1,102 @@
+"""A process that rehearses for the tests, and says which lines of the watched files it has run.
+
+python -m tests.unit.rehearsal.server FILE ... reads and answers the requests of `mgrpo.rehearsal`, and in addition
+`{"lines": true}` for the lines run so far, and requests with a `mutation` of this module's MUTATIONS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from mgrpo.rehearsal import __main__ as program
+
+MEMORY = 80 << 30
+
+
+class Lines:
+    """The lines that have run in some files."""
+
+    def __init__(self, files: list[str]) -> None:
+        self.run: dict[str, set[int]] = {file: set() for file in files}
+
+    def trace(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        """Python calls this for every call, and for every line of those that it returns something for."""
+        lines = self.run.get(frame.f_code.co_filename)
+        if lines is None:
+            return None
+
+        def line(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+            lines.add(frame.f_lineno)
+            return line
+
+        return line
+
+
+@contextmanager
+def rows_on_the_host() -> Iterator[None]:
+    """The index of the rows that are scored stays where numpy made it."""
+    from mgrpo.policy import microbatch
+
+    rows = microbatch._response_rows
+
+    def left(*args: Any) -> Any:
+        made = rows(*args)
+        return dataclasses.replace(made, rows=made.rows.cpu())
+
+    microbatch._response_rows = left
+    try:
+        yield
+    finally:
+        microbatch._response_rows = rows
+
+
+@contextmanager
+def an_item_in_the_loss() -> Iterator[None]:
+    """The loss asks the device for a number."""
+    from mgrpo import algo
+
+    loss = algo.policy_loss
+
+    def asking(logprobs: Any, *args: Any, **kwargs: Any) -> Any:
+        float(logprobs.sum())
+        return loss(logprobs, *args, **kwargs)
+
+    algo.policy_loss = asking
+    try:
+        yield
+    finally:
+        algo.policy_loss = loss
+
+
+MUTATIONS = {mutate.__name__: mutate for mutate in (rows_on_the_host, an_item_in_the_loss)}
+
+
+def answer(request: dict[str, Any], lines: Lines) -> Any:
+    if "lines" in request:
+        return {file: sorted(run) for file, run in lines.run.items()}
+    if mutation := request.pop("mutation", None):
+        with MUTATIONS[mutation]():
+            return program.answer(request)
+    return program.answer(request)
+
+
+def main() -> None:
+    answers, sys.stdout = sys.stdout, sys.stderr
+    lines = Lines(sys.argv[1:])
+    program.prepare(MEMORY)
+    from mgrpo.rehearsal import memory
+
+    memory.ROUNDING = 1  # sizes are compared to the byte
+    sys.settrace(lines.trace)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line), lines)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

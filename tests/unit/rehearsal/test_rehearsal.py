@@ -1,0 +1,250 @@
+"""Every layout's training step on tensors that believe they are on CUDA: it runs, waits nowhere, and holds and sends what
+the plan says.
+
+One process rehearses all of them: it rebinds torch.cuda for good. What only CUDA reaches is read from the source, and has
+to have run.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgrpo.config import load_file, parse
+from mgrpo.config.derived import layout_of
+from mgrpo.models.family import shape_of
+from mgrpo.planner.command import shipped_config
+from mgrpo.planner.compare import AXES, compare
+from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
+from mgrpo.planner.plan import RunPlan, plan_run
+from tests.unit.rehearsal.branches import branches
+from tests.unit.rehearsal.layouts import CASES, Case
+
+ROOT = Path(__file__).parents[3]
+WATCHED = [
+    path
+    for room in ("policy", "parallel", "sync", "checkpoint", "ops")
+    for path in (ROOT / "mgrpo" / room).glob("*.py")
+]
+QUIET = {"forward", "backward", "score", "data"}
+"""Phases in which the host may not wait."""
+WAITS = {
+    "token_dispatcher.py _maybe_dtoh_and_synchronize": "the host splits tokens by expert, and asks how many each has",
+    "moe_utils.py permute": "without Transformer Engine's fused permutation the device's mask is turned into indices",
+}
+"""Where the host waits nevertheless, by `file function`, and why."""
+UNREACHED = {
+    "backend.py meeting_store": "ranks that exist meet",
+    "backend.py init_process_group": "joins NCCL; a rehearsal is in torch's fake process group",
+    "vllm_plugin.py": "runs in an engine, not in a learner",
+    "train_state.py restore_optimizer": "refuses to continue with offloaded states",
+}
+"""What only CUDA reaches and no rehearsal does, by `file function` or file, and why."""
+
+
+class Rehearsals:
+    """The process; answers are kept."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.rehearsal.server", *map(str, WATCHED)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        self.known: dict[str, Any] = {}
+
+    def ask(self, request: dict[str, Any]) -> Any:
+        key = json.dumps(request)
+        if key not in self.known:
+            assert self.process.stdin is not None and self.process.stdout is not None
+            self.process.stdin.write(key + "\n")
+            self.process.stdin.flush()
+            reply = self.process.stdout.readline()
+            assert reply, "the process has ended, see its output"
+            self.known[key] = json.loads(reply)
+        return self.known[key]
+
+    def of(self, name: str, rank: int, **extra: Any) -> dict[str, Any]:
+        case = CASES[name]
+        return self.ask(
+            {
+                "argv": case.argv,
+                "hf_config": case.model,
+                "learners": case.learners,
+                "rank": rank,
+                "packs": packs_of(case),
+                **extra,
+            }
+        )
+
+
+@pytest.fixture(scope="module")
+def rehearsals() -> Iterator[Rehearsals]:
+    started = Rehearsals()
+    try:
+        yield started
+    finally:
+        started.process.kill()
+        started.process.wait()
+
+
+def packs_of(case: Case) -> int:
+    """As many as stages: each stage then has one warm-up or cool-down at most."""
+    return parse(case.argv).parallel.pipeline_model_parallel_size
+
+
+@functools.cache
+def plan_of(name: str) -> RunPlan:
+    case = CASES[name]
+    config = parse(case.argv)
+    hardware = Hardware(gpu=GPUS["H100"], nodes=2, gpus_per_node=8, network_gbps=400.0, assumed=Assumptions())
+    return plan_run(config, shape_of(case.model), hardware, num_learners=case.learners)
+
+
+def every_rank() -> list[Any]:
+    return [
+        pytest.param(name, rank, id=f"{name}, rank {rank}")
+        for name, case in CASES.items()
+        for rank in sorted({0, case.learners - 1})
+    ]
+
+
+def described(found: dict[str, Any]) -> str:
+    return f"{found['error']}\n" + "\n".join(found["at"])
+
+
+@pytest.mark.parametrize(("name", "rank"), every_rank())
+def test_the_step_runs_on_cuda_and_the_host_waits_nowhere_in_it(rehearsals, name, rank):
+    """A crash, or a queue of kernels that runs dry at every layer, would show on a GPU only."""
+    found = rehearsals.of(name, rank)
+    assert "error" not in found, described(found)
+    assert [wait for wait in found["waits"] if wait[0] in QUIET and not is_allowed(wait[2])] == []
+
+
+def is_allowed(site: str) -> bool:
+    """Of Megatron's frame, or mgrpo's where Megatron is not involved."""
+    where, function = site.split(" < ")[0].rsplit(" ", 1)
+    return f"{Path(where.partition(':')[0]).name} {function}" in WAITS
+
+
+@pytest.mark.parametrize(("name", "rank"), every_rank())
+def test_states_have_the_planned_size(rehearsals, name, rank):
+    """What a run needs is computed before it starts: a buffer that the plan forgets is a crash in the first step."""
+    found = rehearsals.of(name, rank)
+    states = plan_of(name).stages[found["stage"]].states
+    for kind in ("parameters", "gradients", "optimizer"):
+        planned, held = getattr(states, kind), found["states"].get(kind, 0)
+        assert held == pytest.approx(planned, rel=STATE_TOLERANCE.get(name, 1e-3)), (kind, held, planned)
+
+
+STATE_TOLERANCE: dict[str, float] = {}
+
+
+@pytest.mark.parametrize(("name", "rank"), every_rank())
+def test_traffic_is_as_planned(rehearsals, name, rank):
+    """A collective too many, per layer or update, costs a large run a tenth of its time."""
+    found = rehearsals.of(name, rank)
+    for line in compare(plan_of(name), found):
+        if line.section == "sent" and line.name in AXES:
+            assert line.rehearsed == pytest.approx(line.planned, rel=0.01), line
+
+
+def test_an_index_on_the_host_fails_the_rehearsal(rehearsals):
+    """A tensor on the wrong device is the commonest defect that a machine without a GPU cannot show."""
+    found = rehearsals.of("ZeRO-1", 0, mutation="rows_on_the_host")
+    assert "index_select" in found["error"] + found["at"][0] and "mgrpo/policy/model.py" in "".join(found["at"]), found
+
+
+def test_an_item_in_the_loss_is_found(rehearsals):
+    """One innocent float() stalls the device in every micro-batch."""
+    waits = rehearsals.of("ZeRO-1", 0, mutation="an_item_in_the_loss")["waits"]
+    assert any(phase == "forward" and "run/learner.py" in site for phase, _, site, _ in waits)
+
+
+def test_states_equal_those_of_real_tensors_on_the_cpu(rehearsals):
+    """The stand-in must not change what it measures."""
+    compared = ("ZeRO-0", "ZeRO-1", "tensor", "pipeline", "context, all_gather", "experts")
+    requests = []
+    for name in compared:
+        case = CASES[name]
+        layout = layout_of(parse(case.argv), case.learners)
+        requests.append(
+            [
+                "states",
+                {
+                    "hf": case.model,
+                    "layout": {field: getattr(layout, field) for field in layout.__dataclass_fields__},
+                    "rank": 0,
+                    "dtype": "bfloat16",
+                    "parallel": {},
+                },
+            ]
+        )
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.planner.real"],
+        input=json.dumps(requests),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    for name, real in zip(compared, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        found = rehearsals.of(name, 0)["states"]
+        assert {kind: found[kind] for kind in real} == real, name
+
+
+def test_a_rank_of_a_32b_model_at_full_size(rehearsals):
+    """The shipped configuration: the last stage of 64 learners. Few layers would hide what grows with their number."""
+    file = ROOT / "examples" / "configs" / "32b_16x8.yaml"
+    config = load_file(file, world_size=1)
+    model = shipped_config(config.model.model_name_or_path)
+    assert model is not None
+    learners = sum(config.parallel.num_learners_per_node)
+    found = rehearsals.ask(
+        {
+            "argv": ["--config", str(file)],
+            "hf_config": json.loads(model.read_text()),
+            "learners": learners,
+            "rank": learners - 1,
+            "packs": 1,
+        }
+    )
+    assert "error" not in found, described(found)
+    assert [wait for wait in found["waits"] if wait[0] in QUIET] == []
+    assert 30 << 30 < found["peak"] < 40 << 30
+
+
+def test_every_branch_for_cuda_has_run(rehearsals):
+    """What no rehearsal reaches runs for the first time on somebody's GPUs."""
+    for name, case in CASES.items():
+        for rank in sorted({0, case.learners - 1}):
+            rehearsals.of(name, rank)
+    run = rehearsals.ask({"lines": True})
+    missed = Counter(
+        f"{branch.file.name} {branch.function}"
+        for file in WATCHED
+        for branch in branches(file)
+        for line in branch.statements
+        if line not in run[str(file)]
+    )
+    explained = {place for place in missed if place in UNREACHED or place.split()[0] in UNREACHED}
+    assert set(missed) - explained == set()
+    assert {key for key in UNREACHED if not any(place.startswith(key) for place in explained)} == set()
+
+
+def test_branches_for_cuda_are_found():
+    """Or the table above would be empty because nothing was read."""
+    found = {f"{branch.file.name} {branch.function}": branch for file in WATCHED for branch in branches(file)}
+    assert {"attention.py attend", "backend.py random_states"} <= found.keys()
+    # attend: the branch, its two sides, and the methods that they call
+    assert len(found["attention.py attend"].statements) > 5

@@ -1,0 +1,85 @@
+"""Senders and receivers of a small model, made from the rule table alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mgrpo.config import load_file
+from mgrpo.config.derived import layout_of
+from mgrpo.layout import InferLayout, Layout
+from mgrpo.models.family import ModelShape, shape_of
+from mgrpo.models.table import Box, engine_boxes, hf_tensors, local_parameters, training_boxes
+from mgrpo.planner.command import shipped_config
+from mgrpo.sync.channel import Receiver, Sender
+from mgrpo.sync.group import connect_store
+
+HOST = "127.0.0.1"
+CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
+SHIPPED = {"7b_8gpu": 8, "32b_16x8": 128, "30b_a3b_4x8": 133}
+"""Pairs of a training rank and a worker that exchange weights."""
+
+
+def shipped(name: str) -> tuple[ModelShape, Layout, InferLayout]:
+    """Model and layouts of a shipped configuration."""
+    config = load_file(CONFIGS / f"{name}.yaml", world_size=1)
+    model = shape_of(json.loads(shipped_config(config.model.model_name_or_path).read_text()))
+    engine = config.engine
+    infer = InferLayout(engines=engine.vllm_num_engines, tensor=engine.vllm_tensor_parallel_size)
+    return model, layout_of(config, sum(config.parallel.num_learners_per_node)), infer
+
+
+def sharded_holdings(model: ModelShape, layout: Layout) -> list[list[Box]]:
+    """What ZeRO-2 and 3 leave to each rank: an even run of every parameter's elements."""
+    found = []
+    for rank in range(layout.world_size):
+        place = layout.coordinate(rank)
+        shard, shards = (place.data * layout.context + place.context) % layout.num_shards, layout.num_shards
+        boxes = []
+        for parameter in local_parameters(model, layout, rank).values():
+            size = torch.Size(parameter.shape).numel()
+            boxes += [piece.box for piece in parameter.run(shard * size // shards, (shard + 1) * size // shards)]
+        found.append(boxes)
+    return found
+
+
+def whole(model: ModelShape, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    """Every HF tensor with random values."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in hf_tensors(model).items()}
+
+
+def view(tensors: dict[str, torch.Tensor], box: Box) -> torch.Tensor:
+    """The slice `box` of the whole tensors."""
+    return tensors[box.name][tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))]
+
+
+def make_senders(model: ModelShape, train: Layout, infer: InferLayout, tensors: Any, **settings: Any) -> list[Sender]:
+    """One for every training rank; its live weights are slices of `tensors`. Each has a connection to the store of its own."""
+    holdings = settings.pop("holdings", None) or training_boxes(model, train)
+    return [
+        Sender(
+            [(box, view(tensors, box)) for box in boxes],
+            holdings=holdings,
+            model=model,
+            train_layout=train,
+            infer_layout=infer,
+            rank=rank,
+            store=connect_store(HOST, settings["port"], settings["timeout_s"]),
+            host=HOST,
+            **settings,
+        )
+        for rank, boxes in enumerate(holdings)
+    ]
+
+
+def make_receiver(
+    model: ModelShape, infer: InferLayout, worker: int, dtype: torch.dtype, sender: Sender, device: str = "cpu"
+) -> tuple[Any, Receiver]:
+    """A worker, counted through all engines, with weights of its own; returns these as well."""
+    engine, number = divmod(worker, infer.tensor)
+    live = [(box, torch.full(box.shape, 9.0, dtype=dtype, device=device)) for box in engine_boxes(model, infer)[number]]
+    return live, Receiver(live, worker=number, invitation=sender.invitation(engine))

@@ -1,0 +1,245 @@
+"""Both ends of the weight sync, in threads of one process: over gloo, and on recorded groups for what only NCCL does."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from mgrpo.layout import InferLayout, Layout
+from mgrpo.models.family import shape_of
+from mgrpo.models.table import hf_tensors
+from mgrpo.sync import channel
+from mgrpo.sync.channel import Sender
+from mgrpo.sync.group import open_store
+from mgrpo.sync.plan import plan
+from tests.unit.models.test_table import MODELS
+from tests.unit.sync.ends import (
+    HOST,
+    SHIPPED,
+    make_receiver,
+    make_senders,
+    sharded_holdings,
+    shipped,
+    view,
+    whole,
+)
+
+CASES = {
+    "replicas": ("qwen2-tied", Layout(world_size=2), InferLayout(engines=2), torch.float32),
+    "one engine, two workers": ("mixtral", Layout(world_size=2, expert=2), InferLayout(tensor=2), torch.bfloat16),
+    "stages": ("gemma2-tied", Layout(world_size=2, pipeline=2), InferLayout(engines=2), torch.float32),
+    "an idle learner": ("llama-1kv", Layout(world_size=3), InferLayout(), torch.float32),
+    "masters": ("qwen3", Layout(world_size=2, zero_stage=3), InferLayout(tensor=2), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_worker_holds_the_trainers_weights_bit_for_bit(case):
+    """A slice in the wrong place, or a bucket that is overwritten on its way, trains on samples of another model."""
+    name, train, infer, dtype = CASES[case]
+    model = shape_of(MODELS[name])
+    is_sharded = train.zero_stage > 1
+    tensors = whole(model, torch.float32 if is_sharded else dtype, seed=0)
+    _store, port = open_store(HOST, 20)
+    senders = make_senders(
+        model,
+        train,
+        infer,
+        tensors,
+        holdings=sharded_holdings(model, train) if is_sharded else None,
+        dtype=dtype,
+        port=port,
+        bucket_bytes=1 << 12,
+        timeout_s=20,
+    )
+    num_workers = infer.engines * infer.tensor
+
+    def receive(worker: int) -> Any:
+        live, receiver = make_receiver(model, infer, worker, dtype, senders[0])
+        for version in (1, 2):
+            receiver.receive(version)
+            receiver.report_digests(version)
+        return live
+
+    def send(sender: Sender) -> tuple[int, torch.Tensor]:
+        sender.join()
+        sent = sender.send(1)
+        assert sender.send(2) == sent
+        return sent, sender.digests()
+
+    with ThreadPoolExecutor(num_workers + train.world_size) as threads:
+        workers = [threads.submit(receive, worker) for worker in range(num_workers)]
+        learners = [threads.submit(send, sender) for sender in senders]
+        sent, digests = zip(*(learner.result(60) for learner in learners), strict=True)
+        for worker in workers:
+            for box, values in worker.result(60):
+                assert torch.equal(values, view(tensors, box).to(dtype)), box
+    assert sum(sent) == senders[0].plan.lower_bound
+    truth = torch.stack(digests).sum(0)
+    senders[0].compare(2, truth)
+    truth[0, 1] += 1
+    with pytest.raises(RuntimeError, match="worker 0 of engine 0 does not hold the trainer's weights; 1 of"):
+        senders[0].compare(2, truth)
+
+
+def test_a_member_that_does_not_come_is_named():
+    """NCCL would wait for it without an end."""
+    model, train, infer = shape_of(MODELS["qwen3"]), Layout(world_size=2), InferLayout()
+    _store, port = open_store(HOST, 20)
+    settings = {"dtype": torch.float32, "port": port, "bucket_bytes": 1 << 12, "timeout_s": 0.5}
+    senders = make_senders(model, train, infer, whole(model, torch.float32, seed=0), **settings)
+    with pytest.raises(
+        RuntimeError, match=r"^training rank 1 waited for training rank 0, worker 0 of engine 0 to join"
+    ):
+        senders[1].join()
+
+
+def test_a_peer_that_is_silent_is_named():
+    """The run ends with the name of the process to look at."""
+    model, train, infer = shape_of(MODELS["qwen3"]), Layout(world_size=2), InferLayout()
+    _store, port = open_store(HOST, 20)
+    settings = {"dtype": torch.float32, "port": port, "bucket_bytes": 1 << 12, "timeout_s": 2}
+    senders = make_senders(model, train, infer, whole(model, torch.float32, seed=0), **settings)
+    with ThreadPoolExecutor(4) as threads:
+        worker = threads.submit(lambda: make_receiver(model, infer, 0, torch.float32, senders[0])[1])
+        for learner in [threads.submit(sender.join) for sender in senders]:
+            learner.result(20)
+        receiving = threads.submit(worker.result(20).receive, 7)
+        sending = threads.submit(senders[0].send, 7)
+        with pytest.raises(RuntimeError, match=r"sync 7: worker 0 of engine 0 waited for bucket 0 of training rank 1"):
+            receiving.result(20)
+        with pytest.raises(
+            RuntimeError, match=r"sync 7: training rank 0 could not send bucket \d+ to worker 0 of engine 0"
+        ):
+            sending.result(20)
+
+
+class Transfer:
+    """A round of a recorded group, which is over as soon as somebody asks."""
+
+    def __init__(self, log: list[tuple], group: str, number: int) -> None:
+        self.log, self.group, self.number = log, group, number
+
+    def is_completed(self) -> bool:
+        self.log.append(("host", self.group, self.number))
+        return True
+
+    def wait(self, timeout: Any = None) -> None:
+        self.log.append(("device" if timeout is None else "host", self.group, self.number))
+
+
+class RecordedGroup:
+    """One member's end of a group that behaves like torch's NCCL backend towards its caller, and only takes notes."""
+
+    supports_coalescing = True
+
+    def __init__(self, log: list[tuple], name: str, members: list[str]) -> None:
+        self.log, self.name, self.members = log, name, members
+        self.num_rounds = self.most_buckets = 0
+        self.buckets: list[weakref.ref] = []
+
+    def _start_coalescing(self) -> None:
+        self.messages: list[tuple[str, str, int]] = []
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        self._message("send", tensors[0], peer)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        self._message("recv", tensors[0], peer)
+
+    def _message(self, kind: str, bucket: torch.Tensor, peer: int) -> None:
+        self.messages.append((kind, self.members[peer], bucket.numel()))
+        self.buckets.append(weakref.ref(bucket))
+
+    def _end_coalescing(self) -> Transfer:
+        self.buckets = [bucket for bucket in self.buckets if bucket() is not None]
+        self.most_buckets = max(self.most_buckets, len(self.buckets))
+        self.log.append(("begin", self.name, self.num_rounds, self.messages))
+        self.num_rounds += 1
+        return Transfer(self.log, self.name, self.num_rounds - 1)
+
+
+@pytest.fixture(scope="module", params=SHIPPED)
+def recorded(request) -> tuple[dict[str, list[tuple]], list[RecordedGroup]]:
+    """What each process of a shipped configuration does in a sync of four layers, on tensors without values."""
+    model, train, infer = shipped(request.param)
+    model = dataclasses.replace(model, num_layers=4)
+    made = plan(model, train, infer)
+    logs: dict[str, list[tuple]] = {}
+    groups: list[RecordedGroup] = []
+    _store, port = open_store(HOST, 5)
+
+    def join_group(store: Any, *, name: str, members: list[str], rank: int, **settings: Any) -> RecordedGroup:
+        groups.append(RecordedGroup(logs.setdefault(members[rank], []), name, members))
+        return groups[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channel, "plan", lambda *args, **kwargs: made)  # once for all ranks
+        patch.setattr(channel, "join_group", join_group)
+        settings = {"dtype": torch.bfloat16, "port": port, "bucket_bytes": 64 << 20, "timeout_s": 5}
+        tensors = {
+            name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in hf_tensors(model).items()
+        }
+        senders = make_senders(model, train, infer, tensors, **settings)
+        for sender in senders:
+            sender.join()
+            sender.send(1)
+        for worker in range(infer.engines * infer.tensor):
+            make_receiver(model, infer, worker, torch.bfloat16, senders[0], "meta")[1].receive(1)
+    return logs, groups
+
+
+def test_both_ends_agree_and_wait_for_each_other_in_no_circle(recorded):
+    """Rounds on the device take their turn, and one that has no partner yet holds up all that follow."""
+    logs, _ = recorded
+    todo = {
+        me: [(group, messages) for kind, group, _, *rest in log if kind == "begin" for messages in rest]
+        for me, log in logs.items()
+    }
+    done = dict.fromkeys(todo, 0)
+    offers: dict[tuple[str, str, str, str], list[int]] = {}
+    has_offered = dict.fromkeys(todo, -1)
+
+    def ends(me: str, group: str, kind: str, peer: str) -> list[list[int]]:
+        pair = (me, peer) if kind == "send" else (peer, me)
+        return [offers.setdefault((group, *pair, end), []) for end in (kind, "recv" if kind == "send" else "send")]
+
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for me, rounds in todo.items():
+            while done[me] < len(rounds):
+                group, messages = rounds[done[me]]
+                pairs = [ends(me, group, kind, peer) for kind, peer, _ in messages]
+                if has_offered[me] < done[me]:
+                    for (own, _), (_, _, size) in zip(pairs, messages, strict=True):
+                        own.append(size)
+                    has_offered[me] = done[me]
+                    is_moving = True
+                if any(len(other) < len(own) for own, other in pairs):
+                    break
+                assert all(other[len(own) - 1] == own[-1] for own, other in pairs), (me, group, messages)
+                done[me] += 1
+                is_moving = True
+    assert all(done[me] == len(rounds) > 0 for me, rounds in todo.items()), "a circle"
+
+
+def test_the_host_waits_once_and_at_most_two_rounds_are_held(recorded):
+    """A host that waits for each round leaves the device idle; one that never does needs memory for the whole model."""
+    logs, groups = recorded
+    for log in logs.values():
+        steps = [entry[:3] for entry in log]
+        kinds = [kind for kind, _, _ in steps]
+        assert "host" not in kinds[: len(kinds) - kinds[::-1].index("begin")]
+        for kind, group, number in steps:
+            if kind == "begin" and number > 1:
+                assert steps.index(("device", group, number - 2)) < steps.index(("begin", group, number))
+            assert ("host", group, number) in steps
+    for group in groups:
+        widest = max(len(entry[3]) for entry in group.log if entry[:2] == ("begin", group.name))
+        assert group.most_buckets <= 2 * widest
