@@ -16,13 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mgrpo.checkpoint.folder import MANIFEST, Folder, LocalFolder, latest, open_folder, rotate, step_folder
 from mgrpo.checkpoint.manifest import FileRecord, Index, PieceRecord, check_attempt, merge
 from mgrpo.checkpoint.shard import FILE_BYTES, Hashed, Part, split, write_shard
 from mgrpo.checkpoint.space import with_room
 from mgrpo.models.table import Shape
+from mgrpo.parallel import backend
 
 _PAUSES_S = (0.02, 1.0)
 """Shortest and longest pause between two looks for the other ranks' indexes."""
@@ -232,12 +231,5 @@ def _index_name(rank: int, attempt: str) -> str:
 
 
 def _snapshot(parts: Sequence[Part]) -> list[Part]:
-    """Copies in host memory; it is pinned for those of a GPU, which are made without a wait for each."""
-    copies = []
-    for part in parts:
-        source = part.tensor.detach()
-        copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-        copies.append(replace(part, tensor=copy.copy_(source, non_blocking=True)))
-    if any(part.tensor.is_cuda for part in parts):
-        torch.cuda.synchronize()
-    return copies
+    copies = backend.host_copies([part.tensor for part in parts])
+    return [replace(part, tensor=copy) for part, copy in zip(parts, copies, strict=True)]

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from torch.autograd.profiler import record_function
 
 from mgrpo.config.schema import Optimizer as OptimizerSettings
@@ -105,7 +105,7 @@ class PolicyOptimizer:
             return
         # Each of the chained optimizers would gather the parameters of all.
         for single in chained(self._megatron):
-            super(DistributedOptimizer, single).step_with_ready_grads()
+            MixedPrecisionOptimizer.step_with_ready_grads(single)
         for chunk in self.chunks:
             chunk.start_param_sync()
 
