@@ -16,13 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mgrpo.checkpoint.folder import MANIFEST, Folder, LocalFolder, latest, open_folder, rotate, step_folder
 from mgrpo.checkpoint.manifest import FileRecord, Index, PieceRecord, check_attempt, merge
 from mgrpo.checkpoint.shard import FILE_BYTES, Hashed, Part, split, write_shard
 from mgrpo.checkpoint.space import with_room
 from mgrpo.models.table import Shape
+from mgrpo.parallel import backend
 
 _PAUSES_S = (0.02, 1.0)
 """Shortest and longest pause between two looks for the other ranks' indexes."""
@@ -94,7 +93,7 @@ class Saver:
         save = _Save(
             step=step,
             attempt=check_attempt(attempt),
-            parts=[_snapshot(part) for part in parts] if self.asynchronous else parts,
+            parts=_snapshot(parts) if self.asynchronous else parts,
             state=json.dumps(state).encode() if self.rank == 0 else b"",
             full_shapes=full_shapes,
         )
@@ -231,5 +230,6 @@ def _index_name(rank: int, attempt: str) -> str:
     return f"shard-{rank:05d}-{attempt}.json"
 
 
-def _snapshot(part: Part) -> Part:
-    return replace(part, tensor=part.tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
+def _snapshot(parts: Sequence[Part]) -> list[Part]:
+    copies = backend.host_copies([part.tensor for part in parts])
+    return [replace(part, tensor=copy) for part, copy in zip(parts, copies, strict=True)]

@@ -44,7 +44,7 @@ class Experiment:
     local_eval_every: Annotated[int, FINITE, OPEN_INSTRUCT] = 100
     """Steps between evaluations on the held-out prompts; 0 or less evaluates only before and after training."""
     backend_timeout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 120
-    """Minutes that a collective between learners may take."""
+    """Minutes that a collective between learners may take; one of the training itself at most 15."""
     learner_timeout: Annotated[int, ONE_OR_MORE] = 1800
     """Seconds that a learner may stay in one part of a step, such as an optimizer step, an export or a saved state, before
     the run ends with its rank, process and place; one whose process has stopped is named after 50 s, or this if less."""

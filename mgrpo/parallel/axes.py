@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.core import parallel_state, tensor_parallel
 
 from mgrpo.layout import Layout
+from mgrpo.parallel import backend
 
 
 def make_groups(layout: Layout, *, seed: int) -> None:
@@ -17,6 +18,7 @@ def make_groups(layout: Layout, *, seed: int) -> None:
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         num_distributed_optimizer_instances=layout.data * layout.context // layout.num_shards,
+        distributed_timeout_minutes=backend.TRAINING_TIMEOUT_MINUTES,
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -18,7 +18,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
@@ -31,6 +31,8 @@ from torch.distributed import DeviceMesh
 from torch.nn.attention import activate_flash_attention_impl
 
 CPU = torch.device("cpu")
+TRAINING_TIMEOUT_MINUTES = 15
+"""Within which all ranks reach a collective of the training; they wait for rank 0 and for files in groups of their own."""
 
 REBOUND: tuple[tuple[str, str, str], ...] = (
     # Without CUDA: (module under megatron.core, name, why)
@@ -142,16 +144,32 @@ def meeting_store(*, rank: int, world_size: int, timeout_s: float, socket: int |
 def init_process_group(
     *, rank: int, world_size: int, timeout_minutes: float, store: torch.distributed.Store | None = None
 ) -> None:
-    """Join the default process group: NCCL with CUDA, gloo without. Every rank must call; one alone needs no rendezvous."""
+    """Join the default process group: NCCL with CUDA, gloo without. Every rank must call; one alone needs no rendezvous.
+
+    Tensors in host memory need a group of their own, of backend gloo.
+    """
     if has_cuda():
         torch.cuda.set_device(device())
     torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if has_cuda() else "gloo",
+        # Megatron's groups take after this one. With gloo beside NCCL each of them would connect all its ranks by TCP.
+        "nccl" if has_cuda() else "gloo",
         rank=rank,
         world_size=world_size,
         store=store or (torch.distributed.HashStore() if world_size == 1 else None),
-        timeout=timedelta(minutes=timeout_minutes),
+        timeout=timedelta(minutes=min(timeout_minutes, TRAINING_TIMEOUT_MINUTES)),
     )
+
+
+@contextmanager
+def host_threads() -> Iterator[None]:
+    """What runs within may use this rank's share of the machine's cores."""
+    before = torch.get_num_threads()
+    num_cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def leave_process_groups() -> None:
@@ -166,6 +184,17 @@ def to_device(array: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
     """A copy on this rank's device. With CUDA the host does not wait for it."""
     host = torch.from_numpy(array.astype(dtype))
     return host.pin_memory().to(device(), non_blocking=True) if has_cuda() else host
+
+
+def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies in host memory, pinned for tensors on a GPU, for all of which the host waits once."""
+    copies = []
+    for tensor in tensors:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        copies.append(copy.copy_(tensor.detach(), non_blocking=True))
+    if any(tensor.is_cuda for tensor in tensors):
+        torch.cuda.synchronize()
+    return copies
 
 
 @functools.cache

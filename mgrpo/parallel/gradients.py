@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from megatron.core.optimizer import clip_grads
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
@@ -24,14 +22,14 @@ def install() -> None:
 
 
 def _norm(
-    chunk_size: int, noop_flag: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], per_tensor: bool
+    chunk_size: int, noop_flag: torch.Tensor, lists: list[list[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
     """The norm of all tensors, `[1]` float32 on their device, which the host does not wait for."""
     norm = torch.nn.utils.get_total_norm([tensor for tensors in lists for tensor in tensors])
     return norm.float().view(1), None
 
 
-def _scale(chunk_size: int, noop_flag: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], factor: float) -> None:
+def _scale(chunk_size: int, noop_flag: torch.Tensor, lists: list[list[torch.Tensor]], factor: float) -> None:
     """The second list <- factor x the first, which may be the same tensors."""
     source, target = lists
     if source is not target:

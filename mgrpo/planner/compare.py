@@ -25,7 +25,7 @@ AXES = {
     "tensor": ("tensor",),
     "context": ("context",),
     "expert": ("expert", "expert tensor"),
-    "pipeline": ("pipeline", "world"),
+    "pipeline": ("pipeline", "world", "embedding"),
     "data": ("data", "shards", "replicas", "expert data"),
 }
 """The axes of the plan, and whose process groups belong to each."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from torch.autograd.profiler import record_function
 
 from mgrpo.config.schema import Optimizer as OptimizerSettings
@@ -52,9 +53,11 @@ class PolicyOptimizer:
     ) -> None:
         self.parameters, self.layout = parameters, parameters.layout
         self.settings, self.num_optimizer_steps = settings, num_optimizer_steps
+        # Without CUDA the states are in host memory already.
+        self.is_offloaded = parallel.optimizer_cpu_offload and backend.has_cuda()
         names = {parameter: name for name, parameter in parameters.live.items()}
         self.chunks = _wrap(chunks, self.layout, overlaps=parallel.overlap_grad_reduce)
-        self._megatron = _make_adam(self.chunks, self.layout, dtype, settings, parallel)
+        self._megatron = _make_adam(self.chunks, self.layout, dtype, settings, parallel, is_offloaded=self.is_offloaded)
         self.shards = local_shards(self._megatron, self.chunks, names)
 
     def zero_gradients(self) -> None:
@@ -92,7 +95,8 @@ class PolicyOptimizer:
                         grad_norm,
                         use_decoupled_grad=single.config.use_precision_aware_optimizer,
                     )
-            self._step()
+            with backend.host_threads() if self.is_offloaded else nullcontext():
+                self._step()
         return grad_norm
 
     def _step(self) -> None:
@@ -101,7 +105,7 @@ class PolicyOptimizer:
             return
         # Each of the chained optimizers would gather the parameters of all.
         for single in chained(self._megatron):
-            super(DistributedOptimizer, single).step_with_ready_grads()
+            MixedPrecisionOptimizer.step_with_ready_grads(single)
         for chunk in self.chunks:
             chunk.start_param_sync()
 
@@ -182,10 +186,10 @@ def _make_adam(
     dtype: torch.dtype,
     settings: OptimizerSettings,
     parallel: Parallel,
+    *,
+    is_offloaded: bool,
 ) -> MegatronOptimizer:
     gradients.install()
-    # Without CUDA the states are in host memory already.
-    offloads = parallel.optimizer_cpu_offload and backend.has_cuda()
     moment_dtypes = {f"{name}_dtype": getattr(torch, getattr(parallel, f"{name}_dtype")) for name in MOMENTS}
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -199,8 +203,8 @@ def _make_adam(
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=layout.sharding > 0,
-            optimizer_cpu_offload=offloads,
-            optimizer_offload_fraction=parallel.optimizer_offload_fraction if offloads else 0.0,
+            optimizer_cpu_offload=is_offloaded,
+            optimizer_offload_fraction=parallel.optimizer_offload_fraction if is_offloaded else 0.0,
             use_precision_aware_optimizer=parallel.use_precision_aware_optimizer,
             **moment_dtypes,
         ),

@@ -76,8 +76,6 @@ class Recorder(TorchDispatchMode):
         """Values of a tensor that the host reads."""
         self.guess_count: Callable[[torch.Tensor], int | None] = lambda tensor: None
         """How many elements of a mask are true; by default all."""
-        self.stage_shape: tuple[int, ...] = ()
-        """What the neighbours in the pipeline say they send."""
 
     @property
     def now(self) -> str:
@@ -117,10 +115,7 @@ class Recorder(TorchDispatchMode):
             args = self._with_places(func, args)
         elif func is aten._to_copy.default and target == DEVICE.type:
             return self._upload(args[0], kwargs)
-        made = self._pretend(func, args, kwargs, tensors)
-        if is_collective and func._overloadpacket.__name__ == "recv_":
-            self._tell_shape(args)
-        return made
+        return self._pretend(func, args, kwargs, tensors)
 
     # --- what the host reads
 
@@ -248,14 +243,6 @@ class Recorder(TorchDispatchMode):
         key = self.axes.get(group.group_name, f"{group.size()} ranks"), self.now, operation
         self.sent[key] += round(_ring_bytes(operation, group.size(), first, second))
         self.calls[key] += 1
-
-    def _tell_shape(self, args: tuple[Any, ...]) -> None:
-        """A neighbour in the pipeline sends the shape of what comes next."""
-        received = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-        if self.stage_shape and received.shape == (3,) and received.dtype is torch.int64:
-            with unset_fake_temporarily():
-                known: Any = received
-                known.known = torch.tensor(self.stage_shape)
 
 
 def _is_group(boxed: torch.ScriptObject) -> bool:

@@ -57,7 +57,6 @@ def rehearse(job: Job, recorder: Recorder) -> dict[str, Any]:
             _name_axes(recorder)
             _name_states(recorder, learner)
             arrays, own_tokens = _packs(job)
-            recorder.stage_shape = (own_tokens, 1, job.shape.hidden)
             if job.shape.experts:
                 _route_equally(recorder, job, own_tokens)
             _name_phases(recorder, learner)

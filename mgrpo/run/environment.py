@@ -49,10 +49,18 @@ def prepare_environment(config: Config) -> None:
     """Set what must be set before torch is imported; what the user has set stays."""
     defaults = {
         **OPENMP,
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        # Of every learner; the default is up to 32 on each machine.
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",
     }
+    if config.parallel.tensor_model_parallel_size > 1 and config.parallel.zero_stage < 2:
+        # With one queue a message of tensor parallelism starts before the product that hides it. Megatron-FSDP gathers the
+        # next layer during this one, for which it needs several.
+        defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Packs differ in length, which fragments segments of a fixed size.
+        defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     has_local_engines = config.engine.ray_address is None

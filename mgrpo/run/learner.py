@@ -285,7 +285,8 @@ class Learner:
         """Mark in each micro-batch the tokens with the highest entropy in the mini-batch over all ranks."""
         # Only the last stage has entropies.
         scored = [(batch, batch.entropy) for batch in mini_batch.microbatches if batch.entropy is not None]
-        own = [entropy[batch.loss_inputs.loss_mask].cpu() for batch, entropy in scored if self.policy.reports_metrics]
+        # Chosen on the host: on a GPU it would wait to learn how many there are.
+        own = [entropy.cpu()[batch.pack.loss_mask] for batch, entropy in scored if self.policy.reports_metrics]
         everyones = gather_values(torch.cat([torch.zeros(0), *own]), self.host_group)
         quantile = self.config.algorithm.top_entropy_quantile
         threshold = float(algo.entropy_threshold(everyones, top_entropy_quantile=quantile))

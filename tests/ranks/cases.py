@@ -38,6 +38,11 @@ def forget_groups() -> None:
         dist.destroy_process_group(group)
 
 
+def host_group() -> dist.ProcessGroup:
+    """All ranks, for tensors in host memory; the default group is NCCL's on GPUs. All ranks must call."""
+    return dist.new_group(backend="gloo")
+
+
 def make_policy(
     model_dir: str,
     layout: dict[str, Any],
@@ -151,7 +156,7 @@ def trained_export(model_dir: str, layout: dict[str, Any], samples: list[TrainSa
         policy.train_step(
             policy.microbatches(packs), lambda logprobs, entropy, batch: (-logprobs.sum() / num_trained, None)
         )
-    export_hf(policy, model_dir, folder, group=dist.new_group(backend="gloo"))
+    export_hf(policy, model_dir, folder, group=host_group())
 
 
 def make_sharded_policy(model_dir: str, layout: dict[str, Any]):
@@ -163,7 +168,7 @@ def make_sharded_policy(model_dir: str, layout: dict[str, Any]):
 
 def holdings(model_dir: str, layout: dict[str, Any]) -> list[list[Any]]:
     """For each rank the boxes that it holds in training."""
-    return make_sharded_policy(model_dir, layout).holdings(dist.group.WORLD)
+    return make_sharded_policy(model_dir, layout).holdings(host_group())
 
 
 def send_weights(
@@ -177,7 +182,7 @@ def send_weights(
     policy = make_sharded_policy(model_dir, layout)
     sender = Sender(
         policy.boxes(),
-        holdings=policy.holdings(dist.group.WORLD),
+        holdings=policy.holdings(host_group()),
         model=policy.shape,
         train_layout=policy.layout,
         infer_layout=InferLayout(engines=1, tensor=1),
@@ -192,7 +197,7 @@ def send_weights(
     sender.join()
     sent = sender.send(version)
     digests = sender.digests()
-    dist.all_reduce(digests)
+    dist.all_reduce(digests, group=host_group())
     return {
         "sent": sent,
         "bytes_moved": sender.plan.bytes_moved,
@@ -311,7 +316,7 @@ def connect_to_an_engine_that_fails(model_dir: str, meeting_host: str | None = N
         settings=settings,
         lead=Lead(),
         fleet=Fleet([ScriptedEngine(fails="join")], settings, seed=1, meeting_host=meeting_host),
-        host_group=dist.group.WORLD,
+        host_group=host_group(),
     )
     try:
         weights.connect()
@@ -544,7 +549,7 @@ def largest_figures(figures: list[dict[str, float]]) -> dict[str, float]:
     from mgrpo.run.learner import Learner
 
     forget_groups()
-    learner = SimpleNamespace(host_group=dist.new_group(backend="gloo"))
+    learner = SimpleNamespace(host_group=host_group())
     return Learner._reduce(learner, [], maxima=figures[dist.get_rank()])
 
 
@@ -643,7 +648,8 @@ def train_steps(
     )
     # A large epsilon keeps Adam from blowing up the rounding of gradients near 0.
     policy.prepare_training(Optimizer(learning_rate=1e-2, adam_epsilon=1e-2), num_optimizer_steps=steps)
-    state = TrainState(policy, None, group=dist.group.WORLD)
+    group = host_group()
+    state = TrainState(policy, None, group=group)
     done = 0
     if checkpoint:
         done = policy.optimizer_steps = checkpoint.step
@@ -660,7 +666,7 @@ def train_steps(
     for step in range(done, steps):
         result = policy.train_step(policy.microbatches(packs), loss)
         total = torch.tensor(sum(result.measured) if policy.reports_metrics else 0.0, dtype=torch.float64)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         losses.append(float(total))
         norms.append(result.grad_norm)
         if save_to and step + 1 == save_after:

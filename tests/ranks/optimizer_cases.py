@@ -55,8 +55,8 @@ def trained(model_dir: str, fused: bool = True, **arguments: Any) -> dict[str, A
 
     make, counts = optimizer._make_adam, []
 
-    def make_adam(*args: Any) -> Any:
-        adam = make(*args)
+    def make_adam(*args: Any, **kwargs: Any) -> Any:
+        adam = make(*args, **kwargs)
         for group in adam.param_groups:
             counts.append(len(group["params"]) * bool(group.get("fused")))
             group["fused"] = group.get("fused") if fused else None

@@ -25,7 +25,7 @@ def total(value: Any) -> torch.Tensor:
     """Sum over the ranks; over this process alone where there are none."""
     value = torch.as_tensor(value).detach().clone()
     if dist.is_initialized():
-        dist.all_reduce(value)
+        dist.all_reduce(value, group=dist.new_group(backend="gloo"))
     return value
 
 

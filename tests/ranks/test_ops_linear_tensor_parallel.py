@@ -36,7 +36,7 @@ def score_shard(dtype: str, shard_cols: list[int], logits_chunk: int) -> dict:
         "temperature": TEMPERATURE,
         "vocab_start": start,
         "valid_cols": max(0, min(shard_cols[rank], VOCAB - start)),
-        "group": dist.group.WORLD,
+        "group": dist.new_group(backend="gloo"),
         "with_entropy": True,
         "logits_chunk": logits_chunk + rank,
     }

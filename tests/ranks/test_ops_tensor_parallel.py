@@ -34,7 +34,7 @@ def score_shard(dtype: str, shard_cols: list[int], inplace: bool) -> dict:
     arguments = {
         "vocab_start": start,
         "valid_cols": max(0, min(shard_cols[rank], VOCAB - start)),
-        "group": dist.group.WORLD,
+        "group": dist.new_group(backend="gloo"),
     }
     logprobs, entropy = token_logprobs(
         shard * 1, targets, rows=rows, temperature=TEMPERATURE, with_entropy=True, inplace=inplace, **arguments

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -86,3 +88,15 @@ def test_a_broken_flash_attention_3_is_named_and_passed_over(machine, caplog) ->
     machine((9, 0), package=True, error=ImportError("undefined symbol"))
     assert backend.flash_attention(torch.bfloat16, 128) == "FA2"
     assert "FlashAttention 3 is installed and cannot be used: undefined symbol" in caplog.text
+
+
+@pytest.mark.parametrize("num_local_ranks", [1, 3, 1000])
+def test_an_update_on_the_host_takes_this_ranks_share_of_the_cores(monkeypatch, num_local_ranks) -> None:
+    """On one thread it takes as long as the rest of a step; on all cores the ranks of a machine get in each other's way."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_local_ranks))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6))
+    before = torch.get_num_threads()
+    with pytest.raises(RuntimeError, match="inside"), backend.host_threads():
+        assert torch.get_num_threads() == max(6 // num_local_ranks, 1)
+        raise RuntimeError("inside")
+    assert torch.get_num_threads() == before

@@ -16,6 +16,25 @@ def own_environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("tensor", "zero_stage", "expected"), [(2, 1, "1"), (2, 0, "1"), (1, 1, None), (2, 2, None), (4, 3, None)]
+)
+def test_one_queue_of_the_gpu_is_for_tensor_parallelism_only(own_environment, tensor, zero_stage, expected):
+    """With one queue ZeRO-3 gathers the next layer after this one instead of during it."""
+    environment.prepare_environment(from_values({"tensor_model_parallel_size": tensor, "zero_stage": zero_stage}))
+    assert own_environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+
+
+@pytest.mark.parametrize("given", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", None])
+def test_the_users_allocator_stays(own_environment, given):
+    """torch reads one of the two names; setting the other would undo what the user has chosen."""
+    if given:
+        own_environment[given] = "max_split_size_mb:128"
+    environment.prepare_environment(from_values({}))
+    found = {name: value for name, value in own_environment.items() if name.endswith("ALLOC_CONF")}
+    assert found == ({given: "max_split_size_mb:128"} if given else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+@pytest.mark.parametrize(
     ("place", "expected"),
     [
         ({}, "127.0.0.1"),
