@@ -12,7 +12,6 @@ Without Transformer Engine two of its modules lack a name that they read, on any
 from __future__ import annotations
 
 import functools
-import glob
 import importlib.abc
 import logging
 import os
@@ -30,8 +29,6 @@ from torch.autograd.profiler import emit_nvtx
 from torch.distributed import DeviceMesh
 
 CPU = torch.device("cpu")
-GPU_FILES = "/dev/nvidia[0-9]*"
-"""A GPU each, where there is an NVIDIA driver, whether or not it is new enough."""
 
 REBOUND: tuple[tuple[str, str, str], ...] = (
     # Without CUDA: (module under megatron.core, name, why)
@@ -68,24 +65,13 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def check_gpus() -> None:
-    """Refuse to train on the CPU of a machine whose GPUs torch was built for and cannot use.
-
-    Raises:
-        RuntimeError: with what torch says, which is usually that the driver is too old.
-    """
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-    if torch.version.cuda is None or is_hidden or not glob.glob(GPU_FILES) or has_cuda():
-        return
-    try:
-        torch.cuda.init()
-        why = "torch.cuda.is_available() is false"
-    except (RuntimeError, AssertionError) as err:
-        why = str(err).splitlines()[0]
-    raise RuntimeError(
-        f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use this machine's GPUs: {why}; update the NVIDIA driver "
-        "(CUDA 13 needs 580 or newer, nvidia-smi tells yours), or set CUDA_VISIBLE_DEVICES= to train on the CPU"
-    )
+def why_no_cuda() -> str:
+    """The likely reason, and what to do, where a machine has GPUs and torch finds none."""
+    cuda = torch.version.cuda
+    if cuda is None:
+        return f"torch {torch.__version__} is built for CPUs alone; install the packages of requirements/gpu.txt"
+    driver = "driver 580 or newer" if cuda.startswith("13.") else "a driver for it"
+    return f"torch {torch.__version__} with CUDA {cuda} needs {driver}; nvidia-smi shows this machine's, update it"
 
 
 def device() -> torch.device:
@@ -155,7 +141,6 @@ def init_process_group(
     *, rank: int, world_size: int, timeout_minutes: float, store: torch.distributed.Store | None = None
 ) -> None:
     """Join the default process group: NCCL with CUDA, gloo without. Every rank must call; one alone needs no rendezvous."""
-    check_gpus()
     if has_cuda():
         torch.cuda.set_device(device())
     torch.distributed.init_process_group(

@@ -320,6 +320,39 @@ def connect_to_an_engine_that_fails(model_dir: str, meeting_host: str | None = N
     return "", ""
 
 
+def send_nothing_while_rank_0_sends(patience_s: float) -> list[int]:
+    """What this rank sent in a sync in which rank 0 is busy for twice as long as the others wait for its messages."""
+    import time
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from mgrpo.config.schema import Engine as EngineSettings
+    from mgrpo.rollout.fleet import Fleet
+    from mgrpo.run import engine_weights, lead
+    from tests.scripted_engine import ScriptedEngine
+
+    def send(version: int) -> None:
+        if dist.get_rank() == 0:
+            time.sleep(2 * patience_s)
+        sent.append(version)
+
+    sent: list[int] = []
+    settings = EngineSettings()
+    with mock.patch.object(lead, "PATIENCE_S", patience_s):
+        weights = engine_weights.EngineWeights(
+            SimpleNamespace(),
+            shape=SimpleNamespace(),
+            layout=SimpleNamespace(),
+            settings=settings,
+            lead=lead.Lead(),
+            fleet=Fleet([ScriptedEngine()], settings, seed=1),
+            host_group=dist.group.WORLD,
+        )
+    weights.sender = SimpleNamespace(send=send)
+    weights.send(7, step=1)
+    return sent
+
+
 class GivenGroups:
     """A source that gives every step the same scored groups; rank 0 packs them, as in a run."""
 

@@ -151,8 +151,8 @@ def test_peak_is_the_sum_of_what_is_there_at_once() -> None:
         passing = max(stage.activations.total + stage.logits + stage.fragmentation, stage.sync, stage.states.update)
         assert stage.total == stage.states.total + passing + 4 * GIB
     assert plan.stages[0].logits == 0 < plan.stages[1].logits
-    # One bucket of 64 MiB for each of 64 workers.
-    assert plan.worst.sync == 64 * 64 * 2**20
+    # Two buckets of 256 MiB for each of 64 workers, from 64 learners.
+    assert plan.worst.sync == 2 * 256 * 2**20
 
 
 def test_offload_and_small_moments_shrink_the_optimizer() -> None:
