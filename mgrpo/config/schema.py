@@ -271,6 +271,9 @@ class Parallel:
     """Type of Adam's first moment with use_precision_aware_optimizer."""
     exp_avg_sq_dtype: Annotated[Literal["float32", "float16", "bfloat16"], MEGATRON] = "float32"
     """Type of Adam's second moment with use_precision_aware_optimizer."""
+    transformer_impl: Annotated[Literal["auto", "local", "transformer_engine"], MEGATRON] = "auto"
+    """Whose matrix products and norms a layer is made of: Megatron's own (local) or Transformer Engine's, which need CUDA;
+    auto: Transformer Engine's where it is installed and learners have GPUs. Weights and checkpoints do not depend on it."""
     recompute_granularity: Annotated[Literal["none", "selective", "full"], MEGATRON] = "none"
     """Activations that the backward pass recomputes: none, those of recompute_modules (selective), or whole layers (full)."""
     recompute_modules: Annotated[tuple[str, ...], MEGATRON] = ("core_attn", "mlp")

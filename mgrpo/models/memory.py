@@ -34,11 +34,9 @@ class StateBytes:
     reference: int
     """The reference model's parameters, and an fp32 copy of them where the reference is updated."""
     unsharded: int = 0
-    """ZeRO-2 and 3: the whole gradients and parameters of the layers that are being computed."""
-    update: int = 0
-    """Only while the optimizer steps: one fp32 temporary of its share (torch's AdamW over all tensors at once)."""
+    """ZeRO-3: whole weights, of the layer in use, of the next one, and of what is outside all layers."""
     host: int = 0
-    """Optimizer states in host memory."""
+    """In host memory: offloaded moments with a master copy and a gradient of their own, all fp32."""
 
     @property
     def total(self) -> int:
@@ -136,7 +134,8 @@ def state_bytes(
     Args:
         reference_moves: the reference is updated, which takes an fp32 copy.
         moment_bytes: of Adam's two moments, per weight.
-        offload_fraction: share of the optimizer states in host memory.
+        offload_fraction: share of the weights that the host updates. Megatron keeps their fp32 masters on the device as
+            well.
     """
     held = stage_elements(shape, layout, stage=stage)
 
@@ -148,31 +147,54 @@ def state_bytes(
     stepped = share(layout.sharding >= 1)
     # Megatron-FSDP also keeps an fp32 master copy of fp32 weights.
     has_master = dtype_bytes != FP32_BYTES or layout.sharding >= 2
-    optimizer = stepped * (FP32_BYTES * has_master + moment_bytes)
-    on_host = int(optimizer * offload_fraction)
+    on_host = int(stepped * offload_fraction)
     return StateBytes(
         parameters=share(layout.sharding == 3) * dtype_bytes,
         gradients=share(layout.sharding >= 2) * FP32_BYTES,
-        optimizer=optimizer - on_host,
+        optimizer=stepped * FP32_BYTES * has_master + (stepped - on_host) * moment_bytes,
         reference=held.total * (dtype_bytes + FP32_BYTES * reference_moves) if has_reference else 0,
         unsharded=_unsharded_bytes(shape, layout, stage=stage, dtype_bytes=dtype_bytes),
-        update=int(stepped * FP32_BYTES * (optimizer - on_host) / optimizer),
-        host=on_host,
+        host=on_host * 4 * FP32_BYTES,
     )
 
 
 def _unsharded_bytes(shape: ModelShape, layout: Layout, *, stage: int, dtype_bytes: int) -> int:
-    """What is unsharded at any one time: fp32 gradients, and with ZeRO-3 also weights.
-
-    This is two layers, the one being computed and the next or the one before, and what is outside all layers:
-    embedding, final norm and head, which Megatron-FSDP does not free.
-    """
-    if layout.sharding < 2:
+    """Two layers, and embedding, final norm and head, which Megatron-FSDP does not free."""
+    if layout.sharding < 3:
         return 0
+    layers, outside = _largest_layer(shape, layout, stage), _outside(shape, layout, stage)
+    return (2 * layers + outside) * dtype_bytes
+
+
+def _largest_layer(shape: ModelShape, layout: Layout, stage: int) -> int:
+    held = holdings(shape, tensor=layout.tensor, expert=layout.expert).layers
+    return max(held[layer].total for layer in stage_layers(layout, shape.num_layers, stage))
+
+
+def _outside(shape: ModelShape, layout: Layout, stage: int) -> int:
+    """Weights of a stage that are in none of its layers."""
+    held = holdings(shape, tensor=layout.tensor, expert=layout.expert).layers
+    layers = sum(held[layer].total for layer in stage_layers(layout, shape.num_layers, stage))
+    return stage_elements(shape, layout, stage=stage).total - layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeGradients:
+    """Gradients of a backward pass that ZeRO-2 and 3 have not yet scattered, in bytes of one rank."""
+
+    layer: int
+    """fp32, of one layer; there may be two, the one in work and the one before it."""
+    head: int
+    """fp32, of the LM head and the final norm."""
+
+
+def whole_gradients(shape: ModelShape, layout: Layout, *, stage: int) -> WholeGradients:
+    """None of them up to ZeRO-1, whose gradients are always whole."""
+    if layout.sharding < 2:
+        return WholeGradients(layer=0, head=0)
     held = holdings(shape, tensor=layout.tensor, expert=layout.expert)
-    layers = [held.layers[layer].total for layer in stage_layers(layout, shape.num_layers, stage)]
-    outside = stage_elements(shape, layout, stage=stage).total - sum(layers)
-    return (2 * max(layers) + outside) * (FP32_BYTES + (dtype_bytes if layout.sharding == 3 else 0))
+    head = held.norm + (held.embedding if shape.tied else held.head) if stage == layout.pipeline - 1 else 0
+    return WholeGradients(layer=FP32_BYTES * _largest_layer(shape, layout, stage), head=FP32_BYTES * head)
 
 
 def logits_bytes(tokens: int, *, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:

@@ -192,6 +192,12 @@ NORMS = {
 }
 """The norms of a layer for each `ModelShape.norms`: their names in HF and in Megatron."""
 
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Transformer Engine's names of norms that it computes with the matrix product after them, and Megatron's own."""
+
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 EXPERT_MATRICES = {"mlp": GATE_UP_DOWN, "block_sparse_moe": ("w1", "w3", "w2")}
 """Gate, up and down projection of an expert by `Experts.names`."""

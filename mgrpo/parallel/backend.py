@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -195,7 +196,7 @@ def set_random_states(states: dict[str, torch.Tensor]) -> None:
 
 
 def transformer_settings() -> dict[str, Any]:
-    """Fields of Megatron's TransformerConfig that depend on the device and on what can be imported."""
+    """Fields of Megatron's TransformerConfig that depend on the device."""
     fused = has_cuda()
     return {
         "use_cpu_initialization": not fused,
@@ -204,8 +205,12 @@ def transformer_settings() -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
     }
+
+
+def accumulates_gradients() -> bool:
+    """Whether apex's kernel is installed with which Megatron's own layers add to their gradients in the matrix product."""
+    return has_cuda() and find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 class _Stream:
@@ -395,6 +400,9 @@ def _patch_tensor(stand_in: _StandIn) -> None:
 
 def install() -> None:
     """Let megatron-core run without CUDA and without Transformer Engine. Call before the first import of `megatron.core`."""
+    if find_spec("amp_C") is None:
+        # What else may be called apex is not NVIDIA's, and Megatron would try to use it.
+        sys.modules.setdefault("apex", None)  # type: ignore[arg-type]
     # The run reports once what is installed beside Megatron; a dozen modules would warn about it on every rank.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     warnings.filterwarnings("ignore", message=".*_tensor. is deprecated", category=FutureWarning)

@@ -23,7 +23,7 @@ from functools import cache
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
-from mgrpo.models.memory import FP32_BYTES, padded_vocab, stage_layers
+from mgrpo.models.memory import FP32_BYTES, logits_bytes, padded_vocab, stage_layers
 
 INDEX_BYTES = 8
 """int64."""
@@ -54,21 +54,29 @@ class LayerActivations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageActivations:
-    """Peak bytes of one rank of a pipeline stage."""
+    """Bytes of one rank of a pipeline stage in a training step.
+
+    What waits for its backward pass is there throughout; the loss and the backward passes of the layers follow one
+    another.
+    """
 
     kept: int
     """Activations of all micro-batches in flight."""
-    recomputed: int
-    """Activations of the layer whose forward pass is being repeated."""
-    working: int
-    """Gradients within the layer in its backward pass, and its gathered input."""
+    kept_layer: int
+    """Of these, a layer's of one micro-batch."""
+    buffers: int
+    """What Megatron gathers into under sequence parallelism, and a message between stages."""
+    loss: int
+    """Forward and backward pass of the LM head, on the last stage."""
+    layer: int
+    """Backward pass of a layer: what is recomputed, and gradients."""
     in_flight: float
     """Micro-batches whose activations are kept at once, in units of the whole stage."""
 
     @property
     def total(self) -> int:
-        """Their sum."""
-        return self.kept + self.recomputed + self.working
+        """Their peak."""
+        return self.kept + self.buffers + max(self.loss, self.layer)
 
 
 @cache
@@ -133,11 +141,16 @@ def _attention(
         # The values are a view of the qkv projection's output, which keeps all of that output alive.
         elements = 3 * query + 3 * key
     elif settings.cp_comm_type == "all_gather":
-        # Keys and values of the whole pack, in the order of its tokens.
-        elements = 2 * query + 2 * key * layout.context
+        # Keys and values of the whole pack: fused, once for the early and once for the late stretch of each document, as
+        # far as these see them.
+        seen = layout.context + 0.5 if fused else layout.context
+        elements = 2 * query + int(2 * key * seen)
     else:
         # All tokens and a share of the heads; also the output after the exchange back.
         elements = 3 * query + 2 * key
+    if shape.qk_norm and layout.context > 1 and fused:
+        # The keys' norm has a view of the qkv projection's output as its input.
+        elements += query + 2 * key
     kept = tokens * elements * dtype_bytes
     if shape.qk_norm:
         norms = _norm(tokens * heads, shape.head_dim, dtype_bytes, fused)
@@ -152,11 +165,15 @@ def _experts(shape: ModelShape, layout: Layout, split_tokens: int, dtype_bytes: 
     experts = shape.experts
     assert experts is not None
     copies = split_tokens * experts.top_k
-    # With tensor-parallel experts every rank has all ranks' tokens and a share of the width.
-    rows, ffn = copies * layout.expert_tensor, experts.ffn // layout.expert_tensor
+    rows, ffn = _routed(shape, layout, split_tokens), experts.ffn // layout.expert_tensor
     # Probabilities and routing map of all experts; chosen experts with their scores, and positions of the copies.
     router = split_tokens * experts.count * (FP32_BYTES + 1) + copies * 2 * (FP32_BYTES + INDEX_BYTES)
     return router + rows * ((shape.hidden + 3 * ffn) * dtype_bytes + FP32_BYTES)
+
+
+def _routed(shape: ModelShape, layout: Layout, split_tokens: int) -> int:
+    """Rows of a rank's experts: with tensor-parallel experts it has all ranks' tokens, and a share of the width."""
+    return split_tokens * shape.experts.top_k * layout.expert_tensor if shape.experts else 0
 
 
 def kept_bytes(layer: LayerActivations, *, has_experts: bool, settings: Parallel) -> int:
@@ -198,9 +215,10 @@ def stage_activations(
     dtype_bytes: int,
     settings: Parallel,
     num_micro_batches: int,
+    logits_chunk: int = 0,
     fused: bool = True,
 ) -> StageActivations:
-    """Peak of one rank over a training step, without the LM head's logits (see `logits_working_bytes`)."""
+    """Peak of one rank over a training step in which every token is a response, which none can exceed."""
     layers = {
         kind: layer_activations(
             shape,
@@ -220,24 +238,56 @@ def stage_activations(
     rotary = rows * shape.head_dim * len(shape.rope_kinds) * dtype_bytes
     total = int((kept + rotary * layout.virtual_pipeline) * in_flight)
     stream = next(iter(layers.values())).layer_input
-    if stage == layout.pipeline - 1:
+    gathered = stream * (layout.tensor if layout.sequence_parallel else 1)
+    is_last = stage == layout.pipeline - 1
+    split_rows = rows // layout.tensor if layout.sequence_parallel else rows
+    if is_last:
         # The final norm, and the LM head's input, which is not split.
-        split_rows = rows // layout.tensor if layout.sequence_parallel else rows
         total += _norm(split_rows, shape.hidden, dtype_bytes, fused) + rows * shape.hidden * dtype_bytes
     else:
         total += int(stream * in_flight * layout.virtual_pipeline)  # what was sent to the next stage
     return StageActivations(
         kept=total,
-        recomputed=max(dropped_bytes(layers[kind], has_experts=kind, settings=settings) for kind in set(held)),
-        working=max(layers[kind].mlp for kind in set(held))
-        + 2 * stream * (layout.tensor if layout.sequence_parallel else 1),
+        kept_layer=kept // len(held),
+        buffers=gathered * layout.sequence_parallel + stream * (layout.pipeline > 1),
+        loss=loss_bytes(rows, shape=shape, layout=layout, dtype_bytes=dtype_bytes, logits_chunk=logits_chunk)
+        if is_last
+        else 0,
+        layer=2 * stream
+        + max(
+            dropped_bytes(layers[kind], has_experts=kind, settings=settings)
+            + (
+                # Tokens by expert before and after the exchange, and the experts' outputs one by one and together.
+                4 * _routed(shape, layout, split_rows) * shape.hidden * dtype_bytes
+                if kind
+                else _mlp_backward(shape, layout, rows, gathered, dtype_bytes)
+            )
+            for kind in set(held)
+        ),
         in_flight=in_flight,
     )
 
 
-def logits_working_bytes(rows: int, *, shape: ModelShape, layout: Layout, dtype_bytes: int, logits_chunk: int) -> int:
-    """The LM head on the last stage: whole logits, or one chunk of columns and the fp32 gradient of its input."""
+def _mlp_backward(shape: ModelShape, layout: Layout, tokens: int, gathered: int, dtype_bytes: int) -> int:
+    """Bytes of gradients within an MLP beyond the 3f that it keeps, at the fullest of three moments.
+
+    The second projection: its input's gradient and its weights', which is added to the fp32 buffer only when it is
+    complete. SwiGLU: its output's gradient in place of its output, two factors, and its input's gradient, 2f each;
+    torch.compile may do without the factors. The first projection: its input's gradient and its weights'.
+    """
+    width = shape.ffn // layout.tensor
+    f, weights = tokens * width * dtype_bytes, shape.hidden * width * dtype_bytes
+    return max(f + weights + gathered * layout.sequence_parallel, 4 * f, 2 * weights + gathered - f)
+
+
+def loss_bytes(rows: int, *, shape: ModelShape, layout: Layout, dtype_bytes: int, logits_chunk: int) -> int:
+    """The LM head on the last stage: logits, their product with its input, the weights' gradient, and the input's.
+
+    Whole logits, which their gradient overwrites, or one chunk of columns, whose input's gradient is summed in fp32.
+    """
     columns = padded_vocab(shape) // layout.tensor
+    weights = columns * shape.hidden * dtype_bytes
     if not logits_chunk:
-        return rows * columns * dtype_bytes
-    return rows * (min(logits_chunk, columns) * dtype_bytes + shape.hidden * (FP32_BYTES + dtype_bytes))
+        logits = logits_bytes(rows, shape=shape, layout=layout, dtype_bytes=dtype_bytes)
+        return logits + weights + rows * shape.hidden * dtype_bytes
+    return weights + rows * (min(logits_chunk, columns) * dtype_bytes + 2 * shape.hidden * FP32_BYTES)

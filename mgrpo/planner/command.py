@@ -141,6 +141,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     documents = field_docs(Assumptions)
     for field in dataclasses.fields(Assumptions):
         kind = _share if field.name.endswith(("_efficiency", "_share", "_fill")) else _not_negative
+        kind = _positive if field.name.endswith("_s") else kind
         assumed.add_argument(
             f"--{field.name}", type=kind, default=field.default, help=documents.get(field.name, "").replace("%", "%%")
         )

@@ -21,8 +21,6 @@ from mgrpo.planner.work import layer_flops, passes_of, stage_flops
 NOTED = 0.005
 """Relative differences from here on are explained."""
 
-TEMPORARY = ("data", "score", "forward", "backward", "update", "metrics")
-"""Kinds of memory that are named after the phase that made them."""
 AXES = {
     "tensor": ("tensor",),
     "context": ("context",),
@@ -69,29 +67,19 @@ def _memory(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
             yield Line(
                 section="memory", name=kind, rehearsed=at_peak[kind], planned=planned, why="rounding to 512 bytes"
             )
-    training, kept = stage.activations.total + stage.logits, stage.activations.kept + stage.activations.recomputed
-    is_in_update = states.update > training
-    transient = states.unsharded + (states.update if is_in_update else training)
     yield Line(
         section="memory",
-        name="activations",
-        rehearsed=at_peak["activations"],
-        planned=0 if is_in_update else kept,
-        why="the peak lies where a recomputed layer is not whole, or in the update",
-    )
-    yield Line(
-        section="memory",
-        name="temporary",
-        rehearsed=sum(at_peak[kind] for kind in (*TEMPORARY, "build")),
-        planned=transient - (0 if is_in_update else kept),
-        why="the plan adds what may coincide; a rehearsal sees what does",
+        name="whole weights, passes",
+        rehearsed=found["peak"] - sum(at_peak[kind] for kind in ("parameters", "gradients", "optimizer", "reference")),
+        planned=states.unsharded + stage.passes,
+        why="the plan has a pack of responses only",
     )
     yield Line(
         section="memory",
         name="peak",
         rehearsed=found["peak"],
-        planned=states.parameters + states.gradients + states.optimizer + states.reference + transient,
-        why="without fragmentation and what CUDA and NCCL reserve",
+        planned=stage.peak,
+        why="without fragmentation, the weight sync, and what CUDA and NCCL reserve",
     )
 
 
@@ -116,7 +104,7 @@ def _why_sent(axis: str) -> str:
         "tensor": "sums of log-probabilities and of the norms' gradients",
         "context": "log-probabilities of all responses",
         "expert": "routing probabilities",
-        "data": "padding of buckets",
+        "data": "padding; before the first update ZeRO-2 and 3 also gather all weights",
     }.get(axis, "")
 
 

@@ -78,6 +78,8 @@ class Assumptions:
     """Share of NVLink's and the network's rate that collectives reach."""
     hbm_efficiency: float = 0.7
     """Share of the memory bandwidth that decoding and the optimizer reach."""
+    host_adam_gweights_s: float = 0.1
+    """1e9 weights per second that a learner's host updates (optimizer_cpu_offload), on one thread: OMP_NUM_THREADS is 1."""
     allreduce_us: float = 15.0
     """Microseconds of a small all-reduce between an engine's workers; there are two per layer and decoding step."""
     decode_step_ms: float = 4.0
@@ -85,7 +87,7 @@ class Assumptions:
     reserved_gib: float = 4.0
     """GiB per learner GPU for the CUDA context, NCCL, libraries, and for data-sheet GB that are less than GiB."""
     fragmentation: float = 0.1
-    """Memory that the allocator wastes, as a share of activations and logits."""
+    """Memory that the allocator wastes, as a share of what comes and goes with each micro-batch."""
     engine_workspace_gib: float = 4.0
     """GiB per engine GPU, within vllm_gpu_memory_utilization, for activations of a forward pass and CUDA graphs."""
     prompt_share: float = 0.5

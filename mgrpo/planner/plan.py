@@ -10,8 +10,17 @@ from mgrpo.config.derived import layout_of
 from mgrpo.config.schema import Config, Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
-from mgrpo.models.memory import DTYPE_BYTES, FP32_BYTES, StateBytes, choose_logits_chunk, holdings, state_bytes
-from mgrpo.planner.activations import StageActivations, logits_working_bytes, stage_activations
+from mgrpo.models.memory import (
+    DTYPE_BYTES,
+    FP32_BYTES,
+    StateBytes,
+    WholeGradients,
+    choose_logits_chunk,
+    holdings,
+    state_bytes,
+    whole_gradients,
+)
+from mgrpo.planner.activations import StageActivations, stage_activations
 from mgrpo.planner.engine import EngineMemory, GenerationTime, engine_memory, generation_time
 from mgrpo.planner.hardware import GIB, Hardware
 from mgrpo.planner.timing import LearnerTime, learner_time, num_micro_batches, sync_seconds
@@ -46,21 +55,52 @@ class StageMemory:
     stage: int
     states: StateBytes
     activations: StageActivations
-    logits: int
+    gradients: WholeGradients
     sync: int
     """Buckets in flight during a weight sync, while there are no activations."""
-    fragmentation: int
     reserved: int
+    waste: float
+    """Share of what comes and goes with each micro-batch that the allocator wastes."""
+
+    @property
+    def loss(self) -> int:
+        """Beyond what waits for its backward pass: forward and backward pass of the LM head."""
+        return self.activations.loss + self.gradients.head
+
+    @property
+    def layer(self) -> int:
+        """Beyond what waits for its backward pass: the backward pass of a layer.
+
+        Where whole gradients of two layers lie beside each other, one of them keeps no activations any more.
+        """
+        layer = self.gradients.layer
+        whole = layer + max(layer - self.activations.kept_layer, 0)
+        return self.activations.layer + whole + self.gradients.head
+
+    @property
+    def passes(self) -> int:
+        """Peak of forward and backward passes."""
+        return self.activations.kept + self.activations.buffers + max(self.loss, self.layer)
+
+    @property
+    def fragmentation(self) -> int:
+        """What the allocator wastes while packs come and go."""
+        return int(self.waste * self.passes)
 
     @property
     def training(self) -> int:
         """Allocated and freed with each micro-batch."""
-        return self.activations.total + self.logits + self.fragmentation
+        return self.passes + self.fragmentation
+
+    @property
+    def peak(self) -> int:
+        """Of a training step, without the weight sync, the allocator's waste and what is reserved."""
+        return self.states.total + self.passes
 
     @property
     def transient(self) -> int:
-        """The largest of what never coexists: a micro-batch, an optimizer step, a weight sync."""
-        return max(self.training, self.states.update, self.sync)
+        """The larger of what never coexists: forward and backward passes, a weight sync."""
+        return max(self.training, self.sync)
 
     @property
     def total(self) -> int:
@@ -273,12 +313,8 @@ def stage_memory(
             pack_fill=assumed.pack_fill,
             parts=config.algorithm.num_mini_batches,
         ),
+        logits_chunk=logits_chunk,
     )
-    # A pack has fewer response rows than tokens: an upper bound.
-    rows = -(-settings.pack_length // layout.context)
-    logits = logits_working_bytes(rows, shape=shape, layout=layout, dtype_bytes=dtype_bytes, logits_chunk=logits_chunk)
-    if stage != layout.pipeline - 1:
-        logits = 0
     return StageMemory(
         stage=stage,
         states=state_bytes(
@@ -292,10 +328,10 @@ def stage_memory(
             offload_fraction=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
         ),
         activations=activations,
-        logits=logits,
+        gradients=whole_gradients(shape, layout, stage=stage),
         sync=_sync_bytes(config, shape, layout, dtype_bytes),
-        fragmentation=int(assumed.fragmentation * (activations.total + logits)),
         reserved=int(assumed.reserved_gib * GIB),
+        waste=assumed.fragmentation,
     )
 
 

@@ -151,7 +151,7 @@ def _memory(plan: RunPlan) -> Table:
         totals = (_activations(plan, stage.stage, recompute) for stage in stages)
         modules = f" {' '.join(settings.recompute_modules)}" if recompute == "selective" else ""
         used = " (used)" if recompute == settings.recompute_granularity else ""
-        table.add_row(f"activations, recompute {recompute}{modules}{used}", *map(_gib, totals), style="dim")
+        table.add_row(f"passes, recompute {recompute}{modules}{used}", *map(_gib, totals), style="dim")
     if plan.worst.states.host:
         table.add_row("in host memory", *(_gib(stage.states.host) for stage in stages), style="dim")
     return table
@@ -162,18 +162,19 @@ def _permanent(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]
     yield "gradients (fp32)", [stage.states.gradients for stage in stages]
     yield "optimizer", [stage.states.optimizer for stage in stages]
     yield "reference model", [stage.states.reference for stage in stages]
-    yield "whole layers (ZeRO 2, 3)", [stage.states.unsharded for stage in stages]
+    yield "whole weights (ZeRO 3)", [stage.states.unsharded for stage in stages]
     yield "CUDA, NCCL, libraries (assumed)", [stage.reserved for stage in stages]
 
 
 def _temporary(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]:
-    """The three never coexist: only the largest is part of the peak."""
-    yield "largest of: training", [stage.training for stage in stages]
-    yield "              activations", [stage.activations.total for stage in stages]
-    yield "              logits", [stage.logits for stage in stages]
-    yield "              fragmentation (assumed)", [stage.fragmentation for stage in stages]
-    yield "            optimizer step", [stage.states.update for stage in stages]
-    yield "            weight sync (buckets)", [stage.sync for stage in stages]
+    """What never coexists: only the larger is part of the peak."""
+    yield "larger of: training", [stage.training for stage in stages]
+    yield "             activations", [stage.activations.kept for stage in stages]
+    yield "             buffers", [stage.activations.buffers for stage in stages]
+    yield "             larger of: LM head and loss", [stage.loss for stage in stages]
+    yield "                        a layer's backward pass", [stage.layer for stage in stages]
+    yield "             fragmentation (assumed)", [stage.fragmentation for stage in stages]
+    yield "           weight sync (buckets)", [stage.sync for stage in stages]
 
 
 def _activations(plan: RunPlan, stage: int, recompute: Recompute) -> int:
@@ -186,6 +187,7 @@ def _activations(plan: RunPlan, stage: int, recompute: Recompute) -> int:
         dtype_bytes=plan.dtype_bytes,
         settings=settings,
         num_micro_batches=plan.learners.num_micro_batches,
+        logits_chunk=plan.logits_chunk,
     ).total
 
 
@@ -339,7 +341,7 @@ def as_json(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[S
         "layout": dataclasses.asdict(plan.layout) | {"data": plan.layout.data},
         "logits_chunk": plan.logits_chunk,
         "learners": [
-            dataclasses.asdict(stage) | {"total": stage.total, "activations_total": stage.activations.total}
+            dataclasses.asdict(stage) | {"total": stage.total, "peak": stage.peak, "passes": stage.passes}
             for stage in plan.stages
         ],
         "engine": dataclasses.asdict(plan.engine) | {"longest_sequences": plan.engine.longest_sequences},

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mgrpo.config.schema import Config, Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
-from mgrpo.models.memory import FP32_BYTES, StateBytes, stage_elements
+from mgrpo.models.memory import FP32_BYTES, StateBytes
 from mgrpo.planner.hardware import Hardware
 from mgrpo.planner.traffic import (
     AXES,
@@ -95,7 +95,7 @@ def learner_time(
     # Megatron-FSDP (ZeRO-2 and 3) sends while it computes; only the excess over the computation costs time.
     hidden = training["compute"] + training["recompute"] if layout.sharding >= 2 else 0.0
     training["data"] = max(shared - hidden, 0.0)
-    training["optimizer"] = passes.optimizer_steps * _optimizer_seconds(shape, layout, states, hardware, stage=stage)
+    training["optimizer"] = passes.optimizer_steps * _optimizer_seconds(states, hardware)
 
     num_forward = passes.reference + passes.old
     logprobs = {"compute": hardware.compute_seconds(flops.forward * num_forward, gpus=gpus)}
@@ -124,19 +124,16 @@ def _link_seconds(traffic: Traffic, layout: Layout, hardware: Hardware) -> dict[
     return {axis: bytes_ / hardware.link_bytes_s(span_of(layout, axis)) for axis, bytes_ in sent.items() if bytes_}
 
 
-def _optimizer_seconds(
-    shape: ModelShape, layout: Layout, states: StateBytes, hardware: Hardware, *, stage: int
-) -> float:
-    """Seconds of one update: reads and writes states, reads gradients, writes parameters; offloaded shares cross PCIe.
+def _optimizer_seconds(states: StateBytes, hardware: Hardware) -> float:
+    """Seconds of one update: reads and writes states, reads gradients, writes parameters.
 
-    The host's arithmetic is assumed to be hidden behind PCIe, which is optimistic with few cores per GPU.
+    Of what the host updates, gradients cross PCIe and weights come back; then the GPU and the link wait for the host.
     """
     touched = 2 * states.optimizer + states.gradients
-    held = stage_elements(shape, layout, stage=stage).total
-    offloaded = states.host / max(states.host + states.optimizer, 1)
-    shared = held / max(layout.num_shards if layout.zero_stage else 1, 1)
-    over_pcie = shared * offloaded * 2 * FP32_BYTES  # gradients to the host, weights back
-    return touched / hardware.hbm_bytes_s + over_pcie / (hardware.gpu.pcie_gb_s * 1e9)
+    on_host = states.host / (4 * FP32_BYTES)
+    over_pcie = on_host * 2 * FP32_BYTES / (hardware.gpu.pcie_gb_s * 1e9)
+    arithmetic = on_host / (hardware.assumed.host_adam_gweights_s * 1e9)
+    return touched / hardware.hbm_bytes_s + over_pcie + arithmetic
 
 
 def sync_seconds(model_bytes: float, *, engines: int, workers: int, learners: int, hardware: Hardware) -> float:

@@ -16,6 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mgrpo.config.kernels import uses_transformer_engine
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
@@ -24,6 +25,7 @@ from mgrpo.parallel.attention import PackedAttention
 from mgrpo.parallel.context import core_attention
 from mgrpo.parallel.experts import GroupedExperts
 from mgrpo.parallel.norms import HeadsNorm, NormThenAdd, RMSNorm
+from mgrpo.policy import transformer_engine
 from mgrpo.policy.rotary import RotaryAttention
 
 
@@ -31,11 +33,15 @@ def transformer_config(
     shape: ModelShape, layout: Layout, dtype: torch.dtype, settings: Parallel | None = None
 ) -> TransformerConfig:
     """Megatron's description of the model on this layout; `settings` say what is recomputed and replayed."""
+    uses_te = uses_transformer_engine(settings or Parallel(), has_cuda=backend.has_cuda())
     return TransformerConfig(
         **(backend.transformer_settings() | _model_settings(shape)),
         **_axes(layout),
         **_recompute_settings(settings or Parallel()),
         moe_enable_routing_replay=bool(shape.experts and settings and settings.moe_enable_routing_replay),
+        moe_permute_fusion=uses_te and shape.experts is not None,
+        # Megatron-FSDP hands out its gradient buffers by itself.
+        gradient_accumulation_fusion=backend.accumulates_gradients() and layout.sharding < 2,
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize_without_scaling,
         params_dtype=dtype,
@@ -134,10 +140,13 @@ def block(
     config: TransformerConfig, shape: ModelShape, layers: range, settings: Parallel | None = None
 ) -> TransformerBlockSubmodules:
     """Megatron's description of the layers of one chunk of a stage."""
-    attention = core_attention((settings or Parallel()).cp_comm_type)
-    return TransformerBlockSubmodules(
-        layer_specs=[_layer(config, shape, layer, attention) for layer in layers], layer_norm=RMSNorm
-    )
+    settings = settings or Parallel()
+    attention = core_attention(settings.cp_comm_type)
+    specs = [_layer(config, shape, layer, attention) for layer in layers]
+    if uses_transformer_engine(settings, has_cuda=backend.has_cuda()):
+        for layer, spec in zip(layers, specs, strict=True):
+            transformer_engine.use(spec.submodules, shape, layer)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
 def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[PackedAttention]) -> ModuleSpec:

@@ -18,12 +18,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mgrpo import ops
+from mgrpo.config.kernels import uses_transformer_engine
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import VOCAB_MULTIPLE, Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.parallel import backend
 from mgrpo.parallel.context import whole_responses
 from mgrpo.parallel.packs import PackedDocuments
+from mgrpo.policy import transformer_engine
 from mgrpo.policy.architecture import block, transformer_config
 from mgrpo.policy.rotary import PackedRotary, frequencies
 
@@ -165,7 +167,7 @@ def build(
     """
     config = transformer_config(shape, layout, dtype, settings)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    return [
+    chunks = [
         _build_chunk(
             config,
             block(config, shape, layout.chunk_layers(shape.num_layers, stage, chunk), settings),
@@ -177,6 +179,11 @@ def build(
         )
         for chunk in range(layout.virtual_pipeline)
     ]
+    if uses_transformer_engine(settings or Parallel(), has_cuda=backend.has_cuda()):
+        for chunk in chunks:
+            # Megatron-FSDP hands out its gradient buffers by itself.
+            transformer_engine.finish(chunk, accumulates=layout.sharding < 2)
+    return chunks
 
 
 def _build_chunk(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
-from mgrpo.models.table import Box, LocalParameter, hf_tensors, local_parameters
+from mgrpo.models.table import FUSED_NORMS, Box, LocalParameter, hf_tensors, local_parameters
 from mgrpo.parallel.gather import gather_values
 from mgrpo.policy.weights import Read
 
@@ -54,12 +54,12 @@ class ShardedParameters:
 
 
 def global_name(name: str, first_layer: int) -> str:
-    """Megatron counts layers within a chunk; the table counts them over the model."""
+    """A parameter's name in the table, which counts layers over the model; Megatron counts them within a chunk."""
     head, layers, tail = name.partition("decoder.layers.")
     if not layers:
         return name
     index, _, rest = tail.partition(".")
-    return f"{head}{layers}{int(index) + first_layer}.{rest}"
+    return f"{head}{layers}{int(index) + first_layer}.{FUSED_NORMS.get(rest, rest)}"
 
 
 def gather_boxes(boxes: Sequence[KindAndBox], shape: ModelShape, group: dist.ProcessGroup) -> list[list[KindAndBox]]:

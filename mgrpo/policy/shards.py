@@ -55,22 +55,28 @@ class Shard:
         """`[n]`: Adam's "exp_avg" or "exp_avg_sq"; created as zeros when there has been no step yet."""
         state = self.optimizer.state[self.parameter]
         if kind not in state:
-            # torch's fused Adam counts on its parameter's device.
-            is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
-            device = self.parameter.device if is_fused else "cpu"
-            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=device))
+            if self._counts_each:
+                # torch's fused Adam counts on its parameter's device.
+                is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
+                device = self.parameter.device if is_fused else "cpu"
+                state.setdefault("step", torch.zeros((), dtype=torch.float32, device=device))
             state[kind] = torch.zeros_like(self.parameter)
         return _local(state[kind])
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Set Adam's count of updates."""
-        state = self.optimizer.state[self.parameter]
-        if "step" in state:
+        """Set Adam's count of updates, after `moment` has made its states."""
+        if self._counts_each:
+            state = self.optimizer.state[self.parameter]
             # A tensor for each parameter: a shared one would count a step once per parameter.
             state["step"] = torch.full_like(state["step"], num_updates)
-        for group in self.optimizer.param_groups:
-            if "step" in group:  # apex and Transformer Engine
+        else:
+            for group in self.optimizer.param_groups:
                 group["step"] = num_updates
+
+    @property
+    def _counts_each(self) -> bool:
+        """torch's Adam counts the updates of each parameter, those of Transformer Engine and apex of each group."""
+        return isinstance(self.optimizer, torch.optim.Adam)
 
     def boxes(self, parameter: LocalParameter, values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
         """`values [n]` of this run as boxes of HF tensors, each with its view; `parameter` is the table's entry."""

@@ -13,6 +13,7 @@ from mgrpo import ops
 from mgrpo.algo import LossFunction
 from mgrpo.config import Config
 from mgrpo.config.derived import layout_of
+from mgrpo.config.kernels import kernel_line
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.parallel import backend
 from mgrpo.run.engine_weights import EngineWeights
@@ -96,7 +97,10 @@ def make_trainer(
         checkpoint.close()
     for line in (
         *remarks,
-        package_versions(is_extension_compiled=ops.build_info()["compiled"]),
+        package_versions(
+            is_extension_compiled=ops.build_info()["compiled"],
+            kernels=kernel_line(config.parallel, has_cuda=backend.has_cuda()),
+        ),
         *learner.remarks(),
         f"weight sync: {weights.plan.num_slices} slices, {weights.plan.bytes_moved / 1e6:.2f} MB per step "
         f"(lower bound {weights.plan.lower_bound / 1e6:.2f} MB)",

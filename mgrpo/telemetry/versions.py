@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 
 
 def version_line() -> str:
@@ -13,15 +12,14 @@ def version_line() -> str:
     return f"mgrpo {_version('mgrpo')}, Python {platform.python_version()}, {needed}"
 
 
-def package_versions(*, is_extension_compiled: bool) -> str:
-    """Versions of the packages that a run needs, and whether faster kernels are installed."""
+def package_versions(*, is_extension_compiled: bool, kernels: str) -> str:
+    """Versions of the packages that a run needs, and what computes: the extension, and `kernels`."""
     packages = {name: _version(*names) for name, names in _NEEDED.items()}
-    fused = [name for name in ("transformer_engine", "apex") if find_spec(name) is not None]
     return ", ".join(
         [
             *(f"{name} {number}" for name, number in packages.items()),
             "extension compiled" if is_extension_compiled else "extension NOT compiled (the slow reference runs)",
-            f"fused kernels of {' and '.join(fused)}" if fused else "no Transformer Engine or apex",
+            kernels,
         ]
     )
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mgrpo.parallel import backend
 from mgrpo.sync import vllm_plugin
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("module", "name", "why"), backend.REBOUND)
@@ -52,6 +56,28 @@ torch.testing.assert_close(weight.grad, tokens.sum(0).expand(2, 3))
 def test_routers_and_sharded_parameters_need_no_transformer_engine_on_cuda():
     """On GPUs a mixture of experts would end in its first forward, and ZeRO-2 with tensor ranks when it is wrapped."""
     done = subprocess.run([sys.executable, "-c", ON_CUDA_WITHOUT_TE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("text", ["raise RuntimeError('not for this Python')", "", "class FusedAdam: ..."])
+def test_the_apex_of_pypi_is_neither_imported_nor_used(tmp_path, text):
+    """It is a web framework's library, whose import may fail in any way."""
+    package = tmp_path / "apex"
+    package.mkdir()
+    (package / "__init__.py").write_text(text if text.startswith("raise") else "")
+    (package / "optimizers.py").write_text(f"{text}\nFusedSGD = None\n")
+    program = (
+        "from mgrpo.parallel import backend; backend.install(); import torch; from megatron.core import optimizer; "
+        "from megatron.core.models.gpt import gpt_layer_specs; "
+        "assert optimizer.Adam is torch.optim.AdamW and not gpt_layer_specs.HAVE_APEX"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mgrpo.config.kernels import kernel_problems
 from mgrpo.config.schema import Config
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -73,11 +74,12 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
     """
     gpus, settings = serving_gpus(), config.engine
     found = address_problems(settings.ray_address) + extra_problems(settings.vllm_extra_args) if starts_engines else []
-    if config.parallel.use_precision_aware_optimizer and find_spec("transformer_engine") is None:
-        found.append(
-            "use_precision_aware_optimizer=true needs Transformer Engine, which is not installed; "
-            "pip install transformer_engine[pytorch], or leave it out"
-        )
+    if num_local_learners:
+        if not gpus and config.parallel.transformer_impl == "transformer_engine":
+            found.append(
+                "transformer_impl=transformer_engine needs GPUs, of which there are none here; use auto or local"
+            )
+        found += kernel_problems(config)
     if not gpus:
         if head_dim not in CPU_HEAD_DIMS:
             known = ", ".join(map(str, CPU_HEAD_DIMS))

@@ -9,7 +9,7 @@ import pytest
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import shape_of
-from mgrpo.planner.activations import chunks_in_flight, layer_activations, logits_working_bytes, stage_activations
+from mgrpo.planner.activations import chunks_in_flight, layer_activations, loss_bytes, stage_activations
 
 # GPT-3 175B (arXiv:2205.05198, table 3) with SwiGLU: 3 matrices of 8/3 h are as many weights as 2 of 4 h.
 GPT_175B = shape_of(
@@ -34,7 +34,7 @@ def one_layer(layout: Layout, **settings) -> int:
     return layer.total
 
 
-def stage(layout: Layout, number: int = 0, count: int = 64, **settings):
+def stage(layout: Layout, number: int = 0, count: int = 64, logits_chunk: int = 0, **settings):
     return stage_activations(
         GPT_175B,
         layout,
@@ -43,6 +43,7 @@ def stage(layout: Layout, number: int = 0, count: int = 64, **settings):
         dtype_bytes=2,
         settings=Parallel(**settings),
         num_micro_batches=count,
+        logits_chunk=logits_chunk,
     )
 
 
@@ -73,8 +74,8 @@ def test_recomputation_keeps_less_in_the_order_of_its_price() -> None:
     head = 2 * TOKENS * 12288 * 2 + 4 * TOKENS
     turns = TOKENS * 128 * 2  # cosines and sines, once for all layers
     assert full.kept == 96 * TOKENS * 12288 * 2 + head + turns
-    assert full.recomputed == one_layer(layout)
-    assert none.kept - selective.kept == 96 * selective.recomputed == 96 * TOKENS * 3 * 32768 * 2
+    assert full.layer - none.layer == one_layer(layout)
+    assert none.kept - selective.kept == 96 * (selective.layer - none.layer) == 96 * TOKENS * 3 * 32768 * 2
     assert full.total < selective.total < none.total
 
 
@@ -107,13 +108,47 @@ def test_context_ranks_share_the_tokens_but_not_the_gathered_keys() -> None:
         for comm in ("all_gather", "a2a")
     }
     own, key = TOKENS // 4, 8 * 128
-    assert keep["all_gather"] == own * 2 * 2 * 12288 + TOKENS * 2 * key * 2
+    # Of 8 stretches the first rank has the first and the last, which see 1 + 8 of them: 9/8 of the pack.
+    assert keep["all_gather"] == own * 2 * 2 * 12288 + TOKENS * 2 * key * 2 * 9 // 8
     assert keep["a2a"] == own * 2 * (3 * 12288 + 2 * key)
 
 
-def test_logits_are_whole_or_one_chunk() -> None:
-    """With `logits_chunk` neither the forward nor the backward pass holds more columns."""
+def test_the_loss_has_logits_and_two_gradients() -> None:
+    """With `logits_chunk` neither the forward nor the backward pass holds more columns; the input's gradient is in fp32.
+
+    The gradient of the head's 6400 x 12288 weights is whole before it is added to the buffer.
+    """
     layout = Layout(world_size=8, tensor=8)
     options = {"shape": GPT_175B, "layout": layout, "dtype_bytes": 2}
-    assert logits_working_bytes(100, logits_chunk=0, **options) == 100 * 6400 * 2
-    assert logits_working_bytes(100, logits_chunk=1600, **options) == 100 * (1600 * 2 + 12288 * 6)
+    weights = 6400 * 12288 * 2
+    assert loss_bytes(100, logits_chunk=0, **options) == weights + 100 * (6400 * 2 + 12288 * 2)
+    assert loss_bytes(100, logits_chunk=1600, **options) == weights + 100 * (1600 * 2 + 12288 * 8)
+
+
+def test_the_loss_and_the_layers_follow_one_another() -> None:
+    """A plan that adds up what they need was a tenth too large on one rank with few layers.
+
+    By hand, f = 32768 x tokens in bf16: a layer's backward pass has its 7f at SwiGLU, 3f of which are kept, and two
+    gradients of the residual stream.
+    """
+    many = 16384
+    options = {"stage": 0, "dtype_bytes": 2, "settings": Parallel(), "num_micro_batches": 1}
+    f, stream = many * 32768 * 2, many * 12288 * 2
+    found = stage_activations(GPT_175B, Layout(world_size=1), pack_length=many, **options)
+    assert found.layer == 4 * f + 2 * stream and found.buffers == 0
+    assert found.total == found.kept + found.layer > found.kept + found.loss
+    # Few tokens: the gradient of the first projection's weights is larger than all activations.
+    f, stream = TOKENS * 32768 * 2, TOKENS * 12288 * 2
+    few = stage_activations(GPT_175B, Layout(world_size=1), pack_length=TOKENS, **options)
+    assert few.layer == 2 * 32768 * 12288 * 2 - f + 3 * stream
+    assert few.loss == loss_bytes(TOKENS, shape=GPT_175B, layout=Layout(world_size=1), dtype_bytes=2, logits_chunk=0)
+    assert few.total == few.kept + max(few.loss, few.layer)
+
+
+def test_gathers_and_messages_have_buffers() -> None:
+    """Megatron gathers all tensor ranks' tokens into a buffer that stays; a message between stages has a rank's share."""
+    layout = Layout(world_size=8, tensor=4, pipeline=2, sequence_parallel=True)
+    stream = TOKENS * 12288 * 2
+    assert stage(layout).buffers == stream + stream // 4
+    assert stage(layout).loss == 0 < stage(layout, number=1).loss
+    assert stage(Layout(world_size=2, pipeline=2)).buffers == stream

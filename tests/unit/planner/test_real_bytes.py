@@ -20,8 +20,8 @@ from mgrpo.config.derived import layout_of
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import shape_of
-from mgrpo.models.memory import DTYPE_BYTES, num_parameters, state_bytes
-from mgrpo.planner.activations import logits_working_bytes, stage_activations
+from mgrpo.models.memory import DTYPE_BYTES, logits_bytes, num_parameters, state_bytes
+from mgrpo.planner.activations import stage_activations
 from mgrpo.planner.command import shipped_config
 from tests.ranks.rank_pool import RankPool
 
@@ -211,7 +211,7 @@ def planned_activations(case: dict[str, Any], rows: int) -> int:
     kept -= (case["tokens"] // layout.context - rows) * shape.hidden * dtype_bytes
     if settings.logits_chunk != "auto":
         return kept
-    return kept + logits_working_bytes(rows, shape=shape, layout=layout, dtype_bytes=dtype_bytes, logits_chunk=0)
+    return kept + logits_bytes(rows, shape=shape, layout=layout, dtype_bytes=dtype_bytes)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -13,23 +13,16 @@ from mgrpo.config import from_values
 from mgrpo.rollout.vllm import arguments
 
 
-@pytest.mark.parametrize(
-    ("found", "asked", "words"),
-    [
-        (None, True, "use_precision_aware_optimizer=true needs Transformer Engine, which is not installed"),
-        (object(), True, None),
-        (None, False, None),
-    ],
-)
-@pytest.mark.parametrize("gpus", [[], ["0", "1"]])
-def test_an_optimizer_that_needs_transformer_engine_says_so(monkeypatch, gpus, found, asked, words):
-    """Megatron would say it when the engines are up and the weights are loaded, and only in a stack trace."""
-    monkeypatch.setattr(arguments, "find_spec", lambda name: found)
-    monkeypatch.setattr(arguments, "serving_gpus", lambda: gpus)
-    config = from_values({"use_precision_aware_optimizer": asked})
-    sentences = arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
-    assert len(sentences) == (words is not None)
-    assert all(words in sentence for sentence in sentences)
+def test_transformer_engine_without_gpus_is_refused(monkeypatch):
+    """Its kernels are CUDA's alone."""
+    monkeypatch.setattr(arguments, "kernel_problems", lambda config: [])
+    config = from_values({"transformer_impl": "transformer_engine"})
+    for gpus, count in ((["0", "1"], 0), ([], 1)):
+        monkeypatch.setattr(arguments, "serving_gpus", lambda gpus=gpus: gpus)
+        sentences = arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
+        assert [sentence.split(" needs")[0] for sentence in sentences] == [
+            "transformer_impl=transformer_engine"
+        ] * count
 
 
 def test_a_model_of_float32_may_be_served_on_a_gpu_but_not_trained(monkeypatch):
@@ -157,10 +150,9 @@ def test_an_engine_has_a_tokenizer_only_for_stop_strings():
 
 def test_all_that_a_machine_lacks_is_said_at_once(monkeypatch):
     """A second start for the second reason costs as much as the first."""
-    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments, "kernel_problems", lambda config: ["a kernel is missing"])
     monkeypatch.setattr(arguments, "serving_gpus", list)
-    config = from_values({"use_precision_aware_optimizer": True})
-    sentences = arguments.machine_problems(config, num_local_learners=1, head_dim=48, starts_engines=True)
+    sentences = arguments.machine_problems(from_values({}), num_local_learners=1, head_dim=48, starts_engines=True)
     assert len(sentences) == 2 and "head_dim=48 is not served" in sentences[1]
 
 

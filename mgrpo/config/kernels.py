@@ -1,0 +1,74 @@
+"""Fused kernels beside Megatron and torch: which are installed, and what a run uses of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from mgrpo.config.schema import Config, Parallel
+
+OLDEST, BELOW = (2, 9), (2, 12)
+"""Releases of Transformer Engine that megatron-core 0.16 is made for."""
+REMEDY = "pip install --no-build-isolation -r requirements/te.txt"
+
+
+def transformer_engine() -> str | None:
+    """The installed version of Transformer Engine."""
+    if find_spec("transformer_engine") is None:
+        return None
+    for name in ("transformer_engine", "transformer_engine_torch"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def transformer_engine_lack() -> str | None:
+    """Why Transformer Engine cannot be used on this machine."""
+    found = transformer_engine()
+    if found is None:
+        return "Transformer Engine is not installed"
+    try:
+        major, minor = (int(part) for part in found.split(".")[:2])
+    except ValueError:
+        major = minor = 0
+    if not OLDEST <= (major, minor) < BELOW:
+        oldest, below = (".".join(map(str, release)) for release in (OLDEST, BELOW))
+        return f"Transformer Engine {found} is installed, but Megatron needs at least {oldest} and below {below}"
+    return None
+
+
+def kernel_problems(config: Config) -> Iterator[str]:
+    """Kernels that the configuration asks for and that this machine does not have, one sentence each."""
+    lack = transformer_engine_lack()
+    if lack and config.parallel.transformer_impl == "transformer_engine":
+        yield f"transformer_impl=transformer_engine: {lack}; {REMEDY}, or use auto"
+    if lack and config.parallel.use_precision_aware_optimizer:
+        yield f"use_precision_aware_optimizer=true: {lack}; {REMEDY}, or leave it out"
+
+
+def uses_transformer_engine(settings: Parallel, *, has_cuda: bool) -> bool:
+    """Whether a layer's matrices and norms are those of Transformer Engine."""
+    if settings.transformer_impl == "auto":
+        return has_cuda and transformer_engine_lack() is None
+    return settings.transformer_impl == "transformer_engine"
+
+
+def has_apex() -> bool:
+    """Whether NVIDIA's apex is installed; the package of that name on PyPI is another one."""
+    return find_spec("amp_C") is not None
+
+
+def kernel_line(settings: Parallel, *, has_cuda: bool) -> str:
+    """What a run's layers and optimizer are made of."""
+    if uses_transformer_engine(settings, has_cuda=has_cuda):
+        layers = f"layers of Transformer Engine {transformer_engine()}"
+    elif settings.transformer_impl == "local":
+        layers = "Megatron's own layers (transformer_impl=local)"
+    else:
+        reason = transformer_engine_lack() if has_cuda else "Transformer Engine needs CUDA"
+        layers = f"Megatron's own layers ({reason})"
+    source = "Transformer Engine" if transformer_engine() else "apex" if has_apex() else "torch"
+    return f"{layers}, Adam of {source}"

@@ -1,0 +1,66 @@
+"""Which fused kernels a run uses, and what it says about those that it cannot have."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgrpo.config import from_values, kernels
+from mgrpo.config.kernels import kernel_line, kernel_problems, uses_transformer_engine
+from mgrpo.config.schema import Parallel
+
+WRONG = "Transformer Engine 2.20.2 is installed, but Megatron needs at least 2.9 and below 2.12"
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    def install(transformer_engine: str | None, *others: str) -> None:
+        names = {"transformer_engine"} - ({"transformer_engine"} if transformer_engine is None else set()) | set(others)
+        monkeypatch.setattr(kernels, "find_spec", lambda name: object() if name in names else None)
+        monkeypatch.setattr(kernels, "version", lambda name: transformer_engine)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [(None, "Transformer Engine is not installed"), ("2.20.2", WRONG), ("2.9.0", None), ("2.11.0+abc", None)],
+)
+@pytest.mark.parametrize(
+    "asked", [{"transformer_impl": "transformer_engine"}, {"use_precision_aware_optimizer": True}, {}]
+)
+def test_what_is_asked_for_and_missing_is_said(installed, asked, found, reason):
+    """Megatron would say it when the engines are up and the weights are loaded, and only in a stack trace."""
+    installed(found)
+    sentences = list(kernel_problems(from_values(asked)))
+    assert len(sentences) == (reason is not None and bool(asked))
+    for sentence in sentences:
+        name, value = next(iter(asked.items()))
+        assert sentence.startswith(f"{name}={str(value).replace('True', 'true')}: {reason}; pip install ")
+        assert " requirements/te.txt, or " in sentence
+
+
+@pytest.mark.parametrize(
+    ("setting", "found", "has_cuda", "expected"),
+    [
+        ("auto", "2.11.0", True, "layers of Transformer Engine 2.11.0, Adam of Transformer Engine"),
+        ("auto", "2.11.0", False, "Megatron's own layers (Transformer Engine needs CUDA), Adam of Transformer Engine"),
+        ("auto", None, True, "Megatron's own layers (Transformer Engine is not installed), Adam of torch"),
+        ("auto", "2.20.2", True, f"Megatron's own layers ({WRONG}), Adam of Transformer Engine"),
+        ("local", "2.11.0", True, "Megatron's own layers (transformer_impl=local), Adam of Transformer Engine"),
+        ("transformer_engine", "2.11.0", True, "layers of Transformer Engine 2.11.0, Adam of Transformer Engine"),
+    ],
+)
+def test_a_run_says_what_its_layers_are_made_of(installed, setting, found, has_cuda, expected):
+    """Two machines that differ in it have other speeds and other rounding."""
+    installed(found)
+    settings = Parallel(transformer_impl=setting)
+    assert kernel_line(settings, has_cuda=has_cuda) == expected
+    assert uses_transformer_engine(settings, has_cuda=has_cuda) == expected.startswith("layers of")
+
+
+def test_the_apex_of_pypi_is_not_nvidias(installed):
+    """They share nothing but the name."""
+    installed(None, "apex")
+    assert kernel_line(Parallel(), has_cuda=True).endswith("Adam of torch")
+    installed(None, "apex", "amp_C")
+    assert kernel_line(Parallel(), has_cuda=True).endswith("Adam of apex")
