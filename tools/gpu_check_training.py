@@ -64,6 +64,7 @@ class Mode:
 MODES: dict[str, Mode] = {
     "bf16": Mode(),
     "fp32": Mode(settings={"model_dtype": "float32"}, steps=2, equals=None),
+    "local layers": Mode(settings={"transformer_impl": "local"}),
     "recompute selective": Mode(settings={"recompute_granularity": "selective"}),
     "recompute full": Mode(settings={"recompute_granularity": "full"}),
     "logits_chunk": Mode(settings={"logits_chunk": 128}),
@@ -202,7 +203,8 @@ def train(mode: Mode, folder: Path, work: Work, device: torch.device) -> dict[st
         "seconds": seconds,
         "tokens": sum(len(pack.tokens) for pack in own),
         "tokens_per_s": rates["time/learner_tokens_per_second_per_gpu"],
-        # The peak is that of bf16.
+        # The plan counts flash attention, which takes no float32, and the peak is that of bf16.
+        "is_planned": config.model.model_dtype == "bfloat16",
         "mfu": rates.get("learner_mfu") if config.model.model_dtype == "bfloat16" else None,
         **memory_figures(plan_of(config, shape, samples), steps, before),
     }

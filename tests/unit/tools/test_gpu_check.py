@@ -136,7 +136,7 @@ def test_an_error_in_the_check_is_a_failed_part(check: ModuleType, place) -> Non
 
 def mode(name: str, **figures: object) -> dict[str, object]:
     plain = {"status": "passed", "equals": "fp32", "losses": [-0.5], "grad_norms": [2.0], "peak_gib": 9.0}
-    return {"mode": name, **plain, "planned_gib": 9.5, "allowed_gib": 10.0, **figures}
+    return {"mode": name, **plain, "planned_gib": 9.5, "allowed_gib": 10.0, "is_planned": True, **figures}
 
 
 def test_a_mode_that_computes_something_else_is_a_problem(check: ModuleType) -> None:
@@ -147,6 +147,7 @@ def test_a_mode_that_computes_something_else_is_a_problem(check: ModuleType) -> 
         mode("loss", losses=[-0.52]),
         mode("norm", grad_norms=[1.8]),
         mode("memory", peak_gib=10.5),
+        mode("float32", peak_gib=10.5, is_planned=False),
         mode("other", equals=None, losses=[3.0]),
         {"mode": "dead", "status": "failed", "error": "wrong"},
     ]
