@@ -7,7 +7,7 @@ import torch
 
 from mgrpo.models.table import Box
 from mgrpo.sync import digest as module
-from mgrpo.sync.digest import digest
+from mgrpo.sync.digest import digest, digests
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -41,3 +41,12 @@ def test_vectors_have_digests_too():
     whole = torch.randn(10)
     parts = digest(Box("b", (0,), (4,)), whole[:4], (10,)) + digest(Box("b", (4,), (6,)), whole[4:], (10,))
     assert parts == digest(Box("b", (0,), (10,)), whole, (10,))
+
+
+def test_slices_of_one_tensor_are_added():
+    """A rank sends a tensor in several slices; what it does not hold counts as nothing."""
+    whole = torch.randn(4, 3)
+    slices = [(Box("w", (row, 0), (1, 3)), whole[row : row + 1]) for row in range(4)]
+    shapes = {"other": (2, 2), "w": (4, 3)}
+    assert digests(slices, shapes).tolist() == [0, int(digest(Box("w", (0, 0), (4, 3)), whole, (4, 3)))]
+    assert digests([], shapes).tolist() == [0, 0]
