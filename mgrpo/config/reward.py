@@ -37,6 +37,11 @@ class Reward:
     of a sequence-classification model. reward_weights weighs them."""
     reward_funcs_timeout: Annotated[int, ONE_OR_MORE] = 3600
     """Seconds that a reward function may take for one batch of completions before the run ends with its name."""
+    reward_model_gpu: Annotated[int | None, NOT_NEGATIVE] = None
+    """Number of the GPU on which reward models run, in bfloat16; it must be left out of CUDA_VISIBLE_DEVICES, because learners and
+    engines use all that are there. none: on the CPU, in float32."""
+    reward_model_threads: Annotated[int, ONE_OR_MORE] = 1
+    """CPU threads of each reward model."""
     verifier_modules: tuple[str, ...] = ()
     """Python modules with verifiers of your own, which rows refer to by name."""
     max_length_verifier_max_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 32768

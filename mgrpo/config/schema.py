@@ -311,7 +311,7 @@ class Engine:
     engine_start_timeout: Annotated[int, ONE_OR_MORE] = 600
     """Seconds that an engine may take to start."""
     weight_sync_bucket_mb: Annotated[int, ONE_OR_MORE] = 256
-    """Most MiB of weights in flight between two processes."""
+    """MiB of weights that travel to an engine's worker at once; it holds as many again, as do together the ranks that send to it."""
     weight_sync_timeout: Annotated[int, ONE_OR_MORE] = 120
     """Seconds that one weight sync may take before the run ends with an error that names the missing process."""
     weight_sync_check_every: Annotated[int, NOT_NEGATIVE] = 50

@@ -65,6 +65,15 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def why_no_cuda() -> str:
+    """The likely reason, and what to do, where a machine has GPUs and torch finds none."""
+    cuda = torch.version.cuda
+    if cuda is None:
+        return f"torch {torch.__version__} is built for CPUs alone; install the packages of requirements/gpu.txt"
+    driver = "driver 580 or newer" if cuda.startswith("13.") else "a driver for it"
+    return f"torch {torch.__version__} with CUDA {cuda} needs {driver}; nvidia-smi shows this machine's, update it"
+
+
 def device() -> torch.device:
     """The device of this rank's model."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_cuda() else CPU

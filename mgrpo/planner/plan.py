@@ -343,9 +343,9 @@ def _moment_bytes(settings: Parallel) -> int:
 
 
 def _sync_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
-    """One bucket per worker that a rank sends to, but never more than an even share of everything sent."""
+    """An even share of two buckets for each worker, but never more than one of everything sent."""
     engines = config.engine
     weights = holdings(shape, tensor=1, expert=1).total
-    part = weights * dtype_bytes * engines.vllm_num_engines // layout.world_size
+    sent = weights * dtype_bytes * engines.vllm_num_engines
     num_workers = engines.vllm_num_engines * engines.vllm_tensor_parallel_size
-    return min(num_workers * engines.weight_sync_bucket_mb * MIB, part)
+    return min(2 * num_workers * engines.weight_sync_bucket_mb * MIB, sent) // layout.world_size

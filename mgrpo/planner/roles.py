@@ -46,7 +46,11 @@ def document_lengths(config: Config, layout: Layout) -> tuple[int, int]:
 def rehearse_rank(
     rank: int, *, argv: Sequence[str], hf_config: dict[str, Any], layout: Layout, memory_bytes: int
 ) -> dict[str, Any]:
-    """The rank's step in a process of its own; what it found, see `step.rehearse`, or an `error`."""
+    """The rank's step in a process of its own; what it found, see `mgrpo.rehearsal.step.rehearse`, or an `error`.
+
+    Raises:
+        ValueError: this machine's torch cannot rehearse.
+    """
     request = {
         "argv": list(argv),
         "hf_config": hf_config,
@@ -59,6 +63,9 @@ def rehearse_rank(
         [sys.executable, "-m", PROGRAM], input=json.dumps(request), capture_output=True, text=True, check=False
     )
     if done.returncode == 0 and done.stdout:
-        return json.loads(done.stdout.splitlines()[-1])
+        found = json.loads(done.stdout.splitlines()[-1])
+        if "refused" in found:
+            raise ValueError(found["refused"])
+        return found
     reason = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
     return {"rank": rank, "error": f"its process ended: {reason[-1]}", "at": []}

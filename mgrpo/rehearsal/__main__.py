@@ -32,7 +32,7 @@ def prepare(memory_bytes: int) -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """What the rehearsal found, or under `error` why it failed and under `at` where."""
+    """What the rehearsal found, or under `error` why the step failed and under `at` where."""
     from mgrpo.rehearsal.step import Job, rehearse
 
     config = parse(request["argv"])
@@ -64,7 +64,7 @@ def _where(err: BaseException) -> list[str]:
 
 
 def serve(requests: Iterable[str], found: TextIO) -> None:
-    """Answer all requests; the first one's memory is the device's."""
+    """Answer all requests; the first one's memory is the device's. Where none can be answered, `refused` says why."""
     is_prepared = False
     for line in requests:
         request = json.loads(line)
@@ -74,7 +74,7 @@ def serve(requests: Iterable[str], found: TextIO) -> None:
                 is_prepared = True
             reply = answer(request)
         except cuda.RehearsalError as err:
-            reply = {"rank": request["rank"], "error": str(err), "at": []}
+            reply = {"refused": str(err)}
         print(json.dumps(reply), file=found, flush=True)
 
 

@@ -56,7 +56,8 @@ def install(*, memory_bytes: int, waits: Tell) -> None:
         _register_guard()
         _answer_hooks()
     # Or the fake mode would create a CUDA context.
-    FakeTensorMode.avoid_device_init = True
+    mode: Any = FakeTensorMode
+    mode.avoid_device_init = True
     _rebind_cuda(memory_bytes, waits)
     _rebind_tensors(waits)
 
@@ -181,7 +182,7 @@ def _rebind_cuda(memory_bytes: int, waits: Tell) -> None:
 
 
 def _random_state(device: Any = None) -> torch.Tensor:
-    with unset_fake_temporarily(), torch._C._DisableTorchDispatch():  # type: ignore[no-untyped-call]
+    with unset_fake_temporarily(), torch._C._DisableTorchDispatch():
         return torch.zeros(16, dtype=torch.uint8)
 
 

@@ -115,8 +115,7 @@ def send_weights(
             bucket_bytes=engines.weight_sync_bucket_mb << 20,
             timeout_s=engines.weight_sync_timeout,
         )
-        for engine in range(engines.vllm_num_engines):
-            sender.join(engine)
+        sender.join()
         sender.send(1)
         if checks:
             sender.digests()

@@ -25,7 +25,7 @@ def load_functions(
     *,
     max_completion_length: int,
     scorer: Verifies | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    reward_model: Mapping[str, Any] | None = None,
 ) -> list[RewardFunction]:
     """The functions of these names, in their order; `close_functions` when they are done.
 
@@ -33,11 +33,11 @@ def load_functions(
         names: see docs/rewards.md; functions among them stay as they are.
         max_completion_length: tokens of the longest completion, for the built-in length functions.
         scorer: reads answers for the built-in accuracy functions; None: workers of their own.
-        chat_template_kwargs: for reward models.
+        reward_model: further arguments of `RewardModel`.
     Raises:
         ValueError: the problem with each name that cannot be loaded.
     """
-    functions, problems = _load_all(names, max_completion_length, scorer, chat_template_kwargs)
+    functions, problems = _load_all(names, max_completion_length, scorer, reward_model)
     if problems:
         raise ValueError("; ".join(problems))
     return functions
@@ -77,7 +77,7 @@ def _load(
     word: str | RewardFunction,
     max_completion_length: int,
     scorer: Verifies | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
+    reward_model: Mapping[str, Any] | None,
 ) -> RewardFunction:
     if not isinstance(word, str):
         if not callable(word) or inspect.isclass(word):
@@ -90,7 +90,7 @@ def _load(
         return user_function("reward_funcs", word, path, name)
     if Path(word).is_dir():
         try:
-            return RewardModel(word, chat_template_kwargs=chat_template_kwargs)
+            return RewardModel(word, **reward_model or {})
         except ValueError as err:
             raise ValueError(f"reward_funcs: {err}") from err
     if word.endswith(".py"):

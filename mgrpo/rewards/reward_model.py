@@ -15,33 +15,46 @@ from mgrpo.processes.json_lines import Child, ChildError, Message
 _SETTINGS = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
-    # The devices belong to the learners and the engines.
-    "CUDA_VISIBLE_DEVICES": "",
 }
 
 logger = logging.getLogger(__name__)
 
 
 class RewardModel:
-    """A reward function whose values are a model's: the one logit of prompt + completion, in float32. Always `close` it.
+    """A reward function whose values are a model's: the one logit of prompt + completion. Always `close` it.
 
-    Rows of messages go through the model's own chat template, text is joined as it is. The model runs on the CPU, on one
-    thread; a failure of its process is an error that ends the run.
+    Rows of messages go through the model's own chat template, text is joined as it is. The model runs on the CPU in float32,
+    or on a GPU in bfloat16; a failure of its process is an error that ends the run.
     """
 
-    def __init__(self, folder: str | Path, *, chat_template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        gpu: int | None = None,
+        num_threads: int = 1,
+    ) -> None:
         """Starts nothing.
 
         Args:
             folder: config.json, safetensors and tokenizer files of a model with one label.
             chat_template_kwargs: further variables of the chat template.
+            gpu: its number; None: the CPU.
+            num_threads: of the CPU.
         Raises:
             ValueError: the folder holds no such model.
         """
         check_reward_model(folder)
         self.folder = Path(folder)
         self.__name__ = self.folder.resolve().name
-        self._chat_template_kwargs = dict(chat_template_kwargs or {})
+        self._options = {
+            "chat_template_kwargs": dict(chat_template_kwargs or {}),
+            "on_gpu": gpu is not None,
+            "num_threads": num_threads,
+        }
+        # The other devices belong to the learners and the engines.
+        self._environment = _SETTINGS | {"CUDA_VISIBLE_DEVICES": "" if gpu is None else str(gpu)}
         self._lock = threading.Lock()
         self._child: Child | None = None
         self._is_loading = False
@@ -92,9 +105,9 @@ class RewardModel:
 
     def _start(self) -> Child:
         if self._child is None:
-            self._child = Child("mgrpo.rewards.reward_model_worker", settings=_SETTINGS)
+            self._child = Child("mgrpo.rewards.reward_model_worker", settings=self._environment)
             self._is_loading = True
-            self._child.send([{"folder": str(self.folder), "chat_template_kwargs": self._chat_template_kwargs}])
+            self._child.send([{"folder": str(self.folder), **self._options}])
         return self._child
 
     def _warn_of_nans(self, scores: Sequence[float]) -> None:

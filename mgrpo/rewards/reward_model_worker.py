@@ -1,6 +1,6 @@
 """The program that runs a reward model: `python -m mgrpo.rewards.reward_model_worker` (`json_lines`).
 
-In:  {"folder": path, "chat_template_kwargs": {...}}         -> {"ready": path}
+In:  {"folder": path, further arguments of `Model`}           -> {"ready": path}
      {"pairs": [[prompt, completion], ...]}                  -> {"scores": [x, ...]}
 where prompt and completion are both text or both lists of messages. A failure is answered by {"error": text}.
 """
@@ -22,7 +22,7 @@ def main() -> None:
         nonlocal model
         try:
             if "folder" in question:
-                model = Model(question["folder"], question["chat_template_kwargs"])
+                model = Model(**question)
                 return {"ready": question["folder"]}
             assert model is not None, "no model was named"
             return {"scores": model.scores(question["pairs"])}
@@ -33,14 +33,16 @@ def main() -> None:
 
 
 class Model:
-    """A sequence-classification model with its tokenizer, in float32 on one thread of the CPU."""
+    """A sequence-classification model with its tokenizer, in float32 on the CPU, or in bfloat16 on the visible GPU."""
 
-    def __init__(self, folder: str, chat_template_kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: str, chat_template_kwargs: Mapping[str, Any], *, on_gpu: bool = False, num_threads: int = 1
+    ) -> None:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
         from transformers.utils import logging
 
-        torch.set_num_threads(1)
+        torch.set_num_threads(num_threads)
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         self._chat_template_kwargs = chat_template_kwargs
@@ -48,7 +50,7 @@ class Model:
         self._model, loaded = AutoModelForSequenceClassification.from_pretrained(
             folder,
             num_labels=1,
-            dtype=torch.float32,
+            dtype=torch.bfloat16 if on_gpu else torch.float32,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -61,7 +63,8 @@ class Model:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         # The logit is read at the last token other than this one.
         self._model.config.pad_token_id = self._tokenizer.pad_token_id
-        self._model.eval()
+        self._device = "cuda" if on_gpu else "cpu"
+        self._model.eval().to(self._device)
 
     def scores(self, pairs: Sequence[tuple[Any, Any]]) -> list[float]:
         """The one logit of each prompt + completion."""
@@ -87,7 +90,7 @@ class Model:
             texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
         )
         with torch.inference_mode():
-            return self._model(**tokens).logits[:, 0].float().tolist()
+            return self._model(**tokens.to(self._device)).logits[:, 0].float().tolist()
 
 
 if __name__ == "__main__":

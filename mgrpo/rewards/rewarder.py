@@ -33,7 +33,11 @@ class Rewarder:
             functions,
             max_completion_length=config.rollout.response_length,
             scorer=self.scorer,
-            chat_template_kwargs=json.loads(config.data.chat_template_kwargs),
+            reward_model={
+                "chat_template_kwargs": json.loads(config.data.chat_template_kwargs),
+                "gpu": config.reward.reward_model_gpu,
+                "num_threads": config.reward.reward_model_threads,
+            },
         )
 
     def start(self) -> None:

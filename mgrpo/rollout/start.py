@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from mgrpo.config.schema import Config
 from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.vllm.arguments import machine_problems
+from mgrpo.rollout.vllm.arguments import machine_problems, serving_gpus
 from mgrpo.rollout.vllm.cluster import Cluster
 
-__all__ = ["machine_problems", "started_fleet"]
+__all__ = ["machine_problems", "serving_gpus", "started_fleet"]
 
 
 @contextmanager

@@ -20,9 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mgrpo.config import Config
+from mgrpo.config import Config, ConfigError
 from mgrpo.config.load import as_config
 from mgrpo.processes.lifetime import die_with_parent
+from mgrpo.rollout.start import serving_gpus
 from mgrpo.run import ending
 from mgrpo.run.check import check_run
 from mgrpo.run.continuing import state_path
@@ -233,6 +234,7 @@ def _run(
     from mgrpo.parallel import backend
 
     backend.install()
+    _check_gpus()
     from mgrpo.run.assembly import make_trainer
     from mgrpo.run.lead import Lead, Stopped
 
@@ -273,6 +275,19 @@ def _run(
     trainer.close()
     watch.leave(is_failing=False)
     return result
+
+
+def _check_gpus() -> None:
+    """Refuse to train on the CPU of a machine whose GPUs would serve engines."""
+    from mgrpo.parallel import backend
+
+    gpus = serving_gpus()
+    if gpus and not backend.has_cuda():
+        raise ConfigError(
+            [
+                f"this machine has {len(gpus)} GPUs for engines, but torch finds none for learners: {backend.why_no_cuda()}"
+            ]
+        )
 
 
 def _may_follow_from_another(err: BaseException) -> bool:

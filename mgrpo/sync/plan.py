@@ -13,6 +13,9 @@ from mgrpo.models.table import Box, engine_boxes, hf_tensors, training_boxes
 Incoming = dict[int, list[Box]]
 """What one worker receives, by training rank, in the order in which it is sent."""
 
+Part = tuple[Box, int, list[int]]
+"""A slice of a wanted box, its size, and the ranks that hold it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
@@ -98,10 +101,6 @@ def reshard(sources: Sequence[Sequence[Box]], destinations: Sequence[Sequence[Bo
     )
 
 
-Part = tuple[Box, int, list[int]]
-"""A slice of a wanted box, its size, and the ranks that hold it."""
-
-
 def _parts(wanted: Box, holders: dict[Box, list[int]]) -> list[Part]:
     found = ((wanted.intersect(held), ranks) for held, ranks in holders.items())
     return [(common, common.size, ranks) for common, ranks in found if common is not None]
@@ -113,9 +112,9 @@ def _even_shares(wanted: Iterable[tuple[Part, int]], num_sources: int) -> list[i
     for (_, size, ranks), count in wanted:
         demand[tuple(ranks)] += size * count
     shares = [0] * num_sources
-    for ranks, size in demand.items():
-        for rank in ranks:
-            shares[rank] += size // len(ranks)
+    for holders, size in demand.items():
+        for rank in holders:
+            shares[rank] += size // len(holders)
     return shares
 
 

@@ -155,7 +155,7 @@ def _engine_class() -> type:
 
 def check_experts(model: torch.nn.Module, *, has_experts: bool) -> None:
     """RuntimeError unless the experts' weights lie as vLLM's loader left them: they are written in place, in that order."""
-    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
     kernels = {method.unquantized_backend.name for method in methods if hasattr(method, "unquantized_backend")}
     if has_experts and not (kernels and kernels <= set(PLAIN)):
         found = ", ".join(sorted(kernels)) or "unknown"

@@ -103,7 +103,7 @@ def gradients(
     denominator = algo.loss_denominator(num_trained, settings)
 
     def grpo_loss(logprobs, entropy, batch):
-        old = torch.from_numpy(batch.pack.rollout_logprobs.copy())
+        old = batch.loss_inputs.rollout_logprobs
         result = algo.policy_loss(
             logprobs,
             old,
@@ -123,7 +123,7 @@ def gradients(
 
     result = policy.train_step(microbatches, grpo_loss)
     boxes = [
-        (box, gradient.clone().numpy())
+        (box, gradient.cpu().clone().numpy())
         for shard in policy.shards
         for box, gradient in shard.boxes(policy.parameters.places[shard.name], shard.gradient)
     ]
@@ -238,7 +238,7 @@ def response_logits(model_dir: str, layout: dict[str, Any], samples: list[TrainS
     policy.score([microbatch], "old")
     cuts = microbatch.pack.response_cu_seqlens
     by_sample = {
-        int(sample): captured[0][a:b].numpy()
+        int(sample): captured[0][a:b].cpu().numpy()
         for sample, a, b in zip(microbatch.pack.samples, cuts[:-1], cuts[1:], strict=True)
         if captured
     }
@@ -318,6 +318,39 @@ def connect_to_an_engine_that_fails(model_dir: str, meeting_host: str | None = N
     except RuntimeError as err:
         return str(err), weights.sender.host
     return "", ""
+
+
+def send_nothing_while_rank_0_sends(patience_s: float) -> list[int]:
+    """What this rank sent in a sync in which rank 0 is busy for twice as long as the others wait for its messages."""
+    import time
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from mgrpo.config.schema import Engine as EngineSettings
+    from mgrpo.rollout.fleet import Fleet
+    from mgrpo.run import engine_weights, lead
+    from tests.scripted_engine import ScriptedEngine
+
+    def send(version: int) -> None:
+        if dist.get_rank() == 0:
+            time.sleep(2 * patience_s)
+        sent.append(version)
+
+    sent: list[int] = []
+    settings = EngineSettings()
+    with mock.patch.object(lead, "PATIENCE_S", patience_s):
+        weights = engine_weights.EngineWeights(
+            SimpleNamespace(),
+            shape=SimpleNamespace(),
+            layout=SimpleNamespace(),
+            settings=settings,
+            lead=lead.Lead(),
+            fleet=Fleet([ScriptedEngine()], settings, seed=1),
+            host_group=dist.group.WORLD,
+        )
+    weights.sender = SimpleNamespace(send=send)
+    weights.send(7, step=1)
+    return sent
 
 
 class GivenGroups:
@@ -520,7 +553,7 @@ def hidden_state(learner: Any) -> dict[str, Any]:
     from mgrpo.parallel import backend
 
     def digest(tensor: torch.Tensor) -> str:
-        return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
     reference = learner.reference
     return {

@@ -26,6 +26,11 @@ def test_an_engines_own_error_comes_before_the_learners_time_out(model, run_rank
     assert message == "could not join the weight-transfer group: join has failed"
 
 
+def test_a_rank_that_sends_nothing_waits_for_rank_0s_part_of_a_sync(run_ranks):
+    """Rank 0 sends no heartbeat while it sends weights: an idle rank would end a sync that is only slow."""
+    assert run_ranks(2, cases.send_nothing_while_rank_0_sends, patience_s=3) == [[7], [7]]
+
+
 def test_learners_meet_the_engines_where_these_can_reach_rank_0(model, run_ranks):
     """Engines on another node would connect to a loopback address of their own, and time out."""
     found = run_ranks(2, cases.connect_to_an_engine_that_fails, model_dir=str(model), meeting_host="127.0.0.2")

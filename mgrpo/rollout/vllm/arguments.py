@@ -69,7 +69,7 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
     """What keeps this machine from running the configuration, one sentence each.
 
     Args:
-        starts_engines: it is rank 0's, which starts the engines or joins their cluster.
+        starts_engines: it is rank 0's, which starts the engines, or joins their cluster, and the reward models.
     """
     gpus, settings = serving_gpus(), config.engine
     found = address_problems(settings.ray_address) + extra_problems(settings.vllm_extra_args) if starts_engines else []
@@ -86,6 +86,11 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
     if config.model.model_dtype == "float32" and num_local_learners:
         found.append("model_dtype=float32 cannot be trained on a GPU: flash attention takes bfloat16; use bfloat16")
     needed, left = settings.vllm_num_engines * settings.vllm_tensor_parallel_size, len(gpus) - num_local_learners
+    if starts_engines and str(config.reward.reward_model_gpu) in gpus:
+        found.append(
+            f"reward_model_gpu={config.reward.reward_model_gpu} is one of the GPUs of learners and engines, "
+            f"{','.join(gpus)}; leave it out of CUDA_VISIBLE_DEVICES"
+        )
     if left < 0:
         found.append(
             f"{num_local_learners} learners were started on this machine, which has {len(gpus)} GPUs; "

@@ -153,8 +153,8 @@ def test_peak_is_what_is_there_at_once() -> None:
         assert stage.peak == stage.states.total + passes
         assert stage.total == stage.states.total + max(int(1.1 * passes), stage.sync) + 4 * GIB
     assert plan.stages[0].loss == 0 < plan.stages[1].loss
-    # One bucket of 64 MiB for each of 64 workers.
-    assert plan.worst.sync == 64 * 64 * 2**20
+    # Two buckets of 256 MiB for each of 64 workers, from 64 learners.
+    assert plan.worst.sync == 2 * 256 * 2**20
 
 
 def test_whole_gradients_are_those_of_two_layers_and_the_head() -> None:

@@ -55,7 +55,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model and settings, and the number of learners; the first rank and the last are rehearsed."""
+    """A model and settings, and the number of learners."""
 
     learners: int
     settings: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +67,12 @@ class Case:
         for name, value in (SETTINGS | {"num_learners_per_node": self.learners} | self.settings).items():
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
         return words
+
+    @property
+    def ranks(self) -> list[int]:
+        """The first rank, and the last where it is on another stage or reports no metrics."""
+        splits = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        return [0, self.learners - 1] if any(name in self.settings for name in splits) else [0]
 
 
 PIPELINE = {"pipeline_model_parallel_size": 2}

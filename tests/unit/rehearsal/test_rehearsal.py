@@ -34,7 +34,7 @@ WATCHED = [
     for room in ("policy", "parallel", "sync", "checkpoint", "ops")
     for path in (ROOT / "mgrpo" / room).glob("*.py")
 ]
-QUIET = {"forward", "backward", "score", "data"}
+QUIET = {"forward", "backward", "score"}
 """Phases in which the host may not wait."""
 WAITS = {
     "token_dispatcher.py _maybe_dtoh_and_synchronize": "the host splits tokens by expert, and asks how many each has",
@@ -112,11 +112,7 @@ def plan_of(name: str) -> RunPlan:
 
 
 def every_rank() -> list[Any]:
-    return [
-        pytest.param(name, rank, id=f"{name}, rank {rank}")
-        for name, case in CASES.items()
-        for rank in sorted({0, case.learners - 1})
-    ]
+    return [pytest.param(name, rank, id=f"{name}, rank {rank}") for name, case in CASES.items() for rank in case.ranks]
 
 
 def described(found: dict[str, Any]) -> str:
@@ -227,7 +223,7 @@ def test_a_rank_of_a_32b_model_at_full_size(rehearsals):
 def test_every_branch_for_cuda_has_run(rehearsals):
     """What no rehearsal reaches runs for the first time on somebody's GPUs."""
     for name, case in CASES.items():
-        for rank in sorted({0, case.learners - 1}):
+        for rank in case.ranks:
             rehearsals.of(name, rank)
     run = rehearsals.ask({"lines": True})
     missed = Counter(

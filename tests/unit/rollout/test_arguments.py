@@ -59,6 +59,16 @@ def test_engines_need_gpus_on_rank_0s_machine_alone(monkeypatch, learners, start
     assert len(found) == (words is not None) and all(words in sentence for sentence in found)
 
 
+def test_a_reward_model_has_a_gpu_of_its_own(monkeypatch):
+    """A learner or an engine has taken the memory already, or finds it taken in the middle of a step."""
+    monkeypatch.setattr(arguments, "serving_gpus", lambda: ["0", "1", "2"])
+    for gpu, count in ((None, 0), (3, 0), (2, 1)):
+        found = arguments.machine_problems(
+            from_values({"reward_model_gpu": gpu}), num_local_learners=1, head_dim=64, starts_engines=True
+        )
+        assert len(found) == count and all("reward_model_gpu=2 is one of the GPUs" in sentence for sentence in found)
+
+
 @pytest.mark.parametrize(
     ("settings", "length"), [({}, 150), ({"eval_response_length": 300}, 400), ({"eval_response_length": 10}, 150)]
 )

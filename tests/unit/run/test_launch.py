@@ -11,6 +11,7 @@ from mgrpo import cli
 from mgrpo.checkpoint.folder import complete
 from mgrpo.config import ConfigError, load_file
 from mgrpo.config.derived import state_root
+from mgrpo.parallel import backend
 from mgrpo.run import launch
 from mgrpo.run.result import NothingTrained, TrainResult
 from tests.unit.checkpoint.states import make_values, save
@@ -41,6 +42,17 @@ def test_a_dry_run_keeps_away_from_the_runs_checkpoints(config, tmp_path, monkey
         root = state_root(started[-1])
         assert root != state_root(real)
         assert root.startswith(started[-1].experiment.output_dir)
+
+
+@pytest.mark.skipif(backend.has_cuda(), reason="torch finds this machine's GPUs")
+def test_learners_do_not_train_on_the_cpu_where_engines_are_promised_gpus(monkeypatch):
+    """With too old a driver torch finds no GPU and says nothing: a step would take a hundred times as long."""
+    launch._check_gpus()
+    monkeypatch.setattr(launch, "serving_gpus", lambda: ["0", "1"])
+    with pytest.raises(
+        ConfigError, match=r"has 2 GPUs for engines, but torch finds none .*: torch .*; install the pack"
+    ):
+        launch._check_gpus()
 
 
 @pytest.mark.parametrize("has_trained", [True, False])
