@@ -52,7 +52,7 @@ def test_the_tool_plans_32b_without_torch_in_seconds(tmp_path) -> None:
     first, second = done.stdout.splitlines()[:2]
     assert first.startswith("fits: ") and "of 80 GiB on the worst learner (stage 0)" in first
     assert " s per step; bottleneck: " in second
-    for text in ("parameters", "gradients", "optimizer", "activations, recompute full", "KV cache", "weight sync"):
+    for text in ("parameters", "gradients", "optimizer", "passes, recompute full", "KV cache", "weight sync"):
         assert text in done.stdout
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["fits"] and plan["gpus"] == {"learners": 64, "engines": 64, "idle": 0}
