@@ -27,7 +27,7 @@ AXES = {
     "tensor": ("tensor",),
     "context": ("context",),
     "expert": ("expert", "expert tensor"),
-    "pipeline": ("pipeline", "world"),
+    "pipeline": ("pipeline", "world", "embedding"),
     "data": ("data", "shards", "replicas", "expert data"),
 }
 """The axes of the plan, and whose process groups belong to each."""
@@ -113,7 +113,7 @@ def _sent(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
 
 def _why_sent(axis: str) -> str:
     return {
-        "tensor": "sums of log-probabilities and of the norms' gradients",
+        "tensor": "log-probabilities, gradients of norms; with context ranks, how many responses each has",
         "context": "log-probabilities of all responses",
         "expert": "routing probabilities",
         "data": "padding of buckets",
@@ -144,7 +144,13 @@ def _flops(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
     for _, kind, flops in found["flops"]:
         counted[kind] += flops
     products, attention = _planned_flops(plan, found)
-    yield Line(section="operations", name="matrix products", rehearsed=counted["products"], planned=products)
+    yield Line(
+        section="operations",
+        name="matrix products",
+        rehearsed=counted["products"],
+        planned=products,
+        why="context ranks have different numbers of responses",
+    )
     yield Line(
         section="operations",
         name="attention",

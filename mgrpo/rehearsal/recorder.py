@@ -84,6 +84,12 @@ class Recorder(TorchDispatchMode):
         """The phase of the step; a backward pass is recognised by torch's engine."""
         return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
 
+    def forget(self) -> None:
+        """Count from now on; what is allocated stays so."""
+        for counter in (self.waits, self.uploads, self.sent, self.calls, self.flops):
+            counter.clear()
+        self.memory.forget_peak()
+
     def wait(self, what: str) -> None:
         """The host waits for the device."""
         self.waits[self.now, what, site()] += 1

@@ -140,10 +140,7 @@ def test_states_have_the_planned_size(rehearsals, name, rank):
     states = plan_of(name).stages[found["stage"]].states
     for kind in ("parameters", "gradients", "optimizer"):
         planned, held = getattr(states, kind), found["states"].get(kind, 0)
-        assert held == pytest.approx(planned, rel=STATE_TOLERANCE.get(name, 1e-3)), (kind, held, planned)
-
-
-STATE_TOLERANCE: dict[str, float] = {}
+        assert held == pytest.approx(planned, rel=1e-3), (kind, held, planned)
 
 
 @pytest.mark.parametrize(("name", "rank"), every_rank())
@@ -152,7 +149,9 @@ def test_traffic_is_as_planned(rehearsals, name, rank):
     found = rehearsals.of(name, rank)
     for line in compare(plan_of(name), found):
         if line.section == "sent" and line.name in AXES:
-            assert line.rehearsed == pytest.approx(line.planned, rel=0.01), line
+            # Of a document's stretches a context rank may have those with more responses than the mean.
+            tolerance = 0.05 if plan_of(name).layout.context > 1 else 0.01
+            assert line.rehearsed == pytest.approx(line.planned, rel=tolerance), line
 
 
 def test_an_index_on_the_host_fails_the_rehearsal(rehearsals):
