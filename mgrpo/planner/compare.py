@@ -149,7 +149,7 @@ def _flops(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
         name="matrix products",
         rehearsed=counted["products"],
         planned=products,
-        why="context ranks have different numbers of responses",
+        why="context ranks have different numbers of responses; grouped products of experts are not counted",
     )
     yield Line(
         section="operations",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,8 @@ _WRITES_BY_INDEX = {aten.index_put_.default, aten.index_put.default, aten._index
 
 def site() -> str:
     """Where the caller is: the innermost frame of Megatron, if any, and that of mgrpo, as `file:line function`."""
-    frame, innermost = sys._getframe(1), ""
+    frame: FrameType | None = sys._getframe(1)
+    innermost = ""
     while frame is not None:
         path = frame.f_code.co_filename
         for package in _PACKAGES:
@@ -130,7 +132,7 @@ class Recorder(TorchDispatchMode):
 
     # --- what the host reads
 
-    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: FakeTensor, target: Any) -> Any:
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: Any, target: Any) -> Any:
         """The result of an operation that the host waits for; NotImplemented for all others."""
         if func is aten._local_scalar_dense.default:
             self.wait("item")
@@ -198,7 +200,7 @@ class Recorder(TorchDispatchMode):
 
     def _upload(self, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         self._count_upload(source)
-        made = torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype, device=DEVICE)
+        made: Any = torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype, device=DEVICE)
         if not isinstance(source, FakeTensor) and _may_be_known(made):
             with unset_fake_temporarily():
                 made.known = source.to(made.dtype)
@@ -233,7 +235,7 @@ class Recorder(TorchDispatchMode):
         """Compute small integers for real where all that they come from is known."""
         has_values = func.namespace == "aten" and "empty" not in str(func) and _may_be_known(out)
         if has_values and all(not isinstance(x, FakeTensor) or getattr(x, "known", None) is not None for x in tensors):
-            args, kwargs = tree_map_only(FakeTensor, lambda x: x.known, (args, kwargs))
+            args, kwargs = tree_map_only(FakeTensor, _known, (args, kwargs))
             kwargs = {key: "cpu" if key == "device" else value for key, value in kwargs.items() if key != "pin_memory"}
             with unset_fake_temporarily(), torch.no_grad():
                 out.known = func(*args, **kwargs)
@@ -262,6 +264,10 @@ class Recorder(TorchDispatchMode):
             with unset_fake_temporarily():
                 known: Any = received
                 known.known = torch.tensor(self.stage_shape)
+
+
+def _known(tensor: Any) -> torch.Tensor:
+    return tensor.known
 
 
 def _is_group(boxed: torch.ScriptObject) -> bool:
