@@ -240,7 +240,8 @@ class Recorder(TorchDispatchMode):
             with unset_fake_temporarily(), torch.no_grad():
                 out.known = func(*args, **kwargs)
         elif func._schema.is_mutable and args and isinstance(args[0], FakeTensor):
-            args[0].known = None
+            written: Any = args[0]
+            written.known = None
 
     # --- communication
 
