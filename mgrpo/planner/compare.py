@@ -101,7 +101,7 @@ def _sent(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
 
 def _why_sent(axis: str) -> str:
     return {
-        "tensor": "sums of log-probabilities and of the norms' gradients",
+        "tensor": "log-probabilities, gradients of norms; with context ranks, how many responses each has",
         "context": "log-probabilities of all responses",
         "expert": "routing probabilities",
         "data": "padding; before the first update ZeRO-2 and 3 also gather all weights",
@@ -132,7 +132,13 @@ def _flops(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
     for _, kind, flops in found["flops"]:
         counted[kind] += flops
     products, attention = _planned_flops(plan, found)
-    yield Line(section="operations", name="matrix products", rehearsed=counted["products"], planned=products)
+    yield Line(
+        section="operations",
+        name="matrix products",
+        rehearsed=counted["products"],
+        planned=products,
+        why="context ranks have different numbers of responses; grouped products of experts are not counted",
+    )
     yield Line(
         section="operations",
         name="attention",

@@ -33,6 +33,9 @@ class _Store(dist.Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None: ...
 
+    def check(self, keys: Sequence[str]) -> bool:
+        return True
+
 
 class _Sent(dist.Work):
     """A transfer that is over."""

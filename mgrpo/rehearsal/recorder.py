@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,8 @@ _WRITES_BY_INDEX = {aten.index_put_.default, aten.index_put.default, aten._index
 
 def site() -> str:
     """Where the caller is: the innermost frame of Megatron, if any, and that of mgrpo, as `file:line function`."""
-    frame, innermost = sys._getframe(1), ""
+    frame: FrameType | None = sys._getframe(1)
+    innermost = ""
     while frame is not None:
         path = frame.f_code.co_filename
         for package in _PACKAGES:
@@ -82,6 +84,12 @@ class Recorder(TorchDispatchMode):
         """The phase of the step; a backward pass is recognised by torch's engine."""
         return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
 
+    def forget(self) -> None:
+        """Count from now on; what is allocated stays so."""
+        for counter in (self.waits, self.uploads, self.sent, self.calls, self.flops):
+            counter.clear()
+        self.memory.forget_peak()
+
     def wait(self, what: str) -> None:
         """The host waits for the device."""
         self.waits[self.now, what, site()] += 1
@@ -119,7 +127,7 @@ class Recorder(TorchDispatchMode):
 
     # --- what the host reads
 
-    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: FakeTensor, target: Any) -> Any:
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: Any, target: Any) -> Any:
         """The result of an operation that the host waits for; NotImplemented for all others."""
         if func is aten._local_scalar_dense.default:
             self.wait("item")
@@ -187,7 +195,7 @@ class Recorder(TorchDispatchMode):
 
     def _upload(self, source: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         self._count_upload(source)
-        made = torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype, device=DEVICE)
+        made: Any = torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype, device=DEVICE)
         if not isinstance(source, FakeTensor) and _may_be_known(made):
             with unset_fake_temporarily():
                 made.known = source.to(made.dtype)
@@ -222,12 +230,13 @@ class Recorder(TorchDispatchMode):
         """Compute small integers for real where all that they come from is known."""
         has_values = func.namespace == "aten" and "empty" not in str(func) and _may_be_known(out)
         if has_values and all(not isinstance(x, FakeTensor) or getattr(x, "known", None) is not None for x in tensors):
-            args, kwargs = tree_map_only(FakeTensor, lambda x: x.known, (args, kwargs))
+            args, kwargs = tree_map_only(FakeTensor, _known, (args, kwargs))
             kwargs = {key: "cpu" if key == "device" else value for key, value in kwargs.items() if key != "pin_memory"}
             with unset_fake_temporarily(), torch.no_grad():
                 out.known = func(*args, **kwargs)
         elif func._schema.is_mutable and args and isinstance(args[0], FakeTensor):
-            args[0].known = None
+            written: Any = args[0]
+            written.known = None
 
     # --- communication
 
@@ -243,6 +252,10 @@ class Recorder(TorchDispatchMode):
         key = self.axes.get(group.group_name, f"{group.size()} ranks"), self.now, operation
         self.sent[key] += round(_ring_bytes(operation, group.size(), first, second))
         self.calls[key] += 1
+
+
+def _known(tensor: Any) -> torch.Tensor:
+    return tensor.known
 
 
 def _is_group(boxed: torch.ScriptObject) -> bool:

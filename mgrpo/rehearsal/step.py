@@ -60,8 +60,11 @@ def rehearse(job: Job, recorder: Recorder) -> dict[str, Any]:
             if job.shape.experts:
                 _route_equally(recorder, job, own_tokens)
             _name_phases(recorder, learner)
-            recorder.memory.forget_peak()
             recorder.phase = "data"
+            if job.layout.sharding >= 2:
+                # Before the first step of all Megatron-FSDP gathers parameters that are whole afterwards.
+                learner.learn(arrays, step=1)
+            recorder.forget()
             learner.learn(arrays, step=1)
             states, at_peak = dict(recorder.memory.by_kind), (recorder.memory.peak, recorder.memory.at_peak)
             is_small = recorder.memory.total < SMALL
@@ -168,7 +171,8 @@ def _name_states(recorder: Recorder, learner: Learner) -> None:
     for shard in policy.shards:
         for tensor in (shard.main, shard.moment("exp_avg"), shard.moment("exp_avg_sq")):
             memory.rename(tensor, "optimizer")
-    for parameter in policy.parameters.live.values():
+    # In ZeRO-3 these are whole only while they are used.
+    for parameter in policy.parameters.live.values() if policy.layout.sharding < 3 else ():
         memory.rename(parameter.data, "parameters")
     for chunk in policy.chunks:
         for kind, tensor in _buffers(chunk, policy.layout.sharding):
