@@ -137,7 +137,7 @@ def _flops(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
         name="matrix products",
         rehearsed=counted["products"],
         planned=products,
-        why="context ranks have different numbers of responses; grouped products of experts are not counted",
+        why="context ranks have different numbers of responses",
     )
     yield Line(
         section="operations",
@@ -187,6 +187,7 @@ def show(plan: RunPlan, found: Sequence[dict[str, Any]]) -> None:
             f"{rank['operations']} operations in {rank['seconds']} s",
             style="bold green",
         )
+        console.print(*rank["remarks"], sep="\n", markup=False)
         console.print(_figures(compare(plan, rank)))
         console.print(_waits(rank))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from mgrpo.rehearsal.cuda import DEVICE, is_pinned
 from mgrpo.rehearsal.memory import Memory
@@ -35,6 +35,14 @@ _OWN = "/mgrpo/rehearsal/"
 _COMPARED = {aten.equal.default, aten.is_nonzero.default}
 _SIZED_BY_VALUES = {aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor}
 _WRITES_BY_INDEX = {aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+
+
+@register_flop_formula(aten._grouped_mm)
+def _grouped_products(
+    first: Sequence[int], second: Sequence[int], *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    """Operations: each row of one, or in a product of two flat matrices each pair of rows, meets one group of the other."""
+    return 2 * first[-2] * first[-1] * second[-1]
 
 
 def site() -> str:

@@ -66,6 +66,7 @@ def rehearse(job: Job, recorder: Recorder) -> dict[str, Any]:
                 learner.learn(arrays, step=1)
             recorder.forget()
             learner.learn(arrays, step=1)
+            remarks = learner.remarks()
             states, at_peak = dict(recorder.memory.by_kind), (recorder.memory.peak, recorder.memory.at_peak)
             is_small = recorder.memory.total < SMALL
             with in_phase(recorder, "sync"):
@@ -81,6 +82,7 @@ def rehearse(job: Job, recorder: Recorder) -> dict[str, Any]:
         "packs": job.packs,
         "seconds": round(time.monotonic() - began, 1),
         "operations": recorder.num_operations,
+        "remarks": remarks,
         "states": states,
         "peak": at_peak[0],
         "at_peak": at_peak[1],

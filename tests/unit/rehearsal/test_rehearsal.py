@@ -42,13 +42,13 @@ WAITS = {
 }
 """Where the host waits nevertheless, by `file function`, and why."""
 UNREACHED = {
-    "backend.py meeting_store": "ranks that exist meet",
     "backend.py init_process_group": "joins NCCL; a rehearsal is in torch's fake process group",
     "backend.py device_name": "is asked when a run starts",
     "backend.py install": "has run before lines are recorded",
+    "architecture.py block": "Transformer Engine's layers, which need a GPU; their names and shapes are recorded",
+    "model.py build": "the same",
     "attention.py shared_prompts_pay": "is asked by rank 0, which makes the packs",
     "group.py __init__": "a peer does not answer",
-    "group.py settle": "a peer does not answer",
     "group.py finish": "a peer does not answer",
     "library.py ops_for": "kernels for CUDA are taken to be built",
     "linear.py _add_product": "runs in autograd's own thread, whose lines are not recorded",
@@ -251,6 +251,6 @@ def test_every_branch_for_cuda_has_run(rehearsals):
 def test_branches_for_cuda_are_found():
     """Or the table above would be empty because nothing was read."""
     found = {f"{branch.file.name} {branch.function}": branch for file in WATCHED for branch in branches(file)}
-    assert {"attention.py attend", "backend.py random_states"} <= found.keys()
-    # attend: the branch, its two sides, and the methods that they call
-    assert len(found["attention.py attend"].statements) > 5
+    assert {"group.py finish", "backend.py random_states"} <= found.keys()
+    # finish: the branch, and the method that its side for CUDA calls
+    assert len(found["group.py finish"].statements) > 4
