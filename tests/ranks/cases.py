@@ -722,7 +722,7 @@ def sabotaged_gradients(sabotage: str, **arguments: Any) -> dict[str, Any]:
         return reduce(*args, **kwargs) * 2
 
     def swapped(self, tensors, rank, size):
-        return place(table.Stacked(self.names[::-1]), tensors, rank, size)
+        return place(table.Stacked(self.names[::-1], self.dim), tensors, rank, size)
 
     def own_only(x, group=None):
         return gather(x, tensor_parallel_output_grad=False, group=group)

@@ -21,17 +21,18 @@ CASES = [
 SPLITS = {1: [[0, 1, 2, 3, 4, 5]], 2: [[5, 0], [3, 1, 4, 2]], 4: [[2], [4, 0], [1, 3, 5], []]}
 
 
-def total(value: Any) -> torch.Tensor:
-    """Sum over the ranks; over this process alone where there are none."""
+def total(value: Any, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum over the ranks of the group; over this process alone without one."""
     value = torch.as_tensor(value).detach().clone()
-    if dist.is_initialized():
-        dist.all_reduce(value, group=dist.new_group(backend="gloo"))
+    if group is not None:
+        dist.all_reduce(value, group=group)
     return value
 
 
 def train(sequences: list[list[int]]) -> list[dict[str, Any]]:
     """Every case on this rank's sequences of the batch: the loss and the gradient of a small linear policy, reduced."""
     own = sequences[dist.get_rank() if dist.is_initialized() else 0]
+    group = dist.new_group(backend="gloo") if dist.is_initialized() else None
     b = batch(SEED, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     b["features"] = torch.randn(len(b["logprobs"]), PARAMETERS, generator=generator)
@@ -40,7 +41,7 @@ def train(sequences: list[list[int]]) -> list[dict[str, Any]]:
     results = []
     for name, aggregation in CASES:
         config = loss_config(aggregation=aggregation, loss_denominator="40", beta=0.2, **CONFIGS[name])
-        num_trained, num_seqs = int(total(b["loss_mask"].sum())), int(total(len(own)))
+        num_trained, num_seqs = int(total(b["loss_mask"].sum(), group)), int(total(len(own), group))
         denominator = loss_denominator(num_trained, config, num_seqs=num_seqs, response_length=RESPONSE_LENGTH)
         weights = torch.zeros(PARAMETERS, requires_grad=True)
         got = policy_loss(logprobs + features @ weights, **b, config=config, denominator=denominator)
@@ -48,8 +49,8 @@ def train(sequences: list[list[int]]) -> list[dict[str, Any]]:
         bonus = entropy_bonus(entropy, b["loss_mask"], coef=0.01, num_trained_tokens=num_trained)
         loss = got.loss - bonus
         loss.backward()
-        metrics = reduced({metric: total(pair) for metric, pair in got.metrics.items()})
-        results.append({"loss": float(total(loss)), "grad": total(weights.grad).numpy(), "metrics": metrics})
+        metrics = reduced({metric: total(pair, group) for metric, pair in got.metrics.items()})
+        results.append({"loss": float(total(loss, group)), "grad": total(weights.grad, group).numpy(), "metrics": metrics})
     return results
 
 

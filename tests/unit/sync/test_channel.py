@@ -172,7 +172,7 @@ def recorded(request) -> tuple[dict[str, list[tuple]], list[RecordedGroup]]:
     made = plan(model, train, infer)
     logs: dict[str, list[tuple]] = {}
     groups: list[RecordedGroup] = []
-    _store, port = open_store(HOST, 5)
+    _store, port = open_store(HOST, 60)
 
     def join_group(store: Any, *, name: str, members: list[str], rank: int, **settings: Any) -> RecordedGroup:
         groups.append(RecordedGroup(logs.setdefault(members[rank], []), name, members))
@@ -181,7 +181,7 @@ def recorded(request) -> tuple[dict[str, list[tuple]], list[RecordedGroup]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(channel, "plan", lambda *args, **kwargs: made)  # once for all ranks
         patch.setattr(channel, "join_group", join_group)
-        settings = {"dtype": torch.bfloat16, "port": port, "bucket_bytes": 64 << 20, "timeout_s": 5}
+        settings = {"dtype": torch.bfloat16, "port": port, "bucket_bytes": 64 << 20, "timeout_s": 60}
         tensors = {
             name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in hf_tensors(model).items()
         }
