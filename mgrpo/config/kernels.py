@@ -65,10 +65,10 @@ def kernel_line(settings: Parallel, *, has_cuda: bool) -> str:
     """What a run's layers and optimizer are made of."""
     if uses_transformer_engine(settings, has_cuda=has_cuda):
         layers = f"layers of Transformer Engine {transformer_engine()}"
-    elif settings.transformer_impl == "local":
-        layers = "Megatron's own layers (transformer_impl=local)"
     else:
-        reason = transformer_engine_lack() if has_cuda else "Transformer Engine needs CUDA"
-        layers = f"Megatron's own layers ({reason})"
+        layers = "Megatron's own layers"
+        if has_cuda:
+            chosen = "transformer_impl=local" if settings.transformer_impl == "local" else transformer_engine_lack()
+            layers += f" ({chosen})"
     source = "Transformer Engine" if transformer_engine() else "apex" if has_apex() else "torch"
     return f"{layers}, Adam of {source}"

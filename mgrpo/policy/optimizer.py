@@ -213,8 +213,10 @@ def _make_adam(
     )
     for single in chained(optimizer):
         adam = getattr(single, "optimizer", None)
-        if isinstance(adam, torch.optim.Adam):
-            # One kernel instead of a dozen, and no temporary as large as the update.
-            for group in adam.param_groups:
-                group["fused"] = True
+        # Offloaded, it is one for the host's weights and one for the device's.
+        for part in getattr(adam, "sub_optimizers", [adam]):
+            if isinstance(part, torch.optim.Adam):
+                # One kernel instead of a dozen, and no temporary as large as the update.
+                for group in part.param_groups:
+                    group["fused"] = True
     return optimizer

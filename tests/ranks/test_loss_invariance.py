@@ -50,7 +50,9 @@ def train(sequences: list[list[int]]) -> list[dict[str, Any]]:
         loss = got.loss - bonus
         loss.backward()
         metrics = reduced({metric: total(pair, group) for metric, pair in got.metrics.items()})
-        results.append({"loss": float(total(loss, group)), "grad": total(weights.grad, group).numpy(), "metrics": metrics})
+        results.append(
+            {"loss": float(total(loss, group)), "grad": total(weights.grad, group).numpy(), "metrics": metrics}
+        )
     return results
 
 
