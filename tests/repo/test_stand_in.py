@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.parallel import backend
+from mgrpo.parallel import backend, stand_in
 from mgrpo.sync import vllm_plugin
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("module", "name", "why"), backend.REBOUND)
+@pytest.mark.parametrize(("module", "name", "why"), stand_in.REBOUND)
 def test_megatron_still_has_what_the_cpu_stand_in_replaces(module, name, why):
     """Without the name the stand-in does nothing there, and Megatron asks CUDA for a device."""
     backend.install()
@@ -27,7 +27,7 @@ def test_megatron_still_has_what_the_cpu_stand_in_replaces(module, name, why):
         assert names["torch"].cuda.current_device().type == "cpu"
 
 
-@pytest.mark.parametrize(("module", "name", "why"), backend.REBOUND_WITHOUT_TE)
+@pytest.mark.parametrize(("module", "name", "why"), stand_in.REBOUND_WITHOUT_TE)
 def test_megatron_still_reads_what_is_supplied_without_transformer_engine(module, name, why):
     """The name itself is supplied, so only the module's text can show that it is still read there."""
     backend.install()

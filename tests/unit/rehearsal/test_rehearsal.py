@@ -44,7 +44,6 @@ WAITS = {
 UNREACHED = {
     "backend.py init_process_group": "joins NCCL; a rehearsal is in torch's fake process group",
     "backend.py device_name": "is asked when a run starts",
-    "backend.py install": "has run before lines are recorded",
     "architecture.py block": "Transformer Engine's layers, which need a GPU; their names and shapes are recorded",
     "model.py build": "the same",
     "attention.py shared_prompts_pay": "is asked by rank 0, which makes the packs",
