@@ -12,9 +12,46 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.moe_utils import permute as megatron_permute
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mgrpo.parallel import backend
+
+REBOUND: tuple[tuple[str, str, str], ...] = (
+    # (module under megatron.core, name, why)
+    ("transformer.moe.token_dispatcher", "permute", "asks the device twice how many rows there are, which is known"),
+)
+
+
+def install() -> None:
+    """Replace Megatron's permutation of rows where Transformer Engine does not fuse it. May be called again."""
+    token_dispatcher.permute = permute
+
+
+def permute(
+    rows: torch.Tensor,
+    chosen: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    num_out_tokens: int | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Rows sorted by expert, once for each expert that a row has chosen.
+
+    Args:
+        rows: `[rows, hidden]`.
+        chosen: `[rows, experts]` bool; `num_out_tokens` of it are true.
+        probs: `[rows, experts]`.
+    Returns:
+        `[num_out_tokens, hidden]`, the chosen probabilities `[num_out_tokens]`, and the number of each result's row.
+    """
+    if fused or drop_and_pad or num_out_tokens is None:
+        return megatron_permute(rows, chosen, probs, num_out_tokens, fused, drop_and_pad)
+    places = torch.nonzero_static(chosen.T.reshape(-1), size=num_out_tokens).squeeze(1)
+    numbers = places % len(rows)
+    kept = None if probs is None else probs.T.reshape(-1).index_select(0, places)
+    return rows.index_select(0, numbers), kept, numbers
 
 
 class GroupedExperts(torch.nn.Module):
@@ -28,6 +65,7 @@ class GroupedExperts(torch.nn.Module):
         self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
     ) -> None:
         super().__init__()
+        install()
         assert config.activation_func is F.silu and config.gated_linear_unit and not config.add_bias_linear
         ffn = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         self.linear_fc1 = GroupedLinear(num_local_experts, 2 * ffn, config.hidden_size, config, split_dim=0)

@@ -98,3 +98,32 @@ def idle_experts_gradient() -> list[float]:
 def test_an_expert_without_rows_gets_no_gradient(run_ranks):
     """What a GPU leaves in memory that its kernel did not write is neither 0 nor always finite."""
     assert run_ranks(1, idle_experts_gradient) == [[10, 0, 10]]
+
+
+@pytest.mark.parametrize("with_probs", [True, False])
+def test_rows_are_sorted_by_expert_as_megatron_does(run_ranks, with_probs):
+    """Rows, probabilities, places and gradients, to the bit: a row for another expert would train it silently."""
+    assert run_ranks(1, sorted_by_expert, with_probs=with_probs) == [[]]
+
+
+def sorted_by_expert(with_probs: bool) -> list[str]:
+    """What differs; three rows of seven have chosen the same two of five experts, and one expert has none."""
+    from megatron.core.transformer.moe.moe_utils import permute as theirs
+
+    from mgrpo.parallel.experts import permute as ours
+
+    chosen = torch.zeros(7, 5, dtype=torch.bool)
+    for row, pair in enumerate([(0, 3), (0, 3), (3, 4), (0, 3), (1, 4), (1, 0), (4, 3)]):
+        chosen[row, list(pair)] = True
+    draw = torch.Generator().manual_seed(3)
+    rows, probs = torch.randn(7, 4, generator=draw), torch.rand(7, 5, generator=draw)
+
+    def run(permute) -> dict[str, torch.Tensor]:
+        own_rows, own_probs = rows.clone().requires_grad_(), probs.clone().requires_grad_()
+        moved, kept, numbers = permute(own_rows, chosen, own_probs if with_probs else None, num_out_tokens=14)
+        (moved.square().sum() + (0 if kept is None else kept.pow(3).sum())).backward()
+        found = {"moved": moved.detach(), "numbers": numbers, "rows": own_rows.grad}
+        return found | ({"kept": kept.detach(), "probs": own_probs.grad} if with_probs else {})
+
+    expected, found = run(theirs), run(ours)
+    return [name for name in expected if not torch.equal(expected[name], found[name])]

@@ -38,7 +38,6 @@ QUIET = {"forward", "backward", "score"}
 """Phases in which the host may not wait."""
 WAITS = {
     "token_dispatcher.py _maybe_dtoh_and_synchronize": "the host splits tokens by expert, and asks how many each has",
-    "moe_utils.py permute": "without Transformer Engine's fused permutation the device's mask is turned into indices",
 }
 """Where the host waits nevertheless, by `file function`, and why."""
 UNREACHED = {
