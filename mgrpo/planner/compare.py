@@ -16,7 +16,7 @@ from mgrpo.planner.hardware import GIB
 from mgrpo.planner.plan import RunPlan
 from mgrpo.planner.roles import document_lengths
 from mgrpo.planner.traffic import Passed, Traffic, backward_traffic, data_traffic, forward_traffic
-from mgrpo.planner.work import layer_flops, passes_of, stage_flops
+from mgrpo.planner.work import Workload, layer_flops, passes_of, stage_flops
 
 NOTED = 0.005
 """Relative differences from here on are explained."""
@@ -108,13 +108,20 @@ def _why_sent(axis: str) -> str:
     }.get(axis, "")
 
 
+def _rehearsed_work(plan: RunPlan, found: dict[str, Any]) -> Workload:
+    """The batch of one rank's context group in the rehearsed step."""
+    prompt, response = document_lengths(plan.config, plan.layout)
+    packs = found["packs"] * plan.config.algorithm.num_mini_batches
+    return replace(plan.work, prompts=packs, sequences=2 * packs, prompt_tokens=prompt, response_tokens=response)
+
+
 def planned_traffic(plan: RunPlan, found: dict[str, Any]) -> Traffic:
     """What the plan says that the rank sends in the rehearsed step."""
     config, layout, stage = plan.config, plan.layout, found["stage"]
     settings, passes = config.parallel, passes_of(config)
     tokens = found["packs"] * config.algorithm.num_mini_batches * layout.round_up(settings.pack_length)
-    _, response = document_lengths(config, layout)
-    responses = 2 * found["packs"] * config.algorithm.num_mini_batches * response
+    work = _rehearsed_work(plan, found)
+    responses = work.sequences * work.response_tokens
     passed = Passed(tokens=tokens, responses=responses, dtype_bytes=plan.dtype_bytes)
     forward = forward_traffic(plan.shape, layout, settings, passed, stage=stage)
     training = forward + backward_traffic(
@@ -150,23 +157,18 @@ def _flops(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
 
 def _planned_flops(plan: RunPlan, found: dict[str, Any]) -> tuple[float, float]:
     """Of the rank in the rehearsed step: matrix products, attention."""
-    config, layout, stage = plan.config, plan.layout, found["stage"]
-    settings, passes = config.parallel, passes_of(config)
-    prompt, response = document_lengths(config, layout)
-    sequences = 2 * found["packs"] * config.algorithm.num_mini_batches
-    work = replace(
-        plan.work, prompts=sequences // 2, sequences=sequences, prompt_tokens=prompt, response_tokens=response
-    )
+    layout, stage = plan.layout, found["stage"]
+    settings, passes = plan.config.parallel, passes_of(plan.config)
+    work = _rehearsed_work(plan, found)
     per_stage = stage_flops(plan.shape, layout, work, settings, stage=stage, logits_chunk=plan.logits_chunk)
     layers = layer_flops(plan.shape, work)
     core = sum(layers[layer].core.total for layer in stage_layers(layout, plan.shape.num_layers, stage))
     repeats_core = settings.recompute_granularity == "full" or (
         settings.recompute_granularity == "selective" and "core_attn" in settings.recompute_modules
     )
-    num_forward = passes.reference + passes.old + 3 * passes.train
     ranks = layout.tensor * layout.context
-    attention = core * (num_forward + passes.train * repeats_core) / ranks
-    whole = (per_stage.forward.total * num_forward + per_stage.repeated.total * passes.train) / ranks
+    attention = core * (passes.in_forward + passes.train * repeats_core) / ranks
+    whole = (per_stage.forward.total * passes.in_forward + per_stage.repeated.total * passes.train) / ranks
     return whole - attention, attention
 
 
