@@ -16,9 +16,9 @@ import torch
 from torch.autograd.profiler import emit_nvtx
 from torch.nn.attention import activate_flash_attention_impl
 
+from mgrpo.parallel.stand_in import CPU
 from mgrpo.parallel.stand_in import install as install
 
-CPU = torch.device("cpu")
 TRAINING_TIMEOUT_MINUTES = 15
 """Within which all ranks reach a collective of the training; they wait for rank 0 and for files in groups of their own."""
 
