@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mgrpo.rollout.engine import FINISH_REASONS, Completions, EngineError, PromptBatch
+from mgrpo.rollout.engine import FINISH_REASONS, Completions, EngineError, Pause, PromptBatch
 
 
 class ScriptedEngine:
@@ -18,45 +18,101 @@ class ScriptedEngine:
     Args:
         fails: the name of the call whose future raises an EngineError.
         hangs: the name of the call whose future is never done.
+        answers: whether prompts are answered as soon as the engine samples; otherwise by `answer`.
     """
 
-    def __init__(self, *, fails: str = "", hangs: str = "") -> None:
-        self.fails, self.hangs = fails, hangs
-        self.batches: dict[int, PromptBatch] = {}
+    def __init__(self, *, fails: str = "", hangs: str = "", answers: bool = True) -> None:
+        self.fails, self.hangs, self.answers = fails, hangs, answers
+        self.batches: list[PromptBatch] = []
         """All that were submitted."""
         self.calls: list[tuple[Any, ...]] = []
         """The others, in order, with their arguments."""
+        self.queued: dict[int, tuple[np.ndarray, int]] = {}
+        """The tokens of the prompts that were not answered, by number, and how many samples are wanted."""
+        self.version = 0
+        self.is_paused = True
+        self.is_draining: list[Future[None]] = []
+        self.finished: list[Completions] = []
+        self.polls: list[Future[Completions]] = []
         self.finish_reason = "stop"
-        self.ready = self._future("start", lambda: None)
+        self.ready = self._future("start")
 
-    def submit(self, batch: PromptBatch) -> None:
-        self.batches[batch.number] = batch
+    def submit(self, batch: PromptBatch) -> Future[None]:
+        self.batches.append(batch)
+        for number, (a, b) in zip(batch.numbers.tolist(), itertools.pairwise(batch.cu_seqlens), strict=True):
+            self.queued[number] = batch.tokens[a:b], batch.sampling.num_samples
+        self._go_on()
+        return self._future("submit")
 
-    def take(self, number: int) -> Future[Completions]:
-        self.calls.append(("take", number))
-        return self._future("take", lambda: self._echo(self.batches[number]))
+    def poll(self) -> Future[Completions]:
+        poll: Future[Completions] = Future()
+        if self.fails == "poll":
+            poll.set_exception(EngineError("poll has failed"))
+        elif self.hangs != "poll":
+            self.polls.append(poll)
+            self._hand_over()
+        return poll
+
+    def pause(self, how: Pause) -> Future[None]:
+        self.calls.append(("pause", how))
+        self.is_paused = True
+        paused = self._future("pause")
+        if how == "drain" and self.queued and self.hangs != "pause" and not self.answers:
+            paused = Future()
+            self.is_draining.append(paused)
+        return paused
+
+    def resume(self) -> Future[None]:
+        self.calls.append(("resume",))
+        self.is_paused = False
+        self._go_on()
+        return self._future("resume")
 
     def abort(self) -> Future[None]:
         self.calls.append(("abort",))
         self.finish_reason = "abort"
-        return self._future("abort", lambda: None)
+        self.answer(*self.queued)
+        return self._future("abort")
 
     def join(self, invitation: Mapping[str, Any]) -> Future[None]:
         self.calls.append(("join", invitation))
-        return self._future("join", lambda: None)
+        return self._future("join")
 
     def receive_weights(self, version: int, *, check: bool, seed: int) -> Future[None]:
         self.calls.append(("receive_weights", version, check, seed))
-        return self._future("receive_weights", lambda: None)
+        self.version = version
+        return self._future("receive_weights")
 
     def seed(self, seed: int) -> Future[None]:
         self.calls.append(("seed", seed))
-        return self._future("seed", lambda: None)
+        return self._future("seed")
 
     def close(self) -> None:
         self.calls.append(("close",))
 
-    def _future(self, name: str, make: Callable[[], Any]) -> Future[Any]:
+    def answer(self, *numbers: int) -> None:
+        """Finish these groups."""
+        for number in numbers:
+            tokens, num_samples = self.queued.pop(number)
+            self.finished.append(self._echo(number, tokens, num_samples))
+        self._hand_over()
+        if not self.queued:
+            draining, self.is_draining = self.is_draining, []
+            for paused in draining:
+                paused.set_result(None)
+
+    def _go_on(self) -> None:
+        if self.answers and not self.is_paused:
+            self.answer(*self.queued)
+
+    def _hand_over(self) -> None:
+        if self.polls and self.finished:
+            finished, self.finished = self.finished, []
+            joined = {name: np.concatenate([group[name] for group in finished]) for name in finished[0]}
+            joined["cu_seqlens"] = np.concatenate(([0], np.cumsum(joined.pop("lengths"))))
+            self.polls.pop(0).set_result(joined)
+
+    def _future(self, name: str, make: Callable[[], Any] = lambda: None) -> Future[Any]:
         future: Future[Any] = Future()
         if name == self.fails:
             future.set_exception(EngineError(f"{name} has failed"))
@@ -64,17 +120,15 @@ class ScriptedEngine:
             future.set_result(make())
         return future
 
-    def _echo(self, batch: PromptBatch) -> Completions:
-        each = [
-            batch.tokens[a:b]
-            for a, b in itertools.pairwise(batch.cu_seqlens)
-            for _ in range(batch.sampling.num_samples)
-        ]
-        total = sum(map(len, each))
+    def _echo(self, number: int, tokens: np.ndarray, num_samples: int) -> Completions:
+        """One group, with `lengths` instead of `cu_seqlens`."""
+        total = num_samples * len(tokens)
         return {
-            "tokens": np.concatenate([np.zeros(0, np.int32), *each]),
+            "numbers": np.array([number]),
+            "sizes": np.array([num_samples]),
+            "tokens": np.tile(tokens, num_samples),
             "logprobs": np.zeros(total, np.float32),
-            "policy_versions": np.zeros(total, np.int32),
-            "cu_seqlens": np.concatenate(([0], np.cumsum([len(tokens) for tokens in each]))).astype(np.int64),
-            "finish_reasons": np.full(len(each), FINISH_REASONS.index(self.finish_reason), np.int8),
+            "policy_versions": np.full(total, self.version, np.int32),
+            "lengths": np.full(num_samples, len(tokens), np.int64),
+            "finish_reasons": np.full(num_samples, FINISH_REASONS.index(self.finish_reason), np.int8),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -78,8 +79,31 @@ def reward_problems(config: Config) -> Iterator[str]:
 
 
 def _asynchrony(config: Config) -> Iterator[str]:
-    if config.rollout.async_steps:
-        yield f"async_steps={config.rollout.async_steps} is not implemented yet; use 0"
+    rollout, algorithm = config.rollout, config.algorithm
+    oversample = algorithm.active_sampling_oversample
+    least = rollout.async_steps + math.ceil(oversample)
+    if oversample and not algorithm.active_sampling:
+        yield f"active_sampling_oversample={oversample:g} replaces nothing without active_sampling; set active_sampling true"
+    elif config.max_age < least:
+        filled = f" + active_sampling_oversample={oversample:g} rounded up" if oversample else ""
+        yield (
+            f"max_staleness={rollout.max_staleness} must be at least async_steps={rollout.async_steps}{filled}, because a "
+            f"group may wait that long for its step; use {least} or more"
+        )
+    if rollout.async_steps == 0 and rollout.inflight_updates:
+        yield (
+            "inflight_updates=true needs completions that are under way when the weights change, and async_steps=0 has none; "
+            "set async_steps to 1 or more"
+        )
+    is_corrected = config.loss.use_rho_correction and any(
+        (config.loss.rho_clamp_upper_bound, config.loss.rho_mask_upper_bound)
+    )
+    if config.max_age and not (algorithm.use_vllm_logprobs or is_corrected):
+        yield (
+            f"async_steps={rollout.async_steps} (max_staleness={config.max_age}) trains on tokens of older policies, which "
+            "needs a correction: use_vllm_logprobs true compares the policy with the one that sampled, or use_rho_correction "
+            "true with rho_clamp_upper_bound (2.0 is usual) weighs each token"
+        )
 
 
 def _pack_length(config: Config) -> Iterator[str]:
@@ -239,7 +263,21 @@ RULES: tuple[Rule, ...] = (
         ),
         _data,
     ),
-    (("async_steps",), _asynchrony),
+    (
+        (
+            "async_steps",
+            "max_staleness",
+            "inflight_updates",
+            "active_sampling",
+            "active_sampling_oversample",
+            "use_vllm_logprobs",
+            "use_rho_correction",
+            "rho_clamp_upper_bound",
+            "rho_mask_upper_bound",
+            "num_unique_prompts_rollout",
+        ),
+        _asynchrony,
+    ),
     (
         ("pack_length", "max_prompt_token_length", "response_length"),
         _pack_length,

@@ -7,6 +7,7 @@ once, in its section; `None` means off unless the docstring says otherwise.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NewType
 
@@ -128,7 +129,16 @@ class Rollout:
     temperature: Annotated[float, POSITIVE, Reason("the training logits are divided by it"), OPEN_INSTRUCT, TRL] = 1.0
     """Sampling temperature, also the divisor of the training logits."""
     async_steps: Annotated[int, NOT_NEGATIVE, OPEN_INSTRUCT] = 0
-    """Steps that generation may run ahead of training; only 0 (synchronous, repeatable) is implemented so far."""
+    """Steps that generation may run ahead of training; 0: they take turns, and a run repeats to the bit."""
+    max_staleness: Annotated[int | None, NOT_NEGATIVE, TRL] = None
+    """A group is trained on at most this many steps after its sampling has begun; what would become older is waited for,
+    never dropped. None: the least that is possible, async_steps, with which steps take groups in the order of their prompts.
+    More: a step takes what has finished, so that the longest answers do not hold it up."""
+    inflight_updates: Annotated[bool, OPEN_INSTRUCT] = False
+    """With async_steps: engines take over new weights in the middle of completions; false: they finish them first."""
+    inflight_kv: Literal["recompute", "keep"] = "recompute"
+    """With inflight_updates, after an update: recompute what engines have cached of a completion, so that each token comes
+    exactly from the weights that it is marked with; or keep keys and values of older weights, which saves that time."""
     stop_strings: Annotated[tuple[str, ...], OPEN_INSTRUCT] = ()
     """Texts that end a completion and stay in it, in addition to the model's own stop tokens."""
     eval_pass_at_k: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 1
@@ -173,7 +183,10 @@ class Algorithm:
     active_sampling: Annotated[bool, OPEN_INSTRUCT] = False
     """Sample further prompts to replace the groups left out, until the batch is full."""
     active_sampling_max_rounds: Annotated[int, ONE_OR_MORE] = 10
-    """Most rounds of active sampling per step; after that the step trains on what it has."""
+    """Active sampling replaces groups of at most this many steps' worth, the step's own included; then the step trains on
+    what it has."""
+    active_sampling_oversample: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Prompts that are sampled in addition, as a share of a step's, so that groups left out are replaced at once."""
     no_resampling_pass_rate: Annotated[float | None, SHARE, OPEN_INSTRUCT] = None
     """A prompt whose mean reward reaches this share of the highest one is never sampled again; none: off."""
     mask_truncated_completions: Annotated[bool, OPEN_INSTRUCT, TRL] = False
@@ -374,6 +387,19 @@ class Config:
     def num_training_steps(self) -> int:
         """Rollout batches of the run."""
         return self.experiment.total_episodes // self.batch_size
+
+    @property
+    def max_age(self) -> int:
+        """Steps after which a group is trained on at the latest, counted from when its sampling began."""
+        rollout = self.rollout
+        if rollout.max_staleness is not None:
+            return rollout.max_staleness
+        return rollout.async_steps + math.ceil(self.algorithm.active_sampling_oversample)
+
+    @property
+    def num_extra_groups(self) -> int:
+        """Groups that are sampled beyond those of the steps that may be under way."""
+        return math.ceil(self.algorithm.active_sampling_oversample * self.rollout.num_unique_prompts_rollout)
 
     @property
     def tokenizer_path(self) -> str:

@@ -35,12 +35,6 @@ def sampler_seed(run_seed: int, step: int, engine: int) -> int:
     return seed_of(run_seed, step, engine)
 
 
-def split_evenly(prompts: Sequence[Prompt], num_engines: int) -> list[Sequence[Prompt]]:
-    """One run of neighbouring prompts for each engine, sizes equal within one."""
-    cuts = [len(prompts) * i // num_engines for i in range(num_engines + 1)]
-    return [prompts[a:b] for a, b in itertools.pairwise(cuts)]
-
-
 def to_arrays(prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
     """`tokens` and `cu_seqlens` of a `PromptBatch`."""
     tokens = [prompt.tokens for prompt in prompts]
@@ -48,11 +42,11 @@ def to_arrays(prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([np.zeros(0, dtype=np.int32), *tokens]).astype(np.int32), cu_seqlens
 
 
-def to_groups(prompts: Sequence[Prompt], arrays: Completions, num_samples: int, decode: Decode) -> list[RolloutGroup]:
+def to_groups(prompts: Sequence[Prompt], arrays: Completions, decode: Decode) -> list[RolloutGroup]:
     """Cut what an engine returned for `prompts` into groups, and decode each completion once."""
-    cuts = list(zip(arrays["cu_seqlens"][:-1].tolist(), arrays["cu_seqlens"][1:].tolist(), strict=True))
+    cuts = list(itertools.pairwise(arrays["cu_seqlens"].tolist()))
     texts = decode([arrays["tokens"][a:b] for a, b in cuts])
-    completions = [
+    completions = iter(
         Completion(
             tokens=arrays["tokens"][a:b],
             logprobs=arrays["logprobs"][a:b],
@@ -61,8 +55,8 @@ def to_groups(prompts: Sequence[Prompt], arrays: Completions, num_samples: int, 
             text=text,
         )
         for (a, b), text, reason in zip(cuts, texts, arrays["finish_reasons"].tolist(), strict=True)
-    ]
+    )
     return [
-        RolloutGroup(prompt=prompt, completions=tuple(completions[i * num_samples : (i + 1) * num_samples]))
-        for i, prompt in enumerate(prompts)
+        RolloutGroup(prompt=prompt, completions=tuple(itertools.islice(completions, size)))
+        for prompt, size in zip(prompts, arrays["sizes"].tolist(), strict=True)
     ]

@@ -1,7 +1,7 @@
 """What the rooms above ask of an inference engine, whatever runs it. Standard library and numpy only.
 
-An engine holds batches of prompts until they are taken, samples with its present weights, and takes over new ones in a
-transfer group that it joins together with the learners.
+An engine is paused or samples what it has been given, and hands over groups as they finish. While it is paused it takes over
+new weights, in a transfer group that it has joined together with the learners.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -18,9 +18,14 @@ UNSYNCED = -1
 """Policy version of the weights that an engine has loaded by itself."""
 
 Completions = dict[str, np.ndarray]
-"""The completions of a batch, prompt by prompt, sample by sample: `tokens` int32, `logprobs` float32 and `policy_versions`
-int32 `[sum(len)]`, cut by `cu_seqlens [prompts * num_samples + 1]` int64; `finish_reasons [prompts * num_samples]` int8
-indexes FINISH_REASONS."""
+"""The completions of finished groups, group by group, sample by sample: `numbers [groups]` int64 are those that the prompts
+were given, `sizes [groups]` int64 counts samples. `tokens` int32, `logprobs` float32 and `policy_versions` int32
+`[sum(len)]` are cut by `cu_seqlens [samples + 1]` int64; `finish_reasons [samples]` int8 indexes FINISH_REASONS."""
+
+Pause = Literal["drain", "recompute", "keep"]
+"""What becomes of completions that have begun: drain samples them to their end before the engine pauses. Otherwise they go
+on after it: recompute drops what the engine has cached of them, which it then computes again with its new weights, keep
+goes on with keys and values of the old ones."""
 
 
 class EngineError(RuntimeError):
@@ -47,10 +52,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBatch:
-    """The prompts that one engine samples together."""
+    """Prompts for one engine."""
 
-    number: int
-    """Unique among the batches of a run."""
+    numbers: np.ndarray
+    """`[prompts]` int64, unique among all that the engine is given."""
     tokens: np.ndarray
     """`[sum(len)]` int32, prompts end to end."""
     cu_seqlens: np.ndarray
@@ -61,28 +66,36 @@ class PromptBatch:
 
 
 class Engine(Protocol):
-    """One inference engine. Calls return at once; a future raises EngineError when the engine's part has failed."""
+    """One inference engine, at first paused. Calls return at once and take effect in their order; a future raises EngineError
+    when the engine's part has failed."""
 
     ready: Future[None]
     """Done when the engine has loaded its model."""
 
-    def submit(self, batch: PromptBatch) -> None:
-        """Queue prompts. None of them is sampled before `take`, so they can be queued while learners still train."""
+    def submit(self, batch: PromptBatch) -> Future[None]:
+        """Queue prompts, which are sampled as soon as the engine is not paused and has room."""
 
-    def take(self, number: int) -> Future[Completions]:
-        """Sample a submitted batch with the present weights; an error after a weight update that did not complete."""
+    def poll(self) -> Future[Completions]:
+        """The groups that have finished and were not handed over, once there is one."""
+
+    def pause(self, how: Pause) -> Future[None]:
+        """Sample no more."""
+
+    def resume(self) -> Future[None]:
+        """Sample what is queued, and what will be; an error after a weight update that did not complete."""
 
     def abort(self) -> Future[None]:
-        """End what is being sampled: pending `take` calls answer with the tokens so far and finish reason "abort"."""
+        """End everything that is queued or sampled: `poll` hands it over with the tokens so far and finish reason "abort"."""
 
     def join(self, invitation: Mapping[str, Any]) -> Future[None]:
         """Join the weight-transfer group that the learners are joining at the same time."""
 
     def receive_weights(self, version: int, *, check: bool, seed: int) -> Future[None]:
-        """Take over the weights that the learners are sending, report their digests on `check`, and seed the sampler."""
+        """While paused: take over the weights that the learners are sending, report their digests on `check`, and seed the
+        sampler."""
 
     def seed(self, seed: int) -> Future[None]:
-        """Seed the sampler; the weights stay."""
+        """While paused: seed the sampler; the weights stay."""
 
     def close(self) -> None:
         """End the engine's processes."""

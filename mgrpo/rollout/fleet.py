@@ -12,7 +12,7 @@ from typing import TypeVar
 from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.processes.background import announced
 from mgrpo.rollout.collect import sampler_seed
-from mgrpo.rollout.engine import Engine, EngineError
+from mgrpo.rollout.engine import Engine, EngineError, Pause
 
 T = TypeVar("T")
 
@@ -27,6 +27,7 @@ class Fleet:
         *,
         seed: int,
         seeds_prompts: bool = False,
+        pauses: Pause = "drain",
         meeting_host: str | None = None,
         keep_logs: Callable[[], str] = str,
     ) -> None:
@@ -34,11 +35,12 @@ class Fleet:
         Args:
             seed: of the run.
             seeds_prompts: the engines' sampler has no stream that can be seeded, so every prompt needs its own seed.
+            pauses: what becomes of completions that have begun when the engines pause.
             meeting_host: address of rank 0's machine for engines on others; None: all engines are on it.
             keep_logs: saves what the engines have printed and returns a clause that says where; called on failures.
         """
         self.engines, self.settings, self.seed, self.keep_logs = engines, settings, seed, keep_logs
-        self.seeds_prompts, self.meeting_host = seeds_prompts, meeting_host
+        self.seeds_prompts, self.pauses, self.meeting_host = seeds_prompts, pauses, meeting_host
         self.is_aborted = False
         self.on_failure: Callable[[str], None] = lambda reason: None
         """Called from any thread when the engines' runtime has failed and no call can succeed any more."""
@@ -59,6 +61,14 @@ class Fleet:
     def fail(self, reason: str) -> None:
         """What runs the engines has failed. From any thread."""
         self.on_failure(f"{reason}{self.keep_logs()}")
+
+    def pause(self) -> list[Future[None]]:
+        """Have all engines sample no more. See `finish_sampling`."""
+        return [engine.pause(self.pauses) for engine in self.engines]
+
+    def resume(self) -> list[Future[None]]:
+        """Have all engines sample."""
+        return [engine.resume() for engine in self.engines]
 
     def receive_weights(self, version: int, *, check: bool, step: int) -> list[Future[None]]:
         """Have all engines receive what the learners send now, for sampling training step `step`. See `finish`.

@@ -27,6 +27,7 @@ def started_fleet(config: Config, *, num_local_learners: int) -> Iterator[Fleet]
             config.engine,
             seed=config.experiment.seed,
             seeds_prompts=cluster.on_gpu,
+            pauses=config.rollout.inflight_kv if config.rollout.inflight_updates else "drain",
             meeting_host=cluster.address,
             keep_logs=cluster.keep_logs,
         )

@@ -10,7 +10,7 @@ from mgrpo.config import Config
 from mgrpo.rewards.rewarder import Rewarder, logged_metrics
 from mgrpo.rollout.collect import EVALUATION, seed_of
 from mgrpo.rollout.dispatch import Dispatcher
-from mgrpo.types import Prompt, RewardContext, ScoredGroup
+from mgrpo.types import Prompt, RewardContext, RolloutGroup, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,24 +49,37 @@ class Evaluator:
     def evaluate(self, done: int) -> Evaluation:
         """The evaluation after `done` training steps.
 
-        It uses a fixed random stream; the engines are then reseeded for the next step. No training prompts may be queued in
-        the engines.
+        Where engines are drained before they take over weights, it has them to itself and uses a fixed random stream; they
+        are then reseeded for the next step. Otherwise it runs beside the training's groups, and every prompt has its seed.
         """
         start = time.perf_counter()
-        rollout, fleet = self.config.rollout, self.dispatcher.fleet
+        rollout, dispatcher = self.config.rollout, self.dispatcher
         context = RewardContext(
             step=done,
             seed=seed_of(self.config.experiment.seed, "rewards", EVALUATION),
             max_tokens=rollout.eval_response_length or rollout.response_length,
         )
-        fleet.reseed(EVALUATION)
-        sampled = self.dispatcher.take(self.dispatcher.submit_evaluation(self.prompts))
-        scored = self.rewarder.score(sampled.groups, context)
-        fleet.reseed(done + 1)
+        groups = self._sample_alone(done) if dispatcher.fleet.pauses == "drain" else self._sample()
+        sampled_s = time.perf_counter() - start
+        scored = self.rewarder.score(groups, context)
         return Evaluation(
             groups=scored.groups,
             sources=self.sources,
-            generate_s=sampled.seconds,
+            generate_s=sampled_s,
             total_s=time.perf_counter() - start,
             reward_metrics=logged_metrics(scored.logged, "eval/"),
         )
+
+    def _sample(self) -> list[RolloutGroup]:
+        return self.dispatcher.wait(self.dispatcher.sample_evaluation(self.prompts))
+
+    def _sample_alone(self, done: int) -> list[RolloutGroup]:
+        dispatcher, thread = self.dispatcher, self.dispatcher.thread
+        dispatcher.wait(thread.submit(dispatcher.pause).result())
+        dispatcher.fleet.reseed(EVALUATION)
+        asked = dispatcher.sample_evaluation(self.prompts)
+        thread.submit(dispatcher.resume)
+        groups = dispatcher.wait(asked)
+        dispatcher.wait(thread.submit(dispatcher.pause).result())
+        dispatcher.fleet.reseed(done + 1)
+        return groups

@@ -101,6 +101,7 @@ def prepare(config: Config, parts: Started) -> Production:
         run_seed=config.experiment.seed,
         decode=partial(decode, tokenizer),
         stop_token_ids=stop_ids,
+        samples_per_engine=_samples_per_engine(config),
     )
     prompt = partial(_prompt, replacement=config.reward.verifier_replacement)
     evaluator = Evaluator(
@@ -130,6 +131,18 @@ def prepare(config: Config, parts: Started) -> Production:
         data=parts.inputs.train.content,
         remarks=[f"chat_template_name={template} needs --stop_strings '{text}'" for text in missing],
     )
+
+
+def _samples_per_engine(config: Config) -> int | None:
+    """A little more than an engine samples at a time, so that the rest may go to whichever engine is first.
+
+    None where a run must repeat: then engines are given whole batches.
+    """
+    rollout, algorithm = config.rollout, config.algorithm
+    is_ordered = config.max_age == rollout.async_steps and not algorithm.active_sampling_oversample
+    if is_ordered and not rollout.inflight_updates:
+        return None
+    return config.engine.vllm_max_num_seqs + config.engine.vllm_max_num_seqs // 4
 
 
 def _engines(config: Config) -> str:

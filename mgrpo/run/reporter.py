@@ -15,7 +15,7 @@ from mgrpo.checkpoint.space import free_bytes, words
 from mgrpo.config import Config, to_yaml
 from mgrpo.config.derived import state_root
 from mgrpo.telemetry.alerts import Watch
-from mgrpo.telemetry.batch import batch_metrics
+from mgrpo.telemetry.batch import batch_metrics, staleness
 from mgrpo.telemetry.evaluation import correctness, evaluation_metrics
 from mgrpo.telemetry.metrics import MetricsWriter
 from mgrpo.telemetry.progress import Progress
@@ -125,7 +125,7 @@ class Reporter:
 
         Args:
             version: of the weights after the step.
-            clock: of the splits "wait" (for the batch), "train" and "sync".
+            clock: of the splits "wait" (for the batch), "train", "drain" (of the engines) and "sync".
         """
         rollouts, results, seconds = batch.rollouts, learned.results, clock.seconds
         assert rollouts is not None
@@ -141,9 +141,10 @@ class Reporter:
                 batch_size=self.config.batch_size,
                 policy_version=batch.policy_version,
                 num_excluded_prompts=rollouts.num_excluded,
-                generate_s=rollouts.generate_s,
+                engine_s=rollouts.engine_s,
                 scale=self.scale,
             ),
+            **self._asynchrony(batch, clock),
             **rollouts.reward_metrics,
             **learned.metrics,
             "val/num_step_tokens": sum(len(pack.tokens) for pack in batch.packs),
@@ -174,6 +175,19 @@ class Reporter:
             self.progress.warn(warning)
         if time.monotonic() >= self.report_due:
             self.write_report()
+
+    def _asynchrony(self, batch: Batch, clock: Clock) -> dict[str, float]:
+        """How old the groups are, and who waited for whom; nothing where sampling and training take turns."""
+        rollouts, seconds = batch.rollouts, clock.seconds
+        if rollouts is None or not self.config.max_age:
+            return {}
+        return {
+            **staleness(rollouts.groups, policy_version=batch.policy_version),
+            "async/admitted": rollouts.num_admitted,
+            "async/learner_waited_s": seconds["wait"],
+            "async/engine_idle_share": max(0.0, 1 - rollouts.engine_s / sum(seconds.values())),
+            "time/drain": seconds["drain"],
+        }
 
     def evaluation(
         self,

@@ -30,6 +30,17 @@ class Source:
         self.production, self.producer, self.lead = production, production.producer, lead
         self.config, self.layout, self.hidden = config, layout, hidden
 
+    def begin(self, done: int) -> None:
+        """The engines have the weights of step `done`: sample, unless an evaluation comes first, which samples alone."""
+        if not self._evaluates_alone(done):
+            self.producer.begin()
+
+    def pause(self) -> None:
+        """The weights are about to change: have the engines sample no more. Collective; raises Stopped as `next` does."""
+        # Where sampling and training take turns, the engines have paused already.
+        if self.config.rollout.async_steps:
+            self._run(self.producer.pause)
+
     def next(self, step: int, policy_version: int) -> Batch | None:
         """The batch of training step `step`; None when every prompt is solved for good. Collective.
 
@@ -38,15 +49,17 @@ class Source:
         Raises:
             Stopped: rank 0 was asked to end.
         """
-        batch = self._run(partial(self._make, step, policy_version))
-        self.producer.take_over()
-        if step < self.config.num_training_steps and not evaluates_after(self.config, step):
-            self.producer.submit_ahead()
+        batch = self._run(partial(self._make, policy_version))
+        self.producer.hand_over(
+            prepare=step < self.config.num_training_steps and not evaluates_after(self.config, step)
+        )
         self.lead.channel.arrays(batch.arrays)
         return batch if batch.num_sampled else None
 
     def evaluate(self, done: int) -> Evaluation:
         """The held-out prompts after `done` training steps. Collective; raises Stopped as `next` does."""
+        if self.config.rollout.inflight_updates:
+            self.producer.begin()
         return self._run(partial(self.production.evaluator.evaluate, done))
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,6 +74,10 @@ class Source:
         """Complete an exported model."""
         self.production.save_tokenizer(folder)
 
+    def _evaluates_alone(self, done: int) -> bool:
+        """Whether an evaluation follows step `done` that needs the engines to itself."""
+        return evaluates_after(self.config, done) and not self.config.rollout.inflight_updates
+
     def _run(self, work: Callable[[], T]) -> T:
         try:
             return self.lead.work(work, may_stop=True)
@@ -68,9 +85,9 @@ class Source:
             self.producer.abort()
             raise
 
-    def _make(self, step: int, policy_version: int) -> Batch:
+    def _make(self, policy_version: int) -> Batch:
         return make_batch(
-            self.producer.collect(step),
+            self.producer.dispatcher.wait(self.producer.take()),
             self.config,
             layout=self.layout,
             hidden=self.hidden,
@@ -82,14 +99,22 @@ class Source:
 class SilentSource:
     """The same on the other ranks, which only wait and receive."""
 
-    def __init__(self, lead: Lead) -> None:
-        self.lead = lead
+    def __init__(self, lead: Lead, config: Config) -> None:
+        self.lead, self.config = lead, config
 
     def next(self, step: int, policy_version: int) -> Batch | None:
         """See `Source`."""
         self.lead.follow()
         batch = Batch(arrays=self.lead.channel.arrays())
         return batch if batch.num_sampled else None
+
+    def begin(self, done: int) -> None:
+        """Rank 0 does."""
+
+    def pause(self) -> None:
+        """See `Source`."""
+        if self.config.rollout.async_steps:
+            self.lead.follow()
 
     def evaluate(self, done: int) -> None:
         """See `Source`; without the results."""

@@ -149,8 +149,13 @@ class Trainer:
             self.health.check(learned, step)
             clock.split("train")
             self.done, self.is_followed_up = step, False
+            self.version += learned.has_updated
+            pulse.at(f"step {step}, waiting for the engines")
+            self.source.pause()
+            clock.split("drain")
             pulse.at(f"step {step}, weight sync")
             self.send_weights(learned)
+            self.source.begin(step)
             clock.split("sync")
         sync_bytes = self.weights.plan.bytes_moved
         self.reporter.step(batch, learned, step=step, version=self.version, sync_bytes=sync_bytes, clock=clock)
@@ -163,7 +168,6 @@ class Trainer:
         if not learned.has_updated:
             self.weights.keep(step=self.done + 1)
             return
-        self.version += 1
         check = is_due(self.done, self.config.engine.weight_sync_check_every)
         self.weights.send(self.version, step=self.done + 1, check=check)
 

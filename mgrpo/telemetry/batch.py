@@ -34,7 +34,7 @@ def batch_metrics(
     batch_size: int,
     policy_version: int,
     num_excluded_prompts: int,
-    generate_s: float,
+    engine_s: float,
     scale: RewardScale | None,
 ) -> Metrics:
     """All metrics of a step's rollouts, advantages and packs; histograms are lists of at most 16 counts.
@@ -47,7 +47,7 @@ def batch_metrics(
         batch_size: completions of a full step.
         policy_version: version of the weights from which the step's first update starts.
         num_excluded_prompts: prompts that this step's results exclude from further sampling.
-        generate_s: seconds that generation of `kept` and `dropped` took.
+        engine_s: seconds for which engines had work, for `kept` and `dropped`.
         scale: None with a user's own reward functions: then nothing is solved or unsolved.
     """
     sampled = [*kept, *dropped]
@@ -61,7 +61,23 @@ def batch_metrics(
         **_packing(samples, packs),
         **_filtering(kept, dropped, scale, num_excluded_prompts),
         **_policy_versions(kept, policy_version),
-        "time/actor_tokens_per_second": tokens_per_second(sampled, generate_s),
+        "time/actor_tokens_per_second": tokens_per_second(sampled, engine_s),
+    }
+
+
+def staleness(groups: Sequence[ScoredGroup], *, policy_version: int) -> dict[str, float]:
+    """How far back the weights lie that have sampled these groups, in versions of the policy.
+
+    Args:
+        policy_version: of the weights that the step starts from.
+    """
+    versions = [[completion.policy_versions for completion in group.group.completions] for group in groups]
+    ages = [policy_version - min((int(own.min()) for own in group if own.size), default=policy_version) for group in versions]
+    mean, _, oldest = mean_min_max(ages)
+    return {
+        "async/age_mean": mean,
+        "async/age_max": oldest,
+        "async/mixed_completions": sum(own.size > 0 and own.min() < own.max() for group in versions for own in group),
     }
 
 

@@ -1,4 +1,4 @@
-"""The engine actor: vLLM's AsyncLLM behind two calls per step, submit and take, with flat arrays both ways.
+"""The engine actor: vLLM's AsyncLLM behind calls that take effect in the order in which they were made.
 
 The only file outside the plugin that imports vllm, and it does so inside the actor's process.
 """
@@ -6,14 +6,18 @@ The only file outside the plugin that imports vllm, and it does so inside the ac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, Completions, PromptBatch, Sampling
+from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, Completions, Pause, PromptBatch, Sampling
+
+GATHER_S = 0.02
+"""How long a poll waits for more groups after the first one, while others are being sampled."""
 
 
 class EngineActor:
@@ -21,13 +25,23 @@ class EngineActor:
 
     def __init__(self) -> None:
         self.engine: Any = None
-        self.numbers = itertools.count()
         self.is_stale = False
         self.version = UNSYNCED
-        self.batches: dict[int, asyncio.Future[list[Any]]] = {}
-        """Requests of the batches that were submitted and not taken."""
-        self.sampled: list[Any] = []
-        """Requests that are being sampled."""
+        self.turn = asyncio.Condition()
+        self.next_turn = 0
+        self.adding = asyncio.Lock()
+        self.pausing: asyncio.Task[None] | None = None
+        """Of an engine that is paused, or will be when its completions are drained."""
+        self.requests: dict[int, Any] = {}
+        """Queued or being sampled, by number."""
+        self.collecting: set[asyncio.Task[None]] = set()
+        self.failure: BaseException | None = None
+        """Why a request will never finish."""
+        self.is_idle = asyncio.Event()
+        self.is_idle.set()
+        self.finished: list[Completions] = []
+        """One group each."""
+        self.has_finished = asyncio.Event()
 
     async def start(self, args: dict[str, Any]) -> None:
         """Load the model."""
@@ -41,11 +55,18 @@ class EngineActor:
         gc.enable()
         transfer = WeightTransferConfig(backend="mgrpo")
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args, weight_transfer_config=transfer))
-        self._pause()
+        await self.pause("recompute")
 
-    def _pause(self) -> None:
-        """Begin to freeze the scheduler and to drop what is cached of the present weights."""
-        self.pausing = asyncio.create_task(self.engine.pause_generation(mode="keep", clear_cache=True))
+    async def call(self, turn: int, method: str, *args: Any) -> Any:
+        """Begin `method` once all calls of lower turns have begun: Ray starts the calls of an actor in any order."""
+        async with self.turn:
+            await self.turn.wait_for(lambda: self.next_turn == turn)
+            work = asyncio.create_task(getattr(self, method)(*args))
+            # Its first statements run before the next call's.
+            await asyncio.sleep(0)
+            self.next_turn += 1
+            self.turn.notify_all()
+        return await work
 
     async def join(self, invitation: Mapping[str, Any]) -> None:
         """Join the weight-transfer group that the learners are joining at the same time."""
@@ -54,17 +75,45 @@ class EngineActor:
         request = WeightTransferInitRequest(init_info={"invitation": invitation})
         await self._while_alive(self.engine.init_weight_transfer_engine(request))
 
+    async def pause(self, how: Pause) -> None:
+        """Sample no more; see `Pause`."""
+        if self.pausing is None:
+            self.pausing = asyncio.create_task(self._pause(how))
+        await self._while_alive(self.pausing)
+
+    async def _pause(self, how: Pause) -> None:
+        if how == "drain":
+            await self.is_idle.wait()
+        # AsyncLLM.pause_generation would do the same, and then sleep for 20 ms.
+        await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=how != "keep")
+
+    async def resume(self) -> None:
+        """Sample with the present weights what is queued, and what will be."""
+        async with self.adding:
+            await self._paused()
+            if self.is_stale:
+                raise RuntimeError(
+                    "the engine's last weight update failed; it must receive all weights before it samples"
+                )
+            self.pausing = None
+            await self._while_alive(self.engine.resume_generation())
+
     async def seed(self, seed: int) -> None:
         """Seed the sampler; the weights stay."""
-        await self._while_alive(self.pausing)
+        await self._paused()
         await self._update({"seed": seed})
 
     async def receive_weights(self, version: int, check: bool, seed: int) -> None:
         """Take over the weights that the learners are sending, and seed the sampler. After a failure nothing is sampled."""
-        await self._while_alive(self.pausing)
+        await self._paused()
         self.is_stale, self.version = True, version
         await self._update({"seed": seed, "version": version, "check": check})
         self.is_stale = False
+
+    async def _paused(self) -> None:
+        """Wait until the pause that has been asked for is reached; there may be none."""
+        if self.pausing is not None:
+            await self._while_alive(self.pausing)
 
     async def _update(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -79,36 +128,49 @@ class EngineActor:
         )
 
     async def submit(self, batch: PromptBatch) -> None:
-        """Queue prompts; nothing of them runs before `take`.
+        """Queue prompts.
 
-        So a batch can be queued while the learners still train on the one before, and what the scheduler and the sampler do
-        depends on the batch and the seed alone, never on the order of arrival.
+        While the engine is paused, what the scheduler and the sampler will do depends on the batches and the seed alone, never
+        on the time of their arrival.
         """
-        queued = self._batch(batch.number)
-        try:
-            await self._while_alive(self.pausing)
+        async with self.adding:
+            await self._paused()
             prompts = [batch.tokens[a:b].tolist() for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
-            queued.set_result(await self._while_alive(self._add(prompts, batch.sampling, batch.seeds)))
-        except Exception as err:
-            queued.set_exception(err)
+            self.is_idle.clear()
+            await self._while_alive(self._add(batch.numbers.tolist(), prompts, batch.sampling, batch.seeds))
 
-    async def take(self, number: int) -> Completions:
-        """Sample the completions of a submitted batch with the present weights."""
-        if self.is_stale:
-            raise RuntimeError("the engine's last weight update failed; it must receive all weights before it samples")
-        self.sampled = await self._batch(number)
-        del self.batches[number]
-        await self._while_alive(self.engine.resume_generation())
-        outputs = await self._while_alive(_last_outputs(self.sampled))
-        self.sampled = []
-        self._pause()
-        return _flatten([c for output in outputs for c in sorted(output.outputs, key=lambda c: c.index)])
+    async def poll(self) -> Completions:
+        """The groups that have finished since the last poll; waits for the first."""
+        await self._while_alive(self.has_finished.wait())
+        if self.failure is not None:
+            raise self.failure
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.is_idle.wait(), GATHER_S)
+        finished, self.finished = self.finished, []
+        self.has_finished.clear()
+        return _joined(finished)
 
     async def abort(self) -> None:
-        """End what is being sampled and what is queued; `take` answers with the tokens so far."""
-        queued = [batch.result() for batch in self.batches.values() if batch.done() and batch.exception() is None]
-        requests = [request.request_id for request in itertools.chain(self.sampled, *queued)]
-        await self._while_alive(self.engine.abort(requests, internal=True))
+        """End everything that is queued or sampled; `poll` hands it over with the tokens so far."""
+        async with self.adding:
+            requests = [request.request_id for request in self.requests.values()]
+            await self._while_alive(self.engine.abort(requests, internal=True))
+
+    async def _collect(self, number: int, request: Any) -> None:
+        """Wait for the last output of a request."""
+        while not (output := await request.get()).finished:
+            pass
+        self.finished.append(_flatten(number, sorted(output.outputs, key=lambda c: c.index)))
+        self.has_finished.set()
+        del self.requests[number]
+        if not self.requests:
+            self.is_idle.set()
+
+    def _collected(self, task: asyncio.Task[None]) -> None:
+        self.collecting.discard(task)
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self.failure = failure
+            self.has_finished.set()
 
     async def _while_alive(self, work: Awaitable[Any]) -> Any:
         """The result of `work`, or an error soon after the engine core has died: vLLM leaves some calls waiting then."""
@@ -119,11 +181,9 @@ class EngineActor:
                 raise self.engine.dead_error
         return task.result()
 
-    def _batch(self, batch: int) -> asyncio.Future[list[Any]]:
-        """The requests of a batch, once they are queued."""
-        return self.batches.setdefault(batch, asyncio.get_running_loop().create_future())
-
-    async def _add(self, prompts: list[list[int]], sampling: Sampling, seeds: np.ndarray | None) -> list[Any]:
+    async def _add(
+        self, numbers: Sequence[int], prompts: Sequence[list[int]], sampling: Sampling, seeds: np.ndarray | None
+    ) -> None:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -145,11 +205,11 @@ class EngineActor:
             params = [SamplingParams(**settings)] * len(prompts)
         else:
             params = [SamplingParams(**settings, seed=seed) for seed in seeds.tolist()]
-        add = self.engine.add_request
-        return [
-            await add(str(next(self.numbers)), tokens_input(prompt), own)
-            for prompt, own in zip(prompts, params, strict=True)
-        ]
+        for number, prompt, own in zip(numbers, prompts, params, strict=True):
+            self.requests[number] = await self.engine.add_request(str(number), tokens_input(prompt), own)
+            task = asyncio.create_task(self._collect(number, self.requests[number]))
+            self.collecting.add(task)
+            task.add_done_callback(self._collected)
 
 
 def _stopping(strings: tuple[str, ...]) -> dict[str, Any]:
@@ -166,16 +226,6 @@ def _stopping(strings: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-async def _last_outputs(requests: list[Any]) -> list[Any]:
-    """The finished output of every request."""
-    outputs = []
-    for request in requests:
-        while not (output := await request.get()).finished:
-            pass
-        outputs.append(output)
-    return outputs
-
-
 def _logprobs(completion: Any) -> list[float]:
     """Of each token of a completion."""
     found = completion.logprobs
@@ -183,7 +233,8 @@ def _logprobs(completion: Any) -> list[float]:
     return found.logprobs
 
 
-def _flatten(completions: list[Any]) -> dict[str, np.ndarray]:
+def _flatten(number: int, completions: Sequence[Any]) -> Completions:
+    """One group, with `lengths [samples]` instead of `cu_seqlens`."""
     lengths = [len(completion.token_ids) for completion in completions]
     versions = np.zeros(sum(lengths), dtype=np.int32)
     start = 0
@@ -193,9 +244,18 @@ def _flatten(completions: list[Any]) -> dict[str, np.ndarray]:
             versions[start + span.start : start + span.end] = version
         start += length
     return {
+        "numbers": np.array([number], dtype=np.int64),
+        "sizes": np.array([len(completions)], dtype=np.int64),
         "tokens": np.fromiter(itertools.chain.from_iterable(c.token_ids for c in completions), dtype=np.int32),
         "logprobs": np.array([*itertools.chain.from_iterable(_logprobs(c) for c in completions)], dtype=np.float32),
         "policy_versions": versions,
-        "cu_seqlens": np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+        "lengths": np.array(lengths, dtype=np.int64),
         "finish_reasons": np.array([FINISH_REASONS.index(c.finish_reason) for c in completions], dtype=np.int8),
     }
+
+
+def _joined(groups: Sequence[Completions]) -> Completions:
+    """Of several groups."""
+    joined = {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
+    lengths = joined.pop("lengths")
+    return {**joined, "cu_seqlens": np.concatenate(([0], np.cumsum(lengths)))}

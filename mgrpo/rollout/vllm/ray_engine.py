@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol, TypeVar
 
-from mgrpo.rollout.engine import Completions, EngineError, PromptBatch
+from mgrpo.rollout.engine import Completions, EngineError, Pause, PromptBatch
 
 T = TypeVar("T")
 
@@ -28,12 +29,8 @@ class Remote(Protocol[T]):
 class ActorHandle(Protocol):
     """Ray's handle of an `EngineActor`."""
 
-    submit: Remote[None]
-    take: Remote[Completions]
-    abort: Remote[None]
-    join: Remote[None]
-    receive_weights: Remote[None]
-    seed: Remote[None]
+    call: Remote[Any]
+    poll: Remote[Completions]
 
 
 class RayEngine:
@@ -52,6 +49,7 @@ class RayEngine:
             cluster_failure: what has happened to Ray itself, whose end an engine's error would only follow from.
         """
         self.actor, self.cluster_failure = actor, cluster_failure
+        self.turns = itertools.count()
         self.pending: set[Future[Any]] = set()
         self.refusal: str | None = None
         """Why the actor must not be called any more."""
@@ -59,29 +57,37 @@ class RayEngine:
         """Held while the actor is called or the engine closed: a call after that would start a Ray cluster of its own."""
         self.ready: Future[None] = self._answer(starting)
 
-    def submit(self, batch: PromptBatch) -> None:
-        """See `Engine`; a failure shows in `take`."""
-        self._call(self.actor.submit, batch)
-
-    def take(self, number: int) -> Future[Completions]:
+    def submit(self, batch: PromptBatch) -> Future[None]:
         """See `Engine`."""
-        return self._call(self.actor.take, number)
+        return self._call("submit", batch)
+
+    def poll(self) -> Future[Completions]:
+        """See `Engine`."""
+        return self._remote(lambda: self.actor.poll.remote())
+
+    def pause(self, how: Pause) -> Future[None]:
+        """See `Engine`."""
+        return self._call("pause", how)
+
+    def resume(self) -> Future[None]:
+        """See `Engine`."""
+        return self._call("resume")
 
     def abort(self) -> Future[None]:
         """See `Engine`."""
-        return self._call(self.actor.abort)
+        return self._call("abort")
 
     def join(self, invitation: Mapping[str, Any]) -> Future[None]:
         """See `Engine`."""
-        return self._call(self.actor.join, invitation)
+        return self._call("join", invitation)
 
     def receive_weights(self, version: int, *, check: bool, seed: int) -> Future[None]:
         """See `Engine`."""
-        return self._call(self.actor.receive_weights, version, check, seed)
+        return self._call("receive_weights", version, check, seed)
 
     def seed(self, seed: int) -> Future[None]:
         """See `Engine`."""
-        return self._call(self.actor.seed, seed)
+        return self._call("seed", seed)
 
     def fail(self, reason: str) -> None:
         """Ray may never answer again: what waits fails, and so does every later call."""
@@ -99,10 +105,14 @@ class RayEngine:
             ray.kill(self.actor)
         self.fail(self.refusal)
 
-    def _call(self, method: Remote[T], *args: object) -> Future[T]:
+    def _call(self, method: str, *args: object) -> Future[Any]:
+        """A call that takes effect after those before it."""
+        return self._remote(lambda: self.actor.call.remote(next(self.turns), method, *args))
+
+    def _remote(self, call: Callable[[], Reference[T]]) -> Future[T]:
         with self.lock:
             if self.refusal is None:
-                return self._answer(method.remote(*args))
+                return self._answer(call())
         refused: Future[T] = Future()
         refused.set_exception(EngineError(self.refusal))
         return refused

@@ -1,0 +1,120 @@
+"""Which groups may be sampled, and which of them make the next step: one rule for synchronous and asynchronous runs.
+
+Pure: no clock, no engine, no prompt. A group gets a number when it is admitted, and is out until a step takes it or its place
+is given back. Its birth is the number of steps whose weights the engines have when it begins, its age at a step the number
+of steps trained since. What the rule promises, for every order in which groups finish:
+
+- no step trains on a group older than `bound`, and none is thrown away for its age: what could become too old is waited for;
+- when all that is out has finished, a step can be taken: no deadlock;
+- with `bound == ahead` and no extra groups, steps take groups in the order of their admission;
+- with `ahead == 0` as well, generation and training take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True, kw_only=True)
+class Stream:
+    """The groups that are out. For one thread."""
+
+    group_count: int
+    """Groups of a step."""
+    num_steps: int
+    """Of the run."""
+    ahead: int = 0
+    """Steps that generation may run ahead of training (`async_steps`)."""
+    bound: int = 0
+    """Greatest age of a group that is trained on (`max_staleness`); at least `ahead` and the steps that `extra` fills."""
+    extra: int = 0
+    """Groups that are sampled in addition, in case others are given back."""
+    steps: int = 0
+    """Steps taken."""
+    updates: int = 0
+    """Steps whose weights the engines have."""
+    born: dict[int, int] = field(default_factory=dict)
+    """Of every group that is out, by number."""
+    finished: set[int] = field(default_factory=set)
+    """Those that a step may take."""
+    next_number: int = 0
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether steps take groups in the order of their admission."""
+        return self.bound == self.ahead and not self.extra
+
+    @property
+    def room(self) -> int:
+        """Groups that may be admitted now."""
+        steps_ahead = min(self.updates + self.ahead + 1, self.num_steps) - self.steps
+        return steps_ahead * self.group_count + (self.extra if steps_ahead > 0 else 0) - len(self.born)
+
+    def update(self) -> None:
+        """The engines have the weights of the last step taken."""
+        self.updates = self.steps
+
+    def admit(self, count: int) -> range:
+        """The numbers of groups that begin now."""
+        numbers = range(self.next_number, self.next_number + count)
+        self.next_number += count
+        self.born.update((number, self.updates) for number in numbers)
+        return numbers
+
+    def replay(self, numbers: Collection[int]) -> None:
+        """These groups begin again."""
+        self.born.update((number, self.updates) for number in numbers)
+        self.finished.difference_update(numbers)
+
+    def finish(self, number: int) -> None:
+        """A step may take this group."""
+        self.finished.add(number)
+
+    def give_back(self, number: int) -> None:
+        """This group will not be taken, and another may be admitted in its place."""
+        del self.born[number]
+
+    def choose(self) -> list[int] | None:
+        """The groups of the next step, in order; None while it has to wait."""
+        if self.is_ordered:
+            chosen = sorted(self.born)[: self.group_count]
+            return chosen if len(chosen) == self.group_count and self.finished.issuperset(chosen) else None
+        oldest_first = sorted(self.finished, key=lambda number: (self.born[number], number))
+        chosen = sorted(oldest_first[: self.group_count])
+        if len(chosen) < self.group_count or not self._can_follow(chosen):
+            return None
+        return chosen
+
+    def _can_follow(self, chosen: Sequence[int]) -> bool:
+        """Whether all others that are out can still be taken in time, if these are taken now."""
+        births = sorted(self.born[number] for number in self.born.keys() - set(chosen))
+        return all(
+            born + self.bound >= self.steps + 1 + place // self.group_count for place, born in enumerate(births)
+        )
+
+    def take(self, numbers: Collection[int]) -> None:
+        """The next step trains on these groups."""
+        for number in numbers:
+            del self.born[number]
+        self.finished.difference_update(numbers)
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs, in JSON."""
+        return {
+            "steps": self.steps,
+            "next_number": self.next_number,
+            "born": [[number, born, number in self.finished] for number, born in self.born.items()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken, with the engines at the weights of the last step.
+
+        What had not finished begins again.
+        """
+        self.steps = self.updates = state["steps"]
+        self.next_number = state["next_number"]
+        self.born = {number: born if is_finished else self.steps for number, born, is_finished in state["born"]}
+        self.finished = {number for number, _, is_finished in state["born"] if is_finished}
