@@ -1,4 +1,4 @@
-"""`run_ranks(n, function, **arguments)`: run a function of `cases.py` on n gloo ranks."""
+"""`run_ranks(n, function, **arguments)`: run a function of `cases.py` or `run_cases.py` on n gloo ranks."""
 
 from __future__ import annotations
 

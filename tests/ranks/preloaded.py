@@ -12,7 +12,7 @@ backend.install()
 import megatron.core.distributed.fsdp.mcore_fsdp_adapter  # noqa: E402
 import megatron.core.models.gpt  # noqa: E402, F401
 
-from tests.ranks import cases  # noqa: E402, F401
+from tests.ranks import cases, run_cases  # noqa: E402, F401
 
 gc.collect()
 gc.freeze()

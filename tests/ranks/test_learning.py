@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from mgrpo.types import ScoredGroup
 from tests import builders
-from tests.ranks import cases
+from tests.ranks import cases, run_cases
 from tests.tiny_models import VOCAB, load_hf, save_tiny
 
 SETTINGS = {
@@ -47,7 +47,7 @@ def scored_groups(rewards: float | None = None) -> list[ScoredGroup]:
 
 
 def measured(result: dict) -> dict[str, float]:
-    """What `cases.learn` gives without the state, which every layout keeps in its own way."""
+    """What `run_cases.learn` gives without the state, which every layout keeps in its own way."""
     return {name: value for name, value in result.items() if name != "state"}
 
 
@@ -64,7 +64,7 @@ def truth(run_ranks, model, tmp_path_factory):
         folder = tmp_path_factory.mktemp("one") / "hf"
         settings = SETTINGS | {"num_mini_batches": number}
         arguments = {"model_dir": str(model), "groups": scored_groups(), "folder": str(folder)}
-        (metrics,) = run_ranks(1, cases.learn, settings=settings, **arguments)
+        (metrics,) = run_ranks(1, run_cases.learn, settings=settings, **arguments)
         found[number] = metrics, load_hf(folder)
     return found
 
@@ -99,7 +99,7 @@ def test_the_trained_model_does_not_depend_on_the_layout(
     """Reference, old logprobs, denominators and metrics meet the axes here: the whole algorithm, not one gradient."""
     ranks = run_ranks(
         world_size,
-        cases.learn,
+        run_cases.learn,
         model_dir=str(model),
         settings=SETTINGS | layout | {"num_mini_batches": num_mini_batches},
         groups=scored_groups(),
@@ -144,7 +144,7 @@ def test_every_loss_is_the_same_in_every_layout(run_ranks, model, tmp_path, vari
         folder = tmp_path / str(number)
         metrics = run_ranks(
             world_size,
-            cases.learn,
+            run_cases.learn,
             model_dir=str(model),
             settings=SETTINGS | VARIANTS[variant] | layout,
             groups=scored_groups(),
@@ -174,7 +174,7 @@ def test_a_step_without_any_score_changes_nothing(run_ranks, model, tmp_path):
     """All verifiers failed: no optimizer step, no hang, and the metrics line is still written."""
     ranks = run_ranks(
         2,
-        cases.learn,
+        run_cases.learn,
         model_dir=str(model),
         settings=SETTINGS,
         groups=scored_groups(float("nan")),
@@ -195,7 +195,7 @@ def test_weights_that_are_not_finite_end_the_run_on_every_rank(run_ranks, model,
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     settings = SETTINGS | {"tensor_model_parallel_size": 2, "output_dir": str(tmp_path / "out")}
     ranks = run_ranks(
-        2, cases.broken_weights, model_dir=str(model), broken=str(broken), settings=settings, groups=scored_groups()
+        2, run_cases.broken_weights, model_dir=str(model), broken=str(broken), settings=settings, groups=scored_groups()
     )
     assert len(ranks) == 2
     for loading, diverging in ranks:
@@ -216,10 +216,18 @@ def test_weight_decay_spares_norms_and_biases(run_ranks, model):
 def test_the_learning_rate_goes_on_where_a_step_has_nothing_to_train(run_ranks, model, tmp_path):
     """Half the steps empty, a linear schedule would end at half the rate it started with."""
     empty = run_ranks(
-        1, cases.rates, model_dir=str(model), settings=SETTINGS | {"lr_scheduler_type": "linear"}, is_empty=[0, 1, 0, 1]
+        1,
+        run_cases.rates,
+        model_dir=str(model),
+        settings=SETTINGS | {"lr_scheduler_type": "linear"},
+        is_empty=[0, 1, 0, 1],
     )[0]
     full = run_ranks(
-        1, cases.rates, model_dir=str(model), settings=SETTINGS | {"lr_scheduler_type": "linear"}, is_empty=[0, 0, 0, 0]
+        1,
+        run_cases.rates,
+        model_dir=str(model),
+        settings=SETTINGS | {"lr_scheduler_type": "linear"},
+        is_empty=[0, 0, 0, 0],
     )[0]
     assert empty == [full[0], full[2]]
 
@@ -227,4 +235,4 @@ def test_the_learning_rate_goes_on_where_a_step_has_nothing_to_train(run_ranks, 
 def test_the_rank_with_the_largest_figure_counts(run_ranks):
     """The fullest GPU decides whether a run fits; a rank may have none."""
     figures = [{"memory": 3.0, "other": 1.0}, {"memory": 5.0}]
-    assert run_ranks(2, cases.largest_figures, figures=figures) == [{"memory": 5.0, "other": 1.0}] * 2
+    assert run_ranks(2, run_cases.largest_figures, figures=figures) == [{"memory": 5.0, "other": 1.0}] * 2

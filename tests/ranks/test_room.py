@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.ranks import cases
+from tests.ranks import run_cases
 from tests.ranks.test_learning import SETTINGS, scored_groups
 from tests.tiny_models import load_hf, save_tiny
 
@@ -11,7 +11,7 @@ def test_a_full_disk_is_said_with_path_and_bytes_and_loses_no_more_than_it_must(
     """The export after the last step ended the run with a bare error, half a folder, and the model lost."""
     model, out = save_tiny(tmp_path / "model", "qwen2"), tmp_path / "out"
     settings = SETTINGS | {"output_dir": str(out), "tensor_model_parallel_size": 2}
-    ranks = run_ranks(2, cases.run_out_of_room, model_dir=str(model), settings=settings, groups=scored_groups())
+    ranks = run_ranks(2, run_cases.run_out_of_room, model_dir=str(model), settings=settings, groups=scored_groups())
     weights = sum(parameter.nbytes for parameter in load_hf(model).parameters())
     needed = f"{weights / 1000:.3g} kB are needed"
     for found in ranks:

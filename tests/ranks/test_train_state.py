@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mgrpo.checkpoint.folder import step_path
-from tests.ranks import cases
+from tests.ranks import cases, run_cases
 from tests.ranks.test_learning import SETTINGS, scored_groups
 from tests.tiny_models import load_hf, save_tiny
 from tools import parity
@@ -113,7 +113,9 @@ def learned(run_ranks, folders, tmp_path_factory):
             out = tmp_path_factory.mktemp("learned")
             settings = LEARN | layout | {"output_dir": str(out)}
             arguments = {"model_dir": str(folders["qwen2"]), "groups": scored_groups(), "steps": 3}
-            results = run_ranks(2, cases.learn, settings=settings, folder=str(out / "hf"), save_after=2, **arguments)
+            results = run_ranks(
+                2, run_cases.learn, settings=settings, folder=str(out / "hf"), save_after=2, **arguments
+            )
             made[key] = results, str(out / "checkpoints" / "step_2"), load_hf(out / "hf")
         return made[key]
 
@@ -123,7 +125,7 @@ def learned(run_ranks, folders, tmp_path_factory):
 def go_on(run_ranks, model, out, checkpoint, **layout):
     settings = LEARN | layout | {"output_dir": str(out), "resume": checkpoint}
     arguments = {"model_dir": str(model), "groups": scored_groups(), "steps": 3, "folder": str(out / "hf")}
-    return run_ranks(2, cases.learn, settings=settings, resume_from=checkpoint, **arguments)
+    return run_ranks(2, run_cases.learn, settings=settings, resume_from=checkpoint, **arguments)
 
 
 @pytest.mark.parametrize("layout", [TENSOR, {"zero_stage": 3}], ids=["tp2", "dp2+zero3"])
@@ -162,7 +164,7 @@ def test_a_damaged_state_is_refused_or_passed_over_on_every_rank(run_ranks, fold
     """Only the rank that reads a file sees that its checksum differs; all must go on from the same state."""
     arguments = {"model_dir": str(folders["qwen2"]), "groups": scored_groups()}
     settings = LEARN | TENSOR | {"output_dir": str(tmp_path)}
-    for refused, opened in run_ranks(2, cases.open_damaged, settings=settings, **arguments):
+    for refused, opened in run_ranks(2, run_cases.open_damaged, settings=settings, **arguments):
         assert f"{tmp_path}/checkpoints/step_2 is damaged: shard-00001-0-" in refused
         assert refused.endswith(f"--resume intact, or from one by name: --resume {tmp_path}/checkpoints/step_1")
         assert opened == f"{tmp_path}/checkpoints/step_1"

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from mgrpo.config.schema import Data
+from mgrpo.data.prompt_set import PromptSet
+from mgrpo.types import Prompt
 
 CHARS = "0123456789+=?\n "
 TEMPLATE = "{% for m in messages %}<u>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -98,3 +100,13 @@ def sums(num_rows: int, verifier: str = "integer") -> list[dict[str, Any]]:
 def user(text: str) -> dict[str, str]:
     """A message."""
     return {"role": "user", "content": text}
+
+
+def everything(prompts: PromptSet) -> list[Prompt]:
+    """The prompts of the first pass."""
+    return [prompts.prompt((0, index)) for index in range(len(prompts))]
+
+
+def texts(prompts: PromptSet) -> list[str]:
+    """Their texts."""
+    return [prompt.text for prompt in everything(prompts)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from mgrpo.ops import LossSettings, policy_loss
 from mgrpo.ops.settings import SETTINGS
 
+LEVELS = ("token", "sequence", "sequence_token")
 LENGTHS = (5, 0, 37, 300, 1, 8, 64)
 EXTREME, UNTRAINED = 0, 5  # sequences with log ratios of +-50, and without any trained token
 
