@@ -252,8 +252,12 @@ class Dispatcher:
             self._lost(err)
             return
         arrays = answer.result()
-        requests = [share.requests.pop(number) for number in arrays["numbers"].tolist()]
+        requests = [share.requests[number] for number in arrays["numbers"].tolist()]
         groups = to_groups([request.prompt for request, _ in requests], arrays, self.decode)
+        if problem := next(filter(None, map(_problem, groups)), None):
+            raise problem
+        for number in arrays["numbers"].tolist():
+            del share.requests[number]
         for (request, cost), group in zip(requests, groups, strict=True):
             share.cost -= cost
             share.samples -= request.sampling.num_samples
@@ -266,8 +270,6 @@ class Dispatcher:
             # What is left is the rounding of sums.
             share.cost = 0.0
         self._dispatch()
-        if problem := next(filter(None, map(_problem, groups)), None):
-            raise problem
         for (request, _), group in zip(requests, groups, strict=True):
             request.done(group)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mgrpo.rollout.vllm.actor import _flatten
+from mgrpo.rollout.vllm.actor import EngineActor, _flatten, _joined
 
 
 def completion(tokens: list[int], logprobs: list[float], reason: str = "stop") -> SimpleNamespace:
@@ -18,7 +19,9 @@ def completion(tokens: list[int], logprobs: list[float], reason: str = "stop") -
 
 def test_logprobs_lie_beside_their_tokens():
     """A shift by one position would be trained on as an off-policy sample."""
-    answer = _flatten([completion([7, 8], [-0.5, -1.5]), completion([], []), completion([9], [-2.0], "length")])
+    first = [completion([7, 8], [-0.5, -1.5]), completion([], [])]
+    answer = _joined([_flatten(3, first), _flatten(1, [completion([9], [-2.0], "length")])])
+    assert answer["numbers"].tolist() == [3, 1] and answer["sizes"].tolist() == [2, 1]
     assert answer["tokens"].tolist() == [7, 8, 9] and answer["cu_seqlens"].tolist() == [0, 2, 2, 3]
     assert answer["logprobs"].tolist() == [-0.5, -1.5, -2.0] and answer["logprobs"].dtype == np.float32
     assert answer["finish_reasons"].tolist() == [0, 0, 1]
@@ -27,4 +30,39 @@ def test_logprobs_lie_beside_their_tokens():
 def test_a_token_without_a_logprob_is_an_error():
     """Those of all later completions would move to other tokens."""
     with pytest.raises(AssertionError, match="one per position"):
-        _flatten([completion([7, 8], [-0.5]), completion([9], [-2.0])])
+        _flatten(0, [completion([7, 8], [-0.5]), completion([9], [-2.0])])
+
+
+def test_calls_take_effect_in_their_order():
+    """Ray starts an actor's calls in any order: prompts queued after the engine has begun to sample change the batch."""
+    began = []
+
+    class Actor(EngineActor):
+        async def note(self, number: int) -> int:
+            began.append(number)
+            await asyncio.sleep(0)
+            return number
+
+    async def in_wrong_order() -> list[int]:
+        actor = Actor()
+        return await asyncio.gather(*(actor.call(turn, "note", turn) for turn in (3, 1, 0, 2)))
+
+    assert asyncio.run(in_wrong_order()) == [3, 1, 0, 2] and began == [0, 1, 2, 3]
+
+
+def test_a_call_that_fails_does_not_hold_up_the_next():
+    """The engine could not even be asked to end."""
+
+    class Actor(EngineActor):
+        async def fail(self) -> None:
+            raise RuntimeError("no memory")
+
+        async def go_on(self) -> str:
+            return "done"
+
+    async def both() -> list[object]:
+        actor = Actor()
+        return await asyncio.gather(actor.call(0, "fail"), actor.call(1, "go_on"), return_exceptions=True)
+
+    failed, done = asyncio.run(both())
+    assert isinstance(failed, RuntimeError) and done == "done"

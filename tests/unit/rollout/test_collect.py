@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from mgrpo.rollout.collect import sampler_seed, split_evenly, to_arrays, to_groups
+from mgrpo.rollout.collect import sampler_seed, to_arrays, to_groups
 from tests.builders import prompt
 
 PROMPTS = [prompt(range(i + 1), id=(0, i)) for i in range(5)]
@@ -19,25 +19,18 @@ def test_every_run_version_and_engine_has_its_own_seed():
     assert min(seeds) >= 0 and max(seeds) < 2**62
 
 
-def test_prompts_are_split_over_engines_in_order():
-    """An engine without work, or a prompt sampled twice."""
-    for engines in (1, 2, 3, 7):
-        shares = split_evenly(PROMPTS, engines)
-        assert len(shares) == engines
-        assert [p for share in shares for p in share] == PROMPTS
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
 def test_groups_come_back_to_their_prompts():
     """Worked by hand: two prompts, two samples each, lengths 1, 2, 3 and 1."""
     answer = {
+        "numbers": np.array([4, 9]),
+        "sizes": np.array([2, 2]),
         "tokens": np.array([10, 20, 21, 30, 31, 32, 40], dtype=np.int32),
         "logprobs": -np.arange(7, dtype=np.float32),
         "policy_versions": np.full(7, 3, dtype=np.int32),
         "cu_seqlens": np.array([0, 1, 3, 6, 7]),
         "finish_reasons": np.array([0, 1, 0, 0], dtype=np.int8),
     }
-    groups = to_groups(PROMPTS[:2], answer, 2, lambda tokens: [str(t.tolist()) for t in tokens])
+    groups = to_groups(PROMPTS[:2], answer, lambda tokens: [str(t.tolist()) for t in tokens])
     assert [g.prompt.id for g in groups] == [(0, 0), (0, 1)]
     assert [[c.text for c in g.completions] for g in groups] == [["[10]", "[20, 21]"], ["[30, 31, 32]", "[40]"]]
     assert [c.finish_reason for g in groups for c in g.completions] == ["stop", "length", "stop", "stop"]

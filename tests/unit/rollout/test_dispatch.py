@@ -1,6 +1,9 @@
-"""The dispatcher with engines that answer at once: who samples what, and in which order groups come back."""
+"""The dispatcher with engines that answer when they are told to: who samples what, and what becomes of answers."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from mgrpo.rollout.collect import EVALUATION
 from mgrpo.rollout.dispatch import Dispatcher, prompt_seeds
 from mgrpo.rollout.engine import EngineError, NotFiniteError
 from mgrpo.rollout.fleet import Fleet
-from mgrpo.types import Prompt
+from mgrpo.types import Prompt, RolloutGroup
 from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine
 
@@ -20,37 +23,144 @@ def numbered(index: int) -> Prompt:
     return prompt([index] * (index + 1), id=(0, index))
 
 
-def dispatcher(*, num_engines: int = 1, seeds_prompts: bool = False, **settings) -> Dispatcher:
-    """Two samples for each prompt."""
+def dispatcher(
+    *,
+    num_engines: int = 1,
+    seeds_prompts: bool = False,
+    answers: bool = True,
+    limit: int | None = None,
+    **settings,
+) -> Dispatcher:
+    """Two samples for each prompt; the engines sample."""
     config = from_values(
         {"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 2, "response_length": 64, **settings}
     )
-    fleet = Fleet([ScriptedEngine() for _ in range(num_engines)], config.engine, seed=1, seeds_prompts=seeds_prompts)
-    return Dispatcher(fleet, config.rollout, run_seed=1, decode=lambda tokens: ["" for _ in tokens], stop_token_ids=())
+    engines = [ScriptedEngine(answers=answers) for _ in range(num_engines)]
+    fleet = Fleet(engines, config.engine, seed=1, seeds_prompts=seeds_prompts)
+    own = Dispatcher(
+        fleet,
+        config.rollout,
+        run_seed=1,
+        decode=lambda tokens: ["" for _ in tokens],
+        stop_token_ids=(),
+        samples_per_engine=limit,
+    )
+    own.thread.submit(own.resume).result()
+    return own
 
 
-def indices(groups) -> list[int]:
-    return [group.prompt.id[1] for group in groups]
+def train(own: Dispatcher, prompts: Sequence[Prompt]) -> list[Future[RolloutGroup]]:
+    """Send training prompts; their groups when they are there."""
+    groups: list[Future[RolloutGroup]] = [Future() for _ in prompts]
+
+    def fail(err: Exception) -> None:
+        for group in groups:
+            if not group.done():
+                group.set_exception(err)
+
+    own.on_failure = fail
+    requests = [own.for_training(asked, group.set_result) for asked, group in zip(prompts, groups, strict=True)]
+    own.thread.submit(lambda: own.send(requests)).result()
+    return groups
+
+
+def shares(own: Dispatcher) -> list[list[int]]:
+    """The prompts that each engine has been given and has not answered, by their row."""
+    return [[int(tokens[0]) for tokens, _ in engine.queued.values()] for engine in own.fleet.engines]
+
+
+def answer(own: Dispatcher, engine: int, *rows: int) -> None:
+    """Have an engine finish prompts, and wait until that is known."""
+    queued = own.fleet.engines[engine].queued
+    own.fleet.engines[engine].answer(*[number for number, (tokens, _) in queued.items() if tokens[0] in rows])
+    own.thread.submit(lambda: None).result()
 
 
 @pytest.mark.parametrize("num_engines", [1, 3])
-def test_groups_come_in_the_order_of_their_prompts(num_engines: int) -> None:
-    """Arrival order would make a run depend on the speed of its engines."""
+def test_every_answer_goes_to_its_prompt(num_engines: int) -> None:
+    """An engine's answers come in any order."""
     own = dispatcher(num_engines=num_engines)
     for step in range(2):
         asked = [numbered(4 * step + i) for i in range(4)]
-        groups = own.take(own.submit(asked)).groups
-        assert indices(groups) == [4 * step + i for i in range(4)]
-        assert all(len(c.tokens) == len(group.prompt.tokens) for group in groups for c in group.completions)
+        for wanted, group in zip(asked, train(own, asked), strict=True):
+            assert group.result(10).prompt is wanted and len(group.result().completions) == 2
+            assert all(c.tokens.tolist() == wanted.tokens.tolist() for c in group.result().completions)
+        groups = own.wait(own.sample_evaluation(asked))
+        assert [group.prompt for group in groups] == asked
 
 
-def test_an_aborted_batch_is_an_error() -> None:
-    """Half an answer that is taken for a whole one would be trained on as truncated."""
-    own = dispatcher()
-    submitted = own.submit([numbered(0)])
+def test_a_group_goes_to_the_engine_with_the_least_to_write() -> None:
+    """Equal numbers of requests are not equal work: one long prompt holds its engine for as long as many short ones."""
+    own = dispatcher(num_engines=2, answers=False, response_length=1)
+    train(own, [numbered(60), *(numbered(i) for i in range(4))])
+    assert shares(own) == [[60], [0, 1, 2, 3]]
+    answer(own, 0, 60)
+    train(own, [numbered(5), numbered(6)])
+    assert shares(own) == [[5, 6], [0, 1, 2, 3]]
+
+
+def test_the_expected_length_is_that_of_the_answers_so_far() -> None:
+    """At first the longest possible one; evaluations, which have settings of their own, do not count."""
+    own = dispatcher(response_length=64)
+    for group in train(own, [numbered(1), numbered(3)]):
+        group.result(10)
+    own.wait(own.sample_evaluation([numbered(30)]))
+    assert own.state_dict() == {"lengths": [2 * 2 + 2 * 4, 4]}
+    request = own.for_training(numbered(9), print)
+    assert own._cost(request) == 10 + 2 * 3
+    again = dispatcher()
+    assert again._cost(request) == 10 + 2 * 64
+    again.load_state_dict(own.state_dict())
+    assert again._cost(request) == own._cost(request)
+
+
+def test_what_an_engine_has_no_room_for_waits_where_it_can_still_go_anywhere() -> None:
+    """An engine's own queue is a commitment: an idle engine beside it could not take over."""
+    own = dispatcher(num_engines=2, answers=False, limit=4)
+    train(own, [numbered(i) for i in range(7)])
+    assert shares(own) == [[0, 2], [1, 3]]
+    answer(own, 1, 3)
+    assert shares(own) == [[0, 2], [1, 4]]
+    answer(own, 1, 1, 4)
+    assert shares(own) == [[0, 2], [5, 6]]
+
+
+def test_a_group_larger_than_the_room_of_an_engine_is_sampled_all_the_same() -> None:
+    """The run would wait for ever."""
+    own = dispatcher(answers=False, limit=1)
+    train(own, [numbered(0), numbered(1)])
+    assert shares(own) == [[0]]
+    answer(own, 0, 0)
+    assert shares(own) == [[1]]
+
+
+def test_while_the_engines_are_paused_only_an_evaluation_goes_out() -> None:
+    """Training prompts that wait here would be sampled beside it, by weights that are no longer new when they are done."""
+    own = dispatcher(answers=False, limit=2)
+    train(own, [numbered(0), numbered(1)])
+    own.holds_training = True
+    answer(own, 0, 0)
+    assert shares(own) == [[]]
+    whole = own.sample_evaluation([numbered(7)])
+    own.thread.submit(lambda: None).result()
+    assert shares(own) == [[7]]
+    answer(own, 0, 7)
+    assert own.wait(whole)[0].prompt.id == (0, 7) and shares(own) == [[]]
+    own.holds_training = False
+    own.thread.submit(own.resume).result()
+    assert shares(own) == [[1]]
+
+
+def test_an_aborted_evaluation_is_an_error() -> None:
+    """Half an answer that is taken for a whole one would be counted as truncated."""
+    own = dispatcher(answers=False)
+    whole = own.sample_evaluation([numbered(0)])
+    own.thread.submit(lambda: None).result()
     own.fleet.abort()
     with pytest.raises(EngineError, match="aborted"):
-        own.take(submitted)
+        own.wait(whole)
+    with pytest.raises(EngineError, match="aborted"):
+        own.wait(own.sample_evaluation([numbered(1)]))
 
 
 class BrokenEngine(ScriptedEngine):
@@ -60,8 +170,8 @@ class BrokenEngine(ScriptedEngine):
         super().__init__()
         self.value = value
 
-    def _echo(self, batch):
-        answer = super()._echo(batch)
+    def _echo(self, number, tokens, num_samples):
+        answer = super()._echo(number, tokens, num_samples)
         answer["logprobs"][1] = self.value
         return answer
 
@@ -71,9 +181,10 @@ def test_what_broken_weights_sample_is_refused(value: float) -> None:
     """A diverged policy gives each prompt equal answers: every group is filtered, and no other check sees a number of it."""
     own = dispatcher()
     own.fleet.engines = [BrokenEngine(value)]
-    for submit in (own.submit, own.submit_evaluation):
+    own.thread.submit(own.resume).result()
+    for group in (train(own, [numbered(1)])[0], own.sample_evaluation([numbered(1)])):
         with pytest.raises(NotFiniteError, match=r"1 of [12] completions .* policy version 0 are broken or have"):
-            own.take(submit([numbered(1)]))
+            own.wait(group)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +199,10 @@ def test_what_broken_weights_sample_is_refused(value: float) -> None:
 def test_evaluations_have_settings_of_their_own_and_training_keeps_its(settings, expected) -> None:
     """A temperature of 0 is no "not set"; top-p in training would make the ratio of probabilities another one."""
     own = dispatcher(**{"temperature": 0.7, "eval_pass_at_k": 2, **settings})
-    own.submit_evaluation([numbered(0)])
-    own.submit([numbered(1)])
+    own.wait(own.sample_evaluation([numbered(0)]))
+    train(own, [numbered(1)])
     (engine,) = own.fleet.engines
-    asked, trained = (engine.batches[number].sampling for number in (0, 1))
+    asked, trained = (batch.sampling for batch in engine.batches)
     assert (asked.num_samples, asked.max_tokens, asked.temperature, asked.top_p) == expected
     assert (trained.num_samples, trained.max_tokens, trained.temperature, trained.top_p) == (2, 64, 0.7, 1.0)
 
@@ -99,7 +210,7 @@ def test_evaluations_have_settings_of_their_own_and_training_keeps_its(settings,
 def test_without_stop_strings_engines_draw_from_one_stream() -> None:
     """One generator per request is vLLM's slow path on a CPU."""
     own = dispatcher()
-    own.submit([numbered(0)])
+    train(own, [numbered(0)])
     assert own.fleet.engines[0].batches[0].seeds is None
 
 
@@ -113,12 +224,12 @@ def test_on_gpus_or_with_stop_strings_every_prompt_has_its_own_seed_wherever_it_
     for num_engines, is_resumed in ((1, False), (3, False), (3, True)):
         own = dispatcher(num_engines=num_engines, seeds_prompts=not stop_strings, stop_strings=list(stop_strings))
         if not is_resumed:
-            own.submit([numbered(i) for i in range(4)])
-        own.submit_evaluation([numbered(i) for i in range(4)])
-        own.submit([numbered(4 + i) for i in range(4)])
-        batches = [engine.batches.values() for engine in own.fleet.engines]
+            train(own, [numbered(i) for i in range(4)])
+        own.wait(own.sample_evaluation([numbered(i) for i in range(4)]))
+        train(own, [numbered(4 + i) for i in range(4)])
+        batches = [engine.batches for engine in own.fleet.engines]
         assert all(batch.sampling.stop_strings == stop_strings for share in batches for batch in share)
-        by_call = [np.concatenate([batch.seeds for batch in call]).tolist() for call in zip(*batches, strict=True)]
+        by_call = [sorted(np.concatenate([batch.seeds for batch in call])) for call in zip(*batches, strict=True)]
         seeds[num_engines, is_resumed] = by_call
     assert seeds[1, False] == seeds[3, False] and seeds[3, True] == seeds[3, False][1:]
     assert len({seed for call in seeds[1, False] for seed in call}) == 12

@@ -9,7 +9,7 @@ from mgrpo.data.sampler import Sampler
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.run.evaluator import Evaluator
-from mgrpo.run.producer import Producer
+from mgrpo.run.producer import Producer, Rollouts
 from mgrpo.types import Prompt, PromptId, RewardContext, RewardScale, RolloutGroup, Score, ScoredBatch, ScoredGroup
 from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine
@@ -19,6 +19,7 @@ class ScriptedRewarder:
     """Every group gets `rewards(index of its prompt)`; remembers the contexts."""
 
     weights: dict[str, float] = {}  # noqa: RUF012
+    functions: tuple[str, ...] = ()
     scale = RewardScale(max_possible_score=1.0, verification_reward=1.0, format_reward=0.0)
 
     def __init__(self, rewards: Callable[[int], Sequence[float]]) -> None:
@@ -44,7 +45,13 @@ def prompt_of(prompt_id: PromptId) -> Prompt:
 def config(**settings) -> Config:
     """Four prompts per step, two samples each."""
     return from_values(
-        {"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 2, "verification_reward": 1.0} | settings
+        {
+            "num_unique_prompts_rollout": 4,
+            "num_samples_per_prompt_rollout": 2,
+            "verification_reward": 1.0,
+            "total_episodes": 800,
+        }
+        | settings
     )
 
 
@@ -70,6 +77,13 @@ def producer(
         dispatcher=dispatcher(own, engine),
         rewarder=ScriptedRewarder(rewards),
     )
+
+
+def collect(own: Producer, *, prepare: bool = False) -> Rollouts:
+    """The groups of the next step, which are handed over."""
+    rollouts = own.dispatcher.wait(own.take())
+    own.hand_over(prepare=prepare)
+    return rollouts
 
 
 def evaluator(**settings) -> Evaluator:

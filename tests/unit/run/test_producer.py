@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from mgrpo.data.sampler import Sampler
 from mgrpo.rollout.collect import EVALUATION, sampler_seed
 from mgrpo.rollout.engine import EngineError
-from tests.unit.run.producing import evaluator, producer
+from tests.scripted_engine import ScriptedEngine
+from tests.unit.run.producing import collect, evaluator, producer
 
 EQUAL, MIXED = (1.0, 1.0), (0.0, 1.0)
 
@@ -23,37 +25,37 @@ def indices(groups) -> list[int]:
 def test_without_active_sampling_a_dropped_group_makes_the_batch_smaller() -> None:
     """And the next step starts with fresh prompts."""
     own = producer(odd_ones_are_equal)
-    rollouts = own.collect(1)
+    rollouts = collect(own)
     assert (indices(rollouts.groups), indices(rollouts.dropped)) == ([0, 2], [1, 3])
-    assert indices(own.collect(2).groups) == [4, 6]
+    assert indices(collect(own).groups) == [4, 6]
 
 
 def test_active_sampling_fills_the_batch() -> None:
     """The gradient's noise should not grow as the policy solves more prompts."""
-    rollouts = producer(odd_ones_are_equal, active_sampling=True).collect(1)
+    rollouts = collect(producer(odd_ones_are_equal, active_sampling=True))
     assert (indices(rollouts.groups), indices(rollouts.dropped)) == ([0, 2, 4, 6], [1, 3, 5])
 
 
 def test_active_sampling_gives_up_after_its_rounds() -> None:
     """A policy that solves everything would otherwise sample for ever."""
-    rollouts = producer(lambda index: EQUAL, active_sampling=True, active_sampling_max_rounds=3).collect(1)
+    rollouts = collect(producer(lambda index: EQUAL, active_sampling=True, active_sampling_max_rounds=3))
     assert rollouts.groups == [] and indices(rollouts.dropped) == list(range(12))
 
 
 def test_solved_prompts_are_counted_in_their_step_and_not_sampled_again() -> None:
     """Exclusion saves what a solved prompt would cost in every epoch."""
     own = producer(odd_ones_are_equal, no_resampling_pass_rate=0.9)
-    counts = [own.collect(step).num_excluded for step in range(1, 6)]
+    counts = [collect(own).num_excluded for step in range(1, 6)]
     assert counts == [2, 2, 2, 2, 2]
-    assert indices(own.collect(6).groups) == [0, 2, 4, 6]
+    assert indices(collect(own).groups) == [0, 2, 4, 6]
 
 
 def test_when_every_prompt_is_solved_nothing_is_sampled() -> None:
     """The trainer ends the run then."""
     own = producer(lambda index: EQUAL, no_resampling_pass_rate=0.9)
     for step in range(1, 6):
-        own.collect(step)
-    rollouts = own.collect(6)
+        collect(own)
+    rollouts = collect(own)
     assert rollouts.groups == rollouts.dropped == []
 
 
@@ -62,7 +64,7 @@ def test_every_round_of_every_step_draws_rewards_from_a_seed_of_its_own() -> Non
     first, again = (producer(odd_ones_are_equal, active_sampling=True) for _ in range(2))
     for own in (first, again):
         for step in (1, 2):
-            own.collect(step)
+            collect(own)
     contexts = first.rewarder.contexts
     assert len({context.seed for context in contexts}) == len(contexts)
     assert [context.step for context in contexts] == [0, 0, 0, 1, 1, 1, 1]
@@ -71,7 +73,7 @@ def test_every_round_of_every_step_draws_rewards_from_a_seed_of_its_own() -> Non
 
 def test_what_functions_log_is_the_mean_over_the_rounds() -> None:
     """And what judges have cost is the sum since the start, which the rewarder keeps."""
-    rollouts = producer(odd_ones_are_equal, active_sampling=True).collect(1)
+    rollouts = collect(producer(odd_ones_are_equal, active_sampling=True))
     assert rollouts.reward_metrics == {"judge/requests": 2.0, "custom/calls": 2.0}
 
 
@@ -79,42 +81,167 @@ def test_a_state_taken_while_a_batch_is_under_way_is_the_one_before_it() -> None
     """SIGTERM finds a batch half sampled: its prompts are drawn again."""
     own = producer(lambda index: EQUAL, no_resampling_pass_rate=0.9)
     before = own.state_dict()
-    own.collect(1)
+    own.dispatcher.wait(own.take())
     assert own.state_dict() == before
-    own.take_over()
+    own.hand_over(prepare=False)
     assert own.state_dict()["sampler"]["excluded"] == [0, 1, 2, 3]
 
 
 def test_prompts_that_are_queued_ahead_are_handed_out_again() -> None:
     """The next batch is in the engines already when a step is saved; the engines forget it."""
-    own = producer()
-    own.collect(1)
-    own.take_over()
-    own.submit_ahead()
-    sampler = Sampler(20, 1, shuffle=False)
-    sampler.load_state_dict(own.state_dict()["sampler"])
-    assert sampler.take(4) == [(0, index) for index in (4, 5, 6, 7)]
-    resumed = producer()
-    resumed.load_state_dict(own.state_dict())
-    assert indices(resumed.collect(2).groups) == indices(own.collect(2).groups) == [4, 5, 6, 7]
+    own, resumed = producer(), producer()
+    collect(own, prepare=True)
+    resumed.load_state_dict(json.loads(json.dumps(own.state_dict())))
+    assert indices(collect(resumed).groups) == indices(collect(own).groups) == [4, 5, 6, 7]
 
 
-def test_prompts_queued_ahead_are_submitted_once() -> None:
-    """Sampled twice they would cost a step's time and change the random stream."""
-    own = producer()
-    own.submit_ahead()
-    own.collect(1)
-    assert len(own.dispatcher.fleet.engines[0].batches) == 1
+def test_prompts_queued_ahead_are_submitted_once_and_sampled_after_the_update() -> None:
+    """Sampled twice they would cost a step's time; sampled before, they would come from the old weights."""
+    own = producer(engine=(engine := ScriptedEngine()))
+    collect(own, prepare=True)
+    assert len(engine.batches) == 2 and list(engine.queued) == [4, 5, 6, 7]
+    own.begin()
+    collect(own)
+    assert len(engine.batches) == 2 and not engine.queued
+    # One pause after each step, and one start for each.
+    assert [call[0] for call in engine.calls] == ["resume", "pause"] * 2
 
 
 def test_an_aborted_batch_ends_the_wait_for_it() -> None:
     """The state is saved at once after SIGTERM, not when the longest answer is there."""
-    own = producer()
-    own.submit_ahead()
+    own = producer(engine=ScriptedEngine(answers=False))
+    taking = own.take()
+    own.begin()
     own.abort()
     with pytest.raises(EngineError, match="aborted"):
-        own.collect(1)
+        own.dispatcher.wait(taking)
     assert own.state_dict()["sampler"]["position"] == 0
+
+
+@pytest.mark.parametrize("call", ["submit", "poll", "resume"])
+def test_an_engine_that_fails_ends_the_wait_with_its_reason(call: str) -> None:
+    """Otherwise the run would wait for `rollout_timeout`, an hour, and blame the engine's speed."""
+    own = producer(engine=ScriptedEngine(fails=call))
+    with pytest.raises(EngineError, match=f"could not generate: {call} has failed"):
+        own.dispatcher.wait(own.take())
+
+
+def test_an_error_of_rewards_or_data_ends_the_wait_with_itself() -> None:
+    """They run in threads of their own, in which an exception vanishes."""
+
+    def fails(index: int) -> tuple[float, ...]:
+        raise ZeroDivisionError(f"row {index}")
+
+    with pytest.raises(ZeroDivisionError, match="row 0"):
+        collect(producer(fails))
+    own = producer()
+    own.prompt = fails
+    with pytest.raises(ZeroDivisionError, match="row"):
+        collect(own)
+
+
+def test_engines_that_do_not_answer_in_time_are_named() -> None:
+    """A hung engine must not hold the run for ever."""
+    own = producer(engine=ScriptedEngine(answers=False), rollout_timeout=1)
+    with pytest.raises(EngineError, match="could not generate within rollout_timeout=1 s: no answer from the engine"):
+        own.dispatcher.wait(own.take())
+
+
+def settle(own) -> None:
+    """Wait until the producer has done what there is to do."""
+    for _ in range(3):
+        own.thread.submit(lambda: own.scoring.submit(lambda: None)).result().result()
+    own.thread.submit(lambda: None).result()
+
+
+def asynchronous(engine: ScriptedEngine, **settings):
+    return producer(odd_ones_are_equal, engine=engine, use_rho_correction=True, **settings)
+
+
+def test_ahead_of_training_as_many_steps_are_sampled_as_was_asked_and_no_more() -> None:
+    """The next step's groups are there when the learners come back; older weights than allowed sample nothing."""
+    own = asynchronous(engine := ScriptedEngine(answers=False), async_steps=1)
+    own.begin()
+    settle(own)
+    assert list(engine.queued) == list(range(8))
+    engine.answer(*range(8))
+    assert indices(collect(own).groups) == [0, 2]
+    settle(own)
+    assert not engine.queued, "the engines have the weights of step 0 until the next sync"
+    own.thread.submit(own._pause).result().result(10)
+    own.begin()
+    settle(own)
+    assert list(engine.queued) == [8, 9, 10, 11]
+    assert [call[0] for call in engine.calls] == ["resume", "pause", "resume"]
+    assert indices(collect(own).groups) == [4, 6]
+
+
+def test_before_an_update_the_engines_finish_what_they_have_begun() -> None:
+    """Each completion then comes from one policy."""
+    own = asynchronous(engine := ScriptedEngine(answers=False), async_steps=1)
+    own.begin()
+    settle(own)
+    engine.answer(0, 1, 2, 3)
+    collect(own)
+    paused = own.thread.submit(own._pause).result()
+    assert not paused.done()
+    engine.answer(4, 5, 6, 7)
+    paused.result(10)
+
+
+def test_a_second_number_lets_a_step_take_what_has_finished() -> None:
+    """One long answer then holds up nobody until it would become too old."""
+    own = asynchronous(engine := ScriptedEngine(answers=False), async_steps=1, max_staleness=2)
+    own.begin()
+    settle(own)
+    engine.answer(0, 2, 3, 4, 5)
+    rollouts = collect(own)
+    assert (indices(rollouts.groups), indices(rollouts.dropped)) == ([0, 2, 4], [3])
+    settle(own)
+    assert list(engine.queued) == [1, 6, 7]
+
+
+def test_a_group_without_a_signal_is_replaced_at_once_where_steps_overlap() -> None:
+    """Rounds would leave the engines idle until the longest answer of each is there."""
+    own = asynchronous(engine := ScriptedEngine(answers=False), async_steps=1, active_sampling=True)
+    own.begin()
+    settle(own)
+    engine.answer(1)
+    settle(own)
+    assert 8 in engine.queued and 9 not in engine.queued
+    engine.answer(*engine.queued)
+    settle(own)
+    engine.answer(*engine.queued)
+    rollouts = collect(own)
+    assert indices(rollouts.groups) == [0, 2, 4, 6] and indices(rollouts.dropped)[:3] == [1, 3, 5]
+
+
+def test_oversampling_begins_with_more_than_a_step_needs_and_loses_none_of_it() -> None:
+    """Surplus groups are the next step's."""
+    own = producer(
+        odd_ones_are_equal,
+        engine=(engine := ScriptedEngine(answers=False)),
+        use_rho_correction=True,
+        active_sampling=True,
+        active_sampling_oversample=1.0,
+    )
+    own.begin()
+    settle(own)
+    assert list(engine.queued) == list(range(8))
+    engine.answer(*range(8))
+    assert indices(collect(own).groups) == [0, 2, 4, 6]
+
+
+def test_the_batch_says_how_long_engines_worked_and_learners_waited() -> None:
+    """An asynchronous run has no phase of generation; what is idle shows only here."""
+    own = asynchronous(engine := ScriptedEngine(answers=False), async_steps=1)
+    own.begin()
+    settle(own)
+    engine.answer(*range(8))
+    settle(own)
+    rollouts = collect(own)
+    assert rollouts.num_admitted == 8 and rollouts.engine_s > 0
+    assert rollouts.generate_s == 0.0
 
 
 def test_an_evaluation_leaves_no_trace_in_training_and_does_not_depend_on_it() -> None:

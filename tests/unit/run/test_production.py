@@ -17,7 +17,7 @@ from mgrpo.run.production import Production, Started, prepare
 from mgrpo.run.prompts import make_prompts
 from mgrpo.telemetry.startup import StartUp
 from tests.scripted_engine import ScriptedEngine
-from tests.unit.run.producing import ScriptedRewarder
+from tests.unit.run.producing import ScriptedRewarder, collect
 
 MODEL = Path(__file__).parents[3] / "examples" / "quickstart" / "model"
 
@@ -69,7 +69,7 @@ def test_prompts_of_the_data_are_sampled_and_decoded(configured: Callable[..., C
     engine = ScriptedEngine()
     production = prepared(configured(4, 2), engine)
     assert production.producer is not None
-    trained = production.producer.collect(1).groups
+    trained = collect(production.producer).groups
     assert [scored.group.prompt.id for scored in trained] == [(0, index) for index in range(4)]
     for index, scored in enumerate(trained):
         assert all(c.text == f"{index}+0=" for c in scored.group.completions)
@@ -77,7 +77,7 @@ def test_prompts_of_the_data_are_sampled_and_decoded(configured: Callable[..., C
     assert [scored.group.prompt.ground_truths for scored in evaluation.groups] == [("0",), ("1",)]
     assert list(evaluation.sources) == ["dataset_mixer_eval_list"] * 2
     eos = load_tokenizer(MODEL).eos_token_id
-    assert {batch.sampling.stop_token_ids for batch in engine.batches.values()} == {(eos,)}
+    assert {batch.sampling.stop_token_ids for batch in engine.batches} == {(eos,)}
 
 
 def test_a_start_says_what_it_waits_for(configured: Callable[..., Config]) -> None:
@@ -99,7 +99,7 @@ def test_remapped_verifiers_reach_training_and_held_out_prompts(configured: Call
     """An evaluation by another verifier than the training's would measure something else."""
     production = prepared(configured(4, 2, remap_verifier="gsm8k=integer"))
     assert production.producer is not None
-    for groups in (production.producer.collect(1).groups, production.evaluator.evaluate(0).groups):
+    for groups in (collect(production.producer).groups, production.evaluator.evaluate(0).groups):
         asked = [scored.group.prompt.verifiers for scored in groups]
         assert asked == [("math",), ("integer",)] * (len(groups) // 2)
 

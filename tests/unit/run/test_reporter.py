@@ -17,7 +17,7 @@ from mgrpo.config import from_values
 from mgrpo.layout import Layout
 from mgrpo.parallel import backend
 from mgrpo.run.reporter import Reporter
-from tests.unit.run.producing import evaluator, producer
+from tests.unit.run.producing import collect, evaluator, producer
 
 SECONDS = {"wait": 3.0, "train": 2.0, "sync": 1.0}
 
@@ -46,7 +46,7 @@ def batch():
     from mgrpo.run.batch import make_batch
 
     own = producer()
-    rollouts = dataclasses.replace(own.collect(1), generate_s=2.0, score_s=0.5)
+    rollouts = dataclasses.replace(collect(own), generate_s=2.0, score_s=0.5)
     return make_batch(rollouts, own.config, layout=Layout(world_size=1), hidden=8, reward_weights={}, policy_version=4)
 
 
