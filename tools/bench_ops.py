@@ -39,7 +39,8 @@ PROTOCOL = (
     "One process, the same inputs for every method. Each method runs once outside the clock for memory and accuracy, then "
     "the methods take turns; for each method the round with the least forward + backward is reported. Time: {clock}. Memory: "
     "peak of the bytes {allocator} during forward and backward, above the inputs. Accuracy: against float64 on the same "
-    "inputs, largest absolute error of a logprob, largest error of a gradient divided by its largest entry."
+    "inputs, largest absolute error of a logprob, largest error of a gradient, or of the experts' result, divided by its "
+    "largest entry."
 )
 CLOCK = {"cpu": "CPU seconds of the process", "cuda": "between two CUDA events"}
 ALLOCATOR = {"cpu": "that torch's CPU allocator reports to its profiler", "cuda": "of torch's CUDA allocator"}
