@@ -274,6 +274,9 @@ class Parallel:
     overlap_grad_reduce: Annotated[bool, MEGATRON] = True
     """Sum the gradients of some layers over the data-parallel ranks while the backward pass of the others goes on; with
     zero_stage 2 and 3 that is always so."""
+    overlap_param_gather: Annotated[bool, MEGATRON] = True
+    """With zero_stage=1: gather the weights that other data-parallel ranks have updated while the host goes on and the next
+    forward pass begins, of which each layer waits for its own; with zero_stage=3 that is always so."""
     optimizer_cpu_offload: Annotated[bool, MEGATRON] = False
     """Keep the optimizer's states in host memory and update them there; needs zero_stage=1."""
     optimizer_offload_fraction: Annotated[float, SHARE, MEGATRON] = 1.0

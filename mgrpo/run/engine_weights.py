@@ -126,6 +126,7 @@ class EngineWeights:
 
     def _send(self, version: int, *, check: bool) -> torch.Tensor | None:
         """The learners' end of a sync; with `check` the digests that the engines must have, see `Sender.digests`."""
+        self.policy.wait_for_weights()
         self.sender.send(version)
         if not check:
             return None

@@ -75,11 +75,7 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
     gpus, settings = serving_gpus(), config.engine
     found = address_problems(settings.ray_address) + extra_problems(settings.vllm_extra_args) if starts_engines else []
     if num_local_learners:
-        if not gpus and config.parallel.transformer_impl == "transformer_engine":
-            found.append(
-                "transformer_impl=transformer_engine needs GPUs, of which there are none here; use auto or local"
-            )
-        found += kernel_problems(config)
+        found += kernel_problems(config, has_gpus=bool(gpus))
     if not gpus:
         if head_dim not in CPU_HEAD_DIMS:
             known = ", ".join(map(str, CPU_HEAD_DIMS))

@@ -175,6 +175,12 @@ def test_an_item_in_the_loss_is_found(rehearsals):
     assert any(phase == "forward" and "run/learner.py" in site for phase, _, site, _ in waits)
 
 
+def test_a_wait_for_an_event_is_found(rehearsals):
+    """Events and streams do not pass through torch's dispatcher: a silent one would hide every such wait."""
+    waits = rehearsals.of("experts", 0)["waits"]
+    assert any(phase == "forward" and is_allowed(site) for phase, _, site, _ in waits)
+
+
 def test_states_equal_those_of_real_tensors_on_the_cpu(rehearsals):
     """The stand-in must not change what it measures."""
     compared = ("ZeRO-0", "ZeRO-1", "tensor", "pipeline", "context, all_gather", "experts")
