@@ -178,20 +178,15 @@ def _routed(shape: ModelShape, layout: Layout, split_tokens: int) -> int:
 
 def kept_bytes(layer: LayerActivations, *, has_experts: bool, settings: Parallel) -> int:
     """Bytes that one layer keeps between its forward and its backward pass."""
-    if settings.recompute_granularity == "full":
-        return layer.layer_input
-    return layer.total - dropped_bytes(layer, has_experts=has_experts, settings=settings)
+    kept = layer.total - dropped_bytes(layer, has_experts=has_experts, settings=settings)
+    return kept or layer.layer_input
 
 
 def dropped_bytes(layer: LayerActivations, *, has_experts: bool, settings: Parallel) -> int:
     """Bytes that one layer recomputes in its backward pass."""
-    if settings.recompute_granularity == "none":
-        return 0
-    if settings.recompute_granularity == "full":
-        return layer.total
-    modules = settings.recompute_modules
-    has_mlp = ("moe" if has_experts else "mlp") in modules
-    return layer.scores * ("core_attn" in modules) + layer.norms * ("layernorm" in modules) + layer.mlp * has_mlp
+    parts = {"core_attn": layer.scores, "moe" if has_experts else "mlp": layer.mlp}
+    parts["projections"] = layer.total - sum(parts.values())
+    return sum(nbytes for module, nbytes in parts.items() if settings.recomputes(module))
 
 
 def chunks_in_flight(layout: Layout, *, stage: int, num_micro_batches: int) -> int:
