@@ -78,13 +78,22 @@ class Case:
 PIPELINE = {"pipeline_model_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
+# Almost all tokens are responses, of which the plan takes all to be.
+FP32 = {"model_dtype": "float32", "max_prompt_token_length": 16, "response_length": 1008}
 CASES: dict[str, Case] = {
     "ZeRO-0": Case(learners=2, settings={"zero_stage": 0}),
     "ZeRO-1": Case(learners=2),
     "ZeRO-2": Case(learners=2, settings={"zero_stage": 2}),
     "ZeRO-3": Case(learners=2, settings={"zero_stage": 3}),
     "HSDP": Case(learners=4, settings={"zero_stage": 3, "fsdp_shard_degree": 2}),
-    "fp32": Case(learners=2, settings={"model_dtype": "float32"}),
+    "fp32": Case(learners=2, settings=FP32),
+    "fp32, tensor": Case(learners=4, settings=FP32 | TENSOR),
+    "fp32, pipeline": Case(learners=4, settings=FP32 | PIPELINE),
+    "fp32, recompute selective": Case(
+        learners=2,
+        settings=FP32 | {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    ),
+    "fp32, recompute full": Case(learners=2, settings=FP32 | {"recompute_granularity": "full"}),
     "tensor": Case(learners=4, settings=TENSOR),
     "pipeline": Case(learners=4, settings=PIPELINE),
     "pipeline, tied": Case(learners=2, settings=PIPELINE, model=WIDE | {"tie_word_embeddings": True}),

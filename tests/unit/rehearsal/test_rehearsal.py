@@ -163,6 +163,17 @@ def test_traffic_is_as_planned(rehearsals, name, rank):
             assert line.rehearsed == pytest.approx(line.planned, rel=tolerance), line
 
 
+@pytest.mark.parametrize(
+    ("name", "rank"), [(name, rank) for name, case in CASES.items() if name.startswith("fp32") for rank in case.ranks]
+)
+def test_training_in_float32_needs_the_planned_memory(rehearsals, name, rank):
+    """There is no flash attention: of each layer the padded call keeps four operands, and no scores."""
+    lines = {line.name: line for line in compare(plan_of(name), rehearsals.of(name, rank))}
+    peak, passes = lines["peak"], lines["whole weights, passes"]
+    assert peak.rehearsed == pytest.approx(peak.planned, rel=0.05)
+    assert passes.rehearsed == pytest.approx(passes.planned, rel=0.1), passes
+
+
 def test_an_index_on_the_host_fails_the_rehearsal(rehearsals):
     """A tensor on the wrong device is the commonest defect that a machine without a GPU cannot show."""
     found = rehearsals.of("ZeRO-1", 0, mutation="rows_on_the_host")
