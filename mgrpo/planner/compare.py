@@ -81,6 +81,14 @@ def _memory(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
         planned=stage.peak,
         why="without fragmentation, the weight sync, and what CUDA and NCCL reserve",
     )
+    if found["restored"]:
+        yield Line(
+            section="memory",
+            name="peak of a restore",
+            rehearsed=found["restored"]["peak"],
+            planned=stage.start,
+            why="ZeRO-3 gathers no layer before the first step",
+        )
 
 
 def _sent(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:

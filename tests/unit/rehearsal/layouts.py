@@ -50,6 +50,7 @@ SETTINGS: dict[str, Any] = {
     "num_unique_prompts_rollout": 8,
     "num_samples_per_prompt_rollout": 2,
     "vllm_num_engines": 1,
+    "weight_sync_bucket_mb": 16,
 }
 
 
@@ -83,6 +84,8 @@ FP32 = {"model_dtype": "float32", "max_prompt_token_length": 16, "response_lengt
 CASES: dict[str, Case] = {
     "ZeRO-0": Case(learners=2, settings={"zero_stage": 0}),
     "ZeRO-1": Case(learners=2),
+    "ZeRO-1, many shards": Case(learners=16),
+    "ZeRO-3, many shards": Case(learners=16, settings={"zero_stage": 3}, model=WIDE | {"num_hidden_layers": 6}),
     "ZeRO-2": Case(learners=2, settings={"zero_stage": 2}),
     "ZeRO-3": Case(learners=2, settings={"zero_stage": 3}),
     "HSDP": Case(learners=4, settings={"zero_stage": 3, "fsdp_shard_degree": 2}),
@@ -123,7 +126,10 @@ CASES: dict[str, Case] = {
     "soft caps": Case(learners=2, settings={"logits_chunk": 0}, model=CAPPED),
     "offload": Case(learners=2, settings={"optimizer_cpu_offload": True}, model=SMALL),
     "saved": Case(learners=2, model=SMALL),
+    "saved, ZeRO-0": Case(learners=2, settings={"zero_stage": 0}, model=SMALL),
     "saved, ZeRO-2": Case(learners=2, settings={"zero_stage": 2}, model=SMALL),
+    "saved, ZeRO-3": Case(learners=2, settings={"zero_stage": 3}, model=SMALL),
+    "saved, reference": Case(learners=2, settings={"beta": 0.1, "ref_policy_update_freq": 1}, model=SMALL),
     "saved, experts": Case(learners=2, settings={"expert_model_parallel_size": 2}, model=SMALL_EXPERTS),
 }
 """By name."""
