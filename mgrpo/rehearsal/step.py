@@ -81,6 +81,7 @@ def rehearse(job: Job, recorder: Recorder) -> dict[str, Any]:
             if is_small and not parallel.use_precision_aware_optimizer:
                 with in_phase(recorder, "save"):
                     save_state(learner)
+            seconds, operations = round(time.monotonic() - began, 1), recorder.num_operations
             if not (parallel.use_precision_aware_optimizer or parallel.optimizer_cpu_offload):
                 with tempfile.TemporaryDirectory() as folder:
                     checkpoint = checkpoint_of(learner, folder)
@@ -90,8 +91,8 @@ def rehearse(job: Job, recorder: Recorder) -> dict[str, Any]:
                 "rank": job.rank,
                 "stage": job.layout.coordinate(job.rank).pipeline,
                 "packs": job.packs,
-                "seconds": round(time.monotonic() - began, 1),
-                "operations": recorder.num_operations,
+                "seconds": seconds,
+                "operations": operations,
                 "remarks": remarks,
                 "states": states,
                 "peak": at_peak[0],
