@@ -304,6 +304,15 @@ class Parallel:
     """Pack a group as one prompt with branches instead of repeating the prompt; auto: on CPU, where it saves work; on
     GPUs true takes FlexAttention for flash attention. Not with context_parallel_size above 1."""
 
+    def recomputes(self, module: str) -> bool:
+        """Whether a backward pass computes this part of a layer again.
+
+        Args:
+            module: as in `recompute_modules`; any other name for what only whole layers repeat.
+        """
+        is_named = self.recompute_granularity == "selective" and module in self.recompute_modules
+        return is_named or self.recompute_granularity == "full"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
