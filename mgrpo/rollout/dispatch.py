@@ -5,12 +5,10 @@ One thread, `Dispatcher.thread`, holds the state of everything that is being sam
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,34 +17,10 @@ from mgrpo.processes.background import Background, announced
 from mgrpo.rollout.collect import EVALUATION, Decode, seed_of, to_arrays, to_groups
 from mgrpo.rollout.engine import Completions, EngineError, NotFiniteError, PromptBatch, Sampling
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.shares import Request, Shares
 from mgrpo.types import Prompt, RolloutGroup
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Request:
-    """A prompt that is to be sampled."""
-
-    prompt: Prompt
-    sampling: Sampling
-    stream: int
-    """Separates the random numbers of evaluations from those of training."""
-    done: Callable[[RolloutGroup], None]
-    """Called in the dispatcher's thread."""
-    failed: Callable[[Exception], None] = lambda err: None
-    """Called in the dispatcher's thread instead; what trains learns of failures from `Dispatcher.on_failure`."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Share:
-    """What one engine has."""
-
-    requests: dict[int, tuple[Request, float]]
-    """By number, with the cost of each."""
-    cost: float = 0.0
-    samples: int = 0
-    is_polled: bool = False
 
 
 class Dispatcher:
@@ -68,17 +42,16 @@ class Dispatcher:
                 any engine. None: all at once, so that what an engine samples depends on nothing but the prompts.
         """
         self.fleet, self.rollout, self.run_seed, self.decode = fleet, rollout, run_seed, decode
-        self.stop_token_ids, self.samples_per_engine = tuple(stop_token_ids), samples_per_engine
+        self.stop_token_ids = tuple(stop_token_ids)
         self.thread = Background("rollout")
-        self.numbers = itertools.count()
-        self.shares = [_Share(requests={}) for _ in fleet.engines]
+        self.shares = Shares(len(fleet.engines), samples_per_engine)
+        self.polled: set[int] = set()
+        """Engines that have been asked for answers."""
         self.waiting: list[Request] = []
         self.holds_training = False
-        """Whether training prompts stay here, because the engines are paused; only with `samples_per_engine`."""
+        """Whether training prompts stay here, because the engines are paused."""
         self.on_failure: Callable[[Exception], None] = lambda err: None
         """Called in the dispatcher's thread when an engine, or work in this thread, has failed."""
-        self.lengths = [0, 0]
-        """Tokens of all answers of the training so far, and how many they are."""
 
     def for_training(self, prompt: Prompt, done: Callable[[RolloutGroup], None]) -> Request:
         """A group to train on."""
@@ -143,15 +116,14 @@ class Dispatcher:
             NotFiniteError: a sampled token has a log-probability that is not finite.
         """
         limit = f"rollout_timeout={self.rollout.rollout_timeout:g} s"
-        engines = len(self.shares)
+        engines = len(self.fleet.engines)
         with announced("the engine (generate)" if engines == 1 else f"{engines} engines (generate)", limit):
             try:
                 return future.result(self.rollout.rollout_timeout)
             except TimeoutError:
                 if future.done():
                     raise
-        late = [str(number) for number, share in enumerate(self.shares) if share.requests]
-        whose = "the engine" if engines == 1 else f"engines {', '.join(late)}"
+        whose = "the engine" if engines == 1 else f"engines {', '.join(map(str, self.shares.busy()))}"
         raise EngineError(
             f"could not generate within {limit}: no answer from {whose}; raise rollout_timeout if the work is that long"
             f"{self.fleet.keep_logs()}"
@@ -160,7 +132,7 @@ class Dispatcher:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is queued or sampled."""
-        return not self.waiting and not any(share.requests for share in self.shares)
+        return not self.waiting and not self.shares.busy()
 
     def send(self, requests: Sequence[Request]) -> None:
         """Sample these prompts, those of an evaluation first. In the dispatcher's thread."""
@@ -182,25 +154,15 @@ class Dispatcher:
             self._fail(EngineError("generation was aborted"))
             return
         given: dict[tuple[int, Sampling, int], list[tuple[int, Request]]] = {}
-        while self.waiting and (engine := self._engine_for(request := self.waiting[0])) is not None:
+        while self.waiting and not (self.holds_training and self.waiting[0].is_training):
+            request = self.waiting[0]
+            if (place := self.shares.give(request)) is None:
+                break
             del self.waiting[0]
-            share, number, cost = self.shares[engine], next(self.numbers), self._cost(request)
-            share.requests[number] = request, cost
-            share.cost += cost
-            share.samples += request.sampling.num_samples
+            engine, number = place
             given.setdefault((engine, request.sampling, request.stream), []).append((number, request))
         for (engine, sampling, stream), numbered in given.items():
             self._submit(engine, sampling, stream, numbered)
-
-    def _engine_for(self, request: Request) -> int | None:
-        """The one with the least to do, if it has room."""
-        engine = min(range(len(self.shares)), key=lambda number: (self.shares[number].cost, number))
-        limit, share = self.samples_per_engine, self.shares[engine]
-        if limit is None:
-            return engine
-        is_held = self.holds_training and request.stream != EVALUATION
-        is_full = share.requests and share.samples + request.sampling.num_samples > limit
-        return None if is_held or is_full else engine
 
     def _submit(self, engine: int, sampling: Sampling, stream: int, numbered: Sequence[tuple[int, Request]]) -> None:
         prompts = [request.prompt for _, request in numbered]
@@ -238,70 +200,38 @@ class Dispatcher:
         return whole
 
     def _poll(self, engine: int) -> None:
-        share = self.shares[engine]
-        if share.is_polled:
-            return
-        share.is_polled = True
-        answer = self.fleet.engines[engine].poll()
-        answer.add_done_callback(lambda done: self.post(partial(self._arrived, engine, done)))
+        if engine not in self.polled:
+            self.polled.add(engine)
+            answer = self.fleet.engines[engine].poll()
+            answer.add_done_callback(lambda done: self.post(partial(self._arrived, engine, done)))
 
     def _arrived(self, engine: int, answer: Future[Completions]) -> None:
-        share = self.shares[engine]
-        share.is_polled = False
+        self.polled.remove(engine)
         if (err := answer.exception()) is not None:
             self._lost(err)
             return
         arrays = answer.result()
-        requests = [share.requests[number] for number in arrays["numbers"].tolist()]
-        groups = to_groups([request.prompt for request, _ in requests], arrays, self.decode)
+        numbers = arrays["numbers"].tolist()
+        requests = self.shares.of(engine, numbers)
+        groups = to_groups([request.prompt for request in requests], arrays, self.decode)
         if problem := next(filter(None, map(_problem, groups)), None):
             raise problem
-        for number in arrays["numbers"].tolist():
-            del share.requests[number]
-        for (request, cost), group in zip(requests, groups, strict=True):
-            share.cost -= cost
-            share.samples -= request.sampling.num_samples
-            if request.stream != EVALUATION:
-                self.lengths[0] += sum(len(completion.tokens) for completion in group.completions)
-                self.lengths[1] += len(group.completions)
-        if share.requests:
+        for number in numbers:
+            self.shares.finish(engine, number)
+        if engine in self.shares.busy():
             self._poll(engine)
-        else:
-            # What is left is the rounding of sums.
-            share.cost = 0.0
         self._dispatch()
-        for (request, _), group in zip(requests, groups, strict=True):
+        for request, group in zip(requests, groups, strict=True):
             request.done(group)
-
-    def _cost(self, request: Request) -> float:
-        """Tokens that an engine reads and is expected to write for a group."""
-        total, count = self.lengths
-        longest = request.sampling.max_tokens
-        length = min(total / count, longest) if count else longest
-        return len(request.prompt.tokens) + request.sampling.num_samples * length
 
     def _lost(self, err: BaseException) -> None:
         self._fail(EngineError(f"could not generate: {err}{self.fleet.keep_logs()}"))
 
     def _fail(self, err: Exception) -> None:
-        failed = [request for share in self.shares for request, _ in share.requests.values()] + self.waiting
-        self.shares = [_Share(requests={}, is_polled=share.is_polled) for share in self.shares]
-        self.waiting = []
+        failed, self.waiting = self.shares.clear() + self.waiting, []
         for request in failed:
             request.failed(err)
         self.on_failure(err)
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """What the choice of an engine depends on, in JSON."""
-        return {"lengths": list(self.lengths)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
-        self.lengths = list(state["lengths"])
-
-    def close(self) -> None:
-        """Take no more work."""
-        self.thread.close()
 
 
 def _problem(group: RolloutGroup) -> EngineError | None:

@@ -90,9 +90,7 @@ class Stream:
     def _can_follow(self, chosen: Sequence[int]) -> bool:
         """Whether all others that are out can still be taken in time, if these are taken now."""
         births = sorted(self.born[number] for number in self.born.keys() - set(chosen))
-        return all(
-            born + self.bound >= self.steps + 1 + place // self.group_count for place, born in enumerate(births)
-        )
+        return all(born + self.bound >= self.steps + 1 + place // self.group_count for place, born in enumerate(births))
 
     def take(self, numbers: Collection[int]) -> None:
         """The next step trains on these groups."""
@@ -110,11 +108,11 @@ class Stream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken, with the engines at the weights of the last step.
+        """Continue where `state_dict` was taken, with engines that have the weights of the last step.
 
-        What had not finished begins again.
+        What these are to sample again must be given to `replay`.
         """
         self.steps = self.updates = state["steps"]
         self.next_number = state["next_number"]
-        self.born = {number: born if is_finished else self.steps for number, born, is_finished in state["born"]}
+        self.born = {number: born for number, born, _ in state["born"]}
         self.finished = {number for number, _, is_finished in state["born"] if is_finished}

@@ -21,7 +21,7 @@ from mgrpo.run.lead import Lead
 from mgrpo.run.learner import Learner
 from mgrpo.run.production import Production, Started, prepare
 from mgrpo.run.reporter import Reporter, SilentReporter
-from mgrpo.run.resume import States
+from mgrpo.run.resume import States, saved_rollouts
 from mgrpo.run.source import SilentSource, Source
 from mgrpo.run.throughput import Throughput
 from mgrpo.run.trainer import Trainer
@@ -93,7 +93,8 @@ def make_trainer(
         config, lead=lead, learner=learner, source=source, weights=weights, reporter=reporter, states=states
     )
     if checkpoint:
-        trainer.load_state_dict(checkpoint.state)
+        rollouts = saved_rollouts(checkpoint) if started else {}
+        trainer.load_state_dict(checkpoint.state | {"head": checkpoint.state["head"] | {"rollouts": rollouts}})
         checkpoint.close()
     for line in (
         *remarks,

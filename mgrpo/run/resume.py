@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -18,16 +19,27 @@ from mgrpo.checkpoint.folder import LocalFolder, latest, open_folder, step_path
 from mgrpo.checkpoint.manifest import DamagedCheckpoint
 from mgrpo.checkpoint.reader import Checkpoint, open_checkpoint
 from mgrpo.checkpoint.saver import SaveError, Saver
+from mgrpo.checkpoint.shard import Part
 from mgrpo.checkpoint.space import OutputError, no_room
 from mgrpo.checkpoint.train_state import KINDS
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.derived import state_root
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import FP32_BYTES
-from mgrpo.models.table import Shape
+from mgrpo.models.table import Box, Shape
 from mgrpo.parallel.gather import gather_json
 from mgrpo.run.lead import Lead
 from mgrpo.run.learner import Learner
+
+ROLLOUTS = "rollouts"
+"""Kind of the arrays of what was sampled and not trained on."""
+
+
+def saved_rollouts(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """The arrays that `States.save` was given."""
+    names = checkpoint.names(ROLLOUTS)
+    boxes = [Box(name, (0,), checkpoint.shape(ROLLOUTS, name)) for name in names]
+    return {box.name: checkpoint.read(ROLLOUTS, box).numpy() for box in boxes}
 
 
 class States:
@@ -89,23 +101,28 @@ class States:
         model = self.config.model.model_name_or_path
         return None, f"{path} is of another model than {model}; resume with its own", None
 
-    def save(self, step: int, learner: Learner, state: dict[str, Any]) -> str:
+    def save(
+        self, step: int, learner: Learner, state: dict[str, Any], rollouts: Mapping[str, np.ndarray] | None = None
+    ) -> str:
         """Write the state of the whole run after `step`, from which a run continues exactly, also in another layout.
 
         Args:
             state: everything except tensors, in JSON; rank 0's counts.
+            rollouts: flat arrays that rank 0 adds.
         Returns:
             Where it is, or will be when it has been written in the background.
         Raises:
             OutputError: on all ranks, when this state, or the one before it in the background, could not be written.
         """
         self.wait()  # the channel's time-out is short: none may still write when the others wait there
-        shapes = learner.state.full_shapes()
+        arrays = {name: torch.from_numpy(array) for name, array in (rollouts or {}).items() if array.size}
+        shapes = learner.state.full_shapes() | {ROLLOUTS: {name: tuple(own.shape) for name, own in arrays.items()}}
+        added = [Part(ROLLOUTS, Box(name, (0,), tuple(own.shape)), own) for name, own in arrays.items()]
         place = step_path(self.root, step)
         if problem := self._shared(self._no_room(shapes)):
             raise OutputError(f"the state of step {step} could not be saved in {place}: {problem}{self._newest()}")
         attempt = self._shared(secrets.token_hex(8))
-        self._agree(partial(self.saver.save, step, learner.state.parts(), state, shapes, attempt))
+        self._agree(partial(self.saver.save, step, [*learner.state.parts(), *added], state, shapes, attempt))
         return place
 
     def wait(self) -> None:

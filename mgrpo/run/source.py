@@ -63,7 +63,7 @@ class Source:
         return self._run(partial(self.production.evaluator.evaluate, done))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to be given the batches that this one has not trained on, in JSON."""
+        """What a resumed run needs to be given what this one has not trained on: JSON, and arrays under "rollouts"."""
         return {**self.producer.state_dict(), "data": self.production.data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -213,12 +213,14 @@ class Trainer:
     def save(self) -> None:
         """Write the state of the whole run."""
         self.lead.pulse.at(f"saving the state of step {self.done}")
-        place = self.states.save(self.done, self.learner, self.state_dict())
+        state = self.state_dict()
+        rollouts = state["head"].pop("rollouts", {})
+        place = self.states.save(self.done, self.learner, state, rollouts)
         self.reporter.say(f"state of step {self.done}: {place}")
         self.saved = self.done
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything except tensors, in JSON; complete on rank 0."""
+        """Everything except tensors, in JSON, and what was sampled and not trained on; complete on rank 0."""
         return {
             "step": self.done,
             "is_followed_up": self.is_followed_up,
@@ -238,7 +240,7 @@ class Trainer:
         self.saved, self.resumed_at, self.before = self.done, self.done, state["before"]
         self.version, self.health.skipped = state["policy_version"], state["skipped"]
         self.health.has_trained = self.version > 0
-        self.source.load_state_dict(state["head"])
+        self.source.load_state_dict({"step": state["step"], **state["head"]})
 
     def close(self) -> None:
         """Leave all process groups. Collective."""

@@ -72,7 +72,10 @@ def staleness(groups: Sequence[ScoredGroup], *, policy_version: int) -> dict[str
         policy_version: of the weights that the step starts from.
     """
     versions = [[completion.policy_versions for completion in group.group.completions] for group in groups]
-    ages = [policy_version - min((int(own.min()) for own in group if own.size), default=policy_version) for group in versions]
+    ages = [
+        policy_version - min((int(own.min()) for own in group if own.size), default=policy_version)
+        for group in versions
+    ]
     mean, _, oldest = mean_min_max(ages)
     return {
         "async/age_mean": mean,

@@ -10,13 +10,12 @@ import torch.distributed as dist
 
 from mgrpo.config import Config
 from mgrpo.layout import Layout
-from mgrpo.rollout.engine import EngineError
 from mgrpo.run import lead as leading
 from mgrpo.run.lead import Lead, Stopped
 from mgrpo.run.producer import Producer
 from mgrpo.run.production import Production
 from tests.scripted_engine import ScriptedEngine
-from tests.unit.run.producing import config, evaluator, producer
+from tests.unit.run.producing import collect, config, evaluator, producer
 
 if TYPE_CHECKING:
     from mgrpo.run.source import SilentSource, Source
@@ -29,7 +28,7 @@ def source_on(lead: Lead, own: Config, given: Producer) -> Source | SilentSource
     from mgrpo.run.source import SilentSource, Source
 
     if dist.get_rank() != 0:
-        return SilentSource(lead)
+        return SilentSource(lead, own)
     production = Production(config=own, tokenizer=None, producer=given, evaluator=evaluator(), data=[], remarks=[])
     return Source(production, lead, own, layout=Layout(world_size=dist.get_world_size()), hidden=64)
 
@@ -61,17 +60,13 @@ class StoppingEngine(ScriptedEngine):
 
     def __init__(self, stop: threading.Event) -> None:
         super().__init__()
-        self.stop, self.second = stop, Future[Any]()
+        self.stop = stop
 
-    def take(self, number: int) -> Future[Any]:
-        if number == 0:
-            return super().take(number)
-        self.stop.set()
-        return self.second
-
-    def abort(self) -> Future[None]:
-        self.second.set_exception(EngineError("aborted"))
-        return super().abort()
+    def resume(self) -> Future[None]:
+        if len(self.batches) > 1:
+            self.answers = False
+            self.stop.set()
+        return super().resume()
 
 
 def stop_in_the_second_step() -> dict[str, Any]:
@@ -99,5 +94,5 @@ def stop_in_the_second_step() -> dict[str, Any]:
         "is_stopped": is_stopped,
         "is_aborted": ("abort",) in engine.calls,
         "states": (before, source.state_dict()),
-        "resumed": [scored.group.prompt.id[1] for scored in resumed.collect(2).groups],
+        "resumed": [scored.group.prompt.id[1] for scored in collect(resumed).groups],
     }

@@ -100,18 +100,18 @@ def test_a_group_goes_to_the_engine_with_the_least_to_write() -> None:
 
 
 def test_the_expected_length_is_that_of_the_answers_so_far() -> None:
-    """At first the longest possible one; evaluations, which have settings of their own, do not count."""
+    """At first the longest possible one; it changes with the steps alone, so that a resumed run chooses the same engines."""
     own = dispatcher(response_length=64)
-    for group in train(own, [numbered(1), numbered(3)]):
-        group.result(10)
-    own.wait(own.sample_evaluation([numbered(30)]))
-    assert own.state_dict() == {"lengths": [2 * 2 + 2 * 4, 4]}
+    groups = [group.result(10) for group in train(own, [numbered(1), numbered(3)])]
+    assert own.shares.state_dict() == {"lengths": [0, 0]}
+    own.shares.learn(groups)
+    assert own.shares.state_dict() == {"lengths": [2 * 2 + 2 * 4, 4]}
     request = own.for_training(numbered(9), print)
-    assert own._cost(request) == 10 + 2 * 3
+    assert own.shares.cost(request) == 10 + 2 * 3
     again = dispatcher()
-    assert again._cost(request) == 10 + 2 * 64
-    again.load_state_dict(own.state_dict())
-    assert again._cost(request) == own._cost(request)
+    assert again.shares.cost(request) == 10 + 2 * 64
+    again.shares.load_state_dict(own.shares.state_dict())
+    assert again.shares.cost(request) == own.shares.cost(request)
 
 
 def test_what_an_engine_has_no_room_for_waits_where_it_can_still_go_anywhere() -> None:

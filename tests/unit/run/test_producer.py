@@ -53,7 +53,7 @@ def test_solved_prompts_are_counted_in_their_step_and_not_sampled_again() -> Non
 def test_when_every_prompt_is_solved_nothing_is_sampled() -> None:
     """The trainer ends the run then."""
     own = producer(lambda index: EQUAL, no_resampling_pass_rate=0.9)
-    for step in range(1, 6):
+    for _ in range(5):
         collect(own)
     rollouts = collect(own)
     assert rollouts.groups == rollouts.dropped == []
@@ -63,7 +63,7 @@ def test_every_round_of_every_step_draws_rewards_from_a_seed_of_its_own() -> Non
     """Reward functions that draw random numbers would draw the same ones for every step; a resumed run repeats them."""
     first, again = (producer(odd_ones_are_equal, active_sampling=True) for _ in range(2))
     for own in (first, again):
-        for step in (1, 2):
+        for _ in range(2):
             collect(own)
     contexts = first.rewarder.contexts
     assert len({context.seed for context in contexts}) == len(contexts)
@@ -135,7 +135,7 @@ def test_an_error_of_rewards_or_data_ends_the_wait_with_itself() -> None:
     with pytest.raises(ZeroDivisionError, match="row 0"):
         collect(producer(fails))
     own = producer()
-    own.prompt = fails
+    own.groups.prompt = fails
     with pytest.raises(ZeroDivisionError, match="row"):
         collect(own)
 
@@ -150,7 +150,7 @@ def test_engines_that_do_not_answer_in_time_are_named() -> None:
 def settle(own) -> None:
     """Wait until the producer has done what there is to do."""
     for _ in range(3):
-        own.thread.submit(lambda: own.scoring.submit(lambda: None)).result().result()
+        own.thread.submit(lambda: own.scoring.thread.submit(lambda: None)).result().result()
     own.thread.submit(lambda: None).result()
 
 
@@ -264,3 +264,93 @@ def test_an_evaluation_keeps_every_group_and_names_its_sources() -> None:
     result = evaluator().evaluate(0)
     assert indices(result.groups) == [0, 1, 2] and list(result.sources) == ["a", "a", "b"]
     assert result.reward_metrics == {"eval/custom/calls": 1.0}
+
+
+def resumed_from(own, **settings):
+    """A producer that continues where the other one is, from a state that went through JSON; and its engine."""
+    state = own.state_dict()
+    arrays = state.pop("rollouts", {})
+    again = asynchronous(engine := ScriptedEngine(answers=False), **settings)
+    engine.version = 1
+    again.load_state_dict({**json.loads(json.dumps(state)), "rollouts": arrays})
+    again.begin()
+    settle(again)
+    return again, engine
+
+
+def test_an_asynchronous_state_keeps_what_was_sampled_and_begins_the_newest_batch_again() -> None:
+    """Its weights are gone, so that it cannot be sampled again; the newest batch repeats from the present ones."""
+    own = asynchronous(engine := ScriptedEngine(answers=False), async_steps=1)
+    own.begin()
+    settle(own)
+    engine.answer(*range(8))
+    collect(own)
+    own.thread.submit(own._pause).result().result(10)
+    engine.version = 1
+    own.begin()
+    settle(own)
+    engine.answer(8, 9)
+    settle(own)
+    again, its_engine = resumed_from(own, async_steps=1)
+    assert [int(number) for batch in its_engine.batches for number in batch.numbers] == [0, 1, 2, 3]
+    its_engine.answer(0, 1, 2, 3)
+    engine.answer(10, 11)
+    first, second = collect(again), collect(own)
+    assert indices(first.groups) == indices(second.groups) == [4, 6]
+    for a, b in zip(first.groups + first.dropped, second.groups + second.dropped, strict=True):
+        assert a.scores == b.scores
+        for x, y in zip(a.group.completions, b.group.completions, strict=True):
+            assert x.tokens.tolist() == y.tokens.tolist() and x.text == y.text
+            assert x.policy_versions.tolist() == y.policy_versions.tolist() == [0] * len(x.tokens)
+    again.thread.submit(again._pause).result().result(10)
+    again.begin()
+    assert indices(collect(again).groups) == [8, 10]
+
+
+def test_with_updates_in_flight_only_what_was_not_sampled_begins_again() -> None:
+    """No prompt is lost, and none is trained on twice."""
+    settings = {"async_steps": 2, "inflight_updates": True}
+    own = asynchronous(engine := ScriptedEngine(answers=False), **settings)
+    own.begin()
+    settle(own)
+    engine.answer(0, 1, 5, 3, 2)
+    settle(own)
+    taken = {*indices((rollouts := collect(own)).groups), *indices(rollouts.dropped)}
+    again, its_engine = resumed_from(own, **settings)
+    rows = [int(row) for batch in its_engine.batches for row in range(len(batch.numbers))]
+    assert len(rows) == 12 - 5 + 4, "what had not finished, and a step's worth that there is room for now"
+    its_engine.answer(*its_engine.queued)
+    settle(again)
+    for _ in range(3):
+        rollouts = collect(again)
+        step = {*indices(rollouts.groups), *indices(rollouts.dropped)}
+        assert len(step) == 4 and not step & taken
+        taken |= step
+    assert taken == set(range(16))
+
+
+def test_what_waits_for_its_score_when_the_state_is_taken_is_scored_after_it() -> None:
+    """It was sampled by weights that are gone."""
+    own = asynchronous(engine := ScriptedEngine(answers=False), async_steps=1, inflight_updates=True)
+    own.scoring.add = lambda part: None
+    own.begin()
+    settle(own)
+    engine.answer(0, 1, 2, 3)
+    settle(own)
+    again, its_engine = resumed_from(own, async_steps=1, inflight_updates=True)
+    assert sum(len(batch.numbers) for batch in its_engine.batches) == 4
+    assert indices(collect(again).groups) == [0, 2]
+
+
+def test_rows_that_are_sampled_again_count_as_solved_again() -> None:
+    """Otherwise the batch of a resumed run would say that it has found none."""
+    settings = {"async_steps": 1, "no_resampling_pass_rate": 0.9}
+    own = asynchronous(engine := ScriptedEngine(answers=False), **settings)
+    own.begin()
+    settle(own)
+    engine.answer(*range(8))
+    settle(own)
+    assert own.state_dict()["sampler"]["excluded"] == []
+    again, its_engine = resumed_from(own, **settings)
+    its_engine.answer(*its_engine.queued)
+    assert collect(again).num_excluded == 2

@@ -57,7 +57,7 @@ def packs_of(samples, **settings):
 def measure(kept, dropped=(), *, advantages=None, scale=SCALE, packs=None, **given):
     count = sum(len(scored.scores) for scored in kept)
     samples = samples_of(kept, advantages or [0.0] * count)
-    settings = {"batch_size": 8, "policy_version": 7, "num_excluded_prompts": 0, "generate_s": 2.0} | given
+    settings = {"batch_size": 8, "policy_version": 7, "num_excluded_prompts": 0, "engine_s": 2.0} | given
     packs = packs_of(samples) if packs is None else packs
     return batch_metrics(kept, dropped, samples=samples, packs=packs, scale=scale, **settings)
 

@@ -94,7 +94,7 @@ def produced(scale):
         batch_size=2,
         policy_version=0,
         num_excluded_prompts=0,
-        generate_s=1.0,
+        engine_s=1.0,
         scale=scale,
     )
     other = replace(kept[0].group.prompt, verifiers=("math",))

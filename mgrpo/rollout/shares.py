@@ -1,0 +1,112 @@
+"""What each engine has to do, and which one gets the next group. Pure: no engine is called."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mgrpo.rollout.collect import EVALUATION
+from mgrpo.rollout.engine import Sampling
+from mgrpo.types import Prompt, RolloutGroup
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A prompt that is to be sampled."""
+
+    prompt: Prompt
+    sampling: Sampling
+    stream: int
+    """Separates the random numbers of evaluations from those of training."""
+    done: Callable[[RolloutGroup], None]
+    """Called in the dispatcher's thread."""
+    failed: Callable[[Exception], None] = lambda err: None
+    """Called in the dispatcher's thread instead; what trains learns of failures from `Dispatcher.on_failure`."""
+
+    @property
+    def is_training(self) -> bool:
+        """Or of an evaluation."""
+        return self.stream != EVALUATION
+
+
+@dataclass(slots=True, kw_only=True)
+class _Share:
+    """What one engine has."""
+
+    requests: dict[int, tuple[Request, float]]
+    """By number, with the cost of each."""
+    cost: float = 0.0
+    samples: int = 0
+
+
+class Shares:
+    """Who samples what. A group goes to the engine with the fewest tokens to read and, as expected, to write."""
+
+    def __init__(self, num_engines: int, samples_per_engine: int | None) -> None:
+        """
+        Args:
+            samples_per_engine: see `Dispatcher`.
+        """
+        self.samples_per_engine = samples_per_engine
+        self.numbers = itertools.count()
+        self.shares = [_Share(requests={}) for _ in range(num_engines)]
+        self.lengths = [0, 0]
+        """Tokens of all answers that were trained on so far, and how many they are."""
+
+    def give(self, request: Request) -> tuple[int, int] | None:
+        """The engine that gets this request, and the number under which; None: none of them has room."""
+        engine = min(range(len(self.shares)), key=lambda number: (self.shares[number].cost, number))
+        share, samples = self.shares[engine], request.sampling.num_samples
+        limit = self.samples_per_engine
+        if limit is not None and share.requests and share.samples + samples > limit:
+            return None
+        number, cost = next(self.numbers), self.cost(request)
+        share.requests[number] = request, cost
+        share.cost += cost
+        share.samples += samples
+        return engine, number
+
+    def cost(self, request: Request) -> float:
+        """Tokens that an engine reads and is expected to write for a group."""
+        total, count = self.lengths
+        longest = request.sampling.max_tokens
+        length = min(total / count, longest) if count else longest
+        return len(request.prompt.tokens) + request.sampling.num_samples * length
+
+    def of(self, engine: int, numbers: Sequence[int]) -> list[Request]:
+        """What an engine was given under these numbers."""
+        return [self.shares[engine].requests[number][0] for number in numbers]
+
+    def finish(self, engine: int, number: int) -> None:
+        """An engine has sampled what it was given under this number."""
+        share = self.shares[engine]
+        request, cost = share.requests.pop(number)
+        share.samples -= request.sampling.num_samples
+        # Sums are rounded.
+        share.cost = share.cost - cost if share.requests else 0.0
+
+    def learn(self, groups: Iterable[RolloutGroup]) -> None:
+        """Expect answers as long as these and those before."""
+        for group in groups:
+            self.lengths[0] += sum(len(completion.tokens) for completion in group.completions)
+            self.lengths[1] += len(group.completions)
+
+    def busy(self) -> list[int]:
+        """The engines that have something to do."""
+        return [number for number, share in enumerate(self.shares) if share.requests]
+
+    def clear(self) -> list[Request]:
+        """Take away what all engines have."""
+        requests = [request for share in self.shares for request, _ in share.requests.values()]
+        self.shares = [_Share(requests={}) for _ in self.shares]
+        return requests
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What the choice of an engine depends on, in JSON."""
+        return {"lengths": list(self.lengths)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.lengths = list(state["lengths"])
