@@ -23,8 +23,8 @@ from mgrpo.run import launch
 
 PLACES: dict[str, tuple[int, str, int, Callable[..., bool]]] = {
     # Rank, what it is about to call, for the how manieth time since the step began, and whether these arguments count.
-    "generate": (0, "mgrpo.rollout.dispatch:Dispatcher.take", 1, lambda *args: True),
-    "score": (0, "mgrpo.run.producer:Producer._keep", 1, lambda *args: True),
+    "generate": (0, "mgrpo.rollout.dispatch:Dispatcher.wait", 1, lambda *args: True),
+    "score": (0, "mgrpo.run.scoring:Scoring._keep", 1, lambda *args: True),
     "forward": (1, "mgrpo.algo:policy_loss", 1, lambda *args: True),
     "optimizer": (1, "mgrpo.policy.optimizer:clip_grad_by_total_norm_fp32", 2, lambda *args: True),
     "sync": (1, "mgrpo.sync.channel:Sender._begin", 1, lambda *args: True),

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from mgrpo.config import from_values
-from mgrpo.rollout.collect import to_arrays
 from mgrpo.rollout.dispatch import prompt_seeds
-from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, PromptBatch, Sampling
+from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, Sampling
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.telemetry.samples import read_records, tables
 from mgrpo.types import Prompt
 from tests.e2e.launching import ROOT, Run
+from tests.sampling import prompt_batch, sampled
 
 STEPS, BATCH = 2, 256
 TRAINING = ["--warm_up_steps", "0", "--tensor_model_parallel_size", "1"]
@@ -226,10 +226,8 @@ def sample(fleet, asked: Sequence[Prompt], *, seeded: bool = True, **settings) -
     sampling = Sampling(**{"num_samples": 4, "max_tokens": 8, "temperature": 1.0, "stop_token_ids": (1,), **settings})
     seeds = prompt_seeds(1, asked, 0) if seeded else None
     fleet.reseed(-1)
-    tokens, cu_seqlens = to_arrays(asked)
     (engine,) = fleet.engines
-    engine.submit(PromptBatch(number=0, tokens=tokens, cu_seqlens=cu_seqlens, sampling=sampling, seeds=seeds))
-    answer = engine.take(0).result(60)
+    answer = sampled(engine, prompt_batch([prompt.tokens for prompt in asked], sampling, seeds=seeds))
     assert set(answer["policy_versions"].tolist()) == {UNSYNCED}
     cuts = answer["cu_seqlens"]
     return [

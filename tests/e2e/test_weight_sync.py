@@ -13,13 +13,14 @@ from mgrpo.config import from_values
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.models.table import Box, training_boxes
-from mgrpo.rollout.engine import FINISH_REASONS, EngineError, PromptBatch, Sampling
+from mgrpo.rollout.engine import FINISH_REASONS, EngineError, Sampling
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import open_store
 from tests.ranks import cases
 from tests.ranks.conftest import run_ranks  # noqa: F401  (a fixture)
+from tests.sampling import prompt_batch, sampled
 from tests.tiny_models import load_hf, save_tiny
 
 SAMPLING = Sampling(num_samples=4, max_tokens=16, temperature=0.7, stop_token_ids=(2,))
@@ -28,6 +29,7 @@ LAYOUTS = {
     "llama": [{"tensor": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"zero_stage": 3}, {"context": 2}],
     "qwen3_moe": [{"expert": 2}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}],
 }
+PROMPTS = [np.arange(3, 3 + n) for n in (1, 5, 9, 30)]
 HOST = "127.0.0.1"
 
 
@@ -70,15 +72,8 @@ def fleet(models):
         cluster.close()
 
 
-def prompt_batch(sampling: Sampling, number: int = 0) -> PromptBatch:
-    prompts = [np.arange(3, 3 + n, dtype=np.int32) for n in (1, 5, 9, 30)]
-    cuts = np.concatenate(([0], np.cumsum([len(p) for p in prompts]))).astype(np.int64)
-    return PromptBatch(number=number, tokens=np.concatenate(prompts), cu_seqlens=cuts, sampling=sampling)
-
-
 def sample(fleet, engine: int, sampling: Sampling = GREEDY) -> dict[str, np.ndarray]:
-    fleet.engines[engine].submit(prompt_batch(sampling))
-    return fleet.engines[engine].take(0).result(60)
+    return sampled(fleet.engines[engine], prompt_batch(PROMPTS, sampling))
 
 
 def test_engine_after_sync_equals_a_freshly_loaded_one(fleet, models, family, run_ranks):  # noqa: F811
@@ -134,7 +129,7 @@ def test_engine_logprobs_equal_transformers(fleet, models):
     """The engine's definition of a logprob is the trainer's: log-softmax of logits / temperature."""
     got = sample(fleet, 1, SAMPLING)
     model = load_hf(models["sent"])
-    prompts = [np.arange(3, 3 + n) for n in (1, 5, 9, 30) for _ in range(SAMPLING.num_samples)]
+    prompts = [prompt for prompt in PROMPTS for _ in range(SAMPLING.num_samples)]
     for prompt, a, b in zip(prompts, got["cu_seqlens"][:-1], got["cu_seqlens"][1:], strict=True):
         ids = torch.from_numpy(np.concatenate((prompt, got["tokens"][a:b]))).long()[None]
         with torch.no_grad():
@@ -156,11 +151,16 @@ def test_a_sender_that_never_comes_is_named(fleet, models):
 def test_what_an_abort_ends_comes_back_with_the_tokens_so_far(fleet):
     """A run that is to end must not wait for its longest answer; what was sampled has its log-probabilities."""
     long = Sampling(num_samples=4, max_tokens=24, temperature=1.0, stop_token_ids=())
-    fleet.engines[1].submit(prompt_batch(long, number=7))
-    taken = fleet.engines[1].take(7)
-    while not taken.done():
+    fleet.engines[1].submit(prompt_batch(PROMPTS, long))
+    fleet.engines[1].resume()
+    answered = fleet.engines[1].poll()
+    while not answered.done():
         fleet.engines[1].abort().result(60)
-    answer = taken.result(60)
+    answer = answered.result(60)
+    while len(answer["numbers"]) < 4:
+        more = fleet.engines[1].poll().result(60)
+        answer = {name: np.concatenate((answer[name], more[name])) for name in answer}
+    fleet.engines[1].pause("drain").result(60)
     assert len(answer["finish_reasons"]) == 16 and len(answer["tokens"]) == len(answer["logprobs"])
     assert {FINISH_REASONS[reason] for reason in answer["finish_reasons"]} <= {"abort", "length"}
     assert "abort" in {FINISH_REASONS[reason] for reason in answer["finish_reasons"]}

@@ -27,6 +27,7 @@ class EngineActor:
         self.engine: Any = None
         self.is_stale = False
         self.version = UNSYNCED
+        self.caches_prefixes = False
         self.turn = asyncio.Condition()
         self.next_turn = 0
         self.adding = asyncio.Lock()
@@ -53,6 +54,7 @@ class EngineActor:
 
         gc.freeze()
         gc.enable()
+        self.caches_prefixes = bool(args.get("enable_prefix_caching"))
         transfer = WeightTransferConfig(backend="mgrpo")
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args, weight_transfer_config=transfer))
         await self.pause("recompute")
@@ -205,8 +207,10 @@ class EngineActor:
             params = [SamplingParams(**settings)] * len(prompts)
         else:
             params = [SamplingParams(**settings, seed=seed) for seed in seeds.tolist()]
+        # Cached prefixes of older weights may still be there, see `Pause`, and must not serve this prompt.
+        salt = {"cache_salt": str(self.version)} if self.caches_prefixes else {}
         for number, prompt, own in zip(numbers, prompts, params, strict=True):
-            self.requests[number] = await self.engine.add_request(str(number), tokens_input(prompt), own)
+            self.requests[number] = await self.engine.add_request(str(number), tokens_input(prompt, **salt), own)
             task = asyncio.create_task(self._collect(number, self.requests[number]))
             self.collecting.add(task)
             task.add_done_callback(self._collected)

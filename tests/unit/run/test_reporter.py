@@ -47,7 +47,9 @@ def batch():
 
     own = producer()
     rollouts = dataclasses.replace(collect(own), generate_s=2.0, score_s=0.5)
-    return make_batch(rollouts, own.config, layout=Layout(world_size=1), hidden=8, reward_weights={}, policy_version=4)
+    return make_batch(
+        rollouts, own.groups.config, layout=Layout(world_size=1), hidden=8, reward_weights={}, policy_version=4
+    )
 
 
 def step(reporter: Reporter, number: int, batch, *, trains: bool = True) -> None:
