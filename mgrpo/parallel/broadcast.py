@@ -1,4 +1,6 @@
-"""Messages from rank 0 to the other learners: a small header before every step, and arrays. No pickled objects.
+"""Messages from rank 0 to the other learners: a small header before every step, arrays for all, and for each its part.
+
+No pickled objects.
 
 They have their own gloo group, so that a rank stops waiting for rank 0 after `timeout_s` and not after the hours that a
 collective of the training may take.
@@ -10,11 +12,17 @@ import contextlib
 import enum
 import json
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from mgrpo.layout import Layout
+
+CHUNK_BYTES = 1 << 22
+"""What travels to a rank at once. Ranks pass one chunk on while the next arrives, and none waits long for its own."""
 
 
 class Action(enum.IntEnum):
@@ -42,7 +50,7 @@ class Channel:
         return self._header(action, message.encode())[0]
 
     def arrays(self, arrays: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """Rank 0's named arrays, on every rank, in two collectives; the other ranks pass None.
+        """Rank 0's named arrays, on every rank, in two collectives; the other ranks pass None. For small ones.
 
         Raises:
             RuntimeError: on the other ranks, rank 0's message when it sends ERROR instead.
@@ -63,6 +71,43 @@ class Channel:
             received[name] = np.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape)
             offset += received[name].nbytes
         return received
+
+    def scatter(self, layout: Layout, slices: Sequence[np.ndarray] = ()) -> np.ndarray:
+        """On every rank its data-parallel rank's part of rank 0's `slices`, each `[bytes]` uint8; the others pass none.
+
+        Rank 0 sends every slice once, to the first of its holders, who pass it on along a binary tree.
+
+        Raises:
+            RuntimeError: on the other ranks, rank 0's message when it sends ERROR instead.
+        """
+        self._header(Action.RUN)
+        sizes = np.array([len(data) for data in slices], dtype=np.int64)
+        sizes = np.frombuffer(self._bytes(sizes.tobytes() or None, 8 * layout.data), np.int64)
+        data = layout.coordinate(self.rank).data
+        holders = layout.holders(data)
+        place = holders.index(self.rank)
+        own = torch.from_numpy(slices[data]) if self.rank == 0 else torch.empty(int(sizes[data]), dtype=torch.uint8)
+        targets = [(child, own) for child in holders[2 * place + 1 : 2 * place + 3]]
+        if self.rank == 0:
+            targets += [(layout.holders(other)[0], torch.from_numpy(slices[other])) for other in range(1, layout.data)]
+        sender = holders[(place - 1) // 2] if place else 0
+        sending: list[dist.Work | None] = []
+        for start in range(0, int(sizes.max()), CHUNK_BYTES):
+            if self.rank != 0 and start < len(own):
+                dist.recv(own[start : start + CHUNK_BYTES], sender, group=self.group)
+            self._finish(sending)
+            sending = [
+                dist.isend(part[start : start + CHUNK_BYTES], rank, group=self.group)
+                for rank, part in targets
+                if start < len(part)
+            ]
+        self._finish(sending)
+        return own.numpy()
+
+    def _finish(self, sending: list[dist.Work | None]) -> None:
+        for work in sending:
+            assert work is not None, "a rank of the group"
+            work.wait()
 
     def fail(self, message: str, timeout_s: float = 5.0) -> None:
         """On rank 0: send an ERROR to ranks that wait for an action or arrays; returns after `timeout_s` where none does."""

@@ -145,7 +145,7 @@ class Trainer:
             return False
         with self.profiler.step(step):
             pulse.at(f"step {step}, training")
-            learned = self.learner.learn(batch.arrays, step=step)
+            learned = self.learner.learn(batch.index, batch.slice, step=step)
             self.health.check(learned, step)
             clock.split("train")
             self.done, self.is_followed_up = step, False

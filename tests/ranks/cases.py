@@ -72,18 +72,20 @@ def make_policy(
 
 def own_packs(policy, samples: list[TrainSample], *, share_prompts: bool, pack_length: int):
     """Packs of this rank for one mini-batch, and the number of tokens trained on all ranks."""
-    packs = packing.pack_step(
+    layout = policy.layout
+    padding = {"multiple_of": layout.pack_multiple_of, "document_multiple_of": layout.document_multiple_of}
+    plan = packing.plan_step(
         samples,
-        pack_length=policy.layout.round_up(pack_length),
-        dp=policy.layout.data,
+        pack_length=layout.round_up(pack_length),
+        dp=layout.data,
         num_mini_batches=1,
-        multiple_of=policy.layout.pack_multiple_of,
-        document_multiple_of=policy.layout.document_multiple_of,
-        micro_batches_multiple_of=policy.layout.micro_batches_multiple_of,
-        share_prompts=share_prompts and policy.layout.context == 1,
+        micro_batches_multiple_of=layout.micro_batches_multiple_of,
+        share_prompts=share_prompts and layout.context == 1,
+        **padding,
     )
-    arrays = packing.to_arrays(packs)
-    return packing.from_arrays(arrays, policy.coordinate.data)[0], int(arrays["num_trained_tokens"][0])
+    index, slices = packing.to_slices(samples, plan, **padding)
+    (packs,) = packing.from_slice(index, slices[policy.coordinate.data])
+    return packs, int(index["num_trained_tokens"][0])
 
 
 def gradients(
@@ -268,6 +270,42 @@ def broadcast_messages(message: str) -> list[Any]:
     return received
 
 
+def scatter_slices(layout: dict[str, Any], sizes: list[int], message: str) -> tuple[list[bytes], str]:
+    """The slices that a rank receives in two steps, in chunks of 5 bytes, and the error that it receives for a third."""
+    from unittest import mock
+
+    from mgrpo.parallel import broadcast
+
+    channel, whole = broadcast.Channel(timeout_s=20), Layout(world_size=dist.get_world_size(), **layout)
+    is_head = dist.get_rank() == 0
+    received = []
+    with mock.patch.object(broadcast, "CHUNK_BYTES", 5):
+        for step in range(2):
+            slices = [np.arange(size, dtype=np.uint8) + 100 * step + 10 * n for n, size in enumerate(sizes)]
+            received.append(channel.scatter(whole, slices if is_head else ()).tobytes())
+    try:
+        channel.action(broadcast.Action.ERROR, message) if is_head else channel.scatter(whole)
+    except RuntimeError as err:
+        return received, str(err)
+    return received, ""
+
+
+def wait_for_a_rank_0_that_died() -> str:
+    """The error of a rank that waits for its slice when rank 0 fails after the header."""
+    from unittest import mock
+
+    from mgrpo.parallel.broadcast import Channel
+
+    channel, layout = Channel(timeout_s=1), Layout(world_size=2)
+    slices = [np.zeros(8, np.uint8)] * 2 if dist.get_rank() == 0 else ()
+    with mock.patch.object(dist, "isend", side_effect=RuntimeError("died")):
+        try:
+            channel.scatter(layout, slices)
+        except RuntimeError as err:
+            return str(err)
+    return ""
+
+
 def follow_the_lead() -> list[Any]:
     """What each rank gets of rank 0's results, arrays, failure and end."""
     import threading
@@ -369,10 +407,12 @@ class GivenGroups:
         from mgrpo.run.producer import Rollouts
 
         rollouts = Rollouts(groups=[] if is_empty else self.groups, dropped=[])
-        arrays = self.lead.share(
-            lambda: make_batch(rollouts, reward_weights={}, policy_version=policy_version, **self.parts).arrays
+        batch = self.lead.call(
+            lambda: make_batch(rollouts, reward_weights={}, policy_version=policy_version, **self.parts)
         )
-        return Batch(arrays=arrays)
+        channel = self.lead.channel
+        index = channel.arrays(batch and batch.index)
+        return Batch(index=index, slice=channel.scatter(self.parts["layout"], batch.slices if batch else ()))
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -437,7 +477,8 @@ def learn(
     learner = trainer.learner
     state = hidden_state(learner)
     for step in range(trainer.done + 1, steps + 1):
-        learned = learner.learn(trainer.source.next(step, trainer.version).arrays, step=step)
+        batch = trainer.source.next(step, trainer.version)
+        learned = learner.learn(batch.index, batch.slice, step=step)
         trainer.done = step
         if step == save_after:
             torch.rand(dist.get_rank() + 1)  # with equal states a mix-up of ranks would not show
@@ -458,7 +499,8 @@ def run_out_of_room(model_dir: str, settings: dict[str, Any], groups: list) -> d
     trainer = trainer_of(model_dir, settings, groups)
     learner, said, leads = trainer.learner, [], dist.get_rank() == 0
     trainer.reporter.say = said.append
-    learner.learn(trainer.source.next(1, 0).arrays, step=1)
+    batch = trainer.source.next(1, 0)
+    learner.learn(batch.index, batch.slice, step=1)
     trainer.done = 1
     found: dict[str, Any] = {}
 
@@ -501,7 +543,8 @@ def open_damaged(model_dir: str, settings: dict[str, Any], groups: list) -> list
     from mgrpo.config import ConfigError
 
     trainer = trainer_of(model_dir, settings, groups)
-    trainer.learner.learn(trainer.source.next(1, 0).arrays, step=1)
+    batch = trainer.source.next(1, 0)
+    trainer.learner.learn(batch.index, batch.slice, step=1)
     for trainer.done in (1, 2):
         trainer.save()
     newest, found = f"{trainer.states.root}/step_2", []
@@ -536,7 +579,8 @@ def broken_weights(model_dir: str, broken: str, settings: dict[str, Any], groups
     except ConfigError as err:
         errors.append(str(err))
     trainer = trainer_of(model_dir, settings | {"learning_rate": 1e30, "max_grad_norm": 0.0}, groups)
-    learned = trainer.learner.learn(trainer.source.next(1, 0).arrays, step=1)
+    batch = trainer.source.next(1, 0)
+    learned = trainer.learner.learn(batch.index, batch.slice, step=1)
     try:
         trainer.health.check(learned, 1)
     except RuntimeError as err:
@@ -581,7 +625,9 @@ def rates(model_dir: str, settings: dict[str, Any], is_empty: list[int]) -> list
     found = []
     for step, empty in enumerate(is_empty, start=1):
         batch = trainer.source.next(step, 0, is_empty=bool(empty))
-        found += [result.learning_rate for result in trainer.learner.learn(batch.arrays, step=step).results[:1]]
+        found += [
+            result.learning_rate for result in trainer.learner.learn(batch.index, batch.slice, step=step).results[:1]
+        ]
     return found
 
 
