@@ -5,8 +5,8 @@
 "slices" is mgrpo: rank 0 plans with lengths, each data-parallel rank receives its samples, 9 bytes for a response token, and lays
 its packs out itself. "everything to all" is what it replaced: rank 0 lays out all packs, 24 bytes a token, joins their arrays and
 broadcasts them to every learner. Both use the same planner and the same samples, whose lengths vary (log-normal) and whose arrays
-are stretches of one array of 300 MB: they take no memory of their own. Where the bytes of all data-parallel ranks would exceed `--memory_gib`, those
-of the first few are made, and the seconds are multiplied; "measured_ranks" says of how many. Sending is measured between
+are stretches of one array of 300 MB: they take no memory of their own. Where the baseline's bytes of all data-parallel ranks would
+exceed `--memory_gib`, those of the first few are made, and the seconds are multiplied; "measured_ranks" says of how many. Sending is measured between
 `--ranks` processes of this machine over gloo, in MB that leave rank 0 per second; what leaves it with `dp` learners is computed:
 each slice but its own once, or a whole copy for each of the log2(dp) neighbours of the root of gloo's broadcast tree.
 
@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from mgrpo import packing
+from mgrpo.parallel.broadcast import AHEAD
 from mgrpo.types import PackedBatch, TrainSample
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,8 +40,8 @@ GROUP_SIZE, PROMPT_TOKENS = 8, 512
 POOL_TOKENS = 1 << 25
 """Much more than a processor's caches hold."""
 BEFORE, AFTER = "everything to all", "slices"
-BYTES_A_TOKEN = {BEFORE: 4 * 24, AFTER: 9}
-"""Of memory on rank 0 while it makes the bytes: packs, joined arrays and two copies of them, or the slices alone."""
+BASELINE_BYTES = 4 * 24
+"""Of memory for a token on rank 0 while the baseline makes its bytes: packs, joined arrays and two copies of them."""
 
 Plan = list[list[list[list[list[int]]]]]
 
@@ -108,8 +109,14 @@ def measure_before(samples: list[TrainSample], plan: Plan) -> dict[str, float]:
 def measure_after(samples: list[TrainSample], plan: Plan) -> dict[str, float]:
     """Rank 0 fills slices; learners lay out their own."""
     padding = {"multiple_of": 1, "document_multiple_of": 1}
-    (index, slices), arrays_s = timed(lambda: packing.to_slices(samples, plan, **padding))
-    received, learner_s = timed(lambda: packing.from_slice(index, slices[0]))
+    (index, slices), index_s = timed(lambda: packing.to_slices(samples, plan, **padding))
+    # As when they are sent: into a few buffers, which are made for every step.
+    buffers = [np.empty(max(part.num_bytes for part in slices), np.uint8) for _ in range(AHEAD)]
+    _, fill_s = timed(
+        lambda: [part.fill(buffers[number % AHEAD][: part.num_bytes]) for number, part in enumerate(slices)]
+    )
+    data = slices[0].filled()
+    received, learner_s = timed(lambda: packing.from_slice(index, data))
     own = laid_out(samples, [[ranks[0]] for ranks in plan])
     for pack, expected in zip((pack for row in received for pack in row), own, strict=True):
         for field in dataclasses.fields(PackedBatch):
@@ -117,8 +124,8 @@ def measure_after(samples: list[TrainSample], plan: Plan) -> dict[str, float]:
             assert left.dtype == right.dtype and np.array_equal(left, right), f"{field.name} differs"
     return {
         "layout_s": 0.0,
-        "arrays_s": arrays_s,
-        "bytes": sum(map(len, slices)),
+        "arrays_s": index_s + fill_s,
+        "bytes": sum(part.num_bytes for part in slices),
         "index_bytes": sum(array.nbytes for array in index.values()),
         "learner_s": learner_s,
     }
@@ -138,7 +145,8 @@ def measure(count: int, mean_tokens: int, *, dp: int, memory_gib: float, rates: 
     )
     rows = []
     for method, work in METHODS.items():
-        ranks = max(1, min(dp, int(dp * memory_gib * 2**30 / (BYTES_A_TOKEN[method] * tokens))))
+        fitting = int(dp * memory_gib * 2**30 / (BASELINE_BYTES * tokens))
+        ranks = max(1, min(dp, fitting)) if method == BEFORE else dp
         found = work(samples, [row[:ranks] for row in plan])
         scale = dp / ranks
         num_bytes = found["bytes"] * scale
@@ -167,6 +175,16 @@ def measure(count: int, mean_tokens: int, *, dp: int, memory_gib: float, rates: 
     return rows
 
 
+class Constant:
+    """A slice for the measurement of sending."""
+
+    def __init__(self, value: int, num_bytes: int) -> None:
+        self.value, self.num_bytes = value, num_bytes
+
+    def fill(self, data: np.ndarray) -> None:
+        data[:] = self.value
+
+
 def send(rank: int, ranks: int, store: str, num_bytes: int, results: Any) -> None:
     """MB that leave rank 0 per second, by method: a process of the measurement."""
     import torch
@@ -180,11 +198,12 @@ def send(rank: int, ranks: int, store: str, num_bytes: int, results: Any) -> Non
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
     )
     channel, layout = Channel(timeout_s=60), Layout(world_size=ranks)
-    slices = [np.full(num_bytes, number, np.uint8) for number in range(ranks)] if rank == 0 else []
+    slices = [Constant(number, num_bytes) for number in range(ranks)] if rank == 0 else []
+    ready = np.zeros(num_bytes, np.uint8)
 
     def broadcast() -> None:
         # As it was: the sender copies into a buffer, the receivers copy out of theirs.
-        data = slices[0].tobytes() if rank == 0 else b""
+        data = ready.tobytes() if rank == 0 else b""
         buffer = (
             torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(num_bytes, dtype=torch.uint8)
         )
@@ -251,7 +270,7 @@ def main() -> None:
     parser.add_argument("--dp", type=int, default=128)
     parser.add_argument("--ranks", type=int, default=4, help="processes that sending is measured between")
     parser.add_argument("--send_mb", type=int, default=64, help="of each slice that is sent, and of the broadcast")
-    parser.add_argument("--memory_gib", type=float, default=7.0, help="most that the bytes of a method may take")
+    parser.add_argument("--memory_gib", type=float, default=7.0, help="most that the baseline may take")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "controller.json")
     args = parser.parse_args()
 

@@ -151,7 +151,7 @@ def packed(samples: list[TrainSample], config: Config) -> tuple[dict[str, np.nda
         **padding,
     )
     index, (own,) = packing.to_slices(samples, plan, **padding)
-    return index, own, packing.pack_lengths(samples, [pack for (row,) in plan for pack in row], **padding)
+    return index, own.filled(), packing.pack_lengths(samples, [pack for (row,) in plan for pack in row], **padding)
 
 
 def plan_of(config: Config, shape: ModelShape, samples: list[TrainSample]) -> RunPlan:

@@ -10,10 +10,11 @@ from mgrpo.packing.document import assemble, document_length, documents
 from mgrpo.packing.lengths import pack_lengths
 from mgrpo.packing.ranks import balance, mini_batches
 from mgrpo.packing.step import plan_step
-from mgrpo.packing.wire import from_slice, to_slices
+from mgrpo.packing.wire import Slice, from_slice, to_slices
 
 __all__ = [
     "Cost",
+    "Slice",
     "assemble",
     "balance",
     "document_length",

@@ -40,13 +40,66 @@ _TRAINED = 1
 """Bit 0 of a token's flags is its loss mask; the other seven are its age in policy versions, which is always 0 so far."""
 
 
+class Slice:
+    """What one data-parallel rank receives; its bytes are filled in where they are wanted."""
+
+    def __init__(self, samples: Sequence[TrainSample], packs: Sequence[Documents]) -> None:
+        """
+        Args:
+            packs: of one or several passes over `samples`; each of their samples is sent once.
+        """
+        self.num_documents = [len(own) for own in packs]
+        documents = list(chain.from_iterable(packs))
+        self.num_branches = [len(members) for members in documents]
+        self.order = list(chain.from_iterable(documents))
+        self.numbers = sorted(set(self.order))
+        self.samples = [samples[number] for number in self.numbers]
+        # Samples of a group hold the same array.
+        self.prompts = {id(sample.prompt_tokens): sample.prompt_tokens for sample in self.samples}
+        self.counts = {
+            "samples": len(self.samples),
+            "responses": sum(len(sample.tokens) for sample in self.samples),
+            "prompts": len(self.prompts),
+            "prompt_tokens": sum(map(len, self.prompts.values())),
+            "packs": len(packs),
+            "documents": len(documents),
+            "sequences": len(self.order),
+        }
+        self.num_bytes = _num_bytes(self.counts)
+
+    def fill(self, data: np.ndarray) -> None:
+        """Write the slice into `data`, `[num_bytes]` uint8."""
+        _counts(data)[:] = [self.counts[name] for name in _COUNTS]
+        part, samples, prompts = _sections(data), self.samples, list(self.prompts.values())
+        place = {key: number for number, key in enumerate(self.prompts)}
+        part["numbers"][:] = self.numbers
+        part["prompt_of"][:] = [place[id(sample.prompt_tokens)] for sample in samples]
+        part["lengths"][:] = [len(sample.tokens) for sample in samples]
+        part["advantages"][:] = [sample.advantage for sample in samples]
+        part["prompt_lengths"][:] = [len(prompt) for prompt in prompts]
+        part["num_documents"][:] = self.num_documents
+        part["num_branches"][:] = self.num_branches
+        part["order"][:] = self.order
+        if samples:
+            np.concatenate(prompts, out=part["prompt_tokens"])
+            np.concatenate([sample.tokens for sample in samples], out=part["tokens"])
+            np.concatenate([sample.rollout_logprobs for sample in samples], out=part["rollout_logprobs"])
+            np.concatenate([sample.loss_mask for sample in samples], out=part["flags"].view(np.bool_))
+
+    def filled(self) -> np.ndarray:
+        """The slice in memory of its own."""
+        data = np.empty(self.num_bytes, np.uint8)
+        self.fill(data)
+        return data
+
+
 def to_slices(
     samples: Sequence[TrainSample], plan: StepPlan, *, multiple_of: int, document_multiple_of: int
-) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    """The index, and the slice of each data-parallel rank: `[bytes]` uint8, filled in place.
+) -> tuple[dict[str, np.ndarray], list[Slice]]:
+    """The index, and the slice of each data-parallel rank.
 
     Args:
-        plan: of one or several passes over `samples`; a rank receives each of its samples once.
+        plan: of one or several passes over `samples`.
         multiple_of, document_multiple_of: see `assemble`.
     """
     assert plan, "a step has at least one mini-batch"
@@ -65,7 +118,7 @@ def to_slices(
         "samples": order,
         "trained_tokens": trained[order],
     }
-    slices = [_slice(samples, list(chain.from_iterable(ranks[rank] for ranks in plan))) for rank in range(dp)]
+    slices = [Slice(samples, list(chain.from_iterable(ranks[rank] for ranks in plan))) for rank in range(dp)]
     return index, slices
 
 
@@ -104,43 +157,6 @@ def from_slice(index: dict[str, np.ndarray], data: np.ndarray) -> list[list[Pack
         for count in part["num_documents"].tolist()
     )
     return [[next(packs) for _ in range(count)] for count in index["num_micro_batches"].tolist()]
-
-
-def _slice(samples: Sequence[TrainSample], packs: Sequence[Documents]) -> np.ndarray:
-    """`[bytes]` uint8: these packs and the samples in them."""
-    documents = list(chain.from_iterable(packs))
-    order = list(chain.from_iterable(documents))
-    numbers = sorted(set(order))
-    chosen = [samples[number] for number in numbers]
-    # Samples of a group hold the same array.
-    prompts = {id(sample.prompt_tokens): sample.prompt_tokens for sample in chosen}
-    place = {key: number for number, key in enumerate(prompts)}
-    counts = {
-        "samples": len(chosen),
-        "responses": sum(len(sample.tokens) for sample in chosen),
-        "prompts": len(prompts),
-        "prompt_tokens": sum(map(len, prompts.values())),
-        "packs": len(packs),
-        "documents": len(documents),
-        "sequences": len(order),
-    }
-    data = np.empty(_num_bytes(counts), np.uint8)
-    _counts(data)[:] = [counts[name] for name in _COUNTS]
-    part = _sections(data)
-    part["numbers"][:] = numbers
-    part["prompt_of"][:] = [place[id(sample.prompt_tokens)] for sample in chosen]
-    part["lengths"][:] = [len(sample.tokens) for sample in chosen]
-    part["advantages"][:] = [sample.advantage for sample in chosen]
-    part["prompt_lengths"][:] = [len(prompt) for prompt in prompts.values()]
-    part["num_documents"][:] = [len(own) for own in packs]
-    part["num_branches"][:] = [len(members) for members in documents]
-    part["order"][:] = order
-    if chosen:
-        np.concatenate(list(prompts.values()), out=part["prompt_tokens"])
-        np.concatenate([sample.tokens for sample in chosen], out=part["tokens"])
-        np.concatenate([sample.rollout_logprobs for sample in chosen], out=part["rollout_logprobs"])
-        np.concatenate([sample.loss_mask for sample in chosen], out=part["flags"].view(np.bool_))
-    return data
 
 
 def _counts(data: np.ndarray) -> np.ndarray:

@@ -142,7 +142,7 @@ def _packs(job: Job) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
     assert len(own) == job.packs, (len(own), job.packs)
     tokens = len(assemble(samples, own[0], **padding).tokens)
     index, slices = to_slices(samples, plan, **padding)
-    return index, slices[rank], tokens // layout.context // (layout.tensor if layout.sequence_parallel else 1)
+    return index, slices[rank].filled(), tokens // layout.context // (layout.tensor if layout.sequence_parallel else 1)
 
 
 def _name_axes(recorder: Recorder) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -22,10 +23,10 @@ class Batch:
 
     index: dict[str, np.ndarray]
     """What all ranks know of the packs of every pass, see `packing.to_slices`."""
-    slices: Sequence[np.ndarray] = ()
+    slice: np.ndarray = field(default_factory=partial(np.empty, 0, np.uint8))
+    """Of this rank; empty until it has been received."""
+    slices: Sequence[packing.Slice] = ()
     """Of every data-parallel rank; on rank 0, until they are sent."""
-    slice: np.ndarray
-    """Of this rank."""
     rollouts: Rollouts | None = None
     policy_version: int = 0
     """Of the weights that sampled."""
@@ -90,7 +91,6 @@ def make_batch(
     return Batch(
         index={"num_sampled": np.array([len(rollouts.groups) + len(rollouts.dropped)]), **index},
         slices=slices,
-        slice=slices[0],
         rollouts=rollouts,
         policy_version=policy_version,
         samples=samples,

@@ -84,7 +84,7 @@ def own_packs(policy, samples: list[TrainSample], *, share_prompts: bool, pack_l
         **padding,
     )
     index, slices = packing.to_slices(samples, plan, **padding)
-    (packs,) = packing.from_slice(index, slices[policy.coordinate.data])
+    (packs,) = packing.from_slice(index, slices[policy.coordinate.data].filled())
     return packs, int(index["num_trained_tokens"][0])
 
 
@@ -270,8 +270,18 @@ def broadcast_messages(message: str) -> list[Any]:
     return received
 
 
-def scatter_slices(layout: dict[str, Any], sizes: list[int], message: str) -> tuple[list[bytes], str]:
-    """The slices that a rank receives in two steps, in chunks of 5 bytes, and the error that it receives for a third."""
+class Count:
+    """A part of `size` bytes that count up from `first`."""
+
+    def __init__(self, first: int, size: int) -> None:
+        self.first, self.num_bytes = first, size
+
+    def fill(self, data: np.ndarray) -> None:
+        data[:] = self.first + np.arange(self.num_bytes)
+
+
+def scatter_parts(layout: dict[str, Any], sizes: list[int], message: str) -> tuple[list[bytes], str]:
+    """The parts that a rank receives in two steps, in chunks of 5 bytes, and the error that it receives for a third."""
     from unittest import mock
 
     from mgrpo.parallel import broadcast
@@ -279,10 +289,10 @@ def scatter_slices(layout: dict[str, Any], sizes: list[int], message: str) -> tu
     channel, whole = broadcast.Channel(timeout_s=20), Layout(world_size=dist.get_world_size(), **layout)
     is_head = dist.get_rank() == 0
     received = []
-    with mock.patch.object(broadcast, "CHUNK_BYTES", 5):
+    with mock.patch.multiple(broadcast, CHUNK_BYTES=5, AHEAD=2):
         for step in range(2):
-            slices = [np.arange(size, dtype=np.uint8) + 100 * step + 10 * n for n, size in enumerate(sizes)]
-            received.append(channel.scatter(whole, slices if is_head else ()).tobytes())
+            parts = [Count(100 * step + 10 * number, size) for number, size in enumerate(sizes)]
+            received.append(channel.scatter(whole, parts if is_head else ()).tobytes())
     try:
         channel.action(broadcast.Action.ERROR, message) if is_head else channel.scatter(whole)
     except RuntimeError as err:
@@ -291,16 +301,15 @@ def scatter_slices(layout: dict[str, Any], sizes: list[int], message: str) -> tu
 
 
 def wait_for_a_rank_0_that_died() -> str:
-    """The error of a rank that waits for its slice when rank 0 fails after the header."""
+    """The error of a rank that waits for its part when rank 0 fails after the header."""
     from unittest import mock
 
     from mgrpo.parallel.broadcast import Channel
 
     channel, layout = Channel(timeout_s=1), Layout(world_size=2)
-    slices = [np.zeros(8, np.uint8)] * 2 if dist.get_rank() == 0 else ()
     with mock.patch.object(dist, "isend", side_effect=RuntimeError("died")):
         try:
-            channel.scatter(layout, slices)
+            channel.scatter(layout, [Count(0, 8), Count(0, 8)] if dist.get_rank() == 0 else ())
         except RuntimeError as err:
             return str(err)
     return ""

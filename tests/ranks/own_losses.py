@@ -56,7 +56,7 @@ def both(model_dir: str, settings: dict[str, Any], samples: list[TrainSample]) -
             **padding,
         )
         index, slices = packing.to_slices(samples, plan, **padding)
-        learned = learner.learn(index, slices[learner.policy.coordinate.data], step=1)
+        learned = learner.learn(index, slices[learner.policy.coordinate.data].filled(), step=1)
         metrics[loss] = learned.metrics | {"grad_norm": learned.results[0].grad_norm}
         gradients[loss] = [shard.gradient.clone() for shard in learner.policy.shards]
     largest = max(float(gradient.abs().max()) for gradient in gradients[NAMED])

@@ -34,10 +34,10 @@ def test_headers_arrays_and_errors_reach_every_rank(run_ranks):
         (4, {"tensor": 4}),
     ],
 )
-def test_every_holder_of_a_slice_receives_it(ranks, layout, run_ranks):
-    """Tensor ranks with different packs compute a mixture of both; slices differ in length, and so in chunks."""
+def test_every_holder_of_a_part_receives_it(ranks, layout, run_ranks):
+    """Tensor ranks with different packs compute a mixture of both; parts differ in length, and so in chunks."""
     sizes = [13, 7, 25, 1][: Layout(world_size=ranks, **layout).data]
-    found = run_ranks(ranks, cases.scatter_slices, layout=layout, sizes=sizes, message="engine 3 died")
+    found = run_ranks(ranks, cases.scatter_parts, layout=layout, sizes=sizes, message="engine 3 died")
     for rank, (received, error) in enumerate(found):
         number = Layout(world_size=ranks, **layout).coordinate(rank).data
         first = range(10 * number, 10 * number + sizes[number])

@@ -27,8 +27,8 @@ def test_packs_survive_the_wire(groups, share_prompts, multiples, dp, num_mini_b
     ]
     index, slices = to_slices(samples, plan, **padding)
     assert len(slices) == dp
-    for rank, data in enumerate(slices):
-        received = from_slice(index, data.copy())
+    for rank, part in enumerate(slices):
+        received = from_slice(index, part.filled())
         assert len(received) == num_mini_batches * passes
         for mini_batch, ranks in zip(received, plan, strict=True):
             packs = [assemble(samples, documents, **padding) for documents in ranks[rank]]
@@ -52,8 +52,8 @@ def test_the_index_counts_over_all_ranks():
 
 
 def bytes_of(samples, plan):
-    _, (data,) = to_slices(samples, plan, multiple_of=1, document_multiple_of=1)
-    return len(data)
+    _, (part,) = to_slices(samples, plan, multiple_of=1, document_multiple_of=1)
+    return part.num_bytes
 
 
 def test_a_response_token_takes_nine_bytes_and_a_shared_prompt_is_sent_once():
@@ -76,8 +76,8 @@ def test_the_age_of_a_token_is_not_its_mask():
     """Seven bits of each token's flags are kept for its age: read as the mask they would train what is masked."""
     samples = make_samples([(3, [5, 7])])
     plan = [[[[[0], [1]]]]]
-    index, (data,) = to_slices(samples, plan, multiple_of=1, document_multiple_of=1)
-    aged = data.copy()
+    index, (part,) = to_slices(samples, plan, multiple_of=1, document_multiple_of=1)
+    data, aged = part.filled(), part.filled()
     aged[-12:] |= np.arange(12, dtype=np.uint8) << 1
     ((plain,),), ((other,),) = from_slice(index, data), from_slice(index, aged)
     assert equal_packs(plain, other) and plain.loss_mask.tolist() == [
@@ -87,6 +87,6 @@ def test_the_age_of_a_token_is_not_its_mask():
 
 def test_a_slice_of_the_wrong_size_is_noticed():
     """Arrays cut from the wrong bytes are still arrays."""
-    index, (data,) = to_slices(make_samples([(3, [5])]), [[[[[0]]]]], multiple_of=1, document_multiple_of=1)
+    index, (part,) = to_slices(make_samples([(3, [5])]), [[[[[0]]]]], multiple_of=1, document_multiple_of=1)
     with pytest.raises(AssertionError, match="a slice of"):
-        from_slice(index, data[:-1])
+        from_slice(index, part.filled()[:-1])

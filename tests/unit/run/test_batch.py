@@ -44,8 +44,8 @@ def responses(own: Batch) -> list[tuple[int, ...]]:
     """The response tokens of every sequence in the packs of both data-parallel ranks."""
     return sorted(
         tuple(pack.targets[a:b].tolist())
-        for data in own.slices
-        for mini_batch in from_slice(own.index, data)
+        for part in own.slices
+        for mini_batch in from_slice(own.index, part.filled())
         for pack in mini_batch
         for a, b in zip(pack.response_cu_seqlens[:-1], pack.response_cu_seqlens[1:], strict=True)
     )
