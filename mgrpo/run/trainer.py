@@ -2,7 +2,7 @@
 
 Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, learn, send the weights, report.
 
-    prompts -> rollout -> rewards -> advantages -> packs     source: rank 0 produces, every rank receives
+    prompts -> rollout -> rewards -> advantages -> packs     source: rank 0 produces, every rank receives its own
                  ^                                  |
                  |                                  v
               engines  <-  weights  <-  learner: reference and old logprobs, loss, optimizer steps
