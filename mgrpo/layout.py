@@ -88,6 +88,11 @@ class Layout:
             tensor=tensor, context=context, data=data, pipeline=pipeline, expert=within_stage % self.expert
         )
 
+    def holders(self, data: int) -> list[int]:
+        """The ranks that train together on the packs of data-parallel rank `data`, ascending."""
+        share, stage = self.tensor * self.context, self.world_size // self.pipeline
+        return [first + data * share + place for first in range(0, self.world_size, stage) for place in range(share)]
+
     def chunk_layers(self, num_layers: int, stage: int, chunk: int = 0) -> range:
         """Layers of one chunk of a pipeline stage; chunk c of every stage comes before chunk c + 1 of any."""
         if self.virtual_pipeline > 1:

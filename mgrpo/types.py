@@ -1,6 +1,6 @@
 """The records that travel between rooms: frozen, numpy and plain values only, no torch.
 
-Data makes `Prompt`, rollout `RolloutGroup`, rewards `ScoredGroup`, algo `TrainSample`, packing `PackedBatch`.
+Data makes `Prompt`, rollout `RolloutGroup`, rewards `ScoredGroup`, algo `TrainSample`, packing `PackedBatch` and `PackLengths`.
 Ragged data is flat with cumulative lengths: `cu_seqlens [n + 1]` int32 starts at 0 and ends at the total.
 """
 
@@ -183,3 +183,22 @@ class PackedBatch:
     """`[sequences]` float32."""
     samples: np.ndarray
     """`[sequences]` int32: the sample each sequence came from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackLengths:
+    """The lengths in some packs, from which their metrics follow."""
+
+    runs: np.ndarray
+    """`[runs, 2]` int64: the first position of a prompt, a completion or padding, and its number of rows."""
+    responses: int
+    """Tokens that are predicted."""
+    padding: int
+    """Rows of padding."""
+    filled: int
+    """Packs that are not dummies."""
+
+    @property
+    def tokens(self) -> int:
+        """All rows."""
+        return int(self.runs[:, 1].sum())

@@ -43,7 +43,7 @@ from mgrpo.parallel import backend  # noqa: E402
 from mgrpo.planner.hardware import Assumptions, Gpu, Hardware  # noqa: E402
 from mgrpo.planner.plan import RunPlan, plan_run  # noqa: E402
 from mgrpo.run.throughput import Throughput  # noqa: E402
-from mgrpo.types import PackedBatch, TrainSample  # noqa: E402
+from mgrpo.types import PackLengths, TrainSample  # noqa: E402
 
 if TYPE_CHECKING:
     from mgrpo.run.learner import Learner
@@ -138,17 +138,20 @@ def made_up_samples(work: Work, vocab: int) -> list[TrainSample]:
     return samples
 
 
-def packs_of(samples: list[TrainSample], config: Config) -> list[list[list[PackedBatch]]]:
-    """The batch as packs by mini-batch and rank."""
+def packed(samples: list[TrainSample], config: Config) -> tuple[dict[str, np.ndarray], np.ndarray, PackLengths]:
+    """The batch as index and slice, and the lengths in its packs."""
     layout = layout_of(config, 1)
-    return packing.pack_step(
+    padding = {"multiple_of": layout.pack_multiple_of, "document_multiple_of": layout.document_multiple_of}
+    plan = packing.plan_step(
         samples,
         pack_length=layout.round_up(config.parallel.pack_length),
         dp=1,
         num_mini_batches=config.algorithm.num_mini_batches,
-        multiple_of=layout.pack_multiple_of,
         share_prompts=config.parallel.shared_prompt_packing,
+        **padding,
     )
+    index, (own,) = packing.to_slices(samples, plan, **padding)
+    return index, own.filled(), packing.pack_lengths(samples, [pack for (row,) in plan for pack in row], **padding)
 
 
 def plan_of(config: Config, shape: ModelShape, samples: list[TrainSample]) -> RunPlan:
@@ -184,24 +187,22 @@ def train(mode: Mode, folder: Path, work: Work, device: torch.device) -> dict[st
     config = config_of(mode, folder, work)
     shape = shape_of(read_hf_config(config.model.path))
     samples = made_up_samples(work, shape.vocab)
-    packs = packs_of(samples, config)
-    arrays = packing.to_arrays(packs)
+    index, own, lengths = packed(samples, config)
     before = reset_memory(device)
     with one_rank() as host_group:
         from mgrpo.run.learner import Learner
 
         learner = Learner(config, shape=shape, layout=layout_of(config, 1), host_group=host_group)
-        steps = [one_step(learner, arrays, step, device) for step in range(1, mode.steps + 1)]
+        steps = [one_step(learner, index, own, step, device) for step in range(1, mode.steps + 1)]
         del learner
     seconds = min(step["seconds"] for step in steps[1:])
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    own = [pack for mini_batch in packs for pack in mini_batch[0]]
-    rates = Throughput(config, shape, num_learners=1, device_name=name).metrics(own, seconds)
+    rates = Throughput(config, shape, num_learners=1, device_name=name).metrics(lengths, seconds)
     return {
         "losses": [step["loss"] for step in steps],
         "grad_norms": [step["grad_norm"] for step in steps],
         "seconds": seconds,
-        "tokens": sum(len(pack.tokens) for pack in own),
+        "tokens": lengths.tokens,
         "tokens_per_s": rates["time/learner_tokens_per_second_per_gpu"],
         # In float32 documents are padded to the longest, of which the plan knows nothing; the peak rate is that of bf16.
         "is_planned": config.model.model_dtype == "bfloat16",
@@ -210,11 +211,13 @@ def train(mode: Mode, folder: Path, work: Work, device: torch.device) -> dict[st
     }
 
 
-def one_step(learner: Learner, arrays: dict[str, np.ndarray], step: int, device: torch.device) -> dict[str, Any]:
+def one_step(
+    learner: Learner, index: dict[str, np.ndarray], own: np.ndarray, step: int, device: torch.device
+) -> dict[str, Any]:
     """Loss, gradient norm and seconds of a training step."""
     synchronize(device)
     start = time.perf_counter()
-    learned = learner.learn(arrays, step=step)
+    learned = learner.learn(index, own, step=step)
     synchronize(device)
     seconds = time.perf_counter() - start
     loss, norms = learned.metrics["loss/total_avg"], [result.grad_norm for result in learned.results]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import numpy as np
 from torch import Tensor
 
 from mgrpo import ops
 from mgrpo.config.loss import LossConfig
-from mgrpo.types import PackedBatch
 
 
 def token_weights(
@@ -69,20 +65,18 @@ def loss_denominator(
     return float(max(num_seqs, 1)) * response_length
 
 
-def local_denominators(packs: Sequence[PackedBatch], batch_size: int) -> np.ndarray:
-    """For aggregation local_token: each sample's denominator, `[largest sample + 1]` float32, from all ranks' packs.
+def local_denominators(samples: np.ndarray, trained_tokens: np.ndarray, batch_size: int) -> np.ndarray:
+    """For aggregation local_token: each sample's denominator, `[largest sample + 1]` float32.
 
     A micro-batch in TRL is `batch_size` samples in the order in which they were drawn, however they are packed here;
     the loss is the mean over micro-batches of their means over tokens.
+
+    Args:
+        samples, trained_tokens: `[sequences]` int32, of the sequences of all ranks in any order.
     """
-    trained = {
-        int(sample): int(pack.loss_mask[a:b].sum())
-        for pack in packs
-        for sample, (a, b) in zip(pack.samples, itertools.pairwise(pack.response_cu_seqlens.tolist()), strict=True)
-    }
-    order = sorted(trained)
+    order = np.argsort(samples)
     parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    denominators = np.ones(max(order, default=-1) + 1, dtype=np.float32)
+    denominators = np.ones(int(samples.max(initial=-1)) + 1, dtype=np.float32)
     for part in parts:
-        denominators[part] = max(sum(trained[sample] for sample in part), 1) * len(parts)
+        denominators[samples[part]] = max(int(trained_tokens[part].sum()), 1) * len(parts)
     return denominators

@@ -97,7 +97,7 @@ def _own_logits(folder: Path, samples: list[TrainSample]) -> list[torch.Tensor]:
     from mgrpo.policy.model import ResponseModel
     from mgrpo.policy.policy import Policy
 
-    packs = packing.pack_step(
+    ((packs,),) = packing.plan_step(
         samples, pack_length=len(samples) * NUM_TOKENS, dp=1, num_mini_batches=1, multiple_of=1, share_prompts=False
     )
     shape = shape_of(read_hf_config(folder))
@@ -105,7 +105,7 @@ def _own_logits(folder: Path, samples: list[TrainSample]) -> list[torch.Tensor]:
     try:
         policy = Policy(shape, Layout(world_size=1), dtype=torch.float32, seed=0, temperature=1.0)
         policy.load(model_reader(folder, shape))
-        (microbatch,) = policy.microbatches(packs[0][0])
+        (microbatch,) = policy.microbatches([packing.assemble(samples, documents) for documents in packs])
         (model,) = policy.chunks
         assert isinstance(model, ResponseModel)
         seen: list[torch.Tensor] = []

@@ -7,19 +7,22 @@ dummy packs, so that all run the same number of micro-batches. numpy only; tenso
 from mgrpo.packing.bins import pack
 from mgrpo.packing.cost import Cost
 from mgrpo.packing.document import assemble, document_length, documents
+from mgrpo.packing.lengths import pack_lengths
 from mgrpo.packing.ranks import balance, mini_batches
-from mgrpo.packing.step import pack_step
-from mgrpo.packing.wire import from_arrays, to_arrays
+from mgrpo.packing.step import plan_step
+from mgrpo.packing.wire import Slice, from_slice, to_slices
 
 __all__ = [
     "Cost",
+    "Slice",
     "assemble",
     "balance",
     "document_length",
     "documents",
-    "from_arrays",
+    "from_slice",
     "mini_batches",
     "pack",
-    "pack_step",
-    "to_arrays",
+    "pack_lengths",
+    "plan_step",
+    "to_slices",
 ]

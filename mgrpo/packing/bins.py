@@ -52,7 +52,7 @@ def checked(lengths: Sequence[int], pack_length: int) -> list[int]:
 
 def longest_first(members: Iterable[int], lengths: Sequence[int]) -> list[int]:
     """`members` by decreasing length, ties by index."""
-    return sorted(members, key=lambda index: (-lengths[index], index))
+    return sorted(sorted(members), key=lengths.__getitem__, reverse=True)
 
 
 def best_fit(members: Iterable[int], lengths: Sequence[int], pack_length: int) -> Packs:

@@ -6,12 +6,13 @@ types.py), and padding where ranks share its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
 from mgrpo.packing.cost import Cost
+from mgrpo.packing.lengths import cumulative
 from mgrpo.types import PackedBatch, TrainSample
 
 
@@ -55,14 +56,16 @@ def _sharing_pays(samples: Sequence[TrainSample], members: list[int], cost: Cost
     return cost.of(document_length(samples, members)) < apart
 
 
-def document_length(samples: Sequence[TrainSample], members: Sequence[int], *, multiple_of: int = 1) -> int:
+def document_length(
+    samples: Sequence[TrainSample] | Mapping[int, TrainSample], members: Sequence[int], *, multiple_of: int = 1
+) -> int:
     """Tokens of the document these samples form, padded to a multiple of `multiple_of`."""
     length = len(samples[members[0]].prompt_tokens) + sum(len(samples[index].tokens) - 1 for index in members)
     return -(-length // multiple_of) * multiple_of
 
 
 def assemble(
-    samples: Sequence[TrainSample],
+    samples: Sequence[TrainSample] | Mapping[int, TrainSample],
     documents: Sequence[Sequence[int]],
     *,
     multiple_of: int = 1,
@@ -89,7 +92,8 @@ def assemble(
         order.extend(members)
 
     chosen = [samples[index] for index in order]
-    starts, response_starts = _cumulative(segments), _cumulative([sample.tokens for sample in chosen])
+    starts = cumulative([len(segment) for segment in segments])
+    response_starts = cumulative([len(sample.tokens) for sample in chosen])
     num_tokens = int(starts[-1])
     num_padding = -num_tokens % multiple_of if num_tokens else multiple_of
     padding = np.arange(num_padding, dtype=np.int32)
@@ -139,13 +143,6 @@ def _positions_and_rows(
     )
     rows[response_starts[:-1]] = np.repeat(starts[heads + 1] - 1, fan_out)
     return positions, rows
-
-
-def _cumulative(arrays: list[np.ndarray]) -> np.ndarray:
-    """`[arrays + 1]` int64: where each array starts when they are laid end to end, and the total."""
-    starts = np.zeros(len(arrays) + 1, dtype=np.int64)
-    np.cumsum([len(array) for array in arrays], out=starts[1:])
-    return starts
 
 
 def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:

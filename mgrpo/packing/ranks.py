@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -75,6 +76,8 @@ def mini_batches(lengths: Sequence[int], num_mini_batches: int, *, epoch: int = 
 
 def _spread(order: Iterable[int], sizes: Sequence[float], num_bins: int) -> Packs:
     """`num_bins` bins of even size: each index, in this order, into the emptiest bin."""
+    if num_bins == 1:
+        return [sorted(order)]
     bins: Packs = [[] for _ in range(num_bins)]
     # Of equal bins the one with fewer documents comes first, so that documents of length 0 also spread out.
     emptiest: list[tuple[float, int, int]] = [(0.0, 0, number) for number in range(num_bins)]
@@ -108,7 +111,7 @@ def _to_ranks(
 
 
 def _costs(ranks: list[Packs], costs: list[float]) -> list[float]:
-    return [sum(costs[index] for chosen in packs for index in chosen) for packs in ranks]
+    return [sum(map(costs.__getitem__, chain.from_iterable(packs))) for packs in ranks]
 
 
 def _to_cheapest(

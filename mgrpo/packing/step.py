@@ -1,19 +1,24 @@
-"""All packs of one training step."""
+"""Which samples go where in one training step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal
+
+import numpy as np
 
 from mgrpo.packing.bins import check_pack_length
 from mgrpo.packing.cost import Cost
-from mgrpo.packing.document import assemble, document_length, documents
+from mgrpo.packing.document import documents
+from mgrpo.packing.lengths import Documents, rounded_up, sample_lengths, sums
 from mgrpo.packing.ranks import balance, mini_batches
-from mgrpo.types import PackedBatch, TrainSample
+from mgrpo.types import TrainSample
+
+StepPlan = list[list[list[Documents]]]
+"""The documents of each pack, as [mini-batch][data-parallel rank][micro-batch]; a dummy pack has none."""
 
 
-def pack_step(
+def plan_step(
     samples: Sequence[TrainSample],
     *,
     pack_length: int,
@@ -26,8 +31,8 @@ def pack_step(
     cost: Cost | None = None,
     epoch: int = 0,
     seed: int = 0,
-) -> list[list[list[PackedBatch]]]:
-    """Packs as [mini-batch][data-parallel rank][micro-batch]; every sample is in exactly one, see `balance`.
+) -> StepPlan:
+    """Every sample in exactly one document of one pack, see `balance`; reads lengths and prompts only.
 
     Args:
         pack_length: most tokens in a pack, a multiple of `multiple_of`; `Layout.round_up` makes it one.
@@ -49,30 +54,38 @@ def pack_step(
             )
         share_prompts = False
     check_pack_length(pack_length, multiple_of)
-    packs = []
-    for members in _mini_batches(samples, num_mini_batches, epoch=epoch, seed=seed):
+    prompts, rows = sample_lengths(samples)
+    plan = []
+    for members in _mini_batches(samples, prompts + rows, num_mini_batches, epoch=epoch, seed=seed):
         own = [samples[index] for index in members]
         grouped = [
             [members[number] for number in chosen]
             for chosen in documents(own, share_prompts=share_prompts, pack_length=pack_length, cost=cost)
         ]
+        heads = [chosen[0] for chosen in grouped]
+        order = [index for chosen in grouped for index in chosen]
+        lengths = prompts[heads] + sums(rows[order], [len(chosen) for chosen in grouped])
         (ranks,) = balance(
-            [document_length(samples, chosen, multiple_of=document_multiple_of) for chosen in grouped],
+            rounded_up(lengths, document_multiple_of).tolist(),
             pack_length,
             dp=dp,
             multiple_of=multiple_of,
             micro_batches_multiple_of=micro_batches_multiple_of,
             cost=cost,
         )
-        padded = partial(assemble, samples, multiple_of=multiple_of, document_multiple_of=document_multiple_of)
-        packs.append([[padded([grouped[index] for index in chosen]) for chosen in row] for row in ranks])
-    return packs
+        plan.append([[[grouped[index] for index in chosen] for chosen in row] for row in ranks])
+    return plan
 
 
-def _mini_batches(samples: Sequence[TrainSample], num_mini_batches: int, *, epoch: int, seed: int) -> list[list[int]]:
+def _mini_batches(
+    samples: Sequence[TrainSample], lengths: np.ndarray, num_mini_batches: int, *, epoch: int, seed: int
+) -> list[list[int]]:
     """Which samples train in which optimizer step: whole groups, or single samples where there are too few of them.
 
     It depends on the samples alone, not on the layout's padding or on shared prompts.
+
+    Args:
+        lengths: `[samples]`, tokens of each in a document of its own.
     """
     by_group: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -80,6 +93,8 @@ def _mini_batches(samples: Sequence[TrainSample], num_mini_batches: int, *, epoc
     units = list(by_group.values())
     if len(units) < num_mini_batches:
         units = [[index] for index in range(len(samples))]
-    lengths = [sum(document_length(samples, [index]) for index in members) for members in units]
-    parts = mini_batches(lengths, num_mini_batches, epoch=epoch, seed=seed)
+    each = lengths.tolist()
+    parts = mini_batches(
+        [sum(each[index] for index in unit) for unit in units], num_mini_batches, epoch=epoch, seed=seed
+    )
     return [sorted(index for number in part for index in units[number]) for part in parts]

@@ -1,76 +1,180 @@
-"""A step's packs as a few flat arrays and back, so that they travel without pickling.
+"""A step's packs on their way to the learners: an index for every rank, and a slice of bytes for each data-parallel rank.
 
-The arrays carry their own structure: `num_micro_batches [mini-batches]`, `dp [1]` and `sizes [packs, 4]` (tokens,
-documents, responses, sequences), packs in the order mini-batch, rank, micro-batch. `num_trained_tokens` and
-`num_sequences`, both `[mini-batches]`, count over all ranks, so that each knows the loss's denominator without reading
-the others' packs.
+A slice holds the samples that its rank trains on, 9 bytes for a response token and 4 for a prompt token, and which of
+them form a document, which documents a pack. All else is a function of lengths: the receiver lays its packs out itself.
+
+The index: `multiples [2]` (of packs, of documents), `num_micro_batches`, `num_trained_tokens` and `num_sequences`, all
+`[mini-batches]`, the last two over all ranks, so that each knows the loss's denominator without the others' packs; and
+`samples` and `trained_tokens` `[sequences]`, the sequences of all ranks, mini-batch after mini-batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 import numpy as np
 
-from mgrpo.types import PackedBatch
+from mgrpo.packing.document import assemble
+from mgrpo.packing.lengths import Documents, cumulative
+from mgrpo.packing.step import StepPlan
+from mgrpo.types import PackedBatch, TrainSample
 
-# Field of PackedBatch -> (type, column of `sizes` that gives its length, how much longer it is).
-_TOKENS, _DOCUMENTS, _RESPONSES, _SEQUENCES = range(4)
-_FIELDS: dict[str, tuple[type, int, int]] = {
-    "tokens": (np.int32, _TOKENS, 0),
-    "positions": (np.int32, _TOKENS, 0),
-    "branches": (np.int32, _TOKENS, 0),
-    "cu_seqlens": (np.int32, _DOCUMENTS, 1),
-    "rows": (np.int32, _RESPONSES, 0),
-    "targets": (np.int32, _RESPONSES, 0),
-    "response_cu_seqlens": (np.int32, _SEQUENCES, 1),
-    "loss_mask": (np.bool_, _RESPONSES, 0),
-    "rollout_logprobs": (np.float32, _RESPONSES, 0),
-    "advantages": (np.float32, _SEQUENCES, 0),
-    "samples": (np.int32, _SEQUENCES, 0),
+_COUNTS = ("samples", "responses", "prompts", "prompt_tokens", "packs", "documents", "sequences")
+# A slice begins with its counts, int64. Then, without gaps, name -> (type, the count that is its length).
+_SECTIONS: dict[str, tuple[type, str]] = {
+    "numbers": (np.int32, "samples"),
+    "prompt_of": (np.int32, "samples"),
+    "lengths": (np.int32, "samples"),
+    "advantages": (np.float32, "samples"),
+    "prompt_lengths": (np.int32, "prompts"),
+    "num_documents": (np.int32, "packs"),
+    "num_branches": (np.int32, "documents"),
+    "order": (np.int32, "sequences"),
+    "prompt_tokens": (np.int32, "prompt_tokens"),
+    "tokens": (np.int32, "responses"),
+    "rollout_logprobs": (np.float32, "responses"),
+    "flags": (np.uint8, "responses"),
 }
+_TRAINED = 1
+"""Bit 0 of a token's flags is its loss mask; the other seven are its age in policy versions, which is always 0 so far."""
 
 
-def to_arrays(packs: list[list[list[PackedBatch]]]) -> dict[str, np.ndarray]:
-    """Flat arrays of [mini-batch][data-parallel rank][micro-batch] packs; int32, float32 and bool, headers int64."""
-    assert packs, "a step has at least one mini-batch"
-    dp = len(packs[0])
-    for ranks in packs:
+class Slice:
+    """What one data-parallel rank receives; its bytes are filled in where they are wanted."""
+
+    def __init__(self, samples: Sequence[TrainSample], packs: Sequence[Documents]) -> None:
+        """
+        Args:
+            packs: of one or several passes over `samples`; each of their samples is sent once.
+        """
+        self.num_documents = [len(own) for own in packs]
+        documents = list(chain.from_iterable(packs))
+        self.num_branches = [len(members) for members in documents]
+        self.order = list(chain.from_iterable(documents))
+        self.numbers = sorted(set(self.order))
+        self.samples = [samples[number] for number in self.numbers]
+        # Samples of a group hold the same array.
+        self.prompts = {id(sample.prompt_tokens): sample.prompt_tokens for sample in self.samples}
+        self.counts = {
+            "samples": len(self.samples),
+            "responses": sum(len(sample.tokens) for sample in self.samples),
+            "prompts": len(self.prompts),
+            "prompt_tokens": sum(map(len, self.prompts.values())),
+            "packs": len(packs),
+            "documents": len(documents),
+            "sequences": len(self.order),
+        }
+        self.num_bytes = _num_bytes(self.counts)
+
+    def fill(self, data: np.ndarray) -> None:
+        """Write the slice into `data`, `[num_bytes]` uint8."""
+        _counts(data)[:] = [self.counts[name] for name in _COUNTS]
+        part, samples, prompts = _sections(data), self.samples, list(self.prompts.values())
+        place = {key: number for number, key in enumerate(self.prompts)}
+        part["numbers"][:] = self.numbers
+        part["prompt_of"][:] = [place[id(sample.prompt_tokens)] for sample in samples]
+        part["lengths"][:] = [len(sample.tokens) for sample in samples]
+        part["advantages"][:] = [sample.advantage for sample in samples]
+        part["prompt_lengths"][:] = [len(prompt) for prompt in prompts]
+        part["num_documents"][:] = self.num_documents
+        part["num_branches"][:] = self.num_branches
+        part["order"][:] = self.order
+        if samples:
+            np.concatenate(prompts, out=part["prompt_tokens"])
+            np.concatenate([sample.tokens for sample in samples], out=part["tokens"])
+            np.concatenate([sample.rollout_logprobs for sample in samples], out=part["rollout_logprobs"])
+            np.concatenate([sample.loss_mask for sample in samples], out=part["flags"].view(np.bool_))
+
+    def filled(self) -> np.ndarray:
+        """The slice in memory of its own."""
+        data = np.empty(self.num_bytes, np.uint8)
+        self.fill(data)
+        return data
+
+
+def to_slices(
+    samples: Sequence[TrainSample], plan: StepPlan, *, multiple_of: int, document_multiple_of: int
+) -> tuple[dict[str, np.ndarray], list[Slice]]:
+    """The index, and the slice of each data-parallel rank.
+
+    Args:
+        plan: of one or several passes over `samples`.
+        multiple_of, document_multiple_of: see `assemble`.
+    """
+    assert plan, "a step has at least one mini-batch"
+    dp = len(plan[0])
+    for ranks in plan:
         counts = [len(micro_batches) for micro_batches in ranks]
         assert len(counts) == dp and len(set(counts)) == 1, f"ranks with unequal numbers of micro-batches: {counts}"
-    flat = [pack for ranks in packs for micro_batches in ranks for pack in micro_batches]
-    trained = [sum(int(np.count_nonzero(pack.loss_mask)) for row in ranks for pack in row) for ranks in packs]
-    sequences = [sum(len(pack.samples) for row in ranks for pack in row) for ranks in packs]
-    sizes = [[len(p.tokens), len(p.cu_seqlens) - 1, len(p.rows), len(p.response_cu_seqlens) - 1] for p in flat]
-    arrays = {
-        "dp": np.array([dp], dtype=np.int64),
-        "num_micro_batches": np.array([len(ranks[0]) for ranks in packs], dtype=np.int64),
-        "num_trained_tokens": np.array(trained, dtype=np.int64),
-        "num_sequences": np.array(sequences, dtype=np.int64),
-        "sizes": np.array(sizes, dtype=np.int64).reshape(len(flat), 4),
+    members = [[index for row in ranks for pack in row for own in pack for index in own] for ranks in plan]
+    trained = np.array([np.count_nonzero(sample.loss_mask) for sample in samples], dtype=np.int32)
+    order = np.array(list(chain.from_iterable(members)), dtype=np.int32)
+    index: dict[str, np.ndarray] = {
+        "multiples": np.array([multiple_of, document_multiple_of], dtype=np.int64),
+        "num_micro_batches": np.array([len(ranks[0]) for ranks in plan], dtype=np.int64),
+        "num_trained_tokens": np.array([trained[own].sum() for own in members], dtype=np.int64),
+        "num_sequences": np.array([len(own) for own in members], dtype=np.int64),
+        "samples": order,
+        "trained_tokens": trained[order],
     }
-    for name, (dtype, _, _) in _FIELDS.items():
-        arrays[name] = np.concatenate([np.zeros(0, dtype), *(getattr(pack, name) for pack in flat)], dtype=dtype)
-    return arrays
+    slices = [Slice(samples, list(chain.from_iterable(ranks[rank] for ranks in plan))) for rank in range(dp)]
+    return index, slices
 
 
-def from_arrays(arrays: dict[str, np.ndarray], dp_rank: int) -> list[list[PackedBatch]]:
-    """The packs of one data-parallel rank as [mini-batch][micro-batch]: views, not copies."""
-    dp = int(arrays["dp"][0])
-    assert 0 <= dp_rank < dp, f"dp_rank={dp_rank} is not one of {dp} ranks"
-    starts = {}
-    for name, (_, column, extra) in _FIELDS.items():
-        lengths = arrays["sizes"][:, column] + extra
-        starts[name] = np.concatenate([[0], np.cumsum(lengths)])
-        assert starts[name][-1] == len(arrays[name]), f"{name} has {len(arrays[name])} values, not {starts[name][-1]}"
-
-    first = 0
-    mini_batches = []
-    for count in arrays["num_micro_batches"].tolist():
-        own = range(first + dp_rank * count, first + (dp_rank + 1) * count)
-        mini_batches.append(
-            [
-                PackedBatch(**{name: arrays[name][cut[number] : cut[number + 1]] for name, cut in starts.items()})
-                for number in own
-            ]
+def from_slice(index: dict[str, np.ndarray], data: np.ndarray) -> list[list[PackedBatch]]:
+    """The packs of the rank whose slice this is, as [mini-batch][micro-batch]."""
+    part = _sections(data)
+    starts, prompt_starts = cumulative(part["lengths"]), cumulative(part["prompt_lengths"])
+    is_trained = (part["flags"] & _TRAINED).view(np.bool_)
+    samples = {
+        number: TrainSample(
+            prompt_tokens=part["prompt_tokens"][prompt_starts[prompt] : prompt_starts[prompt + 1]],
+            tokens=part["tokens"][start:end],
+            loss_mask=is_trained[start:end],
+            rollout_logprobs=part["rollout_logprobs"][start:end],
+            advantage=advantage,
+            group=prompt,
         )
-        first += dp * count
-    return mini_batches
+        for number, prompt, advantage, start, end in zip(
+            part["numbers"].tolist(),
+            part["prompt_of"].tolist(),
+            part["advantages"].tolist(),
+            starts[:-1],
+            starts[1:],
+            strict=True,
+        )
+    }
+    multiple_of, document_multiple_of = index["multiples"].tolist()
+    order, branches = iter(part["order"].tolist()), iter(part["num_branches"].tolist())
+    packs = (
+        assemble(
+            samples,
+            [[next(order) for _ in range(next(branches))] for _ in range(count)],
+            multiple_of=multiple_of,
+            document_multiple_of=document_multiple_of,
+        )
+        for count in part["num_documents"].tolist()
+    )
+    return [[next(packs) for _ in range(count)] for count in index["num_micro_batches"].tolist()]
+
+
+def _counts(data: np.ndarray) -> np.ndarray:
+    return data[: 8 * len(_COUNTS)].view(np.int64)
+
+
+def _num_bytes(counts: dict[str, int]) -> int:
+    return 8 * len(_COUNTS) + sum(np.dtype(dtype).itemsize * counts[name] for dtype, name in _SECTIONS.values())
+
+
+def _sections(data: np.ndarray) -> dict[str, np.ndarray]:
+    """The arrays of a slice: views of its bytes."""
+    counts = dict(zip(_COUNTS, _counts(data).tolist(), strict=True))
+    assert _num_bytes(counts) == len(data), f"a slice of {len(data)} bytes, not {_num_bytes(counts)}"
+    found: dict[str, np.ndarray] = {}
+    start = 8 * len(_COUNTS)
+    for name, (dtype, count) in _SECTIONS.items():
+        end = start + np.dtype(dtype).itemsize * counts[count]
+        found[name] = data[start:end].view(dtype)
+        start = end
+    return found

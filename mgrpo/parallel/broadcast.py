@@ -1,4 +1,6 @@
-"""Messages from rank 0 to the other learners: a small header before every step, and arrays. No pickled objects.
+"""Messages from rank 0 to the other learners: a small header before every step, arrays for all, and for each its part.
+
+No pickled objects.
 
 They have their own gloo group, so that a rank stops waiting for rank 0 after `timeout_s` and not after the hours that a
 collective of the training may take.
@@ -10,11 +12,31 @@ import contextlib
 import enum
 import json
 import threading
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from mgrpo.layout import Layout
+
+CHUNK_BYTES = 1 << 22
+"""Ranks pass one chunk on while the next arrives."""
+AHEAD = 4
+"""Parts that rank 0 sends at once."""
+
+Sending = dist.Work | None
+
+
+class Part(Protocol):
+    """What rank 0 sends to the holders of one part: bytes that are filled in just before."""
+
+    num_bytes: int
+
+    def fill(self, data: np.ndarray) -> None:
+        """Write the part into `data`, `[num_bytes]` uint8."""
 
 
 class Action(enum.IntEnum):
@@ -42,7 +64,7 @@ class Channel:
         return self._header(action, message.encode())[0]
 
     def arrays(self, arrays: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """Rank 0's named arrays, on every rank, in two collectives; the other ranks pass None.
+        """Rank 0's named arrays, on every rank, in two collectives; the other ranks pass None. For small ones.
 
         Raises:
             RuntimeError: on the other ranks, rank 0's message when it sends ERROR instead.
@@ -63,6 +85,50 @@ class Channel:
             received[name] = np.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape)
             offset += received[name].nbytes
         return received
+
+    def scatter(self, layout: Layout, parts: Sequence[Part] = ()) -> np.ndarray:
+        """On every rank the part of its data-parallel rank, `[bytes]` uint8; rank 0 passes all of them, the others none.
+
+        Rank 0 sends every part once, in order, to the first of its holders, who pass it on along a binary tree. The last
+        one has to begin within the time-out.
+
+        Raises:
+            RuntimeError: on the other ranks, rank 0's message when it sends ERROR instead.
+        """
+        self._header(Action.RUN)
+        sent = np.array([part.num_bytes for part in parts], dtype=np.int64).tobytes() if self.rank == 0 else None
+        sizes = np.frombuffer(self._bytes(sent, 8 * layout.data), np.int64).tolist()
+        data = layout.coordinate(self.rank).data
+        holders = layout.holders(data)
+        place = holders.index(self.rank)
+        children, own = holders[2 * place + 1 : 2 * place + 3], np.empty(sizes[data], np.uint8)
+        if self.rank == 0:
+            parts[0].fill(own)
+            sending = self._send(own, children)
+            self._deal(layout, parts)
+        else:
+            sending = []
+            for chunk in chunks(own):
+                dist.recv(chunk, holders[(place - 1) // 2] if place else 0, group=self.group)
+                sending += [dist.isend(chunk, child, group=self.group) for child in children]
+        wait(sending)
+        return own
+
+    def _deal(self, layout: Layout, parts: Sequence[Part]) -> None:
+        """Rank 0's part in `scatter`: parts are filled in while those before them are on their way."""
+        largest = max((part.num_bytes for part in parts[1:]), default=0)
+        buffers = [np.empty(largest, np.uint8) for _ in range(min(AHEAD, len(parts) - 1))]
+        sending: list[list[Sending]] = [[] for _ in buffers]
+        for number, part in enumerate(parts[1:]):
+            turn = number % AHEAD
+            wait(sending[turn])
+            part.fill(data := buffers[turn][: part.num_bytes])
+            sending[turn] = self._send(data, layout.holders(number + 1)[:1])
+        for under_way in sending:
+            wait(under_way)
+
+    def _send(self, data: np.ndarray, ranks: Sequence[int]) -> list[Sending]:
+        return [dist.isend(chunk, rank, group=self.group) for chunk in chunks(data) for rank in ranks]
 
     def fail(self, message: str, timeout_s: float = 5.0) -> None:
         """On rank 0: send an ERROR to ranks that wait for an action or arrays; returns after `timeout_s` where none does."""
@@ -94,3 +160,16 @@ class Channel:
         if size:
             dist.broadcast(buffer, 0, group=self.group)
         return data if data is not None else buffer.numpy().tobytes()
+
+
+def chunks(data: np.ndarray) -> Iterator[torch.Tensor]:
+    """Parts of `data` of at most CHUNK_BYTES, without a copy."""
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield torch.from_numpy(data[start : start + CHUNK_BYTES])
+
+
+def wait(sending: Sequence[Sending]) -> None:
+    """Until all have been sent, each for as long as the group's time-out."""
+    for work in sending:
+        assert work is not None, "a rank of the group"
+        work.wait()

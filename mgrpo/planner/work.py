@@ -189,20 +189,27 @@ def forward_flops(shape: ModelShape, work: Workload) -> Flops:
     return sum((layer.total for layer in layer_flops(shape, work)), head)
 
 
-def packed_flops(shape: ModelShape, positions: np.ndarray, *, responses: int) -> Flops:
+def packed_flops(shape: ModelShape, runs: np.ndarray, *, responses: int) -> Flops:
     """One forward pass of the whole model over real packs; a step has `Passes.in_forward` times as many.
 
     These are the operations that model FLOPs utilisation counts: nothing of what recomputation repeats. Ranks that hold
     parts of one model share them; those of all data-parallel ranks' packs over all learners are the mean of a rank.
 
     Args:
-        positions: `[tokens]` integers, a token's place in its prompt and completion, as in `PackedBatch`: a token at
-            position p sees p + 1 keys, also behind a shared prompt, or as many as a layer's window has.
+        runs: `[runs, 2]` integers, first position and number of tokens, as in `PackLengths`: a token at position p sees
+            p + 1 keys, also behind a shared prompt, or as many as a layer's window has.
         responses: tokens on which the LM head runs.
     """
-    seen = positions.astype(np.int64) + 1
-    pairs = {w: float((np.minimum(seen, w) if w else seen).sum()) for w in set(shape.windows)}
-    return sum((layer.total for layer in _layer_flops(shape, len(positions), pairs)), head_flops(shape, responses))
+    first, length = runs.T
+    pairs = {w: float((_seen_up_to(first + length, w) - _seen_up_to(first, w)).sum()) for w in set(shape.windows)}
+    layers = _layer_flops(shape, int(length.sum()), pairs)
+    return sum((layer.total for layer in layers), head_flops(shape, responses))
+
+
+def _seen_up_to(end: np.ndarray, window: int | None) -> np.ndarray:
+    """Keys that the tokens before position `end` see together."""
+    growing = np.minimum(end, window) if window else end
+    return growing * (growing + 1) // 2 + (end - growing) * (window or 0)
 
 
 def generation_flops(shape: ModelShape, work: Workload) -> Flops:

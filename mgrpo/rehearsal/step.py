@@ -24,8 +24,9 @@ from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box
 from mgrpo.ops import library
-from mgrpo.packing.step import pack_step
-from mgrpo.packing.wire import to_arrays
+from mgrpo.packing.document import assemble
+from mgrpo.packing.step import plan_step
+from mgrpo.packing.wire import to_slices
 from mgrpo.planner.roles import document_lengths
 from mgrpo.rehearsal.output import save_state, send_weights
 from mgrpo.rehearsal.recorder import Recorder, site
@@ -62,16 +63,16 @@ def rehearse(job: Job, recorder: Recorder) -> dict[str, Any]:
             learner = make()
             _name_axes(recorder)
             _name_states(recorder, learner)
-            arrays, own_tokens = _packs(job)
+            index, own, own_tokens = _packs(job)
             if job.shape.experts:
                 _route_equally(recorder, job, own_tokens)
             _name_phases(recorder, learner)
             recorder.phase = "data"
             if job.layout.sharding >= 2:
                 # Before the first step of all Megatron-FSDP gathers parameters that are whole afterwards.
-                learner.learn(arrays, step=1)
+                learner.learn(index, own, step=1)
             recorder.forget()
-            learner.learn(arrays, step=1)
+            learner.learn(index, own, step=1)
             remarks = learner.remarks()
             states, at_peak = dict(recorder.memory.by_kind), (recorder.memory.peak, recorder.memory.at_peak)
             is_small = recorder.memory.total < SMALL
@@ -105,7 +106,7 @@ def rehearse(job: Job, recorder: Recorder) -> dict[str, Any]:
             }
             if restored and is_small:
                 with in_phase(recorder, "again"):
-                    learner.learn(arrays, step=2)
+                    learner.learn(index, own, step=2)
             return found
     finally:
         parallel_state.destroy_model_parallel()
@@ -126,8 +127,8 @@ def _nothing(box: Box) -> torch.Tensor:
     return torch.zeros(1).expand(box.shape)
 
 
-def _packs(job: Job) -> tuple[dict[str, np.ndarray], int]:
-    """Packs of two completions of one prompt each, and the tokens of one of them that this rank holds."""
+def _packs(job: Job) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
+    """Packs of two completions of one prompt each, as index and slice, and the tokens of one that this rank holds."""
     config, layout = job.config, job.layout
     limit = layout.round_up(config.parallel.pack_length)
     parts = config.algorithm.num_mini_batches
@@ -143,7 +144,8 @@ def _packs(job: Job) -> tuple[dict[str, np.ndarray], int]:
         )
         for number in range(2 * job.packs * layout.data * parts)
     ]
-    packs = pack_step(
+    padding = {"multiple_of": layout.pack_multiple_of, "document_multiple_of": layout.document_multiple_of}
+    plan = plan_step(
         samples,
         pack_length=limit,
         dp=layout.data,
@@ -153,10 +155,12 @@ def _packs(job: Job) -> tuple[dict[str, np.ndarray], int]:
         micro_batches_multiple_of=layout.micro_batches_multiple_of,
         share_prompts=config.parallel.shared_prompt_packing is True,
     )
-    own = packs[0][layout.coordinate(job.rank).data]
+    rank = layout.coordinate(job.rank).data
+    own = plan[0][rank]
     assert len(own) == job.packs, (len(own), job.packs)
-    tokens = len(own[0].tokens) // layout.context // (layout.tensor if layout.sequence_parallel else 1)
-    return to_arrays(packs), tokens
+    tokens = len(assemble(samples, own[0], **padding).tokens)
+    index, slices = to_slices(samples, plan, **padding)
+    return index, slices[rank].filled(), tokens // layout.context // (layout.tensor if layout.sequence_parallel else 1)
 
 
 def _name_axes(recorder: Recorder) -> None:

@@ -68,7 +68,7 @@ def make_trainer(
     reporter: Reporter | SilentReporter
     if started is None:
         lead.follow()
-        source, reporter = SilentSource(lead, config), SilentReporter()
+        source, reporter = SilentSource(lead, config, layout=layout), SilentReporter()
     else:
         state = checkpoint.state if checkpoint else None
         resume_from = checkpoint.path if checkpoint else None

@@ -1,9 +1,10 @@
-"""A step's batch: from scored groups to the packs of every mini-batch and data-parallel rank."""
+"""A step's batch: from scored groups to what each data-parallel rank trains on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -13,26 +14,30 @@ from mgrpo.config import Config
 from mgrpo.layout import Layout
 from mgrpo.parallel.attention import shared_prompts_pay
 from mgrpo.run.producer import Rollouts
-from mgrpo.types import PackedBatch, TrainSample
+from mgrpo.types import PackLengths, TrainSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one step trains on. Every rank has the arrays, rank 0 also where they come from."""
+    """What one step trains on. Every rank has the index and its own slice, rank 0 also where they come from."""
 
-    arrays: dict[str, np.ndarray]
-    """The packs of every pass, see `packing.to_arrays`."""
+    index: dict[str, np.ndarray]
+    """What all ranks know of the packs of every pass, see `packing.to_slices`."""
+    slice: np.ndarray = field(default_factory=partial(np.empty, 0, np.uint8))
+    """Of this rank; empty until it has been received."""
+    slices: Sequence[packing.Slice] = ()
+    """Of every data-parallel rank; on rank 0, until they are sent."""
     rollouts: Rollouts | None = None
     policy_version: int = 0
     """Of the weights that sampled."""
     samples: Sequence[TrainSample] = ()
-    packs: Sequence[PackedBatch] = ()
-    """Of one pass over the samples."""
+    lengths: PackLengths | None = None
+    """Those of the packs of one pass over the samples; on rank 0."""
 
     @property
     def num_sampled(self) -> int:
         """Prompts that were sampled, also those whose groups are not trained on."""
-        return int(self.arrays["num_sampled"][0])
+        return int(self.index["num_sampled"][0])
 
 
 def make_batch(
@@ -44,7 +49,7 @@ def make_batch(
     reward_weights: Mapping[str, float],
     policy_version: int,
 ) -> Batch:
-    """Advantages, then packs.
+    """Advantages, then the slices of all data-parallel ranks.
 
     Args:
         hidden: width of the model, for the cost of a document.
@@ -64,28 +69,30 @@ def make_batch(
     share_prompts = parallel.shared_prompt_packing
     if share_prompts == "auto" and not shared_prompts_pay():
         share_prompts = False
-    packs = [
+    padding = {"multiple_of": layout.pack_multiple_of, "document_multiple_of": layout.document_multiple_of}
+    plan = [
         mini_batch
         for epoch in range(algorithm.num_epochs if algorithm.reshuffle_mini_batches else 1)
-        for mini_batch in packing.pack_step(
+        for mini_batch in packing.plan_step(
             samples,
             pack_length=layout.round_up(parallel.pack_length),
             dp=layout.data,
             num_mini_batches=algorithm.num_mini_batches,
-            multiple_of=layout.pack_multiple_of,
-            document_multiple_of=layout.document_multiple_of,
             micro_batches_multiple_of=layout.micro_batches_multiple_of,
             share_prompts=share_prompts,
             cost=packing.Cost.of_width(hidden),
             epoch=epoch,
             seed=config.experiment.seed + policy_version,
+            **padding,
         )
     ]
-    num_sampled = np.array([len(rollouts.groups) + len(rollouts.dropped)])
+    index, slices = packing.to_slices(samples, plan, **padding)
+    once = [pack for ranks in plan[: algorithm.num_mini_batches] for row in ranks for pack in row]
     return Batch(
-        arrays={"num_sampled": num_sampled, **packing.to_arrays(packs)},
+        index={"num_sampled": np.array([len(rollouts.groups) + len(rollouts.dropped)]), **index},
+        slices=slices,
         rollouts=rollouts,
         policy_version=policy_version,
         samples=samples,
-        packs=[pack for ranks in packs[: algorithm.num_mini_batches] for row in ranks for pack in row],
+        lengths=packing.pack_lengths(samples, once, **padding),
     )

@@ -192,13 +192,13 @@ class Learner:
         found += attention_remarks(getattr(torch, self.config.model.model_dtype), self.shape.head_dim)
         return found + algo.loss_remarks(self.loss_config, self.own_loss)
 
-    def learn(self, arrays: dict[str, np.ndarray], *, step: int) -> Learned:
+    def learn(self, index: dict[str, np.ndarray], own: np.ndarray, *, step: int) -> Learned:
         """Train on the packs of training step `step`, and move the reference if that is due after it.
 
         Args:
-            arrays: see `Batch`.
+            index, own: see `Batch`: what all ranks know of the packs, and this rank's slice.
         """
-        results = self._optimize(arrays)
+        results = self._optimize(index, own)
         metrics = self._reduce(results, maxima=backend.peak_memory())
         if self.reference and is_due(step, self.config.algorithm.ref_policy_update_freq or 0):
             self.reference.move_towards(self.policy, self.config.algorithm.alpha)
@@ -213,11 +213,11 @@ class Learner:
         """HF tensors of the policy that hold a value that is not finite, on any rank, see `Policy.not_finite`."""
         return sorted({name for names in gather_json(self.policy.not_finite(), self.host_group) for name in names})
 
-    def _optimize(self, arrays: dict[str, np.ndarray]) -> list[StepResult]:
+    def _optimize(self, index: dict[str, np.ndarray], own: np.ndarray) -> list[StepResult]:
         """One optimizer step for each mini-batch and epoch; mini-batches without a trained token are passed over."""
         algorithm = self.config.algorithm
-        mini_batches = self._mini_batches(arrays)
-        # With reshuffled mini-batches the arrays hold every epoch's.
+        mini_batches = self._mini_batches(index, own)
+        # With reshuffled mini-batches these are every epoch's.
         epochs = 1 if algorithm.reshuffle_mini_batches else algorithm.num_epochs
         for mini_batch in mini_batches:
             if self.reference:
@@ -256,29 +256,30 @@ class Learner:
         everyones = gather_json(algo.add_metrics(own), self.host_group)
         return algo.reduce_metrics(algo.add_metrics(algo.MetricSums(*part) for part in everyones))
 
-    def _mini_batches(self, arrays: dict[str, np.ndarray]) -> list[MiniBatch]:
-        own = packing.from_arrays(arrays, self.policy.coordinate.data)
-        counts = arrays["num_trained_tokens"].tolist()
+    def _mini_batches(self, index: dict[str, np.ndarray], own: np.ndarray) -> list[MiniBatch]:
+        counts = index["num_trained_tokens"].tolist()
         return [
             MiniBatch(
                 microbatches=self.policy.microbatches(packs), num_trained_tokens=num_trained, denominators=denominators
             )
-            for packs, num_trained, denominators in zip(own, counts, self._denominators(arrays), strict=True)
+            for packs, num_trained, denominators in zip(
+                packing.from_slice(index, own), counts, self._denominators(index), strict=True
+            )
             if num_trained
         ]
 
-    def _denominators(self, arrays: dict[str, np.ndarray]) -> Sequence[float | np.ndarray]:
+    def _denominators(self, index: dict[str, np.ndarray]) -> Sequence[float | np.ndarray]:
         """Of each mini-batch, over all ranks."""
-        config = self.loss_config
+        config, num_sequences = self.loss_config, index["num_sequences"]
         if config.effective_aggregation == "local_token":
             # Its micro-batches are samples that may lie in the packs of any data-parallel rank.
-            everyone = [packing.from_arrays(arrays, rank) for rank in range(self.layout.data)]
+            cuts = np.cumsum(num_sequences)[:-1]
+            samples, trained = (np.split(index[name], cuts) for name in ("samples", "trained_tokens"))
             return [
-                algo.local_denominators(list(itertools.chain(*ranks)), config.local_batch_size)
-                for ranks in zip(*everyone, strict=True)
+                algo.local_denominators(*part, config.local_batch_size) for part in zip(samples, trained, strict=True)
             ]
         longest = self.config.rollout.response_length
-        counts = zip(arrays["num_trained_tokens"].tolist(), arrays["num_sequences"].tolist(), strict=True)
+        counts = zip(index["num_trained_tokens"].tolist(), num_sequences.tolist(), strict=True)
         return [float(algo.loss_denominator(n, config, num_seqs=s, response_length=longest)) for n, s in counts]
 
     def _choose_uncertain_tokens(self, mini_batch: MiniBatch) -> None:

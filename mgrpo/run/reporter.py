@@ -128,7 +128,7 @@ class Reporter:
             clock: of the splits "wait" (for the batch), "train", "drain" (of the engines) and "sync".
         """
         rollouts, results, seconds = batch.rollouts, learned.results, clock.seconds
-        assert rollouts is not None
+        assert rollouts is not None and batch.lengths is not None
         total = sum(seconds.values())
         metrics: dict[str, float | list[int]] = {
             "policy_version": version,
@@ -137,7 +137,7 @@ class Reporter:
                 rollouts.groups,
                 rollouts.dropped,
                 samples=batch.samples,
-                packs=batch.packs,
+                packs=batch.lengths,
                 batch_size=self.config.batch_size,
                 policy_version=batch.policy_version,
                 num_excluded_prompts=rollouts.num_excluded,
@@ -147,7 +147,7 @@ class Reporter:
             **self._asynchrony(batch, clock),
             **rollouts.reward_metrics,
             **learned.metrics,
-            "val/num_step_tokens": sum(len(pack.tokens) for pack in batch.packs),
+            "val/num_step_tokens": batch.lengths.tokens,
             "optim/grad_norm": results[-1].grad_norm if results else 0.0,
             "lr": learned.learning_rate,
             "optim/steps": len(results),
@@ -159,7 +159,7 @@ class Reporter:
             "time/train": seconds["train"] + seconds["wait"] - rollouts.generate_s - rollouts.score_s,
             "time/sync": seconds["sync"],
             "time/total": total,
-            **(self.throughput.metrics(batch.packs, seconds["train"]) if self.throughput and results else {}),
+            **(self.throughput.metrics(batch.lengths, seconds["train"]) if self.throughput and results else {}),
             "time/unix": time.time(),
         }
         advantages = [sample.advantage for sample in batch.samples]

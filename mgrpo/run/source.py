@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 
 class Source:
-    """Rank 0 samples, scores and packs, and gives every rank its arrays."""
+    """Rank 0 samples, scores and packs, and gives every rank its slice."""
 
     def __init__(self, production: Production, lead: Lead, config: Config, *, layout: Layout, hidden: int) -> None:
         """
@@ -53,8 +54,10 @@ class Source:
         self.producer.hand_over(
             prepare=step < self.config.num_training_steps and not evaluates_after(self.config, step)
         )
-        self.lead.channel.arrays(batch.arrays)
-        return batch if batch.num_sampled else None
+        channel = self.lead.channel
+        channel.arrays(batch.index)
+        own = channel.scatter(self.layout, batch.slices)
+        return replace(batch, slices=(), slice=own) if batch.num_sampled else None
 
     def evaluate(self, done: int) -> Evaluation:
         """The held-out prompts after `done` training steps. Collective; raises Stopped as `next` does."""
@@ -99,13 +102,14 @@ class Source:
 class SilentSource:
     """The same on the other ranks, which only wait and receive."""
 
-    def __init__(self, lead: Lead, config: Config) -> None:
-        self.lead, self.config = lead, config
+    def __init__(self, lead: Lead, config: Config, *, layout: Layout) -> None:
+        self.lead, self.config, self.layout = lead, config, layout
 
     def next(self, step: int, policy_version: int) -> Batch | None:
         """See `Source`."""
         self.lead.follow()
-        batch = Batch(arrays=self.lead.channel.arrays())
+        channel = self.lead.channel
+        batch = Batch(index=channel.arrays(), slice=channel.scatter(self.layout))
         return batch if batch.num_sampled else None
 
     def begin(self, done: int) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-
 from mgrpo.config import Config
 from mgrpo.models.family import ModelShape
 from mgrpo.planner.hardware import gpu_of
 from mgrpo.planner.work import packed_flops, passes_of
-from mgrpo.types import PackedBatch
+from mgrpo.types import PackLengths
 
 
 class Throughput:
-    """Computes the figures on rank 0, which has the packs of all learners.
+    """Computes the figures on rank 0, which knows the packs of all learners.
 
     Args:
         device_name: of this rank's GPU, as CUDA gives it; None on a CPU. All learners are taken to have the same.
@@ -27,19 +23,18 @@ class Throughput:
         self.peak_flops = gpu and gpu.tflops * 1e12
         """Of one GPU, per second; None where it is not known."""
 
-    def metrics(self, packs: Sequence[PackedBatch], train_s: float) -> dict[str, float]:
+    def metrics(self, packs: PackLengths, train_s: float) -> dict[str, float]:
         """Figures of a step whose training took `train_s` seconds.
 
         MFU is that of PaLM (arXiv:2204.02311, appendix B), for all passes of the step: operations that recomputation
         repeats do not count, attention counts the keys that a token sees.
 
         Args:
-            packs: of one pass over the batch, of all mini-batches and data-parallel ranks.
+            packs: those of one pass over the batch, of all mini-batches and data-parallel ranks.
         """
         learner_s = train_s * self.num_learners
-        found = {"time/learner_tokens_per_second_per_gpu": sum(len(pack.tokens) for pack in packs) / learner_s}
+        found = {"time/learner_tokens_per_second_per_gpu": packs.tokens / learner_s}
         if self.peak_flops:
-            positions = np.concatenate([pack.positions for pack in packs])
-            forward = packed_flops(self.shape, positions, responses=sum(len(pack.targets) for pack in packs))
+            forward = packed_flops(self.shape, packs.runs, responses=packs.responses)
             found["learner_mfu"] = self.passes.in_forward * forward.total / (learner_s * self.peak_flops)
         return found

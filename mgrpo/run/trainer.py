@@ -2,7 +2,7 @@
 
 Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, learn, send the weights, report.
 
-    prompts -> rollout -> rewards -> advantages -> packs     source: rank 0 produces, every rank receives
+    prompts -> rollout -> rewards -> advantages -> packs     source: rank 0 produces, every rank receives its own
                  ^                                  |
                  |                                  v
               engines  <-  weights  <-  learner: reference and old logprobs, loss, optimizer steps
@@ -145,7 +145,7 @@ class Trainer:
             return False
         with self.profiler.step(step):
             pulse.at(f"step {step}, training")
-            learned = self.learner.learn(batch.arrays, step=step)
+            learned = self.learner.learn(batch.index, batch.slice, step=step)
             self.health.check(learned, step)
             clock.split("train")
             self.done, self.is_followed_up = step, False

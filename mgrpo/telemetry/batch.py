@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from mgrpo.types import PackedBatch, RewardScale, ScoredGroup, TrainSample
+from mgrpo.types import PackLengths, RewardScale, ScoredGroup, TrainSample
 
 Metrics = dict[str, float | list[int]]
 
@@ -30,7 +30,7 @@ def batch_metrics(
     dropped: Sequence[ScoredGroup],
     *,
     samples: Sequence[TrainSample],
-    packs: Sequence[PackedBatch],
+    packs: PackLengths,
     batch_size: int,
     policy_version: int,
     num_excluded_prompts: int,
@@ -43,7 +43,7 @@ def batch_metrics(
         kept: groups that the step trains on.
         dropped: groups that a filter left out.
         samples: one per completion of `kept`, in order.
-        packs: those of one pass over `samples`, of all mini-batches and data-parallel ranks; may include dummy packs.
+        packs: lengths in those of one pass over `samples`, of all mini-batches and data-parallel ranks.
         batch_size: completions of a full step.
         policy_version: version of the weights from which the step's first update starts.
         num_excluded_prompts: prompts that this step's results exclude from further sampling.
@@ -249,24 +249,13 @@ def _training(samples: Sequence[TrainSample], batch_size: int) -> Metrics:
     }
 
 
-def _packing(samples: Sequence[TrainSample], packs: Sequence[PackedBatch]) -> Metrics:
-    num_packed = sum(len(pack.targets) for pack in packs)
+def _packing(samples: Sequence[TrainSample], packs: PackLengths) -> Metrics:
     num_sampled = sum(len(sample.tokens) for sample in samples)
-    num_rows = sum(len(pack.tokens) for pack in packs)
-    num_filled = sum(len(pack.response_cu_seqlens) > 1 for pack in packs)
     return {
-        "packed_ratio": num_filled / len(samples) if samples else float("nan"),
-        "batch/padding_frac": sum(_num_padding(pack) for pack in packs) / num_rows if num_rows else float("nan"),
-        "batch/lost_token_frac": 1 - num_packed / num_sampled if num_sampled else float("nan"),
+        "packed_ratio": packs.filled / len(samples) if samples else float("nan"),
+        "batch/padding_frac": packs.padding / packs.tokens if packs.tokens else float("nan"),
+        "batch/lost_token_frac": 1 - packs.responses / num_sampled if num_sampled else float("nan"),
     }
-
-
-def _num_padding(pack: PackedBatch) -> int:
-    """Tokens after the last prediction of their document; all others predict a token or are context for one."""
-    starts = pack.cu_seqlens[:-1]
-    ends = starts.copy()
-    np.maximum.at(ends, np.searchsorted(starts, pack.rows, side="right") - 1, pack.rows + 1)
-    return int((pack.cu_seqlens[1:] - ends).sum())
 
 
 def _filtering(

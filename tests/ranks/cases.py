@@ -66,18 +66,20 @@ def make_policy(
 
 def own_packs(policy, samples: list[TrainSample], *, share_prompts: bool, pack_length: int):
     """Packs of this rank for one mini-batch, and the number of tokens trained on all ranks."""
-    packs = packing.pack_step(
+    layout = policy.layout
+    padding = {"multiple_of": layout.pack_multiple_of, "document_multiple_of": layout.document_multiple_of}
+    plan = packing.plan_step(
         samples,
-        pack_length=policy.layout.round_up(pack_length),
-        dp=policy.layout.data,
+        pack_length=layout.round_up(pack_length),
+        dp=layout.data,
         num_mini_batches=1,
-        multiple_of=policy.layout.pack_multiple_of,
-        document_multiple_of=policy.layout.document_multiple_of,
-        micro_batches_multiple_of=policy.layout.micro_batches_multiple_of,
-        share_prompts=share_prompts and policy.layout.context == 1,
+        micro_batches_multiple_of=layout.micro_batches_multiple_of,
+        share_prompts=share_prompts and layout.context == 1,
+        **padding,
     )
-    arrays = packing.to_arrays(packs)
-    return packing.from_arrays(arrays, policy.coordinate.data)[0], int(arrays["num_trained_tokens"][0])
+    index, slices = packing.to_slices(samples, plan, **padding)
+    (packs,) = packing.from_slice(index, slices[policy.coordinate.data].filled())
+    return packs, int(index["num_trained_tokens"][0])
 
 
 def gradients(
@@ -260,6 +262,51 @@ def broadcast_messages(message: str) -> list[Any]:
         except RuntimeError as err:
             received.append(str(err))
     return received
+
+
+class Count:
+    """A part of `size` bytes that count up from `first`."""
+
+    def __init__(self, first: int, size: int) -> None:
+        self.first, self.num_bytes = first, size
+
+    def fill(self, data: np.ndarray) -> None:
+        data[:] = self.first + np.arange(self.num_bytes)
+
+
+def scatter_parts(layout: dict[str, Any], sizes: list[int], message: str) -> tuple[list[bytes], str]:
+    """The parts that a rank receives in two steps, in chunks of 5 bytes, and the error that it receives for a third."""
+    from unittest import mock
+
+    from mgrpo.parallel import broadcast
+
+    channel, whole = broadcast.Channel(timeout_s=20), Layout(world_size=dist.get_world_size(), **layout)
+    is_head = dist.get_rank() == 0
+    received = []
+    with mock.patch.multiple(broadcast, CHUNK_BYTES=5, AHEAD=2):
+        for step in range(2):
+            parts = [Count(100 * step + 10 * number, size) for number, size in enumerate(sizes)]
+            received.append(channel.scatter(whole, parts if is_head else ()).tobytes())
+    try:
+        channel.action(broadcast.Action.ERROR, message) if is_head else channel.scatter(whole)
+    except RuntimeError as err:
+        return received, str(err)
+    return received, ""
+
+
+def wait_for_a_rank_0_that_died() -> str:
+    """The error of a rank that waits for its part when rank 0 fails after the header."""
+    from unittest import mock
+
+    from mgrpo.parallel.broadcast import Channel
+
+    channel, layout = Channel(timeout_s=1), Layout(world_size=2)
+    with mock.patch.object(dist, "isend", side_effect=RuntimeError("died")):
+        try:
+            channel.scatter(layout, [Count(0, 8), Count(0, 8)] if dist.get_rank() == 0 else ())
+        except RuntimeError as err:
+            return str(err)
+    return ""
 
 
 def blended(model_dir: str, dtype: str, alpha: float, times: int) -> dict[str, float]:

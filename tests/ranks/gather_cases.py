@@ -143,7 +143,7 @@ def read(model_dir: str, settings: dict[str, Any], groups: list, folder: str) ->
     with late_gathers():
         trainer = run_cases.trainer_of(model_dir, settings, groups)
         learner, policy = trainer.learner, trainer.learner.policy
-        arrays = trainer.source.next(1, 0).arrays
+        batch = trainer.source.next(1, 0)
         engine_settings = EngineSettings()
         weights = EngineWeights(
             policy,
@@ -166,6 +166,6 @@ def read(model_dir: str, settings: dict[str, Any], groups: list, folder: str) ->
         }
         found = {}
         for name, reader in readers.items():
-            learner._optimize(arrays)
+            learner._optimize(batch.index, batch.slice)
             found[name] = {"had_come": finite(policy.parameters.live.values()), "are_read_whole": reader()}
     return found

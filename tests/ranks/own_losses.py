@@ -45,17 +45,18 @@ def both(model_dir: str, settings: dict[str, Any], samples: list[TrainSample]) -
         )
         layout = layout_of(config, dist.get_world_size())
         learner = Learner(config, shape=shape, layout=layout, host_group=host_group)
-        packs = packing.pack_step(
+        padding = {"multiple_of": layout.pack_multiple_of, "document_multiple_of": layout.document_multiple_of}
+        plan = packing.plan_step(
             samples,
             pack_length=layout.round_up(config.parallel.pack_length),
             dp=layout.data,
             num_mini_batches=1,
-            multiple_of=layout.pack_multiple_of,
-            document_multiple_of=layout.document_multiple_of,
             micro_batches_multiple_of=layout.micro_batches_multiple_of,
             share_prompts=layout.context == 1,
+            **padding,
         )
-        learned = learner.learn(packing.to_arrays(packs), step=1)
+        index, slices = packing.to_slices(samples, plan, **padding)
+        learned = learner.learn(index, slices[learner.policy.coordinate.data].filled(), step=1)
         metrics[loss] = learned.metrics | {"grad_norm": learned.results[0].grad_norm}
         gradients[loss] = [shard.gradient.clone() for shard in learner.policy.shards]
     largest = max(float(gradient.abs().max()) for gradient in gradients[NAMED])

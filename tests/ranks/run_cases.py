@@ -119,10 +119,12 @@ class GivenGroups:
         from mgrpo.run.producer import Rollouts
 
         rollouts = Rollouts(groups=[] if is_empty else self.groups, dropped=[])
-        arrays = self.lead.share(
-            lambda: make_batch(rollouts, reward_weights={}, policy_version=policy_version, **self.parts).arrays
+        batch = self.lead.call(
+            lambda: make_batch(rollouts, reward_weights={}, policy_version=policy_version, **self.parts)
         )
-        return Batch(arrays=arrays)
+        channel = self.lead.channel
+        index = channel.arrays(batch and batch.index)
+        return Batch(index=index, slice=channel.scatter(self.parts["layout"], batch.slices if batch else ()))
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -187,7 +189,8 @@ def learn(
     learner = trainer.learner
     state = hidden_state(learner)
     for step in range(trainer.done + 1, steps + 1):
-        learned = learner.learn(trainer.source.next(step, trainer.version).arrays, step=step)
+        batch = trainer.source.next(step, trainer.version)
+        learned = learner.learn(batch.index, batch.slice, step=step)
         trainer.done = step
         if step == save_after:
             torch.rand(dist.get_rank() + 1)  # with equal states a mix-up of ranks would not show
@@ -208,7 +211,8 @@ def run_out_of_room(model_dir: str, settings: dict[str, Any], groups: list) -> d
     trainer = trainer_of(model_dir, settings, groups)
     learner, said, leads = trainer.learner, [], dist.get_rank() == 0
     trainer.reporter.say = said.append
-    learner.learn(trainer.source.next(1, 0).arrays, step=1)
+    batch = trainer.source.next(1, 0)
+    learner.learn(batch.index, batch.slice, step=1)
     trainer.done = 1
     found: dict[str, Any] = {}
 
@@ -251,7 +255,8 @@ def open_damaged(model_dir: str, settings: dict[str, Any], groups: list) -> list
     from mgrpo.config import ConfigError
 
     trainer = trainer_of(model_dir, settings, groups)
-    trainer.learner.learn(trainer.source.next(1, 0).arrays, step=1)
+    batch = trainer.source.next(1, 0)
+    trainer.learner.learn(batch.index, batch.slice, step=1)
     for trainer.done in (1, 2):
         trainer.save()
     newest, found = f"{trainer.states.root}/step_2", []
@@ -286,7 +291,8 @@ def broken_weights(model_dir: str, broken: str, settings: dict[str, Any], groups
     except ConfigError as err:
         errors.append(str(err))
     trainer = trainer_of(model_dir, settings | {"learning_rate": 1e30, "max_grad_norm": 0.0}, groups)
-    learned = trainer.learner.learn(trainer.source.next(1, 0).arrays, step=1)
+    batch = trainer.source.next(1, 0)
+    learned = trainer.learner.learn(batch.index, batch.slice, step=1)
     try:
         trainer.health.check(learned, 1)
     except RuntimeError as err:
@@ -331,5 +337,7 @@ def rates(model_dir: str, settings: dict[str, Any], is_empty: list[int]) -> list
     found = []
     for step, empty in enumerate(is_empty, start=1):
         batch = trainer.source.next(step, 0, is_empty=bool(empty))
-        found += [result.learning_rate for result in trainer.learner.learn(batch.arrays, step=step).results[:1]]
+        found += [
+            result.learning_rate for result in trainer.learner.learn(batch.index, batch.slice, step=step).results[:1]
+        ]
     return found

@@ -28,21 +28,21 @@ def source_on(lead: Lead, own: Config, given: Producer) -> Source | SilentSource
     from mgrpo.run.source import SilentSource, Source
 
     if dist.get_rank() != 0:
-        return SilentSource(lead, own)
+        return SilentSource(lead, own, layout=Layout(world_size=dist.get_world_size()))
     production = Production(config=own, tokenizer=None, producer=given, evaluator=evaluator(), data=[], remarks=[])
     return Source(production, lead, own, layout=Layout(world_size=dist.get_world_size()), hidden=64)
 
 
 def draw(settings: dict[str, Any], steps: int, solves: bool = False) -> list[tuple[Any, int]]:
-    """For each step the arrays of its batch, or None, and the number of batches that were submitted by its end."""
+    """For each step index and slice of its batch, or None, and the number of batches that were submitted by its end."""
     own, lead = config(**settings), Lead()
     given = producer(lambda index: SOLVED if solves else MIXED, **settings)
     (engine,) = given.dispatcher.fleet.engines
     source, drawn = source_on(lead, own, given), []
     for step in range(1, steps + 1):
         batch = source.next(step, step)
-        arrays = batch and {name: (str(array.dtype), array.tolist()) for name, array in batch.arrays.items()}
-        drawn.append((arrays, len(engine.batches)))
+        index = batch and {name: (str(array.dtype), array.tolist()) for name, array in batch.index.items()}
+        drawn.append((batch and (index, batch.slice.tobytes()), len(engine.batches)))
     lead.close()
     return drawn
 

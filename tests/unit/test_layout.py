@@ -51,6 +51,14 @@ def test_coordinates_are_megatrons(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_holders_of_a_slice_share_the_data_coordinate(layout):
+    """Each receives its packs from another holder: one that is missing from the list waits for ever."""
+    for data in range(layout.data):
+        expected = [rank for rank in range(layout.world_size) if layout.coordinate(rank).data == data]
+        assert layout.holders(data) == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_are_where_megatron_puts_them(layout):
     """Experts have an order of ranks of their own: their data-parallel ranks are not those of the other weights."""
     experts = megatrons_groups(

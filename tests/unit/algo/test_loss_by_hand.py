@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from mgrpo.algo import LossConfig, loss_denominator, policy_loss
+from mgrpo.algo import LossConfig, local_denominators, loss_denominator, policy_loss
 from tests.unit.algo.loss_cases import loss_config, reduced
 
 LOG2, LOG15 = math.log(2), math.log(1.5)
@@ -242,3 +243,10 @@ def test_a_missing_rollout_logprob_weighs_one():
         assert metrics["val/rho_weight"] == pytest.approx(4.5 / 3)
         _, grad, _ = evaluate(loss_config(**REINFORCE, rho_level="sequence_sum"), [LOG2, missing, LOG15])
         assert grad == pytest.approx([-2 / 3, -2 / 3, 1.5 / 3])
+
+
+def test_local_denominators_by_hand():
+    """Samples 0 and 2 with 1 + 5 tokens are the first micro-batch, sample 4 with 3 the second: twice their counts."""
+    found = local_denominators(np.array([4, 0, 2], np.int32), np.array([3, 1, 5], np.int32), 2)
+    assert found.tolist() == [12, 1, 12, 1, 6] and found.dtype == np.float32
+    assert local_denominators(np.zeros(0, np.int32), np.zeros(0, np.int32), 2).tolist() == []

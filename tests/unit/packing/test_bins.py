@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgrpo.packing import pack
+from mgrpo.packing.bins import longest_first
 
 # No deadline: a shared machine is slow now and then. No database: a test leaves no files.
 property_test = settings(database=None, deadline=None, max_examples=150)
@@ -100,3 +101,8 @@ def test_a_length_that_packs_cannot_be_padded_to_is_refused(pack_length, rounded
     """Rounded here as well as by the layout, a pack could be longer or shorter than the memory was planned for."""
     with pytest.raises(ValueError, match=f"pack_length={pack_length} must be a multiple of 4.*use {rounded}"):
         pack([1], pack_length, multiple_of=4)
+
+
+def test_longest_first_breaks_ties_by_index():
+    """Packs would depend on the order in which documents are listed, and with it a run that is repeated."""
+    assert longest_first([3, 1, 2, 0], [5, 5, 7, 5]) == [2, 0, 1, 3]

@@ -1,4 +1,4 @@
-"""Packs of whole samples: what each row sees and predicts, padding, and the way over the wire."""
+"""Packs of whole samples: what each row sees and predicts, and padding."""
 
 import dataclasses
 
@@ -13,9 +13,8 @@ from mgrpo.packing import (
     assemble,
     document_length,
     documents,
-    from_arrays,
-    pack_step,
-    to_arrays,
+    pack_lengths,
+    plan_step,
 )
 from mgrpo.types import PackedBatch, TrainSample
 
@@ -47,6 +46,13 @@ groups_of_samples = st.lists(
     st.tuples(st.integers(1, 6), st.lists(st.integers(1, 6), min_size=1, max_size=4)), max_size=8
 )
 share = st.sampled_from([True, False, "auto"])
+
+
+def pack_step(samples, *, multiple_of, document_multiple_of=1, **choices):
+    """All packs of a step as [mini-batch][rank][micro-batch]."""
+    padding = {"multiple_of": multiple_of, "document_multiple_of": document_multiple_of}
+    plan = plan_step(samples, **padding, **choices)
+    return [[[assemble(samples, documents, **padding) for documents in row] for row in ranks] for ranks in plan]
 
 
 def attention_mask(pack: PackedBatch) -> np.ndarray:
@@ -284,26 +290,23 @@ def test_mini_batches_do_not_depend_on_the_layout(layout):
 
 
 @property_test
-@given(groups_of_samples, share, st.integers(1, 3), st.integers(1, 3))
-def test_packs_survive_the_wire(groups, share_prompts, dp, num_mini_batches):
-    """Ranks would train on each other's packs, or divide by a denominator of their own."""
+@given(groups_of_samples, share, st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 6)]), st.integers(1, 3))
+def test_lengths_are_those_of_the_packs_that_are_laid_out(groups, share_prompts, multiples, dp):
+    """Padding and operations are reported from lengths alone: they would be those of other packs."""
     samples = make_samples(groups)
-    packs = pack_step(
-        samples, pack_length=32, dp=dp, num_mini_batches=num_mini_batches, multiple_of=2, share_prompts=share_prompts
-    )
-    arrays = to_arrays(packs)
-    assert all(array.dtype != object and array.flags.c_contiguous for array in arrays.values())
-    for rank in range(dp):
-        received = from_arrays({name: array.copy() for name, array in arrays.items()}, rank)
-        assert len(received) == num_mini_batches
-        for mini_batch, ranks in zip(received, packs, strict=True):
-            assert len(mini_batch) == len(ranks[rank])
-            assert all(equal_packs(left, right) for left, right in zip(mini_batch, ranks[rank], strict=True))
-    trained = [
-        sum(int(samples[i].loss_mask.sum()) for row in ranks for pack in row for i in pack.samples) for ranks in packs
-    ]
-    assert arrays["num_trained_tokens"].dtype == np.int64
-    assert arrays["num_trained_tokens"].tolist() == trained
+    padding = dict(zip(("multiple_of", "document_multiple_of"), multiples, strict=True))
+    choices = {"pack_length": 36, "dp": dp, "num_mini_batches": 2} | padding
+    plan = plan_step(samples, share_prompts=share_prompts and multiples[1] == 1, **choices)
+    chosen = [documents for ranks in plan for row in ranks for documents in row]
+    packs = [assemble(samples, documents, **padding) for documents in chosen]
+    found = pack_lengths(samples, chosen, **padding)
+    positions = np.concatenate([first + np.arange(length) for first, length in found.runs])
+    assert sorted(positions) == sorted(np.concatenate([pack.positions for pack in packs]))
+    assert found.tokens == len(positions)
+    assert found.responses == sum(len(pack.rows) for pack in packs) == sum(len(sample.tokens) for sample in samples)
+    assert found.filled == sum(len(pack.samples) > 0 for pack in packs)
+    # A row that is not padding shows one of the samples' tokens, which are all above 0.
+    assert found.padding == sum(int((pack.tokens == 0).sum()) for pack in packs)
 
 
 def test_empty_prompts_and_responses_are_refused():

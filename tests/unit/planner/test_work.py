@@ -88,16 +88,14 @@ def test_operations_of_real_packs_are_those_of_their_documents() -> None:
     ]
     a_token, a_pair, a_row = 2 * sum(active_weights(GPT_175B)), 96 * 4 * 12288, 2 * 12288 * 51200
     for groups, tokens, pairs in (([[0], [1]], 9, 15 + 10), ([[0, 1]], 6, 6 + 9 + 4)):
-        pack = packing.assemble(samples, groups)
-        found = packed_flops(GPT_175B, pack.positions, responses=len(pack.rows))
+        lengths = packing.pack_lengths(samples, [groups], multiple_of=1, document_multiple_of=1)
+        found = packed_flops(GPT_175B, lengths.runs, responses=lengths.responses)
         assert found.total == tokens * a_token + pairs * a_pair + 5 * a_row
     narrow = dataclasses.replace(GPT_175B, windows=(2,) * 95 + (None,))
-    found = packed_flops(narrow, np.array([0, 1, 2, 3, 0], np.int32), responses=0)
+    found = packed_flops(narrow, np.array([[0, 1], [1, 3], [0, 1]]), responses=0)
     assert found.total == 5 * a_token + 4 * 12288 * (95 * (1 + 2 + 2 + 2 + 1) + (1 + 2 + 3 + 4 + 1))
-    lengths = np.concatenate([np.arange(2048)] * 64)
-    assert packed_flops(MOE, lengths, responses=64 * 2048).total == pytest.approx(
-        forward_flops(MOE, BATCH).total, rel=1e-3
-    )
+    found = packed_flops(MOE, np.array([[0, 2048]] * 64), responses=64 * 2048)
+    assert found.total == pytest.approx(forward_flops(MOE, BATCH).total, rel=1e-3)
 
 
 def test_recomputation_repeats_what_it_names() -> None:

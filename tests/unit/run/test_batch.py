@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from mgrpo.layout import Layout
-from mgrpo.packing import from_arrays
+from mgrpo.packing import from_slice
 from mgrpo.parallel import backend
 from mgrpo.run.producer import Rollouts
 from mgrpo.types import ScoredGroup
@@ -41,12 +40,12 @@ def batch(num_groups: int, num_dropped: int = 0, **settings: object) -> Batch:
     )
 
 
-def responses(arrays: dict[str, np.ndarray]) -> list[tuple[int, ...]]:
+def responses(own: Batch) -> list[tuple[int, ...]]:
     """The response tokens of every sequence in the packs of both data-parallel ranks."""
     return sorted(
         tuple(pack.targets[a:b].tolist())
-        for rank in range(2)
-        for mini_batch in from_arrays(arrays, rank)
+        for part in own.slices
+        for mini_batch in from_slice(own.index, part.filled())
         for pack in mini_batch
         for a, b in zip(pack.response_cu_seqlens[:-1], pack.response_cu_seqlens[1:], strict=True)
     )
@@ -58,24 +57,24 @@ def test_every_completion_is_trained_on_once(num_mini_batches: int, share_prompt
     """One that is lost or doubled changes the objective, and no metric shows it."""
     own = batch(5, 2, num_mini_batches=num_mini_batches, shared_prompt_packing=share_prompts)
     expected = [tuple(c.tokens.tolist()) for number in range(5) for c in group(number).group.completions]
-    assert responses(own.arrays) == sorted(expected)
-    assert sorted(sample for pack in own.packs for sample in pack.samples.tolist()) == list(range(10))
+    assert responses(own) == sorted(expected)
+    assert own.lengths is not None and own.lengths.responses == sum(map(len, expected))
     assert [tuple(sample.tokens.tolist()) for sample in own.samples] == expected
 
 
 def test_epochs_that_are_reshuffled_have_packs_of_their_own() -> None:
-    """The arrays hold every pass; the packs of the batch, from which metrics are made, only one."""
+    """The slices hold the packs of every pass; the lengths, from which metrics are made, are those of one."""
     own = batch(4, num_epochs=3, reshuffle_mini_batches=True, num_mini_batches=2)
-    expected = responses(batch(4).arrays)
-    assert responses(own.arrays) == sorted(expected * 3)
-    assert sorted(sample for pack in own.packs for sample in pack.samples.tolist()) == list(range(8))
+    expected = responses(batch(4))
+    assert responses(own) == sorted(expected * 3)
+    assert own.lengths is not None and own.lengths.responses == sum(map(len, expected))
 
 
 def test_dropped_groups_count_as_sampled_and_are_not_trained_on() -> None:
     """Without any the run would end: it takes an empty batch for "every prompt is solved"."""
     assert batch(3, 2).num_sampled == 5
     only_dropped = batch(0, 4)
-    assert only_dropped.num_sampled == 4 and responses(only_dropped.arrays) == []
+    assert only_dropped.num_sampled == 4 and responses(only_dropped) == []
     assert batch(0).num_sampled == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from mgrpo.config import from_values
 from mgrpo.models.family import shape_of
-from mgrpo.packing import pack_step
+from mgrpo.packing import pack_lengths
 from mgrpo.planner.hardware import GPUS, gpu_of
 from mgrpo.run.throughput import Throughput
 from mgrpo.types import TrainSample
@@ -39,8 +39,7 @@ def packs():
         )
         for number in range(2)
     ]
-    ((made,),) = pack_step(samples, pack_length=64, dp=1, num_mini_batches=1, multiple_of=1, share_prompts=False)
-    return made
+    return pack_lengths(samples, [[[0], [1]]], multiple_of=1, document_multiple_of=1)
 
 
 def make(device_name: str | None, **settings: object) -> Throughput:
@@ -50,7 +49,7 @@ def make(device_name: str | None, **settings: object) -> Throughput:
 
 def test_mfu_is_what_a_person_counts(packs) -> None:
     """Per token and layer 2 operations a weight and 4 a dimension of each key it sees; three times that to train."""
-    assert [len(pack.tokens) for pack in packs] == [16]
+    assert packs.tokens == 16
     qkvo = 64 * (4 + 2 + 2) * 16 + 64 * 64
     norms_excluded = qkvo + 3 * 64 * 128
     layers = 2 * (16 * 2 * norms_excluded + 4 * 64 * 2 * sum(range(1, 9)))

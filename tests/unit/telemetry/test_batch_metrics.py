@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgrpo.packing import pack_step
+from mgrpo.packing import pack_lengths, plan_step
 from mgrpo.telemetry.batch import (
     advantage_histogram,
     batch_metrics,
@@ -48,10 +48,15 @@ def samples_of(groups, advantages):
     ]
 
 
-def packs_of(samples, **settings):
+def plan_of(samples, **settings):
+    """The documents of each pack."""
     choices = {"pack_length": 32, "dp": 1, "num_mini_batches": 1, "multiple_of": 1, "share_prompts": False} | settings
-    packs = pack_step(samples, **choices)
-    return [pack for ranks in packs for micro_batches in ranks for pack in micro_batches]
+    return [pack for ranks in plan_step(samples, **choices) for micro_batches in ranks for pack in micro_batches]
+
+
+def packs_of(samples, *, multiple_of=1, document_multiple_of=1, **settings):
+    padding = {"multiple_of": multiple_of, "document_multiple_of": document_multiple_of}
+    return pack_lengths(samples, plan_of(samples, **padding, **settings), **padding)
 
 
 def measure(kept, dropped=(), *, advantages=None, scale=SCALE, packs=None, **given):
@@ -306,9 +311,8 @@ def test_packing_counts_what_fills_up():
     """By hand: documents of 3 + 3 = 6 and 3 + 1 = 4 tokens in one pack of 10, filled up to 12."""
     kept = [group([10.0], lengths=[4]), group([0.0], lengths=[2])]
     samples = samples_of(kept, [0.0, 0.0])
-    for packs in (packs_of(samples, multiple_of=4), packs_of(samples, multiple_of=4, dp=2)):
-        metrics = measure(kept, packs=packs)
-        expected = {1: (1 / 2, 2 / 12), 2: (2 / 2, 2 / 12)}[len(packs)]
+    for dp, expected in ((1, (1 / 2, 2 / 12)), (2, (2 / 2, 2 / 12))):
+        metrics = measure(kept, packs=packs_of(samples, multiple_of=4, dp=dp))
         assert (metrics["packed_ratio"], metrics["batch/padding_frac"]) == pytest.approx(expected)
         assert metrics["batch/lost_token_frac"] == 0
     # A dummy pack is all padding and holds no completion.
@@ -319,9 +323,10 @@ def test_packing_counts_what_fills_up():
 def test_a_pack_that_went_missing_is_seen():
     """Packs floored to a multiple of the ranks once lost almost half of the data without a trace."""
     kept = [group([10.0], lengths=[4]), group([0.0], lengths=[2])]
-    packs = packs_of(samples_of(kept, [0.0, 0.0]), dp=2)
-    kept_pack = next(pack for pack in packs if len(pack.targets) == 4)
-    assert measure(kept, packs=[kept_pack])["batch/lost_token_frac"] == pytest.approx(2 / 6)
+    samples = samples_of(kept, [0.0, 0.0])
+    assert plan_of(samples, dp=2) == [[[0]], [[1]]]
+    left = pack_lengths(samples, [[[0]]], multiple_of=1, document_multiple_of=1)
+    assert measure(kept, packs=left)["batch/lost_token_frac"] == pytest.approx(2 / 6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -348,9 +353,8 @@ def test_padding_is_what_no_token_accounts_for(lengths, multiples, dp, share, pr
     )
     num_prompts = len(kept) if share else len(samples)
     real = prompt * num_prompts + sum(len(sample.tokens) - 1 for sample in samples)
-    rows = sum(len(pack.tokens) for pack in packs)
     metrics = measure(kept, packs=packs)
-    assert metrics["batch/padding_frac"] == pytest.approx(1 - real / rows)
+    assert metrics["batch/padding_frac"] == pytest.approx(1 - real / packs.tokens)
     assert metrics["batch/lost_token_frac"] == 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mgrpo.algo.metrics import MAXIMA, METRICS
-from mgrpo.packing import pack_step
+from mgrpo.packing import pack_lengths
 from mgrpo.telemetry.batch import batch_metrics
 from mgrpo.telemetry.evaluation import evaluation_metrics
 from mgrpo.types import RewardScale
@@ -85,12 +85,11 @@ def groups():
 def produced(scale):
     kept = groups()
     samples = [builders.train_sample(kept[0].group, index) for index in range(2)]
-    packs = pack_step(samples, pack_length=16, dp=1, num_mini_batches=1, multiple_of=1, share_prompts=False)
     step = batch_metrics(
         kept,
         [],
         samples=samples,
-        packs=packs[0][0],
+        packs=pack_lengths(samples, [[[0], [1]]], multiple_of=1, document_multiple_of=1),
         batch_size=2,
         policy_version=0,
         num_excluded_prompts=0,

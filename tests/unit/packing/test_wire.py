@@ -1,0 +1,92 @@
+"""The way of a step's packs to the learners: what each receives, and how few bytes that takes."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgrpo.packing import assemble, from_slice, plan_step, to_slices
+from tests.unit.packing.test_document import equal_packs, groups_of_samples, make_samples, property_test, share
+
+PADDINGS = st.sampled_from([(1, 1), (2, 1), (4, 4), (6, 2)])
+
+
+@property_test
+@given(groups_of_samples, share, PADDINGS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
+def test_packs_survive_the_wire(groups, share_prompts, multiples, dp, num_mini_batches, passes):
+    """Ranks would train on each other's packs, or divide by a denominator of their own."""
+    samples = make_samples(groups)
+    padding = dict(zip(("multiple_of", "document_multiple_of"), multiples, strict=True))
+    choices = {"pack_length": 36, "dp": dp, "num_mini_batches": num_mini_batches} | padding
+    plan = [
+        mini_batch
+        for epoch in range(passes)
+        for mini_batch in plan_step(samples, share_prompts=share_prompts and multiples[1] == 1, epoch=epoch, **choices)
+    ]
+    index, slices = to_slices(samples, plan, **padding)
+    assert len(slices) == dp
+    for rank, part in enumerate(slices):
+        received = from_slice(index, part.filled())
+        assert len(received) == num_mini_batches * passes
+        for mini_batch, ranks in zip(received, plan, strict=True):
+            packs = [assemble(samples, documents, **padding) for documents in ranks[rank]]
+            assert len(mini_batch) == len(packs)
+            assert all(equal_packs(left, right) for left, right in zip(mini_batch, packs, strict=True))
+
+
+def test_the_index_counts_over_all_ranks():
+    """The loss's denominator: a rank that knew its own tokens only would weigh them dp times too much."""
+    samples = make_samples([(2, [3, 4]), (3, [5, 2, 6]), (1, [4])])
+    choices = {"pack_length": 16, "dp": 2, "num_mini_batches": 2, "multiple_of": 1, "share_prompts": False}
+    plan = plan_step(samples, **choices)
+    index, _ = to_slices(samples, plan, multiple_of=1, document_multiple_of=1)
+    members = [[number for row in ranks for pack in row for own in pack for number in own] for ranks in plan]
+    trained = [[int(samples[number].loss_mask.sum()) for number in own] for own in members]
+    assert index["num_trained_tokens"].tolist() == [sum(own) for own in trained]
+    assert index["num_sequences"].tolist() == [len(own) for own in members]
+    assert index["samples"].tolist() == members[0] + members[1]
+    assert index["trained_tokens"].tolist() == trained[0] + trained[1]
+    assert all(array.dtype.kind == "i" and array.flags.c_contiguous for array in index.values())
+
+
+def bytes_of(samples, plan):
+    _, (part,) = to_slices(samples, plan, multiple_of=1, document_multiple_of=1)
+    return part.num_bytes
+
+
+def test_a_response_token_takes_nine_bytes_and_a_shared_prompt_is_sent_once():
+    """At 10^8 tokens a step each further byte is a tenth of a gigabyte through rank 0."""
+    samples = make_samples([(50, [10, 20])])
+    samples = [dataclasses.replace(sample, prompt_tokens=samples[0].prompt_tokens) for sample in samples]
+    apart, shared = [[[[[0], [1]]]]], [[[[[0, 1]]]]]
+    longer = [samples[0], make_samples([(50, [10, 1020])])[1]]
+    longer[1] = dataclasses.replace(longer[1], prompt_tokens=samples[0].prompt_tokens)
+    assert bytes_of(longer, apart) - bytes_of(samples, apart) == 9 * 1000
+    prompt = np.ones(1050, np.int32)
+    grown = [dataclasses.replace(sample, prompt_tokens=prompt) for sample in samples]
+    for plan in (apart, shared):
+        assert bytes_of(grown, plan) - bytes_of(samples, plan) == 4 * 1000
+    # A second pass adds which documents it has, and no token.
+    assert bytes_of(samples, apart * 2) - bytes_of(samples, apart) < 32
+
+
+def test_the_age_of_a_token_is_not_its_mask():
+    """Seven bits of each token's flags are kept for its age: read as the mask they would train what is masked."""
+    samples = make_samples([(3, [5, 7])])
+    plan = [[[[[0], [1]]]]]
+    index, (part,) = to_slices(samples, plan, multiple_of=1, document_multiple_of=1)
+    data, aged = part.filled(), part.filled()
+    aged[-12:] |= np.arange(12, dtype=np.uint8) << 1
+    ((plain,),), ((other,),) = from_slice(index, data), from_slice(index, aged)
+    assert equal_packs(plain, other) and plain.loss_mask.tolist() == [
+        trained for sample in samples for trained in sample.loss_mask.tolist()
+    ]
+
+
+def test_a_slice_of_the_wrong_size_is_noticed():
+    """Arrays cut from the wrong bytes are still arrays."""
+    index, (part,) = to_slices(make_samples([(3, [5])]), [[[[[0]]]]], multiple_of=1, document_multiple_of=1)
+    with pytest.raises(AssertionError, match="a slice of"):
+        from_slice(index, part.filled()[:-1])
