@@ -50,10 +50,10 @@ def meeting_host(store: Store) -> str:
         return LOOPBACK
     if rank() == int(os.environ.get("LOCAL_RANK", "0")):
         # On rank 0's machine, where MASTER_ADDR may be a loopback address. The first rank of the next one has found it.
-        address = own_address(store.get(f"address {num_local_learners()}").decode())
+        address = own_address(store.get(f"address of rank {num_local_learners()}").decode())
     else:
         address = own_address(os.environ["MASTER_ADDR"])
-        store.set(f"address {rank()}", address)
+        store.set(f"address of rank {rank()}", address)
     if interface := interface_of(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     return address

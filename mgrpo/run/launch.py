@@ -218,7 +218,7 @@ def _meet(config: Config, watch: Watch) -> str:
             watch.connect(store.get("watch").decode())
     except (DistError, OSError) as err:
         raise RuntimeError(
-            f"rank 0 could not be reached within learner_timeout={limit_s} s of the start: {err}"
+            f"rank {rank()} has not met the others within learner_timeout={limit_s} s of the start: {err}"
         ) from err
     backend.init_process_group(
         rank=rank(), world_size=world_size(), timeout_minutes=config.experiment.backend_timeout, store=store
