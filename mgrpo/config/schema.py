@@ -361,7 +361,8 @@ class Checkpoint:
     keep_last_n_checkpoints: Annotated[int, Range(low=-1), OPEN_INSTRUCT] = 3
     """Number of newest training states to keep; -1: all."""
     checkpoint_async: bool = False
-    """Write training states in the background, from a copy in host memory."""
+    """Write training states in the background, from a copy in host memory: 12 bytes a weight on all ranks together, until they
+    are written."""
     resume: str = "auto"
     """auto: continue from the newest complete state of this run, if there is one, and refuse to start when that is damaged;
     intact: continue from the newest one that is not damaged; never: start afresh; or the path of a state,

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mgrpo.processes.address import LOOPBACK, own_address
+
 _POLL_S = 0.001
 
 Group = Any
@@ -96,13 +98,11 @@ def _meet(store: dist.Store, members: Sequence[str], rank: int, timeout_s: float
 
 
 def _gloo_device(host: str) -> Any:
-    """On one machine all members use loopback; on several each listens on GLOO_SOCKET_IFNAME, or where its name resolves."""
+    """Each member listens on GLOO_SOCKET_IFNAME if there are several machines, otherwise on its way to rank 0, at `host`."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if host == "127.0.0.1":
-        return dist.ProcessGroupGloo.create_device(hostname=host)
-    if interface:
+    if interface and host != LOOPBACK:
         return dist.ProcessGroupGloo.create_device(interface=interface)
-    return dist.ProcessGroupGloo.create_default_device()
+    return dist.ProcessGroupGloo.create_device(hostname=own_address(host))
 
 
 class Round:

@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import os
+import socket
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +47,17 @@ class EngineActor:
         self.has_finished = asyncio.Event()
 
     async def start(self, args: dict[str, Any]) -> None:
-        """Load the model."""
+        """Load the model.
+
+        Raises:
+            FileNotFoundError: this node does not have its folder, or the tokenizer's.
+        """
+        for folder in (args["model"], args.get("tokenizer", args["model"])):
+            if not os.path.isdir(folder):  # vLLM would look for it on the Hub
+                raise FileNotFoundError(
+                    f"{folder} is not a folder on {socket.gethostname()}, where this engine runs; every node that serves "
+                    "needs the model and its tokenizer at the same path"
+                )
         # Importing vllm makes a million objects that stay: without the collector it takes a fifth less time.
         gc.disable()
         from vllm.config.weight_transfer import WeightTransferConfig

@@ -149,7 +149,9 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs, except for the weight-transfer backend."""
     settings, stop_strings = config.engine, config.rollout.stop_strings
     args: dict[str, Any] = {
-        "model": config.model.path,
+        # An engine of a joined cluster has the working directory of `ray start`, in which vLLM would take a relative path for
+        # the name of a model on the Hub.
+        "model": str(Path(config.model.path).absolute()),
         "dtype": config.model.model_dtype,
         # An engine gets the weights of a Megatron folder by its first weight sync, before which it serves nothing.
         "load_format": "dummy" if (Path(config.model.path) / "megatron.json").is_file() else "auto",
@@ -164,7 +166,7 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
         "seed": 0,  # each sync seeds the sampler anew
     }
     if stop_strings:
-        args["tokenizer"] = config.tokenizer_path
+        args["tokenizer"] = str(Path(config.tokenizer_path).absolute())
     if settings.vllm_tensor_parallel_size > 1:
         # Inside a placement group vLLM would choose Ray, which wants one GPU a bundle and cannot serve on a CPU.
         args["distributed_executor_backend"] = "mp"

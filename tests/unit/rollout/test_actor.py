@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,3 +67,11 @@ def test_a_call_that_fails_does_not_hold_up_the_next():
 
     failed, done = asyncio.run(both())
     assert isinstance(failed, RuntimeError) and done == "done"
+
+
+@pytest.mark.parametrize("missing", ["model", "tokenizer"])
+def test_a_node_without_the_model_is_named(tmp_path, missing):
+    """vLLM says that the path is no valid name on the Hub, and not on which of the nodes."""
+    args = {"model": str(tmp_path), "tokenizer": str(tmp_path), missing: str(tmp_path / "elsewhere")}
+    with pytest.raises(FileNotFoundError, match=f"elsewhere is not a folder on {socket.gethostname()}, where"):
+        asyncio.run(EngineActor().start(args))

@@ -134,12 +134,21 @@ def test_vllms_own_arguments_take_the_place_of_defaults():
         assert args.keys() - free <= arguments.OWNED.keys()
 
 
+def test_an_engine_finds_the_model_from_any_working_directory(monkeypatch, tmp_path):
+    """On another node it has that of `ray start`, and vLLM takes a relative path for the name of a model on the Hub."""
+    monkeypatch.chdir(tmp_path)
+    values = {"model_name_or_path": "models/m", "tokenizer_name_or_path": "models/t", "stop_strings": ["x"]}
+    args = arguments.engine_args(from_values(values), on_gpu=False)
+    monkeypatch.chdir("/")
+    assert (args["model"], args["tokenizer"]) == (f"{tmp_path}/models/m", f"{tmp_path}/models/t")
+
+
 def test_an_engine_has_a_tokenizer_only_for_stop_strings():
     """Turning every token into text costs time; without text a stop string is never found."""
-    values = {"model_name_or_path": "m", "tokenizer_name_or_path": "t"}
+    values = {"model_name_or_path": "/m", "tokenizer_name_or_path": "/t"}
     plain = arguments.engine_args(from_values(values), on_gpu=False)
     assert plain["skip_tokenizer_init"] and "tokenizer" not in plain
-    for given, expected in ((values, "t"), ({"model_name_or_path": "m"}, "m")):
+    for given, expected in ((values, "/t"), ({"model_name_or_path": "/m"}, "/m")):
         args = arguments.engine_args(from_values({**given, "stop_strings": ["</answer>"]}), on_gpu=False)
         assert not args["skip_tokenizer_init"] and args["tokenizer"] == expected
 
