@@ -13,7 +13,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import resource
 import statistics
 import time
 from collections.abc import Iterator
@@ -34,6 +33,11 @@ from mgrpo.sync.group import connect_store, open_store
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
 TIMEOUT_S = 120
+PROTOCOL = (
+    "Two training ranks and one worker, each a process with one thread and random weights; the transports take turns, "
+    "{rounds} syncs of each. Medians: seconds from the first end that begins to the last that is done, CPU seconds of all "
+    "three. The load average is that of the machine, these processes included."
+)
 TRANSPORTS = ("gloo", "shared memory")
 SMOLLM2 = {
     "model_type": "llama",
@@ -105,13 +109,13 @@ CASES = {
 
 
 def live(boxes: list[Box], dtype: torch.dtype, seed: int) -> list[tuple[Box, torch.Tensor]]:
-    """Random values for the slices that a process holds; slices of one tensor that fill it lie in it, as in an engine."""
+    """Random values for the slices that a process holds."""
     torch.manual_seed(seed)
     return [(box, torch.randn(box.shape).to(dtype)) for box in boxes]
 
 
 def learner(case: Case, rank: int, ports: list[int], args: argparse.Namespace, barrier: Any, results: Any) -> None:
-    """A training rank: (transport, begin, end, CPU seconds) of every sync, then its digests."""
+    """A training rank: what `turns` found, and then its digests."""
     torch.set_num_threads(1)
     holdings = case.holdings
     held = live(holdings[rank], torch.float32, seed=rank)
@@ -136,12 +140,12 @@ def learner(case: Case, rank: int, ports: list[int], args: argparse.Namespace, b
         if rank == 0:
             results.put(sender.invitation(0))
         sender.join()
-    results.put([*turns([sender.send for sender in senders], args.rounds, barrier), peak_mib()])
+    results.put(list(turns([sender.send for sender in senders], args.rounds, barrier)))
     results.put(senders[0].digests().tolist())
 
 
 def worker(case: Case, invitations: Any, args: argparse.Namespace, barrier: Any, results: Any) -> None:
-    """The engine's end: the same, but for the digests, which are in the store."""
+    """The engine's end: what `turns` found; its digests are in the store."""
     torch.set_num_threads(1)
     held = live(engine_boxes(case.model, InferLayout())[0], case.dtype, seed=9)
     receivers = []
@@ -154,18 +158,18 @@ def worker(case: Case, invitations: Any, args: argparse.Namespace, barrier: Any,
     def receive(receiver: Receiver) -> Any:
         def run(version: int) -> None:
             receiver.receive(version)
-            if version == args.rounds:  # outside the clock of the others, and the last round does not count
+            if version == args.rounds:  # which does not count
                 receiver.report_digests(version)
                 for _, view in held:
                     view.zero_()
 
         return run
 
-    results.put([*turns([receive(receiver) for receiver in receivers], args.rounds, barrier), peak_mib()])
+    results.put(list(turns([receive(receiver) for receiver in receivers], args.rounds, barrier)))
 
 
 def turns(calls: list[Any], rounds: int, barrier: Any) -> Iterator[tuple[str, int, float, float, float]]:
-    """Every transport once in each round."""
+    """Every transport once in each round: its name, the round, begin and end, and CPU seconds."""
     for number in range(rounds + 1):
         for transport, call in zip(TRANSPORTS, calls, strict=True):
             barrier.wait()
@@ -174,13 +178,8 @@ def turns(calls: list[Any], rounds: int, barrier: Any) -> Iterator[tuple[str, in
             yield transport, number, begin, time.monotonic(), time.process_time() - used
 
 
-def peak_mib() -> float:
-    """Most memory that this process has had in use."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds by transport."""
+    """Seconds by transport, without the first round and the last."""
     context = multiprocessing.get_context("spawn")
     stores = [open_store(HOST, TIMEOUT_S) for _ in TRANSPORTS]
     ports = [port for _, port in stores]
@@ -201,14 +200,14 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
                 * case.dtype.itemsize
             )
             invitations.put(invitation)
-        *seen, learner_mib = zip(*(queue.get() for queue in results), strict=True)
+        seen = list(zip(*(queue.get() for queue in results), strict=True))
         truth = torch.tensor([results[rank].get() for rank in range(2)]).sum(0)[0].tolist()
     finally:
         for end in ends:
             end.join(TIMEOUT_S)
     for transport, (store, _) in zip(TRANSPORTS, stores, strict=True):
         assert json.loads(store.get(digest_key(0, 0, args.rounds))) == truth, f"{transport}: other weights arrived"
-    record: dict[str, Any] = {"what": case.what, "megabytes": sent / 1e6}
+    record: dict[str, Any] = {"what": case.what, "megabytes": sent / 1e6, "load_average": os.getloadavg()[0]}
     for transport in TRANSPORTS:
         counted = [each for each in seen if each[0][0] == transport and 0 < each[0][1] < args.rounds]
         walls = [max(end[3] for end in each) - min(end[2] for end in each) for each in counted]
@@ -218,7 +217,6 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
             "cpu_seconds_median": statistics.median(sum(end[4] for end in each) for each in counted),
         }
     record["times faster"] = record["gloo"]["seconds_median"] / record["shared memory"]["seconds_median"]
-    record["peak_mib"] = dict(zip(("rank 0", "rank 1", "worker"), learner_mib, strict=True))
     return record
 
 
@@ -230,7 +228,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "sync-cpu.json")
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    load = os.getloadavg()
     records = {}
     for name in args.cases:
         record = records[name] = measure(CASES[name], args)
@@ -242,13 +239,12 @@ def main() -> None:
                 f"  {transport:14s} {found['seconds_median']:7.3f} s  {rate:5.1f} GB/s  CPU {found['cpu_seconds_median']:.2f} s"
                 f"   {min(found['seconds']):.3f} to {max(found['seconds']):.3f}"
             )
-        print(f"  {record['times faster']:.1f} times faster; peak MiB {record['peak_mib']}")
+        print(f"  {record['times faster']:.1f} times faster")
     text = {
-        "protocol": __doc__,
+        "protocol": PROTOCOL.format(rounds=args.rounds - 1),
         "machine": {
             "cpu": cpu_model(),
             "cores": os.cpu_count(),
-            "load_average_before": load,
             "torch": torch.__version__,
         },
         "weight_sync_bucket_mb": args.bucket_mb,
