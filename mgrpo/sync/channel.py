@@ -128,7 +128,8 @@ class Sender:
             RuntimeError: naming this rank, the workers and the bucket that were waited for, after `timeout_s`.
         """
         sent = 0
-        begun: dict[int, list[Round]] = {engine: [] for engine in self.channels}
+        channels = {engine: channel for engine, channel in self.channels.items() if channel.is_open}
+        begun: dict[int, list[Round]] = {engine: [] for engine in channels}
         failures: list[RuntimeError] = []
 
         @contextlib.contextmanager
@@ -137,10 +138,10 @@ class Sender:
                 yield
             except RuntimeError as err:
                 failures.append(err)
-                self.channels.pop(engine).close()
+                channels.pop(engine).close()
 
-        for number in range(max((len(channel.rounds) for channel in self.channels.values()), default=0)):
-            for engine, channel in list(self.channels.items()):
+        for number in range(max((len(channel.rounds) for channel in channels.values()), default=0)):
+            for engine, channel in list(channels.items()):
                 if number < len(channel.rounds):
                     with apart(engine):
                         # One round may be under way while this one is prepared.
@@ -148,7 +149,7 @@ class Sender:
                             begun[engine][number - 2].settle()
                         begun[engine].append(self._begin(version, number, engine))
                         sent += channel.num_elements(number) * self.dtype.itemsize
-        for engine in list(self.channels):
+        for engine in list(channels):
             with apart(engine):
                 for each in begun[engine]:
                     each.finish()
@@ -169,8 +170,8 @@ class Sender:
 
     def close(self) -> None:
         """Leave all transfers."""
-        while self.channels:
-            self.channels.popitem()[1].close()
+        for channel in self.channels.values():
+            channel.close()
 
     def digests(self) -> torch.Tensor:
         """`[workers, tensors]` int64: digest of what this rank sends each worker; the sum over ranks is what the worker must have."""
@@ -312,6 +313,7 @@ class Channel:
             names: of all members, in their order.
         """
         self.names = names
+        self.is_open = True
         peers = {
             peer: max(sum(box.size for box in boxes) for boxes in cut(limit=BUCKET_BYTES)) * dtype.itemsize
             for peer, cut in pairs.items()
@@ -337,6 +339,7 @@ class Channel:
 
     def close(self) -> None:
         """Members that wait for this one learn that it has left."""
+        self.is_open = False
         self.transport.close()
 
 

@@ -163,9 +163,7 @@ class Transfer:
         for peers, work in self._works:
             with named(peers, self._lost):
                 work.wait()
-        for views, bucket in zip(self._into, self._buckets, strict=False):  # what is sent goes into nothing
-            parts = bucket.split([view.numel() for view in views])
-            torch._foreach_copy_(list(views), [part.view(view.shape) for part, view in zip(parts, views, strict=True)])
+        _write(self._buckets, self._into)
         self._buckets, self._into = [], ()
 
     def finish(self) -> None:
@@ -185,3 +183,10 @@ class Transfer:
                 raise RuntimeError("no answer")
             time.sleep(_POLL_S)
         work.wait()
+
+
+def _write(buckets: Sequence[torch.Tensor], into: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Write the values of each bucket to its views; those that were sent have none."""
+    for bucket, views in zip(buckets, into, strict=False):
+        parts = bucket.split([view.numel() for view in views])
+        torch._foreach_copy_(list(views), [part.view(view.shape) for part, view in zip(parts, views, strict=True)])
