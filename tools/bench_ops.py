@@ -330,11 +330,35 @@ def loop_markdown(report: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def sync_markdown(report: dict[str, Any]) -> list[str]:
+    """A report of tools/bench_sync.py as markdown."""
+    machine = report["machine"]
+    lines = [
+        "### The weight sync on a CPU",
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}. {report['protocol']}",
+        "",
+        "| | MB | load average | gloo, s | CPU s | shared memory, s | CPU s | times faster |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for case in report["cases"].values():
+        figures = [
+            f"{case[transport][name]:.2f}"
+            for transport in ("gloo", "shared memory")
+            for name in ("seconds_median", "cpu_seconds_median")
+        ]
+        lines.append(
+            f"| {case['what']} | {case['megabytes']:.0f} | {case['load_average']:.1f} | {' | '.join(figures)} | "
+            f"{case['times faster']:.1f} |"
+        )
+    return [*lines, ""]
+
+
 def figures_markdown(folder: Path) -> str:
     """The figures of all JSON files of a folder."""
     lines: list[str] = []
-    ops = [f"{name}-{device}" for name in ("ops", "experts") for device in ("cpu", "cuda")]
-    for name, render in (*((name, ops_markdown) for name in ops), ("loop-cpu", loop_markdown)):
+    ops = [(f"{name}-{device}", ops_markdown) for name in ("ops", "experts") for device in ("cpu", "cuda")]
+    for name, render in (*ops, ("loop-cpu", loop_markdown), ("sync-cpu", sync_markdown)):
         path = folder / f"{name}.json"
         if path.exists():
             lines += render(json.loads(path.read_text(encoding="utf-8")))

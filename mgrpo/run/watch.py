@@ -31,6 +31,9 @@ _WAITING = (
     "distributed_c10d.py",
     "p2p_communication.py",
     "mgrpo/sync/group.py",
+    "mgrpo/sync/shared.py",
+    "mgrpo/sync/meeting.py",
+    "mgrpo/sync/transport.py",
     "mgrpo/sync/channel.py",
     "mgrpo/run/lead.py",
 )

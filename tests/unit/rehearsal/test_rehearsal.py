@@ -46,7 +46,6 @@ UNREACHED = {
     "architecture.py block": "Transformer Engine's layers, which need a GPU; their names and shapes are recorded",
     "model.py build": "the same",
     "attention.py shared_prompts_pay": "is asked by rank 0, which makes the packs",
-    "group.py __init__": "a peer does not answer",
     "group.py finish": "a peer does not answer",
     "library.py ops_for": "kernels for CUDA are taken to be built",
     "linear.py _add_product": "runs in autograd's own thread, whose lines are not recorded",
