@@ -403,10 +403,9 @@ class Config:
     @property
     def max_age(self) -> int:
         """Steps after which a group is trained on at the latest, counted from when its sampling began."""
-        rollout = self.rollout
-        if rollout.max_staleness is not None:
-            return rollout.max_staleness
-        return rollout.async_steps + math.ceil(self.algorithm.active_sampling_oversample)
+        least = self.rollout.async_steps + math.ceil(self.algorithm.active_sampling_oversample)
+        # Where nothing begins before its step, nothing ages.
+        return least if self.rollout.max_staleness is None or not least else self.rollout.max_staleness
 
     @property
     def num_extra_groups(self) -> int:
