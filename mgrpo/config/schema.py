@@ -133,7 +133,8 @@ class Rollout:
     max_staleness: Annotated[int | None, NOT_NEGATIVE, TRL] = None
     """A group is trained on at most this many steps after its sampling has begun; what would become older is waited for,
     never dropped. None: the least that is possible, async_steps, with which steps take groups in the order of their prompts.
-    More: a step takes what has finished, so that the longest answers do not hold it up."""
+    More: a step takes what has finished, so that the longest answers do not hold it up. Given alone, it makes async_steps half
+    of it."""
     inflight_updates: Annotated[bool, OPEN_INSTRUCT] = False
     """With async_steps: engines take over new weights in the middle of completions; false: they finish them first."""
     inflight_kv: Literal["recompute", "keep"] = "recompute"
@@ -154,7 +155,7 @@ class Rollout:
     rollouts_save_path: Annotated[str | None, OPEN_INSTRUCT] = None
     """Folder for completions; none: output_dir/rollouts."""
     rollout_timeout: Annotated[int, ONE_OR_MORE] = 3600
-    """Seconds that the generation of one step may take before the run ends with an error."""
+    """Seconds that a step, an evaluation or a pause of the engines may wait for completions before the run ends with an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,10 +405,9 @@ class Config:
     @property
     def max_age(self) -> int:
         """Steps after which a group is trained on at the latest, counted from when its sampling began."""
-        rollout = self.rollout
-        if rollout.max_staleness is not None:
-            return rollout.max_staleness
-        return rollout.async_steps + math.ceil(self.algorithm.active_sampling_oversample)
+        least = self.rollout.async_steps + math.ceil(self.algorithm.active_sampling_oversample)
+        # Where nothing begins before its step, nothing ages.
+        return least if self.rollout.max_staleness is None or not least else self.rollout.max_staleness
 
     @property
     def num_extra_groups(self) -> int:

@@ -222,6 +222,11 @@ def _loss_warnings(config: Config) -> Iterator[str]:
         yield f"aggregation=luspo is meant for ratio_level=sequence, got {own.ratio_level}"
     if config.rollout.num_samples_per_prompt_rollout == 1:
         yield "num_samples_per_prompt_rollout=1: the baseline is the mean of the batch, as in REINFORCE"
+    if own.is_own_function and config.max_age:
+        yield (
+            f"policy_loss={own.policy_loss} is trained on tokens of policies up to {config.max_age} steps older and has to "
+            "correct for that itself; rollout_logprobs are those of the policy that sampled"
+        )
 
 
 def _state_warnings(config: Config) -> Iterator[str]:
@@ -250,6 +255,12 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("alpha", "ref_policy_update_freq", lambda c: c.algorithm.ref_policy_update_freq is not None),
     ("reshuffle_mini_batches", "num_epochs above 1", lambda c: c.algorithm.num_epochs > 1),
     ("active_sampling_max_rounds", "active_sampling=true", lambda c: c.algorithm.active_sampling),
+    (
+        "max_staleness",
+        "async_steps above 0 (or active_sampling_oversample)",
+        lambda c: c.rollout.async_steps + c.algorithm.active_sampling_oversample > 0,
+    ),
+    ("inflight_kv", "inflight_updates=true", lambda c: c.rollout.inflight_updates),
     (
         "clip_lower delta dual_clip",
         "policy_loss=ppo_clip",

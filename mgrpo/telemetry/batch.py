@@ -270,7 +270,7 @@ def _filtering(
         "batch/filtered_prompts_pct": len(dropped) / num_sampled if num_sampled else 0.0,
         **{f"batch/filtered_prompts_{kind}": kinds.count(kind) for kind in ("zero", "solved", "nonzero", "unscored")},
         "batch/no_resampled_prompts": num_excluded,
-        # Sampling and training alternate, so no result grows stale.
+        # What would grow too old is waited for.
         "stale_results_dropped": 0,
     }
 

@@ -14,7 +14,7 @@ STEPS = test_resume.STEPS
 FLAGS = [
     *("--num_unique_prompts_rollout", "16", "--num_samples_per_prompt_rollout", "8", "--total_episodes", str(STEPS * 128)),
     *("--use_rho_correction", "true", "--local_eval_every", "4", "--eval_pass_at_k", "2", "--checkpoint_state_freq", "3"),
-    *("--save_traces", "true"),
+    *("--save_traces", "true", "--num_mini_batches", "2"),
 ]  # fmt: skip
 TIMES = ("async/learner_waited_s", "async/engine_idle_share", "async/admitted")
 

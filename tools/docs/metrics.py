@@ -52,8 +52,7 @@ def left_out(name: str, source: str, reason: str) -> Metric:
 
 
 _RUNNING = "needs a total over the run that a resumed run continues"
-_ASYNC = "sampling and training take turns, so neither waits for a queue"
-_PER_GROUP = "an engine samples a batch as one call and reports one time"
+_PER_GROUP = "engines sample groups at the same time and do not report the time of one"
 _TOOLS, _ENVIRONMENTS = "there are no tools", "there are no environments"
 _RUBRICS = "rubrics do not evolve; the verifier rubric judges by those in the row"
 _FLOPS = "which GPUs the engines have is not asked"
@@ -160,8 +159,17 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("model_step_min", OI, "version", "the oldest"),
         logged("model_step_max", OI, "version", "the newest"),
         logged("num_steps_off_policy", OI, "version", "version that the step's first update starts from - model_step_mean"),
-        logged("stale_results_dropped", OI, "count", "groups too old to train on; 0 while sampling and training take turns"),
+        logged("stale_results_dropped", OI, "count", "groups too old to train on; always 0, because what would become too old is waited for"),
         not_yet("batch/per_group_generation_times", OI, _PER_GROUP),
+    ),
+    "Asynchronous runs": (
+        logged("async/age_mean", OWN, "version", "version that the step's first update starts from - oldest version among a group's tokens, mean over the groups trained on"),
+        logged("async/age_max", OWN, "version", "the largest; at most max_staleness"),
+        logged("async/mixed_completions", OWN, "count", "completions trained on whose tokens come from several versions; only with inflight_updates"),
+        logged("async/admitted", OWN, "count", "groups that have begun since the step before; a run begins with those of async_steps + 1 steps"),
+        logged("async/learner_waited_s", OWN, "s", "from the request for the step's batch until every learner has it: time/generate, time/score and packing"),
+        logged("async/engine_idle_share", OWN, "share", "of time/total, the part for which no engine had anything to sample"),
+        logged("time/drain", OWN, "s", "waiting until the engines are paused, before they receive weights; without inflight_updates they finish their completions first"),
     ),
     "Loss": (
         logged("loss/policy_avg", OI, "1", "policy term per trained token"),
@@ -202,7 +210,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("custom/loss/{name}", OWN, "any", "what the function that policy_loss names reports: its sums divided by its counts (docs/algorithms.md)"),
     ),
     "Engine and trainer": (
-        logged("debug/vllm_vs_local_logprob_diff_mean", OI, "nats", "|old logprob - the engine's|"),
+        logged("debug/vllm_vs_local_logprob_diff_mean", OI, "nats", "|old logprob - the engine's|; of tokens from older versions also what the policy has learned since"),
         logged("debug/vllm_vs_local_logprob_diff_std", OI, "nats", "its standard deviation over the trained tokens"),
         logged("debug/vllm_vs_local_logprob_diff_max", OI, "nats", "its largest value"),
         logged("debug/vllm_local_reverse_kl", OI, "nats", "the engine's logprob - logprob: an unbiased estimate of KL(engine, policy); Open Instruct multiplies it by the probability once more, which makes it biased"),
@@ -222,8 +230,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Time": (
         logged("time/total", OI, "s", "the whole step"),
         alias("step_time", TRL, "time/total"),
-        logged("time/generate", OWN, "s", "generation by the engines"),
-        logged("time/score", OWN, "s", "verifiers or reward functions"),
+        logged("time/generate", OWN, "s", "waiting for the engines' answers"),
+        logged("time/score", OWN, "s", "then waiting for verifiers or reward functions"),
         logged("time/train", OWN, "s", "packing, forward, backward and updates"),
         alias("time/training", OI, "time/train"),
         logged("time/sync", OWN, "s", "sending the weights to the engines"),
@@ -234,8 +242,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         *(not_yet(f"time/weight_sync_{which}", OI, "the sync of all engines is timed as one") for which in ("mean", "min", "max", "median")),
         not_yet("time/saving", OI, "exports are not timed"),
         not_yet("time/health_check", OI, "there is no health check between steps"),
-        not_yet("time/trainer_waiting_for_data", OI, _ASYNC),
-        not_yet("time/generation_waiting_for_trainer", OI, _ASYNC),
+        alias("time/trainer_waiting_for_data", OI, "async/learner_waited_s", "asynchronous runs"),
+        alias("time/generation_waiting_for_trainer", OI, "async/engine_idle_share", "as a share of the step; asynchronous runs"),
         *(not_yet(f"time/group_generation_{which}", OI, _PER_GROUP) for which in ("mean", "max", "min")),
         not_yet("time/from_scratch", OLD, _RUNNING),
         not_yet("forward_time_s", TRL, "forward and backward are timed as one"),
@@ -244,7 +252,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         alias("training_tok/s", TRL, "time/learner_tokens_per_second_step"),
         not_yet("learner_tokens_per_second_overall", OI, _RUNNING),
         alias("val/actor_tokens_per_second", OI, "time/actor_tokens_per_second"),
-        logged("time/actor_tokens_per_second", OWN, "tokens/s", "tokens of all prompts, each once, and completions sampled / time/generate"),
+        logged("time/actor_tokens_per_second", OWN, "tokens/s", "tokens of the step's prompts, each once, and completions / seconds for which any engine had something to sample since the step before"),
         not_yet("train_seq_len", TRL, "val/num_step_tokens counts the packs together"),
         logged("time/learner_tokens_per_second_per_gpu", OWN, "tokens/s", "tokens in the packs / seconds of the learners' part of the step / learner ranks"),
         logged("learner_mfu", OI, "share", "operations of all passes of the step, without what recomputation repeats, / what the learners' GPUs could do at their peak in the learners' part of the step; only on GPUs whose data sheet the planner has"),
@@ -280,7 +288,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             )
         ),
         alias("eval/actor_tokens_per_second", OI, "time/eval_actor_tokens_per_second"),
-        logged("time/eval_actor_tokens_per_second", OWN, "tokens/s", "as time/actor_tokens_per_second, on held-out prompts"),
+        logged("time/eval_actor_tokens_per_second", OWN, "tokens/s", "tokens of the held-out prompts, each once, and completions / time/eval"),
         left_out("sample_completions", OI, "a table there; here rollouts/eval_step_N.jsonl, and samples of it in report.html"),
     ),
     "Tools, environments and rubrics": (
@@ -317,8 +325,9 @@ where it has one. Each quantity is logged once; this page says under which name.
 
 Averages of the loss are over trained tokens: sums and counts are added over micro-batches, mini-batches and ranks and divided
 once, so that no number depends on the layout. Rewards, lengths and batches are computed once, on rank 0. A completion without
-a score is in no mean of rewards. What cannot be measured is `null`. Clock readings have the unit s or tokens/s; everything else
-is the same when a run is repeated.
+a score is in no mean of rewards. What cannot be measured is `null`. Clock readings have the unit s or tokens/s, and
+`async/engine_idle_share` is made of them; everything else is the same when a run is repeated, for the runs that repeat
+([asynchronous.md](asynchronous.md#what-repeats)).
 
 ## Warnings
 

@@ -77,7 +77,7 @@ def _changed_fields(config: Any) -> dict[str, object]:
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         value = getattr(config, field.name)
         is_given = value != default and field.name not in _SET_BY_TRANSFORMERS
-        if field.init and (is_given or field.name in _DRIFTED):
+        if field.init and (is_given or field.name in _KEEPS_DEFAULT):
             changed[field.name] = value
     return changed
 
@@ -93,8 +93,8 @@ _SET_BY_TRANSFORMERS = (
 """Fields that TrainingArguments fills in itself."""
 
 
-_DRIFTED = ("use_bias_correction_kl", "gradient_checkpointing")
-"""Fields whose default changed between versions that no preset distinguishes."""
+_KEEPS_DEFAULT = ("use_bias_correction_kl", "gradient_checkpointing", "max_staleness")
+"""Fields whose default no preset has: it changed between versions, or belongs to TRL's asynchronous trainer alone."""
 
 
 def _version(config: Any) -> str:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-_ASYNC = "asynchronous rollout does not exist yet"
 _TRL_COMMON: dict[str, object] = {
     "seed": 42,
     "num_samples_per_prompt_rollout": 8,
@@ -22,13 +21,16 @@ _TRL_COMMON: dict[str, object] = {
 
 PRESETS: dict[str, dict[str, object]] = {
     "mgrpo": {},
-    "seed": {"temperature": 0.7},
+    "seed": {"temperature": 0.7, "async_steps": 1},
     "open_instruct_main": {
         "seed": 42,
         "clip_higher": 0.272,
         "advantage_normalization_type": "centered",
         "use_rho_correction": True,
         "remap_verifier": "math=math_open_instruct",
+        "async_steps": 8,
+        "inflight_updates": True,
+        "inflight_kv": "keep",
     },
     "trl_seed": _TRL_COMMON | {"aggregation": "local_token"},
     "trl_main": _TRL_COMMON
@@ -46,9 +48,8 @@ PRESETS: dict[str, dict[str, object]] = {
 """Values of settings by preset."""
 
 PRESET_NOTES: dict[str, tuple[str, ...]] = {
-    "seed": (f"preset seed: async_steps is 0 instead of 1, {_ASYNC}",),
     "open_instruct_main": (
-        f"preset open_instruct_main: async_steps is 0 instead of 8 and inflight_updates false instead of true, {_ASYNC}",
+        "preset open_instruct_main: a step waits for what would become older than async_steps, where Open Instruct drops it",
     ),
     "trl_seed": (
         "preset trl_seed: a run is total_episodes completions long, where TRL makes 3 passes over the data; "

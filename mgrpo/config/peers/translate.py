@@ -13,7 +13,7 @@ from typing import Any
 from mgrpo.config.fields import BOOLEANS
 from mgrpo.config.peers import layout as translate_layout
 from mgrpo.config.peers.names import table
-from mgrpo.config.resolution import Resolution
+from mgrpo.config.resolution import PRESET, Resolution
 
 LOSS_TYPES = {
     "grpo": ("ppo_clip", "seq_mean"),
@@ -35,6 +35,7 @@ CONVERT: dict[str, Callable[[Any], object]] = {
     "ddp_timeout": lambda value: -(-value // 60),
     "reward_model_name_or_path": lambda value: (value,),
     "cp_strategy": lambda value: "a2a" if value == "ulysses" else "all_gather",
+    "inflight_updates_recompute_kv_cache": lambda value: "recompute" if value else "keep",
 }
 """Value of the target, for renames that change it."""
 
@@ -51,6 +52,7 @@ def apply(r: Resolution) -> None:
     clip(r)
     advantages(r)
     corrections(r)
+    asynchrony(r)
     warm_up(r)
     translate_layout.apply(r)
     lengths(r)
@@ -173,6 +175,29 @@ def _put_bounds(r: Resolution, given: list[str], *, mode: str, low: float | None
     for target, wanted in (("clamp", "truncate"), ("mask", "mask")):
         r.put(f"rho_{target}_lower_bound", (low or 0.0) if action == wanted else 0.0, *given)
         r.put(f"rho_{target}_upper_bound", (high or 0.0) if action == wanted else 0.0, *given)
+
+
+def asynchrony(r: Resolution) -> None:
+    """TRL has only a limit of age; presets whose trainers are asynchronous also hold for runs that are not."""
+    oldest = r.value("max_staleness")
+    if oldest is not None and oldest > 0 and not r.rank("async_steps"):
+        half = -(-oldest // 2)
+        r.derive(
+            "async_steps",
+            half,
+            f"async_steps is {half}, half of max_staleness={oldest}: steps then take what has finished first, where "
+            f"async_steps={oldest} would take groups in order and wait for the slowest",
+        )
+    if not r.value("async_steps"):
+        if r.rank("inflight_updates") == PRESET:
+            r.derive("inflight_updates", False, "inflight_updates is false, because async_steps is 0")
+    elif r.preset == "seed" and not (r.value("use_vllm_logprobs") or r.rank("use_rho_correction")):
+        r.derive(
+            "use_rho_correction",
+            True,
+            f"use_rho_correction is true: preset seed trains on older tokens (async_steps={r.value('async_steps')}) without "
+            "a correction, which is refused here",
+        )
 
 
 def warm_up(r: Resolution) -> None:

@@ -85,6 +85,8 @@ def test_a_flag_wins_over_the_file_by_whatever_name(tmp_path):
         "clip_higher": "alias epsilon (flag)",
         "num_samples_per_prompt_rollout": "flag",
         "temperature": f"file {path}",
+        "async_steps": "preset seed",
+        "use_rho_correction": "derived",
     }
     assert "num_generations -> num_samples_per_prompt_rollout (2, flag wins)" in config.notes
 
@@ -116,11 +118,11 @@ def test_a_preset_is_a_sound_set_of_settings(preset, tmp_path):
 @pytest.mark.parametrize(
     ("preset", "expected"),
     [
-        ("mgrpo", (1, 1.0, 0.05, 0.2, 4, "standard", False)),
-        ("seed", (1, 0.7, 0.05, 0.2, 4, "standard", False)),
-        ("open_instruct_main", (42, 1.0, 0.05, 0.272, 4, "centered", True)),
-        ("trl_seed", (42, 1.0, 0.0, 0.2, 8, "standard", False)),
-        ("trl_main", (42, 1.0, 0.0, 0.2, 8, "standard", True)),
+        ("mgrpo", (1, 1.0, 0.05, 0.2, 4, "standard", False, 0, False)),
+        ("seed", (1, 0.7, 0.05, 0.2, 4, "standard", True, 1, False)),
+        ("open_instruct_main", (42, 1.0, 0.05, 0.272, 4, "centered", True, 8, True)),
+        ("trl_seed", (42, 1.0, 0.0, 0.2, 8, "standard", False, 0, False)),
+        ("trl_main", (42, 1.0, 0.0, 0.2, 8, "standard", True, 0, False)),
     ],
 )
 def test_presets_differ_where_the_trainers_do(preset, expected):
@@ -135,8 +137,64 @@ def test_presets_differ_where_the_trainers_do(preset, expected):
         config.rollout.num_samples_per_prompt_rollout,
         own.advantage_normalization_type,
         config.loss.use_rho_correction,
+        config.rollout.async_steps,
+        config.rollout.inflight_updates,
     ) == expected
-    assert config.rollout.async_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "note"),
+    [
+        (
+            {"max_staleness": 4},
+            (2, 4, False),
+            "async_steps is 2, half of max_staleness=4: steps then take what has fin",
+        ),
+        ({"max_staleness": 5, "preset": "trl_main"}, (3, 5, True), "async_steps is 3, half of max_staleness=5"),
+        ({"max_staleness": 1}, (1, 1, False), "async_steps is 1, half of max_staleness=1"),
+        ({"max_staleness": 4, "async_steps": 1}, (1, 4, False), None),
+        ({"max_staleness": 4, "async_steps": 0}, (0, 0, False), None),
+        ({"max_staleness": 0}, (0, 0, False), None),
+        ({"max_staleness": None}, (0, 0, False), None),
+        ({"async_steps": 3}, (3, 3, False), None),
+        (
+            {"preset": "seed"},
+            (1, 1, True),
+            "use_rho_correction is true: preset seed trains on older tokens (async_steps=1)",
+        ),
+        (
+            {"preset": "seed", "async_steps": 4, "max_staleness": 6},
+            (4, 6, True),
+            "use_rho_correction is true: preset s",
+        ),
+        ({"preset": "seed", "async_steps": 0}, (0, 0, False), None),
+        ({"preset": "seed", "use_vllm_logprobs": True}, (1, 1, False), None),
+        ({"preset": "seed", "truncated_importance_sampling_ratio_cap": 0}, (1, 1, False), None),
+        (
+            {"preset": "open_instruct_main", "max_staleness": 12},
+            (8, 12, True),
+            "preset open_instruct_main: a step waits",
+        ),
+    ],
+)
+def test_how_far_ahead_and_how_old_follow_from_either_number(given, expected, note):
+    """TRL gives one number and Open Instruct the other; a run that took turns in their place would be twice as slow."""
+    config = from_values(given)
+    assert (config.rollout.async_steps, config.max_age, config.loss.use_rho_correction) == expected
+    derived = [line for line in config.notes if line.startswith(("async_steps", "use_rho_correction", "preset open"))]
+    assert [line.startswith(note or "nothing") for line in derived] == [True] * (note is not None)
+
+
+@pytest.mark.parametrize("preset", ["open_instruct_main", "mgrpo"])
+def test_updates_in_flight_of_a_preset_are_for_asynchronous_runs(preset):
+    """A script that only sets `--async_steps 0` would be refused for a flag that it does not have."""
+    synchronous = from_values({"preset": preset, "async_steps": 0})
+    assert not synchronous.rollout.inflight_updates
+    assert ("inflight_updates is false, because async_steps is 0" in synchronous.notes) == (preset != "mgrpo")
+    assert from_values({"preset": preset, "async_steps": 0, "inflight_updates": True}).rollout.inflight_updates
+    recomputes = from_values({"preset": preset, "inflight_updates_recompute_kv_cache": True})
+    assert recomputes.rollout.inflight_kv == "recompute"
+    assert from_values({"inflight_updates_recompute_kv_cache": False}).rollout.inflight_kv == "keep"
 
 
 def test_each_alias_is_noted_once_with_its_value():

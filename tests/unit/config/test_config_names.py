@@ -41,7 +41,8 @@ PEERS = {
         advantage_normalization_type mask_truncated_completions mask_tool_use dataset_mixer_list dataset_mixer_eval_list
         dataset_mixer_list_splits dataset_mixer_eval_list_splits dataset_transform_fn dataset_cache_mode
         dataset_local_cache_dir dataset_config_hash dataset_config_eval_hash dataset_skip_cache shuffle_eval_dataset
-        system_prompt_override_file temperature stop_strings inflight_updates eval_response_length
+        system_prompt_override_file temperature stop_strings inflight_updates inflight_updates_recompute_kv_cache
+        eval_response_length
         apply_r1_style_format_reward r1_style_format_reward additive_format_reward apply_verifiable_reward
         verification_reward remap_verifier reward_aggregator llm_judge_model llm_judge_max_tokens
         llm_judge_max_context_length llm_judge_temperature llm_judge_timeout code_api_url code_max_execution_time

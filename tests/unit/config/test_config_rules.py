@@ -31,6 +31,7 @@ def found_in(model, values, *, world_size=1, **context):
     return problems(config, world_size=world_size, **context)
 
 
+RHO = {"use_rho_correction": True}
 RULES = [
     (
         "R1",
@@ -78,7 +79,51 @@ RULES = [
         {"active_sampling": True, "filter_zero_std_samples": False},
         "active_sampling=true replaces the groups that filter_zero_std_samples leaves out, but that is false",
     ),
-    ("R8", {"async_steps": 2}, "async_steps=2 is not implemented yet; use 0"),
+    ("async", {"async_steps": 2}, "async_steps=2 trains on tokens of policies up to 2 steps older, which needs a corr"),
+    (
+        "async",
+        {"async_steps": 1},
+        "a step older, which needs a correction: use_rho_correction=true with rho_clamp_upper",
+    ),
+    ("async", {"async_steps": 1, "max_staleness": 4}, "async_steps=1 trains on tokens of policies up to 4 steps older"),
+    ("async", {"async_steps": 1}, "or use_vllm_logprobs=true, which compares the policy with the one that sampled"),
+    (
+        "async",
+        {"max_staleness": 4},
+        "async_steps=2 trains on tokens of policies up to 4 steps older, which needs a corr",
+    ),
+    ("async", RHO | {"async_steps": 1, "rho_clamp_upper_bound": 0}, "which needs a correction"),
+    (
+        "async",
+        {"active_sampling": True, "active_sampling_oversample": 0.5},
+        "active_sampling_oversample=0.5 trains on tokens of policies a step older",
+    ),
+    (
+        "async",
+        {"async_steps": 1, "policy_loss": "reinforce", "use_vllm_logprobs": True},
+        "a correction, and policy_loss=reinforce has no ratio to which use_vllm_logprobs=true could matter; use use_rho",
+    ),
+    (
+        "async",
+        RHO | {"async_steps": 4, "max_staleness": 3},
+        "max_staleness=3 must be at least async_steps=4, because a group may wait that long for its step; use 4 or more",
+    ),
+    (
+        "async",
+        RHO | {"async_steps": 2, "max_staleness": 3, "active_sampling": True, "active_sampling_oversample": 1.5},
+        "max_staleness=3 must be at least async_steps=2 + active_sampling_oversample=1.5 rounded up, because",
+    ),
+    (
+        "async",
+        {"active_sampling_oversample": 0.5},
+        "replaces nothing without active_sampling; set active_sampling true",
+    ),
+    (
+        "async",
+        {"inflight_updates": True},
+        "inflight_updates=true needs completions that are under way when the weights",
+    ),
+    ("async", {"max_staleness": -1}, "max_staleness=-1 must be at least 0"),
     ("R9", {"apply_verifiable_reward": False}, "no reward is on"),
     ("R13", {"use_rho_correction": True, "rho_clamp_lower_bound": 1}, "rho_clamp_lower_bound=1 must be below 1"),
     ("R13", {"use_rho_correction": True, "rho_mask_lower_bound": 2}, "rho_mask_lower_bound=2 must be below 1"),
@@ -255,6 +300,17 @@ def test_a_rule_fires_on_its_mistake_alone(model, rule, values, words):
         {"lr_scheduler_type": "constant_with_warmup"},
         {"max_possible_score": 10, "num_training_steps": 1562, "vllm_max_model_length": 4096},
         {"async_steps": 0, "inflight_updates": False, "vllm_sync_backend": "nccl", "gather_whole_model": True},
+        RHO | {"async_steps": 1},
+        RHO | {"async_steps": 2, "max_staleness": 4, "inflight_updates": True, "inflight_kv": "keep"},
+        RHO | {"async_steps": 2, "rho_clamp_upper_bound": 0, "rho_mask_upper_bound": 3},
+        RHO | {"async_steps": 4, "policy_loss": "reinforce"},
+        RHO | {"active_sampling": True, "active_sampling_oversample": 1.5},
+        RHO | {"active_sampling": True, "active_sampling_oversample": 1.5, "async_steps": 2, "max_staleness": 4},
+        {"use_vllm_logprobs": True, "async_steps": 8},
+        {"async_steps": 0, "max_staleness": 4},
+        {"async_steps": 2, "policy_loss": "package.module:loss"},
+        {"preset": "open_instruct_main", "async_steps": 0},
+        {"preset": "seed", "async_steps": 4, "use_vllm_logprobs": True},
         {"r1_style_format_reward": 0.5, "apply_r1_style_format_reward": True},
         {"eval_top_p": 1.0, "top_k": 0, "min_p": None, "use_vllm": True, "deepspeed_zpg": 8},
         {"zero_stage": 0},
@@ -269,6 +325,11 @@ def test_a_rule_fires_on_its_mistake_alone(model, rule, values, words):
 def test_what_is_sound_is_accepted(model, values):
     """A rule that is too strict keeps a sound run from starting."""
     assert found_in(model, values) == []
+
+
+def test_the_quickstart_becomes_asynchronous_by_one_flag():
+    """The first thing that a reader of README.md tries."""
+    assert problems(parse(["examples/configs/quickstart.yaml", "--async_steps", "1"]), world_size=2) == []
 
 
 def test_weights_are_counted_against_the_functions(model):

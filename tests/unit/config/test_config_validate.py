@@ -67,7 +67,6 @@ def test_the_bare_defaults_lack_a_model_and_data_and_nothing_else():
         ({"load_ref_policy": False}, "beta=0.05 needs the reference model, but load_ref_policy=false"),
         ({"pack_length": 511}, "pack_length=511 cannot hold max_prompt_token_length 256 + response_length 256; use at"),
         ({"apply_verifiable_reward": False}, "no reward is on"),
-        ({"async_steps": 1}, "async_steps=1 is not implemented yet; use 0"),
         ({"total_episodes": 63}, "total_episodes=63 is less than one step of 16 prompts x 4 samples; use at least 64"),
         ({"num_mini_batches": 17}, "num_mini_batches=17 is more than the 16 prompts of a step"),
         ({"total_episodes": 64, "warm_up_steps": 2}, "warm_up_steps=2 is more than the run's 1 optimizer steps"),
@@ -310,6 +309,12 @@ def test_the_layout_follows_the_parallel_section():
             "the baseline is the mean of the batch",
         ),
         ({"alpha": 0.3}, "alpha=0.3 has no effect without ref_policy_update_freq"),
+        ({"async_steps": 0, "max_staleness": 4}, "max_staleness=4 has no effect without async_steps above 0"),
+        ({"inflight_kv": "keep"}, "inflight_kv=keep has no effect without inflight_updates=true"),
+        (
+            {"async_steps": 2, "policy_loss": "package.module:loss"},
+            "is trained on tokens of policies up to 2 steps older and has to correct for that itself",
+        ),
         ({"rho_mask_upper_bound": 3.0}, "rho_mask_upper_bound=3 has no effect without use_rho_correction=true"),
         (
             {"policy_loss": "reinforce", "ratio_level": "sequence"},

@@ -11,7 +11,7 @@ import pytest
 
 from mgrpo.algo.metrics import MAXIMA, METRICS
 from mgrpo.packing import pack_lengths
-from mgrpo.telemetry.batch import batch_metrics
+from mgrpo.telemetry.batch import batch_metrics, staleness
 from mgrpo.telemetry.evaluation import evaluation_metrics
 from mgrpo.types import RewardScale
 from tests import builders
@@ -116,10 +116,23 @@ def test_every_metric_of_the_loss_is_in_the_catalog():
 
 
 def test_every_metric_the_trainer_names_is_in_the_catalog():
-    """The keys that the reporter writes as literals for a step and an evaluation; `time/...` among them."""
+    """The keys that the reporter writes as literals; `time/...` among them."""
+    names = named_by_the_reporter("step", "evaluation", "_asynchrony")
+    assert {"lr", "time/total", "time/eval", "policy_version"} <= names
+    assert sorted(name for name in names if not is_logged(name)) == []
+
+
+def test_every_metric_of_an_asynchronous_run_is_in_the_catalog_and_made():
+    """`async/...` is new to whoever reads it: nothing there may be unexplained, and nothing promised may be missing."""
+    made = named_by_the_reporter("_asynchrony") | staleness([], policy_version=0).keys()
+    assert {metric.name for metric in catalog.SECTIONS["Asynchronous runs"]} == made
+
+
+def named_by_the_reporter(*names):
+    """The keys of dicts in these methods."""
     module = ast.parse((ROOT / "mgrpo" / "run" / "reporter.py").read_text())
-    functions = [node for node in ast.walk(module) if getattr(node, "name", "") in ("step", "evaluation")]
-    names = {
+    functions = [node for node in ast.walk(module) if getattr(node, "name", "") in names]
+    return {
         key.value
         for function in functions
         for node in ast.walk(function)
@@ -127,8 +140,6 @@ def test_every_metric_the_trainer_names_is_in_the_catalog():
         for key in node.keys
         if isinstance(key, ast.Constant)
     }
-    assert {"lr", "time/total", "time/eval", "policy_version"} <= names
-    assert sorted(name for name in names if not is_logged(name)) == []
 
 
 def test_what_is_logged_is_produced():
