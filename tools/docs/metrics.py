@@ -166,7 +166,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("async/age_mean", OWN, "version", "version that the step's first update starts from - oldest version among a group's tokens, mean over the groups trained on"),
         logged("async/age_max", OWN, "version", "the largest; at most max_staleness"),
         logged("async/mixed_completions", OWN, "count", "completions trained on whose tokens come from several versions; only with inflight_updates"),
-        logged("async/admitted", OWN, "count", "groups that have begun since the step before; a run begins with those of async_steps + 1 steps"),
+        logged("async/admitted", OWN, "count", "groups that have begun since the step before; a run begins with those of async_steps + 1 steps. A resumed run starts to count again"),
         logged("async/learner_waited_s", OWN, "s", "from the request for the step's batch until every learner has it: time/generate, time/score and packing"),
         logged("async/engine_idle_share", OWN, "share", "of time/total, the part for which no engine had anything to sample"),
         logged("time/drain", OWN, "s", "waiting until the engines are paused, before they receive weights; without inflight_updates they finish their completions first"),
