@@ -39,7 +39,7 @@ class Source:
     def pause(self) -> None:
         """The weights are about to change: have the engines sample no more. Collective; raises Stopped as `next` does."""
         # Where sampling and training take turns, the engines have paused already.
-        if self.config.rollout.async_steps:
+        if self.config.max_age:
             self._run(self.producer.pause)
 
     def next(self, step: int, policy_version: int) -> Batch | None:
@@ -117,7 +117,7 @@ class SilentSource:
 
     def pause(self) -> None:
         """See `Source`."""
-        if self.config.rollout.async_steps:
+        if self.config.max_age:
             self.lead.follow()
 
     def evaluate(self, done: int) -> None:

@@ -230,6 +230,13 @@ def test_oversampling_begins_with_more_than_a_step_needs_and_loses_none_of_it() 
     assert list(engine.queued) == list(range(8))
     engine.answer(*range(8))
     assert indices(collect(own).groups) == [0, 2, 4, 6]
+    paused = own.thread.submit(own._pause).result()
+    engine.answer(*engine.queued)
+    paused.result(10)
+    own.begin()
+    settle(own)
+    engine.answer(*engine.queued)
+    assert indices(collect(own).groups) == [8, 10, 12, 14]
 
 
 def test_the_batch_says_how_long_engines_worked_and_learners_waited() -> None:
