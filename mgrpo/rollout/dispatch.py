@@ -167,7 +167,9 @@ class Dispatcher:
     def _submit(self, engine: int, sampling: Sampling, stream: int, numbered: Sequence[tuple[int, Request]]) -> None:
         prompts = [request.prompt for _, request in numbered]
         tokens, cu_seqlens = to_arrays(prompts)
-        seeds_prompts = self.fleet.seeds_prompts or bool(sampling.stop_strings)
+        # What is sampled beside an evaluation must not change it.
+        is_beside_training = stream == EVALUATION and self.fleet.pauses != "drain"
+        seeds_prompts = self.fleet.seeds_prompts or bool(sampling.stop_strings) or is_beside_training
         submitted = self.fleet.engines[engine].submit(
             PromptBatch(
                 numbers=np.array([number for number, _ in numbered], np.int64),

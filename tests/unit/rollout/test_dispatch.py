@@ -235,6 +235,16 @@ def test_on_gpus_or_with_stop_strings_every_prompt_has_its_own_seed_wherever_it_
     assert len({seed for call in seeds[1, False] for seed in call}) == 12
 
 
+def test_an_evaluation_beside_training_draws_from_seeds_of_its_own() -> None:
+    """From one stream it would change with what is sampled beside it, and no two evaluations could be compared."""
+    own = dispatcher()
+    own.fleet.pauses = "recompute"
+    train(own, [numbered(0)])
+    own.wait(own.sample_evaluation([numbered(1)]))
+    trained, evaluated = own.fleet.engines[0].batches
+    assert trained.seeds is None and evaluated.seeds.tolist() == prompt_seeds(1, [numbered(1)], EVALUATION).tolist()
+
+
 def test_seeds_of_prompts_differ_between_runs_epochs_and_rows() -> None:
     """Samples of one prompt take neighbouring seeds, so that prompts must lie far apart."""
     prompts = [prompt(id=(epoch, index)) for epoch in range(3) for index in range(40)]
