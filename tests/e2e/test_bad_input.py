@@ -81,7 +81,7 @@ def test_unknown_flag_names_the_nearest(message):
 
 def test_all_problems_come_at_once(message):
     """One mistake a start wastes a start each."""
-    text = message("--temperature", "0", "--async_steps", "2", "--model_name_or_path", "nope", "--pack_length", "3")
+    text = message("--temperature", "0", "--async_steps", "-2", "--model_name_or_path", "nope", "--pack_length", "3")
     for field in ("temperature", "async_steps", "nope", "pack_length"):
         assert field in text
 
