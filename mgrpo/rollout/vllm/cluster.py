@@ -20,6 +20,7 @@ from typing import IO, Any
 from mgrpo.config import Config, ConfigError
 from mgrpo.rollout.vllm.arguments import engine_args, engine_environment, serving_gpus
 from mgrpo.rollout.vllm.keeper import Keeper
+from mgrpo.rollout.vllm.node import OBJECT_STORE_BYTES, RAY_ENVIRONMENT
 from mgrpo.rollout.vllm.ray_engine import RayEngine
 
 _LAUNCHER_VARIABLES = (
@@ -111,16 +112,11 @@ class Cluster:
     def _start_ray(self, keeper: Keeper, gpus: list[str]) -> Any:
         # Ray reads these when it is imported.
         os.environ.update(
-            RAY_USAGE_STATS_ENABLED="0",
+            RAY_ENVIRONMENT,
             # A call after the shutdown must fail instead of starting a second cluster.
             RAY_ENABLE_AUTO_CONNECT="0",
-            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
-            RAY_AUTH_MODE="token",
             # One per process: Ray keeps the first.
             RAY_AUTH_TOKEN=os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32),
-            RAY_prestart_worker_first_driver="0",
-            RAY_enable_worker_prestart="0",
-            RAY_worker_niceness="0",
             # Otherwise Ray replaces a loopback address by the public one.
             RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
             # Without its control store Ray cannot go on: report it after seconds, not after a minute.
@@ -136,7 +132,7 @@ class Cluster:
                 num_cpus=max(os.cpu_count() or 1, self.settings.vllm_num_engines),
                 num_gpus=len(gpus),
                 include_dashboard=False,
-                object_store_memory=256 << 20,
+                object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
                 logging_level="ERROR",
                 _node_ip_address="127.0.0.1",
