@@ -104,6 +104,8 @@ def _ray_start(
                 stderr=printed,
                 timeout=START_S,
                 check=False,
+                # Ctrl-C reaches only the launcher, which ends Ray last.
+                start_new_session=True,
             ).returncode
             printed.seek(0)
             lines = [line.strip() for line in printed.read().decode(errors="replace").splitlines() if line.strip()]

@@ -6,6 +6,7 @@ Node 0 leads: it decides when the others start something, and its exit code is e
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import secrets
@@ -151,7 +152,7 @@ class Leader(_Agent):
         address = os.environ.get("VLLM_HOST_IP") or self.meeting.address
         token = secret or secrets.token_hex(32)
         plan = {
-            "head": f"{address}:{_free_port(address)}",
+            "head": f"{address}:{_free_port(self.place.port + 1)}",
             "token": None if secret else token,
             "ranks_a_node": ranks_a_node,
             "output_dir": config.experiment.output_dir,
@@ -330,9 +331,12 @@ def _report(cause: str) -> None:
     sys.stderr.flush()
 
 
-def _free_port(address: str) -> int:
-    with socket.create_server((address, 0)) as probe:
-        return probe.getsockname()[1]
+def _free_port(first: int) -> int:
+    """The first that is free on all addresses, where Ray listens; not of those that connections get, as it listens later."""
+    for port in range(first, first + 100):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise RuntimeError(f"node 0 has no free port between {first} and {first + 99} for Ray; choose others with --head HOST:PORT")
 
 
 def _reap_orphans(spared: set[int]) -> None:
