@@ -68,7 +68,9 @@ class Nodes:
     def wait_for(self, words: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while words not in self.text(0):
-            assert all(process.poll() is None for process in self.processes), self.text(0)[-3000:] + self.text(1)[-3000:]
+            assert all(process.poll() is None for process in self.processes), (
+                self.text(0)[-3000:] + self.text(1)[-3000:]
+            )
             assert time.monotonic() < deadline, self.text(0)[-3000:] + self.text(1)[-3000:]
             time.sleep(0.1)
 

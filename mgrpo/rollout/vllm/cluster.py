@@ -148,12 +148,13 @@ class Cluster:
         from mgrpo.rollout.vllm.actor import EngineActor
 
         count, workers = self.settings.vllm_num_engines, self.settings.vllm_tensor_parallel_size
-        bundle = {"GPU": workers, "CPU": 1} if self.on_gpu else {"CPU": 1}
-        group = placement_group([bundle] * count, strategy="PACK")
-        if not group.wait(60):
+        bundles = engine_bundles(workers, gpus_a_node=self._gpus_a_node() if self.on_gpu else None)
+        spans_nodes = len(bundles) > 1
+        groups = [placement_group(bundles, strategy="PACK") for _ in range(count)]
+        if not all(group.wait(60) for group in groups):
             raise RuntimeError(
-                f"{count} engines need a placement group of {count} x {bundle}, and Ray has only "
-                f"{self.ray.available_resources()}; lower vllm_num_engines or vllm_tensor_parallel_size"
+                f"{count} engines need {count} x {' + '.join(map(str, bundles))}, and Ray has only "
+                f"{self.ray.available_resources()} left; lower vllm_num_engines or vllm_tensor_parallel_size"
             )
         remote = self.ray.remote(EngineActor)
         environment = engine_environment(config, on_gpu=self.on_gpu, is_local=self.owned)
@@ -162,17 +163,22 @@ class Cluster:
             environment["TMPDIR"] = self.keeper.scratch
             # Ray passes it to a shell as it is; it may lie in a path with spaces.
             runtime_env["py_executable"] = shlex.quote(sys.executable)
-        args = engine_args(config, on_gpu=self.on_gpu)
-        for number in range(count):
+        args = engine_args(config, on_gpu=self.on_gpu, spans_nodes=spans_nodes)
+        for group in groups:
             actor = remote.options(
                 num_cpus=1,
-                num_gpus=workers if self.on_gpu else 0,
+                # Workers on several nodes are actors of their own, which vLLM starts in the group's bundles.
+                num_gpus=workers if self.on_gpu and not spans_nodes else 0,
                 max_concurrency=1000,
                 runtime_env=runtime_env,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
             ).remote()
             failure = self.keeper.failure if self.keeper else lambda: None
             self.engines.append(RayEngine(actor, actor.start.remote(args), cluster_failure=failure))
+
+    def _gpus_a_node(self) -> int:
+        """Of the node that has most."""
+        return max(int(node["Resources"].get("GPU", 0)) for node in self.ray.nodes() if node["Alive"])
 
     def keep_logs(self) -> str:
         """Copy what the engines' processes printed into the run's folder, which outlives Ray's; a clause about it."""
@@ -195,6 +201,19 @@ class Cluster:
             self.ray = None
         if self.keeper is not None:
             self.keeper.close()
+
+
+def engine_bundles(workers: int, *, gpus_a_node: int | None) -> list[dict[str, int]]:
+    """What Ray reserves for an engine: one bundle, which lies on one node, or one for each GPU where no node has enough.
+
+    Args:
+        gpus_a_node: None for engines on CPUs.
+    """
+    if gpus_a_node is None:
+        return [{"CPU": 1}]
+    if workers <= gpus_a_node:
+        return [{"GPU": workers, "CPU": 1}]
+    return [{"GPU": 1, "CPU": 1}, *[{"GPU": 1}] * (workers - 1)]
 
 
 @contextmanager

@@ -336,7 +336,9 @@ def _free_port(first: int) -> int:
     for port in range(first, first + 100):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port
-    raise RuntimeError(f"node 0 has no free port between {first} and {first + 99} for Ray; choose others with --head HOST:PORT")
+    raise RuntimeError(
+        f"node 0 has no free port between {first} and {first + 99} for Ray; choose others with --head HOST:PORT"
+    )
 
 
 def _reap_orphans(spared: set[int]) -> None:

@@ -56,7 +56,9 @@ class Nodes:
             self.head = f"127.0.0.1:{probe.getsockname()[1]}"
         self.processes: dict[int, subprocess.Popen] = {}
 
-    def start(self, rank: int, program: str, *, words=CONFIG, flags=("--nproc-per-node", "1"), **variables: str) -> None:
+    def start(
+        self, rank: int, program: str, *, words=CONFIG, flags=("--nproc-per-node", "1"), **variables: str
+    ) -> None:
         own = ("--nodes", "3", "--learner-nodes", "2", "--node-rank", str(rank), "--head", self.head, *flags)
         command = [sys.executable, "-c", LAUNCH, RANK + program, *own, "--", *words, "--output_dir", str(self.folder)]
         with open(self.folder / f"{rank}.txt", "w") as log:
@@ -127,7 +129,9 @@ def test_a_launcher_that_is_killed_is_named_and_ends_all(nodes, rank):
     assert codes.pop(rank) == -9 and codes == [1, 1]
     speakers = (1, 2) if rank == 0 else (0,)
     for speaker in speakers:
-        assert f"mgrpo: node {rank}" in nodes.text(speaker) and "has gone: its launcher was killed" in nodes.text(speaker)
+        assert f"mgrpo: node {rank}" in nodes.text(speaker) and "has gone: its launcher was killed" in nodes.text(
+            speaker
+        )
 
 
 @pytest.mark.parametrize("rank", [0, 2])
