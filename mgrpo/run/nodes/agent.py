@@ -35,6 +35,8 @@ QUIET_CODES = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Ends that engines have no part in."""
 FAREWELL_S = 20.0
 """How long node 0 waits for the others to end."""
+CAUSE_S = 1.5
+"""How long another node may take to say why node 0's ranks have failed."""
 START_S = 180.0
 """How long the others may take to start Ray."""
 
@@ -54,7 +56,7 @@ class _Agent:
 
     def run(self) -> int:
         """The run's exit code."""
-        # Ray's daemons are: so it shows how one has ended.
+        # `ray start` leaves its daemons to this process, which then learns how one has ended.
         adopt_orphans()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _leave)
@@ -141,6 +143,8 @@ class Leader(_Agent):
     meeting: Meeting | None = None
     first_failure = 0
     """Exit code of the first other node that failed."""
+    has_cause = False
+    """Whether a node has said what happened to it; ranks report their failures themselves."""
 
     def _run(self) -> int:
         secret = os.environ.get(TOKEN) or None
@@ -226,8 +230,17 @@ class Leader(_Agent):
                 num_passed += 1
             if event is not None and asked is None:
                 self._hear(*event, running)
+        if code not in (0, *QUIET_CODES):
+            self._wait_for_cause(running)
         was_killed = code == 128 + signal.SIGKILL
         return self.first_failure if self.first_failure and (was_killed or not code) else code or 0
+
+    def _wait_for_cause(self, running: set[int]) -> None:
+        """An engine's death ends rank 0 before its node says what has happened to it."""
+        deadline = time.monotonic() + CAUSE_S
+        while not self.has_cause and time.monotonic() < deadline:
+            if (event := self._next_event()) is not None:
+                self._hear(*event, running)
 
     def _hear(self, rank: int, message: Message | None, running: set[int]) -> None:
         assert self.meeting is not None
@@ -235,6 +248,7 @@ class Leader(_Agent):
         if message is None:
             message = {"ended": 1, "cause": "has gone: its launcher was killed, or the machine is not reachable"}
         if message.get("cause"):
+            self.has_cause = True
             _report(f"{self.meeting.name(rank)}: {message['cause']}")
         if message.get("ended"):
             self.first_failure = self.first_failure or message["ended"]

@@ -143,6 +143,13 @@ def test_a_failure_of_ray_is_named_with_its_node(nodes, rank):
     assert f"what the engines printed is in {nodes.folder}/engine_logs/node_2" in nodes.text(2)
 
 
+def test_rank_0_may_fail_before_the_node_that_is_the_cause_says_so(nodes):
+    """It waits for an engine that has died, and ends at once."""
+    nodes.start_all("time.sleep(0.2)\nsys.exit(1)", fails_on=2)
+    assert nodes.codes() == [1, 1, 1]
+    assert "Ray's raylet (process 7) died of SIGKILL" in nodes.text(0)
+
+
 def test_a_ray_that_does_not_start_is_named_with_its_node(nodes):
     for rank in (0, 1):
         nodes.start(rank, "wait()")
