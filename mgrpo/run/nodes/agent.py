@@ -22,6 +22,7 @@ from mgrpo.config import ConfigError
 from mgrpo.config.load import SWITCHES, parse
 from mgrpo.config.schema import Config
 from mgrpo.config.validate import problems
+from mgrpo.processes.background import announced
 from mgrpo.processes.lifetime import adopt_orphans
 from mgrpo.rollout.start import RayNode, serving_gpus
 from mgrpo.run.nodes.job import Job, about, gpu_problems, share_of
@@ -151,7 +152,8 @@ class Leader(_Agent):
         own = about(self.place.head, job=self.job, num_gpus=len(self.gpus))
         self.meeting = Meeting(self.place, own, secret=secret)
         self.events = self.meeting.events
-        self.meeting.wait(self.job.timeout_s)
+        with announced("other nodes to come", f"--timeout {self.job.timeout_s:g} s"):
+            self.meeting.wait(self.job.timeout_s)
         config, ranks_a_node = self._checked()
         address = os.environ.get("VLLM_HOST_IP") or self.meeting.address
         token = secret or secrets.token_hex(32)
@@ -276,12 +278,13 @@ class Follower(_Agent):
     guest: Guest | None = None
 
     def _run(self) -> int:
-        self.guest = Guest(
-            self.place,
-            lambda address: about(address, job=self.job, num_gpus=len(self.gpus)),
-            secret=os.environ.get(TOKEN) or None,
-            timeout_s=self.job.timeout_s,
-        )
+        with announced(f"node 0 at {self.place.head}:{self.place.port}", f"--timeout {self.job.timeout_s:g} s"):
+            self.guest = Guest(
+                self.place,
+                lambda address: about(address, job=self.job, num_gpus=len(self.gpus)),
+                secret=os.environ.get(TOKEN) or None,
+                timeout_s=self.job.timeout_s,
+            )
         self.events = self.guest.events
         num_passed, has_ranks = 0, False
         while True:
