@@ -2,12 +2,13 @@
 # make quickstart   install into .venv and watch GRPO raise a small model's accuracy
 # make test         the tests, on all cores, and the quickstart with its checks (installs what is missing)
 # make test-e2e     more runs and engines than make test starts; make test-all adds the slow ones
+# make dev          install into .venv what tests and linters need as well
 # make lint         ruff, mypy and clang-format
 # make parity       every parallel layout against one rank, into docs/parity.md
 VENV ?= .venv
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.txt csrc/*/*)
 
-.PHONY: quickstart test test-e2e test-all lint bench parity install clean
+.PHONY: quickstart test test-e2e test-all lint bench parity install dev clean
 install: $(VENV)/.installed
 	@echo "mgrpo is installed in $(VENV). Next: source $(VENV)/bin/activate; mgrpo --help; make quickstart"
 
@@ -18,6 +19,8 @@ $(VENV)/.installed: requirements/install.sh requirements/cpu.txt requirements/gp
 $(VENV)/.installed-dev: requirements/dev.txt requirements/judge.txt $(VENV)/.installed
 	sh requirements/install.sh $(VENV) dev
 	touch $@
+
+dev: $(VENV)/.installed-dev
 
 quickstart: $(VENV)/.installed
 	$(VENV)/bin/mgrpo train --nproc-per-node 2 --config examples/configs/quickstart.yaml

@@ -1,10 +1,10 @@
 """Compares time, memory and accuracy of the ops with their alternatives: one process, the same inputs, in turns.
 
-    python tools/bench_ops.py [--device cpu|cuda] [--groups logits head loss] [--tokens N] [--vocab N] [--hidden N]
+    python tools/bench_ops.py [--device cpu|cuda] [--groups logits head loss experts] [--tokens N] [--vocab N] [--hidden N]
     python tools/bench_ops.py --markdown        # measures nothing; writes the JSON files' figures into benchmarks/README.md
 
-bench_ops_methods.py holds what is compared. Writes benchmarks/ops-<device>.json. benchmarks/README.md describes how it is
-measured and how to install the other libraries.
+bench_ops_methods.py and bench_ops_experts.py hold what is compared. Writes benchmarks/ops-<device>.json, for single groups
+benchmarks/<groups>-<device>.json. benchmarks/README.md describes how it is measured and how to install the other libraries.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_ops_methods import GROUPS, LOGITS, LOGITS_CHUNK, Case, Group, Shape
+from bench_ops_experts import EXPERT_LAYER
+from bench_ops_methods import HEAD, LOGITS, LOGITS_CHUNK, LOSS, Case, Group, Shape
 from torch import Tensor
 
 from mgrpo.ops import build_info
 
+GROUPS = {group.name: group for group in (LOGITS, HEAD, LOSS, EXPERT_LAYER)}
 PEER_PACKAGES = ("megatron-core", "trl", "liger-kernel", "triton", "transformers")
 COPY_GOAL = 0.85
 README_START = "<!-- figures: written by `python tools/bench_ops.py --markdown` -->"
@@ -37,7 +39,8 @@ PROTOCOL = (
     "One process, the same inputs for every method. Each method runs once outside the clock for memory and accuracy, then "
     "the methods take turns; for each method the round with the least forward + backward is reported. Time: {clock}. Memory: "
     "peak of the bytes {allocator} during forward and backward, above the inputs. Accuracy: against float64 on the same "
-    "inputs, largest absolute error of a logprob, largest error of a gradient divided by its largest entry."
+    "inputs, largest absolute error of a logprob, largest error of a gradient, or of the experts' result, divided by its "
+    "largest entry."
 )
 CLOCK = {"cpu": "CPU seconds of the process", "cuda": "between two CUDA events"}
 ALLOCATOR = {"cpu": "that torch's CPU allocator reports to its profiler", "cuda": "of torch's CUDA allocator"}
@@ -237,14 +240,15 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
     def error(value: float | None) -> str:
         return "-" if value is None else f"{value:.0e}"
 
+    output, share = ("logprob", "of logits") if "logprob_error" in row else ("result", "of weights")
     texts = {
         "forward": f"{row['forward_ms']:.1f}",
         "backward": f"{row['backward_ms']:.1f}",
         "total": f"{row['forward_ms'] + row['backward_ms']:.1f}",
         "faster": f"{row['speedup']:.2f}x",
         "peak MiB": f"{row['peak_mib']:.1f}",
-        "of logits": f"{100 * row['peak_share']:.1f} %",
-        "logprob err": error(row["logprob_error"]),
+        share: f"{100 * row['peak_share']:.1f} %",
+        f"{output} err": error(row[f"{output}_error"]),
         "gradient err": error(row["gradient_error"]),
     }
     if "forward_copy_share" in row:
@@ -277,11 +281,12 @@ def ops_markdown(report: dict[str, Any]) -> list[str]:
     """A report of this script as markdown."""
     machine, versions = report["machine"], report["versions"]
     lines = [
-        f"### Ops on {machine['device']}",
+        f"### {'Ops' if len(report['groups']) > 1 else next(iter(report['groups'])).capitalize()} on {machine['device']}",
         "",
         f"{machine['cpus']} CPUs, torch threads: {machine['threads']}; "
         + ", ".join(f"{name} {number}" for name, number in versions.items() if number is not None)
-        + f". A plain copy moves {machine['copy_gb_per_s']:.1f} GB/s. Times in {report['unit']}.",
+        + f". A plain copy moves {machine['copy_gb_per_s']:.1f} GB/s. Times in {report['unit']}."
+        + (f" Load before: {machine['load_before']:.1f}." if "load_before" in machine else ""),
         "",
     ]
     if report["goals"]:
@@ -325,10 +330,35 @@ def loop_markdown(report: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def sync_markdown(report: dict[str, Any]) -> list[str]:
+    """A report of tools/bench_sync.py as markdown."""
+    machine = report["machine"]
+    lines = [
+        "### The weight sync on a CPU",
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}. {report['protocol']}",
+        "",
+        "| | MB | load average | gloo, s | CPU s | shared memory, s | CPU s | times faster |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for case in report["cases"].values():
+        figures = [
+            f"{case[transport][name]:.2f}"
+            for transport in ("gloo", "shared memory")
+            for name in ("seconds_median", "cpu_seconds_median")
+        ]
+        lines.append(
+            f"| {case['what']} | {case['megabytes']:.0f} | {case['load_average']:.1f} | {' | '.join(figures)} | "
+            f"{case['times faster']:.1f} |"
+        )
+    return [*lines, ""]
+
+
 def figures_markdown(folder: Path) -> str:
     """The figures of all JSON files of a folder."""
     lines: list[str] = []
-    for name, render in (("ops-cpu", ops_markdown), ("ops-cuda", ops_markdown), ("loop-cpu", loop_markdown)):
+    ops = [(f"{name}-{device}", ops_markdown) for name in ("ops", "experts") for device in ("cpu", "cuda")]
+    for name, render in (*ops, ("loop-cpu", loop_markdown), ("sync-cpu", sync_markdown)):
         path = folder / f"{name}.json"
         if path.exists():
             lines += render(json.loads(path.read_text(encoding="utf-8")))
@@ -359,7 +389,8 @@ def machine(device: torch.device) -> dict[str, Any]:
         lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
         models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
         name = models[0] if models else platform.processor()
-    return {"device": name, "cpus": os.cpu_count(), "threads": torch.get_num_threads(), **build_info()}
+    about = {"device": name, "cpus": os.cpu_count(), "load_before": os.getloadavg()[0]}
+    return {**about, "threads": torch.get_num_threads(), **build_info()}
 
 
 def versions() -> dict[str, str | None]:
@@ -455,7 +486,8 @@ def main() -> None:
         "rows": rows,
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"ops-{args.device}.json"
+    name = "ops" if args.groups == list(GROUPS) else "-".join(args.groups)
+    path = args.out / f"{name}-{args.device}.json"
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path}")
 

@@ -57,7 +57,7 @@ class Case:
         own to overwrite.
     cotangents: gradient of the loss in each output.
     errors: the accuracy of outputs and gradients.
-    logits_bytes: what memory is a share of.
+    logits_bytes: what memory is a share of; without logits the bytes of the weights or operands.
     """
 
     labels: dict[str, Any]
@@ -515,4 +515,3 @@ LOSS = Group(
     },
     is_bandwidth_bound=False,
 )
-GROUPS = {group.name: group for group in (LOGITS, HEAD, LOSS)}

@@ -2,8 +2,8 @@
 
     python tools/gpu_check.py [--device cpu|cuda] [--quick] [--parts NAME ...] [--out FOLDER]
 
-Needs torch, megatron-core and what they need; no network, no vLLM, no Ray. Each part is a process with a time limit of its
-own, so that none hides another. Writes gpu-check-<device>.json and .md; the exit code is 1 if a part failed. On a CPU the same
+Needs torch, megatron-core and what they need, and pytest; no network, no vLLM, no Ray. Each part is a process, which may take
+the time that the parts before have left over, so that none hides another. Writes gpu-check-<device>.json and .md; the exit code is 1 if a part failed. On a CPU the same
 parts run at a small size, as far as they can. What the parts are: PARTS below.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import re
@@ -22,8 +23,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / "tools"
 PACKAGES = ("torch", "megatron-core", "triton", "transformer-engine", "apex", "numpy", "transformers")
 LIMIT_S = 600
+SHARES_S = {"extension": 200, "native": 60, "gpu_tests": 120, "ops": 50, "training": 130, "sanitizer": 40}
+"""What each part has at least, with a build of the extension; all of it where it runs alone."""
 MODE_LIMIT_S = 120
 POLL_S = 0.1
 TAIL = 4000
@@ -52,11 +56,11 @@ class Place:
     is_quick: bool
     scratch: Path
     deadline: float
-    """By `time.monotonic()`."""
+    """Of the part, by `time.monotonic()`."""
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left to the whole check."""
+        """Seconds left to the part."""
         return self.deadline - time.monotonic()
 
     @property
@@ -79,7 +83,12 @@ class Outcome:
 
 
 def run(
-    command: Sequence[str | Path], place: Place, limit_s: float, *, written: Path | None = None, **environment: str
+    command: Sequence[str | Path],
+    place: Place,
+    *,
+    limit_s: float = math.inf,
+    written: Path | None = None,
+    **environment: str,
 ) -> tuple[int | None, str]:
     """Exit status and output of a process; None where it was ended with all its children because its time was over.
 
@@ -110,7 +119,7 @@ def outcome_of(status: int | None, output: str, note: str = "", **figures: Any) 
     """Passed if the process ended with 0."""
     if status == 0:
         return Outcome(status="passed", note=note, figures=figures)
-    why = "its time was over" if status is None else f"exit code {status}"
+    why = f"its time was over; alone, with --parts, it has {LIMIT_S} s" if status is None else f"exit code {status}"
     return Outcome(status="failed", note=why, figures=figures, output=output[-TAIL:])
 
 
@@ -125,12 +134,12 @@ def nvcc() -> str | None:
 def extension(place: Place) -> Outcome:
     """The compiled ops are there, built from this source; on a GPU they are built now if they are not."""
     tell = [sys.executable, "-c", "import json, mgrpo.ops; print(json.dumps(mgrpo.ops.build_info()))"]
-    status, output = run(tell, place, 60)
+    status, output = run(tell, place)
     if status == 0 and place.device == "cuda" and not json.loads(output.splitlines()[-1])["cuda_archs"]:
         build = [sys.executable, "setup.py", "build_ext", "--inplace"]
-        status, output = run(build, place, 200, MGRPO_CUDA="1", TORCH_CUDA_ARCH_LIST=place.capability)
+        status, output = run(build, place, MGRPO_CUDA="1", TORCH_CUDA_ARCH_LIST=place.capability)
         if status == 0:
-            status, output = run(tell, place, 60)
+            status, output = run(tell, place)
     if status != 0:
         return outcome_of(status, output)
     info = json.loads(output.splitlines()[-1])
@@ -152,7 +161,7 @@ def native(place: Place) -> Outcome:
         ["cmake", "--build", folder, "--parallel"],
         ["ctest", "--test-dir", folder, "--output-on-failure"],
     ):
-        status, output = run(command, place, 120, **libraries)
+        status, output = run(command, place, **libraries)
         if status != 0:
             return outcome_of(status, output)
     if place.device == "cuda" and ("logprob_cuda" not in output or "Skipped" in output):
@@ -191,7 +200,7 @@ def sanitizer(place: Place) -> Outcome:
         )
         return Outcome(status="skipped", note=missing if place.device == "cpu" else f"{missing}: not here")
     for test in tests:
-        status, output = run([tool, "--tool", "memcheck", "--error-exitcode", "1", test], place, 90)
+        status, output = run([tool, "--tool", "memcheck", "--error-exitcode", "1", test], place)
         if status != 0:
             failed = outcome_of(status, output)
             return Outcome(status="failed", note=f"{test.name}: {failed.note}", output=failed.output)
@@ -202,8 +211,17 @@ def gpu_tests(place: Place) -> Outcome:
     """The tests with the mark `gpu`."""
     if place.device == "cpu":
         return Outcome(status="skipped", note="there is no GPU")
-    status, output = run([sys.executable, "-m", "pytest", "-m", "gpu", "tests/unit", "-rs", "--no-header"], place, 150)
+    if find_spec("pytest") is None:
+        return Outcome(status="failed", note="pytest is not installed; `make dev` installs it")
+    # -vv: what it prints ends with the test that was running when its time was over.
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-vv", "-rs", "--no-header", *files_with_gpu_tests()]
+    status, output = run(command, place)
     return outcome_of(status, output, note=output.strip().splitlines()[-1] if output.strip() else "")
+
+
+def files_with_gpu_tests() -> list[Path]:
+    """The others need packages that only their own tests use."""
+    return [file for file in sorted((ROOT / "tests" / "unit").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
 
 
 def ops(place: Place) -> Outcome:
@@ -215,7 +233,7 @@ def ops(place: Place) -> Outcome:
         ("cuda", False): [],
     }[place.device, place.is_quick]
     command = [sys.executable, TOOLS / "bench_ops.py", "--device", place.device, "--out", place.scratch, *sizes]
-    status, output = run(command, place, 150)
+    status, output = run(command, place)
     report = place.scratch / f"ops-{place.device}.json"
     figures = json.loads(report.read_text()) if status == 0 else {}
     # Goals are for the sizes of a benchmark on a GPU.
@@ -229,7 +247,7 @@ def training(place: Place) -> Outcome:
     """tools/gpu_check_training.py: every mode that one GPU has, compared with float32 and with the plan."""
     command = [sys.executable, TOOLS / "gpu_check_training.py", "--device", place.device]
     command += ["--folder", place.scratch / "models"]
-    names = run([*command, "--list"], place, 60)[1].splitlines()
+    names = run([*command, "--list"], place)[1].splitlines()
     modes = train_modes(command, names, place)
     problems = mode_problems(modes)
     passed = sum(mode["status"] == "passed" for mode in modes)
@@ -252,7 +270,7 @@ def train_modes(
         waiting = names[len(records) :]
         if place.remaining_s <= 0:
             return records + [{"mode": name, "status": "failed", "error": "there was no time left"} for name in waiting]
-        status, output = run([*command, "--out", lines, *waiting], place, mode_limit_s, written=lines)
+        status, output = run([*command, "--out", lines, *waiting], place, limit_s=mode_limit_s, written=lines)
         written = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
         done = [record for record in written if "status" in record]
         if len(done) < len(waiting) and (not done or done[-1]["status"] == "passed"):
@@ -272,6 +290,11 @@ PARTS: dict[str, Callable[[Place], Outcome]] = {
     "training": training,
     "sanitizer": sanitizer,
 }
+
+
+def limits(parts: Sequence[str]) -> dict[str, float]:
+    """When each part must have ended, in seconds from the start: the parts behind it keep their shares."""
+    return {name: LIMIT_S - sum(SHARES_S[later] for later in parts[number + 1 :]) for number, name in enumerate(parts)}
 
 
 def check(part: Callable[[Place], Outcome], place: Place) -> Outcome:
@@ -329,11 +352,12 @@ def main() -> None:
             "CUDA build"
         )
     with tempfile.TemporaryDirectory(prefix="mgrpo-gpu-check-") as scratch:
-        place = Place(args.device, args.quick, Path(scratch), time.monotonic() + LIMIT_S)
+        start = time.monotonic()
+        place = Place(args.device, args.quick, Path(scratch), start + LIMIT_S)
         outcomes = {}
-        for name in args.parts:
+        for name, limit_s in limits(args.parts).items():
             print(f"{name} ...", end=" ", flush=True)
-            outcomes[name] = outcome = check(PARTS[name], place)
+            outcomes[name] = outcome = check(PARTS[name], replace(place, deadline=start + limit_s))
             print(
                 f"{outcome.status} after {outcome.seconds:.0f} s{f': {outcome.note}' if outcome.note else ''}",
                 flush=True,

@@ -203,7 +203,7 @@ def train(mode: Mode, folder: Path, work: Work, device: torch.device) -> dict[st
         "seconds": seconds,
         "tokens": sum(len(pack.tokens) for pack in own),
         "tokens_per_s": rates["time/learner_tokens_per_second_per_gpu"],
-        # The plan counts flash attention, which takes no float32, and the peak is that of bf16.
+        # In float32 documents are padded to the longest, of which the plan knows nothing; the peak rate is that of bf16.
         "is_planned": config.model.model_dtype == "bfloat16",
         "mfu": rates.get("learner_mfu") if config.model.model_dtype == "bfloat16" else None,
         **memory_figures(plan_of(config, shape, samples), steps, before),

@@ -40,13 +40,17 @@ def transformer_engine_lack() -> str | None:
     return None
 
 
-def kernel_problems(config: Config) -> Iterator[str]:
+def kernel_problems(config: Config, *, has_gpus: bool) -> Iterator[str]:
     """Kernels that the configuration asks for and that this machine does not have, one sentence each."""
-    lack = transformer_engine_lack()
-    if lack and config.parallel.transformer_impl == "transformer_engine":
-        yield f"transformer_impl=transformer_engine: {lack}; {REMEDY}, or use auto"
-    if lack and config.parallel.use_precision_aware_optimizer:
-        yield f"use_precision_aware_optimizer=true: {lack}; {REMEDY}, or leave it out"
+    if has_gpus:
+        lack = transformer_engine_lack()
+        problem = lack and f": {lack}; {REMEDY}, or"
+    else:
+        problem = " needs GPUs, of which there are none here;"
+    if problem and config.parallel.transformer_impl == "transformer_engine":
+        yield f"transformer_impl=transformer_engine{problem} use auto or local"
+    if problem and config.parallel.use_precision_aware_optimizer:
+        yield f"use_precision_aware_optimizer=true{problem} leave it out"
 
 
 def uses_transformer_engine(settings: Parallel, *, has_cuda: bool) -> bool:

@@ -109,10 +109,7 @@ def _routing_replay(config: Config) -> Iterator[str]:
     parallel = config.parallel
     if not parallel.moe_enable_routing_replay or parallel.pipeline_model_parallel_size == 1:
         return
-    recomputes = parallel.recompute_granularity == "full" or (
-        parallel.recompute_granularity == "selective" and "moe" in parallel.recompute_modules
-    )
-    if recomputes:
+    if parallel.recomputes("moe"):
         yield (
             "moe_enable_routing_replay=true cannot be combined with pipeline_model_parallel_size="
             f"{parallel.pipeline_model_parallel_size} and recomputed routers, which would replay the choices of another pack; "

@@ -261,6 +261,9 @@ class Parallel:
     overlap_grad_reduce: Annotated[bool, MEGATRON] = True
     """Sum the gradients of some layers over the data-parallel ranks while the backward pass of the others goes on; with
     zero_stage 2 and 3 that is always so."""
+    overlap_param_gather: Annotated[bool, MEGATRON] = True
+    """With zero_stage=1: gather the weights that other data-parallel ranks have updated while the host goes on and the next
+    forward pass begins, of which each layer waits for its own; with zero_stage=3 that is always so."""
     optimizer_cpu_offload: Annotated[bool, MEGATRON] = False
     """Keep the optimizer's states in host memory and update them there; needs zero_stage=1."""
     optimizer_offload_fraction: Annotated[float, SHARE, MEGATRON] = 1.0
@@ -287,6 +290,15 @@ class Parallel:
     shared_prompt_packing: bool | Literal["auto"] = "auto"
     """Pack a group as one prompt with branches instead of repeating the prompt; auto: on CPU, where it saves work; on
     GPUs true takes FlexAttention for flash attention. Not with context_parallel_size above 1."""
+
+    def recomputes(self, module: str) -> bool:
+        """Whether a backward pass computes this part of a layer again.
+
+        Args:
+            module: as in `recompute_modules`; any other name for what only whole layers repeat.
+        """
+        is_named = self.recompute_granularity == "selective" and module in self.recompute_modules
+        return is_named or self.recompute_granularity == "full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +348,8 @@ class Checkpoint:
     keep_last_n_checkpoints: Annotated[int, Range(low=-1), OPEN_INSTRUCT] = 3
     """Number of newest training states to keep; -1: all."""
     checkpoint_async: bool = False
-    """Write training states in the background, from a copy in host memory."""
+    """Write training states in the background, from a copy in host memory: 12 bytes a weight on all ranks together, until they
+    are written."""
     resume: str = "auto"
     """auto: continue from the newest complete state of this run, if there is one, and refuse to start when that is damaged;
     intact: continue from the newest one that is not damaged; never: start afresh; or the path of a state,

@@ -273,6 +273,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: c.parallel.recompute_granularity == "selective",
     ),
     ("overlap_grad_reduce", "zero_stage 0 or 1", lambda c: c.parallel.zero_stage < 2),
+    ("overlap_param_gather", "zero_stage=1", lambda c: c.parallel.zero_stage == 1),
     ("optimizer_offload_fraction", "optimizer_cpu_offload=true", lambda c: c.parallel.optimizer_cpu_offload),
     (
         "exp_avg_dtype exp_avg_sq_dtype",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
@@ -143,17 +143,6 @@ def to_device(array: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
     """A copy on this rank's device. With CUDA the host does not wait for it."""
     host = torch.from_numpy(array.astype(dtype))
     return host.pin_memory().to(device(), non_blocking=True) if has_cuda() else host
-
-
-def host_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies in host memory, pinned for tensors on a GPU, for all of which the host waits once."""
-    copies = []
-    for tensor in tensors:
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copies.append(copy.copy_(tensor.detach(), non_blocking=True))
-    if any(tensor.is_cuda for tensor in tensors):
-        torch.cuda.synchronize()
-    return copies
 
 
 @functools.cache

@@ -19,7 +19,7 @@ import types
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch.distributed import DeviceMesh
@@ -56,35 +56,27 @@ REBOUND_WITHOUT_TE: tuple[tuple[str, str, str], ...] = (
 )
 
 
-class _Stream:
-    """A CUDA stream on the CPU, where everything runs in program order."""
+class Stream:
+    """A CUDA stream, or an event in one, where everything has happened already."""
 
     cuda_stream, device = 0, CPU
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> Literal[False]:
         return False
 
-    def record_event(self, event: Any = None) -> _Event:
-        return _Event()
-
-    def wait_stream(self, other: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class _Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record_event(self, event: Self | None = None) -> Self:
+        return event or type(self)()
 
     def record(self, *args: Any) -> None: ...
 
     def wait(self, *args: Any) -> None: ...
+
+    wait_stream = wait_event = wait
 
     def synchronize(self) -> None: ...
 
@@ -94,14 +86,14 @@ class _Generators:
         return torch.default_generator
 
 
-_STREAM = _Stream()
+_STREAM = Stream()
 _CUDA = {
     "current_device": lambda: CPU,
     "device_count": lambda: 1,
     "set_device": lambda device: None,
     "synchronize": lambda device=None: None,
-    "Stream": _Stream,
-    "Event": _Event,
+    "Stream": Stream,
+    "Event": Stream,
     "stream": lambda stream: _STREAM,
     "current_stream": lambda device=None: _STREAM,
     "default_stream": lambda device=None: _STREAM,

@@ -8,6 +8,7 @@ k = kv_heads x head_dim / tp, f = ffn / tp, h = hidden:
     residual stream   2h   (inputs of the two norms)
     norms' outputs    2h   (inputs of the qkv projection and of the first MLP projection)
     attention         3q + 3k   (output of the qkv projection, rotated q and k, output)
+    without flash     4q        (padded queries, keys, values and output, where CUDA has no flash attention)
     MLP               3f   (gate and up together 2f, their product f)
 
 and once per pack and kind of RoPE, head_dim per token: cosines and sines.
@@ -36,11 +37,11 @@ class LayerActivations:
     stream: int
     """The layer's input and the input of its second half."""
     norms: int
-    """Outputs of the two norms; module layernorm."""
+    """Outputs of the two norms."""
     attention: int
     """Attention and its projections, whatever is recomputed."""
     scores: int
-    """Logarithms of attention's denominators; module core_attn, which saves little with flash attention."""
+    """Logarithms of attention's denominators, and its padded operands without flash attention; module core_attn."""
     mlp: int
     """Between the MLP's projections; module mlp, or moe for experts."""
     layer_input: int
@@ -93,19 +94,19 @@ def layer_activations(
     """One layer, one pack, one rank.
 
     Args:
-        fused: norms, SwiGLU and attention keep only what CUDA's kernels and Megatron's fusions keep. On a CPU a norm
-            keeps its input and its normalised input in fp32, SwiGLU each of its factors, except that of experts, and
-            attention also its padded operands.
+        fused: norms and SwiGLU keep only what CUDA's kernels and Megatron's fusions keep. On a CPU a norm keeps its input
+            and its normalised input in fp32, and SwiGLU each of its factors, except that of experts.
     """
     tokens = -(-pack_length // layout.context)
     split_tokens = -(-tokens // layout.tensor) if layout.sequence_parallel else tokens
+    padded = not (fused and _takes_flash(shape, dtype_bytes))
     stream = split_tokens * shape.hidden * dtype_bytes
     num_norms = 4 if shape.norms == "around" else 2
     return LayerActivations(
         stream=num_norms * _norm(split_tokens, shape.hidden, dtype_bytes, fused),
         norms=2 * stream,
-        attention=_attention(shape, layout, tokens, dtype_bytes, settings, fused),
-        scores=_scores(shape, layout, tokens, dtype_bytes, settings, fused),
+        attention=_attention(shape, layout, tokens, dtype_bytes, settings, fused=fused, padded=padded),
+        scores=_scores(shape, layout, tokens, dtype_bytes, settings, fused=fused, padded=padded),
         mlp=_experts(shape, layout, split_tokens, dtype_bytes)
         if has_experts
         else tokens * (shape.ffn // layout.tensor) * dtype_bytes * (3 if fused else 5),
@@ -118,14 +119,22 @@ def _norm(rows: int, width: int, dtype_bytes: int, fused: bool) -> int:
     return rows * (width * dtype_bytes if fused else 2 * width * FP32_BYTES) + rows * FP32_BYTES
 
 
-def _scores(shape: ModelShape, layout: Layout, tokens: int, dtype_bytes: int, settings: Parallel, fused: bool) -> int:
+def _takes_flash(shape: ModelShape, dtype_bytes: int) -> bool:
+    """Whether CUDA has flash attention for these heads."""
+    return dtype_bytes < FP32_BYTES and shape.head_dim % 8 == 0 and shape.head_dim <= 256
+
+
+def _scores(
+    shape: ModelShape, layout: Layout, tokens: int, dtype_bytes: int, settings: Parallel, *, fused: bool, padded: bool
+) -> int:
     heads, kv_heads = _local_heads(shape, layout)
     kept = tokens * heads * FP32_BYTES
-    if fused:
+    if not padded:
         return kept
-    # On a CPU also copies of queries, keys, values and output, padded to documents of equal length.
+    # Copies of queries, keys, values and output, padded to documents of equal length; CUDA's kernel takes as many heads of
+    # keys as of queries.
     keys_of = layout.context if settings.cp_comm_type == "all_gather" else 1
-    return kept + tokens * 2 * (heads + kv_heads * keys_of) * shape.head_dim * dtype_bytes
+    return kept + tokens * 2 * (heads + (heads if fused else kv_heads) * keys_of) * shape.head_dim * dtype_bytes
 
 
 def _local_heads(shape: ModelShape, layout: Layout) -> tuple[int, int]:
@@ -133,7 +142,7 @@ def _local_heads(shape: ModelShape, layout: Layout) -> tuple[int, int]:
 
 
 def _attention(
-    shape: ModelShape, layout: Layout, tokens: int, dtype_bytes: int, settings: Parallel, fused: bool
+    shape: ModelShape, layout: Layout, tokens: int, dtype_bytes: int, settings: Parallel, *, fused: bool, padded: bool
 ) -> int:
     heads, kv_heads = _local_heads(shape, layout)
     query, key = heads * shape.head_dim, kv_heads * shape.head_dim
@@ -141,9 +150,9 @@ def _attention(
         # The values are a view of the qkv projection's output, which keeps all of that output alive.
         elements = 3 * query + 3 * key
     elif settings.cp_comm_type == "all_gather":
-        # Keys and values of the whole pack: fused, once for the early and once for the late stretch of each document, as
-        # far as these see them.
-        seen = layout.context + 0.5 if fused else layout.context
+        # Keys and values of the whole pack: for flash attention once for the early and once for the late stretch of each
+        # document, as far as these see them.
+        seen = layout.context + 0.5 * (not padded)
         elements = 2 * query + int(2 * key * seen)
     else:
         # All tokens and a share of the heads; also the output after the exchange back.
@@ -178,20 +187,15 @@ def _routed(shape: ModelShape, layout: Layout, split_tokens: int) -> int:
 
 def kept_bytes(layer: LayerActivations, *, has_experts: bool, settings: Parallel) -> int:
     """Bytes that one layer keeps between its forward and its backward pass."""
-    if settings.recompute_granularity == "full":
-        return layer.layer_input
-    return layer.total - dropped_bytes(layer, has_experts=has_experts, settings=settings)
+    kept = layer.total - dropped_bytes(layer, has_experts=has_experts, settings=settings)
+    return kept or layer.layer_input
 
 
 def dropped_bytes(layer: LayerActivations, *, has_experts: bool, settings: Parallel) -> int:
     """Bytes that one layer recomputes in its backward pass."""
-    if settings.recompute_granularity == "none":
-        return 0
-    if settings.recompute_granularity == "full":
-        return layer.total
-    modules = settings.recompute_modules
-    has_mlp = ("moe" if has_experts else "mlp") in modules
-    return layer.scores * ("core_attn" in modules) + layer.norms * ("layernorm" in modules) + layer.mlp * has_mlp
+    parts = {"core_attn": layer.scores, "moe" if has_experts else "mlp": layer.mlp}
+    parts["projections"] = layer.total - sum(parts.values())
+    return sum(nbytes for module, nbytes in parts.items() if settings.recomputes(module))
 
 
 def chunks_in_flight(layout: Layout, *, stage: int, num_micro_batches: int) -> int:

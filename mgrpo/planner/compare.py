@@ -81,6 +81,14 @@ def _memory(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
         planned=stage.peak,
         why="without fragmentation, the weight sync, and what CUDA and NCCL reserve",
     )
+    if found["restored"]:
+        yield Line(
+            section="memory",
+            name="peak of a restore",
+            rehearsed=found["restored"]["peak"],
+            planned=stage.start,
+            why="ZeRO-3 gathers no layer before the first step",
+        )
 
 
 def _sent(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
@@ -163,11 +171,8 @@ def _planned_flops(plan: RunPlan, found: dict[str, Any]) -> tuple[float, float]:
     per_stage = stage_flops(plan.shape, layout, work, settings, stage=stage, logits_chunk=plan.logits_chunk)
     layers = layer_flops(plan.shape, work)
     core = sum(layers[layer].core.total for layer in stage_layers(layout, plan.shape.num_layers, stage))
-    repeats_core = settings.recompute_granularity == "full" or (
-        settings.recompute_granularity == "selective" and "core_attn" in settings.recompute_modules
-    )
     ranks = layout.tensor * layout.context
-    attention = core * (passes.in_forward + passes.train * repeats_core) / ranks
+    attention = core * (passes.in_forward + passes.train * settings.recomputes("core_attn")) / ranks
     whole = (per_stage.forward.total * passes.in_forward + per_stage.repeated.total * passes.train) / ranks
     return whole - attention, attention
 

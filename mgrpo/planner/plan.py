@@ -17,6 +17,7 @@ from mgrpo.models.memory import (
     WholeGradients,
     choose_logits_chunk,
     holdings,
+    num_parameters,
     state_bytes,
     whole_gradients,
 )
@@ -56,6 +57,8 @@ class StageMemory:
     states: StateBytes
     activations: StageActivations
     gradients: WholeGradients
+    built: int
+    """Beyond `states` while the model is built and loaded, before there are activations; 0 where it takes less."""
     sync: int
     """Buckets in flight during a weight sync, while there are no activations."""
     reserved: int
@@ -98,9 +101,14 @@ class StageMemory:
         return self.states.total + self.passes
 
     @property
+    def start(self) -> int:
+        """Peak of a start, also of one that continues from a checkpoint."""
+        return self.states.total + self.built
+
+    @property
     def transient(self) -> int:
-        """The larger of what never coexists: forward and backward passes, a weight sync."""
-        return max(self.training, self.sync)
+        """The larger of what never coexists: the start, forward and backward passes, a weight sync."""
+        return max(self.built, self.training, self.sync)
 
     @property
     def total(self) -> int:
@@ -315,24 +323,43 @@ def stage_memory(
         ),
         logits_chunk=logits_chunk,
     )
+    states = state_bytes(
+        shape,
+        layout,
+        stage=stage,
+        dtype_bytes=dtype_bytes,
+        has_reference=has_reference(config),
+        reference_moves=config.algorithm.ref_policy_update_freq is not None,
+        moment_bytes=_moment_bytes(settings),
+        offload_fraction=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
+    )
     return StageMemory(
         stage=stage,
-        states=state_bytes(
-            shape,
-            layout,
-            stage=stage,
-            dtype_bytes=dtype_bytes,
-            has_reference=has_reference(config),
-            reference_moves=config.algorithm.ref_policy_update_freq is not None,
-            moment_bytes=_moment_bytes(settings),
-            offload_fraction=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
-        ),
+        states=states,
+        built=max(_start(shape, layout, states, stage=stage, dtype_bytes=dtype_bytes) - states.total, 0),
         activations=activations,
         gradients=whole_gradients(shape, layout, stage=stage),
         sync=_sync_bytes(config, shape, layout, dtype_bytes),
         reserved=int(assumed.reserved_gib * GIB),
         waste=assumed.fragmentation,
     )
+
+
+def _start(shape: ModelShape, layout: Layout, states: StateBytes, *, stage: int, dtype_bytes: int) -> int:
+    """Whole weights, as a model is built with, and what they are moved into, before there is an optimizer.
+
+    Up to ZeRO-1 that is Megatron's buffers of weights and gradients. Megatron-FSDP shards them in ZeRO-3, one layer or
+    embedding after the other, and keeps them in ZeRO-2.
+    """
+    weights = num_parameters(shape, layout, stage=stage) * dtype_bytes
+    if layout.sharding == 2:
+        return states.total
+    if layout.sharding == 3:
+        held = holdings(shape, tensor=layout.tensor, expert=layout.expert)
+        moved = max(held.embedding, *(layer.total for layer in held.layers))
+        shards = moved * (dtype_bytes + FP32_BYTES) // layout.num_shards  # of weights and gradients
+        return weights + moved * dtype_bytes + shards + states.reference
+    return weights + states.parameters + states.gradients + states.reference
 
 
 def _moment_bytes(settings: Parallel) -> int:

@@ -175,6 +175,7 @@ def _temporary(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]
     yield "                        a layer's backward pass", [stage.layer for stage in stages]
     yield "             fragmentation (assumed)", [stage.fragmentation for stage in stages]
     yield "           weight sync (buckets)", [stage.sync for stage in stages]
+    yield "           weights, when the model is built", [stage.built for stage in stages]
 
 
 def _activations(plan: RunPlan, stage: int, recompute: Recompute) -> int:

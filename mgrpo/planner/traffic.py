@@ -90,9 +90,7 @@ def backward_traffic(
     layers = sum(modules.values(), Traffic())
     # Sequence parallelism gathers saved inputs again for the weights' gradients.
     layers = replace(layers, tensor=layers.tensor * (1.5 if layout.sequence_parallel else 1))
-    repeats = {"none": (), "selective": settings.recompute_modules, "full": tuple(modules)}
-    for name in repeats[settings.recompute_granularity]:
-        layers += modules.get(name, Traffic())
+    layers += sum((traffic for module, traffic in modules.items() if settings.recomputes(module)), Traffic())
     tensor = 0.0
     if stage == 0 and layout.sequence_parallel:
         tensor += _stream(shape, layout, passed)

@@ -179,12 +179,8 @@ def stage_flops(
 
 
 def _repeated(layer: LayerFlops, has_experts: bool, settings: Parallel) -> Flops:
-    if settings.recompute_granularity == "none":
-        return Flops()
-    if settings.recompute_granularity == "full":
-        return layer.total
-    modules = settings.recompute_modules
-    return layer.core * ("core_attn" in modules) + layer.mlp * (("moe" if has_experts else "mlp") in modules)
+    parts = {"core_attn": layer.core, "moe" if has_experts else "mlp": layer.mlp, "projections": layer.rest}
+    return sum((flops for module, flops in parts.items() if settings.recomputes(module)), Flops())
 
 
 def forward_flops(shape: ModelShape, work: Workload) -> Flops:

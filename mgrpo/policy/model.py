@@ -84,6 +84,9 @@ class ResponseModel(GPTModel):
                 f"{shape.logit_softcap:g}; use 0"
             )
         self.shape, self.logits_chunk = shape, logits_chunk
+        if logits_chunk and self.post_process:
+            # The head is called as a module in both cases: hooks before its forward pass make its weight ready.
+            self.output_layer.forward = ops.linear_logprobs
         # Rounded to the model's type, as in training of the models that have it.
         self.embedding_scale = torch.tensor(shape.embedding_scale, dtype=self.config.params_dtype, device="cpu").item()
         self.trains_entropy, self.scores_entropy = trains_entropy, scores_entropy
@@ -135,7 +138,7 @@ class ResponseModel(GPTModel):
             "with_entropy": has_gradient or self.scores_entropy,
         }
         if self.logits_chunk:
-            logprobs, entropy = ops.linear_logprobs(
+            logprobs, entropy = head(
                 hidden_states.squeeze(1),
                 head.weight if weight is None else weight,
                 response.targets,

@@ -6,13 +6,15 @@ Unless noted, every method is collective over all learner ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
@@ -56,7 +58,8 @@ class PolicyOptimizer:
         # Without CUDA the states are in host memory already.
         self.is_offloaded = parallel.optimizer_cpu_offload and backend.has_cuda()
         names = {parameter: name for name, parameter in parameters.live.items()}
-        self.chunks = _wrap(chunks, self.layout, overlaps=parallel.overlap_grad_reduce)
+        self.chunks = _wrap(chunks, self.layout, parallel)
+        self._buckets = _buckets(self.chunks) if self.layout.sharding == 1 else []
         self._megatron = _make_adam(self.chunks, self.layout, dtype, settings, parallel, is_offloaded=self.is_offloaded)
         self.shards = local_shards(self._megatron, self.chunks, names)
 
@@ -106,8 +109,15 @@ class PolicyOptimizer:
         # Each of the chained optimizers would gather the parameters of all.
         for single in chained(self._megatron):
             MixedPrecisionOptimizer.step_with_ready_grads(single)
-        for chunk in self.chunks:
-            chunk.start_param_sync()
+        for bucket in self._buckets:
+            bucket.start_param_sync()
+
+    def wait_for_weights(self) -> None:
+        """Wait until all weights have come that the last update gathers; see `overlap_param_gather`. Not collective.
+
+        A forward pass waits by itself, module by module. `shards` are this rank's own part and always current.
+        """
+        _wait_for(self._buckets)
 
     def parameter(self, name: str) -> torch.Tensor:
         """One local parameter, whole, from the shards of all ranks that share it, which must all call."""
@@ -138,11 +148,12 @@ class PolicyOptimizer:
             shard.gradient.copy_(whole.view(-1)[shard.start : shard.start + len(shard.main)])
 
 
-def _wrap(chunks: Sequence[ResponseModel], layout: Layout, *, overlaps: bool) -> list[WrappedChunk]:
+def _wrap(chunks: Sequence[ResponseModel], layout: Layout, parallel: Parallel) -> list[WrappedChunk]:
     """Gradient buffers around the model's chunks, sharded as the stage says."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=overlaps or layout.sharding >= 2,
+        overlap_grad_reduce=parallel.overlap_grad_reduce or layout.sharding >= 2,
+        overlap_param_gather=parallel.overlap_param_gather and layout.sharding == 1,
         use_distributed_optimizer=layout.sharding > 0,
         num_distributed_optimizer_instances=layout.data * layout.context // layout.num_shards,
     )
@@ -155,10 +166,36 @@ def _wrap(chunks: Sequence[ResponseModel], layout: Layout, *, overlaps: bool) ->
             DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]
+        if config.overlap_param_gather:
+            _wait_before_use(wrapped)
     # Gradients are summed once, after the last micro-batch: the schedule must say which one that is.
     no_sync = [chunk.no_sync for chunk in wrapped]
     wrapped[0].config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     return wrapped
+
+
+def _buckets(chunks: Sequence[DistributedDataParallel]) -> list[BucketGroup]:
+    """Megatron's buckets of weights in the order in which a forward pass needs them."""
+    return list(
+        dict.fromkeys(chunk.param_to_bucket_group[parameter] for chunk in chunks for parameter in chunk.parameters())
+    )
+
+
+def _wait_before_use(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Make each module wait for the buckets of its own weights before its forward pass."""
+    for chunk in chunks:
+        # Megatron's hooks also gather: before the first update, and after one that was skipped.
+        chunk.disable_forward_pre_hook(param_sync=False)
+        for module in chunk.module.modules():
+            if buckets := {chunk.param_to_bucket_group[own] for own in module.parameters(recurse=False)}:
+                module.register_forward_pre_hook(partial(_wait_for, buckets))
+
+
+def _wait_for(buckets: Iterable[BucketGroup], *call: Any) -> None:
+    """Wait for those of the buckets' gathers that are under way; on CUDA the stream waits, not the host."""
+    for bucket in buckets:
+        if bucket.param_gather_handle is not None:
+            bucket.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def _shard(

@@ -132,12 +132,18 @@ class Policy:
         Under ZeRO-2 and 3 these are the float32 masters of its shards.
         """
         if self.optimizer is None or self.layout.sharding < 2:
+            self.wait_for_weights()
             yield from self.parameters.boxes()
             return
         for shard in self.optimizer.shards:
             place = self.parameters.places[shard.name]
             if not place.is_copy:
                 yield from shard.boxes(place, shard.main)
+
+    def wait_for_weights(self) -> None:
+        """Call before reading weights through views taken before the last update (`overlap_param_gather`). Not collective."""
+        if self.optimizer:
+            self.optimizer.wait_for_weights()
 
     @torch.no_grad()
     def not_finite(self) -> list[str]:
@@ -218,5 +224,6 @@ class Policy:
     def parameter(self, name: str) -> torch.Tensor:
         """One local parameter, whole; under ZeRO-2 and 3 all ranks that share it must call."""
         if self.optimizer is None or self.layout.sharding < 2:
+            self.wait_for_weights()
             return self.parameters.live[name].data
         return self.optimizer.parameter(name)

@@ -13,11 +13,13 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map_only
+
+from mgrpo.parallel import stand_in
 
 TORCH = "2.13"
 """The release of torch whose C++ layout is known."""
@@ -101,44 +103,14 @@ def _answer_hooks() -> None:
         )
 
 
-class Stream:
-    """A stream in which everything has happened already."""
+class Stream(stand_in.Stream):
+    """A stream or an event that says when the host waits for it."""
 
-    cuda_stream = stream_id = 0
-    device = DEVICE
+    device, stream_id = DEVICE, 0
     waits: Tell
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *error: object) -> Literal[False]:
-        return False
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or Event()
-
-    def wait_stream(self, other: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
     def synchronize(self) -> None:
-        self.waits(f"{type(self).__name__}.synchronize")
-
-
-class Event(Stream):
-    """An event that has happened."""
-
-    def record(self, *args: Any) -> None: ...
-
-    def wait(self, *args: Any) -> None: ...
-
-    def elapsed_time(self, other: Any) -> float:
-        return 0.0
+        self.waits("synchronize of a stream or an event")
 
 
 def _rebind_cuda(memory_bytes: int, waits: Tell) -> None:
@@ -177,7 +149,7 @@ def _rebind_cuda(memory_bytes: int, waits: Tell) -> None:
     for name in ("get_rng_state", "set_rng_state", "manual_seed"):
         setattr(cuda.random, name, getattr(cuda, name))
     cuda.stream = cuda.device = lambda *args: contextlib.nullcontext()
-    cuda.Stream, cuda.Event = Stream, Event
+    cuda.Stream = cuda.Event = Stream
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args: 0
 
 

@@ -37,12 +37,42 @@ class _Flex(torch.autograd.Function):
         return tuple(torch.empty_like(operand) for operand in ctx.saved_tensors[:3])
 
 
+_BIAS_MULTIPLE = 16
+"""Elements: rows of a bias are padded to a multiple of them."""
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """What a mask of booleans is added as, for all heads."""
+    bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    padded = F.pad(bias, (0, -bias.shape[-1] % _BIAS_MULTIPLE))[..., : bias.shape[-1]]
+    return padded.expand(*query.shape[:-1], key.shape[-2])
+
+
 def install() -> None:
     """Rebind the functions. Call before their names are imported elsewhere."""
     norm, functional, attention = F.rms_norm, vars(F), vars(flex)
+    one_call, efficient = F.scaled_dot_product_attention, torch.ops.aten._scaled_dot_product_efficient_attention
+
+    def scaled_dot_product_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        # A CPU build does not know CUDA's kernels and would choose the one that keeps all scores. CUDA chooses so only where
+        # keys have fewer heads than queries.
+        if not query.is_cuda or query.shape[1] != key.shape[1]:
+            return one_call(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        return efficient(query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
 
     def rms_norm(x: torch.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> torch.Tensor:
         return _Norm.apply(x, weight) if x.is_cuda and weight is not None else norm(x, shape, weight, eps)
 
     functional["rms_norm"] = rms_norm
+    functional["scaled_dot_product_attention"] = scaled_dot_product_attention
     attention["flex_attention"] = lambda query, key, value, **options: _Flex.apply(query, key, value)

@@ -122,6 +122,7 @@ def send_weights(
         sender.send(1)
         if checks:
             sender.digests()
+        sender.close()
 
 
 def _holdings(policy: Policy, shape: ModelShape, layout: Layout) -> list[list[Box]]:

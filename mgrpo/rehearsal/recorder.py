@@ -216,6 +216,7 @@ class Recorder(TorchDispatchMode):
 
     def _pretend(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         try:
+            _check_lists(func, args)
             out = func(*args, **kwargs)
         except Exception as err:
             err.add_note(f"in {func} at {site()}")
@@ -260,6 +261,14 @@ class Recorder(TorchDispatchMode):
         key = self.axes.get(group.group_name, f"{group.size()} ranks"), self.now, operation
         self.sent[key] += round(_ring_bytes(operation, group.size(), first, second))
         self.calls[key] += 1
+
+
+def _check_lists(func: Any, args: tuple[Any, ...]) -> None:
+    """A fused optimizer's kernel reads all its lists on the device; the fake mode does not look where lists are."""
+    if func._overloadpacket.__name__.startswith("_fused_"):
+        lists = [leaf for part in args if isinstance(part, (list, tuple)) for leaf in part]
+        if devices := {leaf.device.type for leaf in lists if isinstance(leaf, torch.Tensor)} - {DEVICE.type}:
+            raise RuntimeError(f"{func} takes tensors on {DEVICE.type} only, found some on {', '.join(devices)}")
 
 
 def _known(tensor: Any) -> torch.Tensor:

@@ -1,11 +1,15 @@
-"""A whole training step of one rank: the real learner loads, scores, trains, updates, and sends its weights."""
+"""A whole training step of one rank: the real learner loads, scores, trains, updates, sends its weights, and is restored."""
 
 from __future__ import annotations
 
+import gc
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +29,7 @@ from mgrpo.packing.wire import to_arrays
 from mgrpo.planner.roles import document_lengths
 from mgrpo.rehearsal.output import save_state, send_weights
 from mgrpo.rehearsal.recorder import Recorder, site
+from mgrpo.rehearsal.restore import checkpoint_of
 from mgrpo.rehearsal.world import rank_of
 from mgrpo.run.learner import Learner
 from mgrpo.types import TrainSample
@@ -51,9 +56,10 @@ def rehearse(job: Job, recorder: Recorder) -> dict[str, Any]:
     _skip_what_asks_other_ranks()
     try:
         with rank_of(job.rank, job.layout.world_size, recorder, caches_shapes=job.layout.sharding < 2):
-            learner = Learner(
-                job.config, shape=job.shape, layout=job.layout, host_group=dist.new_group(), weights=_nothing
+            make = partial(
+                Learner, job.config, shape=job.shape, layout=job.layout, host_group=dist.new_group(), weights=_nothing
             )
+            learner = make()
             _name_axes(recorder)
             _name_states(recorder, learner)
             arrays, own_tokens = _packs(job)
@@ -71,26 +77,38 @@ def rehearse(job: Job, recorder: Recorder) -> dict[str, Any]:
             is_small = recorder.memory.total < SMALL
             with in_phase(recorder, "sync"):
                 send_weights(learner.policy, job.config, job.shape, job.layout, recorder, checks=is_small)
-            if is_small and not job.config.parallel.use_precision_aware_optimizer:
+            parallel, restored = job.config.parallel, dict[str, Any]()
+            if is_small and not parallel.use_precision_aware_optimizer:
                 with in_phase(recorder, "save"):
                     save_state(learner)
+            seconds, operations = round(time.monotonic() - began, 1), recorder.num_operations
+            if not (parallel.use_precision_aware_optimizer or parallel.optimizer_cpu_offload):
+                with tempfile.TemporaryDirectory() as folder:
+                    checkpoint = checkpoint_of(learner, folder)
+                    del learner
+                    learner, restored = _restore(recorder, partial(make, checkpoint=checkpoint))
+            found = {
+                "rank": job.rank,
+                "stage": job.layout.coordinate(job.rank).pipeline,
+                "packs": job.packs,
+                "seconds": seconds,
+                "operations": operations,
+                "remarks": remarks,
+                "states": states,
+                "peak": at_peak[0],
+                "at_peak": at_peak[1],
+                "restored": restored,
+                "sent": [[*key, recorder.calls[key], size] for key, size in sorted(recorder.sent.items())],
+                "flops": [[*key, count] for key, count in sorted(recorder.flops.items())],
+                "waits": [[*key, count] for key, count in recorder.waits.most_common()],
+                "uploads": [[*key, count] for key, count in recorder.uploads.most_common()],
+            }
+            if restored and is_small:
+                with in_phase(recorder, "again"):
+                    learner.learn(arrays, step=2)
+            return found
     finally:
         parallel_state.destroy_model_parallel()
-    return {
-        "rank": job.rank,
-        "stage": job.layout.coordinate(job.rank).pipeline,
-        "packs": job.packs,
-        "seconds": round(time.monotonic() - began, 1),
-        "operations": recorder.num_operations,
-        "remarks": remarks,
-        "states": states,
-        "peak": at_peak[0],
-        "at_peak": at_peak[1],
-        "sent": [[*key, recorder.calls[key], size] for key, size in sorted(recorder.sent.items())],
-        "flops": [[*key, count] for key, count in sorted(recorder.flops.items())],
-        "waits": [[*key, count] for key, count in recorder.waits.most_common()],
-        "uploads": [[*key, count] for key, count in recorder.uploads.most_common()],
-    }
 
 
 def _skip_what_asks_other_ranks() -> None:
@@ -168,8 +186,11 @@ def _name_axes(recorder: Recorder) -> None:
 def _name_states(recorder: Recorder, learner: Learner) -> None:
     """What stays allocated from step to step. Asking for moments makes those that the first update would make."""
     policy, memory = learner.policy, recorder.memory
-    for parameter in learner.reference.parameters.live.values() if learner.reference else ():
-        memory.rename(parameter.data, "reference")
+    if learner.reference:
+        for parameter in learner.reference.parameters.live.values():
+            memory.rename(parameter.data, "reference")
+        for _, master in learner.reference.master_boxes() if learner.reference.has_moved else ():
+            memory.rename(master, "reference")
     for shard in policy.shards:
         for tensor in (shard.main, shard.moment("exp_avg"), shard.moment("exp_avg_sq")):
             memory.rename(tensor, "optimizer")
@@ -192,6 +213,18 @@ def _buffers(chunk: Any, sharding: int) -> Iterator[tuple[str, torch.Tensor]]:
         for kind, buffer in (("gradients", group.main_grad_buffer), ("parameters", group.model_weight_buffer)):
             if getattr(buffer, "data", None) is not None:
                 yield kind, buffer.data
+
+
+def _restore(recorder: Recorder, make: Callable[[], Learner]) -> tuple[Learner, dict[str, Any]]:
+    """A learner that continues, and what it held at its peak and when it was made, without what the one before it left."""
+    gc.collect()
+    memory = recorder.memory
+    memory.forget_peak()
+    left, total = Counter(memory.by_kind), memory.total
+    with in_phase(recorder, "restore"):
+        learner = make()
+        _name_states(recorder, learner)
+    return learner, {"peak": memory.peak - total, "states": dict(Counter(memory.by_kind) - left)}
 
 
 def _name_phases(recorder: Recorder, learner: Learner) -> None:

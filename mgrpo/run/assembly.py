@@ -33,6 +33,7 @@ def make_trainer(
     lead: Lead,
     started: Started | None,
     *,
+    host: str,
     resume_from: str | None = None,
     loss: LossFunction | None = None,
 ) -> Trainer:
@@ -40,6 +41,7 @@ def make_trainer(
 
     Args:
         started: on rank 0.
+        host: where other learners reach this machine.
         resume_from: path or URL of the state that the run continues; rank 0's counts.
         loss: in place of the configuration's `policy_loss`.
     """
@@ -85,6 +87,7 @@ def make_trainer(
         lead=lead,
         fleet=started.fleet if started else None,
         host_group=host_group,
+        host=host,
     )
     if started:
         started.startup.say("connecting learners and engines, which then receive the weights")

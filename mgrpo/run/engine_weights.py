@@ -21,8 +21,8 @@ from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.policy.policy import Policy
+from mgrpo.processes.address import LOOPBACK
 from mgrpo.rollout.fleet import Fleet
-from mgrpo.run.environment import store_host
 from mgrpo.run.lead import Lead
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import connect_store, open_store
@@ -44,14 +44,17 @@ class EngineWeights:
         lead: Lead,
         fleet: Fleet | None,
         host_group: dist.ProcessGroup,
+        host: str = LOOPBACK,
     ) -> None:
         """
         Args:
             fleet: the engines, on rank 0.
             host_group: gloo group of all learners.
+            host: where the other learners reach this machine.
         """
         self.policy, self.shape, self.layout, self.settings = policy, shape, layout, settings
         self.lead, self._fleet, self.host_group = lead, fleet, host_group
+        self.host = host
 
     @property
     def plan(self) -> ReshardPlan:
@@ -117,7 +120,7 @@ class EngineWeights:
 
     def _open_store(self) -> tuple[dist.TCPStore, str, int]:
         """Rank 0: the key-value server in which learners and engines meet, and where it is."""
-        host = self.fleet.meeting_host or store_host()
+        host = self.fleet.meeting_host or self.host
         store, port = open_store(host, self.settings.weight_sync_timeout)
         return store, host, port
 
@@ -126,6 +129,7 @@ class EngineWeights:
 
     def _send(self, version: int, *, check: bool) -> torch.Tensor | None:
         """The learners' end of a sync; with `check` the digests that the engines must have, see `Sender.digests`."""
+        self.policy.wait_for_weights()
         self.sender.send(version)
         if not check:
             return None

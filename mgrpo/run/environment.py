@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from typing import Protocol
 
 from mgrpo.config.schema import Config
+from mgrpo.processes.address import LOOPBACK, interface_of, own_address
 
 LAUNCHED = "MGRPO_LAUNCHED"
 """Set in the ranks that `mgrpo train --nproc-per-node` starts."""
@@ -12,6 +14,13 @@ STORE_SOCKET = "MGRPO_STORE_SOCKET"
 """Set in rank 0 of those: number of the inherited socket on which it serves the ranks' store."""
 OPENMP = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 """Spinning OpenMP threads on a busy machine make a matmul 20 times slower."""
+
+
+class Store(Protocol):
+    """What all ranks can read and write before they have a process group: torch's key-value store."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
 
 
 def rank() -> int:
@@ -29,9 +38,25 @@ def num_local_learners() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def store_host() -> str:
-    """Where this run's ranks meet: the loopback address on one machine, else that of rank 0's node."""
-    return "127.0.0.1" if num_local_learners() == world_size() else os.environ["MASTER_ADDR"]
+def meeting_host(store: Store) -> str:
+    """Where the run's other machines reach this one; the loopback address where there are none. Every rank must call.
+
+    gloo, which would ask for this machine's name, is told as well, unless the user has chosen an interface.
+
+    Raises:
+        OSError: this machine has no way to another one of the run.
+    """
+    if num_local_learners() == world_size():
+        return LOOPBACK
+    if rank() == int(os.environ.get("LOCAL_RANK", "0")):
+        # On rank 0's machine, where MASTER_ADDR may be a loopback address. The first rank of the next one has found it.
+        address = own_address(store.get(f"address of rank {num_local_learners()}").decode())
+    else:
+        address = own_address(os.environ["MASTER_ADDR"])
+        store.set(f"address of rank {rank()}", address)
+    if interface := interface_of(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return address
 
 
 def store_socket() -> int | None:

@@ -29,10 +29,10 @@ from mgrpo.run.check import check_run
 from mgrpo.run.continuing import state_path
 from mgrpo.run.environment import (
     has_launcher,
+    meeting_host,
     num_local_learners,
     prepare_environment,
     rank,
-    store_host,
     store_socket,
     world_size,
 )
@@ -201,8 +201,8 @@ def _run_with_engines(config: Config, inputs: Inputs | None, watch: Watch, loss:
         signal.signal(signal.SIGTERM, before)
 
 
-def _meet(config: Config, watch: Watch) -> None:
-    """Form the process group of all ranks, who watch each other from here on."""
+def _meet(config: Config, watch: Watch) -> str:
+    """Form the process group of all ranks, who watch each other from here on; where others reach this machine."""
     from torch.distributed import DistError, PrefixStore
 
     from mgrpo.parallel import backend
@@ -211,17 +211,19 @@ def _meet(config: Config, watch: Watch) -> None:
     try:
         store = backend.meeting_store(rank=rank(), world_size=world_size(), timeout_s=limit_s, socket=store_socket())
         store = PrefixStore(f"run {next(_NUMBERS)}", store)
+        host = meeting_host(store)
         if world_size() > 1 and rank() == 0:
-            store.set("watch", watch.listen(store_host()))
+            store.set("watch", watch.listen(host))
         elif world_size() > 1:
             watch.connect(store.get("watch").decode())
     except (DistError, OSError) as err:
         raise RuntimeError(
-            f"rank 0 could not be reached within learner_timeout={limit_s} s of the start: {err}"
+            f"rank {rank()} has not met the others within learner_timeout={limit_s} s of the start: {err}"
         ) from err
     backend.init_process_group(
         rank=rank(), world_size=world_size(), timeout_minutes=config.experiment.backend_timeout, store=store
     )
+    return host
 
 
 def _run(
@@ -240,14 +242,15 @@ def _run(
 
     gc.freeze()
     gc.enable()
-    _meet(config, watch)
+    host = _meet(config, watch)
     if parts is None:
         # Ranks end when rank 0 ends the run: all of them take part in saving its state.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     lead = Lead(stop.event, watch.pulse)
     trainer = None
     try:
-        trainer = make_trainer(config, lead, parts, resume_from=state_path(config) if parts else None, loss=loss)
+        resume_from = state_path(config) if parts else None
+        trainer = make_trainer(config, lead, parts, host=host, resume_from=resume_from, loss=loss)
         stop.is_polled = True
         result = trainer.fit()
     except Stopped as err:

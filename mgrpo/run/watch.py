@@ -31,6 +31,9 @@ _WAITING = (
     "distributed_c10d.py",
     "p2p_communication.py",
     "mgrpo/sync/group.py",
+    "mgrpo/sync/shared.py",
+    "mgrpo/sync/meeting.py",
+    "mgrpo/sync/transport.py",
     "mgrpo/sync/channel.py",
     "mgrpo/run/lead.py",
 )
@@ -137,9 +140,19 @@ class Watch:
         return json.dumps([host, self._listener.getsockname()[1], self._secret])
 
     def connect(self, invitation: str) -> None:
-        """The other ranks: go there, and begin."""
+        """The other ranks: go there, and begin.
+
+        Raises:
+            ConnectionError: rank 0 cannot be reached; it says where.
+        """
         host, port, self._secret = json.loads(invitation)
-        link = socket.create_connection((host, port), timeout=min(SILENCE_S, self.timeout_s))
+        try:
+            link = socket.create_connection((host, port), timeout=min(SILENCE_S, self.timeout_s))
+        except OSError as err:
+            raise ConnectionError(
+                f"rank 0 does not answer at {host}:{port}: {err}; the machines of a run must be able to connect to any port of "
+                "each other"
+            ) from err
         self._add(link, Peer(who="rank 0", pid=0, host=""))
         self._send(link, {"hello": self._secret, **self._name()})
         self._begin()

@@ -2,17 +2,17 @@
 
 Both go through the rounds of `mgrpo.sync.plan.rounds`: the sender prepares the next round while one is under way, and the
 receiver writes the last one meanwhile. Besides its own weights a worker holds two rounds, and the learners that send to it
-hold two together.
+hold two together; where they share memory, both ends hold the same two.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,20 @@ from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, hf_tensors
 from mgrpo.sync.digest import digests
-from mgrpo.sync.group import Group, Round, connect_store, join_group
-from mgrpo.sync.plan import Incoming, ReshardPlan, plan, rounds
+from mgrpo.sync.group import connect_store
+from mgrpo.sync.meeting import Members, meet
+from mgrpo.sync.plan import Incoming, ReshardPlan, messages, plan, rounds
+from mgrpo.sync.shared import BUCKET_BYTES
+from mgrpo.sync.transport import Round, Transport
 
 Held = Iterable[tuple[Box, torch.Tensor]]
 """Boxes with the live view of each."""
+
+
+class Cut(Protocol):
+    """The messages of one pair; see `mgrpo.sync.plan.messages`."""
+
+    def __call__(self, *, limit: int | None) -> list[list[Box]]: ...
 
 
 class Sender:
@@ -61,7 +70,8 @@ class Sender:
         self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
         self.plan: ReshardPlan = plan(model, train_layout, infer_layout, itemsize=dtype.itemsize, holdings=holdings)
         self.outgoing = self.plan.sent_by(rank)
-        self.groups: dict[int, Group] = {}
+        self.channels: dict[int, Channel] = {}
+        """By engine."""
 
     def incoming(self, engine: int) -> tuple[Incoming, ...]:
         """What each worker of an engine receives."""
@@ -84,71 +94,84 @@ class Sender:
         }
 
     def join(self) -> None:
-        """Form the group with each engine that this rank sends to; the workers of all engines must be joining."""
+        """Meet the workers of each engine that this rank sends to; those of all engines must be joining."""
         for engine in range(self.infer_layout.engines):
-            learners = senders(self.incoming(engine))
+            incoming = self.incoming(engine)
+            learners = senders(incoming)
             if self.rank in learners:
-                self.groups[engine] = join_group(
-                    self.store,
-                    name=group_name(engine),
-                    members=member_names(learners, self.infer_layout.tensor, engine),
+                pairs = {
+                    len(learners) + worker: self._cut(boxes)
+                    for worker, boxes in enumerate(incoming)
+                    if self.rank in boxes
+                }
+                self.channels[engine] = Channel(
+                    self.live,
+                    pairs,
+                    store=dist.PrefixStore(group_name(engine), self.store),
+                    names=member_names(learners, len(incoming), engine),
                     rank=learners.index(self.rank),
-                    timeout_s=self.timeout_s,
-                    device=self.live.device,
+                    is_worker=False,
+                    dtype=self.dtype,
                     host=self.host,
+                    timeout_s=self.timeout_s,
                 )
+
+    def _cut(self, incoming: Incoming) -> Cut:
+        return partial(messages, incoming, self.rank, itemsize=self.dtype.itemsize, bucket_bytes=self.bucket_bytes)
 
     def send(self, version: int) -> int:
         """Send this rank's slices to all workers of all engines; returns the bytes sent.
+
+        An engine that fails is given up, and the others get their weights all the same.
 
         Raises:
             RuntimeError: naming this rank, the workers and the bucket that were waited for, after `timeout_s`.
         """
         sent = 0
-        begun: list[list[Round]] = []
-        for number, messages in enumerate(self._rounds):
-            # One round may be under way while this one is prepared.
-            for each in begun[number - 2] if number > 1 else ():
-                each.settle()
-            begun.append([])
-            for engine, peers in messages.items():
-                buckets = [(peer, self._bucket(views)) for peer, views in peers]
-                sent += sum(bucket.nbytes for _, bucket in buckets)
-                begun[number].append(self._begin(version, number, engine, buckets))
-        for each in itertools.chain(*begun):
-            each.finish()
+        channels = {engine: channel for engine, channel in self.channels.items() if channel.is_open}
+        begun: dict[int, list[Round]] = {engine: [] for engine in channels}
+        failures: list[RuntimeError] = []
+
+        @contextlib.contextmanager
+        def apart(engine: int) -> Iterator[None]:
+            try:
+                yield
+            except RuntimeError as err:
+                failures.append(err)
+                channels.pop(engine).close()
+
+        for number in range(max((len(channel.rounds) for channel in channels.values()), default=0)):
+            for engine, channel in list(channels.items()):
+                if number < len(channel.rounds):
+                    with apart(engine):
+                        # One round may be under way while this one is prepared.
+                        if number > 1:
+                            begun[engine][number - 2].settle()
+                        begun[engine].append(self._begin(version, number, engine))
+                        sent += channel.num_elements(number) * self.dtype.itemsize
+        for engine in list(channels):
+            with apart(engine):
+                for each in begun[engine]:
+                    each.finish()
+        if failures:
+            raise RuntimeError("; ".join(map(str, failures))) from failures[0]
         return sent
 
-    @cached_property
-    def _rounds(self) -> list[dict[int, list[tuple[int, list[torch.Tensor]]]]]:
-        """For each round and engine: the group's members that this rank sends to, and the views that it sends."""
-        found: list[dict[int, list[tuple[int, list[torch.Tensor]]]]] = []
-        for worker in self.outgoing:
-            engine, number_in_engine = divmod(worker, self.infer_layout.tensor)
-            peer = len(senders(self.incoming(engine))) + number_in_engine
-            cut = rounds(self.plan.received_by[worker], itemsize=self.dtype.itemsize, bucket_bytes=self.bucket_bytes)
-            for number, messages in enumerate(cut):
-                if self.rank in messages:
-                    found.extend({} for _ in range(number + 1 - len(found)))
-                    views = [self.live.view(box) for box in messages[self.rank]]
-                    found[number].setdefault(engine, []).append((peer, views))
-        return found
-
-    def _bucket(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([view.reshape(-1) for view in views]).to(self.dtype)
-
-    def _begin(self, version: int, number: int, engine: int, buckets: list[tuple[int, torch.Tensor]]) -> Round:
-        group = self.groups[engine]
-        return Round(
-            group, group.send, buckets, timeout_s=self.timeout_s, lost=partial(self._lost, version, number, engine)
-        )
+    def _begin(self, version: int, number: int, engine: int) -> Round:
+        channel = self.channels[engine]
+        return channel.transport.send(channel.rounds[number], lost=partial(self._lost, version, number, engine))
 
     def _lost(self, version: int, number: int, engine: int, peers: Sequence[int], err: Exception) -> RuntimeError:
-        names = member_names(senders(self.incoming(engine)), self.infer_layout.tensor, engine)
+        names = self.channels[engine].names
         return RuntimeError(
             f"weight sync {version}: training rank {self.rank} could not send bucket {number} to "
             f"{', '.join(names[peer] for peer in peers)} within weight_sync_timeout={self.timeout_s:g} s: {err}"
         )
+
+    def close(self) -> None:
+        """Leave all transfers."""
+        for channel in self.channels.values():
+            channel.close()
 
     def digests(self) -> torch.Tensor:
         """`[workers, tensors]` int64: digest of what this rank sends each worker; the sum over ranks is what the worker must have."""
@@ -198,21 +221,23 @@ class Receiver:
         ]
         self._check_targets(workers[worker])
         self.learners = senders(workers)
-        self.rounds = [
-            [(source, [self.live.view(box) for box in boxes]) for source, boxes in messages.items()]
-            for messages in rounds(
-                workers[worker], itemsize=self.live.dtype.itemsize, bucket_bytes=invitation["bucket_bytes"]
-            )
-        ]
+        itemsize, bucket_bytes = self.live.dtype.itemsize, invitation["bucket_bytes"]
         self.store = connect_store(invitation["host"], invitation["port"], self.timeout_s)
-        self.group = join_group(
-            self.store,
-            name=group_name(self.engine),
-            members=member_names(self.learners, len(workers), self.engine),
+        self.channel = Channel(
+            self.live,
+            {
+                self.learners.index(source): partial(
+                    messages, workers[worker], source, itemsize=itemsize, bucket_bytes=bucket_bytes
+                )
+                for source in sorted(workers[worker])
+            },
+            store=dist.PrefixStore(group_name(self.engine), self.store),
+            names=member_names(self.learners, len(workers), self.engine),
             rank=len(self.learners) + worker,
-            timeout_s=self.timeout_s,
-            device=self.live.device,
+            is_worker=True,
+            dtype=self.live.dtype,
             host=invitation["host"],
+            timeout_s=self.timeout_s,
         )
 
     def _check_targets(self, incoming: Incoming) -> None:
@@ -231,45 +256,91 @@ class Receiver:
         """Receive all slices of one sync.
 
         Raises:
-            RuntimeError: naming this worker, the training ranks and the bucket that were waited for, after `timeout_s`.
+            RuntimeError: naming this worker, the training ranks and the bucket that were waited for, after `timeout_s`. The
+                transfer is over then.
         """
         begun: list[Round] = []
-        for number in range(len(self.rounds) + 1):
-            if number < len(self.rounds):
-                begun.append(self._begin(version, number))
-            if number > 0:
-                self._write(number - 1, begun[number - 1].settle())
-        for each in begun:
-            each.finish()
-
-    def _begin(self, version: int, number: int) -> Round:
-        messages = [
-            (
-                self.learners.index(source),
-                torch.empty(sum(view.numel() for view in views), dtype=self.live.dtype, device=self.live.device),
-            )
-            for source, views in self.rounds[number]
-        ]
-        lost = partial(self._lost, version, number)
-        return Round(self.group, self.group.recv, messages, timeout_s=self.timeout_s, lost=lost)
-
-    def _write(self, number: int, buckets: Sequence[torch.Tensor]) -> None:
-        for (_, views), bucket in zip(self.rounds[number], buckets, strict=True):
-            parts = bucket.split([view.numel() for view in views])
-            torch._foreach_copy_(views, [part.view(view.shape) for part, view in zip(parts, views, strict=True)])
+        try:
+            for number, round_ in enumerate(self.channel.rounds):
+                begun.append(self.channel.transport.recv(round_, lost=partial(self._lost, version, number)))
+                if number > 0:
+                    begun[number - 1].settle()
+            for each in begun[-1:]:
+                each.settle()
+            for each in begun:
+                each.finish()
+        except RuntimeError:
+            self.close()
+            raise
 
     def _lost(self, version: int, number: int, peers: Sequence[int], err: Exception) -> RuntimeError:
-        ranks = ", ".join(f"training rank {self.learners[peer]}" for peer in peers)
+        ranks = ", ".join(self.channel.names[peer] for peer in peers)
         return RuntimeError(
             f"weight sync {version}: worker {self.worker} of engine {self.engine} waited for bucket {number} of {ranks} "
             f"for weight_sync_timeout={self.timeout_s:g} s: {err}"
         )
+
+    def close(self) -> None:
+        """Leave the transfer."""
+        self.channel.close()
 
     def report_digests(self, version: int) -> None:
         """Tell rank 0 the digest of every tensor's part that this worker holds now."""
         held = (pair for pairs in self.live.by_name.values() for pair in pairs)
         sums = digests(held, hf_tensors(self.model)).tolist()
         self.store.set(digest_key(self.engine, self.worker, version), json.dumps(sums))
+
+
+class Channel:
+    """One member's end of the transfer to an engine: its transport to the others, and what goes over it in each round."""
+
+    def __init__(
+        self,
+        live: LiveBoxes,
+        pairs: Mapping[int, Cut],
+        *,
+        store: dist.Store,
+        names: Sequence[str],
+        rank: int,
+        is_worker: bool,
+        dtype: torch.dtype,
+        host: str,
+        timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            pairs: the messages with each member that this one exchanges weights with.
+            names: of all members, in their order.
+        """
+        self.names = names
+        self.is_open = True
+        peers = {
+            peer: max(sum(box.size for box in boxes) for boxes in cut(limit=BUCKET_BYTES)) * dtype.itemsize
+            for peer, cut in pairs.items()
+        }
+        self.transport: Transport = meet(
+            store,
+            Members(names=names, rank=rank, peers=peers, is_worker=is_worker),
+            dtype=dtype,
+            device=live.device,
+            host=host,
+            timeout_s=timeout_s,
+        )
+        self.rounds: list[dict[int, list[torch.Tensor]]] = rounds(
+            {
+                peer: [[live.view(box) for box in boxes] for boxes in cut(limit=self.transport.bucket_limit(peer))]
+                for peer, cut in pairs.items()
+            }
+        )
+
+    def num_elements(self, number: int) -> int:
+        """Of one round."""
+        return sum(view.numel() for views in self.rounds[number].values() for view in views)
+
+    def close(self) -> None:
+        """Members that wait for this one learn that it has left."""
+        self.is_open = False
+        self.transport.close()
 
 
 class LiveBoxes:

@@ -1,28 +1,24 @@
-"""The transport: a process group for each engine, and rounds of messages on it. gloo on CPU, NCCL on CUDA.
-
-Members are the training ranks that send to the engine, in ascending order, and then its workers.
-"""
+"""The store in which the members of a transfer meet, and the transport over a process group: gloo on CPU, NCCL on CUDA."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mgrpo.processes.address import LOOPBACK, own_address
+from mgrpo.sync.transport import Lost, Messages, named
+
 _POLL_S = 0.001
 
-Group = Any
-"""A bare backend: torch's type stubs do not declare all of its methods."""
-
-Message = tuple[int, torch.Tensor]
-"""The other member, and the values that are sent to it or the room for those that it sends."""
+Backend = Any
+"""Torch's type stubs do not declare all of its methods."""
 
 
 def open_store(host: str, timeout_s: float) -> tuple[dist.TCPStore, int]:
@@ -48,113 +44,131 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 def join_group(
     store: dist.Store,
     *,
-    name: str,
-    members: Sequence[str],
     rank: int,
-    timeout_s: float,
+    size: int,
+    dtype: torch.dtype,
     device: torch.device,
     host: str,
-) -> Group:
-    """Join the transfer group `name`; returns when all members are there.
+    timeout_s: float,
+) -> ProcessGroup:
+    """Join `size` members that are all there (`mgrpo.sync.meeting`) as number `rank`; returns when all are connected.
 
     Args:
-        members: what each member is called, for the error.
-        rank: this process's place among the members.
-    Raises:
-        RuntimeError: naming the members that have not come within `timeout_s`.
+        dtype: in which weights travel.
     """
-    store = dist.PrefixStore(name, store)
-    _meet(store, members, rank, timeout_s)
     if device.type == "cuda":
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
-        # NCCL's watchdog ends the process; `Round.finish` gives up first and says what it waited for.
+        # NCCL's watchdog ends the process; `Transfer.finish` gives up first and says what it waited for.
         options._timeout = timedelta(seconds=2 * timeout_s)
-        group = nccl(store, rank, len(members), options)
+        backend = nccl(store, rank, size, options)
         # One communicator for the whole group; otherwise the first message between two members makes one for them.
-        group.eager_connect_single_device(device)
-        return group
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [_gloo_device(host)]
-    return gloo(store, rank, len(members), options)
-
-
-def _meet(store: dist.Store, members: Sequence[str], rank: int, timeout_s: float) -> None:
-    """Wait for all members, which making a communicator does without a limit of time."""
-    keys = [f"here/{member}" for member in range(len(members))]
-    store.set(keys[rank], "")
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError as err:
-        missing = [member for member, key in zip(members, keys, strict=True) if not store.check([key])]
-        raise RuntimeError(
-            f"{members[rank]} waited for {', '.join(missing)} to join the weight-transfer group for "
-            f"weight_sync_timeout={timeout_s:g} s; raise weight_sync_timeout if they are slow"
-        ) from err
+        backend.eager_connect_single_device(device)
+    else:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [_gloo_device(host)]
+        backend = gloo(store, rank, size, options)
+    return ProcessGroup(backend, dtype=dtype, device=device, timeout_s=timeout_s)
 
 
 def _gloo_device(host: str) -> Any:
-    """On one machine all members use loopback; on several each listens on GLOO_SOCKET_IFNAME, or where its name resolves."""
+    """Each member listens on GLOO_SOCKET_IFNAME if there are several machines, otherwise on its way to rank 0, at `host`."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if host == "127.0.0.1":
-        return dist.ProcessGroupGloo.create_device(hostname=host)
-    if interface:
+    if interface and host != LOOPBACK:
         return dist.ProcessGroupGloo.create_device(interface=interface)
-    return dist.ProcessGroupGloo.create_default_device()
+    return dist.ProcessGroupGloo.create_device(hostname=own_address(host))
 
 
-class Round:
-    """Messages with several members of a group that are under way at the same time, at most one with each.
+class ProcessGroup:
+    """A member's end of a group (a `Transport`)."""
+
+    def __init__(self, backend: Backend, *, dtype: torch.dtype, device: torch.device, timeout_s: float) -> None:
+        self.backend, self.dtype, self.device, self.timeout_s = backend, dtype, device, timeout_s
+
+    def send(self, messages: Messages, *, lost: Lost) -> Transfer:
+        """See `Transport`."""
+        buckets = [torch.cat([view.reshape(-1) for view in views]).to(self.dtype) for views in messages.values()]
+        return self._begin(self.backend.send, messages, buckets, lost)
+
+    def recv(self, messages: Messages, *, lost: Lost) -> Transfer:
+        """See `Transport`."""
+        sizes = [sum(view.numel() for view in views) for views in messages.values()]
+        buckets = [torch.empty(size, dtype=self.dtype, device=self.device) for size in sizes]
+        return self._begin(self.backend.recv, messages, buckets, lost, into=list(messages.values()))
+
+    def _begin(
+        self,
+        start: Callable[[list[torch.Tensor], int, int], dist.Work],
+        messages: Messages,
+        buckets: list[torch.Tensor],
+        lost: Lost,
+        into: Sequence[Sequence[torch.Tensor]] = (),
+    ) -> Transfer:
+        peers = list(messages)
+        return Transfer(self.backend, start, peers, buckets, into=into, timeout_s=self.timeout_s, lost=lost)
+
+    def bucket_limit(self, peer: int) -> None:
+        """See `Transport`."""
+
+    def close(self) -> None:
+        """See `Transport`. NCCL's connections last as long as the process: torch ends one that has aborted them."""
+        if self.device.type == "cpu":
+            self.backend = None
+
+
+class Transfer:
+    """Buckets that are under way in a group at the same time (a `Round`).
 
     Args:
-        start: `group.send` or `group.recv`.
-        lost: makes the error from the members that were waited for and its cause.
+        start: `backend.send` or `backend.recv`.
+        into: for each bucket that arrives, the views that its values are written to.
     """
 
     def __init__(
         self,
-        group: Group,
+        backend: Backend,
         start: Callable[[list[torch.Tensor], int, int], dist.Work],
-        messages: Sequence[Message],
+        peers: Sequence[int],
+        buckets: list[torch.Tensor],
         *,
+        into: Sequence[Sequence[torch.Tensor]] = (),
         timeout_s: float,
-        lost: Callable[[Sequence[int], Exception], Exception],
+        lost: Lost,
     ) -> None:
         self._timeout_s, self._lost = timeout_s, lost
-        self._buckets = [bucket for _, bucket in messages]
+        self._buckets, self._into = buckets, into
         self._deadline = time.monotonic() + timeout_s
-        self._works: list[tuple[list[int], dist.Work]] = []
+        self._works: list[tuple[Sequence[int], dist.Work]] = []
         # Where messages can be coalesced, which is NCCL, they are ordered with the device's other work.
-        self._is_on_device = group.supports_coalescing
+        self._is_on_device = backend.supports_coalescing
         if self._is_on_device:
-            peers = [peer for peer, _ in messages]
-            with self._named(peers):
+            with named(peers, lost):
                 # Together: on their own they would take their turn, and one that waits for its peer would hold up the rest.
-                group._start_coalescing()
-                for peer, bucket in messages:
+                backend._start_coalescing()
+                for peer, bucket in zip(peers, buckets, strict=True):
                     start([bucket], peer, 0)
-                self._works.append((peers, group._end_coalescing()))
+                self._works.append((peers, backend._end_coalescing()))
             return
-        for peer, bucket in messages:
-            with self._named([peer]):
+        for peer, bucket in zip(peers, buckets, strict=True):
+            with named([peer], lost):
                 self._works.append(([peer], start([bucket], peer, 0)))
 
-    def settle(self) -> list[torch.Tensor]:
-        """The buckets, which from here on may be read, written and freed: on CUDA the device waits, on the CPU the host."""
+    def settle(self) -> None:
+        """See `Round`. On the CPU the host waits."""
         if not self._is_on_device:
             self.finish()
         for peers, work in self._works:
-            with self._named(peers):
+            with named(peers, self._lost):
                 work.wait()
-        buckets, self._buckets = self._buckets, []
-        return buckets
+        _write(self._buckets, self._into)
+        self._buckets, self._into = [], ()
 
     def finish(self) -> None:
-        """Wait on the host until all messages have arrived, at most `timeout_s` since they began on CUDA, each on the CPU."""
+        """See `Round`. It waits at most `timeout_s` since the messages began on CUDA, for each on the CPU."""
         for peers, work in self._works:
-            with self._named(peers):
+            with named(peers, self._lost):
                 if self._is_on_device:
                     self._poll(work)
                 else:
@@ -169,9 +183,9 @@ class Round:
             time.sleep(_POLL_S)
         work.wait()
 
-    @contextlib.contextmanager
-    def _named(self, peers: Sequence[int]) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as err:
-            raise self._lost(peers, err) from err
+
+def _write(buckets: Sequence[torch.Tensor], into: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Write the values of each bucket to its views; those that were sent have none."""
+    for bucket, views in zip(buckets, into, strict=False):
+        parts = bucket.split([view.numel() for view in views])
+        torch._foreach_copy_(list(views), [part.view(view.shape) for part, view in zip(parts, views, strict=True)])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, engine_boxes, hf_tensors, training_boxes
+
+T = TypeVar("T")
 
 Incoming = dict[int, list[Box]]
 """What one worker receives, by training rank, in the order in which it is sent."""
@@ -118,18 +121,23 @@ def _even_shares(wanted: Iterable[tuple[Part, int]], num_sources: int) -> list[i
     return shares
 
 
-def rounds(incoming: Incoming, *, itemsize: int, bucket_bytes: int) -> list[Incoming]:
-    """What a worker receives at the same time, round by round; all ends compute the same rounds.
+def messages(
+    incoming: Incoming, source: int, *, itemsize: int, bucket_bytes: int, limit: int | None = None
+) -> list[list[Box]]:
+    """What one rank sends to a worker, message by message; both ends compute the same.
 
-    A round has at most one message from each rank that sends to the worker. It holds at most `bucket_bytes`, divided
-    evenly among these ranks, or one row of each.
+    Args:
+        bucket_bytes: most bytes of one message from each rank together; a message has an even share of it, or one row.
+        limit: most bytes of a message, where that is less than its share.
     """
-    share = bucket_bytes // max(len(incoming), 1)
-    queues = {
-        source: buckets(boxes, itemsize=itemsize, bucket_bytes=share) for source, boxes in sorted(incoming.items())
-    }
+    share = bucket_bytes // len(incoming)
+    return buckets(incoming[source], itemsize=itemsize, bucket_bytes=min(limit or share, share))
+
+
+def rounds(queues: Mapping[int, Sequence[T]]) -> list[dict[int, T]]:
+    """What is under way at the same time: at most one message with each peer, in the order of `queues`."""
     return [
-        {source: queue[number] for source, queue in queues.items() if number < len(queue)}
+        {peer: queue[number] for peer, queue in queues.items() if number < len(queue)}
         for number in range(max(map(len, queues.values()), default=0))
     ]
 

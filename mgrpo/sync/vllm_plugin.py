@@ -148,6 +148,8 @@ def _engine_class() -> type:
         def finish_weight_update(self) -> None: ...
 
         def shutdown(self) -> None:
+            if self.receiver is not None:
+                self.receiver.close()
             self.receiver = None
 
     return ReshardEngine

@@ -92,9 +92,9 @@ def gradients(
 ) -> dict[str, Any]:
     """One training step: loss, logprobs by sample, gradient norm and every gradient as boxes of HF tensors."""
     policy = make_policy(model_dir, layout, logits_chunk=logits_chunk, settings=settings)
-    head_calls = []
+    dims_of_head = []
     if policy.is_last_stage:
-        policy.chunks[-1].output_layer.register_forward_hook(lambda *call: head_calls.append(1))
+        policy.chunks[-1].output_layer.register_forward_hook(lambda *call: dims_of_head.append(call[-1][0].dim()))
     policy.prepare_training(Optimizer(learning_rate=0.0, max_grad_norm=0.0), num_optimizer_steps=1)
     packs, num_trained = own_packs(policy, samples, share_prompts=share_prompts, pack_length=pack_length)
     microbatches = policy.microbatches(packs)
@@ -134,7 +134,7 @@ def gradients(
         "coordinate": policy.coordinate,
         "is_last_stage": policy.is_last_stage,
         "reports_metrics": policy.reports_metrics,
-        "head_calls": len(head_calls),
+        "has_logits": any(dims > 1 for dims in dims_of_head),
     }
 
 
@@ -289,8 +289,7 @@ def decayed(model_dir: str, weight_decay: float, on_vectors: bool = False) -> di
     packs, _ = own_packs(policy, random_samples(seed=0), share_prompts=True, pack_length=512)
     policy.train_step(policy.microbatches(packs), lambda logprobs, entropy, batch: (logprobs.sum() * 0.0, None))
     change = {
-        n: ((p.detach() - before[n]).abs().max() / before[n].abs().max()).item()
-        for n, p in policy.parameters.live.items()
+        n: ((policy.parameter(n) - weights).abs().max() / weights.abs().max()).item() for n, weights in before.items()
     }
     vectors = [c for n, c in change.items() if before[n].dim() == 1]
     return {"vectors": max(vectors), "matrices": min(c for n, c in change.items() if before[n].dim() == 2)}

@@ -79,9 +79,10 @@ def shapes_sent(**arguments: Any) -> dict[str, Any]:
 
 
 def overlapped(overlaps: bool, **arguments: Any) -> dict[str, Any]:
-    """`cases.train_steps` with small buckets of gradients, and how often their sums were started.
+    """`cases.train_steps` with small buckets of gradients, and each step with another number of micro-batches.
 
-    "started" is for each step of the optimizer the number of buckets on their way when the backward pass was over.
+    "on_their_way" says of each chunk and step which buckets were being summed when the backward pass was over; "sums" and
+    "gathers" have for each bucket how often its gradients were summed and its parameters gathered.
     """
     from megatron.core.distributed import DistributedDataParallel, param_and_grad_buffer
 
@@ -90,21 +91,24 @@ def overlapped(overlaps: bool, **arguments: Any) -> dict[str, Any]:
 
     group = param_and_grad_buffer._ParamAndGradBucketGroup
     buckets = partial(optimizer.DistributedDataParallelConfig, bucket_size=2000)
-    finish, gather = DistributedDataParallel.finish_grad_sync, group.start_param_sync
-    on_their_way, gathered = [], []
+    finish, add_up, gather = DistributedDataParallel.finish_grad_sync, group.start_grad_sync, group.start_param_sync
+    on_their_way, summed, gathered = [], [], []
 
     def finish_grad_sync(chunk: Any, *args: Any, **kwargs: Any) -> None:
         on_their_way.append([bucket.grad_reduce_handle is not None for bucket in chunk.bucket_groups])
         finish(chunk, *args, **kwargs)
+
+    def start_grad_sync(bucket: Any, *args: Any, **kwargs: Any) -> None:
+        summed.append(bucket)
+        add_up(bucket, *args, **kwargs)
 
     def start_param_sync(bucket: Any, *args: Any, **kwargs: Any) -> None:
         gathered.append(bucket)
         gather(bucket, *args, **kwargs)
 
     def microbatches(policy: Any, packs: list[Any]) -> list[Any]:
-        # Fewer in every second step: a bucket must not wait for as many gradients as it had in the first one.
-        fewer = len(packs) - policy.layout.micro_batches_multiple_of * (policy.optimizer_steps % 2)
-        return collate_all(policy, packs[:fewer] or packs)
+        # A bucket must not be summed as soon as it has as many gradients as it had in the first step.
+        return collate_all(policy, packs * (1, 3, 2)[policy.optimizer_steps])
 
     collate_all = Policy.microbatches
     settings = {**arguments.pop("settings", {}), "overlap_grad_reduce": overlaps}
@@ -112,7 +116,9 @@ def overlapped(overlaps: bool, **arguments: Any) -> dict[str, Any]:
         patch.object(Policy, "microbatches", microbatches),
         patch.object(optimizer, "DistributedDataParallelConfig", buckets),
         patch.object(DistributedDataParallel, "finish_grad_sync", finish_grad_sync),
+        patch.object(group, "start_grad_sync", start_grad_sync),
         patch.object(group, "start_param_sync", start_param_sync),
     ):
         result = cases.train_steps(settings=settings, **arguments)
-    return result | {"on_their_way": on_their_way, "gathers": [gathered.count(bucket) for bucket in set(gathered)]}
+    sums, gathers = ([started.count(bucket) for bucket in set(started)] for started in (summed, gathered))
+    return result | {"on_their_way": on_their_way, "sums": sums, "gathers": gathers}

@@ -95,7 +95,7 @@ def send_nothing_while_rank_0_sends(patience_s: float) -> list[int]:
     settings = EngineSettings()
     with mock.patch.object(lead, "PATIENCE_S", patience_s):
         weights = engine_weights.EngineWeights(
-            SimpleNamespace(),
+            SimpleNamespace(wait_for_weights=lambda: None),
             shape=SimpleNamespace(),
             layout=SimpleNamespace(),
             settings=settings,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from mgrpo.models.family import read_hf_config, shape_of
 from tests.ranks import cases
@@ -88,16 +92,74 @@ def test_experts_computed_together_equal_megatrons(run_ranks, model_dir, layout,
         assert found["fc1"][1] > 0 or not any(rows_per_expert)
 
 
-def idle_experts_gradient() -> list[float]:
-    """Of three experts, the sums of a gradient that is 1 everywhere, where the second has no rows."""
-    from mgrpo.parallel.experts import without_idle
-
-    return without_idle(torch.ones(3, 2, 5), torch.tensor([4, 4, 6], dtype=torch.int32)).sum((1, 2)).tolist()
+CHOSEN = [(0, 3), (0, 3), (3, 4), (0, 3), (1, 4), (1, 0), (4, 3)]
+"""Two of five experts for each of seven rows; three rows have the same two, and one expert has none."""
 
 
-def test_an_expert_without_rows_gets_no_gradient(run_ranks):
-    """What a GPU leaves in memory that its kernel did not write is neither 0 nor always finite."""
-    assert run_ranks(1, idle_experts_gradient) == [[10, 0, 10]]
+def who_chose() -> torch.Tensor:
+    """`[rows, experts]` bool."""
+    return torch.zeros(len(CHOSEN), 5, dtype=torch.bool).scatter_(1, torch.tensor(CHOSEN), value=True)
+
+
+def on_blackwell(grouped_mm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`grouped_mm` whose gradient of a matrix without rows is what the memory held before."""
+
+    def call(rows: torch.Tensor, matrices: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        is_idle = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
+        matrices.register_hook(lambda gradient: gradient.masked_fill(is_idle[:, None, None], torch.nan))
+        return grouped_mm(rows, matrices, offs=offs)
+
+    return call
+
+
+def single_products(rows: torch.Tensor, probs: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """What a layer of experts computes, in the type of its arguments; `first` and `second` are stacked matrices."""
+    first, second = first.unflatten(0, (5, -1)), second.unflatten(0, (5, -1))
+    sums = [torch.zeros_like(row) for row in rows]
+    for number, pair in enumerate(CHOSEN):
+        for expert in pair:
+            gate, up = (first[expert] @ rows[number]).chunk(2)
+            sums[number] = sums[number] + second[expert] @ (F.silu(gate) * up) * probs[number, expert]
+    return torch.stack(sums)
+
+
+def against_float64(model_dir: str, dtype: str) -> dict[str, list[float]]:
+    """Of a layer behind its router, for its result and its gradients: the largest difference and the largest value."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from mgrpo.parallel.experts import GroupedExperts, permute
+    from mgrpo.policy.architecture import transformer_config
+
+    policy = cases.make_policy(model_dir, {})
+    config = transformer_config(shape_of(read_hf_config(model_dir)), policy.layout, getattr(torch, dtype))
+    experts = GroupedExperts(5, config, ProcessGroupCollection.use_mpu_process_groups())
+    draw = torch.Generator().manual_seed(3)
+    for weight in experts.parameters():
+        weight.data.copy_(torch.randn(weight.shape, generator=draw) / 8)
+    rows = torch.randn(7, config.hidden_size, generator=draw).to(config.params_dtype).requires_grad_()
+    probs, upstream = torch.rand(7, 5, generator=draw).requires_grad_(), torch.randn(rows.shape, generator=draw)
+    leaves = [rows, probs, experts.linear_fc1.weight, experts.linear_fc2.weight]
+    with patch.object(F, "grouped_mm", on_blackwell(F.grouped_mm)):
+        moved, kept, numbers = permute(rows, who_chose(), probs, num_out_tokens=14)
+        results, _ = experts(moved, who_chose().sum(0), kept)
+        found = torch.zeros_like(rows).index_add(0, numbers, results)
+        found = [found.detach(), *torch.autograd.grad(found, leaves, upstream.to(found))]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    truth = single_products(*exact)
+    truth = [truth.detach(), *torch.autograd.grad(truth, exact, upstream.to(rows.dtype).double())]
+    names = ("result", "rows", "probs", "fc1", "fc2")
+    return {
+        name: [float((own - exact).abs().amax()), float(exact.abs().amax())]
+        for name, own, exact in zip(names, found, truth, strict=True)
+    }
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2**-6)])
+def test_a_layers_experts_equal_single_products_in_float64(run_ranks, model_dir, dtype, tolerance):
+    """Rows, offsets, matrices and probabilities must name the same expert, and an expert without rows learns nothing."""
+    (found,) = run_ranks(1, against_float64, model_dir=model_dir, dtype=dtype)
+    for name, (difference, largest) in found.items():
+        assert difference <= tolerance * largest, (name, difference, largest)
 
 
 @pytest.mark.parametrize("with_probs", [True, False])
@@ -107,14 +169,12 @@ def test_rows_are_sorted_by_expert_as_megatron_does(run_ranks, with_probs):
 
 
 def sorted_by_expert(with_probs: bool) -> list[str]:
-    """What differs; three rows of seven have chosen the same two of five experts, and one expert has none."""
+    """What differs."""
     from megatron.core.transformer.moe.moe_utils import permute as theirs
 
     from mgrpo.parallel.experts import permute as ours
 
-    chosen = torch.zeros(7, 5, dtype=torch.bool)
-    for row, pair in enumerate([(0, 3), (0, 3), (3, 4), (0, 3), (1, 4), (1, 0), (4, 3)]):
-        chosen[row, list(pair)] = True
+    chosen = who_chose()
     draw = torch.Generator().manual_seed(3)
     rows, probs = torch.randn(7, 4, generator=draw), torch.rand(7, 5, generator=draw)
 

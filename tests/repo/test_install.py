@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tomllib
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,7 +157,7 @@ def test_without_a_toolkit_the_message_says_what_to_do(tmp_path):
 def pins(name: str) -> dict[str, str]:
     """Package -> version of each exact pin, without extras and local versions."""
     lines = (ROOT / "requirements" / name).read_text().splitlines()
-    found = [re.fullmatch(r"([\w.-]+)(?:\[[\w,]+\])?==([^+;\s]+)\S*.*", line) for line in lines]
+    found = [re.fullmatch(r"([\w.-]+)(?:\[[\w,]+\])?==([^+,;\s]+)\S*.*", line) for line in lines]
     return {match[1].lower().replace("_", "-"): match[2] for match in found if match}
 
 
@@ -167,6 +168,14 @@ def test_cpu_and_gpu_have_the_same_versions():
     shared = cpu.keys() & gpu.keys()
     assert {"torch", "vllm", "ray", "megatron-core", "transformers"} <= shared
     assert {name: gpu[name] for name in shared} == {name: cpu[name] for name in shared}
+
+
+def test_the_gpu_list_never_takes_torchs_cpu_build():
+    """For pip 2.13.0+cpu is newer than 2.13.0; the extension would refuse it after gigabytes of packages."""
+    lines = (ROOT / "requirements" / "gpu.txt").read_text().splitlines()
+    torch = next(Requirement(line) for line in lines if line.startswith("torch="))
+    builds = ("2.13.0", "2.13.0+cu130", "2.13.0+cpu")
+    assert [build for build in builds if torch.specifier.contains(build)] == ["2.13.0", "2.13.0+cu130"]
 
 
 def install_script() -> str:

@@ -21,7 +21,7 @@ ROOMS = {
     "telemetry": {"types"},
     "sandbox": {"processes"},
     "config": {"models", "layout"},
-    "sync": {"models", "layout"},
+    "sync": {"processes", "models", "layout"},
     "algo": {"ops", "config", "types"},
     "data": {"config", "types"},
     "rewards": {"sandbox", "config", "processes", "types"},

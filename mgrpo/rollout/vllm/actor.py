@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import os
+import socket
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
@@ -30,7 +32,17 @@ class EngineActor:
         """Requests that are being sampled."""
 
     async def start(self, args: dict[str, Any]) -> None:
-        """Load the model."""
+        """Load the model.
+
+        Raises:
+            FileNotFoundError: this node does not have its folder, or the tokenizer's.
+        """
+        for folder in (args["model"], args.get("tokenizer", args["model"])):
+            if not os.path.isdir(folder):  # vLLM would look for it on the Hub
+                raise FileNotFoundError(
+                    f"{folder} is not a folder on {socket.gethostname()}, where this engine runs; every node that serves "
+                    "needs the model and its tokenizer at the same path"
+                )
         # Importing vllm makes a million objects that stay: without the collector it takes a fifth less time.
         gc.disable()
         from vllm.config.weight_transfer import WeightTransferConfig

@@ -75,11 +75,7 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
     gpus, settings = serving_gpus(), config.engine
     found = address_problems(settings.ray_address) + extra_problems(settings.vllm_extra_args) if starts_engines else []
     if num_local_learners:
-        if not gpus and config.parallel.transformer_impl == "transformer_engine":
-            found.append(
-                "transformer_impl=transformer_engine needs GPUs, of which there are none here; use auto or local"
-            )
-        found += kernel_problems(config)
+        found += kernel_problems(config, has_gpus=bool(gpus))
     if not gpus:
         if head_dim not in CPU_HEAD_DIMS:
             known = ", ".join(map(str, CPU_HEAD_DIMS))
@@ -157,7 +153,9 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
     """
     settings, stop_strings = config.engine, config.rollout.stop_strings
     args: dict[str, Any] = {
-        "model": config.model.path,
+        # An engine of a joined cluster has the working directory of `ray start`, in which vLLM would take a relative path for
+        # the name of a model on the Hub.
+        "model": str(Path(config.model.path).absolute()),
         "dtype": config.model.model_dtype,
         # An engine gets the weights of a Megatron folder by its first weight sync, before which it serves nothing.
         "load_format": "dummy" if (Path(config.model.path) / "megatron.json").is_file() else "auto",
@@ -172,7 +170,7 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         "seed": 0,  # each sync seeds the sampler anew
     }
     if stop_strings:
-        args["tokenizer"] = config.tokenizer_path
+        args["tokenizer"] = str(Path(config.tokenizer_path).absolute())
     if settings.vllm_tensor_parallel_size > 1:
         # Inside a placement group vLLM would always choose Ray, which wants one GPU a bundle and cannot serve on a CPU.
         args["distributed_executor_backend"] = "ray" if spans_nodes else "mp"

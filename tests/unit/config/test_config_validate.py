@@ -331,6 +331,10 @@ def test_the_layout_follows_the_parallel_section():
             "recompute_modules: moe has no effect on a model without experts",
         ),
         (
+            {"zero_stage": 0, "overlap_param_gather": False},
+            "overlap_param_gather=false has no effect without zero_stage=1",
+        ),
+        (
             {"optimizer_offload_fraction": 0.5},
             "optimizer_offload_fraction=0.5 has no effect without optimizer_cpu_offload=true",
         ),

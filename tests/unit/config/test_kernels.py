@@ -31,12 +31,23 @@ def installed(monkeypatch):
 def test_what_is_asked_for_and_missing_is_said(installed, asked, found, reason):
     """Megatron would say it when the engines are up and the weights are loaded, and only in a stack trace."""
     installed(found)
-    sentences = list(kernel_problems(from_values(asked)))
+    sentences = list(kernel_problems(from_values(asked), has_gpus=True))
     assert len(sentences) == (reason is not None and bool(asked))
     for sentence in sentences:
         name, value = next(iter(asked.items()))
         assert sentence.startswith(f"{name}={str(value).replace('True', 'true')}: {reason}; pip install ")
         assert " requirements/te.txt, or " in sentence
+
+
+@pytest.mark.parametrize("found", [None, "2.11.0"])
+def test_without_gpus_no_kernel_is_offered(installed, found):
+    """Transformer Engine's kernels are CUDA's alone: to install it there costs an hour and changes nothing."""
+    installed(found)
+    config = from_values({"transformer_impl": "transformer_engine", "use_precision_aware_optimizer": True})
+    assert list(kernel_problems(config, has_gpus=False)) == [
+        "transformer_impl=transformer_engine needs GPUs, of which there are none here; use auto or local",
+        "use_precision_aware_optimizer=true needs GPUs, of which there are none here; leave it out",
+    ]
 
 
 @pytest.mark.parametrize(

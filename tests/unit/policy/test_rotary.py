@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,34 @@ def test_turns_equal_megatrons_to_the_last_bit(rotary, dtype: torch.dtype) -> No
         expected = [_apply_rotary_pos_emb_bshd(leaf, angles) for leaf in leaves]
         got = list(rotary.turned(*leaves, *table[kind]))
         assert all(map(torch.equal, with_gradients(got, leaves), with_gradients(expected, leaves)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rank", "size", "held"),
+    [(0, 1, [*range(12)]), (0, 2, [0, 1, 6, 7, 8, 11]), (1, 2, [2, 3, 4, 5, 9, 10])],
+)
+def test_turns_of_a_packs_shares_equal_float64s(
+    rotary, dtype: torch.dtype, rank: int, size: int, held: list[int]
+) -> None:
+    """A token's angle is that of its place in its own sequence, on whichever context rank and in whichever branch it lies."""
+    from mgrpo.parallel import packs
+
+    positions = np.array([0, 1, 2, 3, 4, 3, 4, 5, 0, 1, 2, 40000])
+    branches = np.array([0, 0, 0, 1, 1, 2, 2, 2, 0, 0, 0, 0])
+    documents = packs.describe(np.array([0, 8, 12]), positions, branches, rank=rank, size=size)
+    packed = rotary.PackedRotary(rotary.frequencies(Rope(theta=1e4), HEAD_DIM)[None], dtype)
+    table = packed(packed.get_rotary_seq_len(None, documents))[0]
+    mixed = torch.randn(12, 1, 6, HEAD_DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
+    got = torch.cat(rotary.turned(mixed[held, :, :4], mixed[held, :, 4:], *table), dim=2)
+    angles = torch.tensor(positions, dtype=torch.float64)[:, None] * 1e4 ** (-torch.arange(8, dtype=torch.float64) / 8)
+    pairs = (
+        torch.complex(*mixed.double().chunk(2, dim=-1)) * torch.polar(torch.ones(()).double(), angles)[:, None, None]
+    )
+    expected = torch.cat((pairs.real, pairs.imag), dim=-1)[held]
+    # A float32 angle is off by so much of itself, and each factor and product by the model's type.
+    rounding = torch.tensor(positions)[held, None, None, None] * 2**-22 + 4 * torch.finfo(dtype).eps
+    assert ((got - expected).abs() <= rounding * torch.cat((pairs, pairs), dim=-1)[held].abs()).all()
 
 
 @pytest.mark.gpu

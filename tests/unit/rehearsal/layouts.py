@@ -50,6 +50,7 @@ SETTINGS: dict[str, Any] = {
     "num_unique_prompts_rollout": 8,
     "num_samples_per_prompt_rollout": 2,
     "vllm_num_engines": 1,
+    "weight_sync_bucket_mb": 16,
 }
 
 
@@ -78,13 +79,24 @@ class Case:
 PIPELINE = {"pipeline_model_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
+# Almost all tokens are responses, of which the plan takes all to be.
+FP32 = {"model_dtype": "float32", "max_prompt_token_length": 16, "response_length": 1008}
 CASES: dict[str, Case] = {
     "ZeRO-0": Case(learners=2, settings={"zero_stage": 0}),
     "ZeRO-1": Case(learners=2),
+    "ZeRO-1, many shards": Case(learners=16),
+    "ZeRO-3, many shards": Case(learners=16, settings={"zero_stage": 3}, model=WIDE | {"num_hidden_layers": 6}),
     "ZeRO-2": Case(learners=2, settings={"zero_stage": 2}),
     "ZeRO-3": Case(learners=2, settings={"zero_stage": 3}),
     "HSDP": Case(learners=4, settings={"zero_stage": 3, "fsdp_shard_degree": 2}),
-    "fp32": Case(learners=2, settings={"model_dtype": "float32"}),
+    "fp32": Case(learners=2, settings=FP32),
+    "fp32, tensor": Case(learners=4, settings=FP32 | TENSOR),
+    "fp32, pipeline": Case(learners=4, settings=FP32 | PIPELINE),
+    "fp32, recompute selective": Case(
+        learners=2,
+        settings=FP32 | {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    ),
+    "fp32, recompute full": Case(learners=2, settings=FP32 | {"recompute_granularity": "full"}),
     "tensor": Case(learners=4, settings=TENSOR),
     "pipeline": Case(learners=4, settings=PIPELINE),
     "pipeline, tied": Case(learners=2, settings=PIPELINE, model=WIDE | {"tie_word_embeddings": True}),
@@ -114,7 +126,10 @@ CASES: dict[str, Case] = {
     "soft caps": Case(learners=2, settings={"logits_chunk": 0}, model=CAPPED),
     "offload": Case(learners=2, settings={"optimizer_cpu_offload": True}, model=SMALL),
     "saved": Case(learners=2, model=SMALL),
+    "saved, ZeRO-0": Case(learners=2, settings={"zero_stage": 0}, model=SMALL),
     "saved, ZeRO-2": Case(learners=2, settings={"zero_stage": 2}, model=SMALL),
+    "saved, ZeRO-3": Case(learners=2, settings={"zero_stage": 3}, model=SMALL),
+    "saved, reference": Case(learners=2, settings={"beta": 0.1, "ref_policy_update_freq": 1}, model=SMALL),
     "saved, experts": Case(learners=2, settings={"expert_model_parallel_size": 2}, model=SMALL_EXPERTS),
 }
 """By name."""

@@ -74,7 +74,48 @@ def an_item_in_the_loss() -> Iterator[None]:
         algo.policy_loss = loss
 
 
-MUTATIONS = {mutate.__name__: mutate for mutate in (rows_on_the_host, an_item_in_the_loss)}
+@contextmanager
+def restored_on_the_host() -> Iterator[None]:
+    """A moment is where the file was read."""
+    from mgrpo.checkpoint.train_state import TrainState
+
+    restore = TrainState.restore_optimizer
+
+    def leaving(self: Any, *args: Any, **kwargs: Any) -> None:
+        restore(self, *args, **kwargs)
+        for shard in self.policy.shards:
+            state = shard.optimizer.state[shard.parameter]
+            state["exp_avg"] = state["exp_avg"].cpu()
+
+    TrainState.restore_optimizer = leaving
+    try:
+        yield
+    finally:
+        TrainState.restore_optimizer = restore
+
+
+@contextmanager
+def restored_through_a_copy() -> Iterator[None]:
+    """What was read is copied to the device before it is copied to its place."""
+    from mgrpo.checkpoint.reader import Checkpoint
+
+    read = Checkpoint.read
+
+    def copying(self: Any, kind: str, box: Any, out: Any = None) -> Any:
+        values = read(self, kind, box)
+        return values if out is None else out.copy_(values.to(out.device))
+
+    Checkpoint.read = copying
+    try:
+        yield
+    finally:
+        Checkpoint.read = read
+
+
+MUTATIONS = {
+    mutate.__name__: mutate
+    for mutate in (rows_on_the_host, an_item_in_the_loss, restored_on_the_host, restored_through_a_copy)
+}
 
 
 def answer(request: dict[str, Any], lines: Lines) -> Any:

@@ -24,7 +24,7 @@ from mgrpo.models.family import shape_of
 from mgrpo.planner.command import shipped_config
 from mgrpo.planner.compare import AXES, compare
 from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
-from mgrpo.planner.plan import RunPlan, plan_run
+from mgrpo.planner.plan import RunPlan, StageMemory, plan_run
 from tests.unit.rehearsal.branches import branches
 from tests.unit.rehearsal.layouts import CASES, Case
 
@@ -46,7 +46,6 @@ UNREACHED = {
     "architecture.py block": "Transformer Engine's layers, which need a GPU; their names and shapes are recorded",
     "model.py build": "the same",
     "attention.py shared_prompts_pay": "is asked by rank 0, which makes the packs",
-    "group.py __init__": "a peer does not answer",
     "group.py finish": "a peer does not answer",
     "library.py ops_for": "kernels for CUDA are taken to be built",
     "linear.py _add_product": "runs in autograd's own thread, whose lines are not recorded",
@@ -149,7 +148,7 @@ def test_states_have_the_planned_size(rehearsals, name, rank):
         planned, held = getattr(states, kind), found["states"].get(kind, 0)
         if name == "offload" and kind == "optimizer":
             planned = states.gradients // 2  # moments move to the host, masters stay
-        assert held == pytest.approx(planned, rel=3e-3), (kind, held, planned)
+        assert held == pytest.approx(planned, rel=5e-3), (kind, held, planned)
 
 
 @pytest.mark.parametrize(("name", "rank"), every_rank())
@@ -163,6 +162,54 @@ def test_traffic_is_as_planned(rehearsals, name, rank):
             assert line.rehearsed == pytest.approx(line.planned, rel=tolerance), line
 
 
+@pytest.mark.parametrize(
+    ("name", "rank"), [(name, rank) for name, case in CASES.items() if name.startswith("fp32") for rank in case.ranks]
+)
+def test_training_in_float32_needs_the_planned_memory(rehearsals, name, rank):
+    """There is no flash attention: of each layer the padded call keeps four operands, and no scores."""
+    lines = {line.name: line for line in compare(plan_of(name), rehearsals.of(name, rank))}
+    peak, passes = lines["peak"], lines["whole weights, passes"]
+    assert peak.rehearsed == pytest.approx(peak.planned, rel=0.05)
+    assert passes.rehearsed == pytest.approx(passes.planned, rel=0.1), passes
+
+
+@pytest.mark.parametrize(("name", "rank"), [case for case in every_rank() if case.values[0] != "offload"])
+def test_a_restored_rank_holds_what_it_held_and_never_more(rehearsals, name, rank):
+    """A run that fits must also fit when it continues; a state in the wrong place would fail the first update."""
+    found = rehearsals.of(name, rank)
+    assert "error" not in found, described(found)
+    assert misplaced(found["restored"], plan_of(name).stages[found["stage"]]) == {}
+    waits = [(site.rsplit(" ", 1)[1], count) for phase, _, site, count in found["waits"] if phase == "restore"]
+    assert waits == [("not_finite", 1)], "one look at all weights before they are trained"
+
+
+def misplaced(restored: dict[str, Any], planned: StageMemory) -> dict[str, tuple[int, int]]:
+    """What takes another place on the device than it should, with its bytes and those planned."""
+    kinds = ("parameters", "gradients", "optimizer", "reference")
+    sizes = {kind: (restored["states"].get(kind, 0), getattr(planned.states, kind)) for kind in kinds}
+    # Whole layers of ZeRO-3 are there only from the first step on.
+    expected = planned.start if planned.built else planned.start - planned.states.unsharded
+    wrong = {kind: pair for kind, pair in sizes.items() if pair[0] != pytest.approx(pair[1], rel=5e-3)}
+    if restored["peak"] != pytest.approx(expected, rel=5e-3, abs=2**14):  # with numbers that lie beside the states
+        wrong["peak"] = restored["peak"], expected
+    return wrong
+
+
+def test_a_moment_restored_to_the_host_is_found(rehearsals):
+    """By its size where the rehearsal ends with the restore, and by the next update."""
+    (stage,) = plan_of("ZeRO-1").stages
+    large = rehearsals.of("ZeRO-1", 0, mutation="restored_on_the_host")
+    assert misplaced(large["restored"], stage).keys() == {"optimizer"}
+    small = rehearsals.of("saved", 0, mutation="restored_on_the_host")
+    assert "adam" in small["error"] + small["at"][0] and "mgrpo/policy/optimizer.py" in "".join(small["at"]), small
+
+
+def test_a_second_copy_of_what_is_restored_is_found(rehearsals):
+    """It would be the run's peak, and out of memory only when the run continues."""
+    found = rehearsals.of("ZeRO-1", 0, mutation="restored_through_a_copy")
+    assert misplaced(found["restored"], plan_of("ZeRO-1").stages[0]).keys() == {"peak"}
+
+
 def test_an_index_on_the_host_fails_the_rehearsal(rehearsals):
     """A tensor on the wrong device is the commonest defect that a machine without a GPU cannot show."""
     found = rehearsals.of("ZeRO-1", 0, mutation="rows_on_the_host")
@@ -173,6 +220,12 @@ def test_an_item_in_the_loss_is_found(rehearsals):
     """One innocent float() stalls the device in every micro-batch."""
     waits = rehearsals.of("ZeRO-1", 0, mutation="an_item_in_the_loss")["waits"]
     assert any(phase == "forward" and "run/learner.py" in site for phase, _, site, _ in waits)
+
+
+def test_a_wait_for_an_event_is_found(rehearsals):
+    """Events and streams do not pass through torch's dispatcher: a silent one would hide every such wait."""
+    waits = rehearsals.of("experts", 0)["waits"]
+    assert any(phase == "forward" and is_allowed(site) for phase, _, site, _ in waits)
 
 
 def test_states_equal_those_of_real_tensors_on_the_cpu(rehearsals):

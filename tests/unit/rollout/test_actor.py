@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mgrpo.rollout.vllm.actor import _flatten
+from mgrpo.rollout.vllm.actor import EngineActor, _flatten
 
 
 def completion(tokens: list[int], logprobs: list[float], reason: str = "stop") -> SimpleNamespace:
@@ -28,3 +30,11 @@ def test_a_token_without_a_logprob_is_an_error():
     """Those of all later completions would move to other tokens."""
     with pytest.raises(AssertionError, match="one per position"):
         _flatten([completion([7, 8], [-0.5]), completion([9], [-2.0])])
+
+
+@pytest.mark.parametrize("missing", ["model", "tokenizer"])
+def test_a_node_without_the_model_is_named(tmp_path, missing):
+    """vLLM says that the path is no valid name on the Hub, and not on which of the nodes."""
+    args = {"model": str(tmp_path), "tokenizer": str(tmp_path), missing: str(tmp_path / "elsewhere")}
+    with pytest.raises(FileNotFoundError, match=f"elsewhere is not a folder on {socket.gethostname()}, where"):
+        asyncio.run(EngineActor().start(args))

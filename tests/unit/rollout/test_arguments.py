@@ -14,16 +14,14 @@ from mgrpo.rollout.vllm import arguments
 from mgrpo.rollout.vllm.cluster import engine_bundles
 
 
-def test_transformer_engine_without_gpus_is_refused(monkeypatch):
-    """Its kernels are CUDA's alone."""
-    monkeypatch.setattr(arguments, "kernel_problems", lambda config: [])
-    config = from_values({"transformer_impl": "transformer_engine"})
-    for gpus, count in ((["0", "1"], 0), ([], 1)):
+def test_kernels_of_gpus_are_asked_for_where_learners_are(monkeypatch):
+    """An engine's machine may lack what the learners of another one have."""
+    monkeypatch.setattr(arguments, "kernel_problems", lambda config, *, has_gpus: [f"{has_gpus=}"])
+    config = from_values({})
+    for gpus, learners, expected in ((["0", "1"], 1, ["has_gpus=True"]), ([], 1, ["has_gpus=False"]), ([], 0, [])):
         monkeypatch.setattr(arguments, "serving_gpus", lambda gpus=gpus: gpus)
-        sentences = arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
-        assert [sentence.split(" needs")[0] for sentence in sentences] == [
-            "transformer_impl=transformer_engine"
-        ] * count
+        found = arguments.machine_problems(config, num_local_learners=learners, head_dim=64, starts_engines=True)
+        assert found == expected
 
 
 def test_a_model_of_float32_may_be_served_and_trained_on_gpus(monkeypatch):
@@ -151,19 +149,28 @@ def test_vllms_own_arguments_take_the_place_of_defaults():
         assert args.keys() - free <= arguments.OWNED.keys()
 
 
+def test_an_engine_finds_the_model_from_any_working_directory(monkeypatch, tmp_path):
+    """On another node it has that of `ray start`, and vLLM takes a relative path for the name of a model on the Hub."""
+    monkeypatch.chdir(tmp_path)
+    values = {"model_name_or_path": "models/m", "tokenizer_name_or_path": "models/t", "stop_strings": ["x"]}
+    args = arguments.engine_args(from_values(values), on_gpu=False)
+    monkeypatch.chdir("/")
+    assert (args["model"], args["tokenizer"]) == (f"{tmp_path}/models/m", f"{tmp_path}/models/t")
+
+
 def test_an_engine_has_a_tokenizer_only_for_stop_strings():
     """Turning every token into text costs time; without text a stop string is never found."""
-    values = {"model_name_or_path": "m", "tokenizer_name_or_path": "t"}
+    values = {"model_name_or_path": "/m", "tokenizer_name_or_path": "/t"}
     plain = arguments.engine_args(from_values(values), on_gpu=False)
     assert plain["skip_tokenizer_init"] and "tokenizer" not in plain
-    for given, expected in ((values, "t"), ({"model_name_or_path": "m"}, "m")):
+    for given, expected in ((values, "/t"), ({"model_name_or_path": "/m"}, "/m")):
         args = arguments.engine_args(from_values({**given, "stop_strings": ["</answer>"]}), on_gpu=False)
         assert not args["skip_tokenizer_init"] and args["tokenizer"] == expected
 
 
 def test_all_that_a_machine_lacks_is_said_at_once(monkeypatch):
     """A second start for the second reason costs as much as the first."""
-    monkeypatch.setattr(arguments, "kernel_problems", lambda config: ["a kernel is missing"])
+    monkeypatch.setattr(arguments, "kernel_problems", lambda config, *, has_gpus: ["a kernel is missing"])
     monkeypatch.setattr(arguments, "serving_gpus", list)
     sentences = arguments.machine_problems(from_values({}), num_local_learners=1, head_dim=48, starts_engines=True)
     assert len(sentences) == 2 and "head_dim=48 is not served" in sentences[1]

@@ -34,19 +34,57 @@ def test_the_users_allocator_stays(own_environment, given):
     assert found == ({given: "max_split_size_mb:128"} if given else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
-@pytest.mark.parametrize(
-    ("place", "expected"),
-    [
-        ({}, "127.0.0.1"),
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}, "127.0.0.1"),
-        # Nodes of 2 and 4 learners: 6 // 4 is one machine.
-        ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}, "10.0.0.1"),
-    ],
-)
-def test_ranks_meet_on_loopback_only_if_all_of_them_are_on_this_machine(own_environment, place, expected):
-    """A node that took itself for the only one would wait on its own loopback interface."""
+class Ranks(dict[str, bytes]):
+    """A store."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    get = dict.__getitem__
+
+
+@pytest.fixture
+def network(monkeypatch) -> dict[str, str]:
+    """This machine's address on the way to others, and a name of its own address."""
+    ways: dict[str, str] = {}
+    monkeypatch.setattr(environment, "own_address", ways.__getitem__)
+    monkeypatch.setattr(environment, "interface_of", {"10.0.0.1": "eth0", "10.0.0.2": "eth1"}.get)
+    return ways
+
+
+@pytest.mark.parametrize("place", [{}, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}])
+def test_ranks_of_one_machine_meet_on_loopback(own_environment, network, place):
+    """On another interface the whole network could connect."""
     own_environment.update(place)
-    assert environment.store_host() == expected
+    assert environment.meeting_host(Ranks()) == "127.0.0.1" and "GLOO_SOCKET_IFNAME" not in own_environment
+
+
+@pytest.mark.parametrize("given", [None, "ib0"])
+@pytest.mark.parametrize("first", ["0", "3"])
+def test_ranks_of_several_machines_meet_where_each_reaches_the_other(own_environment, network, first, given):
+    """Debian's hosts file calls a machine itself 127.0.1.1: rank 0, and gloo, would wait there for the others in vain.
+
+    Nodes of 4 and 2 learners: 6 // 4 is one machine.
+    """
+    store = Ranks()
+    places = [
+        ({"RANK": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, {"node0": "10.0.0.2"}, "10.0.0.2", "eth1"),
+        (
+            {"RANK": first, "LOCAL_RANK": first, "LOCAL_WORLD_SIZE": "4"},
+            {"node0": "127.0.0.1", "10.0.0.2": "10.0.0.1"},
+            "10.0.0.1",
+            "eth0",
+        ),
+    ]
+    for place, ways, expected, interface in places:
+        own_environment.clear()
+        own_environment.update(place, WORLD_SIZE="6", MASTER_ADDR="node0")
+        if given:
+            own_environment["GLOO_SOCKET_IFNAME"] = given
+        network.clear()
+        network.update(ways)
+        assert environment.meeting_host(store) == expected
+        assert own_environment["GLOO_SOCKET_IFNAME"] == (given or interface)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import ModelShape, shape_of
 from mgrpo.models.table import Box, engine_boxes, hf_tensors, local_parameters, training_boxes
 from mgrpo.planner.command import shipped_config
+from mgrpo.sync import shared
 from mgrpo.sync.channel import Receiver, Sender
 from mgrpo.sync.group import connect_store
+from tests.unit.models.test_table import MODELS
 
 HOST = "127.0.0.1"
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
@@ -83,3 +87,32 @@ def make_receiver(
     engine, number = divmod(worker, infer.tensor)
     live = [(box, torch.full(box.shape, 9.0, dtype=dtype, device=device)) for box in engine_boxes(model, infer)[number]]
     return live, Receiver(live, worker=number, invitation=sender.invitation(engine))
+
+
+def die_after_messages(role: str, port: int, number: int) -> None:
+    """The training rank 0 of one, or the only worker, that a `kill -9` ends after so many messages. A process of its own."""
+    model, train, infer = small()
+    sender = make_senders(model, train, infer, whole(model, torch.float32, seed=0), **settings(port))[0]
+    tell = shared.Link._tell
+
+    def tell_and_die(link: shared.Link) -> None:
+        tell(link)
+        if link.count == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    shared.Link._tell = tell_and_die  # type: ignore[method-assign]
+    if role == "learner":
+        sender.join()
+        sender.send(1)
+    else:
+        make_receiver(model, infer, 0, torch.float32, sender)[1].receive(1)
+
+
+def small() -> tuple[ModelShape, Layout, InferLayout]:
+    """A model, one training rank and one worker."""
+    return shape_of(MODELS["qwen3"]), Layout(world_size=1), InferLayout()
+
+
+def settings(port: int) -> dict[str, Any]:
+    """Of senders."""
+    return {"dtype": torch.float32, "port": port, "bucket_bytes": 1 << 12, "timeout_s": 60}

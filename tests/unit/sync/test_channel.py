@@ -1,8 +1,13 @@
-"""Both ends of the weight sync, in threads of one process: over gloo, and on recorded groups for what only NCCL does."""
+"""Both ends of the weight sync, in threads of one process, on each transport; recorded groups for what only NCCL does."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import multiprocessing
+import os
+import signal
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,18 +18,23 @@ import torch
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
 from mgrpo.models.table import hf_tensors
-from mgrpo.sync import channel
+from mgrpo.sync import channel, shared
 from mgrpo.sync.channel import Sender
-from mgrpo.sync.group import open_store
+from mgrpo.sync.group import ProcessGroup, open_store
+from mgrpo.sync.meeting import Members
 from mgrpo.sync.plan import plan
+from mgrpo.sync.shared import Listener, SharedMemory
 from tests.unit.models.test_table import MODELS
 from tests.unit.sync.ends import (
     HOST,
     SHIPPED,
+    die_after_messages,
     make_receiver,
     make_senders,
+    settings,
     sharded_holdings,
     shipped,
+    small,
     view,
     whole,
 )
@@ -38,8 +48,31 @@ CASES = {
 }
 
 
+TRANSPORTS = {"shared memory": {SharedMemory}, "gloo": {ProcessGroup}, "both": {SharedMemory, ProcessGroup}}
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request, monkeypatch) -> str:
+    """With gloo every worker, with both it and its first training rank seem to be on different machines."""
+    connect, connected = shared.connect, set()
+
+    def connect_elsewhere(address: str, **settings: Any) -> Any:
+        is_first = threading.get_ident() not in connected
+        connected.add(threading.get_ident())
+        return None if request.param == "gloo" or is_first else connect(address, **settings)
+
+    if request.param != "shared memory":
+        monkeypatch.setattr(shared, "connect", connect_elsewhere)
+    return request.param
+
+
+def kinds(transport: Any) -> set[type]:
+    """What moves the weights."""
+    return {type(each) for each in getattr(transport, "by_peer", {0: transport}).values()}
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_every_worker_holds_the_trainers_weights_bit_for_bit(case):
+def test_every_worker_holds_the_trainers_weights_bit_for_bit(case, transport):
     """A slice in the wrong place, or a bucket that is overwritten on its way, trains on samples of another model."""
     name, train, infer, dtype = CASES[case]
     model = shape_of(MODELS[name])
@@ -58,12 +91,14 @@ def test_every_worker_holds_the_trainers_weights_bit_for_bit(case):
         timeout_s=20,
     )
     num_workers = infer.engines * infer.tensor
+    found: list[set[type]] = []
 
     def receive(worker: int) -> Any:
         live, receiver = make_receiver(model, infer, worker, dtype, senders[0])
         for version in (1, 2):
             receiver.receive(version)
             receiver.report_digests(version)
+        found.append(kinds(receiver.channel.transport))
         return live
 
     def send(sender: Sender) -> tuple[int, torch.Tensor]:
@@ -79,6 +114,8 @@ def test_every_worker_holds_the_trainers_weights_bit_for_bit(case):
         for worker in workers:
             for box, values in worker.result(60):
                 assert torch.equal(values, view(tensors, box).to(dtype)), box
+    has_second = max(map(len, senders[0].plan.received_by)) > 1  # a training rank that is not a worker's first
+    assert set.union(*found) == (TRANSPORTS[transport] if has_second or transport != "both" else {ProcessGroup})
     assert sum(sent) == senders[0].plan.lower_bound
     truth = torch.stack(digests).sum(0)
     senders[0].compare(2, truth)
@@ -99,7 +136,7 @@ def test_a_member_that_does_not_come_is_named():
         senders[1].join()
 
 
-def test_a_peer_that_is_silent_is_named():
+def test_a_peer_that_is_silent_is_named(transport):
     """The run ends with the name of the process to look at."""
     model, train, infer = shape_of(MODELS["qwen3"]), Layout(world_size=2), InferLayout()
     _store, port = open_store(HOST, 20)
@@ -117,6 +154,89 @@ def test_a_peer_that_is_silent_is_named():
             RuntimeError, match=r"sync 7: training rank 0 could not send bucket \d+ to worker 0 of engine 0"
         ):
             sending.result(20)
+
+
+@pytest.mark.parametrize("dying", ["learner", "worker"])
+def test_a_peer_that_is_killed_is_named_at_once_and_nothing_is_left(dying):
+    """It will never answer; waiting for the time-out would cost minutes, and what lay in /dev/shm would stay there."""
+    _store, port = open_store(HOST, 60)
+    model, train, infer = small()
+    sender = make_senders(model, train, infer, whole(model, torch.float32, seed=0), **settings(port))[0]
+    peer = multiprocessing.get_context("spawn").Process(target=die_after_messages, args=(dying, port, 3))
+    peer.start()
+    if dying == "learner":
+        _, receiver = make_receiver(model, infer, 0, torch.float32, sender)
+        with pytest.raises(RuntimeError, match=r"worker 0 of engine 0 waited for bucket 3 of training rank 0 .* ended"):
+            receiver.receive(1)
+    else:
+        sender.join()
+        with pytest.raises(
+            RuntimeError, match=r"rank 0 could not send bucket \d+ to worker 0 of engine 0 within .* ended"
+        ):
+            sender.send(1)
+    peer.join(20)
+    assert peer.exitcode == -signal.SIGKILL
+    assert not [name for name in os.listdir("/dev/shm") if "mgrpo" in name]
+
+
+def test_an_engine_that_leaves_does_not_end_the_others():
+    """The rest of a fleet goes on with the new weights."""
+    model, train, infer = shape_of(MODELS["qwen3"]), Layout(world_size=1), InferLayout(engines=2)
+    tensors = whole(model, torch.float32, seed=0)
+    _store, port = open_store(HOST, 60)
+    sender = make_senders(model, train, infer, tensors, **settings(port))[0]
+
+    def receive(worker: int) -> Any:
+        live, receiver = make_receiver(model, infer, worker, torch.float32, sender)
+        if worker == 0:
+            receiver.close()
+        else:
+            receiver.receive(1)
+            receiver.receive(2)
+        return live
+
+    with ThreadPoolExecutor(2) as threads:
+        workers = [threads.submit(receive, worker) for worker in range(2)]
+        sender.join()
+        with pytest.raises(RuntimeError, match=r"^weight sync 1: [^;]* to worker 0 of engine 0 [^;]*$"):
+            sender.send(1)
+        assert sender.send(2) == sender.plan.lower_bound // 2
+        for box, values in workers[1].result(60):
+            assert torch.equal(values, view(tensors, box)), box
+
+
+def test_without_memory_to_share_the_weights_go_over_gloo_and_a_line_says_so(monkeypatch, capsys):
+    """The run is slower then, and the user can know why."""
+
+    def no_memory(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "posix_fallocate", no_memory)
+    model, train, infer = small()
+    tensors = whole(model, torch.float32, seed=0)
+    _store, port = open_store(HOST, 60)
+    sender = make_senders(model, train, infer, tensors, **settings(port))[0]
+    with ThreadPoolExecutor(1) as threads:
+        worker = threads.submit(make_receiver, model, infer, 0, torch.float32, sender)
+        sender.join()
+        live, receiver = worker.result(60)
+        receiving = threads.submit(receiver.receive, 1)
+        sender.send(1)
+        receiving.result(60)
+    assert all(torch.equal(values, view(tensors, box)) for box, values in live)
+    line = "mgrpo: worker 0 of engine 0 cannot share memory with training rank 0: [Errno 12] Cannot allocate memory; "
+    assert capsys.readouterr().err.splitlines() == [line + "these weights take the slower way over gloo"]
+
+
+def test_processes_of_other_users_are_not_let_in(monkeypatch):
+    """Every user of the machine can see the name of the socket."""
+    listener = Listener(1)
+    link = shared.connect(listener.address, member=1, slot_bytes=8, dtype=torch.float32, timeout_s=5)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(RuntimeError, match="no answer"):
+        listener.accept({1: 8}, dtype=torch.float32, timeout_s=0.2)
+    with pytest.raises(RuntimeError):
+        link.take([torch.zeros(1)])
 
 
 class Transfer:
@@ -174,13 +294,14 @@ def recorded(request) -> tuple[dict[str, list[tuple]], list[RecordedGroup]]:
     groups: list[RecordedGroup] = []
     _store, port = open_store(HOST, 60)
 
-    def join_group(store: Any, *, name: str, members: list[str], rank: int, **settings: Any) -> RecordedGroup:
-        groups.append(RecordedGroup(logs.setdefault(members[rank], []), name, members))
-        return groups[-1]
+    def meet(store: Any, members: Members, *, dtype: Any, device: Any, timeout_s: float, host: str) -> ProcessGroup:
+        log = logs.setdefault(members.names[members.rank], [])
+        groups.append(RecordedGroup(log, members.names[-1], members.names))
+        return ProcessGroup(groups[-1], dtype=dtype, device=device, timeout_s=timeout_s)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(channel, "plan", lambda *args, **kwargs: made)  # once for all ranks
-        patch.setattr(channel, "join_group", join_group)
+        patch.setattr(channel, "meet", meet)
         settings = {"dtype": torch.bfloat16, "port": port, "bucket_bytes": 64 << 20, "timeout_s": 60}
         tensors = {
             name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in hf_tensors(model).items()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgrpo.sync.group import Round, join_group
+from mgrpo.sync.group import Transfer, join_group
 
 
 def test_nccl_makes_one_communicator_and_gives_up_after_the_host(monkeypatch):
@@ -27,9 +27,8 @@ def test_nccl_makes_one_communicator_and_gives_up_after_the_host(monkeypatch):
             made.append(device)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    store, device = dist.HashStore(), torch.device("cuda", 3)
-    store.set("g/here/1", "")
-    join_group(store, name="g", members=["a", "b"], rank=0, timeout_s=30, device=device, host="127.0.0.1")
+    device = torch.device("cuda", 3)
+    join_group(dist.HashStore(), rank=0, size=2, dtype=torch.bfloat16, device=device, host="127.0.0.1", timeout_s=30)
     assert made == [(0, 2, timedelta(seconds=60)), device]
 
 
@@ -49,9 +48,13 @@ def test_a_round_that_is_late_on_the_device_is_named_and_not_aborted():
         _end_coalescing=Work,
         send=lambda tensors, peer, tag: None,
     )
-    messages = [(4, torch.zeros(1)), (6, torch.zeros(1))]
-    late = Round(
-        group, group.send, messages, timeout_s=0.05, lost=lambda peers, err: RuntimeError(f"waited for {peers}: {err}")
+    late = Transfer(
+        group,
+        group.send,
+        [4, 6],
+        [torch.zeros(1), torch.zeros(1)],
+        timeout_s=0.05,
+        lost=lambda peers, err: RuntimeError(f"waited for {peers}: {err}"),
     )
     with pytest.raises(RuntimeError, match=r"waited for \[4, 6\]: no answer"):
         late.finish()

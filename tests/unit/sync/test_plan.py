@@ -10,7 +10,7 @@ import pytest
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
 from mgrpo.models.table import Box, engine_boxes, hf_tensors
-from mgrpo.sync.plan import ReshardPlan, buckets, plan, reshard, rounds
+from mgrpo.sync.plan import ReshardPlan, buckets, messages, plan, reshard, rounds
 from tests.unit.models.test_table import MODELS
 from tests.unit.sync.ends import SHIPPED, sharded_holdings, shipped
 
@@ -108,8 +108,14 @@ def test_buckets_are_bounded_and_complete():
 def test_a_round_is_bounded_however_many_ranks_send():
     """A worker of a sharded model receives from all ranks at once, beside a model that fills its memory."""
     incoming = {source: [Box(f"{source}", (0, 0), (100 + source, 7))] for source in (5, 2, 9)}
-    cut = rounds(incoming, itemsize=4, bucket_bytes=1200)
-    assert all(sum(box.size for boxes in messages.values() for box in boxes) <= 300 for messages in cut)
-    assert list(cut[0]) == [2, 5, 9], "all ranks at the same time"
-    for source, boxes in incoming.items():
-        assert sum(box.size for messages in cut for box in messages.get(source, ())) == boxes[0].size
+    for limit in (None, 40):
+        queues = {
+            source: messages(incoming, source, itemsize=4, bucket_bytes=1200, limit=limit if source == 9 else None)
+            for source in incoming
+        }
+        cut = rounds(queues)
+        assert all(sum(box.size for boxes in each.values() for box in boxes) <= 300 for each in cut)
+        assert max(sum(box.size for box in each.get(9, ())) for each in cut) <= (limit or 400) // 4
+        assert list(cut[0]) == [5, 2, 9], "all ranks at the same time"
+        for source, boxes in incoming.items():
+            assert sum(box.size for each in cut for box in each.get(source, ())) == boxes[0].size

@@ -124,6 +124,37 @@ def test_when_the_time_is_over_the_rest_is_reported(check: ModuleType, tmp_path:
     assert check.check(check.extension, place).note == "there was no time left"
 
 
+@pytest.mark.parametrize("left_out", [None, "native", "sanitizer"])
+def test_every_part_has_its_share_of_ten_minutes(check: ModuleType, left_out: str | None) -> None:
+    """A part that hangs, or that compiles all kernels for the first time, would leave nothing to those behind it."""
+    parts = [name for name in check.PARTS if name != left_out]
+    limits = check.limits(parts)
+    assert list(limits) == parts and limits[parts[-1]] == check.LIMIT_S
+    begun = 0.0
+    for name in parts:  # each takes all that it may
+        assert limits[name] - begun >= check.SHARES_S[name]
+        begun = limits[name]
+    assert check.limits(["training"]) == {"training": check.LIMIT_S}
+
+
+def test_only_files_with_gpu_tests_are_collected(check: ModuleType, tmp_path: Path, monkeypatch) -> None:
+    """The others import packages that a machine for a run does not have, and one error of collection ends pytest."""
+    commands = []
+    monkeypatch.setattr(check, "run", lambda command, place, *_: commands.append(command) or (0, "1 passed"))
+    assert check.gpu_tests(check.Place("cuda", True, tmp_path, time.monotonic() + 30)).status == "passed"
+    places = [Path(part) for part in commands[0] if "tests" in Path(part).parts]
+    names = {place.name for place in places}
+    assert {"test_ops_cuda.py", "test_attention_kernels.py", "test_rotary.py", Path(__file__).name} <= names
+    assert all(place.is_file() and "pytest.mark.gpu" in place.read_text() for place in places)
+
+
+def test_gpu_tests_without_pytest_say_what_to_install(check: ModuleType, tmp_path: Path, monkeypatch) -> None:
+    """It is not among the packages of a run; "No module named pytest" does not say where it comes from."""
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
+    outcome = check.gpu_tests(check.Place("cuda", True, tmp_path, time.monotonic() + 30))
+    assert (outcome.status, outcome.note) == ("failed", "pytest is not installed; `make dev` installs it")
+
+
 def test_an_error_in_the_check_is_a_failed_part(check: ModuleType, place) -> None:
     """The report is written all the same."""
 

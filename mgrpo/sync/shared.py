@@ -1,0 +1,233 @@
+"""The transport between processes of one machine: memory that both have mapped.
+
+The worker of a pair makes the memory, two slots of the pair's largest message, and passes its descriptor to the training
+rank over a Unix socket. That socket then carries one byte for each message that lies in a slot, and one back for each that
+was taken out. Neither has a name in a file system, so nothing is left of a process that is killed, and its peers learn of
+its end at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from mgrpo.sync.transport import Lost, Messages, named
+
+BUCKET_BYTES = 16 << 20
+"""Most bytes of a message: small enough to be read from the cache, large enough for the wake-ups not to count."""
+SLOTS = 2
+_GONE = "it has ended, or given up"
+_MEMBER = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Link:
+    """One end of a pair.
+
+    Args:
+        memory: `SLOTS` slots of equal size.
+        dtype: of the values in it.
+    """
+
+    def __init__(self, connection: socket.socket, memory: mmap.mmap, *, dtype: torch.dtype, timeout_s: float) -> None:
+        connection.settimeout(timeout_s)
+        self._socket = connection
+        self._slots = torch.frombuffer(memory, dtype=dtype).view(SLOTS, -1)
+        self.count = 0
+        """Messages that this end has put into a slot, or taken out of one."""
+        self.heard = 0
+        """Messages that the other end has taken out, or put in."""
+
+    def put(self, views: Sequence[torch.Tensor]) -> None:
+        """Write a message into the next slot, as soon as that is free."""
+        self.wait(self.count - SLOTS + 1)
+        torch._foreach_copy_(self._parts(views), list(views))
+        self._tell()
+
+    def take(self, views: Sequence[torch.Tensor]) -> None:
+        """Read the next message into `views`, as soon as it is there."""
+        self.wait(self.count + 1)
+        torch._foreach_copy_(list(views), self._parts(views))
+        self._tell()
+
+    def wait(self, count: int) -> None:
+        """Wait until the other end has put in, or taken out, `count` messages.
+
+        Raises:
+            RuntimeError: it has not within the time, or has closed the connection.
+        """
+        while self.heard < count:
+            with _as_runtime_error():
+                told = len(self._socket.recv(SLOTS))
+            if not told:
+                raise RuntimeError(_GONE)
+            self.heard += told
+
+    def close(self) -> None:
+        """The other end no longer waits for this one."""
+        self._socket.close()
+
+    def _parts(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        slot = self._slots[self.count % SLOTS]
+        sizes = [view.numel() for view in views]
+        parts = slot[: sum(sizes)].split(sizes)
+        return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]
+
+    def _tell(self) -> None:
+        with _as_runtime_error():
+            self._socket.send(b"\0")
+        self.count += 1
+
+
+class SharedMemory:
+    """A member's links with others (a `Transport`)."""
+
+    def __init__(self, links: Mapping[int, Link]) -> None:
+        self.links = links
+
+    def send(self, messages: Messages, *, lost: Lost) -> Sent:
+        """See `Transport`. When it returns, the views may change."""
+        for peer, views in messages.items():
+            with named([peer], lost):
+                self.links[peer].put(views)
+        return Sent({peer: self.links[peer] for peer in messages}, lost)
+
+    def recv(self, messages: Messages, *, lost: Lost) -> Received:
+        """See `Transport`."""
+        return Received(self.links, messages, lost)
+
+    def bucket_limit(self, peer: int) -> int:
+        """See `Transport`."""
+        return BUCKET_BYTES
+
+    def close(self) -> None:
+        """See `Transport`."""
+        for link in self.links.values():
+            link.close()
+
+
+class Sent:
+    """The messages of a round that lie in their slots."""
+
+    def __init__(self, links: Mapping[int, Link], lost: Lost) -> None:
+        self._due = {peer: (link, link.count) for peer, link in links.items()}
+        self._lost = lost
+
+    def settle(self) -> None:
+        """See `Round`. A slot that is not free yet is waited for when it is needed."""
+
+    def finish(self) -> None:
+        """See `Round`."""
+        for peer, (link, count) in self._due.items():
+            with named([peer], self._lost):
+                link.wait(count)
+
+
+class Received:
+    """The messages of a round that are taken when they are asked for."""
+
+    def __init__(self, links: Mapping[int, Link], messages: Messages, lost: Lost) -> None:
+        self._links, self._messages, self._lost = links, messages, lost
+
+    def settle(self) -> None:
+        """See `Round`."""
+        for peer, views in self._messages.items():
+            with named([peer], self._lost):
+                self._links[peer].take(views)
+
+    def finish(self) -> None:
+        """See `Round`; `settle` has waited."""
+
+
+class Listener:
+    """A training rank's door for the workers of its machine. No process elsewhere, and of no other user, gets in."""
+
+    def __init__(self, backlog: int) -> None:
+        # An abstract name, which no file system holds; random, so that it cannot mean another listener on another machine.
+        self.address = f"mgrpo-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(f"\0{self.address}")
+        self._socket.listen(backlog)
+
+    def accept(self, slot_bytes: Mapping[int, int], *, dtype: torch.dtype, timeout_s: float) -> dict[int, Link]:
+        """The links with these workers, which have all connected.
+
+        Args:
+            slot_bytes: by member; see `connect`.
+        """
+        self._socket.settimeout(timeout_s)
+        links: dict[int, Link] = {}
+        while len(links) < len(slot_bytes):
+            with _as_runtime_error():
+                connection, _ = self._socket.accept()
+                if not _is_own(connection):
+                    connection.close()
+                    continue
+                connection.settimeout(timeout_s)
+                hello, (descriptor,), _, _ = socket.recv_fds(connection, _MEMBER.size, 1)
+                (worker,) = _MEMBER.unpack(hello)
+                memory = _mapped(descriptor, SLOTS * slot_bytes[worker])
+                os.close(descriptor)
+            links[worker] = Link(connection, memory, dtype=dtype, timeout_s=timeout_s)
+        return links
+
+    def close(self) -> None:
+        """No worker connects any more."""
+        self._socket.close()
+
+
+def connect(address: str, *, member: int, slot_bytes: int, dtype: torch.dtype, timeout_s: float) -> Link | None:
+    """A worker's link with the training rank that listens there; None where that runs on another machine.
+
+    Args:
+        member: the worker's own number among the members.
+        slot_bytes: see `slot_bytes`.
+    Raises:
+        OSError: there is no memory for it.
+    """
+    descriptor = os.memfd_create("mgrpo")
+    try:
+        # Memory that is missing is an error now, and no signal when it is written to.
+        os.posix_fallocate(descriptor, 0, SLOTS * slot_bytes)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(f"\0{address}")
+        except ConnectionRefusedError:
+            connection.close()
+            return None
+        memory = _mapped(descriptor, SLOTS * slot_bytes)
+        socket.send_fds(connection, [_MEMBER.pack(member)], [descriptor])
+    finally:
+        os.close(descriptor)
+    return Link(connection, memory, dtype=dtype, timeout_s=timeout_s)
+
+
+def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
+    """Its pages are there before the first message; both ends go on to use the same ones."""
+    return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def _is_own(connection: socket.socket) -> bool:
+    """Whether the other end runs as this user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1] == os.geteuid()
+
+
+@contextlib.contextmanager
+def _as_runtime_error() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as err:
+        raise RuntimeError("no answer") from err
+    except ConnectionError as err:
+        raise RuntimeError(_GONE) from err
+    except OSError as err:
+        raise RuntimeError(str(err)) from err

@@ -1,0 +1,57 @@
+"""What moves slices between training ranks and the workers of one engine: the interface of all transports.
+
+A transport joins one member of an engine's transfer (`mgrpo.sync.meeting`) to the others. Messages between two members
+arrive in the order in which they were begun, and each end is given views of the same sizes in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+Messages = Mapping[int, Sequence[torch.Tensor]]
+"""For each of some members the live views that are sent to it, or that its values are written to."""
+
+Lost = Callable[[Sequence[int], Exception], Exception]
+"""Makes the error from the members that were waited for and the cause."""
+
+
+class Round(Protocol):
+    """Messages that are under way at the same time, at most one with each member."""
+
+    def settle(self) -> None:
+        """From here on what was received is in the views, and the room that the round took may be used again.
+
+        On CUDA that holds for the device's later work; the host does not wait.
+        """
+
+    def finish(self) -> None:
+        """Wait on the host until all messages have arrived."""
+
+
+class Transport(Protocol):
+    """One member's end. A member that does not answer within the time raises what `lost` makes, from any method of a round."""
+
+    def send(self, messages: Messages, *, lost: Lost) -> Round:
+        """Begin to send these views, cast to the engine's dtype; at most one round before it may be unsettled."""
+
+    def recv(self, messages: Messages, *, lost: Lost) -> Round:
+        """Begin to receive into these views, which are of the engine's dtype."""
+
+    def bucket_limit(self, peer: int) -> int | None:
+        """Most bytes that a message with this member should have (one row may have more); None: any number."""
+
+    def close(self) -> None:
+        """Give up the connections; a member that still waits for this one is told where the transport can do that."""
+
+
+@contextlib.contextmanager
+def named(peers: Sequence[int], lost: Lost) -> Iterator[None]:
+    """A RuntimeError within the block was one of these members' fault."""
+    try:
+        yield
+    except RuntimeError as err:
+        raise lost(peers, err) from err

@@ -1,0 +1,257 @@
+"""The weight sync of SmolLM2-135M between processes of this machine, over shared memory and over gloo, in turns.
+
+    python tools/bench_sync.py [--rounds 9] [--cases tensor pipeline masters] [--bucket-mb 256]
+
+Two training ranks and one engine worker, each a process with one thread and random weights; no Ray and no vLLM. Prints the
+median seconds from the first end that begins to the last that is done, and writes benchmarks/sync-cpu.json. Digests of all
+tensors are compared for each transport.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_loop import cpu_model
+
+from mgrpo.layout import InferLayout, Layout
+from mgrpo.models.family import ModelShape, shape_of
+from mgrpo.models.table import Box, engine_boxes, local_parameters, training_boxes
+from mgrpo.sync import shared
+from mgrpo.sync.channel import Receiver, Sender, digest_key
+from mgrpo.sync.group import connect_store, open_store
+
+ROOT = Path(__file__).resolve().parent.parent
+HOST = "127.0.0.1"
+TIMEOUT_S = 120
+PROTOCOL = (
+    "Two training ranks and one worker, each a process with one thread and random weights; the transports take turns, "
+    "{rounds} syncs of each. Medians: seconds from the first end that begins to the last that is done, CPU seconds of all "
+    "three. The load average is that of the machine, these processes included."
+)
+TRANSPORTS = ("gloo", "shared memory")
+SMOLLM2 = {
+    "model_type": "llama",
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Two training ranks and one worker."""
+
+    what: str
+    layout: Layout
+    config: dict[str, Any]
+    dtype: torch.dtype
+
+    @property
+    def model(self) -> ModelShape:
+        """Its shape."""
+        return shape_of(self.config)
+
+    @property
+    def holdings(self) -> list[list[Box]]:
+        """The boxes of every rank; under ZeRO-3 an even run of every parameter."""
+        if self.layout.zero_stage < 2:
+            return training_boxes(self.model, self.layout)
+        size = self.layout.num_shards
+        return [
+            [
+                piece.box
+                for parameter in local_parameters(self.model, self.layout, rank).values()
+                for total in (torch.Size(parameter.shape).numel(),)
+                for piece in parameter.run(rank * total // size, (rank + 1) * total // size)
+            ]
+            for rank in range(self.layout.world_size)
+        ]
+
+
+CASES = {
+    "tensor": Case(
+        what="TP 2, float32; 8 query and 4 key-value heads, because 9 and 3 are not divisible",
+        layout=Layout(world_size=2, tensor=2),
+        config=SMOLLM2 | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 72},
+        dtype=torch.float32,
+    ),
+    "pipeline": Case(
+        what="PP 2, float32, as in examples/configs/smollm2.yaml",
+        layout=Layout(world_size=2, pipeline=2),
+        config=SMOLLM2,
+        dtype=torch.float32,
+    ),
+    "masters": Case(
+        what="ZeRO-3, float32 masters sent in bfloat16",
+        layout=Layout(world_size=2, zero_stage=3),
+        config=SMOLLM2,
+        dtype=torch.bfloat16,
+    ),
+}
+
+
+def live(boxes: list[Box], dtype: torch.dtype, seed: int) -> list[tuple[Box, torch.Tensor]]:
+    """Random values for the slices that a process holds."""
+    torch.manual_seed(seed)
+    return [(box, torch.randn(box.shape).to(dtype)) for box in boxes]
+
+
+def learner(case: Case, rank: int, ports: list[int], args: argparse.Namespace, barrier: Any, results: Any) -> None:
+    """A training rank: what `turns` found, and then its digests."""
+    torch.set_num_threads(1)
+    holdings = case.holdings
+    held = live(holdings[rank], torch.float32, seed=rank)
+    senders = [
+        Sender(
+            held,
+            holdings=holdings,
+            model=case.model,
+            train_layout=case.layout,
+            infer_layout=InferLayout(),
+            rank=rank,
+            dtype=case.dtype,
+            store=connect_store(HOST, port, TIMEOUT_S),
+            host=HOST,
+            port=port,
+            bucket_bytes=args.bucket_mb << 20,
+            timeout_s=TIMEOUT_S,
+        )
+        for port in ports
+    ]
+    for sender in senders:
+        if rank == 0:
+            results.put(sender.invitation(0))
+        sender.join()
+    results.put(list(turns([sender.send for sender in senders], args.rounds, barrier)))
+    results.put(senders[0].digests().tolist())
+
+
+def worker(case: Case, invitations: Any, args: argparse.Namespace, barrier: Any, results: Any) -> None:
+    """The engine's end: what `turns` found; its digests are in the store."""
+    torch.set_num_threads(1)
+    held = live(engine_boxes(case.model, InferLayout())[0], case.dtype, seed=9)
+    receivers = []
+    connect = shared.connect
+    for transport in TRANSPORTS:
+        # As if the training ranks ran on another machine.
+        shared.connect = connect if transport == "shared memory" else lambda *_, **__: None
+        receivers.append(Receiver(held, worker=0, invitation=invitations.get()))
+
+    def receive(receiver: Receiver) -> Any:
+        def run(version: int) -> None:
+            receiver.receive(version)
+            if version == args.rounds:  # which does not count
+                receiver.report_digests(version)
+                for _, view in held:
+                    view.zero_()
+
+        return run
+
+    results.put(list(turns([receive(receiver) for receiver in receivers], args.rounds, barrier)))
+
+
+def turns(calls: list[Any], rounds: int, barrier: Any) -> Iterator[tuple[str, int, float, float, float]]:
+    """Every transport once in each round: its name, the round, begin and end, and CPU seconds."""
+    for number in range(rounds + 1):
+        for transport, call in zip(TRANSPORTS, calls, strict=True):
+            barrier.wait()
+            used, begin = time.process_time(), time.monotonic()
+            call(number)
+            yield transport, number, begin, time.monotonic(), time.process_time() - used
+
+
+def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds by transport, without the first round and the last."""
+    context = multiprocessing.get_context("spawn")
+    stores = [open_store(HOST, TIMEOUT_S) for _ in TRANSPORTS]
+    ports = [port for _, port in stores]
+    barrier, invitations = context.Barrier(3), context.Queue()
+    results = [context.Queue() for _ in range(3)]
+    ends = [
+        context.Process(target=learner, args=(case, rank, ports, args, barrier, results[rank])) for rank in range(2)
+    ]
+    ends.append(context.Process(target=worker, args=(case, invitations, args, barrier, results[2])))
+    for end in ends:
+        end.start()
+    try:
+        sent = 0
+        for _ in TRANSPORTS:
+            invitation = results[0].get()
+            sent = (
+                sum(torch.Size(shape).numel() for boxes in invitation["incoming"][0].values() for _, _, shape in boxes)
+                * case.dtype.itemsize
+            )
+            invitations.put(invitation)
+        seen = list(zip(*(queue.get() for queue in results), strict=True))
+        truth = torch.tensor([results[rank].get() for rank in range(2)]).sum(0)[0].tolist()
+    finally:
+        for end in ends:
+            end.join(TIMEOUT_S)
+    for transport, (store, _) in zip(TRANSPORTS, stores, strict=True):
+        assert json.loads(store.get(digest_key(0, 0, args.rounds))) == truth, f"{transport}: other weights arrived"
+    record: dict[str, Any] = {"what": case.what, "megabytes": sent / 1e6, "load_average": os.getloadavg()[0]}
+    for transport in TRANSPORTS:
+        counted = [each for each in seen if each[0][0] == transport and 0 < each[0][1] < args.rounds]
+        walls = [max(end[3] for end in each) - min(end[2] for end in each) for each in counted]
+        record[transport] = {
+            "seconds_median": statistics.median(walls),
+            "seconds": walls,
+            "cpu_seconds_median": statistics.median(sum(end[4] for end in each) for each in counted),
+        }
+    record["times faster"] = record["gloo"]["seconds_median"] / record["shared memory"]["seconds_median"]
+    return record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--bucket-mb", type=int, default=256, help="weight_sync_bucket_mb")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "sync-cpu.json")
+    args = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    records = {}
+    for name in args.cases:
+        record = records[name] = measure(CASES[name], args)
+        print(f"{record['what']}: {record['megabytes']:.0f} MB")
+        for transport in TRANSPORTS:
+            found = record[transport]
+            rate = record["megabytes"] / 1e3 / found["seconds_median"]
+            print(
+                f"  {transport:14s} {found['seconds_median']:7.3f} s  {rate:5.1f} GB/s  CPU {found['cpu_seconds_median']:.2f} s"
+                f"   {min(found['seconds']):.3f} to {max(found['seconds']):.3f}"
+            )
+        print(f"  {record['times faster']:.1f} times faster")
+    text = {
+        "protocol": PROTOCOL.format(rounds=args.rounds - 1),
+        "machine": {
+            "cpu": cpu_model(),
+            "cores": os.cpu_count(),
+            "torch": torch.__version__,
+        },
+        "weight_sync_bucket_mb": args.bucket_mb,
+        "cases": records,
+    }
+    args.out.write_text(json.dumps(text, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
