@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,8 +30,8 @@ class Nodes:
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder, self.output_dir = folder, folder / "out"
-        with socket.create_server((ADDRESSES[0], 0)) as probe:
-            head = f"{ADDRESSES[0]}:{probe.getsockname()[1]}"
+        # Not a port that the system gives away: Ray listens at the next one, seconds later.
+        head = f"{ADDRESSES[0]}:{21000 + 2 * (os.getpid() % 4000)}"
         self.processes = [self._start(rank, head, flags) for rank in (1, 0)][::-1]
 
     def _start(self, rank: int, head: str, flags: tuple[str, ...]) -> subprocess.Popen:
