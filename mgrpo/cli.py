@@ -1,10 +1,11 @@
-"""The command line: `mgrpo train`, `eval`, `report`, `plan`, `convert` and `env`. `examples/train_grpo.py` is the train command."""
+"""The command line: `mgrpo train`, `launch`, `eval`, `report`, `plan`, `convert` and `env`. `examples/train_grpo.py` is the train command."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -15,10 +16,11 @@ from mgrpo import __version__
 from mgrpo.config import Config, ConfigError, parse, to_yaml
 from mgrpo.config.dump import derived_lines
 from mgrpo.config.fields import settings
-from mgrpo.config.load import GENERAL, raise_problems, started_ranks
+from mgrpo.config.load import GENERAL, SWITCHES, raise_problems, started_ranks
 from mgrpo.config.validate import problems
 
-USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name value ...]   N ranks on this machine; many: torchrun
+USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name value ...]   N ranks on this machine
+       mgrpo launch --nodes N --learner-nodes L ... -- --config FILE.yaml ...   on every node: train on many, engines on some
        mgrpo eval [--config FILE.yaml] --model_name_or_path DIR ...   evaluate a model on the held-out prompts; one process
        mgrpo code-server [--port 1234] ...                  run the sandbox for programs as a service
        mgrpo report DIR                                     write a run's report.html again
@@ -30,6 +32,7 @@ USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name 
        mgrpo COMMAND --help, mgrpo --version
 """
 COMMANDS = {
+    "launch": ("mgrpo.run.nodes.command", "launch_command"),
     "eval": ("mgrpo.run.evaluate", "eval_command"),
     "code-server": ("mgrpo.sandbox.server", "serve_command"),
     "report": ("mgrpo.telemetry.report", "report_command"),
@@ -50,8 +53,6 @@ PACKAGES = (
     ("tensorboard", ("tensorboard",), False),
 )
 """What a run uses: its name, the distributions that provide it, and whether it is required."""
-SWITCHES = ("--show_config", "--dry_run")
-"""Flags of the train command that are not settings."""
 SWITCHES_WITH_DASHES = tuple(switch.replace("_", "-") for switch in SWITCHES)
 INSTALL = "sh requirements/install.sh VENV"
 RANK_0_FIRST_S = 300.0
@@ -101,8 +102,9 @@ def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
     All ranks are ended as soon as one has exited. The other ranks find their problems earlier, because they read no
     data: they wait to be ended, and print theirs only if rank 0 has found none.
     """
+    from mgrpo.processes.lifetime import die_with_parent
     from mgrpo.run import ending
-    from mgrpo.run.environment import rank
+    from mgrpo.run.environment import has_launcher, rank
     from mgrpo.run.ranks import num_ranks_of, run_ranks
     from mgrpo.run.result import NothingTrained
 
@@ -116,6 +118,8 @@ def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
     if num_ranks is not None:
         return run_ranks(num_ranks, argv)
     is_head = rank() == 0
+    if has_launcher():
+        die_with_parent(signal.SIGTERM if is_head else signal.SIGKILL)
     try:
         try:
             _train(argv, prog=prog, is_head=is_head)

@@ -25,6 +25,8 @@ from mgrpo.config.schema import Config
 
 GENERAL = ("config", "preset")
 """Flags that are not settings."""
+SWITCHES = ("--show_config", "--dry_run")
+"""Such flags of the train command alone, without a value."""
 YAML_ENDINGS = (".yaml", ".yml")
 OVERRIDE = re.compile(r"[+~]{0,2}(?P<name>[A-Za-z_]\w*(\.\w+)+)=")
 """A setting as Hydra writes it, `a.b.c=value`."""

@@ -25,6 +25,13 @@ def model_problems(config: Config, hf_config: HfConfig) -> Iterator[str]:
             f"sequence_parallel=false with tensor_model_parallel_size={parallel.tensor_model_parallel_size} cannot "
             "train a mixture of experts; use true or auto"
         )
+    copies = config.provenance.expected.get("vllm_data_parallel_size", 1)
+    if num_experts(hf_config) and copies > 1:
+        yield (
+            f"vllm_data_parallel_size={copies} with a mixture of experts would share the experts among copies of the engine, "
+            "which must then pause in the same step for every weight sync: not supported; use vllm_num_engines or "
+            "vllm_tensor_parallel_size"
+        )
     cap = hf_config.get("final_logit_softcapping")
     if cap and isinstance(parallel.logits_chunk, int) and parallel.logits_chunk > 0:
         yield (

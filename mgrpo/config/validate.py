@@ -161,8 +161,8 @@ def _learner_problems(config: Config, world_size: int) -> Iterator[str]:
     elif counts and sum(counts) != world_size:
         yield (
             f"num_learners_per_node={' '.join(map(str, counts))} asks for {sum(counts)} learner ranks, but {world_size} "
-            f"were started; start each node with its number of ranks: torchrun --nnodes {len(counts)} --nproc-per-node "
-            f"{counts[0]}, or leave it out"
+            f"were started; start each node with its number of ranks: mgrpo launch --learner-nodes {len(counts)} "
+            f"--nproc-per-node {counts[0]}, or leave it out"
         )
 
 

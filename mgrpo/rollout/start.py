@@ -9,8 +9,9 @@ from mgrpo.config.schema import Config
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.vllm.arguments import machine_problems, serving_gpus
 from mgrpo.rollout.vllm.cluster import Cluster
+from mgrpo.rollout.vllm.node import RayNode
 
-__all__ = ["machine_problems", "serving_gpus", "started_fleet"]
+__all__ = ["RayNode", "machine_problems", "serving_gpus", "started_fleet"]
 
 
 @contextmanager

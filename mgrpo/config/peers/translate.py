@@ -56,6 +56,7 @@ def apply(r: Resolution) -> None:
     warm_up(r)
     translate_layout.apply(r)
     lengths(r)
+    engines(r)
     batch(r)
     exports(r)
     states(r)
@@ -223,6 +224,17 @@ def lengths(r: Resolution) -> None:
     asks = r.has_trl_defaults or aliases.keys() & r.peers.keys()
     if asks and r.rank("pack_length") <= 1 and need > r.value("pack_length"):
         r.derive("pack_length", need, f"pack_length is {need}, to hold the longest prompt and completion")
+
+
+def engines(r: Resolution) -> None:
+    """Copies of the model within one engine; `model_rules` refuses them for a mixture of experts."""
+    copies = r.peer("vllm_data_parallel_size", 1)
+    if copies < 1:
+        r.problems.append(f"vllm_data_parallel_size={copies} must be 1 or more")
+    elif copies > 1:
+        engines = copies * r.value("vllm_num_engines")
+        r.expected["vllm_data_parallel_size"] = copies
+        r.derive("vllm_num_engines", engines, f"vllm_data_parallel_size={copies} -> vllm_num_engines ({engines})")
 
 
 def batch(r: Resolution) -> None:

@@ -43,7 +43,7 @@ OWNED = {
     "quantization": "the weight sync writes weights in model_dtype",
     "load_format": "the weight sync needs vLLM's own loader",
     "logprobs_mode": "the ratio of trainer to engine needs processed_logprobs",
-    "distributed_executor_backend": "inside Ray only mp works",
+    "distributed_executor_backend": "it follows from whether an engine fits on a node",
     "weight_transfer_config": "the weight sync is the trainer's",
 }
 """Arguments of vLLM that vllm_extra_args cannot hold, and what to do instead."""
@@ -145,8 +145,12 @@ def _known_args() -> frozenset[str]:
     )
 
 
-def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
-    """Keyword arguments of vLLM's AsyncEngineArgs, except for the weight-transfer backend."""
+def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs, except for the weight-transfer backend.
+
+    Args:
+        spans_nodes: an engine's workers are on several nodes.
+    """
     settings, stop_strings = config.engine, config.rollout.stop_strings
     args: dict[str, Any] = {
         # An engine of a joined cluster has the working directory of `ray start`, in which vLLM would take a relative path for
@@ -168,8 +172,8 @@ def engine_args(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     if stop_strings:
         args["tokenizer"] = str(Path(config.tokenizer_path).absolute())
     if settings.vllm_tensor_parallel_size > 1:
-        # Inside a placement group vLLM would choose Ray, which wants one GPU a bundle and cannot serve on a CPU.
-        args["distributed_executor_backend"] = "mp"
+        # Inside a placement group vLLM would always choose Ray, which wants one GPU a bundle and cannot serve on a CPU.
+        args["distributed_executor_backend"] = "ray" if spans_nodes else "mp"
     if on_gpu:
         args["gpu_memory_utilization"] = settings.vllm_gpu_memory_utilization
         args["enforce_eager"] = settings.vllm_enforce_eager

@@ -20,6 +20,7 @@ from typing import IO, Any
 from mgrpo.config import Config, ConfigError
 from mgrpo.rollout.vllm.arguments import engine_args, engine_environment, serving_gpus
 from mgrpo.rollout.vllm.keeper import Keeper
+from mgrpo.rollout.vllm.node import OBJECT_STORE_BYTES, RAY_ENVIRONMENT
 from mgrpo.rollout.vllm.ray_engine import RayEngine
 
 _LAUNCHER_VARIABLES = (
@@ -111,16 +112,11 @@ class Cluster:
     def _start_ray(self, keeper: Keeper, gpus: list[str]) -> Any:
         # Ray reads these when it is imported.
         os.environ.update(
-            RAY_USAGE_STATS_ENABLED="0",
+            RAY_ENVIRONMENT,
             # A call after the shutdown must fail instead of starting a second cluster.
             RAY_ENABLE_AUTO_CONNECT="0",
-            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
-            RAY_AUTH_MODE="token",
             # One per process: Ray keeps the first.
             RAY_AUTH_TOKEN=os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32),
-            RAY_prestart_worker_first_driver="0",
-            RAY_enable_worker_prestart="0",
-            RAY_worker_niceness="0",
             # Otherwise Ray replaces a loopback address by the public one.
             RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
             # Without its control store Ray cannot go on: report it after seconds, not after a minute.
@@ -136,7 +132,7 @@ class Cluster:
                 num_cpus=max(os.cpu_count() or 1, self.settings.vllm_num_engines),
                 num_gpus=len(gpus),
                 include_dashboard=False,
-                object_store_memory=256 << 20,
+                object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
                 logging_level="ERROR",
                 _node_ip_address="127.0.0.1",
@@ -152,12 +148,13 @@ class Cluster:
         from mgrpo.rollout.vllm.actor import EngineActor
 
         count, workers = self.settings.vllm_num_engines, self.settings.vllm_tensor_parallel_size
-        bundle = {"GPU": workers, "CPU": 1} if self.on_gpu else {"CPU": 1}
-        group = placement_group([bundle] * count, strategy="PACK")
-        if not group.wait(60):
+        bundles = engine_bundles(workers, gpus_a_node=self._gpus_a_node() if self.on_gpu else None)
+        spans_nodes = len(bundles) > 1
+        groups = [placement_group(bundles, strategy="PACK") for _ in range(count)]
+        if not all(group.wait(60) for group in groups):
             raise RuntimeError(
-                f"{count} engines need a placement group of {count} x {bundle}, and Ray has only "
-                f"{self.ray.available_resources()}; lower vllm_num_engines or vllm_tensor_parallel_size"
+                f"{count} engines need {count} x {' + '.join(map(str, bundles))}, and Ray has only "
+                f"{self.ray.available_resources()} left; lower vllm_num_engines or vllm_tensor_parallel_size"
             )
         remote = self.ray.remote(EngineActor)
         environment = engine_environment(config, on_gpu=self.on_gpu, is_local=self.owned)
@@ -166,17 +163,22 @@ class Cluster:
             environment["TMPDIR"] = self.keeper.scratch
             # Ray passes it to a shell as it is; it may lie in a path with spaces.
             runtime_env["py_executable"] = shlex.quote(sys.executable)
-        args = engine_args(config, on_gpu=self.on_gpu)
-        for number in range(count):
+        args = engine_args(config, on_gpu=self.on_gpu, spans_nodes=spans_nodes)
+        for group in groups:
             actor = remote.options(
                 num_cpus=1,
-                num_gpus=workers if self.on_gpu else 0,
+                # Workers on several nodes are actors of their own, which vLLM starts in the group's bundles.
+                num_gpus=workers if self.on_gpu and not spans_nodes else 0,
                 max_concurrency=1000,
                 runtime_env=runtime_env,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
             ).remote()
             failure = self.keeper.failure if self.keeper else lambda: None
             self.engines.append(RayEngine(actor, actor.start.remote(args), cluster_failure=failure))
+
+    def _gpus_a_node(self) -> int:
+        """Of the node that has most."""
+        return max(int(node["Resources"].get("GPU", 0)) for node in self.ray.nodes() if node["Alive"])
 
     def keep_logs(self) -> str:
         """Copy what the engines' processes printed into the run's folder, which outlives Ray's; a clause about it."""
@@ -199,6 +201,19 @@ class Cluster:
             self.ray = None
         if self.keeper is not None:
             self.keeper.close()
+
+
+def engine_bundles(workers: int, *, gpus_a_node: int | None) -> list[dict[str, int]]:
+    """What Ray reserves for an engine: one bundle, which lies on one node, or one for each GPU where no node has enough.
+
+    Args:
+        gpus_a_node: None for engines on CPUs.
+    """
+    if gpus_a_node is None:
+        return [{"CPU": 1}]
+    if workers <= gpus_a_node:
+        return [{"GPU": workers, "CPU": 1}]
+    return [{"GPU": 1, "CPU": 1}, *[{"GPU": 1}] * (workers - 1)]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mgrpo.processes.lifetime import ending
-from mgrpo.rollout.vllm.reaper import MARK, processes_of
+from mgrpo.rollout.vllm.reaper import LIMIT_S, MARK, processes_of
 
 DAEMONS = ("raylet", "gcs_server")
 """Without these Ray cannot go on; the engines would be blamed, after minutes."""
@@ -39,7 +40,8 @@ class Keeper:
         os.mkdir(self.scratch, 0o700)
         self.mark = {MARK: self.folder}
         """The environment by which the reaper knows the cluster's processes."""
-        self._daemons: dict[int, str] = {}
+        self.daemons: dict[int, str] = {}
+        """Names of those that are watched."""
         self._stopped: dict[int, float] = {}
         self._closed = threading.Event()
         self._reaper = self._start_reaper()
@@ -54,13 +56,13 @@ class Keeper:
         for pid in processes_of(self.folder):
             name = _read(f"/proc/{pid}/comm").strip()
             if name in DAEMONS:
-                self._daemons[pid] = name
+                self.daemons[pid] = name
         self._thread = threading.Thread(target=self._watch, args=(on_failure,), name="ray-watch", daemon=True)
         self._thread.start()
 
     def failure(self) -> str | None:
         """What has happened to Ray itself, if it cannot go on."""
-        for pid, name in self._daemons.items():
+        for pid, name in self.daemons.items():
             state = _read(f"/proc/{pid}/stat").rpartition(") ")[2][:1]
             if state in ("", "Z"):
                 return f"Ray's {name} (process {pid}) {_how(pid)}"
@@ -69,6 +71,11 @@ class Keeper:
             elif time.monotonic() - self._stopped.setdefault(pid, time.monotonic()) > STOPPED_S:
                 return f"Ray's {name} (process {pid}) has been stopped for {STOPPED_S:g} s; continue it with kill -CONT"
         return None
+
+    @property
+    def processes(self) -> set[int]:
+        """The reaper and the daemons that are watched."""
+        return {self._reaper.pid, *self.daemons}
 
     def keep_logs(self, kept: Path) -> str:
         """Copy the end of what the engines' processes printed to `kept`; a clause with their last error and the place."""
@@ -95,6 +102,11 @@ class Keeper:
             self._thread.join(2 * POLL_S + 1)
         if self._reaper.stdin is not None:
             self._reaper.stdin.close()
+
+    def wait(self) -> None:
+        """After `close`: wait until all processes have ended and the folder is gone."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._reaper.wait(2 * LIMIT_S)
 
     def _start_reaper(self) -> subprocess.Popen:
         command = [sys.executable, "-m", "mgrpo.rollout.vllm.reaper", self.folder]

@@ -91,6 +91,13 @@ def found(hf_config, **values):
             "tensor_model_parallel_size=16 does not divide intermediate_size=88; choose from {1, 2, 4, 8}",
         ),
         (
+            QWEN_MOE,
+            {"vllm_data_parallel_size": 2},
+            "vllm_data_parallel_size=2 with a mixture of experts would share the experts among copies of the engine, which "
+            "must then pause in the same step for every weight sync: not supported; use vllm_num_engines or "
+            "vllm_tensor_parallel_size",
+        ),
+        (
             MIXTRAL,
             {"vllm_tensor_parallel_size": 16},
             "vllm_tensor_parallel_size=16 does not divide intermediate_size=88; choose from {1, 2, 4, 8}",
@@ -146,3 +153,11 @@ def test_an_impossible_cut_is_named_with_the_possible_ones(hf_config, values, se
 def test_a_possible_cut_is_not_refused(hf_config, values):
     """A rule that is stricter than the model costs memory or speed on somebody's machine."""
     assert found(hf_config, **values) == []
+
+
+def test_copies_of_a_dense_model_are_engines():
+    """They share nothing; of a mixture of experts they would."""
+    assert found(DENSE, vllm_data_parallel_size=4) == [] and found(QWEN_MOE, vllm_data_parallel_size=1) == []
+    config = from_values({"vllm_data_parallel_size": 4, "vllm_num_engines": 2})
+    assert config.engine.vllm_num_engines == 8
+    assert any(note.startswith("vllm_data_parallel_size=4 -> vllm_num_engines (8)") for note in config.notes)

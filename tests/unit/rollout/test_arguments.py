@@ -11,6 +11,7 @@ import pytest
 
 from mgrpo.config import from_values
 from mgrpo.rollout.vllm import arguments
+from mgrpo.rollout.vllm.cluster import engine_bundles
 
 
 def test_kernels_of_gpus_are_asked_for_where_learners_are(monkeypatch):
@@ -74,6 +75,20 @@ def test_only_engines_of_several_workers_name_their_executor(on_gpu):
         config = from_values({"model_name_or_path": "m", "vllm_tensor_parallel_size": workers})
         args = arguments.engine_args(config, on_gpu=on_gpu)
         assert args.get("distributed_executor_backend") == backend and args["tensor_parallel_size"] == workers
+    assert arguments.engine_args(config, on_gpu=on_gpu, spans_nodes=True)["distributed_executor_backend"] == "ray"
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus_a_node", "bundles"),
+    [
+        (2, None, [{"CPU": 1}]),
+        (8, 8, [{"GPU": 8, "CPU": 1}]),
+        (3, 2, [{"GPU": 1, "CPU": 1}, {"GPU": 1}, {"GPU": 1}]),
+    ],
+)
+def test_an_engine_is_one_bundle_where_it_fits_on_a_node(workers, gpus_a_node, bundles):
+    """Ray divides no bundle between nodes, and may place several bundles on several."""
+    assert engine_bundles(workers, gpus_a_node=gpus_a_node) == bundles
 
 
 def test_an_engine_on_gpus_has_its_own_queues_allocator_and_address(monkeypatch):

