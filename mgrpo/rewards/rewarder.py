@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ class Rewarder:
             verifiers: names of the verifiers that the rows ask for.
         """
         self.config = config
+        self._lock = threading.Lock()
         self.scorer = Scorer(config.reward, verifiers)
         self.functions = load_functions(
             functions,
@@ -48,7 +50,11 @@ class Rewarder:
             self.scorer.start()
 
     def score(self, groups: Sequence[RolloutGroup], context: RewardContext) -> ScoredBatch:
-        """Rewards of whole groups."""
+        """Rewards of whole groups. From any thread; one call at a time, because functions share random states."""
+        with self._lock:
+            return self._score(groups, context)
+
+    def _score(self, groups: Sequence[RolloutGroup], context: RewardContext) -> ScoredBatch:
         if self.functions:
             algorithm = self.config.algorithm
             state = TrainerState(

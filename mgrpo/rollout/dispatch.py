@@ -53,8 +53,8 @@ class Dispatcher:
         self.on_failure: Callable[[Exception], None] = lambda err: None
         """Called in the dispatcher's thread when an engine, or work in this thread, has failed."""
 
-    def for_training(self, prompt: Prompt, done: Callable[[RolloutGroup], None]) -> Request:
-        """A group to train on."""
+    def for_training(self, number: int, prompt: Prompt, done: Callable[[RolloutGroup], None]) -> Request:
+        """A group to train on, which has a number there."""
         rollout = self.rollout
         sampling = Sampling(
             num_samples=rollout.num_samples_per_prompt_rollout,
@@ -63,7 +63,7 @@ class Dispatcher:
             stop_token_ids=self.stop_token_ids,
             stop_strings=rollout.stop_strings,
         )
-        return Request(prompt=prompt, sampling=sampling, stream=0, done=done)
+        return Request(prompt=prompt, sampling=sampling, stream=0, done=done, number=number)
 
     def sample_evaluation(self, prompts: Sequence[Prompt]) -> Future[list[RolloutGroup]]:
         """Sample held-out prompts with the settings of evaluations; their groups, in order. From any thread."""
@@ -123,7 +123,8 @@ class Dispatcher:
             except TimeoutError:
                 if future.done():
                     raise
-        whose = "the engine" if engines == 1 else f"engines {', '.join(map(str, self.shares.busy()))}"
+        busy = self.shares.busy()
+        whose = ("the engine" if engines == 1 else f"engines {', '.join(map(str, busy))}") if busy else "the rewards"
         raise EngineError(
             f"could not generate within {limit}: no answer from {whose}; raise rollout_timeout if the work is that long"
             f"{self.fleet.keep_logs()}"

@@ -22,6 +22,8 @@ class Request:
     """Separates the random numbers of evaluations from those of training."""
     done: Callable[[RolloutGroup], None]
     """Called in the dispatcher's thread."""
+    number: int = -1
+    """Of a group to train on."""
     failed: Callable[[Exception], None] = lambda err: None
     """Called in the dispatcher's thread instead; what trains learns of failures from `Dispatcher.on_failure`."""
 
@@ -57,16 +59,21 @@ class Shares:
 
     def give(self, request: Request) -> tuple[int, int] | None:
         """The engine that gets this request, and the number under which; None: none of them has room."""
-        engine = min(range(len(self.shares)), key=lambda number: (self.shares[number].cost, number))
-        share, samples = self.shares[engine], request.sampling.num_samples
-        limit = self.samples_per_engine
-        if limit is not None and share.requests and share.samples + samples > limit:
+        samples = request.sampling.num_samples
+        open_ones = [number for number, share in enumerate(self.shares) if self._has_room(share, samples)]
+        if not open_ones:
             return None
+        engine = min(open_ones, key=lambda number: (self.shares[number].cost, number))
+        share = self.shares[engine]
         number, cost = next(self.numbers), self.cost(request)
         share.requests[number] = request, cost
         share.cost += cost
         share.samples += samples
         return engine, number
+
+    def _has_room(self, share: _Share, samples: int) -> bool:
+        limit = self.samples_per_engine
+        return limit is None or not share.requests or share.samples + samples <= limit
 
     def cost(self, request: Request) -> float:
         """Tokens that an engine reads and is expected to write for a group."""

@@ -12,9 +12,8 @@ of steps trained since. What the rule promises, for every order in which groups 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,9 +82,9 @@ class Stream:
             return chosen if len(chosen) == self.group_count and self.finished.issuperset(chosen) else None
         oldest_first = sorted(self.finished, key=lambda number: (self.born[number], number))
         chosen = sorted(oldest_first[: self.group_count])
-        if len(chosen) < self.group_count or not self._can_follow(chosen):
-            return None
-        return chosen
+        # What has all finished gains nothing from waiting; a run that was resumed with other numbers may have too many out.
+        can_go = self.finished.issuperset(self.born) or self._can_follow(chosen)
+        return chosen if len(chosen) == self.group_count and can_go else None
 
     def _can_follow(self, chosen: Sequence[int]) -> bool:
         """Whether all others that are out can still be taken in time, if these are taken now."""
@@ -98,21 +97,3 @@ class Stream:
             del self.born[number]
         self.finished.difference_update(numbers)
         self.steps += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs, in JSON."""
-        return {
-            "steps": self.steps,
-            "next_number": self.next_number,
-            "born": [[number, born, number in self.finished] for number, born in self.born.items()],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken, with engines that have the weights of the last step.
-
-        What these are to sample again must be given to `replay`.
-        """
-        self.steps = self.updates = state["steps"]
-        self.next_number = state["next_number"]
-        self.born = {number: born for number, born, _ in state["born"]}
-        self.finished = {number for number, _, is_finished in state["born"] if is_finished}

@@ -101,7 +101,9 @@ def for_evaluation(config: Config) -> Config:
             output_dir=str(Path(config.experiment.output_dir) / "eval" / _name(config)),
         ),
         data=dataclasses.replace(config.data, dataset_mixer_list=(), dataset_mixer_list_splits=("train",)),
-        rollout=dataclasses.replace(rollout, async_steps=0, save_traces=False),
+        rollout=dataclasses.replace(
+            rollout, async_steps=0, max_staleness=None, inflight_updates=False, save_traces=False
+        ),
         loss=LossConfig(),
         algorithm=Algorithm(
             overlong_cache_length=config.algorithm.overlong_cache_length,

@@ -6,6 +6,7 @@ Pure bookkeeping for one thread; `rollout.stream` has the rule that it follows.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,8 +92,12 @@ class Groups:
         """Those that gave their place back and that no step has reported."""
         self.chosen: dict[int, Group] = {}
         """What `choose` gave last, by number."""
+        self.left_over: list[PromptId] = []
+        """Prompts that a resumed run has to sample again, before new ones."""
         self.num_admitted = self.num_cohorts = 0
         """Since the last step was taken."""
+        self.num_reported = 0
+        """Of those admitted, when `choose` found a step."""
         self.before = self._state()
 
     @property
@@ -114,8 +119,10 @@ class Groups:
         """Begin with as many groups as there is room for, a step's worth at a time; those that have a prompt."""
         admitted: list[int] = []
         while (room := self.stream.room) > 0:
-            ids = self.sampler.take(min(room, self.stream.group_count))
-            numbers = self.stream.admit(min(room, self.stream.group_count))
+            count = min(room, self.stream.group_count)
+            again, self.left_over = self.left_over[:count], self.left_over[count:]
+            ids = again + self.sampler.take(count - len(again)) if len(again) < count else again
+            numbers = self.stream.admit(count)
             cohort = Cohort(numbers=list(numbers), context=self._context(numbers[0], self.stream.updates))
             for number, prompt_id in itertools.zip_longest(numbers, ids):
                 self.out[number] = Group(prompt=prompt_id and self.prompt(prompt_id), cohort=cohort)
@@ -173,7 +180,11 @@ class Groups:
         numbers = self.stream.choose()
         if numbers is None:
             return None
+        is_empty = all(self.out[number].prompt is None for number in numbers)
+        if is_empty and any(group.prompt for group in self.out.values()):
+            return None
         self.chosen = self.returned | {number: self.out[number] for number in numbers}
+        self.num_reported = self.num_admitted
         return [group for _, group in sorted(self.chosen.items())]
 
     def take(self) -> list[Group]:
@@ -184,8 +195,10 @@ class Groups:
         for number in taken:
             del self.out[number]
         self.returned = {number: group for number, group in self.returned.items() if number not in self.chosen}
-        self.chosen, self.num_admitted, self.num_cohorts = {}, 0, 0
-        self.before = self._state()
+        self.chosen, self.num_cohorts = {}, 0
+        self.num_admitted -= self.num_reported
+        if self.takes_turns:
+            self.before = self._state()
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,26 +209,29 @@ class Groups:
         return self.before if self.takes_turns else self._state()
 
     def _state(self) -> dict[str, Any]:
-        kept = {} if self.takes_turns else {number: group for number, group in self.out.items() if self._lasts(number)}
-        again = {number: group for number, group in self.out.items() if group.prompt and number not in kept}
-        excluded_again = {group.excludes for group in again.values()}
+        kept = {number: group for number, group in self.out.items() if self._lasts(number)}
+        again = [group for number, group in sorted(self.out.items()) if group.prompt and number not in kept]
+        excluded_again = {group.excludes for group in again}
         sampler = self.sampler.state_dict()
         records, arrays = packed({number: group.sampled for number, group in kept.items() if group.sampled})
         return {
             "sampler": sampler | {"excluded": [row for row in sampler["excluded"] if row not in excluded_again]},
-            "stream": self.stream.state_dict(),
+            "left_over": [*(group.prompt.id for group in again if group.prompt), *self.left_over],
+            "steps": self.stream.steps,
+            "next_number": self.stream.next_number,
             "groups": [
                 {
                     "number": number,
+                    "born": self.stream.born[number],
                     "prompt": group.prompt and group.prompt.id,
                     "cohort": group.cohort.numbers[0],
                     "step": group.cohort.context.step,
                     "sampled": records.get(number),
-                    "scores": group.scored and [[s.reward, s.parts, dict(s.extras)] for s in group.scored.scores],
+                    "scores": group.scored and [_plain(score) for score in group.scored.scores],
                     "is_kept": group.is_kept,
                     "excludes": group.excludes,
                 }
-                for number, group in self.out.items()
+                for number, group in kept.items()
             ],
             "rollouts": arrays,
         }
@@ -227,32 +243,59 @@ class Groups:
         """
         is_repeatable = self.stream.is_ordered and not self.config.rollout.inflight_updates
         has_just_begun = self.stream.born[number] == self.stream.steps
-        return self.out[number].sampled is not None and not (is_repeatable and has_just_begun)
+        group = self.out[number]
+        return group.prompt is None or (group.sampled is not None and not (is_repeatable and has_just_begun))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[list[int], list[Unscored]]:
-        """Continue where `state_dict` was taken; the groups that are to be sampled again, and those to be scored."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[Unscored]:
+        """Continue where `state_dict` was taken, with engines that have the weights of its last step; what is to be scored.
+
+        Groups that the settings of this run do not allow, because they would be too old or have another size, are sampled again.
+        """
         self.sampler.load_state_dict(state["sampler"])
         # States of earlier versions end where a step does.
-        self.stream.load_state_dict(state.get("stream", {"steps": state.get("step", 0), "next_number": 0, "born": []}))
+        self.stream.steps = self.stream.updates = state.get("steps", state.get("step", 0))
+        records = state.get("groups", ())
+        kept = [record for place, record in enumerate(records) if self._allows(record, place)]
+        again = [tuple(record["prompt"]) for record in records if record["prompt"] and record not in kept]
+        self.left_over = again + [tuple(prompt_id) for prompt_id in state.get("left_over", ())]
+        # Those that are sampled again get their numbers again, if they are the last ones.
+        self.stream.next_number = 1 + max((record["number"] for record in kept), default=-1) if records else 0
+        if not records:
+            self.stream.next_number = max(0, state.get("next_number", 0) - len(self.left_over))
         cohorts: dict[int, Cohort] = {}
-        for record in state.get("groups", ()):
-            number, prompt_id, first = record["number"], record["prompt"], record["cohort"]
-            context = self._context(first, record["step"])
-            cohort = cohorts.setdefault(first, Cohort(numbers=[], context=context))
-            cohort.numbers.append(number)
-            group = self.out[number] = Group(prompt=prompt_id and self.prompt(tuple(prompt_id)), cohort=cohort)
-            if group.prompt is None or record["sampled"] is None:
-                continue
-            group.sampled = unpacked(group.prompt, record["sampled"], state["rollouts"])
-            if record["scores"] is not None:
-                scores = tuple(Score(reward=r, parts=parts, extras=extras) for r, parts, extras in record["scores"])
-                group.scored = ScoredGroup(group=group.sampled, scores=scores)
-                group.is_kept, group.excludes = record["is_kept"], record["excludes"]
-        again = [number for number, group in self.out.items() if group.prompt and group.sampled is None]
-        self.stream.replay(again)
+        for record in kept:
+            self._restore(record, state["rollouts"], cohorts)
         self.before = self._state()
         unscored: dict[int, Unscored] = {}
         for number, group in self.out.items():
             if group.sampled and group.awaits_score and (part := self.sampled(number, group.sampled)):
                 unscored[part.numbers[0]] = part
-        return again, list(unscored.values())
+        return list(unscored.values())
+
+    def _allows(self, record: Mapping[str, Any], place: int) -> bool:
+        """Whether a saved group, the so manieth by age, may be trained on in this run."""
+        own, size = self.stream, self.config.rollout.num_samples_per_prompt_rollout
+        is_in_time = record["born"] + own.bound >= own.steps + place // own.group_count
+        has_size = record["sampled"] is None or len(record["sampled"]["finish_reasons"]) == size
+        return not self.takes_turns and is_in_time and has_size
+
+    def _restore(self, record: Mapping[str, Any], arrays: Mapping[str, Any], cohorts: dict[int, Cohort]) -> None:
+        number, prompt_id, first = record["number"], record["prompt"], record["cohort"]
+        cohort = cohorts.setdefault(first, Cohort(numbers=[], context=self._context(first, record["step"])))
+        cohort.numbers.append(number)
+        group = self.out[number] = Group(prompt=prompt_id and self.prompt(tuple(prompt_id)), cohort=cohort)
+        self.stream.born[number] = record["born"]
+        if group.prompt is None:
+            self.stream.finish(number)
+            return
+        group.sampled = unpacked(group.prompt, record["sampled"], arrays)
+        if record["scores"] is not None:
+            scores = tuple(Score(reward=r, parts=parts, extras=extras) for r, parts, extras in record["scores"])
+            group.scored = ScoredGroup(group=group.sampled, scores=scores)
+            group.is_kept, group.excludes = record["is_kept"], record["excludes"]
+            self.stream.finish(number)
+
+
+def _plain(score: Score) -> list[Any]:
+    """In JSON; what reward functions have recorded may be anything."""
+    return [score.reward, score.parts, json.loads(json.dumps(dict(score.extras), default=str))]

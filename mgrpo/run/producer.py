@@ -68,8 +68,6 @@ class Producer:
             config, sampler, prompt=prompt, scale=rewarder.scale, scores_cohorts=bool(rewarder.functions)
         )
         self.scoring = Scoring(config.algorithm, rewarder, post=dispatcher.post, done=self._scored)
-        self.again: list[int] = []
-        """Of a resumed run: groups that are to be sampled again."""
         self.taking: Future[Rollouts] | None = None
         self.asked_at = self.answered_at = 0.0
         self.failure: Exception | None = None
@@ -120,8 +118,7 @@ class Producer:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self.dispatcher.shares.load_state_dict(state.get("engines", {"lengths": [0, 0]}))
-        self.again, unscored = self.groups.load_state_dict(state)
-        for part in unscored:
+        for part in self.groups.load_state_dict(state):
             self.scoring.add(part)
 
     def _begin(self) -> None:
@@ -129,8 +126,8 @@ class Producer:
             return
         self.is_running, self.dispatcher.holds_training = True, False
         self.groups.stream.update()
-        self._send(self.again)
-        self.again = []
+        # What no engine has been given begins with the new weights.
+        self.groups.stream.replay([request.number for request in self.dispatcher.waiting if request.is_training])
         self._admit()
         self._resume()
         self._advance()
@@ -146,19 +143,21 @@ class Producer:
 
     def _resume(self) -> None:
         self.dispatcher.resume()
-        self.busy.run(not self.dispatcher.is_idle)
+        self.busy.run(bool(self.dispatcher.shares.busy()))
 
     def _admit(self) -> None:
         self._send(self.groups.admit())
 
     def _send(self, numbers: Sequence[int]) -> None:
         prompts = [(number, self.groups.out[number].prompt) for number in numbers]
-        requests = [self.dispatcher.for_training(prompt, partial(self._sampled, n)) for n, prompt in prompts if prompt]
+        requests = [
+            self.dispatcher.for_training(n, prompt, partial(self._sampled, n)) for n, prompt in prompts if prompt
+        ]
         self.dispatcher.send(requests)
 
     def _sampled(self, number: int, sampled: RolloutGroup) -> None:
         self.answered_at = time.perf_counter()
-        self.busy.run(not self.dispatcher.is_idle)
+        self.busy.run(bool(self.dispatcher.shares.busy()))
         if part := self.groups.sampled(number, sampled):
             self.scoring.add(part)
 
@@ -199,14 +198,13 @@ class Producer:
             score_s=time.perf_counter() - self.asked_at - generate_s,
             engine_s=self.busy.seconds,
             num_admitted=self.groups.num_admitted,
-            reward_metrics=self.scoring.metrics(),
+            reward_metrics=self.scoring.take_metrics(),
             num_excluded=sum(group.excludes is not None for group in chosen),
         )
 
     def _hand_over(self, *, prepare: bool) -> None:
         self.taking = None
         self.dispatcher.shares.learn(group.sampled for group in self.groups.take() if group.sampled)
-        self.scoring.reset()
         self.busy.reset()
         if self.groups.takes_turns:
             # What the engines hold of the old weights is dropped while the learners train.

@@ -37,6 +37,7 @@ def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]
 
 def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> RolloutGroup:
     """A group from its record and the arrays."""
+    texts = arrays.get("texts", np.zeros(0, np.uint8))
     cuts, text_cuts = itertools.pairwise(record["cuts"]), itertools.pairwise(record["text_cuts"])
     return RolloutGroup(
         prompt=prompt,
@@ -46,7 +47,7 @@ def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.
                 logprobs=arrays["logprobs"][a:b],
                 policy_versions=arrays["policy_versions"][a:b],
                 finish_reason=reason,
-                text=arrays["texts"][c:d].tobytes().decode(),
+                text=texts[c:d].tobytes().decode(),
             )
             for (a, b), (c, d), reason in zip(cuts, text_cuts, record["finish_reasons"], strict=True)
         ),

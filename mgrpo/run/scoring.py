@@ -36,13 +36,10 @@ class Scoring:
         # What is added before that is scored together.
         self.post(self._next)
 
-    def metrics(self) -> dict[str, float]:
-        """What judges have cost so far, and what reward functions have logged since `reset`."""
-        return self.rewarder.metrics() | logged_metrics(self.logged)
-
-    def reset(self) -> None:
-        """Forget what reward functions have logged."""
-        self.logged = {}
+    def take_metrics(self) -> dict[str, float]:
+        """What judges have cost so far, and what reward functions have logged since the last time."""
+        logged, self.logged = self.logged, {}
+        return self.rewarder.metrics() | logged_metrics(logged)
 
     def _next(self) -> None:
         if self.is_busy or not self.waiting:

@@ -36,11 +36,18 @@ class Source:
         if not self._evaluates_alone(done):
             self.producer.begin()
 
-    def pause(self) -> None:
-        """The weights are about to change: have the engines sample no more. Collective; raises Stopped as `next` does."""
+    def pause(self) -> bool:
+        """The weights are about to change: have the engines sample no more. Collective.
+
+        False when rank 0 was asked to end; the engines may still be sampling then.
+        """
         # Where sampling and training take turns, the engines have paused already.
         if self.config.max_age:
-            self._run(self.producer.pause)
+            try:
+                self._run(self.producer.pause)
+            except Stopped:
+                return False
+        return True
 
     def next(self, step: int, policy_version: int) -> Batch | None:
         """The batch of training step `step`; None when every prompt is solved for good. Collective.
@@ -115,10 +122,14 @@ class SilentSource:
     def begin(self, done: int) -> None:
         """Rank 0 does."""
 
-    def pause(self) -> None:
+    def pause(self) -> bool:
         """See `Source`."""
         if self.config.max_age:
-            self.lead.follow()
+            try:
+                self.lead.follow()
+            except Stopped:
+                return False
+        return True
 
     def evaluate(self, done: int) -> None:
         """See `Source`; without the results."""

@@ -151,16 +151,19 @@ class Trainer:
             self.done, self.is_followed_up = step, False
             self.version += learned.has_updated
             pulse.at(f"step {step}, waiting for the engines")
-            self.source.pause()
+            is_paused = self.source.pause()
             clock.split("drain")
-            pulse.at(f"step {step}, weight sync")
-            self.send_weights(learned)
-            self.source.begin(step)
+            if is_paused:
+                pulse.at(f"step {step}, weight sync")
+                self.send_weights(learned)
+                self.source.begin(step)
             clock.split("sync")
         sync_bytes = self.weights.plan.bytes_moved
         self.reporter.step(batch, learned, step=step, version=self.version, sync_bytes=sync_bytes, clock=clock)
         if self.reporter.failure:
             self.lead.stop.set()
+        if not is_paused:
+            raise Stopped
         return True
 
     def send_weights(self, learned: Learned) -> None:

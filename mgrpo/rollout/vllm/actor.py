@@ -76,8 +76,9 @@ class EngineActor:
         async with self.turn:
             await self.turn.wait_for(lambda: self.next_turn == turn)
             work = asyncio.create_task(getattr(self, method)(*args))
-            # Its first statements run before the next call's.
-            await asyncio.sleep(0)
+            # Its first statements run before the next call's. An engine that has been told to sample does so before it is told
+            # to pause.
+            await (asyncio.wait({work}) if method == "resume" else asyncio.sleep(0))
             self.next_turn += 1
             self.turn.notify_all()
         return await work

@@ -75,3 +75,23 @@ def test_a_node_without_the_model_is_named(tmp_path, missing):
     args = {"model": str(tmp_path), "tokenizer": str(tmp_path), missing: str(tmp_path / "elsewhere")}
     with pytest.raises(FileNotFoundError, match=f"elsewhere is not a folder on {socket.gethostname()}, where"):
         asyncio.run(EngineActor().start(args))
+
+
+def test_an_engine_that_is_told_to_sample_begins_before_it_is_told_to_pause():
+    """It may wait for prompts that are being queued; paused meanwhile, it would take over weights and then sample beside that."""
+    order = []
+
+    class Actor(EngineActor):
+        async def resume(self) -> None:
+            await asyncio.sleep(0.01)
+            order.append("resumed")
+
+        async def pause(self, how: str) -> None:
+            order.append("paused")
+
+    async def both() -> None:
+        actor = Actor()
+        await asyncio.gather(actor.call(0, "resume"), actor.call(1, "pause", "drain"))
+
+    asyncio.run(both())
+    assert order == ["resumed", "paused"]

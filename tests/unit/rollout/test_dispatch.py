@@ -59,7 +59,7 @@ def train(own: Dispatcher, prompts: Sequence[Prompt]) -> list[Future[RolloutGrou
                 group.set_exception(err)
 
     own.on_failure = fail
-    requests = [own.for_training(asked, group.set_result) for asked, group in zip(prompts, groups, strict=True)]
+    requests = [own.for_training(0, asked, group.set_result) for asked, group in zip(prompts, groups, strict=True)]
     own.thread.submit(lambda: own.send(requests)).result()
     return groups
 
@@ -106,7 +106,7 @@ def test_the_expected_length_is_that_of_the_answers_so_far() -> None:
     assert own.shares.state_dict() == {"lengths": [0, 0]}
     own.shares.learn(groups)
     assert own.shares.state_dict() == {"lengths": [2 * 2 + 2 * 4, 4]}
-    request = own.for_training(numbered(9), print)
+    request = own.for_training(0, numbered(9), print)
     assert own.shares.cost(request) == 10 + 2 * 3
     again = dispatcher()
     assert again.shares.cost(request) == 10 + 2 * 64
@@ -123,6 +123,13 @@ def test_what_an_engine_has_no_room_for_waits_where_it_can_still_go_anywhere() -
     assert shares(own) == [[0, 2], [1, 4]]
     answer(own, 1, 1, 4)
     assert shares(own) == [[0, 2], [5, 6]]
+
+
+def test_a_full_engine_does_not_keep_others_from_work() -> None:
+    """The one with the least to write may be the one that has no room, where its prompts are short."""
+    own = dispatcher(num_engines=2, answers=False, limit=4, response_length=1)
+    train(own, [numbered(50), numbered(0), numbered(1), numbered(2)])
+    assert shares(own) == [[50, 2], [0, 1]]
 
 
 def test_a_group_larger_than_the_room_of_an_engine_is_sampled_all_the_same() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from mgrpo.rollout.collect import EVALUATION, sampler_seed
 from mgrpo.rollout.engine import EngineError
+from mgrpo.types import Score, ScoredGroup
 from tests.scripted_engine import ScriptedEngine
 from tests.unit.run.producing import collect, evaluator, producer
 
@@ -361,3 +363,76 @@ def test_rows_that_are_sampled_again_count_as_solved_again() -> None:
     again, its_engine = resumed_from(own, **settings)
     its_engine.answer(*its_engine.queued)
     assert collect(again).num_excluded == 2
+
+
+def numbers_of(rollouts) -> list[int]:
+    """The rows of all groups of a step, in order."""
+    return sorted(indices(rollouts.groups) + indices(rollouts.dropped))
+
+
+def sampled_ahead(**settings):
+    """An asynchronous producer, two steps ahead, after one step, with everything sampled."""
+    own = asynchronous(engine := ScriptedEngine(answers=False), async_steps=2, max_staleness=4, **settings)
+    own.begin()
+    settle(own)
+    engine.answer(*engine.queued)
+    settle(own)
+    assert numbers_of(collect(own)) == [0, 1, 2, 3]
+    return own
+
+
+@pytest.mark.parametrize(
+    ("settings", "sampled_again"),
+    [
+        # Fewer prompts a step, for which the deadlines of some have passed; groups of another size; no asynchrony any more.
+        ({"async_steps": 1, "max_staleness": 2, "num_unique_prompts_rollout": 1}, None),
+        ({"async_steps": 2, "max_staleness": 4, "num_samples_per_prompt_rollout": 3}, 12),
+        ({"async_steps": 0}, 4),
+        ({"async_steps": 1}, 0),
+    ],
+)
+def test_a_run_that_is_resumed_with_other_settings_gets_every_prompt_in_turn(settings, sampled_again) -> None:
+    """It would wait for ever for groups that are too old, or train on what its settings do not allow."""
+    state = sampled_ahead().state_dict()
+    again = asynchronous(engine := ScriptedEngine(), **settings)
+    again.load_state_dict(state)
+    per_step = again.groups.stream.group_count
+    rows = []
+    for _ in range(8 // per_step):
+        if again.groups.takes_turns:
+            again.begin()
+        rollouts = collect(again)
+        rows += numbers_of(rollouts)
+        assert all(
+            len(group.group.completions) == settings.get("num_samples_per_prompt_rollout", 2)
+            for group in rollouts.groups + rollouts.dropped
+        )
+        again.thread.submit(again._pause).result().result(10)
+        again.begin()
+    assert rows == list(range(4, 12))
+    if sampled_again is not None:
+        first = engine.batches[:1] if sampled_again else []
+        assert sum(len(batch.numbers) for batch in first) == sampled_again
+
+
+def test_what_reward_functions_record_may_be_anything() -> None:
+    """A value that JSON cannot hold would end the run when its state is saved."""
+    own = sampled_ahead()
+    group = own.groups.out[4]
+    group.scored = ScoredGroup(group=group.sampled, scores=(Score(reward=1.0, extras={"array": np.int64(3)}),) * 2)
+    state = own.state_dict()
+    del state["rollouts"]
+    json.dumps(state)
+
+
+def test_a_step_waits_for_prompts_while_there_are_some() -> None:
+    """Most rows are solved, so steps are short; the run must not end because of the places that stay empty."""
+    own = asynchronous(
+        engine := ScriptedEngine(answers=False), async_steps=1, max_staleness=3, no_resampling_pass_rate=0.9
+    )
+    own.groups.sampler.exclude(set(range(19)))
+    taking = own.take()
+    settle(own)
+    assert len(engine.queued) == 2 and not taking.done(), "one row, once for each step"
+    engine.answer(*engine.queued)
+    assert len(own.dispatcher.wait(taking).dropped) >= 1
