@@ -150,6 +150,8 @@ class TrainSample:
     advantage: float
     group: int
     """Samples of one prompt share this number; they may share the prompt's tokens in a pack."""
+    ages: np.ndarray | None = None
+    """`[response]` uint8, at most 127: how many versions older than the policy the weights were that sampled each token. None: all 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +181,8 @@ class PackedBatch:
     """`[responses]` bool."""
     rollout_logprobs: np.ndarray
     """`[responses]` float32."""
+    ages: np.ndarray
+    """`[responses]` uint8, see `TrainSample`."""
     advantages: np.ndarray
     """`[sequences]` float32."""
     samples: np.ndarray

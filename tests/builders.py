@@ -19,11 +19,11 @@ def completion(
     tokens: int | Sequence[int] | np.ndarray = 2,
     *,
     logprobs: float | Sequence[float] | np.ndarray = -1.0,
-    version: int = 0,
+    version: int | Sequence[int] = 0,
     finish_reason: str = "stop",
     text: str = "",
 ) -> Completion:
-    """A completion of the tokens 0, 1, .. if only their number is given; one log-probability may stand for all."""
+    """A completion of the tokens 0, 1, .. if only their number is given; one log-probability or version may stand for all."""
     ids = np.arange(tokens) if isinstance(tokens, int) else np.asarray(tokens)
     return Completion(
         tokens=ids.astype(np.int32),

@@ -6,6 +6,7 @@ room, so that the result does not depend on how the tokens were divided.
 
 from mgrpo.algo.advantage import advantages
 from mgrpo.algo.aggregation import local_denominators, loss_denominator
+from mgrpo.algo.agreement import agreement
 from mgrpo.algo.entropy import AdaptiveEntropy, entropy_bonus, entropy_threshold, top_entropy_keep
 from mgrpo.algo.filters import has_spread, solved_for_good
 from mgrpo.algo.inputs import LossFunction, LossInputs, PolicyLoss
@@ -24,6 +25,7 @@ __all__ = [
     "PolicyLoss",
     "add_metrics",
     "advantages",
+    "agreement",
     "entropy_bonus",
     "entropy_threshold",
     "has_spread",

@@ -17,7 +17,9 @@ from torch import Tensor
 from mgrpo import ops
 
 _RATIO, _RATIO_VAR = "val/ratio", "val/ratio_var"
-_MISMATCH, _MISMATCH_STD = "debug/vllm_vs_local_logprob_diff_mean", "debug/vllm_vs_local_logprob_diff_std"
+MISMATCH, MISMATCH_STD = "debug/vllm_vs_local_logprob_diff_mean", "debug/vllm_vs_local_logprob_diff_std"
+MISMATCH_TAIL, ROLLOUT_KL = "debug/vllm_vs_local_ratio_tail_frac", "debug/vllm_local_reverse_kl"
+MISMATCH_MAX = "debug/vllm_vs_local_logprob_diff_max"
 _KEPT_OUT = "val/policy_term_drop_frac"
 _COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
     "loss/policy_avg": (("policy",), "count"),
@@ -30,10 +32,10 @@ _COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
     "policy/approxkl_avg": (("approx_kl",), "count"),
     _RATIO: (("ratio",), "count"),
     _RATIO_VAR: (("ratio_deviation",), "count"),
-    _MISMATCH: (("mismatch",), "known_rollout"),
-    _MISMATCH_STD: (("mismatch_square",), "known_rollout"),
-    "debug/vllm_local_reverse_kl": (("rollout_kl",), "known_rollout"),
-    "debug/vllm_vs_local_ratio_tail_frac": (("mismatch_tail",), "known_rollout"),
+    MISMATCH: (("mismatch",), "known_rollout"),
+    MISMATCH_STD: (("mismatch_square",), "known_rollout"),
+    ROLLOUT_KL: (("rollout_kl",), "known_rollout"),
+    MISMATCH_TAIL: (("mismatch_tail",), "known_rollout"),
     "objective/kl0_avg": (("kl0",), "count"),
     "objective/kl1_avg": (("kl1",), "count"),
     "objective/kl2_avg": (("kl2",), "count"),
@@ -47,7 +49,7 @@ _COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
 """Which columns of `ops.policy_loss`'s sums make a metric's sum, and which its count."""
 METRICS = (*_COLUMNS, _KEPT_OUT)
 """Keys of `PolicyLoss.metrics`; a user's function adds its own."""
-MAXIMA = ("debug/vllm_vs_local_logprob_diff_max",)
+MAXIMA = (MISMATCH_MAX,)
 """Keys of `PolicyLoss.maxima`."""
 KL = frozenset(("kl0", "kl1", "kl2", "kl3"))
 RHO = frozenset(("rho", "rho_clamped", "rho_dropped_low", "rho_dropped_high"))
@@ -95,8 +97,8 @@ def reduce_metrics(metrics: MetricSums) -> dict[str, float]:
     if _RATIO_VAR in logged:
         # The pair holds squares of (ratio - 1), not of the ratio: near 1 the difference of two squares would cancel.
         logged[_RATIO_VAR] = max(logged[_RATIO_VAR] - (logged[_RATIO] - 1.0) ** 2, 0.0)
-    if _MISMATCH_STD in logged:
-        logged[_MISMATCH_STD] = max(logged[_MISMATCH_STD] - logged[_MISMATCH] ** 2, 0.0) ** 0.5
+    if MISMATCH_STD in logged:
+        logged[MISMATCH_STD] = max(logged[MISMATCH_STD] - logged[MISMATCH] ** 2, 0.0) ** 0.5
     return logged | {name: largest for name, largest in metrics.maxima.items() if largest != -np.inf}
 
 

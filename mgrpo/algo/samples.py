@@ -10,6 +10,9 @@ import torch
 from mgrpo.algo.advantage import advantages
 from mgrpo.types import Completion, ScoredGroup, TrainSample
 
+OLDEST = 127
+"""Tokens that are older count as that old."""
+
 
 def train_samples(
     groups: Sequence[ScoredGroup],
@@ -20,6 +23,7 @@ def train_samples(
     eps: float,
     reward_weights: Mapping[str, float] | None = None,
     mask_truncated: bool = False,
+    policy_version: int | None = None,
 ) -> list[TrainSample]:
     """One sample per completion, in order, with its advantage within its group.
 
@@ -31,6 +35,7 @@ def train_samples(
         dropped: groups of the same batch that are not trained on; statistics over the batch include them.
         normalization, ddof, eps: as in `advantages`.
         reward_weights: for "gdpo", the weight of each reward function by its name in `Score.parts`, all of them.
+        policy_version: of the policy that trains, which ages are counted from; None where all tokens are its own.
     """
     if not groups:
         return []
@@ -59,10 +64,15 @@ def train_samples(
             rollout_logprobs=completion.logprobs,
             advantage=advantage,
             group=number,
+            ages=None if policy_version is None else _ages(completion, policy_version),
         )
         for number, (scored, row, own) in enumerate(zip(groups, rewards, by_group.tolist(), strict=False))
         for completion, reward, advantage in zip(scored.group.completions, row, own, strict=True)
     ]
+
+
+def _ages(completion: Completion, policy_version: int) -> np.ndarray:
+    return np.minimum(policy_version - completion.policy_versions, OLDEST).astype(np.uint8)
 
 
 def _trains(completion: Completion, reward: float, mask_truncated: bool) -> bool:

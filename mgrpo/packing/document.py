@@ -111,6 +111,10 @@ def assemble(
         response_cu_seqlens=response_starts.astype(np.int32),
         loss_mask=_joined([sample.loss_mask for sample in chosen], np.bool_),
         rollout_logprobs=_joined([sample.rollout_logprobs for sample in chosen], np.float32),
+        ages=_joined(
+            [np.zeros(len(sample.tokens), np.uint8) if sample.ages is None else sample.ages for sample in chosen],
+            np.uint8,
+        ),
         advantages=np.array([sample.advantage for sample in chosen], dtype=np.float32),
         samples=np.array(order, dtype=np.int32),
     )

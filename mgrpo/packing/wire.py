@@ -37,7 +37,7 @@ _SECTIONS: dict[str, tuple[type, str]] = {
     "flags": (np.uint8, "responses"),
 }
 _TRAINED = 1
-"""Bit 0 of a token's flags is its loss mask; the other seven are its age in policy versions, which is always 0 so far."""
+"""Bit 0 of a token's flags is its loss mask; the other seven are its age in policy versions."""
 
 
 class Slice:
@@ -85,6 +85,9 @@ class Slice:
             np.concatenate([sample.tokens for sample in samples], out=part["tokens"])
             np.concatenate([sample.rollout_logprobs for sample in samples], out=part["rollout_logprobs"])
             np.concatenate([sample.loss_mask for sample in samples], out=part["flags"].view(np.bool_))
+        for sample, end in zip(samples, np.cumsum(part["lengths"]), strict=True):
+            if sample.ages is not None:
+                part["flags"][end - len(sample.ages) : end] |= sample.ages << 1
 
     def filled(self) -> np.ndarray:
         """The slice in memory of its own."""
@@ -126,7 +129,7 @@ def from_slice(index: dict[str, np.ndarray], data: np.ndarray) -> list[list[Pack
     """The packs of the rank whose slice this is, as [mini-batch][micro-batch]."""
     part = _sections(data)
     starts, prompt_starts = cumulative(part["lengths"]), cumulative(part["prompt_lengths"])
-    is_trained = (part["flags"] & _TRAINED).view(np.bool_)
+    is_trained, ages = (part["flags"] & _TRAINED).view(np.bool_), part["flags"] >> 1
     samples = {
         number: TrainSample(
             prompt_tokens=part["prompt_tokens"][prompt_starts[prompt] : prompt_starts[prompt + 1]],
@@ -135,6 +138,7 @@ def from_slice(index: dict[str, np.ndarray], data: np.ndarray) -> list[list[Pack
             rollout_logprobs=part["rollout_logprobs"][start:end],
             advantage=advantage,
             group=prompt,
+            ages=ages[start:end],
         )
         for number, prompt, advantage, start, end in zip(
             part["numbers"].tolist(),

@@ -25,6 +25,8 @@ class PackTensors:
     loss_mask: torch.Tensor
     response_cu_seqlens: torch.Tensor
     rollout_logprobs: torch.Tensor
+    ages: torch.Tensor | None
+    """None: all 0."""
 
 
 @dataclass(slots=True)
@@ -68,6 +70,7 @@ def collate(pack: PackedBatch, layout: Layout, *, context_rank: int, temperature
             loss_mask=backend.to_device(pack.loss_mask, np.bool_),
             response_cu_seqlens=backend.to_device(pack.response_cu_seqlens, np.int32),
             rollout_logprobs=backend.to_device(pack.rollout_logprobs, np.float32),
+            ages=backend.to_device(pack.ages, np.uint8) if pack.ages.any() else None,
         ),
     )
 

@@ -29,7 +29,7 @@ class Batch:
     """Of every data-parallel rank; on rank 0, until they are sent."""
     rollouts: Rollouts | None = None
     policy_version: int = 0
-    """Of the weights that sampled."""
+    """Of the weights that the step starts from."""
     samples: Sequence[TrainSample] = ()
     lengths: PackLengths | None = None
     """Those of the packs of one pass over the samples; on rank 0."""
@@ -54,7 +54,7 @@ def make_batch(
     Args:
         hidden: width of the model, for the cost of a document.
         reward_weights: by reward function; empty where verifiers decide.
-        policy_version: of the weights that sampled; with the run's seed it also orders the mini-batches.
+        policy_version: of the weights that train; with the run's seed it also orders the mini-batches.
     """
     algorithm, parallel = config.algorithm, config.parallel
     samples = train_samples(
@@ -65,6 +65,7 @@ def make_batch(
         eps=algorithm.advantage_eps,
         reward_weights=reward_weights,
         mask_truncated=algorithm.mask_truncated_completions,
+        policy_version=policy_version if config.max_age else None,
     )
     share_prompts = parallel.shared_prompt_packing
     if share_prompts == "auto" and not shared_prompts_pay():

@@ -324,9 +324,29 @@ class Learner:
                     entropy, rewarded, coef=entropy_coef, num_trained_tokens=mini_batch.num_trained_tokens
                 )
             entropy_sum = torch.stack((entropy.detach().where(pack.loss_mask, 0.0).sum(), pack.loss_mask.sum()))
-            return loss, (result.metrics | {ENTROPY: entropy_sum.float()}, result.maxima)
+            metrics, maxima = agreement(logprobs, batch, is_left_to_loss=not algorithm.use_vllm_logprobs)
+            return loss, (result.metrics | {ENTROPY: entropy_sum.float()} | metrics, result.maxima | maxima)
 
         return grpo_loss
+
+
+def agreement(logprobs: torch.Tensor, batch: Microbatch, *, is_left_to_loss: bool) -> Measured:
+    """Of trainer and engine; nothing where the loss measures it, which knows no ages and only the old logprobs it is given.
+
+    Args:
+        is_left_to_loss: whether the old logprobs are the policy's.
+    """
+    pack = batch.loss_inputs
+    if pack.ages is None and is_left_to_loss:
+        return {}, {}
+    return algo.agreement(
+        logprobs,
+        batch.logprobs.get("old", logprobs),
+        pack.rollout_logprobs,
+        pack.loss_mask,
+        ages=pack.ages,
+        oldest=int(batch.pack.ages.max(initial=0)),
+    )
 
 
 def some(names: Sequence[str]) -> str:

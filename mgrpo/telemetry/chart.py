@@ -16,7 +16,7 @@ TOP, BOTTOM, RIGHT = 24, 24, 16
 CHARACTER = 6.5
 """Width of a character of a label, roughly."""
 MAX_POINTS = 400
-COLOURS = ("#1f5a99", "#d9622b", "#3c8c4a", "#8a5fb0")
+COLOURS = ("#1f5a99", "#d9622b", "#3c8c4a", "#8a5fb0", "#b08d2f")
 THIN = "#8fb8de"
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 Metrics = Mapping[str, float]
 
-PHASES = ("generate", "score", "train", "sync")
+PHASES = ("generate", "score", "train", "drain", "sync")
+"""Of a step, in their order; a run has those that its metrics have."""
 EVALUATE = "evaluate"
 LINES_PER_RUN = 12
 REDRAW_EVERY_S = 0.25
@@ -144,8 +145,8 @@ class History:
         reward = metrics.get("reward")
         if reward is not None and reward == reward:
             self.rewards.append(float(reward))
-        for phase in PHASES:
-            self.seconds[phase] += metrics.get(f"time/{phase}") or 0.0
+        for phase, seconds in _phases(metrics):
+            self.seconds[phase] += seconds
 
     def elapsed_s(self) -> float:
         """Seconds since the start."""
@@ -197,8 +198,12 @@ def _named(name: str, value: float | None, form: str) -> str:
 def _step_time(latest: Metrics) -> str:
     if latest.get("time/total") is None:
         return ""
-    split = [f"{phase} {latest[f'time/{phase}']:.1f}" for phase in PHASES if latest.get(f"time/{phase}") is not None]
+    split = [f"{phase} {seconds:.1f}" for phase, seconds in _phases(latest)]
     return f"{latest['time/total']:.1f} s" + (f" ({', '.join(split)})" if split else "")
+
+
+def _phases(latest: Metrics) -> list[tuple[str, float]]:
+    return [(phase, seconds) for phase in PHASES if (seconds := latest.get(f"time/{phase}")) is not None]
 
 
 def _of(highest: float) -> str:
@@ -247,10 +252,8 @@ def _time_lines(history: History) -> list[str]:
     """Total time, and a bar per phase: its seconds over all steps and its share of the whole run."""
     total = history.elapsed_s()
     lines = ["", f"{history.step} {'step' if history.step == 1 else 'steps'} in {clock_text(total)}"]
-    phases = {phase: history.seconds[phase] for phase in PHASES}
-    if history.seconds[EVALUATE]:
-        phases[EVALUATE] = history.seconds[EVALUATE]
-    if not any(phases.values()):
+    phases = {phase: seconds for phase, seconds in history.seconds.items() if seconds}
+    if not phases:
         return lines
     # Phases that overlap add up to more than the elapsed time.
     whole = max(total, sum(phases.values()))
@@ -314,7 +317,7 @@ def panel(history: History) -> RenderableType:
     )
     seconds = _row(
         ("step", _formatted(latest.get("time/total"), "{:.2f} s")),
-        *((phase, _formatted(latest.get(f"time/{phase}"), "{:.2f}")) for phase in PHASES),
+        *((phase, f"{seconds:.2f}") for phase, seconds in _phases(latest)),
         ("tokens/s", _formatted(latest.get("time/actor_tokens_per_second"), "{:,.0f}")),
     )
     return Panel(

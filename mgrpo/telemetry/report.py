@@ -20,6 +20,7 @@ from typing import Any
 from mgrpo.telemetry.alerts import replay
 from mgrpo.telemetry.chart import curves_svg, metric_points, reward_svg
 from mgrpo.telemetry.files import write_whole
+from mgrpo.telemetry.progress import PHASES
 from mgrpo.telemetry.samples import NUM_SHOWN, TRAIN_SAMPLES, Record, read_records, tables
 
 MAX_WARNINGS = 20
@@ -60,7 +61,11 @@ COURSE = (
     ("learning rate", {"": "lr"}),
     ("fraction of groups without spread", {"": "frac_reward_zero_std"}),
     ("trainer and engine: mean |log-prob difference|", {"": "debug/vllm_vs_local_logprob_diff_mean"}),
-    ("seconds of a step", {name: f"time/{name}" for name in ("generate", "score", "train", "sync")}),
+    (
+        "older tokens: mean |log-prob difference| by age",
+        {str(age): f"async/logprob_diff_age_{age}" for age in (1, 2, 4, 8)},
+    ),
+    ("seconds of a step", {name: f"time/{name}" for name in PHASES}),
 )
 """Small charts: title, and metrics by their names in it."""
 

@@ -46,6 +46,22 @@ def scored_groups(rewards: float | None = None) -> list[ScoredGroup]:
     return groups
 
 
+def aged_groups() -> list[ScoredGroup]:
+    """The same, sampled by versions 0, -1 and -2; each version back, the engine's logprobs are 10 higher."""
+    rng = np.random.default_rng(6)
+    groups = []
+    for scored in scored_groups():
+        completions = []
+        for sampled in scored.group.completions:
+            versions = np.sort(rng.integers(-2, 1, len(sampled.tokens)))
+            completions.append(
+                builders.completion(sampled.tokens, logprobs=sampled.logprobs - 10 * versions, version=versions)
+            )
+        of = scored.group.prompt
+        groups.append(builders.scored_group(scored.rewards.tolist(), completions=completions, of=of))
+    return groups
+
+
 def measured(result: dict) -> dict[str, float]:
     """What `run_cases.learn` gives without the state, which every layout keeps in its own way."""
     return {name: value for name, value in result.items() if name != "state"}
@@ -152,6 +168,8 @@ def test_every_loss_is_the_same_in_every_layout(run_ranks, model, tmp_path, vari
         )
         results.append((metrics, dict(load_hf(folder).named_parameters())))
     (expected,), truth = results[0]
+    # Also where the old logprobs are the engine's, which agree with themselves.
+    assert expected["debug/vllm_vs_local_logprob_diff_mean"] > 0.1
     start = dict(load_hf(model).named_parameters())
     assert all((parameter - start[name]).abs().max() > 1e-4 for name, parameter in truth.items())
     for metrics, parameters in results[1:]:
@@ -159,6 +177,22 @@ def test_every_loss_is_the_same_in_every_layout(run_ranks, model, tmp_path, vari
             assert measured(rank) == pytest.approx(measured(expected), rel=2e-3, abs=2e-5)
         for name, parameter in truth.items():
             torch.testing.assert_close(parameters[name], parameter, atol=5e-4, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(2, {}), (2, {"pipeline_model_parallel_size": 2}), (2, {"context_parallel_size": 2})]
+)
+def test_agreement_by_age_is_that_of_one_rank(run_ranks, model, tmp_path, world_size, layout):
+    """A rank whose packs have no token of some age reports fewer names; none may be lost or counted twice."""
+    settings = SETTINGS | {"async_steps": 2, "use_rho_correction": True, "num_epochs": 1}
+    arguments = {"model_dir": str(model), "groups": aged_groups(), "steps": 1}
+    (expected,) = run_ranks(1, run_cases.learn, settings=settings, folder=str(tmp_path / "one"), **arguments)
+    assert expected["debug/vllm_vs_local_logprob_diff_max"] < 8
+    assert expected["async/logprob_diff_age_1"] == pytest.approx(10, abs=3)
+    assert expected["async/logprob_diff_age_2"] == pytest.approx(20, abs=3)
+    folder = str(tmp_path / "many")
+    for rank in run_ranks(world_size, run_cases.learn, settings=settings | layout, folder=folder, **arguments):
+        assert measured(rank) == pytest.approx(measured(expected), rel=2e-3, abs=2e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

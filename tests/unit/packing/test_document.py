@@ -37,6 +37,7 @@ def make_samples(groups: list[tuple[int, list[int]]], seed: int = 0) -> list[Tra
                     rollout_logprobs=-rng.random(length).astype(np.float32),
                     advantage=float(rng.normal()),
                     group=number,
+                    ages=rng.integers(0, 128, length, dtype=np.uint8),
                 )
             )
     return samples
@@ -74,6 +75,7 @@ def check_pack(pack: PackedBatch, samples: list[TrainSample]) -> None:
         np.testing.assert_array_equal(pack.targets[span], sample.tokens)
         np.testing.assert_array_equal(pack.loss_mask[span], sample.loss_mask)
         np.testing.assert_array_equal(pack.rollout_logprobs[span], sample.rollout_logprobs)
+        np.testing.assert_array_equal(pack.ages[span], sample.ages)
         assert pack.advantages[i] == np.float32(sample.advantage)
         text = np.concatenate([sample.prompt_tokens, sample.tokens])
         for j, row in enumerate(pack.rows[span]):

@@ -119,6 +119,7 @@ def pack_of(tokens: int, documents: int) -> PackedBatch:
         response_cu_seqlens=(np.arange(documents + 1) * responses).astype(np.int32),
         loss_mask=np.ones(count, np.bool_),
         rollout_logprobs=np.zeros(count, np.float32),
+        ages=np.zeros(count, np.uint8),
         advantages=np.ones(count, np.float32),
         samples=np.arange(documents, dtype=np.int32),
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mgrpo.algo.agreement import DRIFT
 from mgrpo.algo.metrics import MAXIMA, METRICS
 from mgrpo.packing import pack_lengths
 from mgrpo.telemetry.batch import batch_metrics, staleness
@@ -111,7 +112,7 @@ def test_every_metric_of_a_batch_and_an_evaluation_is_in_the_catalog(scale):
 
 def test_every_metric_of_the_loss_is_in_the_catalog():
     """The same for what the loss adds up."""
-    names = [*METRICS, *MAXIMA, "policy/entropy_avg"]
+    names = [*METRICS, *MAXIMA, f"{DRIFT}1", "policy/entropy_avg"]
     assert [name for name in names if not is_logged(name)] == []
 
 
@@ -152,7 +153,7 @@ def test_what_is_logged_is_produced():
     promised = {metric.name for title in sections for metric in catalog.SECTIONS[title] if metric.status == "logged"}
     # Of two completions a prompt, n = 2 and k = 1, 2.
     assert promised - made == set()
-    measured = {*METRICS, *MAXIMA, "policy/entropy_avg"}
+    measured = {*METRICS, *MAXIMA, f"{DRIFT}{{n}}", "policy/entropy_avg"}
     sections = ("Loss", "Engine and trainer")
     promised = {metric.name for title in sections for metric in catalog.SECTIONS[title] if metric.status == "logged"}
     assert promised == measured

@@ -150,6 +150,17 @@ def test_the_summary_adds_up():
     ]
 
 
+def test_draining_the_engines_has_a_name():
+    """In an asynchronous run it may be most of a step, and would look like time lost between the phases."""
+    clock = Clock()
+    history = History(1, clock)
+    clock.now += 8.0
+    history.add(1, {"time/total": 8.0, "time/generate": 1.0, "time/train": 2.0, "time/drain": 4.5, "time/sync": 0.5})
+    assert step_line(history) == "step 1/1  8.0 s (generate 1.0, train 2.0, drain 4.5, sync 0.5)"
+    rows = [line.split()[:3] for line in summary_lines(history)]
+    assert ["drain", "4.5", "s"] in rows and ["other", "0.0", "s"] in rows
+
+
 def test_a_reward_says_what_it_is_out_of():
     """An accuracy of 31 % that is printed as 3.125 looks like a fault."""
     out = io.StringIO()
