@@ -98,6 +98,12 @@ class Frame:
         corners = " ".join(f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in _thinned(points))
         return f"<polyline fill='none' stroke='{colour}' stroke-width='{width}' points='{corners}'/>"
 
+    def band(self, low: Points, high: Points, colour: str) -> str:
+        """The area between two lines over the same steps, so light that others show through."""
+        border = [*_thinned(low), *reversed(_thinned(high))]
+        corners = " ".join(f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in border)
+        return f"<polygon fill='{colour}' fill-opacity='0.15' points='{corners}'/>"
+
     def dot(self, point: tuple[int, float], radius: float, colour: str) -> str:
         return f"<circle cx='{self.x(point[0]):.1f}' cy='{self.y(point[1]):.1f}' r='{radius:g}' fill='{colour}'/>"
 
