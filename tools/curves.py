@@ -123,7 +123,7 @@ def picture(report: Mapping[str, Any]) -> str:
     frame = Frame([point for low, _, high in curves.values() for point in (*low, *high)], WIDTH, HEIGHT)
     colours = dict(zip(curves, COLOURS, strict=False))
     seeds = min(len(setting["runs"]) for setting in report["settings"])
-    title = f"mean reward of a step's completions, 0 to 1, over {WINDOW} steps: mean (line) and range (band) of {seeds} seeds"
+    title = f"reward of a step's completions, 0 to 1, mean of the last {WINDOW} steps; line: mean of {seeds} seeds, band: their range"
     return frame.svg(
         [
             *(frame.band(low, high, colours[name]) for name, (low, _, high) in curves.items()),
@@ -146,11 +146,14 @@ def band(runs: Iterable[Run]) -> tuple[Points, Points, Points]:
 
 
 def legend(colours: Mapping[str, str], *, left: float, top: float) -> list[str]:
-    """A line for each name, one beneath the other."""
+    """A line for each name, one beneath the other, before white: the frame's rules would cross the words."""
     return [
-        f"<line x1='{left}' x2='{left + 24}' y1='{top + 20 * row}' y2='{top + 20 * row}' stroke='{colour}' stroke-width='3'/>"
-        f"<text x='{left + 32}' y='{top + 20 * row + 4}' font-size='13'>{name}</text>"
-        for row, (name, colour) in enumerate(colours.items())
+        f"<rect x='{left - 8}' y='{top - 14}' width='{WIDTH - left - 8}' height='{20 * len(colours) + 8}' fill='white'/>",
+        *(
+            f"<line x1='{left}' x2='{left + 24}' y1='{top + 20 * row}' y2='{top + 20 * row}' stroke='{colour}' stroke-width='3'/>"
+            f"<text x='{left + 32}' y='{top + 20 * row + 4}' font-size='13'>{name}</text>"
+            for row, (name, colour) in enumerate(colours.items())
+        ),
     ]
 
 
