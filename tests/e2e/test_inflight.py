@@ -20,7 +20,7 @@ from tests.ranks.conftest import run_ranks  # noqa: F401  (a fixture)
 from tests.sampling import collected, prompt_batch, sampled
 from tests.tiny_models import load_hf, save_tiny
 
-# Longer than a block of the cache.
+# Longer than blocks of the cache.
 PROMPTS = [np.arange(3, 3 + 140), np.arange(20, 20 + 135)]
 SAMPLING = Sampling(num_samples=4, max_tokens=100, temperature=1.0, stop_token_ids=())
 LAYOUT = {"tensor": 2}
@@ -42,7 +42,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(models):
-    """Which caches prefixes."""
+    """With room for two groups at a time."""
     config = from_values(
         {
             "model_dtype": "float32",
@@ -50,6 +50,7 @@ def engine(models):
             "max_prompt_token_length": 150,
             "response_length": 100,
             "vllm_enable_prefix_caching": True,
+            "vllm_max_num_seqs": 2 * SAMPLING.num_samples,
             "output_dir": str(models[1].parent / "out"),
         }
     )
@@ -96,18 +97,18 @@ def differences(models, answer: Completions, prompts=PROMPTS) -> dict[int, np.nd
     return {version: np.concatenate(parts) for version, parts in found.items()}
 
 
-def updated_in_the_middle(engine, send, how: str) -> Completions:
-    """Two groups that begin with version 1 and end with version 2."""
+def updated_in_the_middle(engine, send, how: str, prompts=PROMPTS) -> Completions:
+    """Groups of which the first two begin with version 1 and end with version 2."""
     engine.pause("recompute").result(60)
     send(1)
     for wait_s in (0.1, 0.05, 0.2, 0.02, 0.4):
-        engine.submit(prompt_batch(PROMPTS, SAMPLING))
+        engine.submit(prompt_batch(prompts, SAMPLING))
         engine.resume().result(60)
         time.sleep(wait_s)
         engine.pause(how).result(60)
         send(2)
         engine.resume().result(60)
-        answer = collected(engine, 2)
+        answer = collected(engine, len(prompts))
         if {1, 2} <= set(answer["policy_versions"].tolist()):
             return answer
         engine.pause("recompute").result(60)
@@ -128,8 +129,11 @@ def test_recomputed_every_token_comes_from_the_version_that_it_is_marked_with(en
 
 def test_kept_caches_serve_what_has_begun_and_no_new_prompt(engine, send, models) -> None:
     """The price of keeping keys and values is known; a cached prefix of old weights would spread it to all later prompts."""
-    own = differences(models, updated_in_the_middle(engine, send, "keep"))
-    assert own[1].mean() < 1e-5 and own[2].mean() > 1e-4
+    answer = updated_in_the_middle(engine, send, "keep", [*PROMPTS, PROMPTS[0]])
+    cuts = answer["cu_seqlens"]
+    begun, queued = (differences(models, answer | {"cu_seqlens": cuts[part]}) for part in (slice(0, 9), slice(8, None)))
+    assert begun[1].mean() < 1e-5 and begun[2].mean() > 1e-4
+    assert len(queued[1]) == 0 and queued[2].max() < 1e-4
     engine.pause("keep").result(60)
     fresh = differences(models, sampled(engine, prompt_batch(PROMPTS, SAMPLING, first=10)))
     assert len(fresh[1]) == 0 and fresh[2].max() < 1e-4

@@ -38,7 +38,8 @@ from mgrpo.config import from_values
 from mgrpo.run.environment import rank
 from mgrpo.run.launch import _meet
 from mgrpo.run.watch import Watch
-from mgrpo.sync.group import connect_store, join_group, open_store
+from mgrpo.sync.group import connect_store, open_store
+from mgrpo.sync.meeting import Members, meet
 
 watch = Watch(rank=rank(), world_size=2, timeout_s=30, on_failure=print, on_goodbye=lambda: None)
 host = _meet(from_values({"learner_timeout": 30, "backend_timeout": 1}), watch)
@@ -52,12 +53,11 @@ if rank() == 0:
 dist.broadcast_object_list(place)
 if rank() == 1:
     store = connect_store(*place[0], 30)
-members = ["a learner", "an engine"]
-group = join_group(
-    store, name="e", members=members, rank=rank(), timeout_s=30, device=torch.device("cpu"), host=place[0][0]
-)
-value = torch.tensor([42.0 * (1 - rank())])
-(group.send if rank() == 0 else group.recv)([value], 1 - rank(), 0).wait()
+own, other = rank(), 1 - rank()
+members = Members(names=["a learner", "an engine"], rank=own, peers={other: 64}, is_worker=own == 1)
+transport = meet(store, members, dtype=torch.float32, device=torch.device("cpu"), host=place[0][0], timeout_s=30)
+value = torch.tensor([42.0 * (1 - own)])
+(transport.send if own == 0 else transport.recv)({other: [value]}, lost=lambda peers, err: err).settle()
 print(f"rank {rank()} at {host}: {total.item():g}, {value.item():g}\\n", end="", flush=True)
 watch.leave(is_failing=False)
 """

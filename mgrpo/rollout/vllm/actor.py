@@ -29,7 +29,6 @@ class EngineActor:
         self.engine: Any = None
         self.is_stale = False
         self.version = UNSYNCED
-        self.caches_prefixes = False
         self.turn = asyncio.Condition()
         self.next_turn = 0
         self.adding = asyncio.Lock()
@@ -66,7 +65,6 @@ class EngineActor:
 
         gc.freeze()
         gc.enable()
-        self.caches_prefixes = bool(args.get("enable_prefix_caching"))
         transfer = WeightTransferConfig(backend="mgrpo")
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args, weight_transfer_config=transfer))
         await self.pause("recompute")
@@ -220,10 +218,11 @@ class EngineActor:
             params = [SamplingParams(**settings)] * len(prompts)
         else:
             params = [SamplingParams(**settings, seed=seed) for seed in seeds.tolist()]
-        # Cached prefixes of older weights may still be there, see `Pause`, and must not serve this prompt.
-        salt = {"cache_salt": str(self.version)} if self.caches_prefixes else {}
         for number, prompt, own in zip(numbers, prompts, params, strict=True):
-            self.requests[number] = await self.engine.add_request(str(number), tokens_input(prompt, **salt), own)
+            # What other groups have left in the cache may be of older weights, see `Pause`, also when a prompt is queued before
+            # an update and begins after it: only the samples of this group share its prompt.
+            salted = tokens_input(prompt, cache_salt=str(number))
+            self.requests[number] = await self.engine.add_request(str(number), salted, own)
             task = asyncio.create_task(self._collect(number, self.requests[number]))
             self.collecting.add(task)
             task.add_done_callback(self._collected)
