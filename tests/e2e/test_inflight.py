@@ -98,10 +98,10 @@ def differences(models, answer: Completions, prompts=PROMPTS) -> dict[int, np.nd
 
 
 def updated_in_the_middle(engine, send, how: str, prompts=PROMPTS) -> Completions:
-    """Groups of which the first two begin with version 1 and end with version 2."""
+    """Groups of which the first two begin with version 1 and end with version 2, and others begin after the update."""
     engine.pause("recompute").result(60)
     send(1)
-    for wait_s in (0.1, 0.05, 0.2, 0.02, 0.4):
+    for wait_s in (0.1, 0.05, 0.2, 0.02, 0.4, 0.07, 0.03):
         engine.submit(prompt_batch(prompts, SAMPLING))
         engine.resume().result(60)
         time.sleep(wait_s)
@@ -109,7 +109,8 @@ def updated_in_the_middle(engine, send, how: str, prompts=PROMPTS) -> Completion
         send(2)
         engine.resume().result(60)
         answer = collected(engine, len(prompts))
-        if {1, 2} <= set(answer["policy_versions"].tolist()):
+        begun, queued = np.split(answer["policy_versions"], [answer["cu_seqlens"][2 * SAMPLING.num_samples]])
+        if {1, 2} <= set(begun.tolist()) and 1 not in queued:
             return answer
         engine.pause("recompute").result(60)
         send(1)
