@@ -53,7 +53,7 @@ def import_torch() -> ModuleType:
         sys.exit(
             f"mgrpo: the extension is compiled against the torch that will run it, but torch cannot be imported here "
             f"({error}; python {sys.executable}).\n"
-            f"  1. install torch 2.11 or newer into this environment: pip install torch\n"
+            f"  1. install torch 2.13 or newer into this environment: pip install torch\n"
             f"  2. run this command again; if the installer builds in an environment of its own (uv), add --no-build-isolation,\n"
             f"     which needs: pip install 'setuptools>=77' ninja"
         )

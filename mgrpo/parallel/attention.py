@@ -54,8 +54,14 @@ def attention_remarks(dtype: torch.dtype, head_dim: int) -> list[str]:
 def cap_scores(softcap: float) -> Callable[..., torch.Tensor]:
     """`softcap * tanh(scores / softcap)`; the same function for all layers, because FlexAttention is compiled for each."""
 
+    @torch.compiler.assume_constant_result
+    def bound() -> (
+        float
+    ):  # As a variable number of the compiled kernel, which a captured float becomes, it cannot be lowered.
+        return softcap
+
     def capped(scores: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
-        return softcap * torch.tanh(scores / softcap)
+        return bound() * torch.tanh(scores / bound())
 
     return capped
 

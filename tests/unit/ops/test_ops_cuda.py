@@ -187,11 +187,11 @@ def test_the_loss_does_not_wait_for_the_device() -> None:
 
 def test_operands_on_another_device_are_refused() -> None:
     """A host pointer read on the device is an illegal access, which ends the process and not the call."""
-    operands, _ = chosen(to(make_operands((5,), smooth=True), "cuda"), {})
+    operands, settings = chosen(to(make_operands((5,), smooth=True), "cuda"), {})
     for name in operands:
         if name != "logprobs":
             with pytest.raises(RuntimeError, match=f"{name} must be on the device of the first argument"):
-                policy_loss(**operands | {name: operands[name].cpu()})
+                policy_loss(**operands | {name: operands[name].cpu()}, settings=LossSettings(**settings))
     x, weights, cu_seqlens = (operands[name] for name in ("logprobs", "weights", "cu_seqlens"))
     with pytest.raises(RuntimeError, match="weights must be on the device of the first argument"):
         segment_sums(x, weights.cpu(), cu_seqlens)
