@@ -23,6 +23,7 @@ from mgrpo.parallel import axes, backend
 from mgrpo.policy import passes
 from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported, collate
 from mgrpo.policy.model import ResponseModel, build
+from mgrpo.policy.offload import Offload
 from mgrpo.policy.optimizer import PolicyOptimizer, WrappedChunk
 from mgrpo.policy.parameters import ShardedParameters, gather_boxes
 from mgrpo.policy.routing import RoutingReplay
@@ -83,6 +84,7 @@ class Policy:
         self.optimizer: PolicyOptimizer | None = None
         self.optimizer_steps = self.num_updates = 0
         self._masters: dict[str, torch.Tensor] = {}
+        self._offload = Offload()
 
     def load(self, read: Read) -> None:
         """Fill this rank's weights with the values that `read` returns. Call before `prepare_training`."""
@@ -144,6 +146,29 @@ class Policy:
         """Call before reading weights through views taken before the last update (`overlap_param_gather`). Not collective."""
         if self.optimizer:
             self.optimizer.wait_for_weights()
+
+    def offload(self, *, keep_parameters: bool = False) -> int:
+        """Give up this rank's memory for gradients, masters and moments, and for parameters unless they are kept.
+
+        Until `restore` nothing but kept parameters can be read. Not collective.
+
+        Returns:
+            Bytes of the device that were given up.
+        """
+        self.wait_for_weights()
+        states, dropped = list(self._masters.values()), []
+        if self.optimizer is None:
+            parameters = [parameter.data for parameter in self.parameters.live.values()]
+        else:
+            self.optimizer.discard_gathered()
+            self.optimizer.zero_gradients()
+            parameters, dropped = self.optimizer.parameter_memory(), self.optimizer.gradient_memory()
+            states += self.optimizer.state_memory()
+        return self._offload.offload(states + parameters, but=parameters if keep_parameters else (), dropped=dropped)
+
+    def restore(self) -> None:
+        """Take the memory of the last `offload`, if any, with the same values. Not collective."""
+        self._offload.restore()
 
     @torch.no_grad()
     def not_finite(self) -> list[str]:
