@@ -20,26 +20,33 @@ class Offload:
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         """Each storage with its copy in host memory, by identity; kept for the next time, because pinning memory is slow."""
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
-        self.is_offloaded = False
+        self._moved: set[int] = set()
+        """Whose values are in the copies."""
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether there is anything to restore."""
+        return bool(self._moved or self._dropped)
 
     def offload(
         self, tensors: Iterable[torch.Tensor], *, but: Iterable[torch.Tensor], dropped: Iterable[torch.Tensor]
     ) -> int:
         """Give up the memory below `tensors`, except what is also below `but`, and that below `dropped`, without its values.
 
+        May be called again before `restore`, with more.
+
         Returns:
             Bytes of the device that were given up.
         """
-        assert not self.is_offloaded, "restore first"
         stay = _storages(but)
         moved = {key: storage for key, storage in _storages(tensors).items() if key not in stay}
-        copies = {key: (storage, self._copy(key, storage)) for key, storage in moved.items()}
-        self._copies, self.is_offloaded = copies, True
-        self._dropped = [
-            (storage, storage.nbytes()) for key, storage in _storages(dropped).items() if key not in copies
-        ]
+        lost = [storage for key, storage in _storages(dropped).items() if key not in stay | moved]
+        for key, storage in moved.items():
+            self._copies[key] = storage, self._copy(key, storage)
+        self._moved |= moved.keys()
+        self._dropped += [(storage, storage.nbytes()) for storage in lost]
         backend.synchronize()
-        given_up = [storage for storage, _ in (*copies.values(), *self._dropped)]
+        given_up = [*moved.values(), *lost]
         num_bytes = sum(storage.nbytes() for storage in given_up)
         for storage in given_up:
             storage.resize_(0)
@@ -48,8 +55,7 @@ class Offload:
 
     def restore(self) -> None:
         """Take the memory again."""
-        if not self.is_offloaded:
-            return
+        self._copies = {key: self._copies[key] for key in self._moved}
         for storage, copy in self._copies.values():
             storage.resize_(copy.nbytes)
             _bytes_of(storage).copy_(copy, non_blocking=True)
@@ -57,7 +63,7 @@ class Offload:
             storage.resize_(num_bytes)
         # Other streams than this one use it next.
         backend.synchronize()
-        self.is_offloaded = False
+        self._moved, self._dropped = set(), []
 
     def _copy(self, key: int, storage: torch.UntypedStorage) -> torch.Tensor:
         _, copy = self._copies.get(key, (None, None))

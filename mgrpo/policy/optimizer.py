@@ -134,7 +134,7 @@ class PolicyOptimizer:
         return tensors
 
     def gradient_memory(self) -> list[torch.Tensor]:
-        """The same of gradients, which are discarded with `zero_gradients`."""
+        """The same of gradients."""
         if self.layout.sharding < 2:
             return [
                 buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers
@@ -146,8 +146,10 @@ class PolicyOptimizer:
         """Megatron-FSDP's groups of parameters, each with its buffers."""
         return [group for chunk in self.chunks for group in chunk.param_and_grad_buffer.parameter_groups]
 
-    def discard_gathered(self) -> None:
-        """Under ZeRO-3: free the parameters that were gathered for a forward pass, which gathers them again. Not collective."""
+    def discard_transients(self) -> None:
+        """Free gradients outside the buffers, and under ZeRO-3 parameters that are gathered ahead of a forward pass, which
+        gathers them again. Not collective."""
+        self._megatron.zero_grad()
         for chunk in self.chunks if self.layout.sharding == 3 else ():
             pipeline = chunk.module.all_gather_pipeline
             for bucket in list(pipeline.param_gather_event_map):

@@ -147,24 +147,25 @@ class Policy:
         if self.optimizer:
             self.optimizer.wait_for_weights()
 
-    def offload(self, *, keep_parameters: bool = False) -> int:
-        """Give up this rank's memory for gradients, masters and moments, and for parameters unless they are kept.
+    def offload(self, *, keep_boxes: bool = False) -> int:
+        """Give up this rank's device memory for parameters, gradients, masters and moments until `restore`. Not collective.
 
-        Until `restore` nothing but kept parameters can be read. Not collective.
-
+        Args:
+            keep_boxes: what the views of `boxes` read stays; a second call may give that up as well.
         Returns:
             Bytes of the device that were given up.
         """
+        stay = [values for _, values in self.boxes()] if keep_boxes else []
         self.wait_for_weights()
         states, dropped = list(self._masters.values()), []
         if self.optimizer is None:
             parameters = [parameter.data for parameter in self.parameters.live.values()]
         else:
-            self.optimizer.discard_gathered()
-            self.optimizer.zero_gradients()
+            if not self._offload.is_offloaded:
+                self.optimizer.discard_transients()
             parameters, dropped = self.optimizer.parameter_memory(), self.optimizer.gradient_memory()
             states += self.optimizer.state_memory()
-        return self._offload.offload(states + parameters, but=parameters if keep_parameters else (), dropped=dropped)
+        return self._offload.offload(states + parameters, but=stay, dropped=dropped)
 
     def restore(self) -> None:
         """Take the memory of the last `offload`, if any, with the same values. Not collective."""

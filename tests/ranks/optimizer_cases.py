@@ -124,11 +124,11 @@ def overlapped(overlaps: bool, **arguments: Any) -> dict[str, Any]:
     return result | {"on_their_way": on_their_way, "sums": sums, "gathers": gathers}
 
 
-def offloaded(keep_parameters: bool | None, **arguments: Any) -> dict[str, Any]:
+def offloaded(in_parts: bool | None, **arguments: Any) -> dict[str, Any]:
     """`cases.train_steps`, without its device memory before and after each step, and the elements it ends with.
 
-    "left" says for each time after an update how many bytes of parameters, gradients and states this rank still had; `keep_parameters`
-    None: it keeps all. Memory that is taken again comes with other values, as on a machine that used it meanwhile.
+    "left" says for each time after an update how many bytes of parameters, gradients and states this rank still had.
+    `in_parts`: it first keeps what the weight sync reads; None: it keeps all. Memory that is taken again comes with other values, as on a machine that used it meanwhile.
     """
     from mgrpo.policy.policy import Policy
 
@@ -141,14 +141,19 @@ def offloaded(keep_parameters: bool | None, **arguments: Any) -> dict[str, Any]:
 
     def between_steps(policy: Policy) -> None:
         with patch.object(torch.UntypedStorage, "resize_", resized):
-            policy.offload(keep_parameters=bool(keep_parameters))
+            if in_parts:
+                views = [values for _, values in policy.boxes()]
+                before = [values.clone() for values in views]
+                policy.offload(keep_boxes=True)
+                assert all(map(torch.equal, views, before))
+            policy.offload()
             if policy.num_updates:
                 left.append(cases.held_bytes(policy))
             policy.restore()
 
     def train_step(policy: Policy, *args: Any, **kwargs: Any) -> Any:
         policies[:] = [policy]
-        if keep_parameters is None:
+        if in_parts is None:
             return step(policy, *args, **kwargs)
         between_steps(policy)
         result = step(policy, *args, **kwargs)
