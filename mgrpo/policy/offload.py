@@ -75,7 +75,8 @@ class Offload:
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
     """By identity, those on the device that hold anything."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device == backend.device()]
-    return {storage._cdata: storage for storage in storages if storage.nbytes()}
+    # On the CPU an array of numpy's keeps the memory that it was made from.
+    return {storage._cdata: storage for storage in storages if storage.nbytes() and storage.resizable()}
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
