@@ -36,6 +36,7 @@ class EngineActor:
         """Of an engine that is paused, or will be when its completions are drained."""
         self.asleep: set[str] = set()
         """What has no memory on the device: vLLM's tags for it."""
+        self.waking = asyncio.Lock()
         self.requests: dict[int, Any] = {}
         """Queued or being sampled, by number."""
         self.collecting: set[asyncio.Task[None]] = set()
@@ -125,9 +126,10 @@ class EngineActor:
         self.asleep = {"weights", "kv_cache"}
 
     async def _wake(self, part: str) -> None:
-        if part in self.asleep:
-            await self._while_alive(self.engine.wake_up(tags=[part]))
-            self.asleep.remove(part)
+        async with self.waking:
+            if part in self.asleep:
+                await self._while_alive(self.engine.wake_up(tags=[part]))
+                self.asleep.remove(part)
 
     async def seed(self, seed: int) -> None:
         """Seed the sampler; the weights stay."""
