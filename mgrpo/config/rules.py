@@ -259,6 +259,24 @@ def too_few_prompts(config: Config, num_prompts: int) -> list[str]:
     ]
 
 
+def _colocation(config: Config) -> Iterator[str]:
+    engine, parallel = config.engine, config.parallel
+    if not engine.shares_gpus:
+        return
+    if config.rollout.async_steps:
+        yield (
+            f"vllm_mode=colocate with async_steps={config.rollout.async_steps}: learners and engines of the same GPUs cannot "
+            "work at the same time; set async_steps=0, or vllm_mode=ray with GPUs for each"
+        )
+    if len(parallel.num_learners_per_node) > 1:
+        yield (
+            f"vllm_mode=colocate with num_learners_per_node={' '.join(map(str, parallel.num_learners_per_node))}: learners and "
+            "engines exchange weights through the memory of one machine's GPUs; use one node, or vllm_mode=ray"
+        )
+    if engine.ray_address is not None:
+        yield f"ray_address={engine.ray_address}: with vllm_mode=colocate engines run on the learners' machine; leave it out"
+
+
 STATE_FIELDS = ("checkpoint_state_freq", "checkpoint_state_dir", "gs_checkpoint_state_dir", "keep_last_n_checkpoints")
 BATCH_FIELDS = ("num_unique_prompts_rollout", "num_samples_per_prompt_rollout")
 
@@ -308,6 +326,15 @@ RULES: tuple[Rule, ...] = (
         _optimizer_memory,
     ),
     (("shared_prompt_packing", "context_parallel_size"), _shared_prompts),
+    (
+        (
+            "vllm_mode",
+            "async_steps",
+            "num_learners_per_node",
+            "ray_address",
+        ),
+        _colocation,
+    ),
     ((*BATCH_FIELDS, "total_episodes", "num_epochs", "num_mini_batches", "warm_up_steps", "warmup_ratio"), _num_steps),
     ((*BATCH_FIELDS, "total_episodes", "profile_steps"), _profile_steps),
     ((*BATCH_FIELDS, "num_mini_batches"), _mini_batches),

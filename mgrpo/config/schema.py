@@ -321,10 +321,17 @@ class Engine:
     """Number of vLLM engines."""
     vllm_tensor_parallel_size: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT, TRL] = 1
     """Workers of each engine."""
+    vllm_mode: Annotated[Literal["ray", "server", "colocate"], TRL] = "ray"
+    """Where engines run: ray: on devices of their own; colocate: on the learners' GPUs, a worker on each; server: the same as
+    ray, because the run starts its own engines."""
+    vllm_enable_sleep_mode: Annotated[bool, TRL] = False
+    """With vllm_mode=colocate: learners and engines take turns, and only those whose turn it is have their weights and states
+    in the device's memory; false: all is there all the time."""
     vllm_gpu_memory_utilization: Annotated[float, SHARE, OPEN_INSTRUCT, TRL] = 0.9
     """Share of a GPU's memory that an engine may use; ignored on CPU."""
     vllm_kv_cache_mb: Annotated[int, ONE_OR_MORE] = 64
-    """KV cache of an engine in MiB on CPU; on GPU vllm_gpu_memory_utilization decides."""
+    """KV cache of an engine's worker in MiB on CPU, and on GPU with vllm_mode=colocate; otherwise
+    vllm_gpu_memory_utilization decides."""
     vllm_max_num_seqs: Annotated[int, ONE_OR_MORE] = 256
     """Completions that an engine generates at once."""
     vllm_enforce_eager: Annotated[bool, OPEN_INSTRUCT] = False
@@ -345,6 +352,16 @@ class Engine:
     """Seconds that one weight sync may take before the run ends with an error that names the missing process."""
     weight_sync_check_every: Annotated[int, NOT_NEGATIVE] = 50
     """Steps between comparisons of the weights in trainer and engines by digest; 0: only before the first step."""
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether its workers are on the learners' GPUs."""
+        return self.vllm_mode == "colocate"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether learners and engines give up their memory for each other."""
+        return self.shares_gpus and self.vllm_enable_sleep_mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,6 +111,7 @@ def warnings(
     found = [
         *_data_warnings(config),
         *_loss_warnings(config),
+        *_engine_warnings(config),
         *_state_warnings(config),
         *_idle(config, num_reward_funcs),
         *_layout_warnings(config, world_size),
@@ -229,6 +230,11 @@ def _loss_warnings(config: Config) -> Iterator[str]:
         )
 
 
+def _engine_warnings(config: Config) -> Iterator[str]:
+    if config.engine.vllm_mode == "server":
+        yield "vllm_mode=server has no effect: engines run beside the learners, on devices of their own, and the run starts them"
+
+
 def _state_warnings(config: Config) -> Iterator[str]:
     own = config.checkpoint
     is_folder_of_bucket = "gs_bucket_path" in config.provenance.sources.get("gs_checkpoint_state_dir", "")
@@ -277,6 +283,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "another lr_scheduler_type, for example constant_with_warmup",
         lambda c: c.optimizer.lr_scheduler_type != "constant",
     ),
+    ("vllm_enable_sleep_mode", "vllm_mode=colocate", lambda c: c.engine.shares_gpus),
     ("cp_comm_type", "context_parallel_size above 1", lambda c: c.parallel.context_parallel_size > 1),
     (
         "recompute_modules",

@@ -67,6 +67,18 @@ def peak_memory() -> dict[str, float]:
     return peaks
 
 
+def synchronize() -> None:
+    """Wait until this rank's device has done all work so far; on the CPU it has."""
+    if has_cuda():
+        torch.cuda.synchronize()
+
+
+def release_memory() -> None:
+    """Give memory that torch's allocator holds and no tensor uses back to the device."""
+    if has_cuda():
+        torch.cuda.empty_cache()
+
+
 @contextmanager
 def recorded_by_nsys() -> Iterator[None]:
     """nsys records what runs within, with the names of operations and of a step's parts; on the CPU it cannot."""

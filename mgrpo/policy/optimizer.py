@@ -28,7 +28,7 @@ from mgrpo.parallel.gather import gather_values
 from mgrpo.policy.model import ResponseModel
 from mgrpo.policy.parameters import ShardedParameters
 from mgrpo.policy.schedule import learning_rate
-from mgrpo.policy.shards import MOMENTS, Shard, chained, data_parallel_group, local_shards
+from mgrpo.policy.shards import MOMENTS, Shard, chained, data_parallel_group, local_part, local_shards
 
 WrappedChunk: TypeAlias = DistributedDataParallel | fsdp.FullyShardedDataParallel
 _TIED = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -118,6 +118,43 @@ class PolicyOptimizer:
         A forward pass waits by itself, module by module. `shards` are this rank's own part and always current.
         """
         _wait_for(self._buckets)
+
+    def parameter_memory(self) -> list[torch.Tensor]:
+        """Tensors over all memory of this rank's parameters between steps. Not collective."""
+        if self.layout.sharding < 3:
+            return [parameter.data for parameter in self.parameters.live.values()]
+        return [group.model_weight_buffer.data for group in self._fsdp_groups()]
+
+    def state_memory(self) -> list[torch.Tensor]:
+        """The same of masters, where there are any besides the parameters, and of Adam's states."""
+        tensors = [shard.main for shard in self.shards]
+        for shard in self.shards:
+            states = shard.optimizer.state[shard.parameter].values()
+            tensors += [local_part(state) for state in states if isinstance(state, torch.Tensor)]
+        return tensors
+
+    def gradient_memory(self) -> list[torch.Tensor]:
+        """The same of gradients."""
+        if self.layout.sharding < 2:
+            return [
+                buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers
+            ]
+        buffers = [buffer for group in self._fsdp_groups() for buffer in (group.main_grad_buffer, group.hsdp_gbuf)]
+        return [buffer.data for buffer in buffers if buffer]
+
+    def _fsdp_groups(self) -> list[Any]:
+        """Megatron-FSDP's groups of parameters, each with its buffers."""
+        return [group for chunk in self.chunks for group in chunk.param_and_grad_buffer.parameter_groups]
+
+    def discard_transients(self) -> None:
+        """Free gradients outside the buffers, and under ZeRO-3 parameters that are gathered ahead of a forward pass, which
+        gathers them again. Not collective."""
+        self._megatron.zero_grad()
+        for chunk in self.chunks if self.layout.sharding == 3 else ():
+            pipeline = chunk.module.all_gather_pipeline
+            for bucket in list(pipeline.param_gather_event_map):
+                pipeline.wait_bucket_ready(*bucket)
+            pipeline.reset()
 
     def parameter(self, name: str) -> torch.Tensor:
         """One local parameter, whole, from the shards of all ranks that share it, which must all call."""

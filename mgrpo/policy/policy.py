@@ -23,6 +23,7 @@ from mgrpo.parallel import axes, backend
 from mgrpo.policy import passes
 from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported, collate
 from mgrpo.policy.model import ResponseModel, build
+from mgrpo.policy.offload import Offload
 from mgrpo.policy.optimizer import PolicyOptimizer, WrappedChunk
 from mgrpo.policy.parameters import ShardedParameters, gather_boxes
 from mgrpo.policy.routing import RoutingReplay
@@ -83,6 +84,7 @@ class Policy:
         self.optimizer: PolicyOptimizer | None = None
         self.optimizer_steps = self.num_updates = 0
         self._masters: dict[str, torch.Tensor] = {}
+        self._offload = Offload()
 
     def load(self, read: Read) -> None:
         """Fill this rank's weights with the values that `read` returns. Call before `prepare_training`."""
@@ -144,6 +146,30 @@ class Policy:
         """Call before reading weights through views taken before the last update (`overlap_param_gather`). Not collective."""
         if self.optimizer:
             self.optimizer.wait_for_weights()
+
+    def offload(self, *, keep_boxes: bool = False) -> int:
+        """Give up this rank's device memory for parameters, gradients, masters and moments until `restore`. Not collective.
+
+        Args:
+            keep_boxes: what the views of `boxes` read stays; a second call may give that up as well.
+        Returns:
+            Bytes of the device that were given up.
+        """
+        stay = [values for _, values in self.boxes()] if keep_boxes else []
+        self.wait_for_weights()
+        states, dropped = list(self._masters.values()), []
+        if self.optimizer is None:
+            parameters = [parameter.data for parameter in self.parameters.live.values()]
+        else:
+            if not self._offload.is_offloaded:
+                self.optimizer.discard_transients()
+            parameters, dropped = self.optimizer.parameter_memory(), self.optimizer.gradient_memory()
+            states += self.optimizer.state_memory()
+        return self._offload.offload(states + parameters, but=stay, dropped=dropped)
+
+    def restore(self) -> None:
+        """Take the memory of the last `offload`, if any, with the same values. Not collective."""
+        self._offload.restore()
 
     @torch.no_grad()
     def not_finite(self) -> list[str]:

@@ -49,7 +49,7 @@ class Shard:
     def gradient(self) -> torch.Tensor:
         """`[n]` float32, summed over all axes, between the backward pass and the next step."""
         assert self.parameter.grad is not None, f"{self.name} has no gradient"
-        return _local(self.parameter.grad)
+        return local_part(self.parameter.grad)
 
     def moment(self, kind: str) -> torch.Tensor:
         """`[n]`: Adam's "exp_avg" or "exp_avg_sq"; created as zeros when there has been no step yet."""
@@ -61,7 +61,7 @@ class Shard:
                 device = self.parameter.device if is_fused else "cpu"
                 state.setdefault("step", torch.zeros((), dtype=torch.float32, device=device))
             state[kind] = torch.zeros_like(self.parameter)
-        return _local(state[kind])
+        return local_part(state[kind])
 
     def set_num_updates(self, num_updates: int) -> None:
         """Set Adam's count of updates, after `moment` has made its states."""
@@ -133,10 +133,10 @@ def _of_fsdp(single: DistributedOptimizer, chunks: Sequence[FullyShardedDataPara
             group = buffer.parameter_groups[buffer.param_to_param_group[main.orig_param]]
             gradients = group.main_grad_buffer
             start, _ = gradients.locate_item_in_global_item(gradients.param_idx[main.orig_param])
-            yield Shard(names[main.orig_param], start, _local(main.data), main, single.optimizer)
+            yield Shard(names[main.orig_param], start, local_part(main.data), main, single.optimizer)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's elements, flat."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).reshape(-1)
 

@@ -84,6 +84,10 @@ class Engine(Protocol):
     def resume(self) -> Future[None]:
         """Sample what is queued, and what will be; an error after a weight update that did not complete."""
 
+    def sleep(self) -> Future[None]:
+        """Pause, and give up the devices' memory: weights, which must be received before it resumes, and the cache; what has
+        begun is kept and computed again."""
+
     def abort(self) -> Future[None]:
         """End everything that is queued or sampled: `poll` hands it over with the tokens so far and finish reason "abort"."""
 

@@ -70,6 +70,10 @@ class Fleet:
         """Have all engines sample."""
         return [engine.resume() for engine in self.engines]
 
+    def sleep(self) -> None:
+        """Have all engines give up their devices' memory, and wait for it; see `Engine.sleep`."""
+        self.finish([engine.sleep() for engine in self.engines], "give up the device's memory")
+
     def receive_weights(self, version: int, *, check: bool, step: int) -> list[Future[None]]:
         """Have all engines receive what the learners send now, for sampling training step `step`. See `finish`.
 

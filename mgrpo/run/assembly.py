@@ -25,6 +25,7 @@ from mgrpo.run.resume import States, saved_rollouts
 from mgrpo.run.source import SilentSource, Source
 from mgrpo.run.throughput import Throughput
 from mgrpo.run.trainer import Trainer
+from mgrpo.run.turns import Turns
 from mgrpo.telemetry.versions import package_versions
 
 
@@ -50,6 +51,10 @@ def make_trainer(
     shape = shape_of(read_hf_config(config.model.path))
     states = States(config, lead, host_group)
     checkpoint = states.open(resume_from, shape)
+    if config.engine.takes_turns:
+        # One after the other: both at once may not fit.
+        lead.pulse.at("waiting for the engines")
+        lead.run(partial(_lay_to_sleep, started))
     if started:
         started.startup.say(f"loading the weights into {_learners()}")
     lead.pulse.at("loading the model")
@@ -89,11 +94,22 @@ def make_trainer(
         host_group=host_group,
         host=host,
     )
+    turns = None
+    if config.engine.takes_turns:
+        turns = Turns(learner, lead, started.fleet if started else None)
+        turns.make_room()
     if started:
         started.startup.say("connecting learners and engines, which then receive the weights")
     weights.connect()
     trainer = Trainer(
-        config, lead=lead, learner=learner, source=source, weights=weights, reporter=reporter, states=states
+        config,
+        lead=lead,
+        learner=learner,
+        source=source,
+        weights=weights,
+        reporter=reporter,
+        states=states,
+        turns=turns,
     )
     if checkpoint:
         rollouts = saved_rollouts(checkpoint) if started else {}
@@ -110,11 +126,19 @@ def make_trainer(
         f"(lower bound {weights.plan.lower_bound / 1e6:.2f} MB)",
     ):
         reporter.say(line)
-    weights.send(trainer.version, step=trainer.done + 1, check=True)
+    trainer.send_weights(check=True)
     if checkpoint:
         steps = config.num_training_steps
         reporter.say(f"continues from {resume_from}, {trainer.done} of {steps} steps are done")
     return trainer
+
+
+def _lay_to_sleep(started: Started | None) -> None:
+    """Rank 0: wait for the engines, which then give up their devices' memory."""
+    assert started is not None, "rank 0 has the engines"
+    started.startup.say("waiting for the engines, which then give their devices to the learners")
+    started.fleet.wait_ready()
+    started.fleet.sleep()
 
 
 def _learners() -> str:

@@ -94,6 +94,7 @@ class EngineWeights:
             port=port,
             bucket_bytes=settings.weight_sync_bucket_mb << 20,
             timeout_s=settings.weight_sync_timeout,
+            share_gpus=settings.shares_gpus,
         )
         self._together(self._invite, self.sender.join, what="join the weight-transfer group")
 

@@ -26,13 +26,14 @@ from mgrpo.parallel import backend
 from mgrpo.run.engine_weights import EngineWeights
 from mgrpo.run.health import Health
 from mgrpo.run.lead import Lead, Stopped
-from mgrpo.run.learner import Learned, Learner
+from mgrpo.run.learner import Learner
 from mgrpo.run.profile import Profiler
 from mgrpo.run.reporter import Clock, Reporter, SilentReporter
 from mgrpo.run.result import TrainResult
 from mgrpo.run.resume import States
 from mgrpo.run.schedule import evaluates_after, is_due
 from mgrpo.run.source import SilentSource, Source
+from mgrpo.run.turns import Turns
 
 
 class Trainer:
@@ -48,9 +49,14 @@ class Trainer:
         weights: EngineWeights,
         reporter: Reporter | SilentReporter,
         states: States,
+        turns: Turns | None = None,
     ) -> None:
+        """
+        Args:
+            turns: whose it is to have the devices; None: learners and engines have memory of their own.
+        """
         self.config, self.lead, self.learner, self.source = config, lead, learner, source
-        self.weights, self.reporter, self.states = weights, reporter, states
+        self.weights, self.reporter, self.states, self.turns = weights, reporter, states, turns
         self.health = Health(config, states)
         self.profiler = Profiler(config, rank=dist.get_rank(), say=reporter.say)
         self.output_dir = Path(config.experiment.output_dir)
@@ -136,9 +142,13 @@ class Trainer:
         False when there was nothing to sample: every prompt is solved for good (`no_resampling_pass_rate`).
         """
         clock, pulse = Clock(), self.lead.pulse
+        if self.turns:
+            self.send_weights()
         pulse.at(f"step {step}, sampling")
         with self.health.sampling():
             batch = self.source.next(step, self.version)
+        if self.turns:
+            self.turns.learners()
         clock.split("wait")
         if batch is None:
             self.reporter.say(f"step {step}: every prompt is solved, nothing is left to sample; training ends")
@@ -155,8 +165,10 @@ class Trainer:
             clock.split("drain")
             if is_paused:
                 pulse.at(f"step {step}, weight sync")
-                self.send_weights(learned)
-                self.source.begin(step)
+                check = learned.has_updated and is_due(step, self.config.engine.weight_sync_check_every)
+                self.send_weights(have_changed=learned.has_updated, check=check)
+                if not self.turns:
+                    self.source.begin(step)
             clock.split("sync")
         sync_bytes = self.weights.plan.bytes_moved
         self.reporter.step(batch, learned, step=step, version=self.version, sync_bytes=sync_bytes, clock=clock)
@@ -166,13 +178,18 @@ class Trainer:
             raise Stopped
         return True
 
-    def send_weights(self, learned: Learned) -> None:
-        """Give the engines the new weights; a step without an update only begins the next random stream."""
-        if not learned.has_updated:
+    def send_weights(self, *, have_changed: bool = True, check: bool = False) -> None:
+        """Give the engines the weights, and the next step's random stream; to those that have slept also unchanged ones.
+
+        Where learners and engines take turns, it is the engines' turn from here on.
+        """
+        send = partial(self.weights.send, self.version, step=self.done + 1, check=check)
+        if self.turns:
+            self.turns.engines(send)
+        elif have_changed:
+            send()
+        else:
             self.weights.keep(step=self.done + 1)
-            return
-        check = is_due(self.done, self.config.engine.weight_sync_check_every)
-        self.weights.send(self.version, step=self.done + 1, check=check)
 
     def follow_up(self) -> None:
         """What is due after step `done`: an evaluation, an export, a saved state."""
@@ -189,6 +206,8 @@ class Trainer:
         """Sample the held-out prompts; metrics on rank 0, nothing elsewhere or without held-out data."""
         if not self.config.data.dataset_mixer_eval_list:
             return {}
+        if self.turns:
+            self.send_weights()
         self.lead.pulse.at(f"the evaluation {when}")
         with self.health.sampling():
             evaluation = self.source.evaluate(self.done)
@@ -208,6 +227,8 @@ class Trainer:
         return self._export()
 
     def _export(self) -> Path:
+        if self.turns:
+            self.turns.learners()
         folder = self.output_dir / "hf" / f"step_{self.done}"
         source, group = self.config.model.path, self.learner.host_group
         export_hf(self.learner.policy, source, folder, group=group, add=self.source.save_tokenizer)
@@ -216,6 +237,8 @@ class Trainer:
     def save(self) -> None:
         """Write the state of the whole run."""
         self.lead.pulse.at(f"saving the state of step {self.done}")
+        if self.turns:
+            self.turns.learners()
         state = self.state_dict()
         rollouts = state["head"].pop("rollouts", {})
         place = self.states.save(self.done, self.learner, state, rollouts)

@@ -46,6 +46,7 @@ class Sender:
         dtype: the engines' weight type; weights are cast to it on the way.
         store: the key-value server of `open_store` / `connect_store`.
         bucket_bytes: of what is sent to a worker at the same time, by all ranks.
+        share_gpus: training ranks and workers may be on the same GPUs, all of one machine.
     """
 
     def __init__(
@@ -63,11 +64,12 @@ class Sender:
         port: int,
         bucket_bytes: int,
         timeout_s: float,
+        share_gpus: bool = False,
     ) -> None:
         self.live = LiveBoxes(boxes)
         self.model, self.infer_layout = model, infer_layout
         self.rank, self.dtype, self.store, self.host, self.port = rank, dtype, store, host, port
-        self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
+        self.bucket_bytes, self.timeout_s, self.share_gpus = bucket_bytes, timeout_s, share_gpus
         self.plan: ReshardPlan = plan(model, train_layout, infer_layout, itemsize=dtype.itemsize, holdings=holdings)
         self.outgoing = self.plan.sent_by(rank)
         self.channels: dict[int, Channel] = {}
@@ -91,6 +93,7 @@ class Sender:
             ],
             "bucket_bytes": self.bucket_bytes,
             "timeout_s": self.timeout_s,
+            "share_gpus": self.share_gpus,
         }
 
     def join(self) -> None:
@@ -114,6 +117,7 @@ class Sender:
                     dtype=self.dtype,
                     host=self.host,
                     timeout_s=self.timeout_s,
+                    share_gpus=self.share_gpus,
                 )
 
     def _cut(self, incoming: Incoming) -> Cut:
@@ -238,6 +242,7 @@ class Receiver:
             dtype=self.live.dtype,
             host=invitation["host"],
             timeout_s=self.timeout_s,
+            share_gpus=invitation["share_gpus"],
         )
 
     def _check_targets(self, incoming: Incoming) -> None:
@@ -306,6 +311,7 @@ class Channel:
         dtype: torch.dtype,
         host: str,
         timeout_s: float,
+        share_gpus: bool,
     ) -> None:
         """
         Args:
@@ -320,7 +326,7 @@ class Channel:
         }
         self.transport: Transport = meet(
             store,
-            Members(names=names, rank=rank, peers=peers, is_worker=is_worker),
+            Members(names=names, rank=rank, peers=peers, is_worker=is_worker, share_gpus=share_gpus),
             dtype=dtype,
             device=live.device,
             host=host,

@@ -1,7 +1,7 @@
 """How the members of an engine's transfer meet, and which transport each pair of a training rank and a worker takes.
 
-On CUDA that is NCCL. On the CPU it is memory that both have mapped, and gloo where they run on different machines or where
-that memory cannot be had.
+On CUDA that is NCCL, unless they share GPUs: NCCL refuses two members on one, so they share its memory. On the CPU it is
+memory that both have mapped, and gloo where they run on different machines or where that memory cannot be had.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Members:
     peers: Mapping[int, int]
     """For each member that it exchanges weights with, the bytes of their largest message over shared memory."""
     is_worker: bool
+    share_gpus: bool = False
+    """A training rank and a worker may be on the same GPU, and all members are on one machine."""
 
 
 def meet(
@@ -53,10 +55,14 @@ def meet(
             store, rank=members.rank, size=size, dtype=dtype, device=device, host=host, timeout_s=timeout_s
         )
 
-    if device.type == "cuda":
+    is_cuda = device.type == "cuda"
+    if is_cuda and not members.share_gpus:
         _exchange(store, "here", "", members, timeout_s)
         return group()
-    links, reasons = _share_memory(store, members, dtype, timeout_s)
+    links, reasons = _share_memory(store, members, dtype, device, timeout_s)
+    if is_cuda and reasons:
+        reason = next(filter(None, reasons), "an engine and a learner are on different machines")
+        raise RuntimeError(f"{reason}; with vllm_mode=colocate all must be on one machine and share GPU memory")
     if members.rank == 0:
         for reason in filter(None, reasons):
             print(f"mgrpo: {reason}; these weights take the slower way over gloo", file=sys.stderr, flush=True)
@@ -67,7 +73,7 @@ def meet(
 
 
 def _share_memory(
-    store: dist.Store, members: Members, dtype: torch.dtype, timeout_s: float
+    store: dist.Store, members: Members, dtype: torch.dtype, device: torch.device, timeout_s: float
 ) -> tuple[dict[int, shared.Link], list[str]]:
     """This member's links, and for each pair of any members that have none, the reason or "" for different machines."""
     with contextlib.ExitStack() as stack:
@@ -80,7 +86,12 @@ def _share_memory(
         for peer, slot_bytes in members.peers.items() if members.is_worker else ():
             try:
                 link = shared.connect(
-                    addresses[peer], member=members.rank, slot_bytes=slot_bytes, dtype=dtype, timeout_s=timeout_s
+                    addresses[peer],
+                    member=members.rank,
+                    slot_bytes=slot_bytes,
+                    dtype=dtype,
+                    device=device,
+                    timeout_s=timeout_s,
                 )
             except OSError as err:
                 missing[peer] = f"{members.names[members.rank]} cannot share memory with {members.names[peer]}: {err}"
@@ -98,7 +109,7 @@ def _share_memory(
                 peer: size for peer, size in members.peers.items() if str(members.rank) not in all_missing[peer]
             }
             with named(list(expected), lambda peers, err: _refused(members, peers, err)):
-                links = listener.accept(expected, dtype=dtype, timeout_s=timeout_s)
+                links = listener.accept(expected, dtype=dtype, device=device, timeout_s=timeout_s)
     return links, [reason for found in all_missing for reason in found.values()]
 
 

@@ -1,9 +1,9 @@
-"""The transport between processes of one machine: memory that both have mapped.
+"""The transport between processes of one machine: memory that both have mapped, of the host or of a GPU.
 
-The worker of a pair makes the memory, two slots of the pair's largest message, and passes its descriptor to the training
-rank over a Unix socket. That socket then carries one byte for each message that lies in a slot, and one back for each that
-was taken out. Neither has a name in a file system, so nothing is left of a process that is killed, and its peers learn of
-its end at once.
+The worker of a pair makes the memory, two slots of the pair's largest message, and passes its descriptor, or what CUDA calls
+a handle, to the training rank over a Unix socket. That socket then carries one byte for each message that lies in a slot,
+and one back for each that was taken out. Neither has a name in a file system, so nothing is left of a process that is
+killed, and its peers learn of its end at once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from mgrpo.sync import device_memory
 from mgrpo.sync.transport import Lost, Messages, named
 
 BUCKET_BYTES = 16 << 20
 """Most bytes of a message: small enough to be read from the cache, large enough for the wake-ups not to count."""
 SLOTS = 2
 _GONE = "it has ended, or given up"
-_MEMBER = struct.Struct("<I")
+_HELLO = struct.Struct("<II")
+"""The worker's number among the members, and how many bytes follow that describe its GPU memory; 0: a descriptor comes too."""
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -32,14 +34,13 @@ class Link:
     """One end of a pair.
 
     Args:
-        memory: `SLOTS` slots of equal size.
-        dtype: of the values in it.
+        memory: `[n]`, `SLOTS` slots of equal size.
     """
 
-    def __init__(self, connection: socket.socket, memory: mmap.mmap, *, dtype: torch.dtype, timeout_s: float) -> None:
+    def __init__(self, connection: socket.socket, memory: torch.Tensor, *, timeout_s: float) -> None:
         connection.settimeout(timeout_s)
         self._socket = connection
-        self._slots = torch.frombuffer(memory, dtype=dtype).view(SLOTS, -1)
+        self._slots = memory.view(SLOTS, -1)
         self.count = 0
         """Messages that this end has put into a slot, or taken out of one."""
         self.heard = 0
@@ -81,6 +82,9 @@ class Link:
         return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]
 
     def _tell(self) -> None:
+        if self._slots.is_cuda:
+            # The other process's stream knows nothing of this one's.
+            torch.cuda.current_stream(self._slots.device).synchronize()
         with _as_runtime_error():
             self._socket.send(b"\0")
         self.count += 1
@@ -156,11 +160,14 @@ class Listener:
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(backlog)
 
-    def accept(self, slot_bytes: Mapping[int, int], *, dtype: torch.dtype, timeout_s: float) -> dict[int, Link]:
+    def accept(
+        self, slot_bytes: Mapping[int, int], *, dtype: torch.dtype, device: torch.device, timeout_s: float
+    ) -> dict[int, Link]:
         """The links with these workers, which have all connected.
 
         Args:
             slot_bytes: by member; see `connect`.
+            device: of the training rank.
         """
         self._socket.settimeout(timeout_s)
         links: dict[int, Link] = {}
@@ -171,11 +178,15 @@ class Listener:
                     connection.close()
                     continue
                 connection.settimeout(timeout_s)
-                hello, (descriptor,), _, _ = socket.recv_fds(connection, _MEMBER.size, 1)
-                (worker,) = _MEMBER.unpack(hello)
-                memory = _mapped(descriptor, SLOTS * slot_bytes[worker])
-                os.close(descriptor)
-            links[worker] = Link(connection, memory, dtype=dtype, timeout_s=timeout_s)
+                hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+                worker, size = _HELLO.unpack(hello)
+                if size:
+                    offered = connection.recv(size, socket.MSG_WAITALL)
+                    memory = device_memory.mapped(offered, dtype=dtype, device=device)
+                else:
+                    memory = _mapped(descriptors[0], SLOTS * slot_bytes[worker], dtype)
+                    os.close(descriptors[0])
+            links[worker] = Link(connection, memory, timeout_s=timeout_s)
         return links
 
     def close(self) -> None:
@@ -183,36 +194,53 @@ class Listener:
         self._socket.close()
 
 
-def connect(address: str, *, member: int, slot_bytes: int, dtype: torch.dtype, timeout_s: float) -> Link | None:
+def connect(
+    address: str, *, member: int, slot_bytes: int, dtype: torch.dtype, device: torch.device, timeout_s: float
+) -> Link | None:
     """A worker's link with the training rank that listens there; None where that runs on another machine.
 
     Args:
         member: the worker's own number among the members.
-        slot_bytes: see `slot_bytes`.
+        slot_bytes: of their largest message.
+        device: of the worker, whose memory they use.
     Raises:
         OSError: there is no memory for it.
     """
+    memory, description, descriptors = _made(SLOTS * slot_bytes, dtype, device)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(f"\0{address}")
+        socket.send_fds(connection, [_HELLO.pack(member, len(description))], descriptors)
+        connection.sendall(description)
+    except ConnectionRefusedError:
+        connection.close()
+        return None
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return Link(connection, memory, timeout_s=timeout_s)
+
+
+def _made(num_bytes: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, bytes, list[int]]:
+    """Memory of this process, and by what another one can map it: a description, or a descriptor."""
+    if device.type == "cuda":
+        memory = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=device)
+        return memory, device_memory.offer(memory), []
     descriptor = os.memfd_create("mgrpo")
     try:
         # Memory that is missing is an error now, and no signal when it is written to.
-        os.posix_fallocate(descriptor, 0, SLOTS * slot_bytes)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(timeout_s)
-        try:
-            connection.connect(f"\0{address}")
-        except ConnectionRefusedError:
-            connection.close()
-            return None
-        memory = _mapped(descriptor, SLOTS * slot_bytes)
-        socket.send_fds(connection, [_MEMBER.pack(member)], [descriptor])
-    finally:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        return _mapped(descriptor, num_bytes, dtype), b"", [descriptor]
+    except OSError:
         os.close(descriptor)
-    return Link(connection, memory, dtype=dtype, timeout_s=timeout_s)
+        raise
 
 
-def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
+def _mapped(descriptor: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
     """Its pages are there before the first message; both ends go on to use the same ones."""
-    return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    memory = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 def _is_own(connection: socket.socket) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mgrpo.config import from_values
-from mgrpo.rollout.engine import Completions, Sampling
+from mgrpo.rollout.engine import Completions, EngineError, Sampling
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.sync.group import open_store
@@ -105,7 +105,7 @@ def updated_in_the_middle(engine, send, how: str, prompts=PROMPTS) -> Completion
         engine.submit(prompt_batch(prompts, SAMPLING))
         engine.resume().result(60)
         time.sleep(wait_s)
-        engine.pause(how).result(60)
+        (engine.sleep() if how == "sleep" else engine.pause(how)).result(60)
         send(2)
         engine.resume().result(60)
         answer = collected(engine, len(prompts))
@@ -117,9 +117,10 @@ def updated_in_the_middle(engine, send, how: str, prompts=PROMPTS) -> Completion
     raise AssertionError("the update never came in the middle")
 
 
-def test_recomputed_every_token_comes_from_the_version_that_it_is_marked_with(engine, send, models) -> None:
-    """Importance weights of a completion of two policies are exact only then."""
-    answer = updated_in_the_middle(engine, send, "recompute")
+@pytest.mark.parametrize("how", ["recompute", "sleep"])
+def test_recomputed_every_token_comes_from_the_version_that_it_is_marked_with(engine, send, models, how) -> None:
+    """Importance weights of a completion of two policies are exact only then. Nothing that had begun is lost by sleep."""
+    answer = updated_in_the_middle(engine, send, how)
     own = differences(models, answer)
     assert all(len(found) > 8 and found.mean() < 1e-5 and found.max() < 1e-4 for found in own.values())
     swapped = answer | {"policy_versions": 3 - answer["policy_versions"]}
@@ -138,3 +139,13 @@ def test_kept_caches_serve_what_has_begun_and_no_new_prompt(engine, send, models
     engine.pause("keep").result(60)
     fresh = differences(models, sampled(engine, prompt_batch(PROMPTS, SAMPLING, first=10)))
     assert len(fresh[1]) == 0 and fresh[2].max() < 1e-4
+
+
+def test_an_engine_that_has_slept_samples_only_with_weights(engine, send, models) -> None:
+    """Its own are gone: it would sample from whatever lies there now."""
+    engine.sleep().result(60)
+    with pytest.raises(EngineError, match="must receive all weights before it samples"):
+        engine.resume().result(60)
+    send(2)
+    answer = sampled(engine, prompt_batch(PROMPTS, SAMPLING, first=20))
+    assert set(answer["policy_versions"].tolist()) == {2} and differences(models, answer)[2].max() < 1e-4

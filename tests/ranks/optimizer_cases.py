@@ -122,3 +122,45 @@ def overlapped(overlaps: bool, **arguments: Any) -> dict[str, Any]:
         result = cases.train_steps(settings=settings, **arguments)
     sums, gathers = ([started.count(bucket) for bucket in set(started)] for started in (summed, gathered))
     return result | {"on_their_way": on_their_way, "sums": sums, "gathers": gathers}
+
+
+def offloaded(in_parts: bool | None, **arguments: Any) -> dict[str, Any]:
+    """`cases.train_steps`, without its device memory before and after each step, and the elements it ends with.
+
+    "left" says for each time after an update how many bytes of parameters, gradients and states this rank still had.
+    `in_parts`: it first keeps what the weight sync reads; None: it keeps all. Memory that is taken again comes with other values, as on a machine that used it meanwhile.
+    """
+    from mgrpo.policy.policy import Policy
+
+    step, resize, left, policies = Policy.train_step, torch.UntypedStorage.resize_, [], []
+
+    def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        resize(storage, size)
+        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
+        return storage
+
+    def between_steps(policy: Policy) -> None:
+        with patch.object(torch.UntypedStorage, "resize_", resized):
+            if in_parts:
+                views = [values for _, values in policy.boxes()]
+                before = [values.clone() for values in views]
+                policy.offload(keep_boxes=True)
+                assert all(map(torch.equal, views, before))
+            policy.offload()
+            if policy.num_updates:
+                left.append(cases.held_bytes(policy))
+            policy.restore()
+
+    def train_step(policy: Policy, *args: Any, **kwargs: Any) -> Any:
+        policies[:] = [policy]
+        if in_parts is None:
+            return step(policy, *args, **kwargs)
+        between_steps(policy)
+        result = step(policy, *args, **kwargs)
+        between_steps(policy)
+        return result
+
+    with patch.object(Policy, "train_step", train_step):
+        result = cases.train_steps(**arguments)
+    held = [(str(box), values.flatten().tolist()) for box, values in policies[0].boxes()]
+    return result | {"left": left, "held": held}

@@ -227,7 +227,16 @@ def lengths(r: Resolution) -> None:
 
 
 def engines(r: Resolution) -> None:
-    """Copies of the model within one engine; `model_rules` refuses them for a mixture of experts."""
+    """One GPU for all; and copies of the model within one engine, which `model_rules` refuses for a mixture of experts."""
+    if r.peer("single_gpu_mode"):
+        r.put("vllm_mode", "colocate", "single_gpu_mode")
+        r.put("vllm_enable_sleep_mode", True, "single_gpu_mode", weak=True)
+        r.expected["world_size"] = 1
+        for name in ("vllm_num_engines", "vllm_tensor_parallel_size"):
+            if r.value(name) != 1:
+                r.problems.append(
+                    f"single_gpu_mode=true has one GPU, for one learner and one engine; {name}={r.value(name)} must be 1"
+                )
     copies = r.peer("vllm_data_parallel_size", 1)
     if copies < 1:
         r.problems.append(f"vllm_data_parallel_size={copies} must be 1 or more")

@@ -34,6 +34,9 @@ class EngineActor:
         self.adding = asyncio.Lock()
         self.pausing: asyncio.Task[None] | None = None
         """Of an engine that is paused, or will be when its completions are drained."""
+        self.asleep: set[str] = set()
+        """What has no memory on the device: vLLM's tags for it."""
+        self.waking = asyncio.Lock()
         self.requests: dict[int, Any] = {}
         """Queued or being sampled, by number."""
         self.collecting: set[asyncio.Task[None]] = set()
@@ -85,6 +88,7 @@ class EngineActor:
         """Join the weight-transfer group that the learners are joining at the same time."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
+        await self._wake("weights")
         request = WeightTransferInitRequest(init_info={"invitation": invitation})
         await self._while_alive(self.engine.init_weight_transfer_engine(request))
 
@@ -109,7 +113,23 @@ class EngineActor:
                     "the engine's last weight update failed; it must receive all weights before it samples"
                 )
             self.pausing = None
+            # When the last part wakes, vLLM itself resumes.
+            await self._wake("kv_cache")
             await self._while_alive(self.engine.resume_generation())
+
+    async def sleep(self) -> None:
+        """Pause, and give up the devices' memory: weights, which must be received before it resumes, and the cache."""
+        await self.pause("recompute")
+        self.is_stale = True
+        # Level 1 would copy the weights to host memory; `mode` is "abort" unless it is said.
+        await self._while_alive(self.engine.sleep(level=2, mode="keep"))
+        self.asleep = {"weights", "kv_cache"}
+
+    async def _wake(self, part: str) -> None:
+        async with self.waking:
+            if part in self.asleep:
+                await self._while_alive(self.engine.wake_up(tags=[part]))
+                self.asleep.remove(part)
 
     async def seed(self, seed: int) -> None:
         """Seed the sampler; the weights stay."""
@@ -119,6 +139,7 @@ class EngineActor:
     async def receive_weights(self, version: int, check: bool, seed: int) -> None:
         """Take over the weights that the learners are sending, and seed the sampler. After a failure nothing is sampled."""
         await self._paused()
+        await self._wake("weights")
         self.is_stale, self.version = True, version
         await self._update({"seed": seed, "version": version, "check": check})
         self.is_stale = False

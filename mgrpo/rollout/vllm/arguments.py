@@ -36,6 +36,7 @@ OWNED = {
     "enable_prefix_caching": "use vllm_enable_prefix_caching",
     "gpu_memory_utilization": "use vllm_gpu_memory_utilization",
     "kv_cache_memory_bytes": "use vllm_kv_cache_mb or vllm_gpu_memory_utilization",
+    "enable_sleep_mode": "use vllm_enable_sleep_mode",
     "enforce_eager": "use vllm_enforce_eager",
     "seed": "use seed",
     "skip_tokenizer_init": "stop_strings decides it",
@@ -82,6 +83,7 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
             found.append(f"the model's head_dim={head_dim} is not served by vLLM on a CPU, which supports {known}")
         return found
     needed, left = settings.vllm_num_engines * settings.vllm_tensor_parallel_size, len(gpus) - num_local_learners
+    shares = settings.shares_gpus and num_local_learners > 0
     if starts_engines and str(config.reward.reward_model_gpu) in gpus:
         found.append(
             f"reward_model_gpu={config.reward.reward_model_gpu} is one of the GPUs of learners and engines, "
@@ -92,11 +94,28 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
             f"{num_local_learners} learners were started on this machine, which has {len(gpus)} GPUs; "
             "start at most one per GPU"
         )
+    elif shares:
+        found += _sharing_problems(config, needed, num_local_learners)
     elif starts_engines and settings.ray_address is None and needed > left:
         found.append(
             f"vllm_num_engines={settings.vllm_num_engines} x vllm_tensor_parallel_size={settings.vllm_tensor_parallel_size} "
             f"need {needed} GPUs, but of {len(gpus)} on this machine {num_local_learners} belong to learners; "
             "start fewer learners or engines"
+        )
+    return found
+
+
+def _sharing_problems(config: Config, workers: int, learners: int) -> list[str]:
+    found = []
+    if workers != learners:
+        found.append(
+            f"vllm_mode=colocate puts one worker of an engine on each learner's GPU, but this machine has {learners} learners, "
+            f"and vllm_num_engines x vllm_tensor_parallel_size = {workers} workers; make them equally many"
+        )
+    if "vllm_kv_cache_mb" not in config.provenance.sources:
+        found.append(
+            "vllm_mode=colocate needs vllm_kv_cache_mb, the MiB of a GPU for an engine's KV cache: what is free when the engine "
+            "starts says nothing about that; `mgrpo plan` shows what fits"
         )
     return found
 
@@ -174,6 +193,9 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
     if settings.vllm_tensor_parallel_size > 1:
         # Inside a placement group vLLM would always choose Ray, which wants one GPU a bundle and cannot serve on a CPU.
         args["distributed_executor_backend"] = "ray" if spans_nodes else "mp"
+    if on_gpu and settings.shares_gpus:
+        args["kv_cache_memory_bytes"] = settings.vllm_kv_cache_mb << 20
+        args["enable_sleep_mode"] = settings.takes_turns
     if on_gpu:
         args["gpu_memory_utilization"] = settings.vllm_gpu_memory_utilization
         args["enforce_eager"] = settings.vllm_enforce_eager

@@ -53,7 +53,9 @@ class Cluster:
         self.output_dir = Path(config.experiment.output_dir)
         gpus = serving_gpus()
         self.on_gpu = bool(gpus)
-        free = gpus[num_local_learners:]
+        self.shared_gpus = gpus[:num_local_learners] if self.settings.shares_gpus else []
+        """Of learners, each of which has a worker of an engine; Ray knows nothing of them."""
+        free = [] if self.shared_gpus else gpus[num_local_learners:]
         try:
             with _without_launcher_variables(), _sigterm_blocked():
                 self.ray = self._start_ray(self.keeper, free) if self.keeper else self._join_ray()
@@ -148,7 +150,8 @@ class Cluster:
         from mgrpo.rollout.vllm.actor import EngineActor
 
         count, workers = self.settings.vllm_num_engines, self.settings.vllm_tensor_parallel_size
-        bundles = engine_bundles(workers, gpus_a_node=self._gpus_a_node() if self.on_gpu else None)
+        takes_gpus = self.on_gpu and not self.shared_gpus
+        bundles = engine_bundles(workers, gpus_a_node=self._gpus_a_node() if takes_gpus else None)
         spans_nodes = len(bundles) > 1
         groups = [placement_group(bundles, strategy="PACK") for _ in range(count)]
         if not all(group.wait(60) for group in groups):
@@ -165,10 +168,13 @@ class Cluster:
             runtime_env["py_executable"] = shlex.quote(sys.executable)
         args = engine_args(config, on_gpu=self.on_gpu, spans_nodes=spans_nodes)
         for group in groups:
+            if self.shared_gpus:
+                own = self.shared_gpus[len(self.engines) * workers :][:workers]
+                runtime_env = {**runtime_env, "env_vars": {**environment, "CUDA_VISIBLE_DEVICES": ",".join(own)}}
             actor = remote.options(
                 num_cpus=1,
                 # Workers on several nodes are actors of their own, which vLLM starts in the group's bundles.
-                num_gpus=workers if self.on_gpu and not spans_nodes else 0,
+                num_gpus=workers if takes_gpus and not spans_nodes else 0,
                 max_concurrency=1000,
                 runtime_env=runtime_env,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),

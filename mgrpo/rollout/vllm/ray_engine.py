@@ -73,6 +73,10 @@ class RayEngine:
         """See `Engine`."""
         return self._call("resume")
 
+    def sleep(self) -> Future[None]:
+        """See `Engine`."""
+        return self._call("sleep")
+
     def abort(self) -> Future[None]:
         """See `Engine`."""
         return self._call("abort")

@@ -171,7 +171,21 @@ RULES = [
     ("R22", {"top_k": 50}, "top_k=50 is refused"),
     ("R22", {"repetition_penalty": 1.1}, "repetition_penalty=1.1 is refused"),
     ("R22", {"vllm_structured_outputs_regex": "a*"}, "vllm_structured_outputs_regex=a* is refused"),
-    ("R24", {"single_gpu_mode": True}, "single_gpu_mode=true is refused"),
+    (
+        "R24",
+        {"single_gpu_mode": True, "vllm_num_engines": 2},
+        "single_gpu_mode=true has one GPU, for one learner and one engine; vllm_num_engines=2 must be 1",
+    ),
+    (
+        "R24",
+        {"vllm_mode": "colocate", "async_steps": 1, "use_rho_correction": True},
+        "cannot work at the same time; set async_steps=0, or vllm_mode=ray",
+    ),
+    (
+        "R24",
+        {"vllm_mode": "colocate", "ray_address": "auto"},
+        "ray_address=auto: with vllm_mode=colocate engines run on",
+    ),
     ("R25", {"resume_from_checkpoint": "x"}, "resume=x must be auto, intact, never, or the path of a training state"),
     ("R25", {"resume": "no/such/step_3"}, "resume=no/such/step_3 is not a folder; check the path"),
     ("R25", {"resume": "gs://b/step_2000"}, "is step 2000, but the run has 1562 training steps; raise total_episodes"),

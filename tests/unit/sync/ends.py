@@ -113,6 +113,20 @@ def small() -> tuple[ModelShape, Layout, InferLayout]:
     return shape_of(MODELS["qwen3"]), Layout(world_size=1), InferLayout()
 
 
-def settings(port: int) -> dict[str, Any]:
+def settings(port: int, **more: Any) -> dict[str, Any]:
     """Of senders."""
-    return {"dtype": torch.float32, "port": port, "bucket_bytes": 1 << 12, "timeout_s": 60}
+    return {"dtype": torch.float32, "port": port, "bucket_bytes": 1 << 12, "timeout_s": 60, **more}
+
+
+def receive_on_gpu(port: int, versions: int) -> None:
+    """The only worker, which shares the GPU with training rank 0. A process of its own."""
+    model, train, infer = small()
+    sender = make_senders(model, train, infer, whole(model, torch.bfloat16, seed=0), **settings(port, share_gpus=True))[
+        0
+    ]
+    _, receiver = make_receiver(model, infer, 0, torch.bfloat16, sender, "cuda:0")
+    for version in range(versions):
+        receiver.receive(version)
+        receiver.report_digests(version)
+    receiver.store.get("done")
+    receiver.close()

@@ -230,11 +230,11 @@ def test_without_memory_to_share_the_weights_go_over_gloo_and_a_line_says_so(mon
 
 def test_processes_of_other_users_are_not_let_in(monkeypatch):
     """Every user of the machine can see the name of the socket."""
-    listener = Listener(1)
-    link = shared.connect(listener.address, member=1, slot_bytes=8, dtype=torch.float32, timeout_s=5)
+    listener, cpu = Listener(1), torch.device("cpu")
+    link = shared.connect(listener.address, member=1, slot_bytes=8, dtype=torch.float32, device=cpu, timeout_s=5)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(RuntimeError, match="no answer"):
-        listener.accept({1: 8}, dtype=torch.float32, timeout_s=0.2)
+        listener.accept({1: 8}, dtype=torch.float32, device=cpu, timeout_s=0.2)
     with pytest.raises(RuntimeError):
         link.take([torch.zeros(1)])
 

@@ -1,0 +1,60 @@
+"""`recorded_turns.py FILE FLAG ...`: the train command; every rank and engine call adds a line when device memory changes hands.
+
+`begin WHAT` and `end WHAT` of engine calls are the caller's view, so what an engine did lies between them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from mgrpo.cli import train_command
+from mgrpo.rollout.vllm.ray_engine import RayEngine
+from mgrpo.run import launch
+
+
+def record(file: str) -> None:
+    """Write one line a call to `file`; appended lines of several processes do not mix."""
+    from mgrpo.policy.policy import Policy
+
+    def say(words: str) -> None:
+        with open(file, "a") as log:
+            log.write(f"{words}\n")
+
+    call = RayEngine._call
+
+    def called(engine: RayEngine, method: str, *args: object) -> Any:
+        say(f"begin {method}")
+        answer = call(engine, method, *args)
+        answer.add_done_callback(lambda done: say(f"end {method}"))
+        return answer
+
+    offload, restore = Policy.offload, Policy.restore
+
+    def offloaded(policy: Policy, *, keep_boxes: bool = False) -> int:
+        given_up = offload(policy, keep_boxes=keep_boxes)
+        say(f"rank {os.environ['RANK']} {'keeps what is synced' if keep_boxes else 'keeps nothing'}")
+        return given_up
+
+    def restored(policy: Policy) -> None:
+        say(f"rank {os.environ['RANK']} keeps all")
+        restore(policy)
+
+    RayEngine._call, Policy.offload, Policy.restore = called, offloaded, restored  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    file = sys.argv[1]
+    meet = launch._meet
+
+    def recorded_meeting(*args: Any) -> str:
+        # Megatron may be imported from here on.
+        record(file)
+        return meet(*args)
+
+    launch._meet = recorded_meeting
+    raise SystemExit(train_command(sys.argv[2:]))
