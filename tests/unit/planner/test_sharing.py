@@ -75,7 +75,10 @@ def test_turns_cost_copies_in_both_directions():
 def test_the_table_is_printed(capsys):
     """The command is where users look."""
     settings = "--model_name_or_path Qwen/Qwen2.5-7B --single_gpu_mode true --vllm_kv_cache_mb 8192 --suggest 0"
-    assert plan_command([*settings.split(), "--gpu", "B200", "--apply_verifiable_reward", "true"]) == 0
+    assert (
+        plan_command([*settings.split(), "--gpu", "B200", "--gpus_per_node", "1", "--apply_verifiable_reward", "true"])
+        == 0
+    )
     printed = " ".join(capsys.readouterr().out.split())
     assert "memory of a shared GPU, GiB of 180" in printed
     assert "1 learners, 1 shared with 1 engines of 1, 0 idle" in printed
