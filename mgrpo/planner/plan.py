@@ -24,7 +24,7 @@ from mgrpo.models.memory import (
 from mgrpo.planner.activations import StageActivations, stage_activations
 from mgrpo.planner.engine import EngineMemory, GenerationTime, engine_memory, generation_time
 from mgrpo.planner.hardware import GIB, Hardware
-from mgrpo.planner.sharing import PhaseMemory, phase_memory, turn_seconds
+from mgrpo.planner.sharing import PhaseMemory, phase_memory, sent_bytes, turn_seconds
 from mgrpo.planner.timing import LearnerTime, learner_time, num_micro_batches, sync_seconds
 from mgrpo.planner.work import (
     Passes,
@@ -140,13 +140,22 @@ class RunPlan:
 
     @cached_property
     def sharing(self) -> list[PhaseMemory]:
-        """Memory of a GPU that learner and engine share, by phase; empty where they have their own."""
-        return phase_memory(self)
+        """Memory by phase on the fullest GPU that learner and engine share; empty where they have their own."""
+        worst = self.worst
+        moment_bytes = _moment_bytes(self.config.parallel)
+        return phase_memory(
+            self.config.engine,
+            self.engine,
+            training=worst.total,
+            sent=sent_bytes(worst.states, sharding=self.layout.sharding, moment_bytes=moment_bytes),
+            reserved=worst.reserved,
+            slots=worst.sync,
+        )
 
     @property
-    def moment_bytes(self) -> int:
-        """Of Adam's two moments, per weight."""
-        return _moment_bytes(self.config.parallel)
+    def turns_s(self) -> float:
+        """Seconds of a step in which learners and engines on shared GPUs give up memory and take it again."""
+        return turn_seconds(self.config.engine, self.worst.states, self.hardware)
 
     @cached_property
     def worst(self) -> StageMemory:
@@ -209,7 +218,7 @@ class RunPlan:
             "logprobs": sum(self.learners.logprobs.values()),
             "train": sum(self.learners.training.values()),
             "sync": self.sync_s,
-            "turns": turn_seconds(self),
+            "turns": self.turns_s,
         }
 
     @property
@@ -225,7 +234,7 @@ class RunPlan:
         if self.generation:
             parts = ("prefill", "weights", "cache", "exchange", "overhead")
             causes |= {("generate", part): getattr(self.generation, part) for part in parts}
-        return causes | {("sync", "weights"): self.sync_s, ("turns", "copies"): turn_seconds(self)}
+        return causes | {("sync", "weights"): self.sync_s, ("turns", "copies"): self.turns_s}
 
     @property
     def bottleneck(self) -> tuple[str, str]:

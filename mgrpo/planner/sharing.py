@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mgrpo.models.memory import FP32_BYTES
-
-if TYPE_CHECKING:
-    from mgrpo.planner.plan import RunPlan
+from mgrpo.config.schema import Engine
+from mgrpo.models.memory import FP32_BYTES, StateBytes
+from mgrpo.planner.engine import EngineMemory
+from mgrpo.planner.hardware import Hardware
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,34 +25,42 @@ class PhaseMemory:
         return self.learner + self.engine
 
 
-def phase_memory(plan: RunPlan) -> list[PhaseMemory]:
-    """Each phase on the GPU that needs most; empty where learners and engines have GPUs of their own."""
-    settings, worst, engine = plan.config.engine, plan.worst, plan.engine
+def phase_memory(
+    settings: Engine, engine: EngineMemory, *, training: int, sent: int, reserved: int, slots: int
+) -> list[PhaseMemory]:
+    """Each phase of a step; empty where learners and engines have GPUs of their own.
+
+    Args:
+        training: the learner's peak.
+        sent: what a weight sync reads.
+        reserved: what a learner without memory keeps, its CUDA context and libraries.
+        slots: for messages between the worker and the learners.
+    """
     if not settings.shares_gpus:
         return []
-    # A process that gives up its memory keeps its CUDA context, libraries and slots for messages.
-    asleep = engine.workspace + worst.sync
+    asleep = engine.workspace + slots
     awake = asleep + engine.weights
-    training = worst.states.total + max(worst.built, worst.training) + worst.reserved
     if not settings.takes_turns:
         return [PhaseMemory(phase="train", learner=training, engine=awake + engine.cache)]
     return [
-        PhaseMemory(phase="generate", learner=worst.reserved, engine=awake + engine.cache),
+        PhaseMemory(phase="generate", learner=reserved, engine=awake + engine.cache),
         PhaseMemory(phase="train", learner=training, engine=asleep),
-        PhaseMemory(phase="sync", learner=worst.reserved + _sent(plan), engine=awake),
+        PhaseMemory(phase="sync", learner=reserved + sent, engine=awake),
     ]
 
 
-def _sent(plan: RunPlan) -> int:
-    """What a sync reads: parameters, or from ZeRO-2 on float32 masters."""
-    states = plan.worst.states
-    if plan.layout.sharding < 2:
+def sent_bytes(states: StateBytes, *, sharding: int, moment_bytes: int) -> int:
+    """What a sync reads on a rank: parameters, or from ZeRO-2 on float32 masters.
+
+    Args:
+        moment_bytes: of Adam's two moments, per weight.
+    """
+    if sharding < 2:
         return states.parameters
-    return states.optimizer * FP32_BYTES // (FP32_BYTES + plan.moment_bytes)
+    return states.optimizer * FP32_BYTES // (FP32_BYTES + moment_bytes)
 
 
-def turn_seconds(plan: RunPlan) -> float:
-    """Of a step, for copies of the learners' states to host memory and back; they keep gradients nowhere."""
-    states = plan.worst.states
+def turn_seconds(settings: Engine, states: StateBytes, hardware: Hardware) -> float:
+    """Of a step, for copies of a learner's states to host memory and back; gradients are dropped."""
     copied = states.parameters + states.optimizer + states.reference
-    return 2 * copied / (plan.hardware.gpu.pcie_gb_s * 1e9) if plan.config.engine.takes_turns else 0.0
+    return 2 * copied / (hardware.gpu.pcie_gb_s * 1e9) if settings.takes_turns else 0.0
