@@ -60,7 +60,8 @@ def _plan(options: argparse.Namespace, config: Config, argv: Sequence[str]) -> i
     if options.rehearse:
         return _rehearse(options, plan, argv, hf_config)
     layouts = suggest(plan, count=options.suggest, hf_config=hf_config)
-    splits = other_splits(plan, layouts, hf_config=hf_config) if options.suggest else []
+    is_divided = options.suggest and not config.engine.shares_gpus
+    splits = other_splits(plan, layouts, hf_config=hf_config) if is_divided else []
     show(plan, layouts, splits)
     if options.suggest and not plan.fits and not layouts and not splits:
         sys.stdout.write("No layout and no division of these GPUs fits: use more of them, or some with more memory.\n")
@@ -222,8 +223,13 @@ def shipped_config(name: str) -> Path | None:
 
 
 def _sizes(config: Config, nodes: int | None, gpus_per_node: int) -> tuple[int, int]:
-    """Learner ranks and nodes: as configured, or all GPUs that engines do not use, in whole copies of the model."""
+    """Learner ranks and nodes: as configured, or all GPUs that engines do not use, in whole copies of the model.
+
+    Where they share GPUs, there are as many learners as workers of engines.
+    """
     engines = config.engine.vllm_num_engines * config.engine.vllm_tensor_parallel_size
+    if config.engine.shares_gpus:
+        return sum(config.parallel.num_learners_per_node) or engines, 1
     copy = max(_model_parallel_size(config.parallel), 1)  # `problems` reports sizes below 1
     counts = config.parallel.num_learners_per_node
     if counts:

@@ -25,7 +25,8 @@ class EngineMemory:
     weights: int
     workspace: int
     cache: int
-    """What vllm_gpu_memory_utilization leaves for keys and values; if negative, the engine cannot start."""
+    """For keys and values: what vllm_gpu_memory_utilization leaves, or with vllm_mode=colocate vllm_kv_cache_mb; if negative, the
+    engine cannot start."""
     cache_bytes_per_token: int
     longest: int
     """Maximum tokens of a sequence."""
@@ -80,10 +81,11 @@ def engine_memory(
     workspace = int(hardware.assumed.engine_workspace_gib * GIB)
     # With fewer key-value heads than workers, neighbours hold copies of one head.
     kv_heads = max(shape.kv_heads // workers, 1)
+    left = int(hardware.gpu.memory_bytes * settings.vllm_gpu_memory_utilization) - weights - workspace
     return EngineMemory(
         weights=weights,
         workspace=workspace,
-        cache=int(hardware.gpu.memory_bytes * settings.vllm_gpu_memory_utilization) - weights - workspace,
+        cache=settings.vllm_kv_cache_mb << 20 if settings.shares_gpus else left,
         cache_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * dtype_bytes,
         longest=longest,
     )

@@ -24,6 +24,7 @@ from mgrpo.models.memory import (
 from mgrpo.planner.activations import StageActivations, stage_activations
 from mgrpo.planner.engine import EngineMemory, GenerationTime, engine_memory, generation_time
 from mgrpo.planner.hardware import GIB, Hardware
+from mgrpo.planner.sharing import PhaseMemory, phase_memory, sent_bytes, turn_seconds
 from mgrpo.planner.timing import LearnerTime, learner_time, num_micro_batches, sync_seconds
 from mgrpo.planner.work import (
     Passes,
@@ -36,11 +37,13 @@ from mgrpo.planner.work import (
 )
 
 MIB = 1 << 20
+_SLOT_BYTES = 2 * 16 * MIB
+"""Of a GPU, for messages between its worker and one learner, where learners and engines share GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSplit:
-    """Learners and engines have separate GPUs."""
+    """Learners and engines have separate GPUs, or (vllm_mode=colocate) the same."""
 
     learners: int
     engines: int
@@ -136,6 +139,25 @@ class RunPlan:
     sync_s: float
 
     @cached_property
+    def sharing(self) -> list[PhaseMemory]:
+        """Memory by phase on the fullest GPU that learner and engine share; empty where they have their own."""
+        worst = self.worst
+        moment_bytes = _moment_bytes(self.config.parallel)
+        return phase_memory(
+            self.config.engine,
+            self.engine,
+            training=worst.total,
+            sent=sent_bytes(worst.states, sharding=self.layout.sharding, moment_bytes=moment_bytes),
+            reserved=worst.reserved,
+            slots=worst.sync,
+        )
+
+    @property
+    def turns_s(self) -> float:
+        """Seconds of a step in which learners and engines on shared GPUs give up memory and take it again."""
+        return turn_seconds(self.config.engine, self.worst.states, self.hardware)
+
+    @cached_property
     def worst(self) -> StageMemory:
         """The stage whose ranks need the most memory."""
         return max(self.stages, key=lambda stage: stage.total)
@@ -147,16 +169,30 @@ class RunPlan:
 
     def shortages(self) -> Iterator[str]:
         """What does not fit: one sentence each, which begins with the setting to change."""
-        memory = self.hardware.gpu.memory_bytes
-        if self.hardware.num_gpus < 2:
-            yield "one GPU: learners and engines have GPUs of their own, so a run needs at least 2"
+        memory, shares = self.hardware.gpu.memory_bytes, self.config.engine.shares_gpus
+        if shares and self.split.learners != self.split.engines:
+            yield (
+                f"num_learners_per_node: {self.split.learners} learners and vllm_num_engines x vllm_tensor_parallel_size = "
+                f"{self.split.engines} workers share GPUs (vllm_mode=colocate); make them equally many"
+            )
+        if self.hardware.num_gpus < 2 and not shares:
+            yield (
+                "one GPU: learner and engine share it with --single_gpu_mode true --vllm_kv_cache_mb N; otherwise a run needs "
+                "at least 2"
+            )
         elif self.split.idle < 0:
             yield (
                 f"num_learners_per_node and vllm_num_engines x vllm_tensor_parallel_size ask for "
                 f"{self.split.learners} + {self.split.engines} GPUs, the cluster has {self.hardware.num_gpus}; "
                 "use more nodes or fewer learners or engines"
             )
-        if self.worst.total > memory:
+        for phase in self.sharing:
+            if phase.total > memory:
+                yield (
+                    f"{phase.phase}: learner {phase.learner / GIB:.1f} + engine {phase.engine / GIB:.1f} of {memory / GIB:.0f} "
+                    f"GiB on the GPU that they share; {_share_relief(phase, takes_turns=self.config.engine.takes_turns)}"
+                )
+        if self.worst.total > memory and not self.sharing:
             yield (
                 f"learners: {self.worst.total / GIB:.1f} of {memory / GIB:.0f} GiB on each rank of stage "
                 f"{self.worst.stage}; {self._relief()}"
@@ -182,6 +218,7 @@ class RunPlan:
             "logprobs": sum(self.learners.logprobs.values()),
             "train": sum(self.learners.training.values()),
             "sync": self.sync_s,
+            "turns": self.turns_s,
         }
 
     @property
@@ -197,7 +234,7 @@ class RunPlan:
         if self.generation:
             parts = ("prefill", "weights", "cache", "exchange", "overhead")
             causes |= {("generate", part): getattr(self.generation, part) for part in parts}
-        return causes | {("sync", "weights"): self.sync_s}
+        return causes | {("sync", "weights"): self.sync_s, ("turns", "copies"): self.turns_s}
 
     @property
     def bottleneck(self) -> tuple[str, str]:
@@ -233,6 +270,14 @@ class RunPlan:
         return holdings(self.shape, tensor=1, expert=1).total * self.dtype_bytes
 
 
+def _share_relief(phase: PhaseMemory, *, takes_turns: bool) -> str:
+    if not takes_turns:
+        return "let them take turns: vllm_enable_sleep_mode true"
+    if phase.phase == "generate":
+        return "lower vllm_kv_cache_mb, or use more workers per engine"
+    return "choose a layout that fits, or use more learners"
+
+
 def plan_run(config: Config, shape: ModelShape, hardware: Hardware, *, num_learners: int) -> RunPlan:
     """The plan of a valid `config` on `num_learners` learner ranks; `fits` tells whether it fits."""
     layout = layout_of(config, num_learners)
@@ -263,7 +308,7 @@ def plan_run(config: Config, shape: ModelShape, hardware: Hardware, *, num_learn
         split=GpuSplit(
             learners=num_learners,
             engines=num_engine_gpus,
-            idle=hardware.num_gpus - num_learners - num_engine_gpus,
+            idle=hardware.num_gpus - num_learners - (0 if engines.shares_gpus else num_engine_gpus),
         ),
         work=work,
         passes=passes,
@@ -372,6 +417,8 @@ def _moment_bytes(settings: Parallel) -> int:
 def _sync_bytes(config: Config, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
     """An even share of two buckets for each worker, but never more than one of everything sent."""
     engines = config.engine
+    if engines.shares_gpus:
+        return layout.world_size * _SLOT_BYTES
     weights = holdings(shape, tensor=1, expert=1).total
     sent = weights * dtype_bytes * engines.vllm_num_engines
     num_workers = engines.vllm_num_engines * engines.vllm_tensor_parallel_size

@@ -16,7 +16,13 @@ from mgrpo.planner.suggest import RECOMPUTE, Recompute, Suggestion
 from mgrpo.planner.traffic import AXES, span_of
 
 SHOWN_STAGES = 4
-PHASES = {"generate": "generation", "logprobs": "logprob passes", "train": "training", "sync": "weight sync"}
+PHASES = {
+    "generate": "generation",
+    "logprobs": "logprob passes",
+    "train": "training",
+    "sync": "weight sync",
+    "turns": "taking turns",
+}
 CAUSES = {
     "generate": {
         "prefill": "computing prompts",
@@ -26,6 +32,7 @@ CAUSES = {
         "overhead": "decoding: outside the model",
     },
     "sync": {"weights": "sending weights"},
+    "turns": {"copies": "copies to host memory and back"},
     "train": {
         "compute": "matrix products",
         "recompute": "matrix products, repeated (recompute)",
@@ -46,6 +53,7 @@ ADVICE = {
     ("generate", "exchange"): "engines with fewer workers",
     ("generate", "overhead"): "more sequences at once, or more of them per step",
     ("sync", "weights"): "a faster network, or fewer engines with more workers",
+    ("turns", "copies"): "more learners, or GPUs of their own for the engines",
     ("train", "compute"): "more learners",
     ("logprobs", "compute"): "more learners, or beta 0",
     ("train", "recompute"): "a layout that keeps activations",
@@ -65,7 +73,8 @@ def show(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[Sugg
     if plan.split.idle >= 0:
         for line in _summary(plan):
             console.print(line)
-        tables = [_memory(plan), _engine(plan), _time(plan), _traffic(plan), *tables]
+        shared = [_sharing(plan)] if plan.sharing else []
+        tables = [_memory(plan), _engine(plan), *shared, _time(plan), _traffic(plan), *tables]
     for table in tables:
         console.print()
         console.print(table)
@@ -82,8 +91,14 @@ def verdict(plan: RunPlan) -> str:
     if shortages:
         return "\n".join(f"does not fit: {sentence}" for sentence in shortages)
     memory, engine = plan.hardware.gpu.memory_bytes, plan.engine
+    fullest = max(plan.sharing, key=lambda phase: phase.total, default=None)
+    where = (
+        f"while the run is at {PHASES[fullest.phase]}"
+        if fullest
+        else f"on the worst learner (stage {plan.worst.stage})"
+    )
     return (
-        f"fits: {_gib(plan.worst.total)} of {memory / GIB:.0f} GiB on the worst learner (stage {plan.worst.stage}); "
+        f"fits: {_gib((fullest or plan.worst).total)} of {memory / GIB:.0f} GiB {where}; "
         f"an engine caches {engine.longest_sequences} sequences of {engine.longest} tokens at a time"
     )
 
@@ -103,8 +118,9 @@ def _summary(plan: RunPlan) -> Iterator[str]:
         f"{plan.work.prompt_tokens:.0f} + {plan.work.response_tokens:.0f} tokens"
     )
     yield (
-        f"{hardware.nodes} x {hardware.gpus_per_node} {hardware.gpu.name}: {split.learners} learners, {split.engines} for "
-        f"{engines.vllm_num_engines} engines of {engines.vllm_tensor_parallel_size}, {max(split.idle, 0)} idle"
+        f"{hardware.nodes} x {hardware.gpus_per_node} {hardware.gpu.name}: {split.learners} learners, {split.engines} "
+        f"{'shared with' if engines.shares_gpus else 'for'} {engines.vllm_num_engines} engines of "
+        f"{engines.vllm_tensor_parallel_size}, {max(split.idle, 0)} idle"
     )
     yield (
         f"learners: {_layout_text(plan)}; packs of {plan.config.parallel.pack_length} tokens, "
@@ -200,6 +216,20 @@ def _engine(plan: RunPlan) -> Table:
     running = f"{engine.longest_sequences} (vllm_max_num_seqs {settings.vllm_max_num_seqs})"
     per_token = f"{engine.cache_bytes_per_token / 1024:.0f} KiB"
     table.add_row(_gib(engine.weights), _gib(engine.workspace), _gib(max(engine.cache, 0)), per_token, running)
+    return table
+
+
+def _sharing(plan: RunPlan) -> Table:
+    """Learner and engine on one GPU, phase by phase."""
+    memory = plan.hardware.gpu.memory_bytes
+    title = f"memory of a shared GPU, GiB of {memory / GIB:.0f}"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in ("phase", "learner", "engine", "both", ""):
+        table.add_column(column, justify="left" if column in ("phase", "") else "right")
+    for phase in plan.sharing:
+        verdict = "fits" if phase.total <= memory else "does not fit"
+        parts = (_gib(size) for size in (phase.learner, phase.engine, phase.total))
+        table.add_row(PHASES[phase.phase], *parts, verdict)
     return table
 
 
@@ -345,6 +375,7 @@ def as_json(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[S
             dataclasses.asdict(stage) | {"total": stage.total, "peak": stage.peak, "passes": stage.passes}
             for stage in plan.stages
         ],
+        "sharing": [dataclasses.asdict(phase) | {"total": phase.total} for phase in plan.sharing],
         "engine": dataclasses.asdict(plan.engine) | {"longest_sequences": plan.engine.longest_sequences},
         "flops": {"training": plan.training_flops, "generation": plan.generation_flops},
         "sent_bytes": dataclasses.asdict(plan.learners.traffic)

@@ -209,18 +209,6 @@ class Learner:
             not_finite=self.not_finite() if results else [],
         )
 
-    def offload(self, *, keep_boxes: bool = False) -> None:
-        """Give up the device's memory until `restore`, see `Policy.offload`. Not collective."""
-        self.policy.offload(keep_boxes=keep_boxes)
-        if self.reference:
-            self.reference.offload()
-
-    def restore(self) -> None:
-        """Take the device's memory again, with the same values. Not collective."""
-        self.policy.restore()
-        if self.reference:
-            self.reference.restore()
-
     def not_finite(self) -> list[str]:
         """HF tensors of the policy that hold a value that is not finite, on any rank, see `Policy.not_finite`."""
         return sorted({name for names in gather_json(self.policy.not_finite(), self.host_group) for name in names})

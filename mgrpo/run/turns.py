@@ -26,7 +26,8 @@ class Turns:
         """The engines give up their memory, with what they have begun kept, and then the learners take theirs again."""
         if not self.is_learners:
             self.lead.run(self._sleep)
-            self.learner.restore()
+            for policy in filter(None, (self.learner.policy, self.learner.reference)):
+                policy.restore()
             self.is_learners = True
 
     def engines(self, send: Callable[[], None]) -> None:
@@ -38,13 +39,15 @@ class Turns:
         if self.is_learners:
             self.make_room()
             send()
-            self.learner.offload()
+            self.learner.policy.offload()
             self._wait_for_all()
             self.is_learners = False
 
     def make_room(self) -> None:
         """Before engines wake their weights: the learners keep what a sync reads."""
-        self.learner.offload(keep_boxes=True)
+        if self.learner.reference:
+            self.learner.reference.offload()
+        self.learner.policy.offload(keep_boxes=True)
         self._wait_for_all()
 
     def _sleep(self) -> None:

@@ -27,7 +27,6 @@ def mapped(offered: bytes, *, dtype: torch.dtype, device: torch.device) -> torch
     """
     # The first field is the device's number in the other process, which may count fewer of them.
     _, *fields = [bytes.fromhex(field["bytes"]) if isinstance(field, dict) else field for field in json.loads(offered)]
-    torch.cuda.init()
     untyped: Any = torch.UntypedStorage
     storage = untyped._new_shared_cuda(device.index or 0, *fields)
     return torch.empty(0, dtype=dtype, device=device).set_(storage)

@@ -84,7 +84,7 @@ class Link:
     def _tell(self) -> None:
         if self._slots.is_cuda:
             # The other process's stream knows nothing of this one's.
-            torch.cuda.current_stream(self._slots.device).synchronize()
+            torch.accelerator.current_stream(self._slots.device).synchronize()
         with _as_runtime_error():
             self._socket.send(b"\0")
         self.count += 1

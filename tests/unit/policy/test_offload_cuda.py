@@ -40,7 +40,10 @@ def policies(tmp_path_factory):
 
         return policy, step
 
+    # Sums in another order would differ in their last bits, whatever the memory holds.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield make
+    torch.use_deterministic_algorithms(False)
     backend.leave_process_groups()
 
 
@@ -74,7 +77,8 @@ def test_memory_goes_back_to_the_device_and_the_steps_are_the_same(policies, zer
         given_up += policy.offload()
         # Masters, two moments and gradients of 4 bytes each; parameters of 2.
         assert given_up >= parameters * 18
-        slack = 8 << 20
+        # Segments of the allocator in which something else lies as well.
+        slack = 64 << 20
         assert reserved - torch.cuda.memory_reserved() >= given_up - slack
         assert torch.cuda.mem_get_info()[0] - free >= given_up - slack
         policy.restore()

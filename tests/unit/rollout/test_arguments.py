@@ -186,3 +186,37 @@ def test_an_address_where_no_ray_cluster_answers_is_a_problem_of_the_configurati
     (sentence,) = arguments.address_problems("no-such-host.invalid:6379")
     assert "no-such-host.invalid:6379" in sentence
     assert arguments.address_problems(None) == arguments.address_problems("auto") == []
+
+
+SHARED = {"vllm_mode": "colocate", "vllm_num_engines": 2, "vllm_tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("learners", "settings", "words"),
+    [
+        (4, {"vllm_kv_cache_mb": 4096}, None),
+        (
+            2,
+            {"vllm_kv_cache_mb": 4096},
+            "this machine has 2 learners, and vllm_num_engines x vllm_tensor_parallel_size = 4",
+        ),
+        (4, {}, "needs vllm_kv_cache_mb, the MiB of a GPU for an engine's KV cache"),
+    ],
+)
+def test_workers_share_the_learners_gpus_one_each(monkeypatch, learners, settings, words):
+    """A cache sized by what is free when the engine starts leaves the learner nothing, or ends it out of memory."""
+    monkeypatch.setattr(arguments, "serving_gpus", lambda: list("0123"))
+    found = arguments.machine_problems(
+        from_values(SHARED | settings), num_local_learners=learners, head_dim=64, starts_engines=True
+    )
+    assert len(found) == (words is not None) and all(words in sentence for sentence in found)
+
+
+def test_an_engine_on_a_shared_gpu_can_sleep_and_has_the_cache_that_it_was_given():
+    """Only memory of vLLM's own pool is given up."""
+    model = {"model_name_or_path": "a/model"}
+    settings = {**model, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "vllm_kv_cache_mb": 4096}
+    on_gpu = arguments.engine_args(from_values(settings), on_gpu=True)
+    assert (on_gpu["enable_sleep_mode"], on_gpu["kv_cache_memory_bytes"]) == (True, 4 << 30)
+    assert "enable_sleep_mode" not in arguments.engine_args(from_values(settings), on_gpu=False)
+    assert "kv_cache_memory_bytes" not in arguments.engine_args(from_values(model), on_gpu=True)
