@@ -287,11 +287,13 @@ def _mlp_backward(shape: ModelShape, layout: Layout, tokens: int, gathered: int,
 def loss_bytes(rows: int, *, shape: ModelShape, layout: Layout, dtype_bytes: int, logits_chunk: int) -> int:
     """The LM head on the last stage: logits, their product with its input, the weights' gradient, and the input's.
 
-    Whole logits, which their gradient overwrites, or one chunk of columns, whose input's gradient is summed in fp32.
+    Whole logits, which their gradient overwrites, or one chunk of columns, whose input's gradient is summed in fp32. A
+    cap of the logits keeps their tanh and makes a gradient of its own.
     """
     columns = padded_vocab(shape) // layout.tensor
     weights = columns * shape.hidden * dtype_bytes
     if not logits_chunk:
         logits = logits_bytes(rows, shape=shape, layout=layout, dtype_bytes=dtype_bytes)
-        return logits + weights + rows * shape.hidden * dtype_bytes
+        copies = 1 if shape.logit_softcap is None else 3
+        return copies * logits + weights + rows * shape.hidden * dtype_bytes
     return weights + rows * (min(logits_chunk, columns) * dtype_bytes + 2 * shape.hidden * FP32_BYTES)

@@ -123,6 +123,8 @@ def test_the_loss_has_logits_and_two_gradients() -> None:
     weights = 6400 * 12288 * 2
     assert loss_bytes(100, logits_chunk=0, **options) == weights + 100 * (6400 * 2 + 12288 * 2)
     assert loss_bytes(100, logits_chunk=1600, **options) == weights + 100 * (1600 * 2 + 12288 * 8)
+    capped = options | {"shape": dataclasses.replace(GPT_175B, logit_softcap=30.0)}
+    assert loss_bytes(100, logits_chunk=0, **capped) == weights + 100 * (3 * 6400 * 2 + 12288 * 2)
 
 
 def test_the_loss_and_the_layers_follow_one_another() -> None:
