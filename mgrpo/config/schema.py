@@ -334,6 +334,15 @@ class Engine:
     vllm_extra_args: Annotated[JSONObject, OPEN_INSTRUCT] = JSONObject("{}")
     """Further arguments of vLLM's AsyncEngineArgs, as a JSON object, for example {"max_num_batched_tokens": 8192}; untested
     ones may change the log-probabilities, which vllm_vs_local_logprob_diff shows."""
+    vllm_mode: Annotated[Literal["ray", "server", "colocate"], TRL] = "ray"
+    """Where engines come from: ray: the run starts them, on devices of their own; server: they are vLLM servers that run
+    already; colocate: the same as ray, because learners and engines cannot share a GPU yet."""
+    vllm_server_base_url: Annotated[tuple[str, ...], TRL] = ()
+    """Addresses of the servers, http://HOST:PORT, each of which is an engine; with vllm_mode=server."""
+    vllm_server_timeout: Annotated[float, POSITIVE, TRL] = 240.0
+    """Seconds that a server may take to answer at the start of the run."""
+    vllm_server_allow_public: bool = False
+    """Also connect to servers at public addresses, where anyone may control them unless a proxy stands before them."""
     ray_address: str | None = None
     """HOST:PORT of a Ray cluster to join, of which rank 0's machine must be a node, without the GPUs of learners; none: start
     one on this machine, on the loopback interface."""

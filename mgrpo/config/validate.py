@@ -115,6 +115,7 @@ def warnings(
         *_idle(config, num_reward_funcs),
         *_layout_warnings(config, world_size),
         *_model_warnings(config, hf_config),
+        *_engine_warnings(config),
     ]
     if config.optimizer.warmup_ratio > 0 and config.optimizer.warm_up_steps > 0:
         found.append(
@@ -229,6 +230,11 @@ def _loss_warnings(config: Config) -> Iterator[str]:
         )
 
 
+def _engine_warnings(config: Config) -> Iterator[str]:
+    if config.engine.vllm_mode == "colocate":
+        yield "vllm_mode=colocate has no effect: engines run beside the learners, on devices of their own"
+
+
 def _state_warnings(config: Config) -> Iterator[str]:
     own = config.checkpoint
     is_folder_of_bucket = "gs_bucket_path" in config.provenance.sources.get("gs_checkpoint_state_dir", "")
@@ -276,6 +282,17 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "warm_up_steps warmup_ratio",
         "another lr_scheduler_type, for example constant_with_warmup",
         lambda c: c.optimizer.lr_scheduler_type != "constant",
+    ),
+    (
+        "vllm_gpu_memory_utilization vllm_kv_cache_mb vllm_enforce_eager vllm_enable_prefix_caching vllm_extra_args "
+        "ray_address engine_start_timeout",
+        "engines that the run starts (vllm_mode=ray); a server has its own command line",
+        lambda c: c.engine.vllm_mode != "server",
+    ),
+    (
+        "vllm_server_timeout vllm_server_allow_public",
+        "vllm_mode=server",
+        lambda c: c.engine.vllm_mode == "server",
     ),
     ("cp_comm_type", "context_parallel_size above 1", lambda c: c.parallel.context_parallel_size > 1),
     (

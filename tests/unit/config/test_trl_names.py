@@ -256,7 +256,7 @@ def test_flags_with_trl_batch_names_win_over_a_saved_file(tmp_path):
             {"vllm_importance_sampling_cap": 2, "vllm_importance_sampling_clip_max": 3},
             "vllm_importance_sampling_cap=2 and vllm_importance_sampling_clip_max=3 are the same setting",
         ),
-        ({"vllm_mode": "colocated"}, "vllm_mode must be one of server, colocate, got 'colocated'"),
+        ({"vllm_mode": "colocated"}, "vllm_mode must be one of ray, server, colocate, got 'colocated'"),
         ({"importance_sampling_level": "word"}, "importance_sampling_level must be one of token, sequence"),
     ],
 )
