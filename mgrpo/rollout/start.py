@@ -12,7 +12,7 @@ from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.vllm.arguments import machine_problems, serving_gpus
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.rollout.vllm.node import RayNode
-from mgrpo.rollout.vllm.server_facts import meeting_host
+from mgrpo.rollout.vllm.server_facts import host_elsewhere, meeting_host
 
 __all__ = ["RayNode", "engines_are_local", "machine_problems", "serving_gpus", "started_fleet"]
 
@@ -20,7 +20,7 @@ __all__ = ["RayNode", "engines_are_local", "machine_problems", "serving_gpus", "
 def engines_are_local(config: Config) -> bool:
     """Whether all engines run on rank 0's machine."""
     if config.engine.vllm_mode == "server":
-        return meeting_host(config) is None
+        return host_elsewhere(config) is None
     return config.engine.ray_address is None
 
 

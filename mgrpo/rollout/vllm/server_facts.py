@@ -6,7 +6,7 @@ import ipaddress
 import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from mgrpo.config.schema import Config
 from mgrpo.processes.address import own_address
@@ -101,7 +101,7 @@ def _address_problems(url: str, *, allow_public: bool) -> Iterator[str]:
         yield "an address must not hold a password, which would be printed; set MGRPO_VLLM_SERVER_TOKEN instead"
     else:
         try:
-            public = [address for address in _addresses(parts) if address.is_global]
+            public = [address for address in _addresses(_host(url)) if address.is_global]
         except OSError as err:
             yield f"the name {parts.hostname} is not known here ({err}); correct it"
             return
@@ -113,16 +113,33 @@ def _address_problems(url: str, *, allow_public: bool) -> Iterator[str]:
             )
 
 
-def _addresses(parts: SplitResult) -> list[Address]:
-    found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
+def _addresses(host: str) -> list[Address]:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     read = [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
     return [getattr(address, "ipv4_mapped", None) or address for address in read]
 
 
 def meeting_host(config: Config) -> str | None:
-    """This machine's address on the way to the servers; None where all of them are on it."""
-    for url in config.engine.vllm_server_base_url:
-        parts = urlsplit(url)
-        if parts.hostname and not all(address.is_loopback for address in _addresses(parts)):
-            return own_address(parts.hostname)
-    return None
+    """This machine's address on the way to the servers; None where all of them are on it.
+
+    Raises:
+        OSError: there is no way.
+    """
+    elsewhere = host_elsewhere(config)
+    return None if elsewhere is None else own_address(elsewhere)
+
+
+def host_elsewhere(config: Config) -> str | None:
+    """The first host of a server that may be another machine than this one."""
+    return next((host for url in config.engine.vllm_server_base_url if not _is_here(host := _host(url))), None)
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).hostname or ""
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return all(address.is_loopback for address in _addresses(host))
+    except OSError:
+        return False
