@@ -133,20 +133,24 @@ def test_samples_depend_on_their_seeds_alone(server):
 def test_what_is_aborted_comes_back_with_its_tokens(server):
     """Those that have begun with the tokens so far, and those that have not with none."""
     engine = HttpEngine(server.url, config_of(server))
+    long, short = (Sampling(num_samples=2, max_tokens=n, temperature=1.0, stop_token_ids=()) for n in (200, 2))
+    seeds = np.array([5, 6])
     try:
         engine.ready.result(60)
-        sampling = Sampling(num_samples=2, max_tokens=200, temperature=1.0, stop_token_ids=())
-        engine.submit(prompt_batch(PROMPTS, sampling, seeds=np.array([5, 6])))
+        engine.submit(prompt_batch(PROMPTS, long, seeds=seeds))
+        engine.submit(prompt_batch(PROMPTS[:1], short, first=2, seeds=seeds[:1]))
         engine.resume().result(60)
+        assert collected(engine, 1)["numbers"].tolist() == [2]
         engine.pause("recompute").result(60)
-        engine.submit(prompt_batch(PROMPTS, sampling, first=2, seeds=np.array([5, 6]))).result(60)
+        engine.submit(prompt_batch(PROMPTS, long, first=3, seeds=seeds)).result(60)
         engine.abort().result(60)
         answer = collected(engine, 4)
     finally:
         engine.close()
     assert {FINISH_REASONS[reason] for reason in answer["finish_reasons"]} == {"abort"}
-    lengths = np.diff(answer["cu_seqlens"])
-    assert answer["numbers"].tolist() == [0, 1, 2, 3] and (lengths < 200).all()
+    lengths = np.diff(answer["cu_seqlens"]).reshape(4, 2)
+    assert answer["numbers"].tolist() == [0, 1, 3, 4]
+    assert (lengths[:2] > 0).any() and (lengths < 200).all() and not lengths[2:].any()
     assert len(answer["logprobs"]) == len(answer["tokens"]) == lengths.sum()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 from collections.abc import Coroutine, Mapping
@@ -78,7 +79,8 @@ class HttpEngine:
             if self.refusal is not None:
                 return
             self.refusal = "the engine was closed"
-        asyncio.run_coroutine_threadsafe(self._leave(), self.loop).result(2 * LEAVE_S)
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._leave(), self.loop).result(2 * LEAVE_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(LEAVE_S)
 

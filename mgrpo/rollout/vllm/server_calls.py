@@ -26,6 +26,7 @@ from mgrpo.rollout.vllm.server_facts import config_problems
 REQUESTS = 512
 """Prompts that a server is given at once, each over a connection of its own: several times what it samples at once."""
 RETRY_S = 1.0
+ABORT_EVERY_S = 0.05
 HEALTH_EVERY_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
 LEAVE_S = 10.0
@@ -76,6 +77,8 @@ class ServerCalls(EngineCalls):
             problems = [str(err)]
         if problems:
             raise ServerError([f"vllm_server_base_url={self.url}: {problem}" for problem in problems])
+        # A run has left it so whose last update failed, or that was killed: see `leave`.
+        self.is_stale = bool((await self.connection.get("/is_paused"))["is_paused"])
         self.watching = asyncio.create_task(self._watch())
         await self.pause("recompute")
 
@@ -188,10 +191,12 @@ class ServerCalls(EngineCalls):
 
     async def _abort(self, requests: Sequence[str]) -> None:
         self.aborted.update(requests)
-        # The server puts its own word before the names that it is given.
-        names = [f"generate-tokens-{request}" for request in requests]
-        if names:  # none would mean all, also those of others
+        # Again and again: the server does not know those that are still on their way to it.
+        while left := self.aborted.intersection(self.requests.values()):
+            # It puts its own word before the names that it is given.
+            names = [f"generate-tokens-{request}" for request in left]
             await self.connection.post("/abort_requests", {"request_ids": names})
+            await asyncio.sleep(ABORT_EVERY_S)
 
     def _death(self) -> BaseException | None:
         return self.dead

@@ -33,6 +33,7 @@ class Scripted:
             "/health": (200, None),
             "/server_info?config_format=json": (200, INFO),
             "/inference/v1/generate": (422, EMPTY),
+            "/is_paused": (200, {"is_paused": False}),
         }
         self.asked: list[str] = []
         self.tokens: set[str | None] = set()
@@ -201,6 +202,18 @@ def test_an_update_that_failed_must_be_made_up_for(server, engine):
         engine.resume().result(10)
     engine.close()
     assert "/resume" not in server.asked
+
+
+def test_a_server_that_was_found_paused_gets_weights_first(server):
+    """The run before has died in the middle of an update, perhaps; this one may end before its first."""
+    server.answers["/is_paused"] = (200, {"is_paused": True})
+    for receives in (False, True):
+        engine = engine_of(server.url)
+        engine.ready.result(10)
+        if receives:
+            engine.receive_weights(0, check=False, seed=1).result(10)
+        engine.close()
+        assert ("/resume" in server.asked) == receives
 
 
 def test_an_update_that_an_earlier_run_left_is_ended(server, engine):
