@@ -35,6 +35,8 @@ class Scripted:
             "/inference/v1/generate": (422, EMPTY),
             "/is_paused": (200, {"is_paused": False}),
         }
+        self.location: str | None = None
+        """Of another server, which answers refer to."""
         self.asked: list[str] = []
         self.tokens: set[str | None] = set()
         self.go_on = threading.Event()
@@ -55,6 +57,8 @@ class Scripted:
                 text = b"" if said is None else json.dumps(said).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
+                if outer.location:
+                    self.send_header("Location", outer.location + self.path)
                 self.end_headers()
                 self.wfile.write(text)
 
@@ -144,6 +148,16 @@ def test_the_token_is_in_every_request_and_nowhere_else(server, monkeypatch):
     server.answers["/server_info?config_format=json"] = (401, {"error": "Unauthorized"})
     assert "secret-1" not in failure(server.url)
     assert server.tokens == {"Bearer secret-1"}
+
+
+def test_the_token_is_not_carried_elsewhere(server, monkeypatch):
+    """Whoever answers at the address could collect it otherwise, and would be taken for the engine."""
+    monkeypatch.setenv("MGRPO_VLLM_SERVER_TOKEN", "secret-1")
+    other = Scripted()
+    server.location, server.answers["/health"] = other.url, (307, None)
+    assert "what answers there is not a vLLM server" in failure(server.url)
+    assert other.asked == []
+    other.close()
 
 
 SAMPLING = Sampling(num_samples=2, max_tokens=4, temperature=1.0, stop_token_ids=(1,))
