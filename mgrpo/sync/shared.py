@@ -151,7 +151,7 @@ class Listener:
 
     def __init__(self, backlog: int) -> None:
         # An abstract name, which no file system holds; random, so that it cannot mean another listener on another machine.
-        self.address = f"mgrpo-{secrets.token_hex(16)}"
+        self.address = f"mgrpo-{os.geteuid()}-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(backlog)
@@ -190,8 +190,11 @@ def connect(address: str, *, member: int, slot_bytes: int, dtype: torch.dtype, t
         member: the worker's own number among the members.
         slot_bytes: see `slot_bytes`.
     Raises:
-        OSError: there is no memory for it.
+        OSError: there is no memory for it, or that process is another user's.
     """
+    user = int(address.split("-")[1])
+    if user != os.geteuid():
+        raise PermissionError(f"they run as users {user} and {os.geteuid()}")
     descriptor = os.memfd_create("mgrpo")
     try:
         # Memory that is missing is an error now, and no signal when it is written to.
