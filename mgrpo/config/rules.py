@@ -120,6 +120,16 @@ def _uncorrected(config: Config) -> Iterator[str]:
         )
 
 
+def _servers(config: Config) -> Iterator[str]:
+    mode, urls = config.engine.vllm_mode, config.engine.vllm_server_base_url
+    if mode == "server" and not urls:
+        yield "vllm_mode=server needs vllm_server_base_url, the addresses of vLLM servers: http://HOST:PORT; docs/servers.md starts one"
+    elif urls and mode != "server":
+        yield f"vllm_server_base_url={' '.join(urls)} is used with vllm_mode=server, but it is {mode}; change it, or leave the addresses out"
+    elif len({url.rstrip("/") for url in urls}) < len(urls):
+        yield f"vllm_server_base_url={' '.join(urls)} names a server twice; each of them is one engine"
+
+
 def _pack_length(config: Config) -> Iterator[str]:
     prompt, response = config.data.max_prompt_token_length, config.rollout.response_length
     if config.parallel.pack_length < prompt + response:
@@ -307,6 +317,7 @@ RULES: tuple[Rule, ...] = (
         ),
         _asynchrony,
     ),
+    (("vllm_mode", "vllm_server_base_url"), _servers),
     (
         ("pack_length", "max_prompt_token_length", "response_length"),
         _pack_length,

@@ -322,8 +322,8 @@ class Engine:
     vllm_tensor_parallel_size: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT, TRL] = 1
     """Workers of each engine."""
     vllm_mode: Annotated[Literal["ray", "server", "colocate"], TRL] = "ray"
-    """Where engines run: ray: on devices of their own; colocate: on the learners' GPUs, a worker on each; server: the same as
-    ray, because the run starts its own engines."""
+    """Where engines come from: ray: the run starts them, on devices of their own; colocate: it starts them on the learners' GPUs,
+    a worker on each; server: they are vLLM servers that run already."""
     vllm_enable_sleep_mode: Annotated[bool, TRL] = False
     """With vllm_mode=colocate: learners and engines take turns, and only those whose turn it is have their weights and states
     in the device's memory; false: all is there all the time."""
@@ -341,6 +341,12 @@ class Engine:
     vllm_extra_args: Annotated[JSONObject, OPEN_INSTRUCT] = JSONObject("{}")
     """Further arguments of vLLM's AsyncEngineArgs, as a JSON object, for example {"max_num_batched_tokens": 8192}; untested
     ones may change the log-probabilities, which vllm_vs_local_logprob_diff shows."""
+    vllm_server_base_url: Annotated[tuple[str, ...], TRL] = ()
+    """Addresses of the servers, http://HOST:PORT, each of which is an engine; with vllm_mode=server."""
+    vllm_server_timeout: Annotated[float, POSITIVE, TRL] = 240.0
+    """Seconds that a server may take to answer at the start of the run."""
+    vllm_server_allow_public: bool = False
+    """Also connect to servers at public addresses, where anyone may control them unless a proxy stands before them."""
     ray_address: str | None = None
     """HOST:PORT of a Ray cluster to join, of which rank 0's machine must be a node, without the GPUs of learners; none: start
     one on this machine, on the loopback interface."""

@@ -111,7 +111,6 @@ def warnings(
     found = [
         *_data_warnings(config),
         *_loss_warnings(config),
-        *_engine_warnings(config),
         *_state_warnings(config),
         *_idle(config, num_reward_funcs),
         *_layout_warnings(config, world_size),
@@ -230,11 +229,6 @@ def _loss_warnings(config: Config) -> Iterator[str]:
         )
 
 
-def _engine_warnings(config: Config) -> Iterator[str]:
-    if config.engine.vllm_mode == "server":
-        yield "vllm_mode=server has no effect: engines run beside the learners, on devices of their own, and the run starts them"
-
-
 def _state_warnings(config: Config) -> Iterator[str]:
     own = config.checkpoint
     is_folder_of_bucket = "gs_bucket_path" in config.provenance.sources.get("gs_checkpoint_state_dir", "")
@@ -284,6 +278,17 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: c.optimizer.lr_scheduler_type != "constant",
     ),
     ("vllm_enable_sleep_mode", "vllm_mode=colocate", lambda c: c.engine.shares_gpus),
+    (
+        "vllm_gpu_memory_utilization vllm_kv_cache_mb vllm_enforce_eager vllm_enable_prefix_caching vllm_extra_args "
+        "ray_address engine_start_timeout",
+        "engines that the run starts (vllm_mode=ray or colocate); a server has its own command line",
+        lambda c: c.engine.vllm_mode != "server",
+    ),
+    (
+        "vllm_server_timeout vllm_server_allow_public",
+        "vllm_mode=server",
+        lambda c: c.engine.vllm_mode == "server",
+    ),
     ("cp_comm_type", "context_parallel_size above 1", lambda c: c.parallel.context_parallel_size > 1),
     (
         "recompute_modules",

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from mgrpo.config.schema import Config
 from mgrpo.processes.address import LOOPBACK, interface_of, own_address
+from mgrpo.rollout.start import engines_are_local
 
 LAUNCHED = "MGRPO_LAUNCHED"
 """Set in the ranks that `mgrpo train --nproc-per-node` starts."""
@@ -88,6 +89,5 @@ def prepare_environment(config: Config) -> None:
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    has_local_engines = config.engine.ray_address is None
-    if has_local_engines and os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost"):
+    if engines_are_local(config) and os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -19,7 +19,7 @@ from mgrpo.checkpoint.folder import MANIFEST
 from mgrpo.config import Config, ConfigError, parse
 from mgrpo.config.fields import flat
 from mgrpo.config.loss import LossConfig
-from mgrpo.config.schema import Algorithm, Checkpoint, Optimizer, Parallel
+from mgrpo.config.schema import Algorithm, Checkpoint, Engine, Optimizer, Parallel
 from mgrpo.config.validate import problems
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of
 from mgrpo.models.files import MEGATRON
@@ -65,6 +65,8 @@ def evaluate(
     inputs = _check(config, functions)
     for sentence in config.notes:
         print(f"mgrpo: {sentence}", file=sys.stderr)
+    if config.engine.vllm_mode == "server":
+        print("mgrpo: starts an engine of its own, because a server may have other weights", file=sys.stderr)
     config = for_evaluation(config)
 
     from mgrpo.run.environment import prepare_environment
@@ -112,10 +114,18 @@ def for_evaluation(config: Config) -> Config:
         optimizer=Optimizer(),
         parallel=Parallel(pack_length=longest),
         checkpoint=Checkpoint(resume="never"),
+        engine=config.engine if config.engine.vllm_mode != "server" else _own_engine(config.engine),
     )
     values = flat(changed)
     sources = {name: source for name, source in config.provenance.sources.items() if values[name] == flat(config)[name]}
     return dataclasses.replace(changed, provenance=dataclasses.replace(config.provenance, sources=sources, expected={}))
+
+
+def _own_engine(settings: Engine) -> Engine:
+    """A server may have the weights of any run."""
+    return dataclasses.replace(
+        settings, vllm_mode="ray", vllm_num_engines=1, vllm_server_base_url=(), vllm_server_timeout=240.0
+    )
 
 
 def summary(metrics: Mapping[str, float]) -> Table:

@@ -76,7 +76,7 @@ def started(config: Config, inputs: Inputs, *, num_local_learners: int) -> Itera
     rewarder = Rewarder(config, inputs.functions, inputs.verifiers(config))
     try:
         rewarder.start()
-        startup.say(f"starting Ray and {_engines(config)}")
+        startup.say(_beginning(config))
         with started_fleet(config, num_local_learners=num_local_learners) as fleet:
             yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder, startup=startup)
     finally:
@@ -117,7 +117,8 @@ def prepare(config: Config, parts: Started) -> Production:
         producer = Producer(
             config, sampler, prompt=partial(prompt, train), dispatcher=dispatcher, rewarder=parts.rewarder
         )
-    parts.startup.say(f"waiting for {_engines(config)} to load {config.model.path}")
+    if config.engine.vllm_mode != "server":
+        parts.startup.say(f"waiting for {_engines(config)} to load {config.model.path}")
     parts.fleet.wait_ready()
     template = config.data.chat_template_name
     missing = missing_stop_strings(
@@ -143,6 +144,12 @@ def _samples_per_engine(config: Config) -> int | None:
     if is_ordered and not rollout.inflight_updates:
         return None
     return config.engine.vllm_max_num_seqs + config.engine.vllm_max_num_seqs // 4
+
+
+def _beginning(config: Config) -> str:
+    if config.engine.vllm_mode == "server":
+        return f"connecting to {' '.join(config.engine.vllm_server_base_url)}"
+    return f"starting Ray and {_engines(config)}"
 
 
 def _engines(config: Config) -> str:

@@ -215,6 +215,8 @@ class Receiver:
         self.live = LiveBoxes(targets)
         self.model = ModelShape.from_dict(invitation["model"])
         self.engine, self.worker = invitation["engine"], worker
+        self.place = (invitation["host"], invitation["port"])
+        """Of the store, which is there as long as the run is."""
         self.timeout_s = invitation["timeout_s"]
         workers: list[Incoming] = [
             {

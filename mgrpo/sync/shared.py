@@ -155,7 +155,7 @@ class Listener:
 
     def __init__(self, backlog: int) -> None:
         # An abstract name, which no file system holds; random, so that it cannot mean another listener on another machine.
-        self.address = f"mgrpo-{secrets.token_hex(16)}"
+        self.address = f"mgrpo-{os.geteuid()}-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(backlog)
@@ -204,8 +204,11 @@ def connect(
         slot_bytes: of their largest message.
         device: of the worker, whose memory they use.
     Raises:
-        OSError: there is no memory for it.
+        OSError: there is no memory for it, or that process is another user's.
     """
+    user = int(address.split("-")[1])
+    if user != os.geteuid():
+        raise PermissionError(f"they run as users {user} and {os.geteuid()}")
     memory, description, descriptors = _made(SLOTS * slot_bytes, dtype, device)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout_s)

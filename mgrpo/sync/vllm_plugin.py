@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ ASKED = "MGRPO_ENGINE"
 """Set to "1" in the environment of an engine's processes."""
 PLAIN = ("CPU", "TRITON", "BATCHED_TRITON")
 """vLLM's kernels for experts that compute with the weights as its loader left them; the first of them after `REBOUND`."""
+RUN_ANSWERS_S = 5.0
+"""How long rank 0 of a run that is alive may take to accept a connection."""
 CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 
 
@@ -102,6 +105,8 @@ def _engine_class() -> type:
         """`mgrpo.sync.channel.Sender.invitation`."""
 
         invitation: dict[str, Any]
+        is_trial: bool = False
+        """Only make sure that an invitation with this `model` could be accepted."""
 
     @dataclass
     class Update(WeightTransferUpdateInfo):
@@ -118,13 +123,15 @@ def _engine_class() -> type:
         receiver: Receiver | None = None
 
         def init_transfer_engine(self, init_info: Invitation) -> None:
-            parallel = self.parallel_config
-            check_experts(self.model, has_experts=init_info.invitation["model"]["experts"] is not None)
-            self.receiver = Receiver(
-                live_boxes(self.model, init_info.invitation["model"]),
-                worker=parallel.rank,
-                invitation=init_info.invitation,
-            )
+            invitation = init_info.invitation
+            check_free(self.receiver, invitation)
+            check_experts(self.model, has_experts=invitation["model"]["experts"] is not None)
+            if init_info.is_trial:
+                check_model(self.model_config, invitation["model"])
+                return
+            self.shutdown()
+            boxes = live_boxes(self.model, invitation["model"])
+            self.receiver = Receiver(boxes, worker=self.parallel_config.rank, invitation=invitation)
 
         def start_weight_update(self) -> None: ...
 
@@ -153,6 +160,42 @@ def _engine_class() -> type:
             self.receiver = None
 
     return ReshardEngine
+
+
+def check_free(receiver: Receiver | None, invitation: dict[str, Any]) -> None:
+    """RuntimeError if the engine takes part in another run; one that has ended without a word does not count."""
+    if receiver is None or not receiver.channel.is_open:
+        return
+    host, port = receiver.place
+    if (host, port) == (invitation.get("host"), invitation.get("port")):
+        return
+    try:
+        socket.create_connection((host, port), timeout=RUN_ANSWERS_S).close()
+    except OSError:
+        return
+    raise RuntimeError(
+        f"the engine takes part in another run, whose rank 0 is at {host}:{port}; end that run first, or use another engine"
+    )
+
+
+def check_model(model_config: Any, shape: dict[str, Any]) -> None:
+    """ValueError unless vLLM's `model_config` is that of a model with this `ModelShape`."""
+    from mgrpo.models.family import ModelShape, read_hf_config, shape_of
+
+    name = model_config.model
+    # As the trainer reads it; what transformers makes of it may have other names.
+    own = shape_of(read_hf_config(name) if os.path.isdir(name) else model_config.hf_config.to_dict())
+    wanted = ModelShape.from_dict(shape)
+    differing = [
+        f"{field.name}={getattr(own, field.name)} instead of {getattr(wanted, field.name)}"
+        for field in fields(wanted)
+        if getattr(own, field.name) != getattr(wanted, field.name)
+    ]
+    if differing:
+        raise ValueError(
+            f"the engine's model, {name}, is not the run's: {', '.join(differing[:4])}; start the engine with the folder that "
+            "model_name_or_path names"
+        )
 
 
 def check_experts(model: torch.nn.Module, *, has_experts: bool) -> None:

@@ -25,7 +25,7 @@ ROOMS = {
     "algo": {"ops", "config", "types"},
     "data": {"config", "types"},
     "rewards": {"sandbox", "config", "processes", "types"},
-    "rollout": {"config", "processes", "types"},
+    "rollout": {"models", "config", "processes", "types"},
     "planner": {"models", "config", "layout"},
     "policy": {"parallel", "models", "ops", "config", "layout", "types"},
     "checkpoint": {"policy", "parallel", "models", "layout"},

@@ -62,6 +62,7 @@ SPELLINGS: dict[str, dict[object, str]] = {
     "chat_template_name": {None: "auto"},
     "chat_template_kwargs": {None: "{}"},
     "vllm_extra_args": {None: "{}"},
+    "vllm_server_base_url": {None: ""},
     "eval_top_p": {None: "1.0"},
     "kl_estimator": {"kl": "0", "kl1": "0", "kl2": "1", "kl3": "2", "kl4": "3"},
 }

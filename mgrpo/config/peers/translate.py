@@ -227,7 +227,7 @@ def lengths(r: Resolution) -> None:
 
 
 def engines(r: Resolution) -> None:
-    """One GPU for all; and copies of the model within one engine, which `model_rules` refuses for a mixture of experts."""
+    """One GPU for all; servers; and copies of the model within one engine, which `model_rules` refuses for experts."""
     if r.peer("single_gpu_mode"):
         r.put("vllm_mode", "colocate", "single_gpu_mode")
         r.put("vllm_enable_sleep_mode", True, "single_gpu_mode", weak=True)
@@ -237,13 +237,40 @@ def engines(r: Resolution) -> None:
                 r.problems.append(
                     f"single_gpu_mode=true has one GPU, for one learner and one engine; {name}={r.value(name)} must be 1"
                 )
+    place = [name for name in ("vllm_server_host", "vllm_server_port") if name in r.peers]
+    if r.value("vllm_mode") != "server":
+        idle = [name for name in place if r.peer(name) not in (None, *table()[name].neutral)]
+        r.notes.extend(f"{name} has no effect without vllm_mode=server" for name in idle)
     copies = r.peer("vllm_data_parallel_size", 1)
     if copies < 1:
         r.problems.append(f"vllm_data_parallel_size={copies} must be 1 or more")
+    elif r.value("vllm_mode") == "server":
+        _servers(r)
+        if copies > 1:
+            r.problems.append(
+                f"vllm_data_parallel_size={copies} must be 1 with vllm_mode=server; start {copies} times as many servers"
+            )
     elif copies > 1:
         engines = copies * r.value("vllm_num_engines")
         r.expected["vllm_data_parallel_size"] = copies
         r.derive("vllm_num_engines", engines, f"vllm_data_parallel_size={copies} -> vllm_num_engines ({engines})")
+
+
+def _servers(r: Resolution) -> None:
+    host, port = r.peer("vllm_server_host"), r.peer("vllm_server_port")
+    if (host or port) and not r.value("vllm_server_base_url"):
+        # TRL's default is the address on which its server listens.
+        place = f"http://{'127.0.0.1' if host in (None, '0.0.0.0') else host}:{port or 8000}"
+        r.put("vllm_server_base_url", (place,), "vllm_server_host", "vllm_server_port")
+    count, given = len(r.value("vllm_server_base_url")), r.given.get("vllm_num_engines")
+    if given is not None and given.rank > PRESET and given.value != count:
+        r.problems.append(
+            f"vllm_num_engines={given.value} differs from the {count} addresses in vllm_server_base_url, each of which is an "
+            "engine; leave it out"
+        )
+        r.unsound.add("vllm_num_engines")
+    elif count > 1:
+        r.derive("vllm_num_engines", count, f"vllm_server_base_url -> vllm_num_engines ({count})")
 
 
 def batch(r: Resolution) -> None:

@@ -1,4 +1,4 @@
-"""The engine actor: vLLM's AsyncLLM behind calls that take effect in the order in which they were made.
+"""The engine actor: vLLM's AsyncLLM in a Ray actor.
 
 The only file outside the plugin that imports vllm, and it does so inside the actor's process.
 """
@@ -6,47 +6,27 @@ The only file outside the plugin that imports vllm, and it does so inside the ac
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import itertools
 import os
 import socket
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, Completions, Pause, PromptBatch, Sampling
-
-GATHER_S = 0.02
-"""How long a poll waits for more groups after the first one, while others are being sampled."""
+from mgrpo.rollout.engine import Completions, Sampling
+from mgrpo.rollout.vllm.calls import EngineCalls, flattened, sampling_settings
 
 
-class EngineActor:
-    """One vLLM engine. All methods are coroutines of one event loop."""
+class EngineActor(EngineCalls):
+    """One vLLM engine in this process."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.engine: Any = None
-        self.is_stale = False
-        self.version = UNSYNCED
-        self.turn = asyncio.Condition()
-        self.next_turn = 0
-        self.adding = asyncio.Lock()
-        self.pausing: asyncio.Task[None] | None = None
-        """Of an engine that is paused, or will be when its completions are drained."""
         self.asleep: set[str] = set()
         """What has no memory on the device: vLLM's tags for it."""
         self.waking = asyncio.Lock()
-        self.requests: dict[int, Any] = {}
-        """Queued or being sampled, by number."""
-        self.collecting: set[asyncio.Task[None]] = set()
-        self.failure: BaseException | None = None
-        """Why a request will never finish."""
-        self.is_idle = asyncio.Event()
-        self.is_idle.set()
-        self.finished: list[Completions] = []
-        """One group each."""
-        self.has_finished = asyncio.Event()
 
     async def start(self, args: dict[str, Any]) -> None:
         """Load the model.
@@ -72,18 +52,6 @@ class EngineActor:
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args, weight_transfer_config=transfer))
         await self.pause("recompute")
 
-    async def call(self, turn: int, method: str, *args: Any) -> Any:
-        """Begin `method` once all calls of lower turns have begun: Ray starts the calls of an actor in any order."""
-        async with self.turn:
-            await self.turn.wait_for(lambda: self.next_turn == turn)
-            work = asyncio.create_task(getattr(self, method)(*args))
-            # Its first statements run before the next call's. An engine that has been told to sample does so before it is told
-            # to pause.
-            await (asyncio.wait({work}) if method == "resume" else asyncio.sleep(0))
-            self.next_turn += 1
-            self.turn.notify_all()
-        return await work
-
     async def join(self, invitation: Mapping[str, Any]) -> None:
         """Join the weight-transfer group that the learners are joining at the same time."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -92,30 +60,14 @@ class EngineActor:
         request = WeightTransferInitRequest(init_info={"invitation": invitation})
         await self._while_alive(self.engine.init_weight_transfer_engine(request))
 
-    async def pause(self, how: Pause) -> None:
-        """Sample no more; see `Pause`."""
-        if self.pausing is None:
-            self.pausing = asyncio.create_task(self._pause(how))
-        await self._while_alive(self.pausing)
-
-    async def _pause(self, how: Pause) -> None:
-        if how == "drain":
-            await self.is_idle.wait()
+    async def _stop(self, *, clear_cache: bool) -> None:
         # AsyncLLM.pause_generation would do the same, and then sleep for 20 ms.
-        await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=how != "keep")
+        await self.engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
-    async def resume(self) -> None:
-        """Sample with the present weights what is queued, and what will be."""
-        async with self.adding:
-            await self._paused()
-            if self.is_stale:
-                raise RuntimeError(
-                    "the engine's last weight update failed; it must receive all weights before it samples"
-                )
-            self.pausing = None
-            # When the last part wakes, vLLM itself resumes.
-            await self._wake("kv_cache")
-            await self._while_alive(self.engine.resume_generation())
+    async def _go_on(self) -> None:
+        # When the last part wakes, vLLM itself resumes.
+        await self._wake("kv_cache")
+        await self.engine.resume_generation()
 
     async def sleep(self) -> None:
         """Pause, and give up the devices' memory: weights, which must be received before it resumes, and the cache."""
@@ -131,89 +83,26 @@ class EngineActor:
                 await self._while_alive(self.engine.wake_up(tags=[part]))
                 self.asleep.remove(part)
 
-    async def seed(self, seed: int) -> None:
-        """Seed the sampler; the weights stay."""
-        await self._paused()
-        await self._update({"seed": seed})
-
     async def receive_weights(self, version: int, check: bool, seed: int) -> None:
-        """Take over the weights that the learners are sending, and seed the sampler. After a failure nothing is sampled."""
-        await self._paused()
+        """As `EngineCalls.receive_weights`, awake as far as weights go."""
         await self._wake("weights")
-        self.is_stale, self.version = True, version
-        await self._update({"seed": seed, "version": version, "check": check})
-        self.is_stale = False
-
-    async def _paused(self) -> None:
-        """Wait until the pause that has been asked for is reached; there may be none."""
-        if self.pausing is not None:
-            await self._while_alive(self.pausing)
+        await super().receive_weights(version, check, seed)
 
     async def _update(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         # The engine core takes these in the order in which they are sent; waiting for each answer would cost two trips.
-        await self._while_alive(
-            asyncio.gather(
-                self.engine.start_weight_update(),
-                self.engine.update_weights(WeightTransferUpdateRequest(update_info=info)),
-                self.engine.finish_weight_update(weight_version=str(self.version)),
-            )
+        await asyncio.gather(
+            self.engine.start_weight_update(),
+            self.engine.update_weights(WeightTransferUpdateRequest(update_info=info)),
+            self.engine.finish_weight_update(weight_version=str(self.version)),
         )
 
-    async def submit(self, batch: PromptBatch) -> None:
-        """Queue prompts.
+    async def _abort(self, requests: Sequence[str]) -> None:
+        await self.engine.abort(requests, internal=True)
 
-        While the engine is paused, what the scheduler and the sampler will do depends on the batches and the seed alone, never
-        on the time of their arrival.
-        """
-        async with self.adding:
-            await self._paused()
-            prompts = [batch.tokens[a:b].tolist() for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
-            self.is_idle.clear()
-            await self._while_alive(self._add(batch.numbers.tolist(), prompts, batch.sampling, batch.seeds))
-
-    async def poll(self) -> Completions:
-        """The groups that have finished since the last poll; waits for the first."""
-        await self._while_alive(self.has_finished.wait())
-        if self.failure is not None:
-            raise self.failure
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.is_idle.wait(), GATHER_S)
-        finished, self.finished = self.finished, []
-        self.has_finished.clear()
-        return _joined(finished)
-
-    async def abort(self) -> None:
-        """End everything that is queued or sampled; `poll` hands it over with the tokens so far."""
-        async with self.adding:
-            requests = [request.request_id for request in self.requests.values()]
-            await self._while_alive(self.engine.abort(requests, internal=True))
-
-    async def _collect(self, number: int, request: Any) -> None:
-        """Wait for the last output of a request."""
-        while not (output := await request.get()).finished:
-            pass
-        self.finished.append(_flatten(number, sorted(output.outputs, key=lambda c: c.index)))
-        self.has_finished.set()
-        del self.requests[number]
-        if not self.requests:
-            self.is_idle.set()
-
-    def _collected(self, task: asyncio.Task[None]) -> None:
-        self.collecting.discard(task)
-        if not task.cancelled() and (failure := task.exception()) is not None:
-            self.failure = failure
-            self.has_finished.set()
-
-    async def _while_alive(self, work: Awaitable[Any]) -> Any:
-        """The result of `work`, or an error soon after the engine core has died: vLLM leaves some calls waiting then."""
-        task = asyncio.ensure_future(work)
-        while not (await asyncio.wait({task}, timeout=1.0))[0]:
-            if self.engine.errored:
-                task.cancel()
-                raise self.engine.dead_error
-        return task.result()
+    def _death(self) -> BaseException | None:
+        return self.engine.dead_error if self.engine.errored else None
 
     async def _add(
         self, numbers: Sequence[int], prompts: Sequence[list[int]], sampling: Sampling, seeds: np.ndarray | None
@@ -223,17 +112,11 @@ class EngineActor:
         from vllm.sampling_params import RequestOutputKind
 
         settings = {
-            "n": sampling.num_samples,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_tokens": sampling.max_tokens,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "logprobs": 0,
+            **sampling_settings(sampling),
             # Lists of numbers instead of a dict for each token: a fifth of the engine's time for them.
             "flat_logprobs": True,
             "skip_clone": True,
             "output_kind": RequestOutputKind.FINAL_ONLY,
-            **_stopping(sampling.stop_strings),
         }
         if seeds is None:
             params = [SamplingParams(**settings)] * len(prompts)
@@ -243,24 +126,16 @@ class EngineActor:
             # What other groups have left in the cache may be of older weights, see `Pause`, also when a prompt is queued before
             # an update and begins after it: only the samples of this group share its prompt.
             salted = tokens_input(prompt, cache_salt=str(number))
-            self.requests[number] = await self.engine.add_request(str(number), salted, own)
-            task = asyncio.create_task(self._collect(number, self.requests[number]))
-            self.collecting.add(task)
-            task.add_done_callback(self._collected)
+            request = await self.engine.add_request(str(number), salted, own)
+            self._expect(number, request.request_id, _group(number, request))
 
 
-def _stopping(strings: tuple[str, ...]) -> dict[str, Any]:
-    """What vLLM is told to look for in the text as it grows."""
-    if not strings:
-        return {"detokenize": False}
-    return {
-        "stop": list(strings),
-        "include_stop_str_in_output": True,
-        # "<|im_end|>" may be a special token.
-        "skip_special_tokens": False,
-        # With a tokenizer vLLM would also end at the tokenizer's eos; stop_token_ids alone decide.
-        "ignore_eos": True,
-    }
+async def _group(number: int, request: Any) -> Completions:
+    """The group of a request, from its last output."""
+    while not (output := await request.get()).finished:
+        pass
+    completions = sorted(output.outputs, key=lambda c: c.index)
+    return flattened(number, completions, [_logprobs(completion) for completion in completions])
 
 
 def _logprobs(completion: Any) -> list[float]:
@@ -268,31 +143,3 @@ def _logprobs(completion: Any) -> list[float]:
     found = completion.logprobs
     assert found.token_ids == list(completion.token_ids), "one per position, the sampled token's"
     return found.logprobs
-
-
-def _flatten(number: int, completions: Sequence[Any]) -> Completions:
-    """One group, with `lengths [samples]` instead of `cu_seqlens`."""
-    lengths = [len(completion.token_ids) for completion in completions]
-    versions = np.zeros(sum(lengths), dtype=np.int32)
-    start = 0
-    for completion, length in zip(completions, lengths, strict=True):
-        for span in completion.weight_versions or ():
-            version = UNSYNCED if span.version == "default" else int(span.version)
-            versions[start + span.start : start + span.end] = version
-        start += length
-    return {
-        "numbers": np.array([number], dtype=np.int64),
-        "sizes": np.array([len(completions)], dtype=np.int64),
-        "tokens": np.fromiter(itertools.chain.from_iterable(c.token_ids for c in completions), dtype=np.int32),
-        "logprobs": np.array([*itertools.chain.from_iterable(_logprobs(c) for c in completions)], dtype=np.float32),
-        "policy_versions": versions,
-        "lengths": np.array(lengths, dtype=np.int64),
-        "finish_reasons": np.array([FINISH_REASONS.index(c.finish_reason) for c in completions], dtype=np.int8),
-    }
-
-
-def _joined(groups: Sequence[Completions]) -> Completions:
-    """Of several groups."""
-    joined = {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
-    lengths = joined.pop("lengths")
-    return {**joined, "cu_seqlens": np.concatenate(([0], np.cumsum(lengths)))}

@@ -19,6 +19,7 @@ from typing import Any
 
 from mgrpo.config.kernels import kernel_problems
 from mgrpo.config.schema import Config
+from mgrpo.rollout.vllm.server_facts import address_problems as server_address_problems
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that vLLM's CPU kernels know; with another it starts, and dies at the first prompt."""
@@ -74,11 +75,17 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
         starts_engines: it is rank 0's, which starts the engines, or joins their cluster, and the reward models.
     """
     gpus, settings = serving_gpus(), config.engine
-    found = address_problems(settings.ray_address) + extra_problems(settings.vllm_extra_args) if starts_engines else []
+    has_servers = settings.vllm_mode == "server"
+    found = []
+    if starts_engines:
+        found += server_address_problems(config)
+        found += (
+            [] if has_servers else address_problems(settings.ray_address) + extra_problems(settings.vllm_extra_args)
+        )
     if num_local_learners:
         found += kernel_problems(config, has_gpus=bool(gpus))
     if not gpus:
-        if head_dim not in CPU_HEAD_DIMS:
+        if head_dim not in CPU_HEAD_DIMS and not has_servers:
             known = ", ".join(map(str, CPU_HEAD_DIMS))
             found.append(f"the model's head_dim={head_dim} is not served by vLLM on a CPU, which supports {known}")
         return found
@@ -96,7 +103,7 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
         )
     elif shares:
         found += _sharing_problems(config, needed, num_local_learners)
-    elif starts_engines and settings.ray_address is None and needed > left:
+    elif starts_engines and settings.ray_address is None and needed > left and not has_servers:
         found.append(
             f"vllm_num_engines={settings.vllm_num_engines} x vllm_tensor_parallel_size={settings.vllm_tensor_parallel_size} "
             f"need {needed} GPUs, but of {len(gpus)} on this machine {num_local_learners} belong to learners; "

@@ -191,6 +191,10 @@ class Leader(_Agent):
             found.append(
                 f"ray_address={config.engine.ray_address}: mgrpo launch starts Ray itself; leave ray_address out"
             )
+        if config.engine.vllm_mode == "server":
+            found.append(
+                "vllm_mode=server: mgrpo launch starts Ray and engines; start the learners with torchrun instead"
+            )
         found += gpu_problems(config, self.job, ranks_a_node, self.meeting.about)
         if found:
             raise ConfigError(found)

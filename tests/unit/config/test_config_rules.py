@@ -62,6 +62,24 @@ RULES = [
     ("profile", {"profile_steps": [10**9]}, "profile_steps: 1000000000 is no step of this run, which has steps 1 to"),
     ("profile", {"profile_ranks": [0, 1]}, "profile_ranks: 1 is no learner rank of this run, which has ranks 0 to 0"),
     ("profile", {"profile_steps": [1], "profile_ranks": []}, "profile_ranks is empty, so profile_steps would profile"),
+    ("servers", {"vllm_mode": "server"}, "vllm_mode=server needs vllm_server_base_url, the addresses of vLLM servers"),
+    ("servers", {"vllm_server_base_url": ["http://a:1"]}, "is used with vllm_mode=server, but it is ray; change it"),
+    (
+        "servers",
+        {"vllm_mode": "server", "vllm_server_base_url": ["http://a:1", "http://a:1/"]},
+        "names a server twice; each of them is one engine",
+    ),
+    (
+        "servers",
+        {"vllm_mode": "server", "vllm_server_base_url": ["http://a:1"], "vllm_num_engines": 2},
+        "vllm_num_engines=2 differs from the 1 addresses in vllm_server_base_url",
+    ),
+    (
+        "servers",
+        {"vllm_mode": "server", "vllm_server_base_url": ["http://a:1"], "vllm_data_parallel_size": 2},
+        "vllm_data_parallel_size=2 must be 1 with vllm_mode=server; start 2 times as many servers",
+    ),
+    ("servers", {"vllm_server_timeout": 0}, "vllm_server_timeout=0.0 must be above 0 and finite"),
     ("R6", {"pack_length": 511}, "pack_length=511 cannot hold max_prompt_token_length 256 + response_length 256"),
     ("R7", {"num_samples_per_prompt_rollout": 0}, "num_samples_per_prompt_rollout=0 must be at least 1"),
     (

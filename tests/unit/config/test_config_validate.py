@@ -310,6 +310,11 @@ def test_the_layout_follows_the_parallel_section():
         ),
         ({"alpha": 0.3}, "alpha=0.3 has no effect without ref_policy_update_freq"),
         ({"async_steps": 0, "max_staleness": 4}, "max_staleness=4 has no effect without async_steps above 0"),
+        ({"vllm_server_timeout": 9}, "vllm_server_timeout=9 has no effect without vllm_mode=server"),
+        (
+            {"vllm_mode": "server", "vllm_server_base_url": ["http://a:1"], "vllm_kv_cache_mb": 9},
+            "vllm_kv_cache_mb=9 has no effect without engines that the run starts (vllm_mode=ray or colocate)",
+        ),
         ({"inflight_kv": "keep"}, "inflight_kv=keep has no effect without inflight_updates=true"),
         (
             {"async_steps": 2, "policy_loss": "package.module:loss"},

@@ -263,3 +263,37 @@ def test_flags_with_trl_batch_names_win_over_a_saved_file(tmp_path):
 def test_what_trl_refuses_is_refused_in_its_words(given, words):
     """The user knows the other trainer's names; a sentence about ours alone would not be understood."""
     assert words in "\n".join(problems_of(given))
+
+
+@pytest.mark.parametrize(
+    ("given", "urls"),
+    [
+        ({"vllm_server_host": "10.0.0.1", "vllm_server_port": 9000}, ("http://10.0.0.1:9000",)),
+        ({"vllm_server_host": "0.0.0.0"}, ("http://127.0.0.1:8000",)),
+        ({"vllm_server_port": 9000}, ("http://127.0.0.1:9000",)),
+        (
+            {"vllm_server_host": "0.0.0.0", "vllm_server_port": 8000, "vllm_server_base_url": "http://a:1"},
+            ("http://a:1",),
+        ),
+        ({"vllm_server_base_url": "http://a:1,http://b:2"}, ("http://a:1", "http://b:2")),
+    ],
+)
+def test_servers_are_named_as_in_trl(given, urls):
+    """By address, or by host and port; each is an engine."""
+    config = from_values({"vllm_mode": "server", **given})
+    assert config.engine.vllm_server_base_url == urls and config.engine.vllm_num_engines == len(urls)
+
+
+def test_the_defaults_of_trl_do_not_ask_for_a_server():
+    """TRL writes them into every configuration that it saves."""
+    written = {
+        "vllm_mode": "colocate",
+        "vllm_server_base_url": None,
+        "vllm_server_host": "0.0.0.0",
+        "vllm_server_port": 8000,
+        "vllm_server_timeout": 240.0,
+    }
+    config = from_values(written)
+    assert not config.notes and not config.engine.vllm_server_base_url and config.engine.vllm_num_engines == 1
+    (note,) = from_values({**written, "vllm_server_host": "10.0.0.1"}).notes
+    assert note == "vllm_server_host has no effect without vllm_mode=server"

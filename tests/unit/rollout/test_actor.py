@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mgrpo.rollout.vllm.actor import EngineActor, _flatten, _joined
+from mgrpo.rollout.engine import Completions
+from mgrpo.rollout.vllm.actor import EngineActor, _group
+from mgrpo.rollout.vllm.calls import joined
 
 
 def completion(tokens: list[int], logprobs: list[float], reason: str = "stop") -> SimpleNamespace:
@@ -18,10 +20,21 @@ def completion(tokens: list[int], logprobs: list[float], reason: str = "stop") -
     return SimpleNamespace(token_ids=tokens, logprobs=flat, finish_reason=reason, weight_versions=None)
 
 
+def group(number: int, completions: list[SimpleNamespace]) -> Completions:
+    """What becomes of vLLM's last output of a request."""
+    for index, each in enumerate(completions):
+        each.index = index
+
+    async def get() -> SimpleNamespace:
+        return SimpleNamespace(finished=True, outputs=completions[::-1])
+
+    return asyncio.run(_group(number, SimpleNamespace(get=get)))
+
+
 def test_logprobs_lie_beside_their_tokens():
     """A shift by one position would be trained on as an off-policy sample."""
     first = [completion([7, 8], [-0.5, -1.5]), completion([], [])]
-    answer = _joined([_flatten(3, first), _flatten(1, [completion([9], [-2.0], "length")])])
+    answer = joined([group(3, first), group(1, [completion([9], [-2.0], "length")])])
     assert answer["numbers"].tolist() == [3, 1] and answer["sizes"].tolist() == [2, 1]
     assert answer["tokens"].tolist() == [7, 8, 9] and answer["cu_seqlens"].tolist() == [0, 2, 2, 3]
     assert answer["logprobs"].tolist() == [-0.5, -1.5, -2.0] and answer["logprobs"].dtype == np.float32
@@ -31,7 +44,7 @@ def test_logprobs_lie_beside_their_tokens():
 def test_a_token_without_a_logprob_is_an_error():
     """Those of all later completions would move to other tokens."""
     with pytest.raises(AssertionError, match="one per position"):
-        _flatten(0, [completion([7, 8], [-0.5]), completion([9], [-2.0])])
+        group(0, [completion([7, 8], [-0.5]), completion([9], [-2.0])])
 
 
 def test_calls_take_effect_in_their_order():

@@ -88,19 +88,19 @@ def test_ranks_of_several_machines_meet_where_each_reaches_the_other(own_environ
 
 
 @pytest.mark.parametrize(
-    ("given", "ray_address", "expected"),
+    ("given", "engines", "expected"),
     [
-        ({}, None, "lo"),
-        ({"MASTER_ADDR": "127.0.0.1"}, None, "lo"),
-        ({"MASTER_ADDR": "10.0.0.1"}, None, None),
-        ({"MASTER_ADDR": "127.0.0.1"}, "10.0.0.1:6379", None),
-        ({"GLOO_SOCKET_IFNAME": "eth1"}, "10.0.0.1:6379", "eth1"),
+        ({}, {}, "lo"),
+        ({"MASTER_ADDR": "127.0.0.1"}, {}, "lo"),
+        ({"MASTER_ADDR": "10.0.0.1"}, {}, None),
+        ({"MASTER_ADDR": "127.0.0.1"}, {"ray_address": "10.0.0.1:6379"}, None),
+        ({"GLOO_SOCKET_IFNAME": "eth1"}, {"ray_address": "10.0.0.1:6379"}, "eth1"),
+        ({}, {"vllm_mode": "server", "vllm_server_base_url": ["http://127.0.0.1:1", "http://localhost:2"]}, "lo"),
+        ({}, {"vllm_mode": "server", "vllm_server_base_url": ["http://127.0.0.1:1", "http://10.0.0.1:2"]}, None),
     ],
 )
-def test_learners_use_loopback_only_where_the_engines_are_on_their_machine(
-    own_environment, given, ray_address, expected
-):
+def test_learners_use_loopback_only_where_the_engines_are_on_their_machine(own_environment, given, engines, expected):
     """An engine on another node cannot reach the loopback interface of this one."""
     own_environment.update(given)
-    environment.prepare_environment(from_values({"ray_address": ray_address}))
+    environment.prepare_environment(from_values(engines))
     assert own_environment.get("GLOO_SOCKET_IFNAME") == expected

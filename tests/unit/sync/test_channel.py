@@ -205,13 +205,27 @@ def test_an_engine_that_leaves_does_not_end_the_others():
             assert torch.equal(values, view(tensors, box)), box
 
 
-def test_without_memory_to_share_the_weights_go_over_gloo_and_a_line_says_so(monkeypatch, capsys):
-    """The run is slower then, and the user can know why."""
-
-    def no_memory(*_: Any) -> None:
+def no_memory(monkeypatch) -> str:
+    def allocate(*_: Any) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(os, "posix_fallocate", no_memory)
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    return "[Errno 12] Cannot allocate memory"
+
+
+def another_user(monkeypatch) -> str:
+    """An engine that somebody else has started may be theirs."""
+    connect, own = shared.connect, os.geteuid()
+    monkeypatch.setattr(
+        shared, "connect", lambda address, **more: connect(address.replace(f"-{own}-", f"-{own + 1}-"), **more)
+    )
+    return f"they run as users {own + 1} and {own}"
+
+
+@pytest.mark.parametrize("fault", [no_memory, another_user])
+def test_without_memory_to_share_the_weights_go_over_gloo_and_a_line_says_so(monkeypatch, capsys, fault):
+    """The run is slower then, and the user can know why."""
+    reason = fault(monkeypatch)
     model, train, infer = small()
     tensors = whole(model, torch.float32, seed=0)
     _store, port = open_store(HOST, 60)
@@ -224,7 +238,7 @@ def test_without_memory_to_share_the_weights_go_over_gloo_and_a_line_says_so(mon
         sender.send(1)
         receiving.result(60)
     assert all(torch.equal(values, view(tensors, box)) for box, values in live)
-    line = "mgrpo: worker 0 of engine 0 cannot share memory with training rank 0: [Errno 12] Cannot allocate memory; "
+    line = f"mgrpo: worker 0 of engine 0 cannot share memory with training rank 0: {reason}; "
     assert capsys.readouterr().err.splitlines() == [line + "these weights take the slower way over gloo"]
 
 

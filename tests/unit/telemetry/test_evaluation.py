@@ -227,6 +227,14 @@ def test_an_evaluation_asks_nothing_of_training(tmp_path):
     assert "temperature: 0.5  # flag" in to_yaml(own) and "learning_rate: 2.0e-05\n" in to_yaml(own)
 
 
+def test_an_evaluation_does_not_trust_a_servers_weights(tmp_path):
+    """It may have those of any run: the numbers would be another model's."""
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    own = for_evaluation(flags(tmp_path, "--vllm_mode", "server", "--vllm_server_base_url", *urls))
+    assert (own.engine.vllm_mode, own.engine.vllm_server_base_url, own.engine.vllm_num_engines) == ("ray", (), 1)
+    assert problems(own, world_size=1, has_dataset=True) == []
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

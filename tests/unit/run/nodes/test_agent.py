@@ -203,6 +203,10 @@ def test_a_node_that_waits_for_the_others_can_be_ended(nodes):
     [
         ((*CONFIG, "--temperature", "-1"), "temperature"),
         ((*CONFIG, "--ray_address", "127.0.0.1:1"), "mgrpo launch starts Ray itself; leave ray_address out"),
+        (
+            (*CONFIG, "--vllm_mode", "server", "--vllm_server_base_url", "http://127.0.0.1:1"),
+            "mgrpo launch starts Ray and engines; start the learners with torchrun instead",
+        ),
     ],
 )
 def test_a_wrong_configuration_ends_all_before_anything_starts(nodes, words, said):

@@ -1,0 +1,254 @@
+"""The calls of a vLLM engine, which take effect in the order in which they were made, whatever carries them to the engine.
+
+Here is when an engine may sample, take over weights and be given prompts; `actor` and `server_calls` reach the engine itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, Completions, Pause, PromptBatch, Sampling
+
+GATHER_S = 0.02
+"""How long a poll waits for more groups after the first one, while others are being sampled."""
+
+
+class EngineCalls(ABC):
+    """One vLLM engine. All methods are coroutines of one event loop."""
+
+    def __init__(self) -> None:
+        self.is_stale = False
+        self.version = UNSYNCED
+        self.turn = asyncio.Condition()
+        self.next_turn = 0
+        self.adding = asyncio.Lock()
+        self.pausing: asyncio.Task[None] | None = None
+        """Of an engine that is paused, or will be when its completions are drained."""
+        self.requests: dict[int, str] = {}
+        """vLLM's names of what is queued or being sampled, by number."""
+        self.collecting: set[asyncio.Task[None]] = set()
+        self.failure: BaseException | None = None
+        """Why a request will never finish."""
+        self.is_idle = asyncio.Event()
+        self.is_idle.set()
+        self.finished: list[Completions] = []
+        """One group each."""
+        self.has_finished = asyncio.Event()
+
+    @abstractmethod
+    async def join(self, invitation: Mapping[str, Any]) -> None:
+        """Join the weight-transfer group that the learners are joining at the same time."""
+
+    @abstractmethod
+    async def _stop(self, *, clear_cache: bool) -> None:
+        """Have the engine sample no more; what it has begun goes on after `_go_on`."""
+
+    @abstractmethod
+    async def _go_on(self) -> None:
+        """Have the engine sample."""
+
+    @abstractmethod
+    async def _update(self, info: dict[str, Any]) -> None:
+        """A weight update, `Update` of the plugin, after which the engine's weights are those of `version`."""
+
+    @abstractmethod
+    async def _add(
+        self, numbers: Sequence[int], prompts: Sequence[list[int]], sampling: Sampling, seeds: np.ndarray | None
+    ) -> None:
+        """Queue prompts, and `_expect` the group of each."""
+
+    @abstractmethod
+    async def _abort(self, requests: Sequence[str]) -> None:
+        """End these requests; their groups come with the tokens so far."""
+
+    @abstractmethod
+    def _death(self) -> BaseException | None:
+        """Why the engine will never answer again, if it will not."""
+
+    async def call(self, turn: int, method: str, *args: Any) -> Any:
+        """Begin `method` once all calls of lower turns have begun: they may arrive in any order."""
+        async with self.turn:
+            await self.turn.wait_for(lambda: self.next_turn == turn)
+            work = asyncio.create_task(getattr(self, method)(*args))
+            # Its first statements run before the next call's. An engine that has been told to sample does so before it is told
+            # to pause.
+            await (asyncio.wait({work}) if method == "resume" else asyncio.sleep(0))
+            self.next_turn += 1
+            self.turn.notify_all()
+        return await work
+
+    async def pause(self, how: Pause) -> None:
+        """Sample no more; see `Pause`."""
+        if self.pausing is None:
+            self.pausing = asyncio.create_task(self._pause(how))
+        await self._while_alive(self.pausing)
+
+    async def _pause(self, how: Pause) -> None:
+        if how == "drain":
+            await self.is_idle.wait()
+        await self._stop(clear_cache=how != "keep")
+
+    async def resume(self) -> None:
+        """Sample with the present weights what is queued, and what will be."""
+        async with self.adding:
+            await self._paused()
+            if self.is_stale:
+                raise RuntimeError(
+                    "the engine's last weight update failed; it must receive all weights before it samples"
+                )
+            self.pausing = None
+            await self._while_alive(self._go_on())
+
+    async def seed(self, seed: int) -> None:
+        """Seed the sampler; the weights stay."""
+        await self._paused()
+        await self._while_alive(self._update({"seed": seed}))
+
+    async def receive_weights(self, version: int, check: bool, seed: int) -> None:
+        """Take over the weights that the learners are sending, and seed the sampler. After a failure nothing is sampled."""
+        await self._paused()
+        self.is_stale, self.version = True, version
+        await self._while_alive(self._update({"seed": seed, "version": version, "check": check}))
+        self.is_stale = False
+
+    async def _paused(self) -> None:
+        """Wait until the pause that has been asked for is reached; there may be none."""
+        if self.pausing is not None:
+            await self._while_alive(self.pausing)
+
+    async def submit(self, batch: PromptBatch) -> None:
+        """Queue prompts.
+
+        While the engine is paused, what the scheduler and the sampler will do depends on the batches and the seed alone, never
+        on the time of their arrival.
+        """
+        async with self.adding:
+            await self._paused()
+            prompts = [batch.tokens[a:b].tolist() for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
+            self.is_idle.clear()
+            await self._while_alive(self._add(batch.numbers.tolist(), prompts, batch.sampling, batch.seeds))
+
+    async def poll(self) -> Completions:
+        """The groups that have finished since the last poll; waits for the first."""
+        await self._while_alive(self.has_finished.wait())
+        if self.failure is not None:
+            raise self.failure
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.is_idle.wait(), GATHER_S)
+        finished, self.finished = self.finished, []
+        self.has_finished.clear()
+        return joined(finished)
+
+    async def abort(self) -> None:
+        """End everything that is queued or sampled; `poll` hands it over with the tokens so far."""
+        async with self.adding:
+            await self._while_alive(self._abort(list(self.requests.values())))
+
+    def _expect(self, number: int, request: str, group: Coroutine[Any, Any, Completions]) -> None:
+        """A group that the engine has been given under this number.
+
+        Args:
+            request: vLLM's name of it.
+            group: what `flattened` makes of it, as soon as all its completions have ended.
+        """
+        self.requests[number] = request
+        task = asyncio.create_task(self._collect(number, group))
+        self.collecting.add(task)
+        task.add_done_callback(self._collected)
+
+    async def _collect(self, number: int, group: Coroutine[Any, Any, Completions]) -> None:
+        found = await group  # a poll may meanwhile have taken the list
+        self.finished.append(found)
+        self.has_finished.set()
+        del self.requests[number]
+        if not self.requests:
+            self.is_idle.set()
+
+    def _collected(self, task: asyncio.Task[None]) -> None:
+        self.collecting.discard(task)
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self.failure = failure
+            self.has_finished.set()
+
+    async def _while_alive(self, work: Awaitable[Any]) -> Any:
+        """The result of `work`, or an error soon after the engine has died: some calls would be left waiting then."""
+        task = asyncio.ensure_future(work)
+        while not (await asyncio.wait({task}, timeout=1.0))[0]:
+            if (death := self._death()) is not None:
+                task.cancel()
+                raise death
+        return task.result()
+
+
+class Output(Protocol):
+    """What vLLM says of a completion."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def weight_versions(self) -> Any:
+        """Spans of tokens, `start` to `end`, each of one `version`; or None."""
+
+
+def sampling_settings(sampling: Sampling) -> dict[str, Any]:
+    """Values of vLLM's SamplingParams, in JSON."""
+    settings = {
+        "n": sampling.num_samples,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": sampling.max_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "logprobs": 0,
+    }
+    if not sampling.stop_strings:
+        return settings | {"detokenize": False}
+    return settings | {
+        "stop": list(sampling.stop_strings),
+        "include_stop_str_in_output": True,
+        # "<|im_end|>" may be a special token.
+        "skip_special_tokens": False,
+        # With a tokenizer vLLM would also end at the tokenizer's eos; stop_token_ids alone decide.
+        "ignore_eos": True,
+    }
+
+
+def flattened(number: int, completions: Sequence[Output], logprobs: Sequence[Sequence[float]]) -> Completions:
+    """One group, with `lengths [samples]` instead of `cu_seqlens`.
+
+    Args:
+        logprobs: of each completion's tokens.
+    """
+    lengths = [len(completion.token_ids) for completion in completions]
+    assert lengths == [len(found) for found in logprobs], "one per position, the sampled token's"
+    versions = np.zeros(sum(lengths), dtype=np.int32)
+    start = 0
+    for completion, length in zip(completions, lengths, strict=True):
+        for span in completion.weight_versions or ():
+            version = UNSYNCED if span.version == "default" else int(span.version)
+            versions[start + span.start : start + span.end] = version
+        start += length
+    return {
+        "numbers": np.array([number], dtype=np.int64),
+        "sizes": np.array([len(completions)], dtype=np.int64),
+        "tokens": np.fromiter(itertools.chain.from_iterable(c.token_ids for c in completions), dtype=np.int32),
+        "logprobs": np.array([*itertools.chain.from_iterable(logprobs)], dtype=np.float32),
+        "policy_versions": versions,
+        "lengths": np.array(lengths, dtype=np.int64),
+        "finish_reasons": np.array([FINISH_REASONS.index(c.finish_reason or "") for c in completions], dtype=np.int8),
+    }
+
+
+def joined(groups: Sequence[Completions]) -> Completions:
+    """Several groups of `flattened`."""
+    whole = {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
+    lengths = whole.pop("lengths")
+    return {**whole, "cu_seqlens": np.concatenate(([0], np.cumsum(lengths)))}

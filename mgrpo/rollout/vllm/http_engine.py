@@ -1,0 +1,128 @@
+"""An `Engine` that is a vLLM server which somebody else has started, and which goes on when the run ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from mgrpo.config.schema import Config
+from mgrpo.rollout.engine import Completions, EngineError, Pause, PromptBatch
+from mgrpo.rollout.vllm.server_calls import LEAVE_S, ServerCalls
+
+T = TypeVar("T")
+
+
+class HttpEngine:
+    """The caller's end of one server; its calls run in a thread of their own.
+
+    An engine whose server has died fails every call. The server may come back: another HttpEngine waits for it, and then
+    needs weights.
+    """
+
+    def __init__(self, url: str, config: Config) -> None:
+        """
+        Args:
+            url: of the server, without a path: `http://HOST:PORT`.
+        """
+        self.url = url
+        self.turns = itertools.count()
+        self.refusal: str | None = None
+        """Why the server must not be called any more."""
+        self.lock = threading.Lock()
+        """Held while a call begins or the engine is closed."""
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name=f"server {url}", daemon=True)
+        self.thread.start()
+        self.calls: ServerCalls = asyncio.run_coroutine_threadsafe(_made(url), self.loop).result()
+        self.ready: Future[None] = self._begin(self.calls.start(config))
+
+    def submit(self, batch: PromptBatch) -> Future[None]:
+        """See `Engine`."""
+        return self._call("submit", batch)
+
+    def poll(self) -> Future[Completions]:
+        """See `Engine`."""
+        return self._begin(self.calls.poll())
+
+    def pause(self, how: Pause) -> Future[None]:
+        """See `Engine`."""
+        return self._call("pause", how)
+
+    def resume(self) -> Future[None]:
+        """See `Engine`."""
+        return self._call("resume")
+
+    def sleep(self) -> Future[None]:
+        """Nothing that a server can be asked: its devices are its own."""
+        raise NotImplementedError("servers share no device with learners")
+
+    def abort(self) -> Future[None]:
+        """See `Engine`."""
+        return self._call("abort")
+
+    def join(self, invitation: Mapping[str, Any]) -> Future[None]:
+        """See `Engine`."""
+        return self._call("join", invitation)
+
+    def receive_weights(self, version: int, *, check: bool, seed: int) -> Future[None]:
+        """See `Engine`."""
+        return self._call("receive_weights", version, check, seed)
+
+    def seed(self, seed: int) -> Future[None]:
+        """See `Engine`."""
+        return self._call("seed", seed)
+
+    def close(self) -> None:
+        """Give the server back, see `ServerCalls.leave`; what has not been answered fails."""
+        with self.lock:
+            if self.refusal is not None:
+                return
+            self.refusal = "the engine was closed"
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._leave(), self.loop).result(2 * LEAVE_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(LEAVE_S)
+
+    async def _leave(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self.calls.leave()
+
+    def _call(self, method: str, *args: object) -> Future[Any]:
+        """A call that takes effect after those before it."""
+        with self.lock:
+            return self._begin_locked(self.calls.call(next(self.turns), method, *args))
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        with self.lock:
+            return self._begin_locked(work)
+
+    def _begin_locked(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self.refusal is None:
+            return asyncio.run_coroutine_threadsafe(self._answer(work), self.loop)
+        work.close()
+        refused: Future[T] = Future()
+        refused.set_exception(EngineError(self.refusal))
+        return refused
+
+    async def _answer(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a call; every error is an EngineError that names the server."""
+        try:
+            return await work
+        except asyncio.CancelledError as err:
+            raise EngineError(self.refusal or "the call was cancelled") from err
+        except EngineError as err:
+            raise err if self.url in str(err) else EngineError(f"server {self.url}: {err}") from err
+        except Exception as err:
+            raise EngineError(f"server {self.url}: {type(err).__name__}: {err}") from err
+
+
+async def _made(url: str) -> ServerCalls:
+    return ServerCalls(url)

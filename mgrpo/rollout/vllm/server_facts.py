@@ -1,0 +1,145 @@
+"""What a server must be to serve a run: how it was started, and where it is."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from mgrpo.config.schema import Config
+from mgrpo.processes.address import own_address
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def config_problems(info: Mapping[str, Any], config: Config) -> list[str]:
+    """What a server was started with and the run cannot use, one sentence each.
+
+    Args:
+        info: of `/server_info?config_format=json`.
+    """
+    try:
+        return list(_differences(info["vllm_config"], config))
+    except (KeyError, TypeError) as err:
+        return [f"the server does not say {err} in /server_info; this version of vLLM is not supported"]
+
+
+def _differences(found: Mapping[str, Any], config: Config) -> Iterator[str]:
+    model, parallel, scheduler = found["model_config"], found["parallel_config"], found["scheduler_config"]
+    backend = (found["weight_transfer_config"] or {}).get("backend")
+    if backend != "mgrpo":
+        yield (
+            f"the server's weight-transfer backend is {backend or 'not set'}, expected mgrpo; start it with MGRPO_ENGINE=1 and "
+            """--weight-transfer-config '{"backend": "mgrpo"}', from an environment that has mgrpo"""
+        )
+    if model["logprobs_mode"] != "processed_logprobs":
+        yield (
+            f"the server's logprobs_mode is {model['logprobs_mode']}, expected processed_logprobs, which take the temperature "
+            "into account as the trainer does; start it with --logprobs-mode processed_logprobs"
+        )
+    dtype, wanted = str(model["dtype"]).removeprefix("torch."), config.model.model_dtype
+    if dtype != wanted:
+        yield f"the server computes in {dtype}, expected model_dtype={wanted}; start it with --dtype {wanted}, or change model_dtype"
+    if model["max_model_len"] < config.max_model_length:
+        yield (
+            f"the server's max_model_len is {model['max_model_len']}, expected at least max_prompt_token_length + response_length "
+            f"= {config.max_model_length}; start it with --max-model-len {config.max_model_length}, or lower them"
+        )
+    workers = config.engine.vllm_tensor_parallel_size
+    if parallel["tensor_parallel_size"] != workers:
+        yield (
+            f"the server's tensor_parallel_size is {parallel['tensor_parallel_size']}, expected vllm_tensor_parallel_size="
+            f"{workers}; start it with --tensor-parallel-size {workers}, or change vllm_tensor_parallel_size"
+        )
+    for name, key in (
+        ("pipeline-parallel-size", "pipeline_parallel_size"),
+        ("data-parallel-size", "data_parallel_size"),
+        ("api-server-count", "_api_process_count"),
+    ):
+        if parallel[key] != 1:
+            yield f"the server runs with --{name} {parallel[key]}, expected 1; start one server for each copy of the model"
+    if model["quantization"] is not None:
+        yield f"the server quantizes weights ({model['quantization']}), but receives them in {wanted}; leave --quantization out"
+    if found["speculative_config"] is not None:
+        yield "the server drafts tokens with a second model, which gets no weights; leave --speculative-config out"
+    samples = max(config.rollout.num_samples_per_prompt_rollout, config.rollout.eval_pass_at_k)
+    if scheduler["max_num_seqs"] < samples:
+        yield (
+            f"the server's max_num_seqs is {scheduler['max_num_seqs']}, expected at least the {samples} samples of a prompt; "
+            f"start it with --max-num-seqs {config.engine.vllm_max_num_seqs}"
+        )
+    if config.rollout.stop_strings and model["skip_tokenizer_init"]:
+        yield "the server has no tokenizer, which stop_strings need; start it without --skip-tokenizer-init"
+    if found["device_config"]["device"] == "cpu" and scheduler["enable_chunked_prefill"]:
+        yield (
+            "the server reads prompts in parts, after which vLLM cannot seed a request on a CPU; start it with "
+            f"--no-enable-chunked-prefill --max-num-batched-tokens {max(4096, model['max_model_len'])}"
+        )
+
+
+def address_problems(config: Config) -> list[str]:
+    """What is wrong with the servers' addresses, one sentence each; nothing is sent to them."""
+    return [
+        f"vllm_server_base_url={url}: {problem}"
+        for url in config.engine.vllm_server_base_url
+        for problem in _address_problems(url, allow_public=config.engine.vllm_server_allow_public)
+    ]
+
+
+def _address_problems(url: str, *, allow_public: bool) -> Iterator[str]:
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
+        is_whole = is_whole and (parts.port is None or parts.port > 0)
+    except ValueError:
+        is_whole = False
+    if not is_whole:
+        yield "expected http://HOST:PORT or https://HOST:PORT"
+    elif parts.username is not None:
+        yield "an address must not hold a password, which would be printed; set MGRPO_VLLM_SERVER_TOKEN instead"
+    else:
+        try:
+            public = [address for address in _addresses(_host(url)) if address.is_global]
+        except OSError as err:
+            yield f"the name {parts.hostname} is not known here ({err}); correct it"
+            return
+        if public and not allow_public:
+            yield (
+                f"{public[0]} is a public address, and who reaches it can replace the model and run code on the server, which "
+                "asks nobody for a password there; put the server into a private network, or, behind a proxy that asks for "
+                "one (docs/servers.md), set vllm_server_allow_public true"
+            )
+
+
+def _addresses(host: str) -> list[Address]:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    read = [ipaddress.ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
+    return [getattr(address, "ipv4_mapped", None) or address for address in read]
+
+
+def meeting_host(config: Config) -> str | None:
+    """This machine's address on the way to the servers; None where all of them are on it.
+
+    Raises:
+        OSError: there is no way.
+    """
+    elsewhere = host_elsewhere(config)
+    return None if elsewhere is None else own_address(elsewhere)
+
+
+def host_elsewhere(config: Config) -> str | None:
+    """The first host of a server that may be another machine than this one."""
+    return next((host for url in config.engine.vllm_server_base_url if not _is_here(host := _host(url))), None)
+
+
+def _host(url: str) -> str:
+    return urlsplit(url).hostname or ""
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return all(address.is_loopback for address in _addresses(host))
+    except OSError:
+        return False

@@ -1,0 +1,141 @@
+"""What a server says of itself, and what a run needs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from mgrpo.config import from_values
+from mgrpo.rollout.vllm import server_facts
+from mgrpo.rollout.vllm.server_facts import address_problems, config_problems, meeting_host
+
+INFO: dict[str, Any] = {
+    "vllm_config": {
+        "model_config": {
+            "model": "/models/small",
+            "dtype": "torch.float32",
+            "max_model_len": 512,
+            "logprobs_mode": "processed_logprobs",
+            "quantization": None,
+            "skip_tokenizer_init": True,
+        },
+        "parallel_config": {
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "_api_process_count": 1,
+        },
+        "scheduler_config": {"max_num_seqs": 64, "enable_chunked_prefill": False},
+        "device_config": {"device": "cpu"},
+        "speculative_config": None,
+        "weight_transfer_config": {"backend": "mgrpo"},
+    }
+}
+"""Of `/server_info?config_format=json` of vLLM 0.32.0, what is looked at."""
+CONFIG = {"model_dtype": "float32", "max_prompt_token_length": 256, "response_length": 256, "vllm_mode": "server"}
+
+
+def problems(changed: dict[str, Any], **values: object) -> list[str]:
+    """About a server that differs in these `part.name`, and a run with these settings."""
+    info = copy.deepcopy(INFO)
+    for name, value in changed.items():
+        *parts, last = name.split("/")
+        place = info["vllm_config"]
+        for part in parts:
+            place = place[part]
+        place[last] = value
+    return config_problems(info, from_values({**CONFIG, "vllm_server_base_url": ["http://127.0.0.1:1"], **values}))
+
+
+def test_a_server_as_it_should_be_has_no_problem():
+    assert problems({}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("model_config/logprobs_mode", "raw_logprobs", "logprobs_mode is raw_logprobs, expected processed_logprobs"),
+        ("model_config/dtype", "torch.bfloat16", "computes in bfloat16, expected model_dtype=float32"),
+        ("model_config/max_model_len", 511, "max_model_len is 511, expected at least max_prompt_token_length"),
+        ("parallel_config/tensor_parallel_size", 4, "tensor_parallel_size is 4, expected vllm_tensor_parallel_size=1"),
+        ("parallel_config/pipeline_parallel_size", 2, "runs with --pipeline-parallel-size 2, expected 1"),
+        ("parallel_config/data_parallel_size", 2, "runs with --data-parallel-size 2, expected 1"),
+        ("parallel_config/_api_process_count", 2, "runs with --api-server-count 2, expected 1"),
+        ("model_config/quantization", "fp8", "quantizes weights (fp8)"),
+        ("speculative_config", {"method": "ngram"}, "leave --speculative-config out"),
+        ("scheduler_config/max_num_seqs", 3, "max_num_seqs is 3, expected at least the 16 samples of a prompt"),
+        ("scheduler_config/enable_chunked_prefill", True, "start it with --no-enable-chunked-prefill"),
+        ("weight_transfer_config", None, "weight-transfer backend is not set, expected mgrpo; start it with MGRPO_ENGINE=1"),
+        ("weight_transfer_config", {"backend": "nccl"}, "weight-transfer backend is nccl, expected mgrpo"),
+    ],
+)  # fmt: skip
+def test_each_difference_is_one_sentence_with_a_remedy(name, value, sentence):
+    """Without it the run would fail steps later, or train on log-probabilities that are not the trainer's."""
+    (found,) = problems({name: value}, num_samples_per_prompt_rollout=16)
+    assert sentence in found and ("start" in found or "leave" in found)
+
+
+def test_a_gpu_reads_prompts_in_parts():
+    """Only vLLM's generator on the CPU cannot go back."""
+    changed = {"scheduler_config/enable_chunked_prefill": True, "device_config/device": "cuda"}
+    assert problems(changed) == []
+
+
+def test_another_version_of_vllm_is_named():
+    """Its names may have changed; a KeyError would be a riddle."""
+    assert config_problems({"vllm_config": {"model_config": {}}}, from_values({})) == [
+        "the server does not say 'parallel_config' in /server_info; this version of vLLM is not supported"
+    ]
+
+
+def at(*urls: str, allow_public: bool = False):
+    values = {"vllm_mode": "server", "vllm_server_base_url": list(urls), "vllm_server_allow_public": allow_public}
+    return from_values(values)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("10.0.0.1:8000", "expected http://HOST:PORT"),
+        ("http://", "expected http://HOST:PORT"),
+        ("http://host:port", "expected http://HOST:PORT"),
+        ("http://127.0.0.1:8000?x=1", "expected http://HOST:PORT"),
+        ("http://me:secret@127.0.0.1:8000", "must not hold a password"),
+        ("http://8.8.8.8:8000", "8.8.8.8 is a public address, and who reaches it can replace the model"),
+        ("https://[2001:4860:4860::8888]:8000", "is a public address"),
+        ("http://[::ffff:8.8.8.8]:8000", "8.8.8.8 is a public address"),
+        ("http://no-such-host.invalid:8000", "the name no-such-host.invalid is not known here"),
+    ],
+)
+def test_an_address_that_is_wrong_or_public_is_refused(url, words):
+    """vLLM's control endpoints ask for no token: a public server belongs to everyone."""
+    (found,) = address_problems(at(url))
+    assert found.startswith(f"vllm_server_base_url={url}: ") and words in found
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost", "10.1.2.3", "192.168.0.9", "100.64.1.1", "[::1]", "[fd00::1]"]
+)
+def test_private_addresses_are_accepted(host):
+    """Among them those that clouds and overlays share between customers' machines."""
+    assert address_problems(at(f"http://{host}:8000")) == []
+
+
+def test_a_public_address_is_accepted_when_the_user_says_so():
+    assert address_problems(at("https://8.8.8.8", allow_public=True)) == []
+
+
+def test_a_name_is_judged_by_all_its_addresses(monkeypatch):
+    """One public address is enough to be reached by everyone."""
+    answers = [(2, 1, 6, "", ("10.0.0.1", 80)), (2, 1, 6, "", ("8.8.8.8", 80))]
+    monkeypatch.setattr(server_facts.socket, "getaddrinfo", lambda *args, **kwargs: answers)
+    assert "8.8.8.8 is a public address" in address_problems(at("http://engine:8000"))[0]
+
+
+def test_learners_and_servers_meet_on_the_way_between_them(monkeypatch):
+    """At the loopback address only where all servers are here: the others would look for rank 0 on their own machine."""
+    monkeypatch.setattr(server_facts, "own_address", lambda host: f"towards {host}")
+    assert meeting_host(at("http://127.0.0.1:1", "http://localhost:2")) is None
+    assert meeting_host(at("http://127.0.0.1:1", "http://10.0.0.7:2")) == "towards 10.0.0.7"
