@@ -51,10 +51,10 @@ def make_trainer(
     shape = shape_of(read_hf_config(config.model.path))
     states = States(config, lead, host_group)
     checkpoint = states.open(resume_from, shape)
-    if config.engine.takes_turns:
-        # One after the other: both at once may not fit.
+    if config.engine.shares_gpus:
+        # An engine refuses to start on a GPU that is not nearly empty, and both at once may not fit.
         lead.pulse.at("waiting for the engines")
-        lead.run(partial(_lay_to_sleep, started))
+        lead.run(partial(_wait_for_engines, started, sleep=config.engine.takes_turns))
     if started:
         started.startup.say(f"loading the weights into {_learners()}")
     lead.pulse.at("loading the model")
@@ -133,12 +133,13 @@ def make_trainer(
     return trainer
 
 
-def _lay_to_sleep(started: Started | None) -> None:
-    """Rank 0: wait for the engines, which then give up their devices' memory."""
+def _wait_for_engines(started: Started | None, *, sleep: bool) -> None:
+    """Rank 0: wait for the engines, which then give up their devices' memory if they are to sleep."""
     assert started is not None, "rank 0 has the engines"
-    started.startup.say("waiting for the engines, which then give their devices to the learners")
+    started.startup.say("waiting for the engines, with which the learners share their devices")
     started.fleet.wait_ready()
-    started.fleet.sleep()
+    if sleep:
+        started.fleet.sleep()
 
 
 def _learners() -> str:

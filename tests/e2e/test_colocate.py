@@ -13,7 +13,7 @@ def finish(folder, flags, program=("examples/train_grpo.py",)) -> Run:
     folder.mkdir()
     run = Run(folder, [*FLAGS, *flags], program=program)
     try:
-        run.wait_for("\nstep ", 200)
+        run.wait_for("\nstep ", 300)
         family = run.family()
         assert run.wait(200) == 0, run.text()[-3000:]
     finally:
