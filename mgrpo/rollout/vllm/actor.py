@@ -1,6 +1,6 @@
 """The engine actor: vLLM's AsyncLLM behind calls that take effect in the order in which they were made.
 
-The only file outside the plugin that imports vllm, and it does so inside the actor's process.
+Only this file, `local_core` and the plugin import vllm, inside the actor's process.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ class EngineActor:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            from mgrpo.rollout.vllm import local_core
+
+            local_core.install()
         gc.freeze()
         gc.enable()
         transfer = WeightTransferConfig(backend="mgrpo")

@@ -188,8 +188,8 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
             # Every prompt has its own seed then, see `prompt_seeds`. After a part of a prompt vLLM moves the generator of its
             # row back, which a CPU generator cannot do: read prompts whole. The longest fits into a batch, see above.
             args["enable_chunked_prefill"] = False
-        # Blocks of 32, 64, 96 or 128 tokens: attention computes whole blocks, so short contexts want small ones.
-        args["block_size"] = min(-(-args["max_model_len"] // 32) * 32, 128)
+        # The smallest that attention knows: it computes whole blocks, and the samples of a group share whole blocks of its prompt.
+        args["block_size"] = 32
     return args | json.loads(settings.vllm_extra_args)
 
 
@@ -220,7 +220,7 @@ def engine_environment(config: Config, *, on_gpu: bool, is_local: bool) -> dict[
         "OMP_WAIT_POLICY": "passive",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCHDYNAMO_DISABLE": "1",
-        # With one worker, keep it inside the engine core: one process and ten seconds of start-up less.
+        # One worker stays in the actor's process, and so does the engine core, see `local_core`.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if single_worker else "1",
         **({"GLOO_SOCKET_IFNAME": "lo"} if is_local else {}),
     }
