@@ -336,8 +336,8 @@ class Engine:
     """Completions that an engine generates at once."""
     vllm_enforce_eager: Annotated[bool, OPEN_INSTRUCT] = False
     """Run without CUDA graphs; always on CPU."""
-    vllm_enable_prefix_caching: Annotated[bool, OPEN_INSTRUCT] = False
-    """Reuse the KV cache of equal prompt prefixes within a step."""
+    vllm_enable_prefix_caching: Annotated[bool, OPEN_INSTRUCT] = True
+    """Read a prompt once for all samples of its group, in whole blocks of the KV cache (32 tokens on a CPU)."""
     vllm_extra_args: Annotated[JSONObject, OPEN_INSTRUCT] = JSONObject("{}")
     """Further arguments of vLLM's AsyncEngineArgs, as a JSON object, for example {"max_num_batched_tokens": 8192}; untested
     ones may change the log-probabilities, which vllm_vs_local_logprob_diff shows."""

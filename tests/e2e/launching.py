@@ -71,7 +71,7 @@ class Run:
         return [top, *top.children(recursive=True)]
 
     def find(self, kind: str) -> psutil.Process:
-        """The process named "torchrun", "rank 0", "rank 1", "engine core", "engine actor", "raylet", "gcs" or "verifier"."""
+        """The process named "torchrun", "rank 0", "rank 1", "engine actor", "raylet", "gcs" or "verifier"."""
         family = self.family()
         if kind == "torchrun":
             return family[0]
@@ -79,7 +79,6 @@ class Run:
             learners = [p for p in family if p.ppid() == self.process.pid]
             return next(p for p in learners if p.environ().get("RANK") == kind.split()[1])
         words = {
-            "engine core": "VLLM::EngineCore",
             "engine actor": "ray::EngineActor",
             "raylet": "/raylet",
             "gcs": "gcs_server",

@@ -15,9 +15,9 @@ import pytest
 from tests.e2e.launching import Run, survivors
 
 KILLED = [
-    "engine core",
+    "engine actor",
     "torchrun",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("rank 0", "rank 1", "engine actor", "raylet", "gcs")),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("rank 0", "rank 1", "raylet", "gcs")),
 ]
 
 
@@ -42,7 +42,7 @@ def test_nothing_survives_a_kill(run, kind):
         assert run.process.returncode != 0
     assert survivors(family, 30) == []
     assert not folder.exists()
-    if kind in ("engine core", "engine actor"):
+    if kind == "engine actor":
         reasons = (
             "could not generate",
             "could not receive weights",
@@ -57,7 +57,7 @@ def test_an_engine_that_dies_before_the_first_step_is_reported(tmp_path):
     run = Run(tmp_path, ["--total_episodes", str(256 * 2000), "--weight_sync_timeout", "20"])
     try:
         run.wait_for("weight sync: ", 150)
-        run.find("engine core").kill()
+        run.find("engine actor").kill()
         assert run.wait(60) != 0
         assert "could not" in run.text()
     finally:

@@ -37,7 +37,7 @@ APPLICATION = {"run", "cli", "__init__", "__main__", "rehearsal"}
 HEAVY = {
     "megatron": {"parallel", "policy", "rehearsal"},
     "ray": {"rollout/vllm/cluster.py", "rollout/vllm/ray_engine.py"},
-    "vllm": {"rollout/vllm/actor.py", "sync/vllm_plugin.py"},
+    "vllm": {"rollout/vllm/actor.py", "rollout/vllm/local_core.py", "sync/vllm_plugin.py"},
 }
 
 

@@ -1,6 +1,6 @@
 """The engine actor: vLLM's AsyncLLM in a Ray actor.
 
-The only file outside the plugin that imports vllm, and it does so inside the actor's process.
+Only this file, `local_core` and the plugin import vllm, inside the actor's process.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ class EngineActor(EngineCalls):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            from mgrpo.rollout.vllm import local_core
+
+            local_core.install()
         gc.freeze()
         gc.enable()
         transfer = WeightTransferConfig(backend="mgrpo")

@@ -49,6 +49,8 @@ OWNED = {
     "weight_transfer_config": "the weight sync is the trainer's",
 }
 """Arguments of vLLM that vllm_extra_args cannot hold, and what to do instead."""
+WIDE_BYTES = 100 << 20
+"""Of the weights of a model whose matrix products are worth more than one thread."""
 CONNECT_S = 5.0
 """How long another machine may take to answer."""
 
@@ -217,12 +219,25 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
             # Every prompt has its own seed then, see `prompt_seeds`. After a part of a prompt vLLM moves the generator of its
             # row back, which a CPU generator cannot do: read prompts whole. The longest fits into a batch, see above.
             args["enable_chunked_prefill"] = False
-        # Blocks of 32, 64, 96 or 128 tokens: attention computes whole blocks, so short contexts want small ones.
-        args["block_size"] = min(-(-args["max_model_len"] // 32) * 32, 128)
+        # The smallest that attention knows: it computes whole blocks, and the samples of a group share whole blocks of its prompt.
+        args["block_size"] = 32
     return args | json.loads(settings.vllm_extra_args)
 
 
-def engine_environment(config: Config, *, on_gpu: bool, is_local: bool) -> dict[str, str]:
+def worker_threads(config: Config, *, num_cores: int, num_local_learners: int) -> int:
+    """Threads of an engine's worker on the CPU that it shares with the learners, which have one thread each.
+
+    While learners train an engine of theirs is idle, unless generation runs ahead (`async_steps`): then the learners' cores are
+    not for the engine.
+    """
+    weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*") if file.is_file())
+    if weights < WIDE_BYTES:
+        return 1
+    free = num_cores - (num_local_learners if config.rollout.async_steps else 0)
+    return max(free // (config.engine.vllm_num_engines * config.engine.vllm_tensor_parallel_size), 1)
+
+
+def engine_environment(config: Config, *, on_gpu: bool, is_local: bool, num_local_learners: int = 0) -> dict[str, str]:
     """Environment of an engine's processes, in addition to their node's; `is_local`: all of them run on rank 0's machine."""
     # Elsewhere they have the environment of `ray start`, but meet the learners, over the same interfaces and adapters.
     network = {name: value for name, value in os.environ.items() if name.startswith(NETWORK)}
@@ -243,13 +258,14 @@ def engine_environment(config: Config, *, on_gpu: bool, is_local: bool) -> dict[
             "PYTORCH_CUDA_ALLOC_CONF": "",
         }
     single_worker = config.engine.vllm_tensor_parallel_size == 1
+    num_cores = len(os.sched_getaffinity(0)) if is_local else 1
     return environment | {
+        "OMP_NUM_THREADS": str(worker_threads(config, num_cores=num_cores, num_local_learners=num_local_learners)),
         # Spinning OpenMP threads on a busy machine make a matmul 20 times slower.
-        "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "passive",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCHDYNAMO_DISABLE": "1",
-        # With one worker, keep it inside the engine core: one process and ten seconds of start-up less.
+        # One worker stays in the actor's process, and so does the engine core, see `local_core`.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if single_worker else "1",
         **({"GLOO_SOCKET_IFNAME": "lo"} if is_local else {}),
     }

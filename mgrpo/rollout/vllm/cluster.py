@@ -42,7 +42,7 @@ class Cluster:
     """The engines' actors and the Ray cluster they live in. Make it on rank 0 only; always `close` it."""
 
     def __init__(self, config: Config, *, num_local_learners: int) -> None:
-        self.settings = config.engine
+        self.settings, self.num_local_learners = config.engine, num_local_learners
         self.owned = self.settings.ray_address is None
         self.keeper = Keeper() if self.owned else None
         self.engines: list[RayEngine] = []
@@ -160,7 +160,9 @@ class Cluster:
                 f"{self.ray.available_resources()} left; lower vllm_num_engines or vllm_tensor_parallel_size"
             )
         remote = self.ray.remote(EngineActor)
-        environment = engine_environment(config, on_gpu=self.on_gpu, is_local=self.owned)
+        environment = engine_environment(
+            config, on_gpu=self.on_gpu, is_local=self.owned, num_local_learners=self.num_local_learners
+        )
         runtime_env: dict[str, Any] = {"env_vars": environment}
         if self.keeper:
             environment["TMPDIR"] = self.keeper.scratch

@@ -100,6 +100,26 @@ def test_an_engine_on_gpus_has_its_own_queues_allocator_and_address(monkeypatch)
     assert found["PYTORCH_ALLOC_CONF"] == found["PYTORCH_CUDA_ALLOC_CONF"] == ""
 
 
+@pytest.mark.parametrize(
+    ("settings", "learners", "threads"),
+    [
+        ({}, 2, 8),
+        ({"async_steps": 1, "use_rho_correction": True}, 2, 6),
+        ({"async_steps": 1, "use_rho_correction": True}, 0, 8),
+        ({"async_steps": 1, "use_rho_correction": True}, 9, 1),
+        ({"vllm_num_engines": 2, "vllm_tensor_parallel_size": 2}, 2, 2),
+    ],
+)
+def test_an_engine_has_the_cores_that_learners_do_not_use_at_that_time(tmp_path, settings, learners, threads):
+    """One thread leaves cores idle while learners wait; threads for a tiny model only wait for each other."""
+    config = from_values({"model_name_or_path": str(tmp_path), **settings})
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(arguments.WIDE_BYTES - 1)
+        assert arguments.worker_threads(config, num_cores=8, num_local_learners=learners) == 1
+        weights.truncate(arguments.WIDE_BYTES)
+    assert arguments.worker_threads(config, num_cores=8, num_local_learners=learners) == threads
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_engines_on_other_nodes_use_the_learners_network(monkeypatch, on_gpu):
     """They have the environment of `ray start`: another interface than the learners', which then wait for them."""

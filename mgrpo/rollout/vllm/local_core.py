@@ -1,0 +1,100 @@
+"""vLLM's engine core inside the engine's actor, for engines with one worker on a CPU.
+
+vLLM itself puts it into a process of its own, to which every request and every token travel: on a CPU that process takes cores
+from the learners, and a third of the time of short completions. Imported in the actor's process only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_client import EngineCoreClient
+
+from mgrpo.processes.background import Background
+
+T = TypeVar("T")
+
+
+def install() -> None:
+    """Have AsyncLLM use it in this process."""
+    EngineCoreClient.make_async_mp_client = LocalCore
+
+
+class LocalCore(EngineCoreClient):
+    """What AsyncLLM asks of an engine core, whose methods all run in one thread, in the order of their calls.
+
+    The event loop stays free while the model computes; a step is one of those calls, so that others come between two steps.
+    """
+
+    def __init__(self, *, vllm_config: Any, executor_class: Any, log_stats: bool, **others: Any) -> None:
+        self.thread = Background("engine core")
+        self.core = self.thread.submit(lambda: EngineCore(vllm_config, executor_class, log_stats)).result()
+        self.added: deque[EngineCoreRequest] = deque()
+        """What the core has not seen yet: it takes over all of them before it does anything else."""
+        self.is_called = asyncio.Event()
+        """Since the last step."""
+        self.resources = SimpleNamespace(engine_dead=False)
+        """AsyncLLM asks for it; what ends this core ends the actor."""
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """Of the next step; waits for something to do."""
+        while True:
+            self.is_called.clear()
+            if (outputs := await self._run(self._step)) is not None:
+                return outputs
+            await self.is_called.wait()
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Queue a request. Without a pause, so that requests that are added together are scheduled together."""
+        self.added.append(request)
+        self.is_called.set()
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        await self._call(self.core.abort_requests, request_ids)
+
+    async def get_supported_tasks_async(self) -> tuple[Any, ...]:
+        return await self._call(self.core.get_supported_tasks)
+
+    async def pause_scheduler_async(self, mode: Any = "abort", clear_cache: bool = True) -> None:
+        await self._call(self.core.pause_scheduler, mode, clear_cache)
+
+    async def resume_scheduler_async(self) -> None:
+        await self._call(self.core.resume_scheduler)
+
+    async def set_weight_version_async(self, weight_version: str) -> None:
+        await self._call(self.core.set_weight_version, weight_version)
+
+    async def collective_rpc_async(
+        self, method: Any, timeout: float | None = None, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        return await self._call(self.core.collective_rpc, method, timeout, args, kwargs)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.thread.close()
+
+    async def _call(self, method: Callable[..., T], *args: Any) -> T:
+        self.is_called.set()
+        return await self._run(partial(method, *args))
+
+    def _run(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.wrap_future(self.thread.submit(partial(self._do, call)))
+
+    def _do(self, call: Callable[[], T]) -> T:
+        while self.added:
+            self.core.add_request(*self.core.preprocess_add_request(self.added.popleft()))
+        return call()
+
+    def _step(self) -> EngineCoreOutputs | None:
+        """None: nothing to do, or paused."""
+        if not self.core.scheduler.has_requests():
+            return None
+        outputs, is_executed = self.core.step_fn()
+        self.core.post_step(is_executed)
+        return (outputs or {}).get(0, EngineCoreOutputs())
