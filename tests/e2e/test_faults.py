@@ -10,6 +10,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.launching import Run, survivors
@@ -52,12 +53,20 @@ def test_nothing_survives_a_kill(run, kind):
         assert any(reason in run.text() for reason in reasons), run.text()[-3000:]
 
 
+def _ports(process: psutil.Process) -> set[int]:
+    """On which it listens."""
+    return {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
 def test_an_engine_that_dies_before_the_first_step_is_reported(tmp_path):
     """Killed between the first sync and the first evaluation, where nothing has been sampled yet."""
     run = Run(tmp_path, ["--total_episodes", str(256 * 2000), "--weight_sync_timeout", "20"])
     try:
         run.wait_for("weight sync: ", 150)
-        run.find("engine core").kill()
+        core, actor = run.find("engine core"), run.find("engine actor")
+        assert _ports(actor), "Ray calls it there"
+        assert not _ports(actor) & _ports(core), "whoever calls a dead actor would wait for its core, its fork"
+        core.kill()
         assert run.wait(60) != 0
         assert "could not" in run.text()
     finally:

@@ -36,8 +36,8 @@ APPLICATION = {"run", "cli", "__init__", "__main__", "rehearsal"}
 """May import every room. A rehearsal is the application itself, in a process of its own."""
 HEAVY = {
     "megatron": {"parallel", "policy", "rehearsal"},
-    "ray": {"rollout/vllm/cluster.py", "rollout/vllm/ray_engine.py"},
-    "vllm": {"rollout/vllm/actor.py", "sync/vllm_plugin.py"},
+    "ray": {"rollout/vllm/cluster.py", "rollout/vllm/core_process.py", "rollout/vllm/ray_engine.py"},
+    "vllm": {"rollout/vllm/actor.py", "rollout/vllm/core_process.py", "sync/vllm_plugin.py"},
 }
 
 

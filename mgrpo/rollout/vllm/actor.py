@@ -1,6 +1,6 @@
 """The engine actor: vLLM's AsyncLLM behind calls that take effect in the order in which they were made.
 
-The only file outside the plugin that imports vllm, and it does so inside the actor's process.
+With its engine core the only files outside the plugin that import vllm, and they do so inside the actor's process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, Completions, Pause, PromptBatch, Sampling
+from mgrpo.rollout.vllm.core_process import forked_core
 
 GATHER_S = 0.02
 """How long a poll waits for more groups after the first one, while others are being sampled."""
@@ -61,12 +62,14 @@ class EngineActor:
         gc.disable()
         from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
         gc.freeze()
         gc.enable()
-        transfer = WeightTransferConfig(backend="mgrpo")
-        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args, weight_transfer_config=transfer))
+        engine_args = AsyncEngineArgs(**args, weight_transfer_config=WeightTransferConfig(backend="mgrpo"))
+        with forked_core() if current_platform.is_cpu() else contextlib.nullcontext():
+            self.engine = AsyncLLM.from_engine_args(engine_args)
         await self.pause("recompute")
 
     async def call(self, turn: int, method: str, *args: Any) -> Any:
