@@ -17,7 +17,7 @@ def forked_core() -> Iterator[None]:
     OpenMP's do not survive a fork. Here OpenMP has none, see `engine_environment`, and the core calls nothing of Ray, whose
     connections are closed in it: otherwise this process would seem alive to Ray for as long as its core is.
     """
-    from ray._raylet import setproctitle
+    from ray._raylet import setproctitle  # type: ignore[attr-defined]
     from vllm.v1.engine import utils
 
     original = utils.get_mp_context
