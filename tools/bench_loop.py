@@ -1,6 +1,6 @@
 """The loop of mgrpo and of TRL's GRPOTrainer on the same work, by turns on the same machine.
 
-    python tools/bench_loop.py [--model quickstart|smollm2] [--trl .venv-trl/bin/python] [--rounds 2] [--steps 120] [--seed 1]
+    python tools/bench_loop.py [--model quickstart|smollm2] [--trl .venv-trl/bin/python] [--rounds 2]
 
 Synchronous, with `--async_steps 1`, and TRL, which needs an environment of its own (see requirements/bench_trl.txt); without
 --trl only mgrpo is measured. They take turns, because other work slows a machine at times. Writes the medians of all steps, their
@@ -169,12 +169,12 @@ def run_ours(model: str, work: Work, steps: int, seed: int, extra: list[str]) ->
     )
 
 
-def run_trl(python: str, model: str, work: Work, steps: int, seed: int) -> Run:
+def run_trl(python: str, model: str, work: Work, steps: int, seed: int, *, threads: int) -> Run:
     """TRL generating with transformers."""
     load = os.getloadavg()[0]
     command = [
         python, "tools/bench_loop_trl.py", "--config", f"examples/configs/{model}.yaml", "--steps", str(steps),
-        "--seed", str(seed), "--threads", str(work.trl_threads),
+        "--seed", str(seed), "--threads", str(threads),
     ]  # fmt: skip
     output, watch, began = finished(command)
     figures = json.loads(output.splitlines()[-1])
@@ -259,17 +259,18 @@ def main() -> None:
     parser.add_argument("--trl", help="python of an environment with requirements/bench_trl.txt")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each trainer")
     parser.add_argument("--steps", type=int, help="default: 120 of the quickstart, 5 of smollm2")
+    parser.add_argument("--trl-threads", type=int, help="of torch; default: 1 of the quickstart, 2 of smollm2")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     work, out = WORKS[args.model], args.out or ROOT / "benchmarks" / f"loop-{args.model}.json"
-    steps = args.steps or work.steps
+    steps, trl_threads = args.steps or work.steps, args.trl_threads or work.trl_threads
 
     runs: dict[str, list[Run]] = {"sync": [], "async": [], **({"trl": []} if args.trl else {})}
     for number in range(args.rounds):
         for name, own in runs.items():
             if name == "trl":
-                own.append(run_trl(args.trl, args.model, work, steps, args.seed + number))
+                own.append(run_trl(args.trl, args.model, work, steps, args.seed + number, threads=trl_threads))
             else:
                 extra = ["--async_steps", "1", "--use_rho_correction", "true"] if name == "async" else []
                 own.append(run_ours(args.model, work, steps, args.seed + number, extra))

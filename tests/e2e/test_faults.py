@@ -63,6 +63,9 @@ def test_an_engine_that_dies_before_the_first_step_is_reported(tmp_path):
     run = Run(tmp_path, ["--total_episodes", str(256 * 2000), "--weight_sync_timeout", "20"])
     try:
         run.wait_for("weight sync: ", 150)
+        started = {Path(word).name for process in run.family() for word in process.cmdline()[:4]}
+        assert "gcs_server" in started
+        assert not started & {"dashboard.py", "monitor.py", "log_monitor.py"}, "a private cluster has no use for them"
         core, actor = run.find("engine core"), run.find("engine actor")
         assert _ports(actor), "Ray calls it there"
         assert not _ports(actor) & _ports(core), "whoever calls a dead actor would wait for its core, its fork"
