@@ -7,11 +7,13 @@ import inspect
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from mgrpo.parallel import backend, stand_in
+from mgrpo.rollout.vllm.cluster import UNUSED_SERVICES
 from mgrpo.sync import vllm_plugin
 
 ROOT = Path(__file__).parents[2]
@@ -94,3 +96,15 @@ def test_megatron_still_has_what_is_mended_or_overridden():
 def test_vllm_still_has_what_the_plugin_replaces(module, name, value, why):
     """Without the name vLLM packs its weights again: writes in place are lost and digests prove nothing."""
     assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone; replaced because: {why}"
+
+
+def test_vllm_and_ray_still_start_processes_where_it_is_replaced():
+    """Without the names an engine core imports vllm anew, and Ray waits for a dashboard."""
+    from ray._private.node import Node
+
+    vllm = find_spec("vllm")
+    assert vllm is not None and vllm.origin is not None
+    engines = Path(vllm.origin).parent / "v1" / "engine" / "utils.py"
+    assert "context = get_mp_context()" in engines.read_text()
+    started = inspect.getsource(Node.start_head_processes) + inspect.getsource(Node.start_ray_processes)
+    assert all(f"self.{name}(" in started for name in UNUSED_SERVICES)

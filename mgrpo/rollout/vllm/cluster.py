@@ -37,6 +37,9 @@ _LAUNCHER_VARIABLES = (
     "MASTER_PORT",
 )
 
+UNUSED_SERVICES = ("start_api_server", "start_monitor", "start_log_monitor")
+"""Methods of Ray's `Node` that start a dashboard, an autoscaler and a log monitor."""
+
 
 class Cluster:
     """The engines' actors and the Ray cluster they live in. Make it on rank 0 only; always `close` it."""
@@ -249,9 +252,8 @@ def _without_services() -> Iterator[None]:
     """
     from ray._private.node import Node
 
-    names = ("start_api_server", "start_monitor", "start_log_monitor")
-    services = {name: getattr(Node, name) for name in names}
-    for name in names:
+    services = {name: getattr(Node, name) for name in UNUSED_SERVICES}
+    for name in services:
         setattr(Node, name, lambda node, **settings: None)
     try:
         yield
