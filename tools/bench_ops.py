@@ -320,7 +320,8 @@ def loop_markdown(report: dict[str, Any]) -> list[str]:
         f"### The loop on a CPU: {report['model']}",
         "",
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {versions}. {report['protocol']}. Other "
-        f"processes kept {min(busy):.2f} to {max(busy):.2f} cores busy meanwhile.",
+        f"processes kept {min(busy):.2f} to {max(busy):.2f} cores busy meanwhile: the more that is, and the more it differs between "
+        "trainers, the less their wall times say; CPU seconds can be compared.",
         "",
         f"| | {' | '.join(result['trainer'] for result in results)} |",
         "|---|" + "---:|" * len(results),
