@@ -1,18 +1,19 @@
-"""The quickstart's work done by TRL's GRPOTrainer, for comparison in `bench_loop.py`.
+"""The work of one of mgrpo's examples done by TRL's GRPOTrainer, for comparison in `bench_loop.py`.
 
-    .venv-trl/bin/python tools/bench_loop_trl.py [--steps 120] [--seed 1] [--threads 1]
+    .venv-trl/bin/python tools/bench_loop_trl.py [--config examples/configs/quickstart.yaml] [--steps 120] [--seed 1] [--threads 1]
 
-Same model, problems, 32 prompts x 8 samples of at most 6 tokens, learning rate schedule, loss and sampling as
-examples/configs/quickstart.yaml; generation by transformers, no vLLM. Needs an environment of its own, see
-requirements/bench_trl.txt. Prints one line of JSON, everything else goes to stderr; `train_s` is a step without its
-generation, so it includes rewards, both passes, the optimizer and logging.
+Same model, dtype, prompts, batch, lengths, learning rate schedule, loss and sampling as the configuration, which is read;
+generation by transformers, no vLLM. Needs an environment of its own, see requirements/bench_trl.txt. Prints one line of JSON,
+everything else goes to stderr: seconds, seconds of generation, CPU seconds and reward of every step.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import re
 import resource
 import statistics
 import sys
@@ -21,72 +22,77 @@ import time
 from pathlib import Path
 from typing import Any
 
-QUICKSTART = Path(__file__).resolve().parent.parent / "examples" / "quickstart"
-PROMPTS_PER_STEP = 32
-SAMPLES_PER_PROMPT = 8
-MAX_NEW_TOKENS = 6
-GOAL_REWARD = 0.8
-GOAL_WINDOW = 5
+ROOT = Path(__file__).resolve().parent.parent
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=QUICKSTART / "model", help="Hugging Face folder")
-    parser.add_argument("--train", type=Path, default=QUICKSTART / "train.jsonl", help="rows to train on")
-    parser.add_argument("--heldout", type=Path, default=QUICKSTART / "heldout.jsonl", help="rows to measure on")
+    parser.add_argument("--config", type=Path, default=ROOT / "examples" / "configs" / "quickstart.yaml")
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps, also the schedule's horizon")
     parser.add_argument("--seed", type=int, default=1, help="data order and sampling")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     return parser.parse_args()
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def read_rows(path: str) -> list[dict[str, Any]]:
+    """Rows of a file of mgrpo as those of TRL: text or chat messages under "prompt"."""
+    rows = [json.loads(line) for line in (ROOT / path).read_text(encoding="utf-8").splitlines()]
+    return [
+        {
+            "prompt": row.get("messages") or row["prompt"],
+            "ground_truth": row["ground_truth"],
+            "verifier": row["dataset"],
+        }
+        for row in rows
+    ]
 
 
-def is_right(completion: str, ground_truth: str) -> float:
-    """The verdict of mgrpo's verifier `integer`: the completion is the number and nothing else."""
-    return float(completion.strip() == ground_truth)
+def is_right(completion: Any, row: dict[str, Any]) -> float:
+    """The verdict of mgrpo's verifiers `integer` (the completion is the number and nothing else) and `gsm8k` (its last number)."""
+    text = completion if isinstance(completion, str) else completion[-1]["content"]
+    if row["verifier"] == "integer":
+        return float(text.strip() == row["ground_truth"])
+    numbers = NUMBER.findall(text)
+    return float(bool(numbers) and float(numbers[-1].replace(",", "")) == float(row["ground_truth"]))
 
 
-def first_to_reach(goal: float, rewards: list[float], ends: list[float]) -> float | None:
-    """Seconds until the mean of the last `GOAL_WINDOW` rewards reached the goal; None if it never did."""
-    for i in range(GOAL_WINDOW, len(rewards) + 1):
-        if statistics.fmean(rewards[i - GOAL_WINDOW : i]) >= goal:
-            return ends[i - 1]
-    return None
-
-
-def sampled_accuracy(model: Any, tokenizer: Any, rows: list[dict[str, str]]) -> float:
-    """Share of right completions at temperature 1, `SAMPLES_PER_PROMPT` per row."""
+def sampled_accuracy(model: Any, tokenizer: Any, rows: list[dict[str, Any]], settings: dict[str, Any]) -> float:
+    """Share of right completions of plain prompts at temperature 1."""
     import torch
 
+    samples = settings["num_samples_per_prompt_rollout"]
     prompts = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left")
     was_training = model.training
     with torch.no_grad():
         sequences = model.eval().generate(
-            **prompts, do_sample=True, top_k=0, num_return_sequences=SAMPLES_PER_PROMPT, max_new_tokens=MAX_NEW_TOKENS
+            **prompts, do_sample=True, top_k=0, num_return_sequences=samples, max_new_tokens=settings["response_length"]
         )
     model.train(was_training)
     texts = tokenizer.batch_decode(sequences[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-    truths = [row["ground_truth"] for row in rows for _ in range(SAMPLES_PER_PROMPT)]
-    return statistics.fmean(is_right(text, truth) for text, truth in zip(texts, truths, strict=True))
+    return statistics.fmean(is_right(text, rows[index // samples]) for index, text in enumerate(texts))
 
 
-def run(args: argparse.Namespace, started: float) -> dict[str, object]:
-    """Train and return the figures; `started` is when the program began."""
+def run(args: argparse.Namespace) -> dict[str, object]:
+    """Train and return the figures of every step."""
     import torch
+    import yaml
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
     from trl import __version__ as trl_version
 
+    settings = yaml.safe_load(args.config.read_text(encoding="utf-8"))
+    samples = settings["num_samples_per_prompt_rollout"]
     rewards: list[float] = []
     generate_seconds: list[float] = []
     step_marks: list[float] = []
+    cpu_marks: list[float] = []
+    began_unix: list[float] = []
 
-    def reward_func(completions: list[str], ground_truth: list[str], **_: object) -> list[float]:
-        scores = [is_right(text, truth) for text, truth in zip(completions, ground_truth, strict=True)]
+    def reward_func(completions: list[Any], ground_truth: list[str], verifier: list[str], **_: object) -> list[float]:
+        rows = ({"ground_truth": truth, "verifier": name} for truth, name in zip(ground_truth, verifier, strict=True))
+        scores = [is_right(completion, row) for completion, row in zip(completions, rows, strict=True)]
         rewards.append(statistics.fmean(scores))
         return scores
 
@@ -101,35 +107,40 @@ def run(args: argparse.Namespace, started: float) -> dict[str, object]:
 
     class StepClock(TrainerCallback):
         def on_train_begin(self, *_: object, **__: object) -> None:
-            step_marks.append(time.perf_counter())
+            began_unix.append(time.time())
+            self.on_step_end()
 
         def on_step_end(self, *_: object, **__: object) -> None:
             step_marks.append(time.perf_counter())
+            cpu_marks.append(time.process_time())
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    held_out = read_rows(args.heldout)
-    accuracy_before = sampled_accuracy(model, tokenizer, held_out)
+    model = AutoModelForCausalLM.from_pretrained(
+        ROOT / settings["model_name_or_path"], dtype=getattr(torch, settings["model_dtype"])
+    )
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / settings["model_name_or_path"])
+    held_out = read_rows(settings["dataset_mixer_eval_list"][0])
+    is_plain = isinstance(held_out[0]["prompt"], str)
+    accuracy_before = sampled_accuracy(model, tokenizer, held_out, settings) if is_plain else None
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
             max_steps=args.steps,
-            per_device_train_batch_size=PROMPTS_PER_STEP * SAMPLES_PER_PROMPT,
-            num_generations=SAMPLES_PER_PROMPT,
-            max_completion_length=MAX_NEW_TOKENS,
-            temperature=1.0,
-            learning_rate=2e-4,
-            lr_scheduler_type="linear",
-            warmup_steps=10,
-            max_grad_norm=1.0,
+            per_device_train_batch_size=settings["num_unique_prompts_rollout"] * samples,
+            num_generations=samples,
+            max_completion_length=settings["response_length"],
+            temperature=settings["temperature"],
+            learning_rate=settings["learning_rate"],
+            lr_scheduler_type=settings["lr_scheduler_type"],
+            warmup_steps=settings["warm_up_steps"],
+            max_grad_norm=settings["max_grad_norm"],
             weight_decay=0.0,
             optim="adamw_torch",
             loss_type="dapo",
-            epsilon=0.2,
-            epsilon_high=0.28,
-            beta=0.0,
+            epsilon=settings["clip_lower"],
+            epsilon_high=settings["clip_higher"],
+            beta=settings["beta"],
             scale_rewards="group",
             bf16=False,
             gradient_checkpointing=False,
@@ -144,46 +155,33 @@ def run(args: argparse.Namespace, started: float) -> dict[str, object]:
             model=model,
             args=config,
             processing_class=tokenizer,
-            train_dataset=Dataset.from_list(read_rows(args.train)),
+            train_dataset=Dataset.from_list(read_rows(settings["dataset_mixer_list"][0])),
             reward_funcs=reward_func,
             callbacks=[StepClock()],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
 
-    ends = [mark - step_marks[0] for mark in step_marks[1:]]
-    step_seconds = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
+    step_seconds = [after - before for before, after in itertools.pairwise(step_marks)]
     if not len(rewards) == len(generate_seconds) == len(step_seconds) == args.steps:
         raise RuntimeError(
             f"{args.steps} steps gave {len(rewards)} rewards, {len(generate_seconds)} generation times and "
             f"{len(step_seconds)} step times; this program expects TRL 1.16.0, found {trl_version}"
         )
-    rest_seconds = [step - generate for step, generate in zip(step_seconds, generate_seconds, strict=True)]
     return {
-        "trainer": f"trl {trl_version}",
-        "torch": torch.__version__,
-        "threads": args.threads,
-        "seed": args.seed,
-        "steps": args.steps,
-        "step_s_mean": statistics.fmean(step_seconds),
-        "step_s_median": statistics.median(step_seconds),
-        "generate_s_mean": statistics.fmean(generate_seconds),
-        "generate_s_median": statistics.median(generate_seconds),
-        "train_s_mean": statistics.fmean(rest_seconds),
-        "train_s_median": statistics.median(rest_seconds),
-        "loop_s": ends[-1],
-        f"time_to_reward_{GOAL_REWARD}_s": first_to_reach(GOAL_REWARD, rewards, ends),
-        "heldout_sampled_before": accuracy_before,
-        "heldout_sampled_after": sampled_accuracy(model, tokenizer, held_out),
-        "wall_s": time.perf_counter() - started,
-        "cpu_s": time.process_time(),
-        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "trainer": f"trl {trl_version}, {args.threads} threads",
+        "began_unix": began_unix[0],
+        "step_s": step_seconds,
+        "generate_s": generate_seconds,
+        "cpu_s": [after - before for before, after in itertools.pairwise(cpu_marks)],
         "rewards": rewards,
+        "heldout_sampled_before": accuracy_before,
+        "heldout_sampled_after": sampled_accuracy(model, tokenizer, held_out, settings) if is_plain else None,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
 
 def main() -> None:
-    started = time.perf_counter()
     args = parse_args()
     # Before torch is imported: spinning threads are twenty times slower on a machine that does anything else.
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
@@ -191,10 +189,7 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     stdout, sys.stdout = sys.stdout, sys.stderr
-    figures = run(args, started)
-    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
-    rounded["rewards"] = [round(reward, 4) for reward in figures["rewards"]]
-    print(json.dumps(rounded), file=stdout)
+    print(json.dumps(run(args)), file=stdout)
 
 
 if __name__ == "__main__":

@@ -313,13 +313,15 @@ def ops_markdown(report: dict[str, Any]) -> list[str]:
 
 def loop_markdown(report: dict[str, Any]) -> list[str]:
     """A report of tools/bench_loop.py as markdown."""
-    results = report["results"]
-    machine = report["machine"]
+    results, runs, machine = report["results"], report["runs"], report["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    busy = [run["others_cores"] for run in runs]
     lines = [
-        "### The loop on a CPU",
+        f"### The loop on a CPU: {report['model']}",
         "",
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {versions}. {report['protocol']}.",
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {versions}. {report['protocol']}. Other "
+        f"processes kept {min(busy):.2f} to {max(busy):.2f} cores busy meanwhile: the more that is, and the more it differs between "
+        "trainers, the less their wall times say; CPU seconds can be compared.",
         "",
         f"| | {' | '.join(result['trainer'] for result in results)} |",
         "|---|" + "---:|" * len(results),
@@ -327,6 +329,9 @@ def loop_markdown(report: dict[str, Any]) -> list[str]:
     for name in (name for name in results[0] if name != "trainer"):
         values = [result.get(name) for result in results]
         lines.append(f"| {name} | " + " | ".join("-" if v is None else f"{v:.3f}" for v in values) + " |")
+    lines += ["", "| times as fast | median step | fastest step | CPU seconds |", "|---|---:|---:|---:|"]
+    for pair, ratio in report["times_as_fast"].items():
+        lines.append(f"| {pair} | " + " | ".join(f"{value:.2f}" for value in ratio.values()) + " |")
     return [*lines, ""]
 
 
@@ -358,7 +363,12 @@ def figures_markdown(folder: Path) -> str:
     """The figures of all JSON files of a folder."""
     lines: list[str] = []
     ops = [(f"{name}-{device}", ops_markdown) for name in ("ops", "experts") for device in ("cpu", "cuda")]
-    for name, render in (*ops, ("loop-cpu", loop_markdown), ("sync-cpu", sync_markdown)):
+    for name, render in (
+        *ops,
+        ("loop-quickstart", loop_markdown),
+        ("loop-smollm2", loop_markdown),
+        ("sync-cpu", sync_markdown),
+    ):
         path = folder / f"{name}.json"
         if path.exists():
             lines += render(json.loads(path.read_text(encoding="utf-8")))

@@ -57,6 +57,9 @@ def test_an_engine_that_dies_before_the_first_step_is_reported(tmp_path):
     run = Run(tmp_path, ["--total_episodes", str(256 * 2000), "--weight_sync_timeout", "20"])
     try:
         run.wait_for("weight sync: ", 150)
+        started = {Path(word).name for process in run.family() for word in process.cmdline()[:4]}
+        assert "gcs_server" in started
+        assert not started & {"dashboard.py", "monitor.py", "log_monitor.py"}, "a private cluster has no use for them"
         run.find("engine actor").kill()
         assert run.wait(60) != 0
         assert "could not" in run.text()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mgrpo.parallel import backend, stand_in
+from mgrpo.rollout.vllm.cluster import UNUSED_SERVICES
 from mgrpo.sync import vllm_plugin
 
 ROOT = Path(__file__).parents[2]
@@ -94,3 +95,11 @@ def test_megatron_still_has_what_is_mended_or_overridden():
 def test_vllm_still_has_what_the_plugin_replaces(module, name, value, why):
     """Without the name vLLM packs its weights again: writes in place are lost and digests prove nothing."""
     assert hasattr(importlib.import_module(module), name), f"{module}.{name} is gone; replaced because: {why}"
+
+
+def test_ray_still_starts_the_services_that_are_left_out():
+    """Without the names Ray starts a dashboard and waits for it."""
+    from ray._private.node import Node
+
+    started = inspect.getsource(Node.start_head_processes) + inspect.getsource(Node.start_ray_processes)
+    assert all(f"self.{name}(" in started for name in UNUSED_SERVICES)

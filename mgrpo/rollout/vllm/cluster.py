@@ -37,6 +37,9 @@ _LAUNCHER_VARIABLES = (
     "MASTER_PORT",
 )
 
+UNUSED_SERVICES = ("start_api_server", "start_monitor", "start_log_monitor")
+"""Methods of Ray's `Node` that start a dashboard, an autoscaler and a log monitor."""
+
 
 class Cluster:
     """The engines' actors and the Ray cluster they live in. Make it on rank 0 only; always `close` it."""
@@ -127,13 +130,12 @@ class Cluster:
         import ray
 
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-        with _environment({**keeper.mark, **visible}):
+        with _environment({**keeper.mark, **visible}), _without_services():
             ray.init(
                 address="local",
                 namespace="mgrpo",
                 num_cpus=max(os.cpu_count() or 1, self.settings.vllm_num_engines),
                 num_gpus=len(gpus),
-                include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 log_to_driver=False,
                 logging_level="ERROR",
@@ -248,6 +250,24 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+@contextmanager
+def _without_services() -> Iterator[None]:
+    """Ray starts no dashboard, no autoscaler and no log monitor, of which a private cluster makes no use.
+
+    `include_dashboard=False` starts it all the same, without its pages, and waits for it: a second, and two of processor time.
+    """
+    from ray._private.node import Node
+
+    services = {name: getattr(Node, name) for name in UNUSED_SERVICES}
+    for name in services:
+        setattr(Node, name, lambda node, **settings: None)
+    try:
+        yield
+    finally:
+        for name, start in services.items():
+            setattr(Node, name, start)
 
 
 @contextmanager

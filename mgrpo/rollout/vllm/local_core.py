@@ -68,6 +68,12 @@ class LocalCore(EngineCoreClient):
     async def resume_scheduler_async(self) -> None:
         await self._call(self.core.resume_scheduler)
 
+    async def sleep_async(self, level: int = 1, mode: Any = "abort") -> None:
+        await self._call(self.core.sleep, level, mode)
+
+    async def wake_up_async(self, tags: list[str] | None = None) -> bool:
+        return await self._call(self.core.wake_up, tags)
+
     async def set_weight_version_async(self, weight_version: str) -> None:
         await self._call(self.core.set_weight_version, weight_version)
 
