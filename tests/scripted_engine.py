@@ -87,6 +87,9 @@ class ScriptedEngine:
         self.calls.append(("seed", seed))
         return self._future("seed")
 
+    def ping(self) -> Future[None]:
+        return self._future("ping")
+
     def close(self) -> None:
         self.calls.append(("close",))
 

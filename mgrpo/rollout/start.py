@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from mgrpo.config.schema import Config
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.heartbeat import Heartbeat
 from mgrpo.rollout.vllm.arguments import machine_problems, serving_gpus
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.rollout.vllm.node import RayNode
@@ -31,8 +32,16 @@ def started_fleet(config: Config, *, num_local_learners: int) -> Iterator[Fleet]
             pauses=config.rollout.inflight_kv if config.rollout.inflight_updates else "drain",
             meeting_host=cluster.address,
             keep_logs=cluster.keep_logs,
+            start=cluster.start,
+            max_restarts=config.engine.engine_max_restarts,
         )
         cluster.on_failure = fleet.fail
-        yield fleet
+        heartbeat = Heartbeat(fleet.roster, patience_s=config.engine.engine_heartbeat_timeout)
+        heartbeat.start()
+        try:
+            yield fleet
+        finally:
+            heartbeat.close()
+            fleet.roster.close()
     finally:
         cluster.close()

@@ -63,7 +63,7 @@ class Producer:
         """
         self.dispatcher, self.rewarder = dispatcher, rewarder
         self.thread = dispatcher.thread
-        dispatcher.on_failure = self._fail
+        dispatcher.on_failure, dispatcher.on_replay = self._fail, self._replay
         self.groups = Groups(
             config, sampler, prompt=prompt, scale=rewarder.scale, scores_cohorts=bool(rewarder.functions)
         )
@@ -160,6 +160,10 @@ class Producer:
         self.busy.run(bool(self.dispatcher.shares.busy()))
         if part := self.groups.sampled(number, sampled):
             self.scoring.add(part)
+
+    def _replay(self, numbers: Sequence[int]) -> None:
+        """The engine that had these groups has failed."""
+        self.groups.stream.replay(numbers)
 
     def _scored(self, numbers: Sequence[int], scored: Sequence[ScoredGroup], kept: Sequence[bool]) -> None:
         for number, score, is_kept in zip(numbers, scored, kept, strict=True):

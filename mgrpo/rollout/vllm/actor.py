@@ -163,6 +163,15 @@ class EngineActor:
         self.has_finished.clear()
         return _joined(finished)
 
+    async def ping(self) -> None:
+        """Return when the engine core has answered as well, which it does between two steps."""
+        if self.engine is not None:
+            await self._while_alive(self.engine.engine_core.is_scheduler_paused_async())
+
+    async def process(self) -> tuple[str, int]:
+        """Ray's id of the node that this engine runs on, and the id of its process."""
+        return os.environ["RAY_NODE_ID"], os.getpid()
+
     async def abort(self) -> None:
         """End everything that is queued or sampled; `poll` hands it over with the tokens so far."""
         async with self.adding:
