@@ -176,7 +176,7 @@ class Dispatcher:
         self.num_replayed += len(numbers)
         self.on_replay(numbers)
         if requests:
-            say(f"{len(requests)} groups of engine {engine} begin again on others")
+            say(f"groups of engine {engine} that begin again on others: {len(requests)}")
         self.waiting = sorted([*requests, *self.waiting], key=lambda request: request.stream)
         self._dispatch()
 

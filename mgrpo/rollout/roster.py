@@ -40,6 +40,8 @@ class Roster:
             max_restarts: see `Members`.
         """
         self.engines, self.keep_logs = list(engines), keep_logs
+        self._alive: list[Engine | None] = list(engines)
+        """Those that have not failed since their start."""
         self.min_engines = settings.min_engines
         self.members = Members(
             len(engines),
@@ -101,6 +103,7 @@ class Roster:
             raise EngineError(f"no engine can be added: {err}") from err
         with self.lock:
             self.engines.append(engine)
+            self._alive.append(engine)
             self.members.add()
         self._await_start(number)
         say(f"engine {number} is added and loads its model")
@@ -143,8 +146,9 @@ class Roster:
         with self.lock:
             if self.is_closed or not self.has_started:
                 return
-            if self.engines[number] is not engine or not self.members.died(number, reason):
+            if self._alive[number] is not engine or not self.members.died(number, reason):
                 return
+            self._alive[number] = None
             self.num_deaths += 1
             is_last = self.members[number].state is State.RETIRED
             self.changed.notify_all()
@@ -197,15 +201,18 @@ class Roster:
 
     def _restart(self, number: int) -> None:
         assert self._start is not None, "otherwise every failure is the last"
-        before = self.engines[number]
+        engine = before = self.engines[number]
+        why = ""
         try:
             engine = self._start(number)
         except RuntimeError as err:
-            self.lost(number, before, f"could not start an engine: {err}")
-            return
+            why = f"could not start an engine: {err}"
         with self.lock:
-            self.engines[number] = engine
-        self._await_start(number)
+            self.engines[number] = self._alive[number] = engine
+        if engine is before:
+            self.lost(number, engine, why)
+        else:
+            self._await_start(number)
 
     def _await_start(self, number: int) -> None:
         engine = self.engines[number]
@@ -215,7 +222,7 @@ class Roster:
                 self.lost(number, engine, f"could not start an engine: {err}")
                 return
             with self.lock:
-                if self.engines[number] is not engine:
+                if self._alive[number] is not engine:
                     return
                 self.members.loaded(number)
                 serves, is_late = number in self.members.open, self.has_started

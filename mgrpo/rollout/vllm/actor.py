@@ -170,7 +170,9 @@ class EngineActor:
 
     async def process(self) -> tuple[str, int]:
         """Ray's id of the node that this engine runs on, and the id of its process."""
-        return os.environ["RAY_NODE_ID"], os.getpid()
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     async def abort(self) -> None:
         """End everything that is queued or sampled; `poll` hands it over with the tokens so far."""

@@ -149,6 +149,8 @@ class RayEngine:
 
 
 def _cause(err: BaseException) -> str:
-    """The last line of the message: Ray prints whole tracebacks."""
+    """The last line of the message: Ray prints whole tracebacks, and guesses."""
+    if type(err).__name__ == "ActorDiedError":
+        return "its process has died"
     lines = [line.strip() for line in str(err).splitlines() if line.strip()]
     return f"{type(err).__name__}: {lines[-1] if lines else 'no message'}"

@@ -91,7 +91,9 @@ def make_receiver(
 
 def sent_bytes(sender: Sender) -> int:
     """By one sync."""
-    views = (view for own in sender.channels.values() for each in own.rounds for views in each.values() for view in views)
+    views = (
+        view for own in sender.channels.values() for each in own.rounds for views in each.values() for view in views
+    )
     return sum(view.numel() for view in views) * sender.dtype.itemsize
 
 
