@@ -94,6 +94,7 @@ class Roster:
         Raises:
             EngineError: there is no room for it.
         """
+        self._check_started()
         if self._start is None:
             raise EngineError("this run does not start engines itself")
         number = len(self.engines)
@@ -115,6 +116,7 @@ class Roster:
         Raises:
             EngineError: there is no such engine, or too few would be left.
         """
+        self._check_started()
         with self.lock:
             lasting = self.members.lasting
             if number not in lasting:
@@ -128,6 +130,10 @@ class Roster:
             say(f"engine {number} is given no more groups, and goes at the next weight sync")
         else:
             self._see_off(number)
+
+    def _check_started(self) -> None:
+        if not self.has_started:
+            raise EngineError("the run is still starting its first engines; ask again when it trains")
 
     def see_off(self) -> None:
         """A weight sync begins: engines that were asked to go do so now."""

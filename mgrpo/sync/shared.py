@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
 import socket
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from mgrpo.processes import local_socket
 from mgrpo.sync.transport import Lost, Messages, named
 
 BUCKET_BYTES = 16 << 20
@@ -25,7 +25,6 @@ BUCKET_BYTES = 16 << 20
 SLOTS = 2
 _GONE = "it has ended, or given up"
 _MEMBER = struct.Struct("<I")
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Link:
@@ -150,11 +149,7 @@ class Listener:
     """A training rank's door for the workers of its machine. No process elsewhere, and of no other user, gets in."""
 
     def __init__(self, backlog: int) -> None:
-        # An abstract name, which no file system holds; random, so that it cannot mean another listener on another machine.
-        self.address = f"mgrpo-{secrets.token_hex(16)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(f"\0{self.address}")
-        self._socket.listen(backlog)
+        self._socket, self.address = local_socket.listen(backlog)
 
     def accept(self, slot_bytes: Mapping[int, int], *, dtype: torch.dtype, timeout_s: float) -> dict[int, Link]:
         """The links with these workers, which have all connected.
@@ -167,7 +162,7 @@ class Listener:
         while len(links) < len(slot_bytes):
             with _as_runtime_error():
                 connection, _ = self._socket.accept()
-                if not _is_own(connection):
+                if not local_socket.is_own(connection):
                     connection.close()
                     continue
                 connection.settimeout(timeout_s)
@@ -196,12 +191,9 @@ def connect(address: str, *, member: int, slot_bytes: int, dtype: torch.dtype, t
     try:
         # Memory that is missing is an error now, and no signal when it is written to.
         os.posix_fallocate(descriptor, 0, SLOTS * slot_bytes)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(timeout_s)
         try:
-            connection.connect(f"\0{address}")
+            connection = local_socket.connect(address, timeout_s=timeout_s)
         except ConnectionRefusedError:
-            connection.close()
             return None
         memory = _mapped(descriptor, SLOTS * slot_bytes)
         socket.send_fds(connection, [_MEMBER.pack(member)], [descriptor])
@@ -213,12 +205,6 @@ def connect(address: str, *, member: int, slot_bytes: int, dtype: torch.dtype, t
 def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
     """Its pages are there before the first message; both ends go on to use the same ones."""
     return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-
-
-def _is_own(connection: socket.socket) -> bool:
-    """Whether the other end runs as this user."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(credentials)[1] == os.geteuid()
 
 
 @contextlib.contextmanager

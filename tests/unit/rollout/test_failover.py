@@ -21,7 +21,9 @@ from tests.scripted_engine import ScriptedEngine
 class Run:
     """A dispatcher over engines that are started again, and the groups that came."""
 
-    def __init__(self, count: int, *, start: Callable[[int], Engine] | None = None, limit: int | None = None, **settings):
+    def __init__(
+        self, count: int, *, start: Callable[[int], Engine] | None = None, limit: int | None = None, **settings
+    ):
         self.config = from_values({"num_samples_per_prompt_rollout": 2, "vllm_num_engines": count, **settings})
         self.started: list[int] = []
         self.fleet = Fleet(
