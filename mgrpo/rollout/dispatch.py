@@ -52,8 +52,8 @@ class Dispatcher:
         self.waiting: list[Request] = []
         self.is_sampling = False
         """Whether the engines are not paused."""
-        self.num_replayed = 0
-        """Groups to train on that were taken from engines which failed or left."""
+        self.num_replayed = self.num_deaths = 0
+        """Groups to train on that were taken from engines which failed or left; engines that have failed, when last told."""
         self.holds_training = False
         """Whether training prompts stay here, because the engines are paused."""
         self.on_failure: Callable[[Exception], None] = lambda err: None
@@ -140,6 +140,16 @@ class Dispatcher:
             f"could not generate within {limit}: no answer from {whose}; raise rollout_timeout if the work is that long"
             f"{self.fleet.keep_logs()}"
         )
+
+    def take_metrics(self) -> dict[str, float]:
+        """What has happened to the engines since the last call. In the dispatcher's thread."""
+        deaths, self.num_deaths = self.fleet.roster.num_deaths - self.num_deaths, self.fleet.roster.num_deaths
+        replayed, self.num_replayed = self.num_replayed, 0
+        return {
+            "engines/serving": len(self.fleet.members.open),
+            "engines/failed": deaths,
+            "engines/replayed_groups": replayed,
+        }
 
     @property
     def is_idle(self) -> bool:

@@ -39,6 +39,8 @@ class Rollouts:
     """Seconds for which engines had work since the last step was handed over."""
     num_admitted: int = 0
     """Groups that have begun since then."""
+    engine_metrics: Mapping[str, float] = field(default_factory=dict)
+    """What has happened to engines since then."""
     reward_metrics: Mapping[str, float] = field(default_factory=dict)
     """What judges have cost so far, and what reward functions have logged in this step."""
     num_excluded: int = 0
@@ -202,6 +204,7 @@ class Producer:
             score_s=time.perf_counter() - self.asked_at - generate_s,
             engine_s=self.busy.seconds,
             num_admitted=self.groups.num_admitted,
+            engine_metrics=self.dispatcher.take_metrics(),
             reward_metrics=self.scoring.take_metrics(),
             num_excluded=sum(group.excludes is not None for group in chosen),
         )

@@ -47,7 +47,10 @@ def test_engines_are_listed_added_and_removed(fleet, tmp_path, capsys) -> None:
     [
         (["remove", "7"], "there is no engine 7; choose one of 0, 1"),
         (["remove"], "the following arguments are required: engine; see mgrpo engines --help"),
-        (["pause"], "argument command: invalid choice: 'pause' (choose from 'list', 'add', 'remove'); see mgrpo engines"),
+        (
+            ["pause"],
+            "argument command: invalid choice: 'pause' (choose from 'list', 'add', 'remove'); see mgrpo engines",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_sentence(fleet, tmp_path, capsys, words, sentence) -> None:
