@@ -96,13 +96,14 @@ class Faults:
         return call
 
     def strike(self, how: str, place: str, engine: int | None = None) -> None:
-        """Hit an engine: its core, or in every other turn its actor."""
+        """Hit an engine: its actor or its core, such that both are killed and both are frozen."""
         self.turn += 1
+        target = ("actor", "core")[self.turn // 2 % 2]
         number = self.turn % len(self.fleet.engines) if engine is None else engine
         _, pid = self.fleet.engines[number].end_process.args[0].result()
         (core,) = (child for child in psutil.Process(pid).children() if "EngineCore" in child.name())
-        print(f"{how} {place}: engine {number}, {'actor' if self.turn % 2 else 'core'}", flush=True)
-        os.kill(pid if self.turn % 2 else core.pid, SIGNALS[how])
+        print(f"{how} {place}: engine {number}, {target}", flush=True)
+        os.kill(pid if target == "actor" else core.pid, SIGNALS[how])
 
 
 def main(faults: str, *flags: str) -> int:
