@@ -195,7 +195,7 @@ class Dispatcher:
         if self.fleet.is_aborted:
             self._fail(EngineError("generation was aborted"))
             return
-        engines = self.fleet.members.open
+        engines = self.fleet.open
         given: dict[tuple[int, Sampling, int], list[tuple[int, Request]]] = {}
         while self.waiting and not (self.holds_training and self.waiting[0].is_training):
             request = self.waiting[0]
@@ -205,47 +205,48 @@ class Dispatcher:
             engine, number = place
             given.setdefault((engine, request.sampling, request.stream), []).append((number, request))
         for (engine, sampling, stream), numbered in given.items():
-            self._submit(engine, sampling, stream, numbered)
+            self._submit(engine, engines[engine], self._batch(sampling, stream, numbered))
 
-    def _submit(self, engine: int, sampling: Sampling, stream: int, numbered: Sequence[tuple[int, Request]]) -> None:
+    def _batch(self, sampling: Sampling, stream: int, numbered: Sequence[tuple[int, Request]]) -> PromptBatch:
         prompts = [request.prompt for _, request in numbered]
         tokens, cu_seqlens = to_arrays(prompts)
         # What is sampled beside an evaluation must not change it.
         is_beside_training = stream == EVALUATION and self.fleet.pauses != "drain"
         seeds_prompts = self.fleet.seeds_prompts or bool(sampling.stop_strings) or is_beside_training
-        batch = PromptBatch(
+        return PromptBatch(
             numbers=np.array([number for number, _ in numbered], np.int64),
             tokens=tokens,
             cu_seqlens=cu_seqlens,
             sampling=sampling,
             seeds=prompt_seeds(self.run_seed, prompts, stream) if seeds_prompts else None,
         )
-        self.fleet.call(engine, lambda own: own.submit(batch), "generate")
-        self._poll(engine)
 
-    def _poll(self, engine: int) -> None:
-        if engine not in self.polled:
-            self.polled.add(engine)
-            asked = self.fleet.engines[engine]
-            answer = self.fleet.call(engine, lambda own: own.poll(), "generate")
-            answer.add_done_callback(lambda done: self.post(partial(self._arrived, engine, asked, done)))
+    def _submit(self, number: int, engine: Engine, batch: PromptBatch) -> None:
+        self.fleet.call(number, engine, lambda engine: engine.submit(batch), "generate")
+        self._poll(number, engine)
 
-    def _arrived(self, engine: int, asked: Engine, answer: Future[Completions]) -> None:
-        if answer.exception() is not None or self.fleet.engines[engine] is not asked:
+    def _poll(self, number: int, engine: Engine) -> None:
+        if number not in self.polled:
+            self.polled.add(number)
+            answer = self.fleet.call(number, engine, lambda engine: engine.poll(), "generate")
+            answer.add_done_callback(lambda done: self.post(partial(self._arrived, number, engine, done)))
+
+    def _arrived(self, number: int, engine: Engine, answer: Future[Completions]) -> None:
+        if answer.exception() is not None or self.fleet.engines[number] is not engine:
             return
         arrays = answer.result()
         numbers = arrays["numbers"].tolist()
-        if not self.shares.has(engine, numbers):
+        if not self.shares.has(number, numbers):
             return  # It was given up meanwhile, and its groups have begun again on others.
-        self.polled.remove(engine)
-        requests = self.shares.of(engine, numbers)
+        self.polled.remove(number)
+        requests = self.shares.of(number, numbers)
         groups = to_groups([request.prompt for request in requests], arrays, self.decode)
         if problem := next(filter(None, map(_problem, groups)), None):
             raise problem
-        for number in numbers:
-            self.shares.finish(engine, number)
-        if engine in self.shares.busy():
-            self._poll(engine)
+        for each in numbers:
+            self.shares.finish(number, each)
+        if number in self.shares.busy():
+            self._poll(number, engine)
         self._dispatch()
         for request, group in zip(requests, groups, strict=True):
             request.done(group)

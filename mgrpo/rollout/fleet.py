@@ -104,9 +104,14 @@ class Fleet:
         if self.is_aborted:
             raise EngineError("generation was aborted")
 
-    def call(self, number: int, ask: Callable[[Engine], Future[T]], what: str) -> Future[T]:
+    @property
+    def open(self) -> dict[int, Engine]:
+        """Those that may be given groups. What is asked of one of these never reaches another that has taken its place."""
+        with self.roster.lock:
+            return {number: self.engines[number] for number in self.members.open}
+
+    def call(self, number: int, engine: Engine, ask: Callable[[Engine], Future[T]], what: str) -> Future[T]:
         """Ask an engine to do something; if that fails, the engine is lost."""
-        engine = self.engines[number]
         answer = ask(engine)
 
         def answered(answer: Future[T]) -> None:
@@ -118,7 +123,8 @@ class Fleet:
 
     def calls(self, numbers: Collection[int], ask: Callable[[int, Engine], Future[None]], what: str) -> dict[int, Call]:
         """Ask several; see `finish`."""
-        return {n: Call(self.engines[n], self.call(n, partial(ask, n), what)) for n in numbers}
+        engines = [(number, self.engines[number]) for number in numbers]
+        return {n: Call(engine, self.call(n, engine, partial(ask, n), what)) for n, engine in engines}
 
     def pause(self) -> list[Future[None]]:
         """Have the engines sample no more."""

@@ -130,7 +130,7 @@ class EngineWeights:
     def rejoin(self) -> None:
         """Give the weights that were sent last to engines that have been started since."""
         if self.present is not None:
-            self._sync(self._begin(only_stale=True), check=False)
+            self._sync(self._begin(only_stale=True))
 
     def keep(self, *, step: int) -> None:
         """No new weights: only begin the random stream of training step `step`."""
@@ -149,8 +149,8 @@ class EngineWeights:
                 self.sender.leave(engine)
         return taking_part
 
-    def _join(self, seats: Mapping[int, int]) -> None:
-        """Form the transfer groups of engines that have none."""
+    def _join(self, seats: Mapping[int, int]) -> bool:
+        """Form the transfer groups of engines that have none; whether there are any."""
         new = {engine: seat for engine, seat in seats.items() if self.sender.generations.get(engine) != seat}
         if new:
             what = "join the weight-transfer group"
@@ -161,11 +161,13 @@ class EngineWeights:
             self._together(
                 lambda: self.fleet.calls(self.fleet.seated(new), join, what), partial(self.sender.join, new), what=what
             )
+        return bool(new)
 
-    def _sync(self, seats: Mapping[int, int], *, check: bool) -> None:
+    def _sync(self, seats: Mapping[int, int], *, check: bool = False) -> None:
         assert self.present is not None, "`send` comes first"
         version, step = self.present
-        self._join(seats)
+        # The first weights of an engine are always checked.
+        check |= self._join(seats)
         joined = {engine: seat for engine, seat in seats.items() if engine in self.sender.generations}
         engines = sorted(joined)
         calls, done = self._together(

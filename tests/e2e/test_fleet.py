@@ -43,6 +43,7 @@ def finish(run: Run, timeout_s: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("inflight", [False, True])
 def test_engines_fail_in_every_phase_and_the_run_learns_all_the_same(tmp_path, inflight) -> None:
     """A long run on many engines meets each of these."""
@@ -79,6 +80,7 @@ def test_engines_fail_in_every_phase_and_the_run_learns_all_the_same(tmp_path, i
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_with_one_engine_waits_for_it(tmp_path) -> None:
     """It gets its weights while the learners wait: no step without groups, and no ordinary sync without a step."""
     faults = ["kill generate", "freeze evaluation", "kill transfer"]
@@ -96,6 +98,7 @@ def test_a_run_with_one_engine_waits_for_it(tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_engines_are_added_and_removed_while_the_run_goes_on(tmp_path, capsys) -> None:
     """Machines become free, or are needed elsewhere."""
     run = Run(tmp_path, ["--total_episodes", str(256 * 400), "--async_steps", "1", *IMPATIENT], program=None)

@@ -52,7 +52,7 @@ class ReceivingEngine(ScriptedEngine):
 
 
 def sync_with_engines_that_fail(model_dir: str, how: dict[str, str], transport: str) -> dict[str, Any]:
-    """Three syncs with two engines, of which one fails in the second, and one while the learners wait for rank 0.
+    """Three syncs with two engines, of which the first fails in the second, and one while the learners wait for rank 0.
 
     Args:
         how: "fails" or "hangs", and the call.
@@ -65,7 +65,8 @@ def sync_with_engines_that_fail(model_dir: str, how: dict[str, str], transport: 
 
     # Seemingly on another machine.
     connect = shared.connect if transport == "shared memory" else lambda *args, **kwargs: None
-    with mock.patch.object(shared, "connect", connect):
+    # Many rounds: an engine that hangs must not keep the others from theirs.
+    with mock.patch.multiple(shared, connect=connect, BUCKET_BYTES=1 << 12):
         return _sync(model_dir, how)
 
 
@@ -119,10 +120,10 @@ def _sync(model_dir: str, how: dict[str, str]) -> dict[str, Any]:
         fleet.roster._start = lambda number: starts.pop()
         starts = [ReceivingEngine(policy.shape), hanging := ReceivingEngine(policy.shape)]
         hanging.hangs = "join"
-        fleet.roster.lost(1, fleet.engines[1], "killed")
+        fleet.roster.lost(0, fleet.engines[0], "killed")
         wait_for(2, "syncing")
     else:
-        lead.call(lambda: fail(1))
+        lead.call(lambda: fail(0))
     weights.send(2, step=2, check=True)
     note()
     lead.run(lambda: wait_for(2, "syncing"))

@@ -25,9 +25,9 @@ def test_an_engine_that_fails_in_a_sync_keeps_no_other_from_its_weights(model, r
     seats = [seats for seats, _ in rank_0["found"]]
     assert seats == [seats for seats, _ in other["found"]]
     last = 2 if how == {"hangs": "join"} else 1
-    assert seats[:3] == [{0: 0, 1: 0}, {0: 0}, {0: 0, 1: last}]
+    assert seats[:3] == [{0: 0, 1: 0}, {1: 0}, {0: last, 1: 0}]
     versions = [versions for _, versions in rank_0["found"]]
-    assert versions[0] == [1, 1] and versions[1][0] == 2 and versions[2] == [3, 3]
+    assert versions[0] == [1, 1] and versions[1][1] == 2 and versions[2] == [3, 3]
     # While the learners wait, those that are back get what was sent last.
     assert 3 in versions[3] and set(versions[3]) <= {0, 3}
     assert len(set(rank_0["weights"])) == 1 and rank_0["weights"][0] != 0

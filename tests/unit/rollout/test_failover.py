@@ -134,6 +134,19 @@ def test_what_a_dead_engine_still_says_counts_for_nothing() -> None:
     assert run.came == Counter([0, 1])
 
 
+def test_what_an_engine_says_that_was_given_up_counts_for_nothing() -> None:
+    """Nobody has taken its place yet, or ever will."""
+    run = Run(2, engine_max_restarts=0)
+    run.send(0, 1)
+    run.fleet.roster.lost(1, run.engine(1), "silent")
+    run.settle()
+    run.engine(1).answer(*list(run.engine(1).queued))
+    run.settle()
+    assert not run.came and run.rows()[0] == [0, 1]
+    run.answer_all()
+    assert run.came == Counter([0, 1]) and run.failure is None
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_no_group_is_lost_or_comes_twice_whoever_dies_when(seed: int) -> None:
     """A lost group holds a step for ever; one that comes twice is trained on twice."""

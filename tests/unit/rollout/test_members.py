@@ -174,6 +174,16 @@ def test_who_takes_over_weights_is_not_missed() -> None:
     assert own.pass_time(5) == ([], []) and own.open == [0, 1]
 
 
+def test_a_transfer_without_weights_leaves_an_engine_stale() -> None:
+    """It has joined, or the learners have given up."""
+    own = members()
+    own.loaded(0)
+    own.begin_transfer(0)
+    assert not own.end_transfer(0, is_synced=False) and own.open == [] and own.stale == [0]
+    own.begin_transfer(0)
+    assert own.end_transfer(0, is_synced=True) and own.open == [0]
+
+
 def test_an_engine_may_take_long_to_start_but_not_for_ever() -> None:
     """Nothing is heard of it meanwhile."""
     own = members()
