@@ -242,5 +242,6 @@ class Fleet:
         return [number for number, call in calls.items() if call.answer in late]
 
     def _late(self, what: str, field: str, limit_s: float, late: Collection[int]) -> str:
-        who = "the engine" if len(self.engines) == 1 else f"engines {', '.join(map(str, late))}"
+        who = f"engine{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+        who = "the engine" if len(self.engines) == 1 else who
         return f"could not {what} within {field}={limit_s:g} s: no answer from {who}; raise {field} if the work is that long"

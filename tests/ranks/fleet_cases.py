@@ -51,7 +51,9 @@ class ReceivingEngine(ScriptedEngine):
         return self.thread.submit(receive)
 
 
-def sync_with_engines_that_fail(model_dir: str, how: dict[str, str], transport: str) -> dict[str, Any]:
+def sync_with_engines_that_fail(
+    model_dir: str, how: dict[str, str], transport: str, layout: dict[str, Any]
+) -> dict[str, Any]:
     """Three syncs with two engines, of which the first fails in the second, and one while the learners wait for rank 0.
 
     Args:
@@ -67,17 +69,17 @@ def sync_with_engines_that_fail(model_dir: str, how: dict[str, str], transport: 
     connect = shared.connect if transport == "shared memory" else lambda *args, **kwargs: None
     # Many rounds: an engine that hangs must not keep the others from theirs.
     with mock.patch.multiple(shared, connect=connect, BUCKET_BYTES=1 << 12):
-        return _sync(model_dir, how)
+        return _sync(model_dir, how, layout)
 
 
-def _sync(model_dir: str, how: dict[str, str]) -> dict[str, Any]:
+def _sync(model_dir: str, how: dict[str, str], layout: dict[str, Any]) -> dict[str, Any]:
     from mgrpo.config.schema import Engine as EngineSettings
     from mgrpo.rollout.fleet import Fleet
     from mgrpo.run.engine_weights import EngineWeights
     from mgrpo.run.lead import Lead
 
     settings = dataclasses.replace(EngineSettings(), weight_sync_timeout=3, vllm_num_engines=2, weight_sync_bucket_mb=1)
-    policy = make_sharded_policy(model_dir, {"tensor": 2})
+    policy = make_sharded_policy(model_dir, layout)
     lead, fleet = Lead(), None
     if dist.get_rank() == 0:
         fleet = Fleet(

@@ -13,14 +13,25 @@ def model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model") / "llama", "llama")
 
 
-@pytest.mark.parametrize("transport", ["shared memory", "gloo"])
+HANGS, FAILS, HANGS_JOINING = {"hangs": "receive_weights"}, {"fails": "receive_weights"}, {"hangs": "join"}
+TENSOR = {"tensor": 2}
+"""All learners send to each engine; without it one of them does."""
+
+
 @pytest.mark.parametrize(
-    "how", [{"hangs": "receive_weights"}, {"fails": "receive_weights"}, {"hangs": "join"}], ids=str
+    ("how", "transport", "layout"),
+    [
+        *((how, transport, TENSOR) for how in (HANGS, FAILS, HANGS_JOINING) for transport in ("shared memory", "gloo")),
+        (HANGS, "shared memory", {}),
+    ],
+    ids=str,
 )
-def test_an_engine_that_fails_in_a_sync_keeps_no_other_from_its_weights(model, run_ranks, how, transport) -> None:
+def test_an_engine_that_fails_in_a_sync_keeps_no_other_from_its_weights(
+    model, run_ranks, how, transport, layout
+) -> None:
     """A learner that waits for an engine which others have given up stands in another collective than they do."""
     rank_0, other = run_ranks(
-        2, fleet_cases.sync_with_engines_that_fail, model_dir=str(model), how=how, transport=transport
+        2, fleet_cases.sync_with_engines_that_fail, model_dir=str(model), how=how, transport=transport, layout=layout
     )
     seats = [seats for seats, _ in rank_0["found"]]
     assert seats == [seats for seats, _ in other["found"]]

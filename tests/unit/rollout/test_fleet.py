@@ -40,7 +40,7 @@ def test_each_engine_samples_a_step_from_a_stream_of_its_own() -> None:
         ),
         (
             ScriptedEngine(hangs="receive_weights"),
-            "could not receive weights, version 1 within weight_sync_timeout=1 s: no answer from engines 1; raise "
+            "could not receive weights, version 1 within weight_sync_timeout=1 s: no answer from engine 1; raise "
             "weight_sync_timeout if the work is that long; logs are in out/engine_logs",
         ),
     ],
