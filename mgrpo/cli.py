@@ -22,6 +22,7 @@ from mgrpo.config.validate import problems
 USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name value ...]   N ranks on this machine
        mgrpo launch --nodes N --learner-nodes L ... -- --config FILE.yaml ...   on every node: train on many, engines on some
        mgrpo eval [--config FILE.yaml] --model_name_or_path DIR ...   evaluate a model on the held-out prompts; one process
+       mgrpo engines list|add|remove [NUMBER] --run DIR     the engines of a run that is going on
        mgrpo code-server [--port 1234] ...                  run the sandbox for programs as a service
        mgrpo report DIR                                     write a run's report.html again
        mgrpo plan [--config FILE.yaml] [--gpu H100] ...       estimate memory, time and layouts of a run
@@ -34,6 +35,7 @@ USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name 
 COMMANDS = {
     "launch": ("mgrpo.run.nodes.command", "launch_command"),
     "eval": ("mgrpo.run.evaluate", "eval_command"),
+    "engines": ("mgrpo.run.engines", "engines_command"),
     "code-server": ("mgrpo.sandbox.server", "serve_command"),
     "report": ("mgrpo.telemetry.report", "report_command"),
     "plan": ("mgrpo.planner.command", "plan_command"),

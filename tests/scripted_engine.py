@@ -16,7 +16,7 @@ class ScriptedEngine:
     """Implements `mgrpo.rollout.engine.Engine`.
 
     Args:
-        fails: the name of the call whose future raises an EngineError.
+        fails: the name of the call whose future raises an EngineError; "all" of them.
         hangs: the name of the call whose future is never done.
         answers: whether prompts are answered as soon as the engine samples; otherwise by `answer`.
     """
@@ -46,7 +46,7 @@ class ScriptedEngine:
 
     def poll(self) -> Future[Completions]:
         poll: Future[Completions] = Future()
-        if self.fails == "poll":
+        if self.fails in ("poll", "all"):
             poll.set_exception(EngineError("poll has failed"))
         elif self.hangs != "poll":
             self.polls.append(poll)
@@ -87,8 +87,18 @@ class ScriptedEngine:
         self.calls.append(("seed", seed))
         return self._future("seed")
 
+    def ping(self) -> Future[None]:
+        return self._future("ping")
+
     def close(self) -> None:
         self.calls.append(("close",))
+
+    def die(self) -> None:
+        """What waits fails, and so does every later call."""
+        self.fails = "all"
+        waiting, self.polls, self.is_draining = [*self.polls, *self.is_draining], [], []
+        for future in waiting:
+            future.set_exception(EngineError("it has died"))
 
     def answer(self, *numbers: int) -> None:
         """Finish these groups."""
@@ -114,7 +124,7 @@ class ScriptedEngine:
 
     def _future(self, name: str, make: Callable[[], Any] = lambda: None) -> Future[Any]:
         future: Future[Any] = Future()
-        if name == self.fails:
+        if self.fails in (name, "all"):
             future.set_exception(EngineError(f"{name} has failed"))
         elif name != self.hangs:
             future.set_result(make())

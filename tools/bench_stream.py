@@ -21,7 +21,7 @@ import math
 import os
 import platform
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -168,6 +168,7 @@ class SimulatedEngine:
         self.begun_at: dict[tuple[int, int], float] = {}
         self.prompt_tokens = self.version = 0
         self.is_paused, self.has_new_weights = True, False
+        self.ready = done()
         self.draining: Future[None] | None = None
         self.due = math.inf
         self.finished: list[Work] = []
@@ -328,21 +329,13 @@ class MadeUpRewards:
 class RoundRobin(Shares):
     """Each group to the engine after the last one's, or to the next after that which has room."""
 
-    def __init__(self, num_engines: int, samples_per_engine: int | None) -> None:
-        super().__init__(num_engines, samples_per_engine)
+    def __init__(self, samples_per_engine: int | None) -> None:
+        super().__init__(samples_per_engine)
         self.last = -1
 
-    def give(self, request: Request) -> tuple[int, int] | None:
-        costs = [share.cost for share in self.shares]
-        count = len(self.shares)
-        for turn in range(1, count + 1):
-            engine = (self.last + turn) % count
-            for number, share in enumerate(self.shares):
-                share.cost = float(number != engine)
-            given = super().give(request)
-            for share, cost in zip(self.shares, costs, strict=True):
-                share.cost = cost
-            if given:
+    def give(self, request: Request, engines: Iterable[int]) -> tuple[int, int] | None:
+        for engine in sorted(engines, key=lambda number: (number <= self.last, number)):
+            if given := super().give(request, [engine]):
                 self.last = engine
                 return given
         return None
@@ -423,7 +416,7 @@ def simulate(case: Case, setting: Setting, seed: int) -> dict[str, float]:
         stop_token_ids=(),
         samples_per_engine=limit,
     )
-    dispatcher.clock, dispatcher.shares = clock, case.shares(setting.engines, limit)
+    dispatcher.clock, dispatcher.shares = clock, case.shares(limit)
     dispatcher.thread = Inline()
     make = RefillingProducer if case.refills_at_once else Producer
     sampler = Sampler(count, seed, shuffle=False)

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,9 @@ def learner(case: Case, rank: int, ports: list[int], args: argparse.Namespace, b
     for sender in senders:
         if rank == 0:
             results.put(sender.invitation(0))
-        sender.join()
-    results.put(list(turns([sender.send for sender in senders], args.rounds, barrier)))
-    results.put(senders[0].digests().tolist())
+        sender.join({0: 0})
+    results.put(list(turns([partial(sender.send, engines=[0]) for sender in senders], args.rounds, barrier)))
+    results.put(senders[0].digests([0])[0].tolist())
 
 
 def worker(case: Case, invitations: Any, args: argparse.Namespace, barrier: Any, results: Any) -> None:
@@ -206,7 +207,7 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         for end in ends:
             end.join(TIMEOUT_S)
     for transport, (store, _) in zip(TRANSPORTS, stores, strict=True):
-        assert json.loads(store.get(digest_key(0, 0, args.rounds))) == truth, f"{transport}: other weights arrived"
+        assert json.loads(store.get(digest_key(0, 0, 0, args.rounds))) == truth, f"{transport}: other weights arrived"
     record: dict[str, Any] = {"what": case.what, "megabytes": sent / 1e6, "load_average": os.getloadavg()[0]}
     for transport in TRANSPORTS:
         counted = [each for each in seen if each[0][0] == transport and 0 < each[0][1] < args.rounds]

@@ -78,6 +78,15 @@ def reward_problems(config: Config) -> Iterator[str]:
         yield f"no reward is on, so nothing can be learned; turn on one of {', '.join(REWARD_SWITCHES)}"
 
 
+def _engines(config: Config) -> Iterator[str]:
+    engine = config.engine
+    if engine.min_engines > engine.vllm_num_engines:
+        yield (
+            f"min_engines={engine.min_engines} is more than vllm_num_engines={engine.vllm_num_engines}, and the run would wait "
+            "for ever; lower it, or start more engines"
+        )
+
+
 def _asynchrony(config: Config) -> Iterator[str]:
     rollout, algorithm = config.rollout, config.algorithm
     oversample = algorithm.active_sampling_oversample
@@ -318,6 +327,7 @@ RULES: tuple[Rule, ...] = (
         _asynchrony,
     ),
     (("vllm_mode", "vllm_server_base_url"), _servers),
+    (("min_engines", "vllm_num_engines"), _engines),
     (
         ("pack_length", "max_prompt_token_length", "response_length"),
         _pack_length,

@@ -352,10 +352,16 @@ class Engine:
     one on this machine, on the loopback interface."""
     engine_start_timeout: Annotated[int, ONE_OR_MORE] = 600
     """Seconds that an engine may take to start."""
+    engine_heartbeat_timeout: Annotated[int, ONE_OR_MORE] = 30
+    """Seconds without an answer after which an engine counts as dead; after half of them it is given no more groups."""
+    engine_max_restarts: Annotated[int, NOT_NEGATIVE] = 3
+    """How many times an engine that has died is started again within 20 weight syncs, before it is given up."""
+    min_engines: Annotated[int, ONE_OR_MORE] = 1
+    """A run with fewer engines waits for those that are starting; without any that could start it ends."""
     weight_sync_bucket_mb: Annotated[int, ONE_OR_MORE] = 256
     """MiB of weights that travel to an engine's worker at once; it holds as many again, as do together the ranks that send to it."""
     weight_sync_timeout: Annotated[int, ONE_OR_MORE] = 120
-    """Seconds that one weight sync may take before the run ends with an error that names the missing process."""
+    """Seconds that one weight sync may take; an engine that has not answered by then counts as dead."""
     weight_sync_check_every: Annotated[int, NOT_NEGATIVE] = 50
     """Steps between comparisons of the weights in trainer and engines by digest; 0: only before the first step."""
 

@@ -50,6 +50,8 @@ class Action(enum.IntEnum):
     """The run is over; a message follows."""
     STOP = 3
     """The run saves its state and ends."""
+    REJOIN = 4
+    """An engine that was started again gets the weights, while rank 0's work goes on."""
 
 
 class Channel:

@@ -26,6 +26,9 @@ from mgrpo.sync.channel import Sender
 class _Store(dist.Store):
     """A key-value server on which all others have already written what is waited for."""
 
+    def clone(self) -> _Store:
+        return self
+
     def set(self, key: str, value: Any) -> None: ...
 
     def get(self, key: str) -> bytes:
@@ -118,10 +121,12 @@ def send_weights(
             bucket_bytes=engines.weight_sync_bucket_mb << 20,
             timeout_s=engines.weight_sync_timeout,
         )
-        sender.join()
-        sender.send(1)
+        seats = dict.fromkeys(range(engines.vllm_num_engines), 0)
+        failures = sender.join(seats) or sender.send(1, seats)
+        if failures:
+            raise RuntimeError("; ".join(failures.values()))
         if checks:
-            sender.digests()
+            sender.digests([*seats])
         sender.close()
 
 

@@ -5,6 +5,7 @@ One thread, `Dispatcher.thread`, holds the state of everything that is being sam
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -15,8 +16,9 @@ import numpy as np
 from mgrpo.config.schema import Rollout
 from mgrpo.processes.background import Background, announced
 from mgrpo.rollout.collect import EVALUATION, Decode, seed_of, to_arrays, to_groups
-from mgrpo.rollout.engine import Completions, EngineError, NotFiniteError, PromptBatch, Sampling
+from mgrpo.rollout.engine import Completions, Engine, EngineError, NotFiniteError, PromptBatch, Sampling
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.roster import say
 from mgrpo.rollout.shares import Request, Shares
 from mgrpo.types import Prompt, RolloutGroup
 
@@ -44,14 +46,23 @@ class Dispatcher:
         self.fleet, self.rollout, self.run_seed, self.decode = fleet, rollout, run_seed, decode
         self.stop_token_ids = tuple(stop_token_ids)
         self.thread = Background("rollout")
-        self.shares = Shares(len(fleet.engines), samples_per_engine)
+        self.shares = Shares(samples_per_engine)
         self.polled: set[int] = set()
         """Engines that have been asked for answers."""
         self.waiting: list[Request] = []
+        self.is_sampling = False
+        """Whether the engines are not paused."""
+        self.num_replayed = self.num_deaths = 0
+        """Groups to train on that were taken from engines which failed or left; engines that have failed, when last told."""
         self.holds_training = False
         """Whether training prompts stay here, because the engines are paused."""
         self.on_failure: Callable[[Exception], None] = lambda err: None
-        """Called in the dispatcher's thread when an engine, or work in this thread, has failed."""
+        """Called in the dispatcher's thread when no engine is left to wait for, or work in this thread has failed."""
+        self.on_replay: Callable[[Sequence[int]], None] = lambda numbers: None
+        """Called in the dispatcher's thread with the numbers of groups that begin again."""
+        fleet.roster.on_lost = lambda engine: self.post(partial(self._replay, engine))
+        fleet.roster.on_serving = lambda engine: self.post(partial(self._welcome, engine))
+        fleet.roster.on_end = lambda err: self.post(partial(self._fail, err))
 
     def for_training(self, number: int, prompt: Prompt, done: Callable[[RolloutGroup], None]) -> Request:
         """A group to train on, which has a number there."""
@@ -130,6 +141,16 @@ class Dispatcher:
             f"{self.fleet.keep_logs()}"
         )
 
+    def take_metrics(self) -> dict[str, float]:
+        """What has happened to the engines since the last call. In the dispatcher's thread."""
+        deaths, self.num_deaths = self.fleet.roster.num_deaths - self.num_deaths, self.fleet.roster.num_deaths
+        replayed, self.num_replayed = self.num_replayed, 0
+        return {
+            "engines/serving": len(self.fleet.members.open),
+            "engines/failed": deaths,
+            "engines/replayed_groups": replayed,
+        }
+
     @property
     def is_idle(self) -> bool:
         """Whether nothing is queued or sampled."""
@@ -141,100 +162,120 @@ class Dispatcher:
         self._dispatch()
 
     def pause(self) -> Future[None]:
-        """Have the engines sample no more. In the dispatcher's thread."""
-        return self._all(self.fleet.pause())
+        """Have the engines sample no more; done when none of them does. In the dispatcher's thread."""
+        self.is_sampling = False
+        return _settled(self.fleet.pause())
 
-    def resume(self) -> Future[None]:
+    def resume(self) -> None:
         """Have the engines sample. In the dispatcher's thread."""
+        self.is_sampling = True
         self._dispatch()
-        return self._all(self.fleet.resume())
+        self.fleet.resume()
+
+    def _welcome(self, engine: int) -> None:
+        """An engine may be given groups again."""
+        if self.is_sampling and engine in self.fleet.members.open:
+            self.fleet.resume([engine])
+        self._dispatch()
+
+    def _replay(self, engine: int) -> None:
+        """What an engine had goes to the others, before all that waits: it was to be sampled first."""
+        self.polled.discard(engine)
+        requests = self.shares.drop(engine)
+        numbers = [request.number for request in requests if request.is_training]
+        self.num_replayed += len(numbers)
+        self.on_replay(numbers)
+        if requests:
+            say(f"groups of engine {engine} that begin again on others: {len(requests)}")
+        self.waiting = sorted([*requests, *self.waiting], key=lambda request: request.stream)
+        self._dispatch()
 
     def _dispatch(self) -> None:
         """Give the engines what they have room for."""
         if self.fleet.is_aborted:
             self._fail(EngineError("generation was aborted"))
             return
+        engines = self.fleet.open
         given: dict[tuple[int, Sampling, int], list[tuple[int, Request]]] = {}
         while self.waiting and not (self.holds_training and self.waiting[0].is_training):
             request = self.waiting[0]
-            if (place := self.shares.give(request)) is None:
+            if (place := self.shares.give(request, engines)) is None:
                 break
             del self.waiting[0]
             engine, number = place
             given.setdefault((engine, request.sampling, request.stream), []).append((number, request))
         for (engine, sampling, stream), numbered in given.items():
-            self._submit(engine, sampling, stream, numbered)
+            self._submit(engine, engines[engine], self._batch(sampling, stream, numbered))
 
-    def _submit(self, engine: int, sampling: Sampling, stream: int, numbered: Sequence[tuple[int, Request]]) -> None:
+    def _batch(self, sampling: Sampling, stream: int, numbered: Sequence[tuple[int, Request]]) -> PromptBatch:
         prompts = [request.prompt for _, request in numbered]
         tokens, cu_seqlens = to_arrays(prompts)
         # What is sampled beside an evaluation must not change it.
         is_beside_training = stream == EVALUATION and self.fleet.pauses != "drain"
         seeds_prompts = self.fleet.seeds_prompts or bool(sampling.stop_strings) or is_beside_training
-        submitted = self.fleet.engines[engine].submit(
-            PromptBatch(
-                numbers=np.array([number for number, _ in numbered], np.int64),
-                tokens=tokens,
-                cu_seqlens=cu_seqlens,
-                sampling=sampling,
-                seeds=prompt_seeds(self.run_seed, prompts, stream) if seeds_prompts else None,
-            )
+        return PromptBatch(
+            numbers=np.array([number for number, _ in numbered], np.int64),
+            tokens=tokens,
+            cu_seqlens=cu_seqlens,
+            sampling=sampling,
+            seeds=prompt_seeds(self.run_seed, prompts, stream) if seeds_prompts else None,
         )
-        self._all([submitted])
-        self._poll(engine)
 
-    def _all(self, calls: Sequence[Future[None]]) -> Future[None]:
-        """Done when all these calls of engines are; if one fails, everything that is waited for does."""
-        whole: Future[None] = Future()
-        left = len(calls)
+    def _submit(self, number: int, engine: Engine, batch: PromptBatch) -> None:
+        self.fleet.call(number, engine, lambda engine: engine.submit(batch), "generate")
+        self._poll(number, engine)
 
-        def done(call: Future[None]) -> None:
-            nonlocal left
-            left -= 1
-            if (err := call.exception()) is not None:
-                self._lost(err)
-                if not whole.done():
-                    whole.set_exception(err)
-            elif not left and not whole.done():
-                whole.set_result(None)
+    def _poll(self, number: int, engine: Engine) -> None:
+        if number not in self.polled:
+            self.polled.add(number)
+            answer = self.fleet.call(number, engine, lambda engine: engine.poll(), "generate")
+            answer.add_done_callback(lambda done: self.post(partial(self._arrived, number, engine, done)))
 
-        for call in calls:
-            call.add_done_callback(lambda call: self.post(partial(done, call)))
-        return whole
-
-    def _poll(self, engine: int) -> None:
-        if engine not in self.polled:
-            self.polled.add(engine)
-            answer = self.fleet.engines[engine].poll()
-            answer.add_done_callback(lambda done: self.post(partial(self._arrived, engine, done)))
-
-    def _arrived(self, engine: int, answer: Future[Completions]) -> None:
-        self.polled.remove(engine)
-        if (err := answer.exception()) is not None:
-            self._lost(err)
+    def _arrived(self, number: int, engine: Engine, answer: Future[Completions]) -> None:
+        if answer.exception() is not None or self.fleet.engines[number] is not engine:
             return
         arrays = answer.result()
         numbers = arrays["numbers"].tolist()
-        requests = self.shares.of(engine, numbers)
+        if not self.shares.has(number, numbers):
+            return  # It was given up meanwhile, and its groups have begun again on others.
+        self.polled.remove(number)
+        requests = self.shares.of(number, numbers)
         groups = to_groups([request.prompt for request in requests], arrays, self.decode)
         if problem := next(filter(None, map(_problem, groups)), None):
             raise problem
-        for number in numbers:
-            self.shares.finish(engine, number)
-        if engine in self.shares.busy():
-            self._poll(engine)
+        for each in numbers:
+            self.shares.finish(number, each)
+        if number in self.shares.busy():
+            self._poll(number, engine)
         self._dispatch()
         for request, group in zip(requests, groups, strict=True):
             request.done(group)
-
-    def _lost(self, err: BaseException) -> None:
-        self._fail(EngineError(f"could not generate: {err}{self.fleet.keep_logs()}"))
 
     def _fail(self, err: Exception) -> None:
         failed, self.waiting = self.shares.clear() + self.waiting, []
         for request in failed:
             request.failed(err)
         self.on_failure(err)
+
+
+def _settled(calls: Sequence[Future[None]]) -> Future[None]:
+    """Done when all these calls of engines are, well or not: an engine that fails is no longer waited for."""
+    whole: Future[None] = Future()
+    left = set(calls)
+
+    def done(call: Future[None]) -> None:
+        with lock:
+            left.discard(call)
+            is_last = not left and not whole.done()
+        if is_last:
+            whole.set_result(None)
+
+    lock = threading.Lock()
+    if not calls:
+        whole.set_result(None)
+    for call in calls:
+        call.add_done_callback(done)
+    return whole
 
 
 def _problem(group: RolloutGroup) -> EngineError | None:

@@ -101,5 +101,8 @@ class Engine(Protocol):
     def seed(self, seed: int) -> Future[None]:
         """While paused: seed the sampler; the weights stay."""
 
+    def ping(self) -> Future[None]:
+        """A sign of life, soon unless the engine takes over weights. Takes no turn among the other calls."""
+
     def close(self) -> None:
-        """End the engine's processes."""
+        """End the engine's processes, also those that hang; calls that have not been answered fail."""

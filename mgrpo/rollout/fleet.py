@@ -1,20 +1,36 @@
-"""The run's engines as one: every call goes to all of them, and their failures become one clear error.
+"""The run's engines as one: calls go to all that take part, and an engine whose call fails is lost, see `Roster`.
 
 Rank 0 makes one; it does not know what runs the engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.processes.background import announced
 from mgrpo.rollout.collect import sampler_seed
 from mgrpo.rollout.engine import Engine, EngineError, Pause
+from mgrpo.rollout.roster import Roster, Start, say
 
 T = TypeVar("T")
+
+OWN_WORD_S = 1.0
+"""How long an engine may take to say itself why learners could not reach it."""
+
+
+class Call(NamedTuple):
+    """What an engine was asked to do."""
+
+    engine: Engine
+    answer: Future[None]
+
+
+Calls = Mapping[int, Call]
+"""By the engine's number."""
 
 
 class Fleet:
@@ -30,6 +46,8 @@ class Fleet:
         pauses: Pause = "drain",
         meeting_host: str | None = None,
         keep_logs: Callable[[], str] = str,
+        start: Start | None = None,
+        max_restarts: int | None = None,
     ) -> None:
         """
         Args:
@@ -38,12 +56,21 @@ class Fleet:
             pauses: what becomes of completions that have begun when the engines pause.
             meeting_host: address of rank 0's machine for engines on others; None: all engines are on it.
             keep_logs: saves what the engines have printed and returns a clause that says where; called on failures.
+            start: without it an engine that fails is given up.
+            max_restarts: see `Members`.
         """
-        self.engines, self.settings, self.seed, self.keep_logs = engines, settings, seed, keep_logs
+        self.settings, self.seed, self.keep_logs = settings, seed, keep_logs
         self.seeds_prompts, self.pauses, self.meeting_host = seeds_prompts, pauses, meeting_host
+        self.roster = Roster(engines, settings, keep_logs=keep_logs, start=start, max_restarts=max_restarts)
+        self.members = self.roster.members
         self.is_aborted = False
         self.on_failure: Callable[[str], None] = lambda reason: None
         """Called from any thread when the engines' runtime has failed and no call can succeed any more."""
+
+    @property
+    def engines(self) -> list[Engine]:
+        """By number, those that are gone as well."""
+        return self.roster.engines
 
     def wait_ready(self) -> None:
         """Wait until every engine has loaded its model.
@@ -51,44 +78,20 @@ class Fleet:
         Raises:
             EngineError: with the engine's own message, or after `engine_start_timeout` seconds.
         """
-        self.results(
-            [engine.ready for engine in self.engines],
-            what="start an engine",
-            field="engine_start_timeout",
-            timeout_s=self.settings.engine_start_timeout,
-        )
+        what, field, limit_s = "start an engine", "engine_start_timeout", self.settings.engine_start_timeout
+        starts = {number: Call(engine, engine.ready) for number, engine in enumerate(self.engines)}
+        late = self._wait(starts, what, field, limit_s, return_when=FIRST_EXCEPTION)
+        for call in starts.values():
+            if call.answer.done() and (err := call.answer.exception()) is not None:
+                raise EngineError(f"could not {what}: {err}{self.keep_logs()}") from err
+        if late:
+            raise EngineError(f"{self._late(what, field, limit_s, late)}{self.keep_logs()}")
+        self.roster.started()
 
     def fail(self, reason: str) -> None:
         """What runs the engines has failed. From any thread."""
-        self.on_failure(f"{reason}{self.keep_logs()}")
-
-    def pause(self) -> list[Future[None]]:
-        """Have all engines sample no more. See `finish_sampling`."""
-        return [engine.pause(self.pauses) for engine in self.engines]
-
-    def resume(self) -> list[Future[None]]:
-        """Have all engines sample."""
-        return [engine.resume() for engine in self.engines]
-
-    def sleep(self) -> None:
-        """Have all engines give up their devices' memory, and wait for it; see `Engine.sleep`."""
-        self.finish([engine.sleep() for engine in self.engines], "give up the device's memory")
-
-    def receive_weights(self, version: int, *, check: bool, step: int) -> list[Future[None]]:
-        """Have all engines receive what the learners send now, for sampling training step `step`. See `finish`.
-
-        The step's random stream is its own, whatever was sampled before.
-        """
-        return [
-            engine.receive_weights(version, check=check, seed=sampler_seed(self.seed, step, number))
-            for number, engine in enumerate(self.engines)
-        ]
-
-    def reseed(self, step: int) -> None:
-        """Begin the random stream of training step `step`, or of an evaluation (`EVALUATION`), and wait for it."""
-        self.check_not_aborted()
-        calls = [engine.seed(sampler_seed(self.seed, step, number)) for number, engine in enumerate(self.engines)]
-        self.finish(calls, "seed the sampler")
+        self.roster.end(f"{reason}{self.keep_logs()}")
+        self.on_failure(str(self.roster.failure))
 
     def abort(self) -> None:
         """End what is being sampled, for good and without waiting. May be called from any thread."""
@@ -101,35 +104,149 @@ class Fleet:
         if self.is_aborted:
             raise EngineError("generation was aborted")
 
-    def finish(self, calls: Sequence[Future[None]], what: str) -> None:
-        """Wait for the engines' part of a weight sync, at most `weight_sync_timeout` seconds."""
-        self.results(calls, what=what, field="weight_sync_timeout", timeout_s=self.settings.weight_sync_timeout)
+    @property
+    def open(self) -> dict[int, Engine]:
+        """Those that may be given groups. What is asked of one of these never reaches another that has taken its place."""
+        with self.roster.lock:
+            return {number: self.engines[number] for number in self.members.open}
 
-    def raise_failure(self, calls: Sequence[Future[None]], what: str, *, within_s: float) -> None:
-        """Raise the error of a call that fails within that time; return when none does."""
-        wait(calls, within_s, FIRST_EXCEPTION)
-        self._raise_first(calls, what)
+    def call(self, number: int, engine: Engine, ask: Callable[[Engine], Future[T]], what: str) -> Future[T]:
+        """Ask an engine to do something; if that fails, the engine is lost."""
+        answer = ask(engine)
 
-    def results(self, calls: Sequence[Future[T]], *, what: str, field: str, timeout_s: float) -> list[T]:
-        """Results of one call to each engine, in their order.
+        def answered(answer: Future[T]) -> None:
+            if (err := answer.exception()) is not None:
+                self.roster.lost(number, engine, f"could not {what}: {err}")
+
+        answer.add_done_callback(answered)
+        return answer
+
+    def calls(self, numbers: Collection[int], ask: Callable[[int, Engine], Future[None]], what: str) -> dict[int, Call]:
+        """Ask several; see `finish`."""
+        engines = [(number, self.engines[number]) for number in numbers]
+        return {n: Call(engine, self.call(n, engine, partial(ask, n), what)) for n, engine in engines}
+
+    def pause(self) -> list[Future[None]]:
+        """Have the engines sample no more."""
+        calls = self.calls(self.members.sampling, lambda _, engine: engine.pause(self.pauses), "pause")
+        return [call.answer for call in calls.values()]
+
+    def resume(self, numbers: Collection[int] | None = None) -> None:
+        """Have the engines sample, or these."""
+        numbers = self.members.sampling if numbers is None else numbers
+        self.calls(numbers, lambda _, engine: engine.resume(), "resume")
+
+    def sleep(self) -> None:
+        """Have all engines give up their devices' memory, and wait for it; see `Engine.sleep`."""
+        what = "give up the device's memory"
+        self.finish(self.calls(self.members.sampling, lambda _, engine: engine.sleep(), what), what)
+
+    def reseed(self, step: int) -> None:
+        """Begin the random stream of training step `step`, or of an evaluation (`EVALUATION`), and wait for it."""
+        self.check_not_aborted()
+
+        def seed(number: int, engine: Engine) -> Future[None]:
+            return engine.seed(sampler_seed(self.seed, step, number))
+
+        what = "seed the sampler"
+        self.finish(self.calls(self.members.sampling, seed, what), what)
+
+    def receive_weights(self, numbers: Collection[int], version: int, *, check: bool, step: int) -> dict[int, Call]:
+        """Have engines receive what the learners send now, for sampling training step `step`. See `finish`.
+
+        The step's random stream is its own, whatever was sampled before.
+        """
+
+        def receive(number: int, engine: Engine) -> Future[None]:
+            return engine.receive_weights(version, check=check, seed=sampler_seed(self.seed, step, number))
+
+        return self.calls(numbers, receive, f"receive weights, version {version}")
+
+    def finish(self, calls: Calls, what: str, failures: Mapping[int, str] | None = None) -> list[int]:
+        """Wait for engines, at most `weight_sync_timeout` seconds; those that have not done their part are lost.
+
+        Args:
+            failures: why learners could not do theirs, by engine.
+        Returns:
+            The engines that have.
+        Raises:
+            EngineError: too few are left to wait for.
+        """
+        field, limit_s = "weight_sync_timeout", self.settings.weight_sync_timeout
+        failures = failures or {}
+        wait([call.answer for number, call in calls.items() if number in failures], OWN_WORD_S)
+        rest = {number: call for number, call in calls.items() if number not in failures}
+        late = self._wait(rest, what, field, limit_s)
+        for number, (engine, _) in calls.items():
+            if number in failures:
+                self.roster.lost(number, engine, f"could not {what}: {failures[number]}")
+            elif number in late:
+                self.roster.lost(number, engine, self._late(what, field, limit_s, [number]))
+        self.roster.raise_failure()
+        return [n for n, call in rest.items() if n not in late and call.answer.exception() is None]
+
+    def require_weights(self) -> None:
+        """From here on engines serve only what weight syncs have given them."""
+        with self.roster.lock:
+            self.members.require_weights()
+
+    @property
+    def needs_sync(self) -> bool:
+        """Whether so few engines serve that one which has loaded its model cannot wait for the next ordinary weight sync."""
+        with self.roster.lock:
+            return bool(self.members.stale) and len(self.members.open) < self.settings.min_engines
+
+    def wait_for_members(self) -> None:
+        """Wait until `min_engines` can take part in a weight sync, and none is suspected.
 
         Raises:
-            EngineError: the first failure, or which engines have not answered within `timeout_s`, the value of `field`.
+            EngineError: too few are left to wait for.
         """
-        who = "the engine" if len(calls) == 1 else f"{len(calls)} engines"
-        with announced(f"{who} ({what})", f"{field}={timeout_s:g} s"):
-            late = wait(calls, timeout_s, FIRST_EXCEPTION).not_done
-        self._raise_first(calls, what)
-        if late:
-            numbers = ", ".join(str(number) for number, call in enumerate(calls) if call in late)
-            engines = "the engine" if len(calls) == 1 else f"engines {numbers}"
-            raise EngineError(
-                f"could not {what} within {field}={timeout_s:g} s: no answer from {engines}; raise {field} if the work is "
-                f"that long{self.keep_logs()}"
-            )
-        return [call.result() for call in calls]
+        limit = f"engine_start_timeout={self.settings.engine_start_timeout:g} s"
+        with announced("engines that are starting", limit), self.roster.changed:
+            while not self.members.is_settled or len(self.members.syncing) < self.settings.min_engines:
+                self.roster.raise_failure()
+                self.roster.changed.wait(0.1)
 
-    def _raise_first(self, calls: Sequence[Future[T]], what: str) -> None:
-        for call in calls:
-            if call.done() and (err := call.exception()) is not None:
-                raise EngineError(f"could not {what}: {err}{self.keep_logs()}") from err
+    def begin_sync(self, *, only_stale: bool = False) -> dict[int, int]:
+        """The engines that take part in a weight sync, each with the generation it is of."""
+        if not only_stale:
+            self.roster.see_off()
+        with self.roster.lock:
+            seats = self.members.stale if only_stale else self.members.syncing
+            for number in seats:
+                self.members.begin_transfer(number)
+            return {number: self.members[number].generation for number in seats}
+
+    def seated(self, seats: Mapping[int, int]) -> list[int]:
+        """Those of them that have not failed since."""
+        with self.roster.lock:
+            members = self.members
+            return [n for n, seat in seats.items() if members[n].is_in_transfer and members[n].generation == seat]
+
+    def end_sync(self, version: int, calls: Calls, done: Collection[int]) -> None:
+        """The engines in `done` have the weights."""
+        served = []
+        with self.roster.lock:
+            self.members.num_syncs += bool(done)
+            for number, (engine, _) in calls.items():
+                is_same = self.engines[number] is engine
+                if is_same and self.members.end_transfer(number, is_synced=number in done):
+                    served.append(number)
+        for number in served:
+            if self.members[number].generation or self.members.num_syncs > 1:
+                say(f"engine {number} has joined and serves the weights of version {version}")
+            self.roster.on_serving(number)
+        self.roster.synced()
+
+    def _wait(self, calls: Calls, what: str, field: str, limit_s: float, return_when: str = ALL_COMPLETED) -> list[int]:
+        """The engines that have not answered within that time."""
+        who = "the engine" if len(calls) == 1 else f"{len(calls)} engines"
+        with announced(f"{who} ({what})", f"{field}={limit_s:g} s"):
+            late = wait([call.answer for call in calls.values()], limit_s, return_when).not_done
+        return [number for number, call in calls.items() if call.answer in late]
+
+    def _late(self, what: str, field: str, limit_s: float, late: Collection[int]) -> str:
+        who = f"engine{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
+        who = "the engine" if len(self.engines) == 1 else who
+        return f"could not {what} within {field}={limit_s:g} s: no answer from {who}; raise {field} if the work is that long"

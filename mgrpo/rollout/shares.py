@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mgrpo.rollout.collect import EVALUATION
@@ -37,7 +38,7 @@ class Request:
 class _Share:
     """What one engine has."""
 
-    requests: dict[int, tuple[Request, float]]
+    requests: dict[int, tuple[Request, float]] = field(default_factory=dict)
     """By number, with the cost of each."""
     cost: float = 0.0
     samples: int = 0
@@ -46,21 +47,22 @@ class _Share:
 class Shares:
     """Who samples what. A group goes to the engine with the fewest tokens to read and, as expected, to write."""
 
-    def __init__(self, num_engines: int, samples_per_engine: int | None) -> None:
+    def __init__(self, samples_per_engine: int | None) -> None:
         """
         Args:
             samples_per_engine: see `Dispatcher`.
         """
         self.samples_per_engine = samples_per_engine
         self.numbers = itertools.count()
-        self.shares = [_Share(requests={}) for _ in range(num_engines)]
+        self.shares: defaultdict[int, _Share] = defaultdict(_Share)
+        """By engine."""
         self.lengths = [0, 0]
         """Tokens of all answers that were trained on so far, and how many they are."""
 
-    def give(self, request: Request) -> tuple[int, int] | None:
-        """The engine that gets this request, and the number under which; None: none of them has room."""
+    def give(self, request: Request, engines: Iterable[int]) -> tuple[int, int] | None:
+        """Which of these engines gets this request, and the number under which; None: none of them has room."""
         samples = request.sampling.num_samples
-        open_ones = [number for number, share in enumerate(self.shares) if self._has_room(share, samples)]
+        open_ones = [number for number in engines if self._has_room(self.shares[number], samples)]
         if not open_ones:
             return None
         engine = min(open_ones, key=lambda number: (self.shares[number].cost, number))
@@ -82,6 +84,10 @@ class Shares:
         length = min(total / count, longest) if count else longest
         return len(request.prompt.tokens) + request.sampling.num_samples * length
 
+    def has(self, engine: int, numbers: Sequence[int]) -> bool:
+        """Whether an engine was given all this."""
+        return self.shares[engine].requests.keys() >= set(numbers)
+
     def of(self, engine: int, numbers: Sequence[int]) -> list[Request]:
         """What an engine was given under these numbers."""
         return [self.shares[engine].requests[number][0] for number in numbers]
@@ -102,13 +108,15 @@ class Shares:
 
     def busy(self) -> list[int]:
         """The engines that have something to do."""
-        return [number for number, share in enumerate(self.shares) if share.requests]
+        return sorted(number for number, share in self.shares.items() if share.requests)
+
+    def drop(self, engine: int) -> list[Request]:
+        """Take away what an engine has."""
+        return [request for request, _ in self.shares.pop(engine, _Share()).requests.values()]
 
     def clear(self) -> list[Request]:
         """Take away what all engines have."""
-        requests = [request for share in self.shares for request, _ in share.requests.values()]
-        self.shares = [_Share(requests={}) for _ in self.shares]
-        return requests
+        return [request for engine in list(self.shares) for request in self.drop(engine)]
 
     def state_dict(self) -> Mapping[str, Any]:
         """What the choice of an engine depends on, in JSON."""

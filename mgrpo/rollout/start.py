@@ -9,6 +9,7 @@ from mgrpo.config import Config, ConfigError
 from mgrpo.processes.background import announced
 from mgrpo.rollout.engine import Pause
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.heartbeat import Heartbeat
 from mgrpo.rollout.vllm.arguments import machine_problems, serving_gpus
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.rollout.vllm.node import RayNode
@@ -45,11 +46,27 @@ def started_fleet(config: Config, *, num_local_learners: int) -> Iterator[Fleet]
             pauses=_pauses(config),
             meeting_host=cluster.address,
             keep_logs=cluster.keep_logs,
+            start=cluster.start,
+            # One that starts while learners have the devices would find no room there.
+            max_restarts=0 if config.engine.takes_turns else config.engine.engine_max_restarts,
         )
         cluster.on_failure = fleet.fail
-        yield fleet
+        with _watched(fleet):
+            yield fleet
     finally:
         cluster.close()
+
+
+@contextmanager
+def _watched(fleet: Fleet) -> Iterator[None]:
+    """The engines are asked for signs of life; none is missed after the context."""
+    heartbeat = Heartbeat(fleet.roster, patience_s=fleet.settings.engine_heartbeat_timeout)
+    heartbeat.start()
+    try:
+        yield
+    finally:
+        heartbeat.close()
+        fleet.roster.close()
 
 
 @contextmanager
@@ -64,6 +81,14 @@ def _connected_fleet(config: Config) -> Iterator[Fleet]:
 
     settings = config.engine
     engines: list[HttpEngine] = []
+
+    def again(number: int) -> HttpEngine:
+        if number >= len(settings.vllm_server_base_url):
+            raise RuntimeError("a run's servers are those of vllm_server_base_url")
+        engine = HttpEngine(settings.vllm_server_base_url[number], config)
+        engines.append(engine)
+        return engine
+
     try:
         engines.extend(HttpEngine(url, config) for url in settings.vllm_server_base_url)
         with announced("the servers", f"vllm_server_timeout={settings.vllm_server_timeout:g} s"):
@@ -73,7 +98,7 @@ def _connected_fleet(config: Config) -> Iterator[Fleet]:
             problems += failure.problems if isinstance(failure, ServerError) else [str(failure)]
         if problems:
             raise ConfigError(problems)
-        yield Fleet(
+        fleet = Fleet(
             engines,
             settings,
             seed=config.experiment.seed,
@@ -81,7 +106,12 @@ def _connected_fleet(config: Config) -> Iterator[Fleet]:
             seeds_prompts=True,
             pauses=_pauses(config),
             meeting_host=meeting_host(config),
+            start=again,
+            # Others start it again, or do not.
+            max_restarts=None,
         )
+        with _watched(fleet):
+            yield fleet
     finally:
         for engine in engines:
             engine.close()

@@ -179,11 +179,13 @@ def _run_with_engines(config: Config, inputs: Inputs | None, watch: Watch, loss:
     try:
         if inputs is None:
             return _run(config, None, stop, watch, loss)
+        from mgrpo.run.engines import controllable
         from mgrpo.run.production import started
 
         with (
             locked(owned_folders(config)) as release,
             started(config, inputs, num_local_learners=num_local_learners()) as parts,
+            controllable(parts.fleet.roster, config.experiment.output_dir),
         ):
             # The main thread may be in a collective that waits for the engines.
             parts.fleet.on_failure = partial(ending.leave_within, seconds=ending.CLEAN_UP_S)

@@ -7,6 +7,7 @@ time-out of the training's collectives, which is hours.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import TypeVar
@@ -18,6 +19,7 @@ from mgrpo.processes.background import Background
 from mgrpo.run.watch import Pulse
 
 HEARTBEAT_S = 5.0
+POLL_S = 0.2
 PATIENCE_S = 60.0
 """A learner that receives nothing from rank 0 for this long, heartbeats included, gives up: the channel's time-out."""
 
@@ -42,28 +44,45 @@ class Lead:
         self.channel = Channel(timeout_s=PATIENCE_S)
         self.stop = stop or threading.Event()
         self._leads = self.channel.rank == 0
+        self.wants_rejoin: Callable[[], bool] = lambda: False
+        """Rank 0: whether work that waits for engines needs one more of them, which needs the weights."""
+        self.rejoin: Callable[[], None] = lambda: None
+        """Give them to it; collective."""
         self._thread = Background("rank-0")
+        self._aside = Background("rank-0-aside")
+        """For what is done while the work in `_thread` goes on."""
+        self._is_aside = False
 
-    def run(self, task: Callable[[], T]) -> T | None:
+    def run(self, task: Callable[[], T], *, may_stop: bool = False) -> T | None:
         """Rank 0: the result of `task`; None on the others, which wait for it. See `work`."""
         if self._leads:
-            return self.work(task)
+            return self.work(task, may_stop=may_stop)
         self.follow()
         return None
 
     def work(self, task: Callable[[], T], *, may_stop: bool = False) -> T:
         """Rank 0: the result of `task`, which runs in a thread, while the others `follow`.
 
+        Args:
+            may_stop: `task` waits for engines, and may have to for long: it is given up when rank 0 is asked to end, and
+                engines that were started again get their weights meanwhile.
+
         Raises:
             Stopped: on all ranks, with `may_stop`, once rank 0 has been asked to end; `task` may still be running then.
             Exception: what `task` raised; `follow` raises a RuntimeError with its message on the others.
         """
         self._stop_if_asked(may_stop)
-        done = self._thread.submit(task)
-        while not wait([done], timeout=HEARTBEAT_S).done:
+        done = (self._aside if self._is_aside else self._thread).submit(task)
+        beaten = time.monotonic()
+        while not wait([done], timeout=min(POLL_S, HEARTBEAT_S)).done:
             self._stop_if_asked(may_stop)
-            self.channel.action(Action.HEARTBEAT)
-            self.pulse.go_on()
+            if may_stop and self.wants_rejoin():
+                self.channel.action(Action.REJOIN)
+                self._rejoin()
+            elif time.monotonic() - beaten > HEARTBEAT_S:
+                self.channel.action(Action.HEARTBEAT)
+                self.pulse.go_on()
+                beaten = time.monotonic()
         self._stop_if_asked(may_stop)
         try:
             result = done.result()
@@ -75,10 +94,19 @@ class Lead:
 
     def follow(self) -> None:
         """The other ranks: wait until rank 0's work is done."""
-        while (action := self.channel.action()) is Action.HEARTBEAT:
+        while (action := self.channel.action()) in (Action.HEARTBEAT, Action.REJOIN):
             self.pulse.go_on()
+            if action is Action.REJOIN:
+                self._rejoin()
         if action is Action.STOP:
             raise Stopped
+
+    def _rejoin(self) -> None:
+        self._is_aside = True
+        try:
+            self.rejoin()
+        finally:
+            self._is_aside = False
 
     def _stop_if_asked(self, may_stop: bool) -> None:
         if may_stop and self.stop.is_set():
@@ -100,3 +128,4 @@ class Lead:
     def close(self) -> None:
         """Take no more work."""
         self._thread.close()
+        self._aside.close()

@@ -39,6 +39,8 @@ class Rollouts:
     """Seconds for which engines had work since the last step was handed over."""
     num_admitted: int = 0
     """Groups that have begun since then."""
+    engine_metrics: Mapping[str, float] = field(default_factory=dict)
+    """What has happened to engines since then."""
     reward_metrics: Mapping[str, float] = field(default_factory=dict)
     """What judges have cost so far, and what reward functions have logged in this step."""
     num_excluded: int = 0
@@ -63,7 +65,7 @@ class Producer:
         """
         self.dispatcher, self.rewarder = dispatcher, rewarder
         self.thread = dispatcher.thread
-        dispatcher.on_failure = self._fail
+        dispatcher.on_failure, dispatcher.on_replay = self._fail, self._replay
         self.groups = Groups(
             config, sampler, prompt=prompt, scale=rewarder.scale, scores_cohorts=bool(rewarder.functions)
         )
@@ -161,6 +163,10 @@ class Producer:
         if part := self.groups.sampled(number, sampled):
             self.scoring.add(part)
 
+    def _replay(self, numbers: Sequence[int]) -> None:
+        """The engine that had these groups has failed."""
+        self.groups.stream.replay(numbers)
+
     def _scored(self, numbers: Sequence[int], scored: Sequence[ScoredGroup], kept: Sequence[bool]) -> None:
         for number, score, is_kept in zip(numbers, scored, kept, strict=True):
             self.groups.scored(number, score, is_kept)
@@ -198,6 +204,7 @@ class Producer:
             score_s=time.perf_counter() - self.asked_at - generate_s,
             engine_s=self.busy.seconds,
             num_admitted=self.groups.num_admitted,
+            engine_metrics=self.dispatcher.take_metrics(),
             reward_metrics=self.scoring.take_metrics(),
             num_excluded=sum(group.excludes is not None for group in chosen),
         )

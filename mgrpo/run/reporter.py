@@ -145,6 +145,7 @@ class Reporter:
                 scale=self.scale,
             ),
             **self._asynchrony(batch, clock),
+            **rollouts.engine_metrics,
             **rollouts.reward_metrics,
             **learned.metrics,
             "val/num_step_tokens": batch.lengths.tokens,

@@ -170,7 +170,7 @@ class Trainer:
                 if not self.turns:
                     self.source.begin(step)
             clock.split("sync")
-        sync_bytes = self.weights.plan.bytes_moved
+        sync_bytes = self.weights.bytes_moved
         self.reporter.step(batch, learned, step=step, version=self.version, sync_bytes=sync_bytes, clock=clock)
         if self.reporter.failure:
             self.lead.stop.set()

@@ -7,9 +7,9 @@ hold two together; where they share memory, both ends hold the same two.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple
 from functools import partial
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, hf_tensors
 from mgrpo.sync.digest import digests
-from mgrpo.sync.group import connect_store
+from mgrpo.sync.group import another_connection, connect_store
 from mgrpo.sync.meeting import Members, meet
 from mgrpo.sync.plan import Incoming, ReshardPlan, messages, plan, rounds
 from mgrpo.sync.shared import BUCKET_BYTES
@@ -29,6 +29,10 @@ from mgrpo.sync.transport import Round, Transport
 
 Held = Iterable[tuple[Box, torch.Tensor]]
 """Boxes with the live view of each."""
+
+
+Work = Iterator[bool]
+"""What is done for one engine, part by part. False after the last part that begins something; what follows waits for it."""
 
 
 class Cut(Protocol):
@@ -71,21 +75,28 @@ class Sender:
         self.rank, self.dtype, self.store, self.host, self.port = rank, dtype, store, host, port
         self.bucket_bytes, self.timeout_s, self.share_gpus = bucket_bytes, timeout_s, share_gpus
         self.plan: ReshardPlan = plan(model, train_layout, infer_layout, itemsize=dtype.itemsize, holdings=holdings)
-        self.outgoing = self.plan.sent_by(rank)
         self.channels: dict[int, Channel] = {}
-        """By engine."""
+        """By engine, of those that this rank sends to."""
+        self.generations: dict[int, int] = {}
+        """Of the engines that have joined, also of those that this rank sends nothing to."""
 
     def incoming(self, engine: int) -> tuple[Incoming, ...]:
-        """What each worker of an engine receives."""
-        workers = self.infer_layout.tensor
-        return self.plan.received_by[engine * workers : (engine + 1) * workers]
+        """What each worker of an engine receives; engines that were not planned for receive what the planned ones do."""
+        workers, place = self.infer_layout.tensor, engine % self.infer_layout.engines
+        return self.plan.received_by[place * workers : (place + 1) * workers]
 
-    def invitation(self, engine: int) -> dict[str, Any]:
+    @property
+    def bytes_moved(self) -> int:
+        """By a sync with the engines that have joined, from all ranks."""
+        return self.plan.bytes_moved // self.infer_layout.engines * len(self.generations)
+
+    def invitation(self, engine: int, generation: int = 0) -> dict[str, Any]:
         """What engine number `engine` needs to join, as plain values."""
         return {
             "host": self.host,
             "port": self.port,
             "engine": engine,
+            "generation": generation,
             "model": asdict(self.model),
             "incoming": [
                 {source: [astuple(box) for box in boxes] for source, boxes in incoming.items()}
@@ -96,74 +107,99 @@ class Sender:
             "share_gpus": self.share_gpus,
         }
 
-    def join(self) -> None:
-        """Meet the workers of each engine that this rank sends to; those of all engines must be joining."""
-        for engine in range(self.infer_layout.engines):
-            incoming = self.incoming(engine)
-            learners = senders(incoming)
-            if self.rank in learners:
-                pairs = {
-                    len(learners) + worker: self._cut(boxes)
-                    for worker, boxes in enumerate(incoming)
-                    if self.rank in boxes
-                }
-                self.channels[engine] = Channel(
-                    self.live,
-                    pairs,
-                    store=dist.PrefixStore(group_name(engine), self.store),
-                    names=member_names(learners, len(incoming), engine),
-                    rank=learners.index(self.rank),
-                    is_worker=False,
-                    dtype=self.dtype,
-                    host=self.host,
-                    timeout_s=self.timeout_s,
-                    share_gpus=self.share_gpus,
-                )
+    def join(self, seats: Mapping[int, int]) -> dict[int, str]:
+        """Meet the workers of engines, which must be joining; see `send` for what is returned.
+
+        Args:
+            seats: the generation of each engine. A later one takes the place of an earlier one.
+        """
+        for engine in seats:
+            self.leave(engine)
+        self.generations.update(seats)
+        mine = [engine for engine in seats if any(self.rank in boxes for boxes in self.incoming(engine))]
+        return self._apart({engine: self._joining(engine, seats[engine]) for engine in mine})
+
+    def _joining(self, engine: int, generation: int) -> Work:
+        incoming = self.incoming(engine)
+        learners = senders(incoming)
+        self.channels[engine] = Channel(
+            self.live,
+            {len(learners) + worker: self._cut(boxes) for worker, boxes in enumerate(incoming) if self.rank in boxes},
+            store=dist.PrefixStore(group_name(engine, generation), another_connection(self.store)),
+            names=member_names(learners, len(incoming), engine),
+            rank=learners.index(self.rank),
+            is_worker=False,
+            dtype=self.dtype,
+            host=self.host,
+            timeout_s=self.timeout_s,
+            share_gpus=self.share_gpus,
+        )
+        yield False
 
     def _cut(self, incoming: Incoming) -> Cut:
         return partial(messages, incoming, self.rank, itemsize=self.dtype.itemsize, bucket_bytes=self.bucket_bytes)
 
-    def send(self, version: int) -> int:
-        """Send this rank's slices to all workers of all engines; returns the bytes sent.
+    def leave(self, engine: int) -> None:
+        """Give up the transfer to an engine, if there is one."""
+        self.generations.pop(engine, None)
+        if (channel := self.channels.pop(engine, None)) is not None:
+            channel.close()
 
-        An engine that fails is given up, and the others get their weights all the same.
+    def send(self, version: int, engines: Iterable[int]) -> dict[int, str]:
+        """Send this rank's slices to all workers of these engines; why that has failed, by engine.
 
-        Raises:
-            RuntimeError: naming this rank, the workers and the bucket that were waited for, after `timeout_s`.
+        An engine that fails is given up, and the others get their weights all the same: what names the workers and the bucket
+        that were waited for, after `timeout_s`.
         """
-        sent = 0
-        channels = {engine: channel for engine, channel in self.channels.items() if channel.is_open}
-        begun: dict[int, list[Round]] = {engine: [] for engine in channels}
-        failures: list[RuntimeError] = []
+        mine = [engine for engine in engines if engine in self.channels]
+        return self._apart({engine: self._sending(version, engine) for engine in mine})
 
-        @contextlib.contextmanager
-        def apart(engine: int) -> Iterator[None]:
-            try:
-                yield
-            except RuntimeError as err:
-                failures.append(err)
-                channels.pop(engine).close()
-
-        for number in range(max((len(channel.rounds) for channel in channels.values()), default=0)):
-            for engine, channel in list(channels.items()):
-                if number < len(channel.rounds):
-                    with apart(engine):
-                        # One round may be under way while this one is prepared.
-                        if number > 1:
-                            begun[engine][number - 2].settle()
-                        begun[engine].append(self._begin(version, number, engine))
-                        sent += channel.num_elements(number) * self.dtype.itemsize
-        for engine in list(channels):
-            with apart(engine):
-                for each in begun[engine]:
-                    each.finish()
-        if failures:
-            raise RuntimeError("; ".join(map(str, failures))) from failures[0]
-        return sent
-
-    def _begin(self, version: int, number: int, engine: int) -> Round:
+    def _sending(self, version: int, engine: int) -> Work:
+        """Send to one engine, a round at a time."""
         channel = self.channels[engine]
-        return channel.transport.send(channel.rounds[number], lost=partial(self._lost, version, number, engine))
+        begun: list[Round] = []
+        for number, messages_ in enumerate(channel.rounds):
+            # One round may be under way while this one is prepared.
+            if number > 1:
+                begun[number - 2].settle()
+            begun.append(channel.transport.send(messages_, lost=partial(self._lost, version, number, engine)))
+            yield number + 1 < len(channel.rounds)
+        for each in begun:
+            each.finish()
+
+    def _apart(self, works: Mapping[int, Work]) -> dict[int, str]:
+        """Do the work for each engine; why it has failed, where it has.
+
+        On CPUs in a thread for each: an engine that hangs holds up none of the others, whose workers wait as long as this rank
+        does. On CUDA they take turns, because NCCL wants the same order on all ranks, and the host waits only when all has begun.
+        """
+        failures: dict[int, str] = {}
+
+        def begins(engine: int) -> bool:
+            """Whether there is more to begin after the next part of an engine's work."""
+            try:
+                return next(works[engine], False)
+            except RuntimeError as err:
+                failures[engine] = str(err)
+                self.leave(engine)
+                return False
+
+        def work_through(engine: int) -> None:
+            while begins(engine):
+                pass
+            begins(engine)
+
+        if self.live.device.type == "cpu" and len(works) > 1:
+            with ThreadPoolExecutor(len(works)) as threads:
+                for done in [threads.submit(work_through, engine) for engine in works]:
+                    done.result()
+            return failures
+        left = list(works)
+        while left:
+            left = [engine for engine in left if begins(engine)]
+        for engine in works:
+            begins(engine)
+        return failures
 
     def _lost(self, version: int, number: int, engine: int, peers: Sequence[int], err: Exception) -> RuntimeError:
         names = self.channels[engine].names
@@ -174,33 +210,36 @@ class Sender:
 
     def close(self) -> None:
         """Leave all transfers."""
-        for channel in self.channels.values():
-            channel.close()
+        for engine in list(self.generations):
+            self.leave(engine)
 
-    def digests(self) -> torch.Tensor:
-        """`[workers, tensors]` int64: digest of what this rank sends each worker; the sum over ranks is what the worker must have."""
+    def digests(self, engines: Sequence[int]) -> torch.Tensor:
+        """`[engines, workers, tensors]` int64: digest of what this rank sends each worker; the sum over ranks is what it must have."""
         shapes = hf_tensors(self.model)
-        table = torch.zeros(self.infer_layout.engines * self.infer_layout.tensor, len(shapes), dtype=torch.int64)
-        for worker, boxes in self.outgoing.items():
-            table[worker] = digests(((box, self.live.view(box).to(self.dtype)) for box in boxes), shapes)
+        table = torch.zeros(len(engines), self.infer_layout.tensor, len(shapes), dtype=torch.int64)
+        for place, engine in enumerate(engines):
+            for worker, incoming in enumerate(self.incoming(engine)):
+                held = ((box, self.live.view(box).to(self.dtype)) for box in incoming.get(self.rank, ()))
+                table[place, worker] = digests(held, shapes)
         return table
 
-    def compare(self, version: int, truth: torch.Tensor) -> None:
-        """Rank 0: compare the summed `digests()` with what every worker reported for `version`.
+    def compare(self, version: int, truth: torch.Tensor, engines: Sequence[int]) -> None:
+        """Rank 0: compare the summed `digests(engines)` with what their workers reported for `version`.
 
         Raises:
             RuntimeError: naming engine, worker and tensors that differ.
         """
         names = list(hf_tensors(self.model))
-        for worker in range(truth.shape[0]):
-            engine, worker_rank = divmod(worker, self.infer_layout.tensor)
-            reported = json.loads(self.store.get(digest_key(engine, worker_rank, version)))
-            wrong = [n for n, a, b in zip(names, truth[worker].tolist(), reported, strict=True) if a != b]
-            if wrong:
-                raise RuntimeError(
-                    f"weight sync {version}: worker {worker_rank} of engine {engine} does not hold the trainer's weights; "
-                    f"{len(wrong)} of {len(names)} tensors differ, the first are {wrong[:3]}"
-                )
+        for place, engine in enumerate(engines):
+            for worker, wanted in enumerate(truth[place].tolist()):
+                key = digest_key(engine, self.generations[engine], worker, version)
+                reported = json.loads(self.store.get(key))
+                wrong = [n for n, a, b in zip(names, wanted, reported, strict=True) if a != b]
+                if wrong:
+                    raise RuntimeError(
+                        f"weight sync {version}: worker {worker} of engine {engine} does not hold the trainer's weights; "
+                        f"{len(wrong)} of {len(names)} tensors differ, the first are {wrong[:3]}"
+                    )
 
 
 class Receiver:
@@ -214,7 +253,7 @@ class Receiver:
     def __init__(self, targets: Held, *, worker: int, invitation: dict[str, Any]) -> None:
         self.live = LiveBoxes(targets)
         self.model = ModelShape.from_dict(invitation["model"])
-        self.engine, self.worker = invitation["engine"], worker
+        self.engine, self.generation, self.worker = invitation["engine"], invitation["generation"], worker
         self.place = (invitation["host"], invitation["port"])
         """Of the store, which is there as long as the run is."""
         self.timeout_s = invitation["timeout_s"]
@@ -237,7 +276,7 @@ class Receiver:
                 )
                 for source in sorted(workers[worker])
             },
-            store=dist.PrefixStore(group_name(self.engine), self.store),
+            store=dist.PrefixStore(group_name(self.engine, self.generation), self.store),
             names=member_names(self.learners, len(workers), self.engine),
             rank=len(self.learners) + worker,
             is_worker=True,
@@ -295,7 +334,7 @@ class Receiver:
         """Tell rank 0 the digest of every tensor's part that this worker holds now."""
         held = (pair for pairs in self.live.by_name.values() for pair in pairs)
         sums = digests(held, hf_tensors(self.model)).tolist()
-        self.store.set(digest_key(self.engine, self.worker, version), json.dumps(sums))
+        self.store.set(digest_key(self.engine, self.generation, self.worker, version), json.dumps(sums))
 
 
 class Channel:
@@ -341,10 +380,6 @@ class Channel:
             }
         )
 
-    def num_elements(self, number: int) -> int:
-        """Of one round."""
-        return sum(view.numel() for views in self.rounds[number].values() for view in views)
-
     def close(self) -> None:
         """Members that wait for this one learn that it has left."""
         self.is_open = False
@@ -388,11 +423,11 @@ def member_names(learners: Sequence[int], workers: int, engine: int) -> list[str
     ]
 
 
-def group_name(engine: int) -> str:
-    """The transfer group of an engine."""
-    return f"transfer/{engine}"
+def group_name(engine: int, generation: int) -> str:
+    """The transfer group of an engine; one that was started again has another."""
+    return f"transfer/{engine}/{generation}"
 
 
-def digest_key(engine: int, worker: int, version: int) -> str:
+def digest_key(engine: int, generation: int, worker: int, version: int) -> str:
     """Where a worker leaves its digests."""
-    return f"digest/{engine}/{worker}/{version}"
+    return f"digest/{engine}/{generation}/{worker}/{version}"

@@ -41,6 +41,11 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
+def another_connection(store: Any) -> dist.Store:
+    """To the same server. Whoever waits in a store keeps all others from its connection."""
+    return store.clone()
+
+
 def join_group(
     store: dist.Store,
     *,

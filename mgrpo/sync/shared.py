@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
 import socket
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from mgrpo.processes import local_socket
 from mgrpo.sync import device_memory
 from mgrpo.sync.transport import Lost, Messages, named
 
@@ -27,7 +27,6 @@ SLOTS = 2
 _GONE = "it has ended, or given up"
 _HELLO = struct.Struct("<II")
 """The worker's number among the members, and how many bytes follow that describe its GPU memory; 0: a descriptor comes too."""
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Link:
@@ -154,11 +153,7 @@ class Listener:
     """A training rank's door for the workers of its machine. No process elsewhere, and of no other user, gets in."""
 
     def __init__(self, backlog: int) -> None:
-        # An abstract name, which no file system holds; random, so that it cannot mean another listener on another machine.
-        self.address = f"mgrpo-{os.geteuid()}-{secrets.token_hex(16)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(f"\0{self.address}")
-        self._socket.listen(backlog)
+        self._socket, self.address = local_socket.listen(backlog)
 
     def accept(
         self, slot_bytes: Mapping[int, int], *, dtype: torch.dtype, device: torch.device, timeout_s: float
@@ -174,7 +169,7 @@ class Listener:
         while len(links) < len(slot_bytes):
             with _as_runtime_error():
                 connection, _ = self._socket.accept()
-                if not _is_own(connection):
+                if not local_socket.is_own(connection):
                     connection.close()
                     continue
                 connection.settimeout(timeout_s)
@@ -210,14 +205,11 @@ def connect(
     if user != os.geteuid():
         raise PermissionError(f"they run as users {user} and {os.geteuid()}")
     memory, description, descriptors = _made(SLOTS * slot_bytes, dtype, device)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout_s)
     try:
-        connection.connect(f"\0{address}")
+        connection = local_socket.connect(address, timeout_s=timeout_s)
         socket.send_fds(connection, [_HELLO.pack(member, len(description))], descriptors)
         connection.sendall(description)
     except ConnectionRefusedError:
-        connection.close()
         return None
     finally:
         for descriptor in descriptors:
@@ -244,12 +236,6 @@ def _mapped(descriptor: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor
     """Its pages are there before the first message; both ends go on to use the same ones."""
     memory = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return torch.frombuffer(memory, dtype=dtype)
-
-
-def _is_own(connection: socket.socket) -> bool:
-    """Whether the other end runs as this user."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(credentials)[1] == os.geteuid()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ there vLLM packs weights into private copies, which can be neither written in pl
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import socket
 import threading
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgrpo.models.table import Box
+from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.sync.channel import Receiver
 
 BACKEND = "mgrpo"
@@ -77,6 +79,9 @@ def register() -> None:
     """Called by vLLM, possibly several times, in client, engine core and workers."""
     if os.environ.get(ASKED) != "1":
         return
+    # The engine core would outlive an engine that is killed; here it is a child of the engine's process.
+    if multiprocessing.parent_process() is not None:
+        die_with_parent()
     from tqdm import tqdm
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform

@@ -94,14 +94,15 @@ def test_engine_after_sync_equals_a_freshly_loaded_one(fleet, models, family, ru
                 port=store[1],
                 version=version,
             )
-            fleet.finish([fleet.engines[0].join(sender.invitation(0))], "join")
-            fleet.finish([fleet.engines[0].receive_weights(version, check=True, seed=0)], "receive weights")
+            fleet.engines[0].join(sender.invitation(0)).result(60)
+            fleet.engines[0].receive_weights(version, check=True, seed=0).result(60)
             reports = pool.results()
             got = sample(fleet, 0)
             assert (got["policy_versions"] == version).all()
             # Every byte moved once, and the engine's digests are the ranks' digests.
             assert sum(report["sent"] for report in reports) == reports[0]["lower_bound"] == reports[0]["bytes_moved"]
-            sender.compare(version, torch.tensor(reports[0]["digests"]))
+            sender.generations = {0: 0}
+            sender.compare(version, torch.tensor(reports[0]["digests"]), [0])
         np.testing.assert_array_equal(got["tokens"], truth["tokens"])
         np.testing.assert_array_equal(got["logprobs"], truth["logprobs"])
 
@@ -144,8 +145,8 @@ def test_a_sender_that_never_comes_is_named(fleet, models):
     holdings = training_boxes(shape_of(read_hf_config(models["sent"])), layout)
     sender = make_sender(models["sent"], {}, open_store(HOST, 60), holdings)
     invitation = sender.invitation(0) | {"timeout_s": 5}
-    with pytest.raises(EngineError, match="could not join"):
-        fleet.finish([fleet.engines[0].join(invitation)], "join the weight-transfer group")
+    with pytest.raises(EngineError, match="worker 0 of engine 0 waited for training rank 0"):
+        fleet.engines[0].join(invitation).result(60)
 
 
 def test_what_an_abort_ends_comes_back_with_the_tokens_so_far(fleet):

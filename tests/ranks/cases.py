@@ -174,6 +174,7 @@ def send_weights(
     from mgrpo.layout import InferLayout
     from mgrpo.sync.channel import Sender
     from mgrpo.sync.group import connect_store
+    from tests.unit.sync.ends import sent_bytes
 
     policy = make_sharded_policy(model_dir, layout)
     sender = Sender(
@@ -190,12 +191,12 @@ def send_weights(
         bucket_bytes=bucket_bytes,
         timeout_s=30,
     )
-    sender.join()
-    sent = sender.send(version)
-    digests = sender.digests()
+    failures = sender.join({0: 0}) | sender.send(version, [0])
+    assert not failures, failures
+    digests = sender.digests([0])
     dist.all_reduce(digests, group=host_group())
     return {
-        "sent": sent,
+        "sent": sent_bytes(sender),
         "bytes_moved": sender.plan.bytes_moved,
         "lower_bound": sender.plan.lower_bound,
         "digests": digests.tolist(),

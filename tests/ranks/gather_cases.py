@@ -156,7 +156,9 @@ def read(model_dir: str, settings: dict[str, Any], groups: list, folder: str) ->
         )
         # Like the real one it has views from the beginning.
         views, were_finite = [view for _, view in policy.boxes()], []
-        weights.sender = SimpleNamespace(send=lambda version: were_finite.append(finite(views)))
+        weights.sender = SimpleNamespace(
+            generations={0: 0}, send=lambda version, engines: were_finite.append(finite(views)) or {}
+        )
         readers: dict[str, Callable[[], bool]] = {
             "check": lambda: learner.not_finite() == [],
             "reference": followed,

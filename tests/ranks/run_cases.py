@@ -86,10 +86,11 @@ def send_nothing_while_rank_0_sends(patience_s: float) -> list[int]:
     from mgrpo.run import engine_weights, lead
     from tests.scripted_engine import ScriptedEngine
 
-    def send(version: int) -> None:
+    def send(version: int, engines: Any) -> dict[int, str]:
         if dist.get_rank() == 0:
             time.sleep(2 * patience_s)
         sent.append(version)
+        return {}
 
     sent: list[int] = []
     settings = EngineSettings()
@@ -103,7 +104,7 @@ def send_nothing_while_rank_0_sends(patience_s: float) -> list[int]:
             fleet=Fleet([ScriptedEngine()], settings, seed=1),
             host_group=dist.group.WORLD,
         )
-    weights.sender = SimpleNamespace(send=send)
+    weights.sender = SimpleNamespace(generations={0: 0}, send=send)
     weights.send(7, step=1)
     return sent
 

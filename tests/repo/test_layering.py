@@ -36,7 +36,7 @@ APPLICATION = {"run", "cli", "__init__", "__main__", "rehearsal"}
 """May import every room. A rehearsal is the application itself, in a process of its own."""
 HEAVY = {
     "megatron": {"parallel", "policy", "rehearsal"},
-    "ray": {"rollout/vllm/cluster.py", "rollout/vllm/ray_engine.py"},
+    "ray": {"rollout/vllm/cluster.py", "rollout/vllm/ray_engine.py", "rollout/vllm/actor.py"},
     "vllm": {"rollout/vllm/actor.py", "rollout/vllm/local_core.py", "sync/vllm_plugin.py"},
 }
 

@@ -162,6 +162,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("stale_results_dropped", OI, "count", "groups too old to train on; always 0, because what would become too old is waited for"),
         not_yet("batch/per_group_generation_times", OI, _PER_GROUP),
     ),
+    "Engines": (
+        logged("engines/serving", OWN, "count", "engines that are given groups when the step has its own; fewer than vllm_num_engines while some start again"),
+        logged("engines/failed", OWN, "count", "engines that have died, or were given up because they did not answer, since the step before"),
+        logged("engines/replayed_groups", OWN, "count", "groups that have begun again on other engines for that reason, or because their engine was removed"),
+    ),
     "Asynchronous runs": (
         logged("async/age_mean", OWN, "version", "version that the step's first update starts from - oldest version among a group's tokens, mean over the groups trained on"),
         logged("async/age_max", OWN, "version", "the largest; at most max_staleness"),

@@ -108,6 +108,17 @@ class EngineActor(EngineCalls):
     def _death(self) -> BaseException | None:
         return self.engine.dead_error if self.engine.errored else None
 
+    async def ping(self) -> None:
+        """Return when the engine core has answered as well, which it does between two steps."""
+        if self.engine is not None:
+            await self._while_alive(self.engine.engine_core.is_scheduler_paused_async())
+
+    async def process(self) -> tuple[str, int]:
+        """Ray's id of the node that this engine runs on, and the id of its process."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
     async def _add(
         self, numbers: Sequence[int], prompts: Sequence[list[int]], sampling: Sampling, seeds: np.ndarray | None
     ) -> None:

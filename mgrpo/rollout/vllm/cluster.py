@@ -13,7 +13,9 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +24,7 @@ from mgrpo.rollout.vllm.arguments import engine_args, engine_environment, servin
 from mgrpo.rollout.vllm.keeper import Keeper
 from mgrpo.rollout.vllm.node import OBJECT_STORE_BYTES, RAY_ENVIRONMENT
 from mgrpo.rollout.vllm.ray_engine import RayEngine
+from mgrpo.rollout.vllm.reaper import end_engine
 
 _LAUNCHER_VARIABLES = (
     "RANK",
@@ -41,6 +44,10 @@ UNUSED_SERVICES = ("start_api_server", "start_monitor", "start_log_monitor")
 """Methods of Ray's `Node` that start a dashboard, an autoscaler and a log monitor."""
 
 
+ROOM_S = 60.0
+"""How long Ray may take to find room for an engine."""
+
+
 class Cluster:
     """The engines' actors and the Ray cluster they live in. Make it on rank 0 only; always `close` it."""
 
@@ -49,6 +56,10 @@ class Cluster:
         self.owned = self.settings.ray_address is None
         self.keeper = Keeper() if self.owned else None
         self.engines: list[RayEngine] = []
+        """By number; the present one of each."""
+        self.places: list[Any] = []
+        """The placement group of each."""
+        self.is_closing = False
         self.address: str | None = None
         """Of this machine in a cluster that was joined."""
         self.on_failure: Callable[[str], None] = lambda reason: None
@@ -146,45 +157,97 @@ class Cluster:
 
     def start_engines(self, config: Config) -> None:
         """Begin to start the config's engines, in addition to those that are there; each has a `ready` to wait for."""
+        self.config = config
+        groups = [self._reserve() for _ in range(self.settings.vllm_num_engines)]
+        if not all(group.wait(ROOM_S) for group in groups):
+            raise RuntimeError(
+                f"{len(groups)} engines need {len(groups)} x {self._bundles()}, and Ray has only "
+                f"{self.ray.available_resources()} left; lower vllm_num_engines or vllm_tensor_parallel_size"
+            )
+        for group in groups:
+            self.places.append(group)
+            self.start(len(self.places) - 1)
+
+    def start(self, number: int) -> RayEngine:
+        """Begin to start an engine: one more, or this one again in its place, which Ray moves when the node is gone.
+
+        Raises:
+            RuntimeError: there is no room for one more.
+        """
+        if number == len(self.places):
+            group = self._reserve()
+            if not group.wait(ROOM_S):
+                from ray.util import remove_placement_group
+
+                remove_placement_group(group)
+                raise RuntimeError(
+                    f"it needs {self._bundles()}, and Ray has only {self.ray.available_resources()} left"
+                )
+            self.places.append(group)
+        engine = self._start(number)
+        self.engines[number:] = [engine, *self.engines[number + 1 :]]
+        return engine
+
+    def _bundles(self) -> list[dict[str, int]]:
+        gpus_a_node = self._gpus_a_node() if self.on_gpu and not self.shared_gpus else None
+        return engine_bundles(self.settings.vllm_tensor_parallel_size, gpus_a_node=gpus_a_node)
+
+    def _reserve(self) -> Any:
         from ray.util.placement_group import placement_group
+
+        return placement_group(self._bundles(), strategy="PACK")
+
+    def _start(self, number: int) -> RayEngine:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from mgrpo.rollout.vllm.actor import EngineActor
 
-        count, workers = self.settings.vllm_num_engines, self.settings.vllm_tensor_parallel_size
+        group = self.places[number]
+        spans_nodes = group.bundle_count > 1
         takes_gpus = self.on_gpu and not self.shared_gpus
-        bundles = engine_bundles(workers, gpus_a_node=self._gpus_a_node() if takes_gpus else None)
-        spans_nodes = len(bundles) > 1
-        groups = [placement_group(bundles, strategy="PACK") for _ in range(count)]
-        if not all(group.wait(60) for group in groups):
-            raise RuntimeError(
-                f"{count} engines need {count} x {' + '.join(map(str, bundles))}, and Ray has only "
-                f"{self.ray.available_resources()} left; lower vllm_num_engines or vllm_tensor_parallel_size"
-            )
-        remote = self.ray.remote(EngineActor)
         environment = engine_environment(
-            config, on_gpu=self.on_gpu, is_local=self.owned, num_local_learners=self.num_local_learners
+            self.config, on_gpu=self.on_gpu, is_local=self.owned, num_local_learners=self.num_local_learners
         )
         runtime_env: dict[str, Any] = {"env_vars": environment}
         if self.keeper:
             environment["TMPDIR"] = self.keeper.scratch
             # Ray passes it to a shell as it is; it may lie in a path with spaces.
             runtime_env["py_executable"] = shlex.quote(sys.executable)
-        args = engine_args(config, on_gpu=self.on_gpu, spans_nodes=spans_nodes)
-        for group in groups:
-            if self.shared_gpus:
-                own = self.shared_gpus[len(self.engines) * workers :][:workers]
-                runtime_env = {**runtime_env, "env_vars": {**environment, "CUDA_VISIBLE_DEVICES": ",".join(own)}}
-            actor = remote.options(
+        workers = self.settings.vllm_tensor_parallel_size
+        if self.shared_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.shared_gpus[number * workers :][:workers])
+        actor = (
+            self.ray.remote(EngineActor)
+            .options(
                 num_cpus=1,
                 # Workers on several nodes are actors of their own, which vLLM starts in the group's bundles.
                 num_gpus=workers if takes_gpus and not spans_nodes else 0,
                 max_concurrency=1000,
                 runtime_env=runtime_env,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
-            ).remote()
-            failure = self.keeper.failure if self.keeper else lambda: None
-            self.engines.append(RayEngine(actor, actor.start.remote(args), cluster_failure=failure))
+            )
+            .remote()
+        )
+        process = actor.process.remote().future()
+        return RayEngine(
+            actor,
+            actor.start.remote(engine_args(self.config, on_gpu=self.on_gpu, spans_nodes=spans_nodes)),
+            cluster_failure=self.keeper.failure if self.keeper else lambda: None,
+            end_process=partial(self._end_process, process),
+        )
+
+    def _end_process(self, process: Future[tuple[str, int]]) -> None:
+        """Kill an engine that may be stopped, and does not hear Ray then."""
+        if not process.done() or process.exception() is not None:
+            return
+        node, pid = process.result()
+        if node == self.ray.get_runtime_context().get_node_id():
+            end_engine(pid)
+        elif not self.is_closing:
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            self.ray.remote(end_engine).options(num_cpus=0, scheduling_strategy=there).remote(pid)
 
     def _gpus_a_node(self) -> int:
         """Of the node that has most."""
@@ -201,6 +264,7 @@ class Cluster:
 
     def close(self) -> None:
         """End engines and Ray. The reaper ends what survives, such as a hung process or all of it when rank 0 is killed."""
+        self.is_closing = True
         ray = getattr(self, "ray", None)
         if ray is not None:
             for engine in self.engines:

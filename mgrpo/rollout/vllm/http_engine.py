@@ -77,6 +77,10 @@ class HttpEngine:
         """See `Engine`."""
         return self._call("seed", seed)
 
+    def ping(self) -> Future[None]:
+        """See `Engine`."""
+        return self._begin(self.calls.ping())
+
     def close(self) -> None:
         """Give the server back, see `ServerCalls.leave`; what has not been answered fails."""
         with self.lock:

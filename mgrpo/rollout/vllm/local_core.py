@@ -68,6 +68,9 @@ class LocalCore(EngineCoreClient):
     async def resume_scheduler_async(self) -> None:
         await self._call(self.core.resume_scheduler)
 
+    async def is_scheduler_paused_async(self) -> bool:
+        return await self._call(self.core.is_scheduler_paused)
+
     async def sleep_async(self, level: int = 1, mode: Any = "abort") -> None:
         await self._call(self.core.sleep, level, mode)
 

@@ -31,6 +31,7 @@ class ActorHandle(Protocol):
 
     call: Remote[Any]
     poll: Remote[Completions]
+    ping: Remote[None]
 
 
 class RayEngine:
@@ -42,13 +43,15 @@ class RayEngine:
         starting: Reference[None],
         *,
         cluster_failure: Callable[[], str | None] = lambda: None,
+        end_process: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             starting: the result of the actor's `start`.
+            end_process: ends it also where it hangs; Ray only asks it to end.
             cluster_failure: what has happened to Ray itself, whose end an engine's error would only follow from.
         """
-        self.actor, self.cluster_failure = actor, cluster_failure
+        self.actor, self.cluster_failure, self.end_process = actor, cluster_failure, end_process
         self.turns = itertools.count()
         self.pending: set[Future[Any]] = set()
         self.refusal: str | None = None
@@ -93,6 +96,10 @@ class RayEngine:
         """See `Engine`."""
         return self._call("seed", seed)
 
+    def ping(self) -> Future[None]:
+        """See `Engine`."""
+        return self._remote(lambda: self.actor.ping.remote())
+
     def fail(self, reason: str) -> None:
         """Ray may never answer again: what waits fails, and so does every later call."""
         with self.lock:
@@ -107,6 +114,7 @@ class RayEngine:
         with self.lock:
             self.refusal = self.refusal or "the engine was closed"
             ray.kill(self.actor)
+        self.end_process()
         self.fail(self.refusal)
 
     def _call(self, method: str, *args: object) -> Future[Any]:
@@ -145,6 +153,8 @@ class RayEngine:
 
 
 def _cause(err: BaseException) -> str:
-    """The last line of the message: Ray prints whole tracebacks."""
+    """The last line of the message: Ray prints whole tracebacks, and guesses."""
+    if type(err).__name__ == "ActorDiedError":
+        return "its process has died"
     lines = [line.strip() for line in str(err).splitlines() if line.strip()]
     return f"{type(err).__name__}: {lines[-1] if lines else 'no message'}"

@@ -35,6 +35,13 @@ def processes_of(folder: str) -> list[int]:
     ]
 
 
+def end_engine(pid: int) -> None:
+    """Kill an engine's actor on this machine, if that is what the process still is."""
+    with contextlib.suppress(OSError):
+        if b"EngineActor" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+
+
 def _writes_into(process: Path, folder: str) -> bool:
     try:
         opened = [link.name for link in (process / "fd").iterdir() if os.readlink(link).startswith(folder)]

@@ -136,6 +136,12 @@ class ServerCalls(EngineCalls):
         info = {"invitation": invitation, "is_trial": is_trial}
         await self.connection.post("/init_weight_transfer_engine", {"init_info": info})
 
+    async def ping(self) -> None:
+        """Return when the server says that its engine is well."""
+        if self.dead is not None:
+            raise self.dead
+        await self.connection.get("/health", timeout_s=HEALTH_TIMEOUT_S)
+
     async def _watch(self) -> None:
         """Notice when the server does not answer any more."""
         while self.dead is None:

@@ -253,10 +253,12 @@ class Leader(_Agent):
         running.discard(rank)
         if message is None:
             message = {"ended": 1, "cause": "has gone: its launcher was killed, or the machine is not reachable"}
+        # Rank 0 starts the engines of other nodes elsewhere, if it can.
+        trains = rank < self.job.learner_nodes
         if message.get("cause"):
             self.has_cause = True
-            _report(f"{self.meeting.name(rank)}: {message['cause']}")
-        if message.get("ended"):
+            _report(f"{self.meeting.name(rank)}: {message['cause']}{'' if trains else '; only its engines are lost'}")
+        if message.get("ended") and trains:
             self.first_failure = self.first_failure or message["ended"]
             self.ranks.end_within(GRACE_S)
 

@@ -141,6 +141,11 @@ RULES = [
         {"inflight_updates": True},
         "inflight_updates=true needs completions that are under way when the weights",
     ),
+    (
+        "engines",
+        {"min_engines": 3, "vllm_num_engines": 2},
+        "min_engines=3 is more than vllm_num_engines=2, and the run",
+    ),
     ("async", {"max_staleness": -1}, "max_staleness=-1 must be at least 0"),
     ("R9", {"apply_verifiable_reward": False}, "no reward is on"),
     ("R13", {"use_rho_correction": True, "rho_clamp_lower_bound": 1}, "rho_clamp_lower_bound=1 must be below 1"),

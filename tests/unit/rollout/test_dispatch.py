@@ -187,7 +187,7 @@ class BrokenEngine(ScriptedEngine):
 def test_what_broken_weights_sample_is_refused(value: float) -> None:
     """A diverged policy gives each prompt equal answers: every group is filtered, and no other check sees a number of it."""
     own = dispatcher()
-    own.fleet.engines = [BrokenEngine(value)]
+    own.fleet.engines[0] = BrokenEngine(value)
     own.thread.submit(own.resume).result()
     for group in (train(own, [numbered(1)])[0], own.sample_evaluation([numbered(1)])):
         with pytest.raises(NotFiniteError, match=r"1 of [12] completions .* policy version 0 are broken or have"):

@@ -89,6 +89,14 @@ def make_receiver(
     return live, Receiver(live, worker=number, invitation=sender.invitation(engine))
 
 
+def sent_bytes(sender: Sender) -> int:
+    """By one sync."""
+    views = (
+        view for own in sender.channels.values() for each in own.rounds for views in each.values() for view in views
+    )
+    return sum(view.numel() for view in views) * sender.dtype.itemsize
+
+
 def die_after_messages(role: str, port: int, number: int) -> None:
     """The training rank 0 of one, or the only worker, that a `kill -9` ends after so many messages. A process of its own."""
     model, train, infer = small()
@@ -102,8 +110,8 @@ def die_after_messages(role: str, port: int, number: int) -> None:
 
     shared.Link._tell = tell_and_die  # type: ignore[method-assign]
     if role == "learner":
-        sender.join()
-        sender.send(1)
+        sender.join({0: 0})
+        sender.send(1, [0])
     else:
         make_receiver(model, infer, 0, torch.float32, sender)[1].receive(1)
 

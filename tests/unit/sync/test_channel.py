@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import weakref
@@ -31,6 +32,7 @@ from tests.unit.sync.ends import (
     die_after_messages,
     make_receiver,
     make_senders,
+    sent_bytes,
     settings,
     sharded_holdings,
     shipped,
@@ -102,10 +104,9 @@ def test_every_worker_holds_the_trainers_weights_bit_for_bit(case, transport):
         return live
 
     def send(sender: Sender) -> tuple[int, torch.Tensor]:
-        sender.join()
-        sent = sender.send(1)
-        assert sender.send(2) == sent
-        return sent, sender.digests()
+        assert sender.join(dict.fromkeys(range(infer.engines), 0)) == {}
+        assert sender.send(1, range(infer.engines)) == sender.send(2, range(infer.engines)) == {}
+        return sent_bytes(sender), sender.digests(range(infer.engines))
 
     with ThreadPoolExecutor(num_workers + train.world_size) as threads:
         workers = [threads.submit(receive, worker) for worker in range(num_workers)]
@@ -118,10 +119,10 @@ def test_every_worker_holds_the_trainers_weights_bit_for_bit(case, transport):
     assert set.union(*found) == (TRANSPORTS[transport] if has_second or transport != "both" else {ProcessGroup})
     assert sum(sent) == senders[0].plan.lower_bound
     truth = torch.stack(digests).sum(0)
-    senders[0].compare(2, truth)
-    truth[0, 1] += 1
+    senders[0].compare(2, truth, range(infer.engines))
+    truth[0, 0, 1] += 1
     with pytest.raises(RuntimeError, match="worker 0 of engine 0 does not hold the trainer's weights; 1 of"):
-        senders[0].compare(2, truth)
+        senders[0].compare(2, truth, range(infer.engines))
 
 
 def test_a_member_that_does_not_come_is_named():
@@ -130,10 +131,8 @@ def test_a_member_that_does_not_come_is_named():
     _store, port = open_store(HOST, 20)
     settings = {"dtype": torch.float32, "port": port, "bucket_bytes": 1 << 12, "timeout_s": 0.5}
     senders = make_senders(model, train, infer, whole(model, torch.float32, seed=0), **settings)
-    with pytest.raises(
-        RuntimeError, match=r"^training rank 1 waited for training rank 0, worker 0 of engine 0 to join"
-    ):
-        senders[1].join()
+    (failure,) = senders[1].join({0: 0}).values()
+    assert failure.startswith("training rank 1 waited for training rank 0, worker 0 of engine 0 to join")
 
 
 def test_a_peer_that_is_silent_is_named(transport):
@@ -144,16 +143,14 @@ def test_a_peer_that_is_silent_is_named(transport):
     senders = make_senders(model, train, infer, whole(model, torch.float32, seed=0), **settings)
     with ThreadPoolExecutor(4) as threads:
         worker = threads.submit(lambda: make_receiver(model, infer, 0, torch.float32, senders[0])[1])
-        for learner in [threads.submit(sender.join) for sender in senders]:
+        for learner in [threads.submit(sender.join, {0: 0}) for sender in senders]:
             learner.result(20)
         receiving = threads.submit(worker.result(20).receive, 7)
-        sending = threads.submit(senders[0].send, 7)
+        sending = threads.submit(senders[0].send, 7, [0])
         with pytest.raises(RuntimeError, match=r"sync 7: worker 0 of engine 0 waited for bucket 0 of training rank 1"):
             receiving.result(20)
-        with pytest.raises(
-            RuntimeError, match=r"sync 7: training rank 0 could not send bucket \d+ to worker 0 of engine 0"
-        ):
-            sending.result(20)
+        failure = sending.result(20)[0]
+        assert re.match(r"weight sync 7: training rank 0 could not send bucket \d+ to worker 0 of engine 0", failure)
 
 
 @pytest.mark.parametrize("dying", ["learner", "worker"])
@@ -169,11 +166,9 @@ def test_a_peer_that_is_killed_is_named_at_once_and_nothing_is_left(dying):
         with pytest.raises(RuntimeError, match=r"worker 0 of engine 0 waited for bucket 3 of training rank 0 .* ended"):
             receiver.receive(1)
     else:
-        sender.join()
-        with pytest.raises(
-            RuntimeError, match=r"rank 0 could not send bucket \d+ to worker 0 of engine 0 within .* ended"
-        ):
-            sender.send(1)
+        sender.join({0: 0})
+        failure = sender.send(1, [0])[0]
+        assert re.search(r"rank 0 could not send bucket \d+ to worker 0 of engine 0 within .* ended", failure)
     peer.join(20)
     assert peer.exitcode == -signal.SIGKILL
     assert not [name for name in os.listdir("/dev/shm") if "mgrpo" in name]
@@ -197,10 +192,10 @@ def test_an_engine_that_leaves_does_not_end_the_others():
 
     with ThreadPoolExecutor(2) as threads:
         workers = [threads.submit(receive, worker) for worker in range(2)]
-        sender.join()
-        with pytest.raises(RuntimeError, match=r"^weight sync 1: [^;]* to worker 0 of engine 0 [^;]*$"):
-            sender.send(1)
-        assert sender.send(2) == sender.plan.lower_bound // 2
+        sender.join({0: 0, 1: 0})
+        failures = sender.send(1, [0, 1])
+        assert failures.keys() == {0} and "to worker 0 of engine 0 " in failures[0]
+        assert sender.send(2, [0, 1]) == {} and sender.bytes_moved == sender.plan.lower_bound // 2
         for box, values in workers[1].result(60):
             assert torch.equal(values, view(tensors, box)), box
 
@@ -232,10 +227,10 @@ def test_without_memory_to_share_the_weights_go_over_gloo_and_a_line_says_so(mon
     sender = make_senders(model, train, infer, tensors, **settings(port))[0]
     with ThreadPoolExecutor(1) as threads:
         worker = threads.submit(make_receiver, model, infer, 0, torch.float32, sender)
-        sender.join()
+        sender.join({0: 0})
         live, receiver = worker.result(60)
         receiving = threads.submit(receiver.receive, 1)
-        sender.send(1)
+        sender.send(1, [0])
         receiving.result(60)
     assert all(torch.equal(values, view(tensors, box)) for box, values in live)
     line = f"mgrpo: worker 0 of engine 0 cannot share memory with training rank 0: {reason}; "
@@ -322,8 +317,7 @@ def recorded(request) -> tuple[dict[str, list[tuple]], list[RecordedGroup]]:
         }
         senders = make_senders(model, train, infer, tensors, **settings)
         for sender in senders:
-            sender.join()
-            sender.send(1)
+            assert not sender.join(dict.fromkeys(range(infer.engines), 0)) | sender.send(1, range(infer.engines))
         for worker in range(infer.engines * infer.tensor):
             make_receiver(model, infer, worker, torch.bfloat16, senders[0], "meta")[1].receive(1)
     return logs, groups

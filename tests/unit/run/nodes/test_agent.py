@@ -44,6 +44,10 @@ import os, signal, sys, time
 rank = int(os.environ["RANK"])
 def wait(): time.sleep(60)
 """
+UNTIL_THE_END = """
+print("ready", flush=True)
+while not os.path.exists(sys.argv[sys.argv.index("--output_dir") + 1] + "/end"): time.sleep(0.05)
+"""
 CONFIG = ("--config", "examples/configs/quickstart.yaml")
 
 
@@ -120,8 +124,8 @@ def test_the_end_of_one_is_the_end_of_all_with_one_exit_code(nodes, program, cod
     assert nodes.codes() == [code] * 3
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_launcher_that_is_killed_is_named_and_ends_all(nodes, rank):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_launcher_of_a_node_that_trains_is_named_when_it_is_killed_and_ends_all(nodes, rank):
     nodes.start_all("print('ready', flush=True)\nwait()")
     nodes.wait_for("ready", 0, 1)
     nodes.processes[rank].kill()
@@ -134,13 +138,30 @@ def test_a_launcher_that_is_killed_is_named_and_ends_all(nodes, rank):
         )
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_failure_of_ray_is_named_with_its_node(nodes, rank):
+def test_a_node_that_only_serves_may_go(nodes):
+    """Its engines are started elsewhere."""
+    nodes.start_all(UNTIL_THE_END)
+    nodes.wait_for("ready", 0, 1)
+    nodes.processes[2].kill()
+    nodes.wait_for("has gone: its launcher was killed, or the machine is not reachable; only its engines are lost", 0)
+    (nodes.folder / "end").touch()
+    assert nodes.codes() == [0, 0, -9]
+
+
+def test_a_failure_of_ray_on_the_first_node_ends_all(nodes):
     """The engines' errors would only say that an actor has died."""
-    nodes.start_all("print('ready', flush=True)\nwait()", fails_on=rank)
+    nodes.start_all("print('ready', flush=True)\nwait()", fails_on=0)
     assert nodes.codes() == [1, 1, 1]
-    assert f"mgrpo: node {rank} ({socket.gethostname()}): Ray's raylet (process 7) died of SIGKILL" in nodes.text(0)
+    assert f"mgrpo: node 0 ({socket.gethostname()}): Ray's raylet (process 7) died of SIGKILL" in nodes.text(0)
     assert f"what the engines printed is in {nodes.folder}/engine_logs/node_2" in nodes.text(2)
+
+
+def test_a_failure_of_ray_on_a_node_that_only_serves_is_named_and_the_run_goes_on(nodes):
+    """Its engines are started elsewhere."""
+    nodes.start_all(UNTIL_THE_END, fails_on=2)
+    nodes.wait_for(f"mgrpo: node 2 ({socket.gethostname()}): Ray's raylet (process 7) died of SIGKILL; only its", 0)
+    (nodes.folder / "end").touch()
+    assert nodes.codes() == [0, 0, 0]
 
 
 def test_rank_0_may_fail_before_the_node_that_is_the_cause_says_so(nodes):

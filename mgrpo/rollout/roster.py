@@ -1,0 +1,246 @@
+"""The engines that there are, and what becomes of one that fails: its groups go to the others, and it is started again.
+
+It has its number for life; whoever holds an engine that another has replaced can do no more harm with it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from mgrpo.config.schema import Engine as EngineSettings
+from mgrpo.processes.background import Background
+from mgrpo.rollout.engine import Engine, EngineError
+from mgrpo.rollout.members import Members, State
+
+Start = Callable[[int], Engine]
+"""Begins to start the engine with this number, the first time or again. RuntimeError: there is no room for it."""
+
+
+class Roster:
+    """The engines of a run, by number. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        settings: EngineSettings,
+        *,
+        keep_logs: Callable[[], str],
+        start: Start | None,
+        max_restarts: int | None,
+    ) -> None:
+        """
+        Args:
+            keep_logs: see `Fleet`.
+            start: None: an engine that fails is given up.
+            max_restarts: see `Members`.
+        """
+        self.engines, self.keep_logs = list(engines), keep_logs
+        self._alive: list[Engine | None] = list(engines)
+        """Those that have not failed since their start."""
+        self.min_engines = settings.min_engines
+        self.members = Members(
+            len(engines),
+            max_restarts=max_restarts if start else 0,
+            patience_s=settings.engine_heartbeat_timeout,
+            start_s=settings.engine_start_timeout,
+        )
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.has_started = False
+        """Whether all engines have loaded their models; before that, one that cannot ends the run."""
+        self.is_closed = False
+        self.failure: EngineError | None = None
+        """Why the run cannot go on."""
+        self.num_deaths = 0
+        self.on_lost: Callable[[int], None] = lambda number: None
+        """Called from any thread when an engine samples no more."""
+        self.on_serving: Callable[[int], None] = lambda number: None
+        """Called from any thread when an engine may be given groups for the first time since its start; it is paused."""
+        self.on_end: Callable[[EngineError], None] = lambda err: None
+        """Called from any thread when the run cannot go on."""
+        self._start = start
+        self._starts = Background("engine-starts")
+        for number in range(len(engines)):
+            self._await_start(number)
+        self.has_started = all(engine.ready.done() for engine in engines)
+
+    def started(self) -> None:
+        """All engines have loaded their models: those that fail from here on are started again."""
+        with self.lock:
+            self.has_started = True
+        self._tend()
+
+    def close(self) -> None:
+        """The engines are about to be ended: none is missed from here on."""
+        with self.lock:
+            self.is_closed = True
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What is known of each engine, in JSON."""
+        with self.lock:
+            return [
+                {"engine": m.number, "state": m.state.value, "starts": m.generation + 1, "last_failure": m.reason}
+                for m in self.members.all
+            ]
+
+    def add(self) -> int:
+        """Start one more engine, which takes part from a weight sync on; its number. For one thread at a time.
+
+        Raises:
+            EngineError: there is no room for it.
+        """
+        self._check_started()
+        if self._start is None:
+            raise EngineError("this run does not start engines itself")
+        number = len(self.engines)
+        try:
+            engine = self._start(number)
+        except RuntimeError as err:
+            raise EngineError(f"no engine can be added: {err}") from err
+        with self.lock:
+            self.engines.append(engine)
+            self._alive.append(engine)
+            self.members.add()
+        self._await_start(number)
+        say(f"engine {number} is added and loads its model")
+        return number
+
+    def remove(self, number: int) -> None:
+        """Have an engine finish what it samples and go at the next weight sync.
+
+        Raises:
+            EngineError: there is no such engine, or too few would be left.
+        """
+        self._check_started()
+        with self.lock:
+            lasting = self.members.lasting
+            if number not in lasting:
+                raise EngineError(f"there is no engine {number}; choose one of {', '.join(map(str, lasting))}")
+            if len(lasting) <= self.min_engines:
+                raise EngineError(
+                    f"engine {number} cannot go: the run has {len(lasting)} engines, and min_engines={self.min_engines}"
+                )
+            is_busy = self.members.leave(number)
+        if is_busy:
+            say(f"engine {number} is given no more groups, and goes at the next weight sync")
+        else:
+            self._see_off(number)
+
+    def _check_started(self) -> None:
+        if not self.has_started:
+            raise EngineError("the run is still starting its first engines; ask again when it trains")
+
+    def see_off(self) -> None:
+        """A weight sync begins: engines that were asked to go do so now."""
+        for number in self.members.numbers(lambda member: member.state is State.LEAVING):
+            with self.lock:
+                self.members.retire(number)
+            self._see_off(number)
+
+    def _see_off(self, number: int) -> None:
+        say(f"engine {number} is gone")
+        self._starts.submit(self.engines[number].close)
+        self.on_lost(number)
+
+    def lost(self, number: int, engine: Engine, reason: str) -> None:
+        """An engine has failed. Nothing happens when that is known, or when another has taken its place."""
+        with self.lock:
+            if self.is_closed or not self.has_started:
+                return
+            if self._alive[number] is not engine or not self.members.died(number, reason):
+                return
+            self._alive[number] = None
+            self.num_deaths += 1
+            is_last = self.members[number].state is State.RETIRED
+            self.changed.notify_all()
+        self._starts.submit(engine.close)
+        self.on_lost(number)
+        logs = self.keep_logs()
+        with self.lock:
+            self.members[number].reason += logs
+        fate = "given up" if is_last else "started again"
+        self._tend()
+        if self.failure is None:
+            say(f"engine {number} is dead and is {fate}: {reason}{logs}")
+
+    def end(self, reason: str) -> None:
+        """The run cannot go on."""
+        with self.lock:
+            failure = self.failure = self.failure or EngineError(reason)
+            self.changed.notify_all()
+        self.on_end(failure)
+
+    def raise_failure(self) -> None:
+        """Raise EngineError when the run cannot go on."""
+        if self.failure is not None:
+            raise self.failure
+
+    def synced(self) -> None:
+        """A weight sync is over: what failed before the first one is started again after it."""
+        self._tend()
+
+    def _tend(self) -> None:
+        """Start the dead again, unless the run has to end."""
+        with self.lock:
+            if self.failure is not None or self.is_closed or not self.has_started:
+                return
+            members = self.members
+            dead = members.numbers(lambda member: member.state is State.DEAD)
+            # What has kept all engines from their first weights would do so again.
+            waits = members.needs_weights and not members.num_syncs
+            if len(members.lasting) >= self.min_engines and not (waits and len(dead) == len(members.lasting)):
+                for number in () if waits else dead:
+                    members.restart(number)
+                    self._starts.submit(partial(self._restart, number))
+                return
+            left = f"{len(members.lasting) - len(dead)} of {len(members.all)} engines are left, min_engines={self.min_engines}"
+            failed = [m for m in members.all if m.reason]
+        if len(self.engines) == 1:
+            self.end(failed[0].reason)
+        else:
+            self.end("; ".join([left, *(f"engine {m.number}: {m.reason}" for m in failed)]))
+
+    def _restart(self, number: int) -> None:
+        assert self._start is not None, "otherwise every failure is the last"
+        engine = before = self.engines[number]
+        why = ""
+        try:
+            engine = self._start(number)
+        except RuntimeError as err:
+            why = f"could not start an engine: {err}"
+        with self.lock:
+            self.engines[number] = self._alive[number] = engine
+        if engine is before:
+            self.lost(number, engine, why)
+        else:
+            self._await_start(number)
+
+    def _await_start(self, number: int) -> None:
+        engine = self.engines[number]
+
+        def started(ready: Future[None]) -> None:
+            if (err := ready.exception()) is not None:
+                self.lost(number, engine, f"could not start an engine: {err}")
+                return
+            with self.lock:
+                if self._alive[number] is not engine:
+                    return
+                self.members.loaded(number)
+                serves, is_late = number in self.members.open, self.has_started
+                self.changed.notify_all()
+            if is_late:
+                say(f"engine {number} has loaded its model" + ("" if serves else " and waits for a weight sync"))
+            if is_late and serves:
+                self.on_serving(number)
+
+        engine.ready.add_done_callback(started)
+
+
+def say(text: str) -> None:
+    """One line for whoever watches the run."""
+    print(f"mgrpo: {text}", file=sys.stderr, flush=True)

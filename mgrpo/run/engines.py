@@ -1,0 +1,146 @@
+"""`mgrpo engines list|add|remove`: the engines of a run that is going on.
+
+Rank 0 answers on a Unix socket, whose name is in the run's folder: only processes of the same user on the same machine can ask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mgrpo.config import ConfigError
+from mgrpo.processes import local_socket
+from mgrpo.rollout.engine import EngineError
+from mgrpo.rollout.roster import Roster
+
+NAME = "engines.json"
+"""In the run's folder, while the run goes on."""
+ANSWER_S = 90.0
+"""An engine that is added may wait for room for a minute."""
+QUESTION_S = 5.0
+
+
+@contextmanager
+def controllable(roster: Roster, output_dir: str | Path) -> Iterator[None]:
+    """Within, `mgrpo engines` commands about the run in this folder are done."""
+    file = Path(output_dir) / NAME
+    listener, name = local_socket.listen(backlog=4)
+    with contextlib.closing(listener):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"socket": name, "host": socket.gethostname(), "pid": os.getpid()}))
+        threading.Thread(target=_serve, args=(listener, roster), name="engines-command", daemon=True).start()
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
+
+def _serve(listener: socket.socket, roster: Roster) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # It is closed.
+        with connection, contextlib.suppress(OSError, ValueError):
+            if local_socket.is_own(connection):
+                connection.settimeout(QUESTION_S)
+                with connection.makefile("rw") as lines:
+                    lines.write(json.dumps(_answer(roster, json.loads(lines.readline()))) + "\n")
+
+
+def _answer(roster: Roster, question: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        match question:
+            case {"command": "add"}:
+                return {"engine": roster.add()}
+            case {"command": "remove", "engine": int(number)}:
+                roster.remove(number)
+                return {"engine": number}
+            case {"command": "list"}:
+                return {"engines": roster.describe()}
+    except EngineError as err:
+        return {"error": str(err)}
+    return {"error": "the run does not know this command; is it of another version of mgrpo?"}
+
+
+def ask(output_dir: Path, question: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run in this folder answers.
+
+    Raises:
+        ConfigError: no run is going on there, it runs elsewhere, or it has refused.
+    """
+    try:
+        place = json.loads((output_dir / NAME).read_text())
+        with (
+            local_socket.connect(place["socket"], timeout_s=ANSWER_S) as connection,
+            connection.makefile("rw") as lines,
+        ):
+            lines.write(json.dumps(question) + "\n")
+            lines.flush()
+            line = lines.readline()
+    except FileNotFoundError as err:
+        raise ConfigError([f"--run={output_dir}: no run is going on there; give the output_dir of one"]) from err
+    except ConnectionRefusedError as err:
+        here = socket.gethostname()
+        where = (
+            "it has ended" if place["host"] == here else f"it runs on {place['host']}, and this is {here}; ask there"
+        )
+        raise ConfigError([f"--run={output_dir}: the run does not answer: {where}"]) from err
+    except (OSError, ValueError, KeyError) as err:
+        raise ConfigError([f"--run={output_dir}: the run does not answer: {err}"]) from err
+    answer = json.loads(line) if line else {"error": "the run does not answer: is it another user's?"}
+    if "error" in answer:
+        raise ConfigError([answer["error"]])
+    return answer
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([f"{message}; see mgrpo engines --help"])
+
+
+def engines_command(argv: Sequence[str]) -> int:
+    """List a run's engines, add one, or remove one."""
+    try:
+        flags = parser().parse_args(argv)
+        number = {"engine": flags.engine} if flags.command == "remove" else {}
+        answer = ask(flags.run, {"command": flags.command, **number})
+    except ConfigError as err:
+        sys.stderr.write(f"mgrpo engines: {err}\n")
+        return 2
+    if flags.command == "list":
+        for row in answer["engines"]:
+            failure = f"   last failure: {row['last_failure']}" if row["last_failure"] else ""
+            print(f"engine {row['engine']:<3} {row['state']:<9} starts: {row['starts']}{failure}")
+    elif flags.command == "add":
+        print(f"engine {answer['engine']} loads its model, and samples after a weight sync")
+    else:
+        print(f"engine {answer['engine']} is given no more groups, and is ended at the next weight sync")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    made = _Parser(
+        prog="mgrpo engines", description="The engines of a run that is going on, asked on rank 0's machine."
+    )
+    commands = made.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    for name, meaning in (
+        ("list", "the state of each engine"),
+        ("add", "start one more, which samples after a weight sync"),
+        ("remove", "have an engine finish what it samples, and end it at the next weight sync"),
+    ):
+        command = commands.add_parser(name, help=meaning, description=meaning)
+        if name == "remove":
+            command.add_argument("engine", type=int, help="its number, see `mgrpo engines list`")
+        command.add_argument("--run", type=Path, required=True, metavar="DIR", help="the output_dir of the run")
+    return made

@@ -1,0 +1,146 @@
+"""What the ranks of a test of the weight sync with engines that fail execute. The engines are threads with real receivers."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.ranks.cases import host_group, make_sharded_policy
+from tests.scripted_engine import ScriptedEngine
+
+
+class ReceivingEngine(ScriptedEngine):
+    """Takes over the weights that learners send."""
+
+    def __init__(self, shape: Any) -> None:
+        super().__init__()
+        from mgrpo.layout import InferLayout
+        from mgrpo.models.table import engine_boxes
+        from mgrpo.processes.background import Background
+
+        self.thread = Background("engine")
+        (boxes,) = engine_boxes(shape, InferLayout())
+        self.live = [(box, torch.zeros(box.shape)) for box in boxes]
+
+    def join(self, invitation: Mapping[str, Any]) -> Future[None]:
+        from mgrpo.sync.channel import Receiver
+
+        def join() -> None:
+            self.receiver = Receiver(self.live, worker=0, invitation=invitation)
+
+        return Future() if self.hangs == "join" else self.thread.submit(join)
+
+    def receive_weights(self, version: int, *, check: bool, seed: int) -> Future[None]:
+        def receive() -> None:
+            self.receiver.receive(version)
+            self.version = version
+            if check:
+                self.receiver.report_digests(version)
+
+        if self.hangs == "receive_weights":
+            return Future()
+        if self.fails == "receive_weights":
+            self.receiver.close()
+            return self._future("receive_weights")
+        return self.thread.submit(receive)
+
+
+def sync_with_engines_that_fail(
+    model_dir: str, how: dict[str, str], transport: str, layout: dict[str, Any]
+) -> dict[str, Any]:
+    """Three syncs with two engines, of which the first fails in the second, and one while the learners wait for rank 0.
+
+    Args:
+        how: "fails" or "hangs", and the call.
+    Returns:
+        After each sync the generations of the engines that this rank sends to; on rank 0 also the version that each engine has.
+    """
+    from unittest import mock
+
+    from mgrpo.sync import shared
+
+    # Seemingly on another machine.
+    connect = shared.connect if transport == "shared memory" else lambda *args, **kwargs: None
+    # Many rounds: an engine that hangs must not keep the others from theirs.
+    with mock.patch.multiple(shared, connect=connect, BUCKET_BYTES=1 << 12):
+        return _sync(model_dir, how, layout)
+
+
+def _sync(model_dir: str, how: dict[str, str], layout: dict[str, Any]) -> dict[str, Any]:
+    from mgrpo.config.schema import Engine as EngineSettings
+    from mgrpo.rollout.fleet import Fleet
+    from mgrpo.run.engine_weights import EngineWeights
+    from mgrpo.run.lead import Lead
+
+    settings = dataclasses.replace(EngineSettings(), weight_sync_timeout=3, vllm_num_engines=2, weight_sync_bucket_mb=1)
+    policy = make_sharded_policy(model_dir, layout)
+    lead, fleet = Lead(), None
+    if dist.get_rank() == 0:
+        fleet = Fleet(
+            [ReceivingEngine(policy.shape) for _ in range(2)],
+            settings,
+            seed=1,
+            start=lambda number: ReceivingEngine(policy.shape),
+            max_restarts=5,
+        )
+    weights = EngineWeights(
+        policy,
+        shape=policy.shape,
+        layout=policy.layout,
+        settings=settings,
+        lead=lead,
+        fleet=fleet,
+        host_group=host_group(),
+    )
+    found: list[Any] = []
+
+    def note() -> None:
+        versions = lead.call(lambda: [engine.version for engine in fleet.engines])
+        found.append((dict(sorted(weights.sender.generations.items())), versions))
+
+    def wait_for(count: int, kind: str) -> None:
+        deadline = time.monotonic() + 20
+        while len(getattr(fleet.members, kind)) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def fail(number: int) -> None:
+        for name, call in how.items():
+            setattr(fleet.engines[number], name, call)
+
+    weights.connect()
+    weights.send(1, step=1, check=True)
+    note()
+    if how.get("hangs") == "join" and fleet:
+        # The next one that starts hangs.
+        fleet.roster._start = lambda number: starts.pop()
+        starts = [ReceivingEngine(policy.shape), hanging := ReceivingEngine(policy.shape)]
+        hanging.hangs = "join"
+        fleet.roster.lost(0, fleet.engines[0], "killed")
+        wait_for(2, "syncing")
+    else:
+        lead.call(lambda: fail(0))
+    weights.send(2, step=2, check=True)
+    note()
+    lead.run(lambda: wait_for(2, "syncing"))
+    weights.send(3, step=3, check=True)
+    note()
+    if fleet:
+        fleet.roster._start = lambda number: ReceivingEngine(policy.shape)
+        for number in (0, 1):
+            fleet.roster.lost(number, fleet.engines[number], "killed")
+    lead.run(lambda: wait_for(1, "open"), may_stop=True)
+    note()
+    lead.close()
+    return {"found": found, "weights": digests(fleet) if fleet else None}
+
+
+def digests(fleet: Any) -> list[float]:
+    """Of what engines hold that have weights."""
+    return [sum(float(view.double().sum()) for _, view in engine.live) for engine in fleet.engines if engine.version]

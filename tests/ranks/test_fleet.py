@@ -1,0 +1,44 @@
+"""Weight syncs with engines that fail: all learners agree who takes part, and the others get their weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ranks import fleet_cases
+from tests.tiny_models import save_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+HANGS, FAILS, HANGS_JOINING = {"hangs": "receive_weights"}, {"fails": "receive_weights"}, {"hangs": "join"}
+TENSOR = {"tensor": 2}
+"""All learners send to each engine; without it one of them does."""
+
+
+@pytest.mark.parametrize(
+    ("how", "transport", "layout"),
+    [
+        *((how, transport, TENSOR) for how in (HANGS, FAILS, HANGS_JOINING) for transport in ("shared memory", "gloo")),
+        (HANGS, "shared memory", {}),
+    ],
+    ids=str,
+)
+def test_an_engine_that_fails_in_a_sync_keeps_no_other_from_its_weights(
+    model, run_ranks, how, transport, layout
+) -> None:
+    """A learner that waits for an engine which others have given up stands in another collective than they do."""
+    rank_0, other = run_ranks(
+        2, fleet_cases.sync_with_engines_that_fail, model_dir=str(model), how=how, transport=transport, layout=layout
+    )
+    seats = [seats for seats, _ in rank_0["found"]]
+    assert seats == [seats for seats, _ in other["found"]]
+    last = 2 if how == {"hangs": "join"} else 1
+    assert seats[:3] == [{0: 0, 1: 0}, {1: 0}, {0: last, 1: 0}]
+    versions = [versions for _, versions in rank_0["found"]]
+    assert versions[0] == [1, 1] and versions[1][1] == 2 and versions[2] == [3, 3]
+    # While the learners wait, those that are back get what was sent last.
+    assert 3 in versions[3] and set(versions[3]) <= {0, 3}
+    assert len(set(rank_0["weights"])) == 1 and rank_0["weights"][0] != 0
