@@ -44,7 +44,8 @@ class ScriptedEngine:
         self._go_on()
         return self._future("submit")
 
-    def poll(self) -> Future[Completions]:
+    def poll(self, gather_s: float = 0.0) -> Future[Completions]:
+        self.gather_s = gather_s
         poll: Future[Completions] = Future()
         if self.fails in ("poll", "all"):
             poll.set_exception(EngineError("poll has failed"))

@@ -236,7 +236,7 @@ class SimulatedEngine:
         self.fill()
         return done()
 
-    def poll(self) -> Future[Completions]:
+    def poll(self, gather_s: float = 0.0) -> Future[Completions]:
         assert self.polling is None
         poll = self.polling = Future()
         self._hand_over()

@@ -16,13 +16,16 @@ import numpy as np
 from mgrpo.config.schema import Rollout
 from mgrpo.processes.background import Background, announced
 from mgrpo.rollout.collect import EVALUATION, Decode, seed_of, to_arrays, to_groups
-from mgrpo.rollout.engine import Completions, Engine, EngineError, NotFiniteError, PromptBatch, Sampling
+from mgrpo.rollout.engine import GATHER_S, Completions, Engine, EngineError, NotFiniteError, PromptBatch, Sampling
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.roster import say
 from mgrpo.rollout.shares import Request, Shares
 from mgrpo.types import Prompt, RolloutGroup
 
 T = TypeVar("T")
+
+MOST_POLLS_PER_S = 1000
+"""Of all engines together: what one thread answers beside its other work."""
 
 
 class Dispatcher:
@@ -228,7 +231,8 @@ class Dispatcher:
     def _poll(self, number: int, engine: Engine) -> None:
         if number not in self.polled:
             self.polled.add(number)
-            answer = self.fleet.call(number, engine, lambda engine: engine.poll(), "generate")
+            gather_s = max(GATHER_S, len(self.fleet.engines) / MOST_POLLS_PER_S)
+            answer = self.fleet.call(number, engine, lambda engine: engine.poll(gather_s), "generate")
             answer.add_done_callback(lambda done: self.post(partial(self._arrived, number, engine, done)))
 
     def _arrived(self, number: int, engine: Engine, answer: Future[Completions]) -> None:

@@ -65,6 +65,10 @@ class PromptBatch:
     """`[prompts]` int64: one random stream per prompt; None: all draw from the sampler's stream, see `Engine.seed`."""
 
 
+GATHER_S = 0.02
+"""How long the groups of few engines are gathered."""
+
+
 class Engine(Protocol):
     """One inference engine, at first paused. Calls return at once and take effect in their order; a future raises EngineError
     when the engine's part has failed."""
@@ -75,8 +79,12 @@ class Engine(Protocol):
     def submit(self, batch: PromptBatch) -> Future[None]:
         """Queue prompts, which are sampled as soon as the engine is not paused and has room."""
 
-    def poll(self) -> Future[Completions]:
-        """The groups that have finished and were not handed over, once there is one."""
+    def poll(self, gather_s: float = GATHER_S) -> Future[Completions]:
+        """The groups that have finished and were not handed over, once there is one.
+
+        Args:
+            gather_s: how long it waits for more groups after the first one, while others are being sampled.
+        """
 
     def pause(self, how: Pause) -> Future[None]:
         """Sample no more."""

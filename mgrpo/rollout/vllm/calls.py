@@ -14,10 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, Completions, Pause, PromptBatch, Sampling
-
-GATHER_S = 0.02
-"""How long a poll waits for more groups after the first one, while others are being sampled."""
+from mgrpo.rollout.engine import FINISH_REASONS, GATHER_S, UNSYNCED, Completions, Pause, PromptBatch, Sampling
 
 
 class EngineCalls(ABC):
@@ -135,13 +132,13 @@ class EngineCalls(ABC):
             self.is_idle.clear()
             await self._while_alive(self._add(batch.numbers.tolist(), prompts, batch.sampling, batch.seeds))
 
-    async def poll(self) -> Completions:
-        """The groups that have finished since the last poll; waits for the first."""
+    async def poll(self, gather_s: float = GATHER_S) -> Completions:
+        """The groups that have finished since the last poll; waits for the first, and then `gather_s` seconds for more."""
         await self._while_alive(self.has_finished.wait())
         if self.failure is not None:
             raise self.failure
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.is_idle.wait(), GATHER_S)
+            await asyncio.wait_for(self.is_idle.wait(), gather_s)
         finished, self.finished = self.finished, []
         self.has_finished.clear()
         return joined(finished)

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mgrpo.config.schema import Config
-from mgrpo.rollout.engine import Completions, EngineError, Pause, PromptBatch
+from mgrpo.rollout.engine import GATHER_S, Completions, EngineError, Pause, PromptBatch
 from mgrpo.rollout.vllm.server_calls import LEAVE_S, ServerCalls
 
 T = TypeVar("T")
@@ -45,9 +45,9 @@ class HttpEngine:
         """See `Engine`."""
         return self._call("submit", batch)
 
-    def poll(self) -> Future[Completions]:
+    def poll(self, gather_s: float = GATHER_S) -> Future[Completions]:
         """See `Engine`."""
-        return self._begin(self.calls.poll())
+        return self._begin(self.calls.poll(gather_s))
 
     def pause(self, how: Pause) -> Future[None]:
         """See `Engine`."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol, TypeVar
 
-from mgrpo.rollout.engine import Completions, EngineError, Pause, PromptBatch
+from mgrpo.rollout.engine import GATHER_S, Completions, EngineError, Pause, PromptBatch
 
 T = TypeVar("T")
 
@@ -64,9 +64,9 @@ class RayEngine:
         """See `Engine`."""
         return self._call("submit", batch)
 
-    def poll(self) -> Future[Completions]:
+    def poll(self, gather_s: float = GATHER_S) -> Future[Completions]:
         """See `Engine`."""
-        return self._remote(lambda: self.actor.poll.remote())
+        return self._remote(lambda: self.actor.poll.remote(gather_s))
 
     def pause(self, how: Pause) -> Future[None]:
         """See `Engine`."""

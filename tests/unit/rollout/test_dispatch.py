@@ -260,3 +260,12 @@ def test_seeds_of_prompts_differ_between_runs_epochs_and_rows() -> None:
     )
     assert seeds.dtype == np.int64 and seeds[0] >= 0 and seeds[-1] < 2**62
     assert np.diff(seeds).min() > 10_000
+
+
+@pytest.mark.parametrize(("num_engines", "gather_s"), [(1, 0.02), (20, 0.02), (500, 0.5)])
+def test_many_engines_hand_over_more_at_a_time(num_engines, gather_s):
+    """Rank 0 answers every poll: at a thousand engines with a group each 20 ms it would do nothing else."""
+    own = dispatcher(num_engines=num_engines)
+    for group in train(own, [numbered(i) for i in range(num_engines)]):
+        group.result(10)
+    assert {engine.gather_s for engine in own.fleet.engines} == {gather_s}

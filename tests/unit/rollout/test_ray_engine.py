@@ -31,7 +31,7 @@ def calls():
 @pytest.fixture
 def engine(calls):
     start, poll = calls
-    return RayEngine(SimpleNamespace(poll=SimpleNamespace(remote=lambda: poll)), start)
+    return RayEngine(SimpleNamespace(poll=SimpleNamespace(remote=lambda *args: poll)), start)
 
 
 def test_an_actors_error_is_the_line_that_says_what_happened(engine, calls) -> None:
@@ -69,7 +69,7 @@ def test_when_ray_itself_has_failed_the_engine_is_not_blamed(calls) -> None:
     start, poll = calls
     reasons = ["Ray's raylet died of SIGKILL"]
     engine = RayEngine(
-        SimpleNamespace(poll=SimpleNamespace(remote=lambda: poll)), start, cluster_failure=lambda: reasons[0]
+        SimpleNamespace(poll=SimpleNamespace(remote=lambda *args: poll)), start, cluster_failure=lambda: reasons[0]
     )
     polled = engine.poll()
     start.answer.set_exception(RuntimeError("ActorDiedError"))
@@ -87,7 +87,7 @@ def test_calls_are_numbered_in_their_order(calls) -> None:
         made.append(args)
         return Call()
 
-    actor = SimpleNamespace(call=SimpleNamespace(remote=remote), poll=SimpleNamespace(remote=lambda: poll))
+    actor = SimpleNamespace(call=SimpleNamespace(remote=remote), poll=SimpleNamespace(remote=lambda *args: poll))
     engine = RayEngine(actor, start)
     engine.pause("drain"), engine.poll(), engine.seed(5), engine.resume()
     assert made == [(0, "pause", "drain"), (1, "seed", 5), (2, "resume")]
