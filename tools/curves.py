@@ -22,10 +22,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench_loop import COMPLETIONS_PER_STEP, THREADS, cpu_model
+from bench_loop import THREADS, cpu_model
 
 from mgrpo.telemetry.chart import COLOURS, Frame, Points, metric_points, running_mean
 from mgrpo.telemetry.samples import read_records
+
+COMPLETIONS_PER_STEP = 256
+"""Of the quickstart."""
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, HEIGHT = 760, 320

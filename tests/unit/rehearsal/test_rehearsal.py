@@ -51,6 +51,10 @@ UNREACHED = {
     "linear.py _add_product": "runs in autograd's own thread, whose lines are not recorded",
     "logprobs.py _inverse_temperature": "a temperature for each row, which the learner does not have",
     "vllm_plugin.py": "runs in an engine, not in a learner",
+    "offload.py _copy": "learners that take turns with engines on their GPU; tests with the mark `gpu`",
+    "backend.py release_memory": "the same",
+    "backend.py synchronize": "the same",
+    "shared.py _tell": "weights for an engine on the learner's GPU; a test with the mark `gpu`",
     "train_state.py restore_optimizer": "refuses to continue with offloaded states",
 }
 """What only CUDA reaches and no rehearsal does, by `file function` or file, and why."""
