@@ -196,15 +196,21 @@ class Fleet:
         with self.roster.lock:
             return bool(self.members.stale) and len(self.members.open) < self.settings.min_engines
 
+    @property
+    def are_members_there(self) -> bool:
+        """Whether `min_engines` can take part in a weight sync, and none is suspected."""
+        with self.roster.lock:
+            return self.members.is_settled and len(self.members.syncing) >= self.settings.min_engines
+
     def wait_for_members(self) -> None:
-        """Wait until `min_engines` can take part in a weight sync, and none is suspected.
+        """Wait for that.
 
         Raises:
             EngineError: too few are left to wait for.
         """
         limit = f"engine_start_timeout={self.settings.engine_start_timeout:g} s"
         with announced("engines that are starting", limit), self.roster.changed:
-            while not self.members.is_settled or len(self.members.syncing) < self.settings.min_engines:
+            while not self.are_members_there:
                 self.roster.raise_failure()
                 self.roster.changed.wait(0.1)
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -100,7 +101,7 @@ class Roster:
         number = len(self.engines)
         try:
             engine = self._start(number)
-        except RuntimeError as err:
+        except Exception as err:
             raise EngineError(f"no engine can be added: {err}") from err
         with self.lock:
             self.engines.append(engine)
@@ -160,7 +161,9 @@ class Roster:
             self.changed.notify_all()
         self._starts.submit(engine.close)
         self.on_lost(number)
-        logs = self.keep_logs()
+        logs = ""
+        with suppress(OSError):  # of a full disk: failover must not depend on them
+            logs = self.keep_logs()
         with self.lock:
             self.members[number].reason += logs
         fate = "given up" if is_last else "started again"
@@ -207,11 +210,13 @@ class Roster:
 
     def _restart(self, number: int) -> None:
         assert self._start is not None, "otherwise every failure is the last"
+        if self.is_closed:
+            return
         engine = before = self.engines[number]
         why = ""
         try:
             engine = self._start(number)
-        except RuntimeError as err:
+        except Exception as err:  # of Ray, say: whatever it is, the engine is not there
             why = f"could not start an engine: {err}"
         with self.lock:
             self.engines[number] = self._alive[number] = engine

@@ -47,8 +47,8 @@ def started_fleet(config: Config, *, num_local_learners: int) -> Iterator[Fleet]
             meeting_host=cluster.address,
             keep_logs=cluster.keep_logs,
             start=cluster.start,
-            # One that starts while learners have the devices would find no room there.
-            max_restarts=0 if config.engine.takes_turns else config.engine.engine_max_restarts,
+            # One that starts beside a learner would find no room on its GPU.
+            max_restarts=0 if config.engine.shares_gpus else config.engine.engine_max_restarts,
         )
         cluster.on_failure = fleet.fail
         with _watched(fleet):
@@ -85,9 +85,10 @@ def _connected_fleet(config: Config) -> Iterator[Fleet]:
     def again(number: int) -> HttpEngine:
         if number >= len(settings.vllm_server_base_url):
             raise RuntimeError("a run's servers are those of vllm_server_base_url")
-        engine = HttpEngine(settings.vllm_server_base_url[number], config)
-        engines.append(engine)
-        return engine
+        url = settings.vllm_server_base_url[number]
+        before = next(engine for engine in reversed(engines) if engine.url == url)
+        engines.append(HttpEngine(url, config, before=before))
+        return engines[-1]
 
     try:
         engines.extend(HttpEngine(url, config) for url in settings.vllm_server_base_url)

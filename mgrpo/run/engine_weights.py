@@ -123,9 +123,11 @@ class EngineWeights:
             Stopped: the run was asked to end while it waited for engines.
         """
         self.present = version, step
-        self.is_waiting = True
-        self.lead.run(lambda: self.fleet.wait_for_members(), may_stop=True)
-        self.is_waiting = False
+        # A run that is asked to end finishes the step that it is in, and only gives up waiting.
+        if not self.lead.share(lambda: {"are_there": np.array(self.fleet.are_members_there)})["are_there"]:
+            self.is_waiting = True
+            self.lead.run(lambda: self.fleet.wait_for_members(), may_stop=True)
+            self.is_waiting = False
         self._sync(self._begin(), check=check)
 
     def rejoin(self) -> None:
@@ -139,7 +141,8 @@ class EngineWeights:
         self.lead.run(lambda: self.fleet.reseed(step))
 
     def _wants_rejoin(self) -> bool:
-        return not self.is_waiting and self.fleet.needs_sync
+        # Learners that have given up their memory have no weights to send.
+        return not self.is_waiting and not self.settings.takes_turns and self.fleet.needs_sync
 
     def _begin(self, *, only_stale: bool = False) -> dict[int, int]:
         """The engines that take part, each with its generation: rank 0 says so, and all learners do the same."""

@@ -166,8 +166,11 @@ class Trainer:
             if is_paused:
                 pulse.at(f"step {step}, weight sync")
                 check = learned.has_updated and is_due(step, self.config.engine.weight_sync_check_every)
-                self.send_weights(have_changed=learned.has_updated, check=check)
-                if not self.turns:
+                try:
+                    self.send_weights(have_changed=learned.has_updated, check=check)
+                except Stopped:
+                    is_paused = False
+                if is_paused and not self.turns:
                     self.source.begin(step)
             clock.split("sync")
         sync_bytes = self.weights.bytes_moved

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from mgrpo.rollout.fleet import Fleet
-from mgrpo.run.lead import Lead
+from mgrpo.run.lead import Lead, Stopped
 from mgrpo.run.learner import Learner
 
 
@@ -26,8 +26,7 @@ class Turns:
         """The engines give up their memory, with what they have begun kept, and then the learners take theirs again."""
         if not self.is_learners:
             self.lead.run(self._sleep)
-            for policy in filter(None, (self.learner.policy, self.learner.reference)):
-                policy.restore()
+            self._take_room()
             self.is_learners = True
 
     def engines(self, send: Callable[[], None]) -> None:
@@ -38,7 +37,12 @@ class Turns:
         """
         if self.is_learners:
             self.make_room()
-            send()
+            try:
+                send()
+            except Stopped:
+                # It was still waiting for engines.
+                self._take_room()
+                raise
             self.learner.policy.offload()
             self._wait_for_all()
             self.is_learners = False
@@ -49,6 +53,10 @@ class Turns:
             self.learner.reference.offload()
         self.learner.policy.offload(keep_boxes=True)
         self._wait_for_all()
+
+    def _take_room(self) -> None:
+        for policy in filter(None, (self.learner.policy, self.learner.reference)):
+            policy.restore()
 
     def _sleep(self) -> None:
         assert self._fleet is not None, "rank 0 has the engines"

@@ -170,8 +170,8 @@ class Sender:
     def _apart(self, works: Mapping[int, Work]) -> dict[int, str]:
         """Do the work for each engine; why it has failed, where it has.
 
-        On CPUs in a thread for each: an engine that hangs holds up none of the others, whose workers wait as long as this rank
-        does. On CUDA they take turns, because NCCL wants the same order on all ranks, and the host waits only when all has begun.
+        On CPUs and shared GPUs in a thread for each: an engine that hangs holds up none of the others, whose workers wait as long as this rank
+        does. On GPUs of their own they take turns, because NCCL wants the same order on all ranks, and the host waits only when all has begun.
         """
         failures: dict[int, str] = {}
 
@@ -189,7 +189,7 @@ class Sender:
                 pass
             begins(engine)
 
-        if self.live.device.type == "cpu" and len(works) > 1:
+        if (self.live.device.type == "cpu" or self.share_gpus) and len(works) > 1:
             with ThreadPoolExecutor(len(works)) as threads:
                 for done in [threads.submit(work_through, engine) for engine in works]:
                     done.result()

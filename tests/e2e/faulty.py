@@ -27,7 +27,7 @@ PLACES: dict[str, tuple[int, str, int, Callable[..., bool]]] = {
     "score": (0, "mgrpo.run.scoring:Scoring._keep", 1, lambda *args: True),
     "forward": (1, "mgrpo.algo:policy_loss", 1, lambda *args: True),
     "optimizer": (1, "mgrpo.policy.optimizer:clip_grad_by_total_norm_fp32", 2, lambda *args: True),
-    "sync": (1, "mgrpo.sync.channel:Sender._begin", 1, lambda *args: True),
+    "sync": (1, "mgrpo.sync.channel:Sender.send", 1, lambda *args: True),
     "after the line": (0, "mgrpo.telemetry.progress:Progress.update", 1, lambda *args: True),
     "evaluation": (0, "mgrpo.run.evaluator:Evaluator.evaluate", 1, lambda *args: True),
     "after the evaluation": (0, "mgrpo.telemetry.progress:Progress.evaluation", 1, lambda *args: True),

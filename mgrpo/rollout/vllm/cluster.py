@@ -175,6 +175,8 @@ class Cluster:
             RuntimeError: there is no room for one more.
         """
         if number == len(self.places):
+            if self.shared_gpus:
+                raise RuntimeError("with vllm_mode=colocate engines are on the learners' GPUs, of which each has one")
             group = self._reserve()
             if not group.wait(ROOM_S):
                 from ray.util import remove_placement_group

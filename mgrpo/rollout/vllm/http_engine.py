@@ -24,10 +24,11 @@ class HttpEngine:
     needs weights.
     """
 
-    def __init__(self, url: str, config: Config) -> None:
+    def __init__(self, url: str, config: Config, *, before: HttpEngine | None = None) -> None:
         """
         Args:
             url: of the server, without a path: `http://HOST:PORT`.
+            before: the run's engine on this server that has failed.
         """
         self.url = url
         self.turns = itertools.count()
@@ -39,7 +40,7 @@ class HttpEngine:
         self.thread = threading.Thread(target=self.loop.run_forever, name=f"server {url}", daemon=True)
         self.thread.start()
         self.calls: ServerCalls = asyncio.run_coroutine_threadsafe(_made(url), self.loop).result()
-        self.ready: Future[None] = self._begin(self.calls.start(config))
+        self.ready: Future[None] = self._begin(self.calls.start(config, before=before.calls if before else None))
 
     def submit(self, batch: PromptBatch) -> Future[None]:
         """See `Engine`."""

@@ -40,6 +40,7 @@ class LocalCore(EngineCoreClient):
         """What the core has not seen yet: it takes over all of them before it does anything else."""
         self.is_called = asyncio.Event()
         """Since the last step."""
+        self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
         """AsyncLLM asks for it; what ends this core ends the actor."""
 

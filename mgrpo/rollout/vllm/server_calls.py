@@ -26,6 +26,8 @@ from mgrpo.rollout.vllm.server_facts import config_problems
 REQUESTS = 512
 """Prompts that a server is given at once, each over a connection of its own: several times what it samples at once."""
 RETRY_S = 1.0
+RETURN_S = 5.0
+"""How long a server that has failed is left alone."""
 ABORT_EVERY_S = 0.05
 HEALTH_EVERY_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
@@ -58,15 +60,25 @@ class ServerCalls(EngineCalls):
         self.room = asyncio.Semaphore(REQUESTS)
         self.aborted: set[str] = set()
         self.has_joined = False
+        self.place: dict[str, Any] = {}
+        """Where the run meets its engines, once it has asked the server to join."""
+        self.health_timeout_s = HEALTH_TIMEOUT_S
         self.dead: EngineError | None = None
         self.watching: asyncio.Task[None] | None = None
 
-    async def start(self, config: Config) -> None:
+    async def start(self, config: Config, *, before: ServerCalls | None = None) -> None:
         """Wait for the server, and make sure that it can serve the run; then pause it.
+
+        Args:
+            before: those of this run's engine on the server, which has failed: it may still take the server for its own.
 
         Raises:
             ServerError: it does not answer within `vllm_server_timeout` seconds, or cannot.
         """
+        self.health_timeout_s = max(HEALTH_TIMEOUT_S, config.engine.engine_heartbeat_timeout)
+        if before is not None:
+            self.place = before.place
+            await asyncio.sleep(RETURN_S)
         await self._wait(config.engine.vllm_server_timeout)
         try:
             info = await self._known("/server_info?config_format=json", remedy="start it with VLLM_SERVER_DEV_MODE=1")
@@ -89,9 +101,10 @@ class ServerCalls(EngineCalls):
                 await self.connection.get("/health", timeout_s=HEALTH_TIMEOUT_S)
                 return
             except Refusal as err:
-                if err.status != 503:
+                # 503: its engine has died; the others come from a proxy while it starts.
+                if err.status not in (502, 503, 504):
                     raise ServerError([f"vllm_server_base_url={self.url}: {_answer(err)}"]) from err
-                reason = "its engine has died; restart it"
+                reason = "its engine has died; restart it" if err.status == 503 else f"{_answer(err)}; start it"
             except EngineError as err:
                 reason = f"{err}; start it, or correct the address"
             if time.monotonic() > deadline:
@@ -127,7 +140,7 @@ class ServerCalls(EngineCalls):
         """Whether the plugin is there, serves no other run, and has the run's model."""
         shape = asdict(shape_of(read_hf_config(config.model.path)))
         try:
-            await self._init({"model": shape}, is_trial=True)
+            await self._init({"model": shape, **self.place}, is_trial=True)
         except Refusal as err:
             return [err.message]
         return []
@@ -140,19 +153,20 @@ class ServerCalls(EngineCalls):
         """Return when the server says that its engine is well."""
         if self.dead is not None:
             raise self.dead
-        await self.connection.get("/health", timeout_s=HEALTH_TIMEOUT_S)
+        await self.connection.get("/health", timeout_s=self.health_timeout_s)
 
     async def _watch(self) -> None:
         """Notice when the server does not answer any more."""
         while self.dead is None:
             await asyncio.sleep(HEALTH_EVERY_S)
             try:
-                await self.connection.get("/health", timeout_s=HEALTH_TIMEOUT_S)
+                await self.connection.get("/health", timeout_s=self.health_timeout_s)
             except EngineError as err:
                 self.dead = EngineError(f"the server does not answer any more: {err}")
 
     async def join(self, invitation: Mapping[str, Any]) -> None:
         """Join the weight-transfer group that the learners are joining at the same time."""
+        self.place = {name: invitation[name] for name in ("host", "port") if name in invitation}
         await self._while_alive(self._init(invitation, is_trial=False))
         self.has_joined = True
 
