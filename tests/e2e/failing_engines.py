@@ -15,8 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from mgrpo.cli import train_command
@@ -96,14 +94,12 @@ class Faults:
         return call
 
     def strike(self, how: str, place: str, engine: int | None = None) -> None:
-        """Hit an engine: its actor or its core, such that both are killed and both are frozen."""
+        """Hit an engine's actor, in which its core is as well."""
         self.turn += 1
-        target = ("actor", "core")[self.turn // 2 % 2]
         number = self.turn % len(self.fleet.engines) if engine is None else engine
         _, pid = self.fleet.engines[number].end_process.args[0].result()
-        (core,) = (child for child in psutil.Process(pid).children() if "EngineCore" in child.name())
-        print(f"{how} {place}: engine {number}, {target}", flush=True)
-        os.kill(pid if target == "actor" else core.pid, SIGNALS[how])
+        print(f"{how} {place}: engine {number}, process {pid}", flush=True)
+        os.kill(pid, SIGNALS[how])
 
 
 def main(faults: str, *flags: str) -> int:

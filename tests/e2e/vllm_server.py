@@ -32,7 +32,7 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         self.log = folder / "server.txt"
-        command = [
+        self.command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1",
             "--port", self.url.rpartition(":")[2], "--dtype", "float32", "--max-model-len", str(max_model_len),
             "--weight-transfer-config", '{"backend": "mgrpo"}', "--logprobs-mode", "processed_logprobs",
@@ -40,7 +40,7 @@ class Server:
             "--max-num-seqs", "256", "--kv-cache-memory-bytes", str(64 << 20), "--no-enable-chunked-prefill",
             "--max-num-batched-tokens", "4096",
         ]  # fmt: skip
-        environment = {
+        self.environment = os.environ | {
             "MGRPO_ENGINE": "1",
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -50,11 +50,15 @@ class Server:
             "VLLM_NO_USAGE_STATS": "1",
             "TORCHDYNAMO_DISABLE": "1",
         }
+        self.start()
+
+    def start(self) -> None:
+        """The first time, or again at the same address."""
         self.process = subprocess.Popen(
-            command,
-            stdout=self.log.open("w"),
+            self.command,
+            stdout=self.log.open("a"),
             stderr=subprocess.STDOUT,
-            env=os.environ | environment,
+            env=self.environment,
             start_new_session=True,
         )
 

@@ -54,6 +54,7 @@ UNREACHED = {
     "offload.py _copy": "learners that take turns with engines on their GPU; tests with the mark `gpu`",
     "backend.py release_memory": "the same",
     "backend.py synchronize": "the same",
+    "channel.py _apart": "engines on the learners' GPUs",
     "shared.py _tell": "weights for an engine on the learner's GPU; a test with the mark `gpu`",
     "train_state.py restore_optimizer": "refuses to continue with offloaded states",
 }
