@@ -24,6 +24,7 @@ from mgrpo.rewards.catalog import find
 from mgrpo.rewards.judges.client import NoVerdict
 from mgrpo.rewards.judges.context import token_counter
 from mgrpo.rewards.verifier import Answer
+from tests.e2e.vllm_server import ON_A_CPU
 from tests.unit.rewards.scripted_judge import Reply, Request, ScriptedJudge
 
 NEEDED = (
@@ -65,17 +66,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
         # On a CPU, vLLM 0.32 dies of a seeded prompt that it reads in several parts.
         "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(CONTEXT),
     ]  # fmt: skip
-    settings = {
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
     log = (folder / "log.txt").open("w")
     process = subprocess.Popen(
-        command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | settings, start_new_session=True
+        command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | ON_A_CPU, start_new_session=True
     )
     try:
         wait_until_ready(f"http://127.0.0.1:{port}/health", process, folder / "log.txt")

@@ -22,6 +22,15 @@ NEEDED = (
 MISSING = [module for module in NEEDED if importlib.util.find_spec(module) is None]
 REASON = f"vLLM's server needs {', '.join(MISSING)}: pip install --no-deps -r requirements/judge.txt"
 TOKEN = "secret-1"
+ON_A_CPU = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""Environment of a server that is small and alone."""
 
 
 class Server:
@@ -40,16 +49,7 @@ class Server:
             "--max-num-seqs", "256", "--kv-cache-memory-bytes", str(64 << 20), "--no-enable-chunked-prefill",
             "--max-num-batched-tokens", "4096",
         ]  # fmt: skip
-        self.environment = os.environ | {
-            "MGRPO_ENGINE": "1",
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_NO_USAGE_STATS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-        }
+        self.environment = os.environ | ON_A_CPU | {"MGRPO_ENGINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
         self.start()
 
     def start(self) -> None:

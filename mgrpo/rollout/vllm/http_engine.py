@@ -6,18 +6,19 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mgrpo.config.schema import Config
-from mgrpo.rollout.engine import GATHER_S, Completions, EngineError, Pause, PromptBatch
+from mgrpo.rollout.engine import GATHER_S, Completions, EngineError
+from mgrpo.rollout.vllm.caller import Caller
 from mgrpo.rollout.vllm.server_calls import LEAVE_S, ServerCalls
 
 T = TypeVar("T")
 
 
-class HttpEngine:
+class HttpEngine(Caller):
     """The caller's end of one server; its calls run in a thread of their own.
 
     An engine whose server has died fails every call. The server may come back: another HttpEngine waits for it, and then
@@ -42,41 +43,13 @@ class HttpEngine:
         self.calls: ServerCalls = asyncio.run_coroutine_threadsafe(_made(url), self.loop).result()
         self.ready: Future[None] = self._begin(self.calls.start(config, before=before.calls if before else None))
 
-    def submit(self, batch: PromptBatch) -> Future[None]:
-        """See `Engine`."""
-        return self._call("submit", batch)
-
     def poll(self, gather_s: float = GATHER_S) -> Future[Completions]:
         """See `Engine`."""
         return self._begin(self.calls.poll(gather_s))
 
-    def pause(self, how: Pause) -> Future[None]:
-        """See `Engine`."""
-        return self._call("pause", how)
-
-    def resume(self) -> Future[None]:
-        """See `Engine`."""
-        return self._call("resume")
-
     def sleep(self) -> Future[None]:
         """Nothing that a server can be asked: its devices are its own."""
         raise NotImplementedError("servers share no device with learners")
-
-    def abort(self) -> Future[None]:
-        """See `Engine`."""
-        return self._call("abort")
-
-    def join(self, invitation: Mapping[str, Any]) -> Future[None]:
-        """See `Engine`."""
-        return self._call("join", invitation)
-
-    def receive_weights(self, version: int, *, check: bool, seed: int) -> Future[None]:
-        """See `Engine`."""
-        return self._call("receive_weights", version, check, seed)
-
-    def seed(self, seed: int) -> Future[None]:
-        """See `Engine`."""
-        return self._call("seed", seed)
 
     def ping(self) -> Future[None]:
         """See `Engine`."""

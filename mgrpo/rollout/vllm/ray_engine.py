@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol, TypeVar
 
-from mgrpo.rollout.engine import GATHER_S, Completions, EngineError, Pause, PromptBatch
+from mgrpo.rollout.engine import GATHER_S, Completions, EngineError
+from mgrpo.rollout.vllm.caller import Caller
 
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ class ActorHandle(Protocol):
     ping: Remote[None]
 
 
-class RayEngine:
+class RayEngine(Caller):
     """The caller's end of one `EngineActor`."""
 
     def __init__(
@@ -60,41 +61,9 @@ class RayEngine:
         """Held while the actor is called or the engine closed: a call after that would start a Ray cluster of its own."""
         self.ready: Future[None] = self._answer(starting)
 
-    def submit(self, batch: PromptBatch) -> Future[None]:
-        """See `Engine`."""
-        return self._call("submit", batch)
-
     def poll(self, gather_s: float = GATHER_S) -> Future[Completions]:
         """See `Engine`."""
         return self._remote(lambda: self.actor.poll.remote(gather_s))
-
-    def pause(self, how: Pause) -> Future[None]:
-        """See `Engine`."""
-        return self._call("pause", how)
-
-    def resume(self) -> Future[None]:
-        """See `Engine`."""
-        return self._call("resume")
-
-    def sleep(self) -> Future[None]:
-        """See `Engine`."""
-        return self._call("sleep")
-
-    def abort(self) -> Future[None]:
-        """See `Engine`."""
-        return self._call("abort")
-
-    def join(self, invitation: Mapping[str, Any]) -> Future[None]:
-        """See `Engine`."""
-        return self._call("join", invitation)
-
-    def receive_weights(self, version: int, *, check: bool, seed: int) -> Future[None]:
-        """See `Engine`."""
-        return self._call("receive_weights", version, check, seed)
-
-    def seed(self, seed: int) -> Future[None]:
-        """See `Engine`."""
-        return self._call("seed", seed)
 
     def ping(self) -> Future[None]:
         """See `Engine`."""
