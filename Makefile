@@ -23,7 +23,7 @@ $(VENV)/.installed-dev: requirements/dev.txt requirements/judge.txt $(VENV)/.ins
 dev: $(VENV)/.installed-dev
 
 quickstart: $(VENV)/.installed
-	$(VENV)/bin/mgrpo train --nproc-per-node 2 --config examples/configs/quickstart.yaml
+	$(VENV)/bin/mgrpo train --config examples/configs/quickstart.yaml
 
 PYTEST := $(VENV)/bin/python -m pytest
 # A process for each core; what a file's tests share, they share in one process.

@@ -42,6 +42,7 @@ class Work:
     """What both trainers do."""
 
     steps: int
+    learners: int
     trl_threads: int
     evaluates: bool
     """Before and after training, to compare accuracies."""
@@ -49,8 +50,8 @@ class Work:
 
 WORKS = {
     # A second thread does not make TRL faster on a model of this size.
-    "quickstart": Work(steps=120, trl_threads=1, evaluates=True),
-    "smollm2": Work(steps=5, trl_threads=2, evaluates=False),
+    "quickstart": Work(steps=120, learners=1, trl_threads=1, evaluates=True),
+    "smollm2": Work(steps=5, learners=2, trl_threads=2, evaluates=False),
 }
 
 
@@ -143,7 +144,7 @@ def run_ours(model: str, work: Work, steps: int, seed: int, extra: list[str]) ->
         config = Path(folder) / "config.yaml"
         config.write_text(yaml.safe_dump(settings), encoding="utf-8")
         command = [
-            sys.executable, "-m", "mgrpo", "train", "--nproc-per-node", "2", "--config", str(config), "--seed", str(seed),
+            sys.executable, "-m", "mgrpo", "train", "--nproc-per-node", str(work.learners), "--config", str(config), "--seed", str(seed),
             "--output_dir", f"{folder}/run", "--total_episodes", str(steps * completions), *extra,
         ]  # fmt: skip
         if not settings.get("save_final", True):

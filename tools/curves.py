@@ -62,6 +62,7 @@ def train(flags: Mapping[str, str], *, seed: int, steps: int) -> Run:
         }
         command = [
             sys.executable, "-m", "mgrpo", "train", "--nproc-per-node", "2", "--config", "examples/configs/quickstart.yaml",
+            "--tensor_model_parallel_size", "2",
             *(word for name, value in options.items() for word in (f"--{name}", value)),
         ]  # fmt: skip
         load_before, start = os.getloadavg()[0], time.perf_counter()

@@ -13,12 +13,14 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[2]
+TENSOR_PARALLEL = "--tensor_model_parallel_size"
 
 
 class Run:
     """`torchrun examples/train_grpo.py` in a session of its own, output in a file.
 
     Args:
+        flags: the ranks share every matrix by twos unless these say otherwise.
         program: another one than the example, and words before its flags; none: `mgrpo train --nproc-per-node`.
     """
 
@@ -35,9 +37,10 @@ class Run:
         launcher = (
             ["mgrpo.cli", "train"] if program is None else ["torch.distributed.run", "--master-addr", "127.0.0.1"]
         )
+        layout = [] if TENSOR_PARALLEL in flags else [TENSOR_PARALLEL, "2"]
         command = [
             sys.executable, "-m", *launcher, "--nproc-per-node", str(ranks), *(program or ()),
-            "--config", "examples/configs/quickstart.yaml", "--output_dir", str(self.output_dir), *flags,
+            "--config", "examples/configs/quickstart.yaml", "--output_dir", str(self.output_dir), *layout, *flags,
         ]  # fmt: skip
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         self.process = subprocess.Popen(

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from mgrpo import cli
-from tests.e2e.launching import ROOT, Run
+from tests.e2e.launching import ROOT, TENSOR_PARALLEL, Run
 
 QUICKSTART = ["--config", "examples/configs/quickstart.yaml"]
 
@@ -23,7 +23,7 @@ def message(monkeypatch, capsys):
         for name, value in {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}.items():
             monkeypatch.setenv(name, str(value))
         monkeypatch.chdir(ROOT)
-        assert cli.train_command([*QUICKSTART, *flags]) == 2
+        assert cli.train_command([*QUICKSTART, TENSOR_PARALLEL, "2", *flags]) == 2
         captured = capsys.readouterr()
         assert captured.out == "" and "Traceback" not in captured.err and "ray" not in captured.err.lower()
         return captured.err
@@ -33,8 +33,7 @@ def message(monkeypatch, capsys):
 
 def test_missing_model_folder():
     """The message names the flag and the folder; nothing heavy is imported, and no traceback is shown."""
-    command = [sys.executable, "examples/train_grpo.py", *QUICKSTART, "--tensor_model_parallel_size", "1"]
-    command += ["--model_name_or_path", "no/such/model"]
+    command = [sys.executable, "examples/train_grpo.py", *QUICKSTART, "--model_name_or_path", "no/such/model"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2, result.stdout + result.stderr
     assert "model_name_or_path=no/such/model" in result.stderr and "Traceback" not in result.stderr

@@ -38,7 +38,7 @@ class Nodes:
         command = [
             sys.executable, "-m", "mgrpo.cli", "launch", "--nodes", "2", "--node-rank", str(rank), "--head", head,
             "--nproc-per-node", "1", "--", "--config", "examples/configs/quickstart.yaml",
-            "--output_dir", str(self.output_dir), *ENGINES, *flags,
+            "--tensor_model_parallel_size", "2", "--output_dir", str(self.output_dir), *ENGINES, *flags,
         ]  # fmt: skip
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         with self.log(rank).open("w") as log:

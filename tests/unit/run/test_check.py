@@ -61,7 +61,7 @@ class Bench:
         """The sentences of a start that must fail."""
         places = {"MODEL": str(self.model), "ROWS": str(self.folder / "rows.jsonl")}
         words = [
-            *("--config", str(ROOT / "examples/configs/quickstart.yaml"), "--tensor_model_parallel_size", "1"),
+            *("--config", str(ROOT / "examples/configs/quickstart.yaml")),
             *("--output_dir", str(self.folder / "out")),
             *("--dataset_local_cache_dir", str(self.folder / "cache")),
         ]
