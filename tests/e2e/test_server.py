@@ -193,21 +193,13 @@ def test_a_run_waits_for_a_server_that_comes_back(server, tmp_path):
     try:
         wait_for_step(run, 3)
         server.end()
-        said(run, f"engine 0 is dead and is started again: could not generate: server {server.url}")
+        run.wait_for(f"engine 0 is dead and is started again: could not generate: server {server.url}", 120)
         before = metrics(run)[-1]["step"]
         server.start()
         server.wait()
-        said(run, "engine 0 has loaded its model and waits for a weight sync")
-        said(run, "engine 0 has joined and serves the weights of version")
+        run.wait_for("engine 0 has loaded its model and waits for a weight sync", 120)
+        run.wait_for("engine 0 has joined and serves the weights of version", 120)
         wait_for_step(run, before + 3)
         assert all(line["debug/vllm_vs_local_logprob_diff_max"] < 1e-4 for line in metrics(run))
     finally:
         run.end()
-
-
-def said(run: Run, text: str, timeout_s: float = 120) -> None:
-    """Wait until the run has said something."""
-    deadline = time.monotonic() + timeout_s
-    while text not in run.text():
-        assert run.process.poll() is None and time.monotonic() < deadline, run.text()[-3000:]
-        time.sleep(0.2)
