@@ -37,6 +37,48 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn of a trajectory: what the model sampled at a stretch, and what became of it."""
+
+    start: int
+    end: int
+    """Its tokens in the completion, end excluded."""
+    calls: tuple[str, ...] = ()
+    """Names of the tools that were called, in order."""
+    failed: tuple[bool, ...] = ()
+    """Of each call, whether it failed."""
+    seconds: tuple[float, ...] = ()
+    """Of each call, how long it took."""
+    num_unreadable: int = 0
+    """Calls that were begun and could not be read."""
+    num_unknown: int = 0
+    """Calls of tools that do not exist."""
+    reward: float = 0.0
+    """Of the step that it led to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryRecord:
+    """What a completion of several turns has beside its tokens."""
+
+    is_sampled: np.ndarray
+    """`[len]` bool. What was not sampled has logprob 0 and policy version -1, and is an input only."""
+    turns: tuple[Turn, ...]
+    messages: tuple[Mapping[str, object], ...]
+    """What followed the prompt, as a chat: roles assistant (with `tool_calls`), tool and user."""
+    ended_by: str
+    """"stop", "length", "max_calls", "done" or "error"."""
+    scored_text: str
+    """What verifiers are given, by the setting of this name."""
+    reward: float | None = None
+    """The environment's, of the whole trajectory; None: it leaves that to others."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """`{environment}/{metric}`."""
+    snapshot: Mapping[str, object] = field(default_factory=dict)
+    """Attributes of the environment that JSON can hold, for reward functions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One sampled answer; token ids are what the engine sampled, never re-tokenised; a sampled stop token is kept."""
 
@@ -50,6 +92,20 @@ class Completion:
     """"stop" or "length", as the engine reports it."""
     text: str
     """Decoded once, without special tokens."""
+    trajectory: TrajectoryRecord | None = None
+    """None: one turn, all of whose tokens were sampled."""
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """`[len]` bool: the tokens that were sampled; the others stand between turns."""
+        if self.trajectory is None:
+            return np.ones(len(self.tokens), dtype=np.bool_)
+        return self.trajectory.is_sampled
+
+    @property
+    def scored_text(self) -> str:
+        """What verifiers and reward functions are given."""
+        return self.text if self.trajectory is None else self.trajectory.scored_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,92 @@
+"""What an environment is: the protocol between a trajectory and whatever answers its turns. Standard library only.
+
+A worker process imports this, and neither torch nor a tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a tool, as it was read from a turn."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What the environment answers to one call, or to a turn as a whole."""
+
+    text: str = ""
+    """Shown to the model; nothing is shown after `done`."""
+    reward: float = 0.0
+    """Of this step."""
+    done: bool = False
+    """The trajectory is over."""
+    failed: bool = False
+    """Counts as a failed call; the text says why."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Reported as env/{name}/{metric}; the last value of a trajectory counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """What a model is told of a tool."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """A JSON schema of type "object"."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As chat templates take it: `{"type": "function", "function": {...}}`."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+class Environment:
+    """Answers the turns of one trajectory at a time; then it is reset for another. Methods may be coroutines instead.
+
+    A subclass overrides what it needs. It lives in a worker process; its settings come from `tool_configs`, as JSON.
+    """
+
+    name: ClassVar[str] = ""
+    """In metrics; by default the class's name."""
+    is_repeatable: ClassVar[bool] = False
+    """Whether the same seed and the same calls give the same observations: then a run repeats exactly."""
+
+    def setup(self) -> Awaitable[None] | None:
+        """Once for an instance, before its first trajectory: open what is costly."""
+
+    def tools(self) -> Sequence[Tool]:
+        """What the model may call, the same for every trajectory. None: a turn as a whole is one action, the call "act" with
+        the argument "text"."""
+        return ()
+
+    def reset(self, row: Mapping[str, Any], *, seed: int) -> Observation | Awaitable[Observation | None] | None:
+        """Begin a trajectory.
+
+        Args:
+            row: the prompt's columns, without its ground truth.
+            seed: the same for all samples of a prompt; what they are shown must be equal.
+        Returns:
+            Text that is added to the prompt's last user message; None: nothing.
+        """
+
+    def step(self, calls: Sequence[Call]) -> Sequence[Observation] | Awaitable[Sequence[Observation]]:
+        """Answer all calls of one turn, in their order: one observation each."""
+        raise NotImplementedError
+
+    def reward(self) -> float | Awaitable[float | None] | None:
+        """The reward of the whole trajectory; None: verifiers, reward functions and steps decide."""
+        return None
+
+    def close(self) -> Awaitable[None] | None:
+        """The instance is not used again."""
