@@ -35,9 +35,8 @@ def sampler_seed(run_seed: int, step: int, engine: int) -> int:
     return seed_of(run_seed, step, engine)
 
 
-def to_arrays(prompts: Sequence[Prompt]) -> tuple[np.ndarray, np.ndarray]:
+def to_arrays(tokens: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """`tokens` and `cu_seqlens` of a `PromptBatch`."""
-    tokens = [prompt.tokens for prompt in prompts]
     cu_seqlens = np.concatenate(([0], np.cumsum([len(t) for t in tokens]))).astype(np.int64)
     return np.concatenate([np.zeros(0, dtype=np.int32), *tokens]).astype(np.int32), cu_seqlens
 

@@ -18,8 +18,9 @@ from mgrpo.processes.background import Background, announced
 from mgrpo.rollout.collect import EVALUATION, Decode, seed_of, to_arrays, to_groups
 from mgrpo.rollout.engine import GATHER_S, Completions, Engine, EngineError, NotFiniteError, PromptBatch, Sampling
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.interaction import Interaction
 from mgrpo.rollout.roster import say
-from mgrpo.rollout.shares import Request, Shares
+from mgrpo.rollout.shares import NextTurn, Request, Shares
 from mgrpo.types import Prompt, RolloutGroup
 
 T = TypeVar("T")
@@ -40,15 +41,22 @@ class Dispatcher:
         decode: Decode,
         stop_token_ids: Sequence[int],
         samples_per_engine: int | None = None,
+        interaction: Interaction | None = None,
     ) -> None:
         """
         Args:
+            interaction: what turns a group into requests of one turn each; None: answers are sampled at a stretch.
             samples_per_engine: what an engine is given at most at a time; what exceeds it waits here, where it can still go to
                 any engine. None: all at once, so that what an engine samples depends on nothing but the prompts.
         """
         self.fleet, self.rollout, self.run_seed, self.decode = fleet, rollout, run_seed, decode
         self.stop_token_ids = tuple(stop_token_ids)
         self.thread = Background("rollout")
+        self.interaction = interaction
+        self.going: set[Request] = set()
+        """Groups of several turns that have been begun."""
+        self.on_drained: list[Future[None]] = []
+        """Done when no group of several turns has something sampled and is not finished."""
         self.shares = Shares(samples_per_engine)
         self.polled: set[int] = set()
         """Engines that have been asked for answers."""
@@ -63,6 +71,8 @@ class Dispatcher:
         """Called in the dispatcher's thread when no engine is left to wait for, or work in this thread has failed."""
         self.on_replay: Callable[[Sequence[int]], None] = lambda numbers: None
         """Called in the dispatcher's thread with the numbers of groups that begin again."""
+        if interaction is not None:
+            interaction.start(self)
         fleet.roster.on_lost = lambda engine: self.post(partial(self._replay, engine))
         fleet.roster.on_serving = lambda engine: self.post(partial(self._welcome, engine))
         fleet.roster.on_end = lambda err: self.post(partial(self._fail, err))
@@ -138,36 +148,89 @@ class Dispatcher:
                 if future.done():
                     raise
         busy = self.shares.busy()
-        whose = ("the engine" if engines == 1 else f"engines {', '.join(map(str, busy))}") if busy else "the rewards"
+        others = "the environments" if self.going else "the rewards"
+        whose = ("the engine" if engines == 1 else f"engines {', '.join(map(str, busy))}") if busy else others
         raise EngineError(
             f"could not generate within {limit}: no answer from {whose}; raise rollout_timeout if the work is that long"
             f"{self.fleet.keep_logs()}"
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """What has happened to the engines since the last call. In the dispatcher's thread."""
+        """What has happened to engines and environments since the last call. In the dispatcher's thread."""
         deaths, self.num_deaths = self.fleet.roster.num_deaths - self.num_deaths, self.fleet.roster.num_deaths
         replayed, self.num_replayed = self.num_replayed, 0
         return {
             "engines/serving": len(self.fleet.members.open),
             "engines/failed": deaths,
             "engines/replayed_groups": replayed,
+            **(self.interaction.take_metrics() if self.interaction else {}),
         }
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is queued or sampled."""
-        return not self.waiting and not self.shares.busy()
 
     def send(self, requests: Sequence[Request]) -> None:
         """Sample these prompts, those of an evaluation first. In the dispatcher's thread."""
-        self.waiting = sorted([*self.waiting, *requests], key=lambda request: request.stream)
+        if self.interaction is None:
+            self._queue(requests)
+        elif requests:
+            self.going.update(requests)
+            self.interaction.begin(requests)
+
+    def send_turns(self, requests: Sequence[Request], *, together: bool) -> None:
+        """Sample these turns of groups that were sent before. In the dispatcher's thread.
+
+        Args:
+            together: nothing else is being sampled, and what engines do shall depend on these requests alone, not on the moment
+                at which each arrives.
+        """
+        if not (together and self.is_sampling):
+            self._queue(requests)
+            return
+        # Later turns read what the engines have cached of the earlier ones.
+        self.fleet.pause("keep")
+        self._queue(requests)
+        self.fleet.resume()
+
+    def end(self, request: Request, group: RolloutGroup) -> None:
+        """A group of several turns has come to its end. In the dispatcher's thread."""
+        self.going.discard(request)
+        self._note_drained()
+        request.done(group)
+
+    def give_up(self, request: Request, err: Exception) -> None:
+        """A group of several turns has failed, and with it the run. In the dispatcher's thread."""
+        self.going.discard(request)
+        request.failed(err)
+        self._fail(err)
+
+    def numbers_that_wait(self) -> list[int]:
+        """The groups to train on of which no engine has been given anything. In the dispatcher's thread."""
+        waiting = self.going if self.interaction else self.waiting
+        return sorted(request.number for request in waiting if request.is_training and not request.has_begun)
+
+    def _queue(self, requests: Sequence[Request]) -> None:
+        self.waiting = sorted([*self.waiting, *requests], key=_urgency)
         self._dispatch()
 
     def pause(self) -> Future[None]:
-        """Have the engines sample no more; done when none of them does. In the dispatcher's thread."""
+        """Have the engines sample no more; done when none of them does. In the dispatcher's thread.
+
+        Engines that are drained sample all turns of the groups that they have begun.
+        """
+        if self.fleet.pauses != "drain" or not self.is_sampling or not any(request.has_begun for request in self.going):
+            self.is_sampling = False
+            return _settled(self.fleet.pause())
+        drained: Future[None] = Future()
+        self.on_drained.append(drained)
+        return drained
+
+    def _note_drained(self) -> None:
+        """Pause as soon as the groups that have begun are finished, if that is waited for."""
+        if not self.on_drained or any(request.has_begun for request in self.going):
+            return
+        waiting, self.on_drained = self.on_drained, []
         self.is_sampling = False
-        return _settled(self.fleet.pause())
+        paused = _settled(self.fleet.pause())
+        for drained in waiting:
+            paused.add_done_callback(partial(_settle, drained))
 
     def resume(self) -> None:
         """Have the engines sample. In the dispatcher's thread."""
@@ -185,12 +248,15 @@ class Dispatcher:
         """What an engine had goes to the others, before all that waits: it was to be sampled first."""
         self.polled.discard(engine)
         requests = self.shares.drop(engine)
-        numbers = [request.number for request in requests if request.is_training]
+        numbers = [request.number for request in requests if request.is_training and request.is_beginning]
+        for request in requests:
+            if request.turn is not None and request.is_beginning:
+                request.turn.whole.has_begun = False
         self.num_replayed += len(numbers)
         self.on_replay(numbers)
         if requests:
             say(f"groups of engine {engine} that begin again on others: {len(requests)}")
-        self.waiting = sorted([*requests, *self.waiting], key=lambda request: request.stream)
+        self.waiting = sorted([*requests, *self.waiting], key=_urgency)
         self._dispatch()
 
     def _dispatch(self) -> None:
@@ -200,19 +266,28 @@ class Dispatcher:
             return
         engines = self.fleet.open
         given: dict[tuple[int, Sampling, int], list[tuple[int, Request]]] = {}
-        while self.waiting and not (self.holds_training and self.waiting[0].is_training):
+        while self.waiting and not self._is_held(self.waiting[0]):
             request = self.waiting[0]
             if (place := self.shares.give(request, engines)) is None:
                 break
             del self.waiting[0]
             engine, number = place
+            request.engine = engine
+            if request.turn is not None:
+                request.turn.whole.has_begun = True
             given.setdefault((engine, request.sampling, request.stream), []).append((number, request))
         for (engine, sampling, stream), numbered in given.items():
             self._submit(engine, engines[engine], self._batch(sampling, stream, numbered))
 
+    def _is_held(self, request: Request) -> bool:
+        """Whether a request stays here while engines are paused, or about to be."""
+        may_end = self.fleet.pauses == "drain" and not request.is_beginning
+        return self.holds_training and request.is_training and not may_end
+
     def _batch(self, sampling: Sampling, stream: int, numbered: Sequence[tuple[int, Request]]) -> PromptBatch:
-        prompts = [request.prompt for _, request in numbered]
-        tokens, cu_seqlens = to_arrays(prompts)
+        requests = [request for _, request in numbered]
+        prompts, turns = [request.prompt for request in requests], [request.turn for request in requests]
+        tokens, cu_seqlens = to_arrays([request.tokens for request in requests])
         # What is sampled beside an evaluation must not change it.
         is_beside_training = stream == EVALUATION and self.fleet.pauses != "drain"
         seeds_prompts = self.fleet.seeds_prompts or bool(sampling.stop_strings) or is_beside_training
@@ -221,7 +296,9 @@ class Dispatcher:
             tokens=tokens,
             cu_seqlens=cu_seqlens,
             sampling=sampling,
-            seeds=prompt_seeds(self.run_seed, prompts, stream) if seeds_prompts else None,
+            seeds=prompt_seeds(self.run_seed, prompts, stream, turns=turns) if seeds_prompts else None,
+            max_tokens=np.array([request.max_tokens for request in requests]) if self.interaction else None,
+            salts=np.array([turn.salt for turn in turns if turn]) if self.interaction else None,
         )
 
     def _submit(self, number: int, engine: Engine, batch: PromptBatch) -> None:
@@ -282,6 +359,10 @@ def _settled(calls: Sequence[Future[None]]) -> Future[None]:
     return whole
 
 
+def _settle(waiting: Future[None], done: Future[None]) -> None:
+    waiting.set_result(done.result())
+
+
 def _problem(group: RolloutGroup) -> EngineError | None:
     if any(completion.finish_reason == "abort" for completion in group.completions):
         return EngineError("generation was aborted")
@@ -296,11 +377,20 @@ def _problem(group: RolloutGroup) -> EngineError | None:
     )
 
 
-def prompt_seeds(run_seed: int, prompts: Sequence[Prompt], stream: int) -> np.ndarray:
-    """`[prompts]` int64: one seed per prompt of a run; `stream` separates evaluations from training.
+def _urgency(request: Request) -> tuple[int, bool]:
+    """Smaller comes first: evaluations, then groups that have begun."""
+    return request.stream, request.is_beginning
+
+
+def prompt_seeds(
+    run_seed: int, prompts: Sequence[Prompt], stream: int, *, turns: Sequence[NextTurn | None] | None = None
+) -> np.ndarray:
+    """`[prompts]` int64: one seed per prompt of a run, and later turn; `stream` separates evaluations from training.
 
     With stop strings the engine learns a moment late that a completion has ended, and its row stays in the batch that
     long: were all rows drawn from one stream, the others' samples would depend on that moment. On GPUs vLLM draws the seeds
     of requests without one from a state that every engine begins alike and no sync reaches.
     """
-    return np.array([seed_of(run_seed, stream, *prompt.id) for prompt in prompts], np.int64)
+    later = [(turn.sample, turn.turn) if turn and turn.turn else () for turn in turns or [None] * len(prompts)]
+    seeds = [seed_of(run_seed, stream, *prompt.id, *turn) for prompt, turn in zip(prompts, later, strict=True)]
+    return np.array(seeds, np.int64)

@@ -63,6 +63,10 @@ class PromptBatch:
     sampling: Sampling
     seeds: np.ndarray | None = None
     """`[prompts]` int64: one random stream per prompt; None: all draw from the sampler's stream, see `Engine.seed`."""
+    max_tokens: np.ndarray | None = None
+    """`[prompts]` int64, in place of the sampling's; None: that of all."""
+    salts: np.ndarray | None = None
+    """`[prompts]` int64: prompts of one salt share what the engine has cached of them; None: their numbers, so that no two do."""
 
 
 GATHER_S = 0.02

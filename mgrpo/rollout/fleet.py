@@ -126,9 +126,9 @@ class Fleet:
         engines = [(number, self.engines[number]) for number in numbers]
         return {n: Call(engine, self.call(n, engine, partial(ask, n), what)) for n, engine in engines}
 
-    def pause(self) -> list[Future[None]]:
-        """Have the engines sample no more."""
-        calls = self.calls(self.members.sampling, lambda _, engine: engine.pause(self.pauses), "pause")
+    def pause(self, how: Pause | None = None) -> list[Future[None]]:
+        """Have the engines sample no more, as `pauses` says unless `how` does."""
+        calls = self.calls(self.members.sampling, lambda _, engine: engine.pause(how or self.pauses), "pause")
         return [call.answer for call in calls.values()]
 
     def resume(self, numbers: Collection[int] | None = None) -> None:

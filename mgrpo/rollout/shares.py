@@ -5,12 +5,31 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from mgrpo.rollout.collect import EVALUATION
 from mgrpo.rollout.engine import Sampling
 from mgrpo.types import Prompt, RolloutGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextTurn:
+    """A turn of a trajectory; the first one is that of all trajectories of its prompt."""
+
+    whole: Request
+    """The group's."""
+    sample: int
+    turn: int
+    tokens: np.ndarray
+    """`[len]` int32: the prompt and all that has followed it."""
+    max_tokens: int
+    salt: int
+    """The same for all turns that begin with one prompt, see `PromptBatch`."""
+    engine: int | None
+    """The one that has the turns before it in its cache."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -27,11 +46,36 @@ class Request:
     """Of a group to train on."""
     failed: Callable[[Exception], None] = lambda err: None
     """Called in the dispatcher's thread instead; what trains learns of failures from `Dispatcher.on_failure`."""
+    turn: NextTurn | None = None
+    """None: the whole answer is sampled at a stretch, or turn by turn with requests of their own."""
+    engine: int | None = None
+    """The one that it was given to."""
+    has_begun: bool = False
+    """Of a group of several turns: whether an engine has been given its first one."""
 
     @property
     def is_training(self) -> bool:
         """Or of an evaluation."""
         return self.stream != EVALUATION
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether nothing of its group has been sampled."""
+        return self.turn is None or not self.turn.turn
+
+    def sampling_of(self, num_samples: int) -> Sampling:
+        """The same for a turn of so many trajectories."""
+        return replace(self.sampling, num_samples=num_samples)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """`[len]` int32: what is sampled from."""
+        return self.prompt.tokens if self.turn is None else self.turn.tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """Of each sample."""
+        return self.sampling.max_tokens if self.turn is None else self.turn.max_tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,7 +109,8 @@ class Shares:
         open_ones = [number for number in engines if self._has_room(self.shares[number], samples)]
         if not open_ones:
             return None
-        engine = min(open_ones, key=lambda number: (self.shares[number].cost, number))
+        own = None if request.turn is None else request.turn.engine
+        engine = min(open_ones, key=lambda number: (number != own, self.shares[number].cost, number))
         share = self.shares[engine]
         number, cost = next(self.numbers), self.cost(request)
         share.requests[number] = request, cost
@@ -80,9 +125,9 @@ class Shares:
     def cost(self, request: Request) -> float:
         """Tokens that an engine reads and is expected to write for a group."""
         total, count = self.lengths
-        longest = request.sampling.max_tokens
+        longest = request.max_tokens
         length = min(total / count, longest) if count else longest
-        return len(request.prompt.tokens) + request.sampling.num_samples * length
+        return len(request.tokens) + request.sampling.num_samples * length
 
     def has(self, engine: int, numbers: Sequence[int]) -> bool:
         """Whether an engine was given all this."""

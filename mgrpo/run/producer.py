@@ -129,7 +129,7 @@ class Producer:
         self.is_running, self.dispatcher.holds_training = True, False
         self.groups.stream.update()
         # What no engine has been given begins with the new weights.
-        self.groups.stream.replay([request.number for request in self.dispatcher.waiting if request.is_training])
+        self.groups.stream.replay(self.dispatcher.numbers_that_wait())
         self._admit()
         self._resume()
         self._advance()

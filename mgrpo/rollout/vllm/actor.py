@@ -12,10 +12,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from mgrpo.rollout.engine import Completions, Sampling
-from mgrpo.rollout.vllm.calls import EngineCalls, flattened, sampling_settings
+from mgrpo.rollout.engine import Completions, PromptBatch
+from mgrpo.rollout.vllm.calls import EngineCalls, flattened, own_settings, salts, sampling_settings
 
 
 class EngineActor(EngineCalls):
@@ -119,28 +117,24 @@ class EngineActor(EngineCalls):
 
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
-    async def _add(
-        self, numbers: Sequence[int], prompts: Sequence[list[int]], sampling: Sampling, seeds: np.ndarray | None
-    ) -> None:
+    async def _add(self, batch: PromptBatch, prompts: Sequence[list[int]]) -> None:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         settings = {
-            **sampling_settings(sampling),
+            **sampling_settings(batch.sampling),
             # Lists of numbers instead of a dict for each token: a fifth of the engine's time for them.
             "flat_logprobs": True,
             "skip_clone": True,
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
-        if seeds is None:
+        if batch.seeds is None and batch.max_tokens is None:
             params = [SamplingParams(**settings)] * len(prompts)
         else:
-            params = [SamplingParams(**settings, seed=seed) for seed in seeds.tolist()]
-        for number, prompt, own in zip(numbers, prompts, params, strict=True):
-            # What other groups have left in the cache may be of older weights, see `Pause`, also when a prompt is queued before
-            # an update and begins after it: only the samples of this group share its prompt.
-            salted = tokens_input(prompt, cache_salt=str(number))
+            params = [SamplingParams(**(settings | own)) for own in own_settings(batch)]
+        for number, prompt, salt, own in zip(batch.numbers.tolist(), prompts, salts(batch), params, strict=True):
+            salted = tokens_input(prompt, cache_salt=str(salt))
             request = await self.engine.add_request(str(number), salted, own)
             self._expect(number, request.request_id, _group(number, request))
 

@@ -215,10 +215,9 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         args["enforce_eager"] = True
         args["kv_cache_memory_bytes"] = settings.vllm_kv_cache_mb << 20
         args["max_num_batched_tokens"] = max(4096, args["max_model_len"])
-        if stop_strings:
-            # Every prompt has its own seed then, see `prompt_seeds`. After a part of a prompt vLLM moves the generator of its
-            # row back, which a CPU generator cannot do: read prompts whole. The longest fits into a batch, see above.
-            args["enable_chunked_prefill"] = False
+        # A prompt may have a seed of its own, see `prompt_seeds`. After a part of such a prompt vLLM moves the generator of its
+        # row back, which a CPU generator cannot do: read prompts whole. The longest fits into a batch, see above.
+        args["enable_chunked_prefill"] = False
         # The smallest that attention knows: it computes whole blocks, and the samples of a group share whole blocks of its prompt.
         args["block_size"] = 32
     return args | json.loads(settings.vllm_extra_args)

@@ -56,10 +56,8 @@ class EngineCalls(ABC):
         """A weight update, `Update` of the plugin, after which the engine's weights are those of `version`."""
 
     @abstractmethod
-    async def _add(
-        self, numbers: Sequence[int], prompts: Sequence[list[int]], sampling: Sampling, seeds: np.ndarray | None
-    ) -> None:
-        """Queue prompts, and `_expect` the group of each."""
+    async def _add(self, batch: PromptBatch, prompts: Sequence[list[int]]) -> None:
+        """Queue these prompts of a batch, and `_expect` the group of each."""
 
     @abstractmethod
     async def _abort(self, requests: Sequence[str]) -> None:
@@ -130,7 +128,7 @@ class EngineCalls(ABC):
             await self._paused()
             prompts = [batch.tokens[a:b].tolist() for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
             self.is_idle.clear()
-            await self._while_alive(self._add(batch.numbers.tolist(), prompts, batch.sampling, batch.seeds))
+            await self._while_alive(self._add(batch, prompts))
 
     async def poll(self, gather_s: float = GATHER_S) -> Completions:
         """The groups that have finished since the last poll; waits for the first, and then `gather_s` seconds for more."""
@@ -216,6 +214,22 @@ def sampling_settings(sampling: Sampling) -> dict[str, Any]:
         # With a tokenizer vLLM would also end at the tokenizer's eos; stop_token_ids alone decide.
         "ignore_eos": True,
     }
+
+
+def own_settings(batch: PromptBatch) -> list[dict[str, int]]:
+    """What each prompt's settings have of their own."""
+    columns = {"seed": batch.seeds, "max_tokens": batch.max_tokens}
+    given = {name: values.tolist() for name, values in columns.items() if values is not None}
+    return [{name: values[place] for name, values in given.items()} for place in range(len(batch.numbers))]
+
+
+def salts(batch: PromptBatch) -> list[int]:
+    """What separates each prompt's part of the cache from others'.
+
+    What other groups have left there may be of older weights, see `Pause`, also when a prompt is queued before an update and
+    begins after it: only the samples and the turns of one group share it.
+    """
+    return (batch.numbers if batch.salts is None else batch.salts).tolist()
 
 
 def flattened(number: int, completions: Sequence[Output], logprobs: Sequence[Sequence[float]]) -> Completions:

@@ -18,8 +18,8 @@ import numpy as np
 
 from mgrpo.config.schema import Config
 from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.rollout.engine import UNSYNCED, Completions, EngineError, Sampling
-from mgrpo.rollout.vllm.calls import EngineCalls, flattened, sampling_settings
+from mgrpo.rollout.engine import UNSYNCED, Completions, EngineError, PromptBatch
+from mgrpo.rollout.vllm.calls import EngineCalls, flattened, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.connection import TOKEN, Connection, Refusal
 from mgrpo.rollout.vllm.server_facts import config_problems
 
@@ -221,16 +221,18 @@ class ServerCalls(EngineCalls):
     def _death(self) -> BaseException | None:
         return self.dead
 
-    async def _add(
-        self, numbers: Sequence[int], prompts: Sequence[list[int]], sampling: Sampling, seeds: np.ndarray | None
-    ) -> None:
+    async def _add(self, batch: PromptBatch, prompts: Sequence[list[int]]) -> None:
         # The server may have a tokenizer although no stop strings are looked for, and would end at its eos as well.
-        settings = sampling_settings(sampling) | {"ignore_eos": True}
-        for place, (number, prompt) in enumerate(zip(numbers, prompts, strict=True)):
+        settings = sampling_settings(batch.sampling) | {"ignore_eos": True}
+        prompts_of = zip(batch.numbers.tolist(), prompts, salts(batch), own_settings(batch), strict=True)
+        for number, prompt, salt, own in prompts_of:
             request = f"{self.name}-{number}"
-            own = settings if seeds is None else settings | {"seed": int(seeds[place])}
-            # See the actor's `_add`.
-            body = {"request_id": request, "token_ids": prompt, "sampling_params": own, "cache_salt": request}
+            body = {
+                "request_id": request,
+                "token_ids": prompt,
+                "sampling_params": settings | own,
+                "cache_salt": f"{self.name}-{salt}",
+            }
             self._expect(number, request, self._group(number, body))
 
     async def _group(self, number: int, body: Mapping[str, Any]) -> Completions:

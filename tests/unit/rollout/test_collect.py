@@ -39,7 +39,7 @@ def test_groups_come_back_to_their_prompts():
 
 def test_arrays_hold_the_prompts_end_to_end():
     """The engine cuts them at cu_seqlens."""
-    tokens, cuts = to_arrays(PROMPTS)
+    tokens, cuts = to_arrays([prompt.tokens for prompt in PROMPTS])
     assert [tokens[a:b].tolist() for a, b in itertools.pairwise(cuts)] == [p.tokens.tolist() for p in PROMPTS]
     empty = to_arrays([])
     assert len(empty[0]) == 0 and empty[1].tolist() == [0]

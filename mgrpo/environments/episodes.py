@@ -1,0 +1,334 @@
+"""The loop of a trajectory: sample a turn, have the environment answer its calls, append the text around the answers, go on.
+
+Pure asyncio: no engine, no tokenizer, no process. Every token that is trained was sampled after exactly the tokens that precede
+it in the sample; an answer is appended only if another token may follow it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from mgrpo.environments.environment import Call, Observation
+from mgrpo.environments.gathering import Ask, Gathering
+from mgrpo.environments.instance import Answered, Ending, EnvironmentLost, Instance
+from mgrpo.environments.trajectory import EndedBy, Sampled, ScoredText, Trajectory
+from mgrpo.types import Completion, Prompt, RolloutGroup
+
+ACT = "act"
+"""The call that stands for a turn as a whole, with the argument "text"."""
+
+
+class Environments(Protocol):
+    """Where instances come from."""
+
+    async def acquire(self, row: Mapping[str, Any], *, seed: int, trajectory: str) -> Instance:
+        """One for a new trajectory; raises EnvironmentLost."""
+
+
+class Said(Protocol):
+    """A turn's text, read."""
+
+    content: str
+    calls: Sequence[Call]
+    unreadable: Sequence[str]
+
+
+class Language(Protocol):
+    """How the model's turns are read, and how it is answered."""
+
+    def read(self, turn: Sampled, *, calls: bool) -> Said:
+        """What a turn says; with its calls, or as a whole."""
+
+    def after_calls(self, answers: Sequence[tuple[str, str]], turn: Sampled) -> list[int]:
+        """Ids between this turn and the next one, for the name and the answer of each call."""
+
+    def after_act(self, answer: str, turn: Sampled) -> list[int]:
+        """The same where a turn is an action."""
+
+    def text(self, completions: Sequence[Trajectory]) -> list[str]:
+        """Of each, all tokens as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How far a trajectory may go."""
+
+    max_model_length: int
+    """Tokens, prompt included."""
+    max_calls: int
+    """A row's `env_config` may say otherwise, as `max_steps`."""
+    max_calling_turns: int | None = None
+    per_turn_max_tokens: int | None = None
+    trajectory_timeout_s: float | None = None
+    """After which it gets no further turn, and no score."""
+    scored_text: ScoredText = "final"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A prompt whose trajectories begin."""
+
+    prompt: Prompt
+    place: int
+    """Of the prompt among all that were ever begun."""
+    num_samples: int
+    max_tokens: int
+    """Of everything that follows the prompt."""
+    seed: int
+    """For the environments, the same for all samples."""
+
+
+class Episodes:
+    """All trajectories of a run. For one event loop."""
+
+    def __init__(
+        self,
+        gathering: Gathering,
+        environments: Environments,
+        language: Language,
+        bounds: Bounds,
+        *,
+        opened: Callable[[Prompt, str], Prompt],
+    ) -> None:
+        """
+        Args:
+            opened: a prompt with the text of an environment in its last user message.
+        """
+        self.gathering, self.environments, self.language, self.bounds = gathering, environments, language, bounds
+        self.opened = opened
+
+    async def run(self, task: Task) -> RolloutGroup:
+        """All trajectories of one prompt. The caller has entered it in the gathering, as one.
+
+        Raises:
+            ValueError: the environment shows the samples of one prompt different texts, or one that is too long.
+        """
+        row = _row(task.prompt)
+        names = [f"{task.prompt.id[0]}/{task.prompt.id[1]}/{sample}" for sample in range(task.num_samples)]
+        instances = await asyncio.gather(*(self._acquire(row, task.seed, name) for name in names))
+        try:
+            try:
+                prompt = self._prompt(task, instances)
+                first = await self.gathering.sample(self.ask(task, prompt, Trajectory(), 0, task.num_samples))
+            except BaseException:
+                self.gathering.leave()
+                raise
+            self.gathering.enter(task.num_samples - 1)
+            episodes = [_Episode(self, task, prompt, sample, instance) for sample, instance in enumerate(instances)]
+            completions = await asyncio.gather(*(e.run(turn) for e, turn in zip(episodes, first, strict=True)))
+        finally:
+            await asyncio.gather(*(instance.release() for instance in instances if instance))
+        return RolloutGroup(prompt=prompt, completions=tuple(completions))
+
+    async def _acquire(self, row: Mapping[str, Any], seed: int, name: str) -> Instance | None:
+        try:
+            return await self.environments.acquire(row, seed=seed, trajectory=name)
+        except EnvironmentLost:
+            return None
+
+    def _prompt(self, task: Task, instances: Sequence[Instance | None]) -> Prompt:
+        openings = {instance.opening for instance in instances if instance}
+        if len(openings) > 1:
+            texts = " and ".join(repr(text[:60]) for text in sorted(openings)[:2])
+            raise ValueError(
+                f"the environment begins the samples of prompt {task.prompt.id} with different texts ({texts}), whose rewards "
+                "cannot be compared; reset must depend on its row and seed alone"
+            )
+        opening = openings.pop() if openings else ""
+        prompt = self.opened(task.prompt, opening) if opening else task.prompt
+        if len(prompt.tokens) >= self.bounds.max_model_length:
+            raise ValueError(
+                f"with the environment's text prompt {task.prompt.id} has {len(prompt.tokens)} tokens, and the engines take "
+                f"sequences of {self.bounds.max_model_length}; raise max_prompt_token_length or shorten the text"
+            )
+        return prompt
+
+    def ask(self, task: Task, prompt: Prompt, trajectory: Trajectory, sample: int, num_samples: int) -> Ask:
+        """The next turn of a trajectory."""
+        limit = self.room(task, prompt, trajectory)
+        per_turn = self.bounds.per_turn_max_tokens
+        return Ask(
+            prompt=prompt,
+            place=task.place,
+            sample=sample,
+            turn=len(trajectory.turns),
+            tokens=trajectory.tokens_after(prompt.tokens),
+            num_samples=num_samples,
+            max_tokens=limit if per_turn is None else min(limit, per_turn),
+            answer=asyncio.get_running_loop().create_future(),
+        )
+
+    def room(self, task: Task, prompt: Prompt, trajectory: Trajectory) -> int:
+        """Tokens that may still follow."""
+        whole = min(task.max_tokens, self.bounds.max_model_length - len(prompt.tokens))
+        return whole - trajectory.num_tokens
+
+
+class _Episode:
+    """One trajectory on its way."""
+
+    def __init__(
+        self, all_of_them: Episodes, task: Task, prompt: Prompt, sample: int, instance: Instance | None
+    ) -> None:
+        self.episodes, self.task, self.prompt, self.sample, self.instance = all_of_them, task, prompt, sample, instance
+        self.language, self.bounds = all_of_them.language, all_of_them.bounds
+        self.trajectory = Trajectory()
+        self.max_calls = _max_calls(task.prompt, self.bounds.max_calls)
+        self.began_at = time.monotonic()
+
+    async def run(self, turn: Sampled) -> Completion:
+        """From the first turn, which has been sampled, to the end."""
+        trajectory, gathering = self.trajectory, self.episodes.gathering
+        ending = Ending()
+        try:
+            while True:
+                trajectory.add_sampled(turn)
+                trajectory.ended_by = await self._answer(turn)
+                if trajectory.ended_by is not None:
+                    break
+                ask = self.episodes.ask(self.task, self.prompt, trajectory, self.sample, 1)
+                (turn,) = await gathering.sample(ask)
+            if self.instance is not None and trajectory.ended_by != "error":
+                ending = await self.instance.ending()
+        except EnvironmentLost:
+            trajectory.ended_by = "error"
+        finally:
+            gathering.leave()
+        return trajectory.completion(
+            text=self.language.text([trajectory])[0],
+            scored_text=self.bounds.scored_text,
+            reward=ending.reward,
+            snapshot=ending.snapshot,
+        )
+
+    async def _answer(self, turn: Sampled) -> EndedBy | None:
+        """Have the environment answer the turn, and append the answer; why there will be no other turn, if there will not."""
+        if self.instance is None:
+            self._say(self.language.read(turn, calls=False))
+            return "error"
+        if self.instance.acts:
+            return await self._answer_act(turn, self.instance)
+        return await self._answer_calls(turn, self.instance)
+
+    async def _answer_act(self, turn: Sampled, instance: Instance) -> EndedBy | None:
+        trajectory = self.trajectory
+        said = self.language.read(turn, calls=False)
+        self._say(said)
+        if turn.finish_reason != "stop" and self.bounds.per_turn_max_tokens is None:
+            return "length"
+        (answered,) = await instance.step([Call(name=ACT, arguments={"text": said.content})])
+        self._note([Call(name=ACT, arguments={})], [answered])
+        text = answered.observation.text
+        if answered.observation.done:
+            return "done"
+        if trajectory.num_calls >= self.max_calls:
+            return "max_calls"
+        trajectory.messages.append({"role": "user", "content": text})
+        return self._go_on(self.language.after_act(text, turn))
+
+    async def _answer_calls(self, turn: Sampled, instance: Instance) -> EndedBy | None:
+        trajectory, may_call = self.trajectory, self._may_call
+        said = self.language.read(turn, calls=True)
+        self._say(said)
+        wants = bool(said.calls or said.unreadable)
+        if turn.finish_reason != "stop":
+            return "length"
+        if not wants:
+            return "stop"
+        if not may_call:
+            return "max_calls"
+        known = [call for call in said.calls if call.name in instance.active]
+        allowed = known[: self.max_calls - trajectory.num_calls]
+        answers = iter(await instance.step(allowed)) if allowed else iter(())
+        results: list[tuple[Call, Answered]] = []
+        num_unknown = 0
+        for call in said.calls:
+            if call.name not in instance.active:
+                num_unknown += 1
+                results.append(
+                    (call, _failed(f"unknown tool {call.name!r}; the tools are: {_listed(instance.active)}"))
+                )
+            elif len(results) - num_unknown < len(allowed):
+                results.append((call, next(answers)))
+            else:
+                results.append((call, _failed(f"not called: the limit of {self.max_calls} calls is reached")))
+        results += [(Call(name="", arguments={}), _failed(text)) for text in said.unreadable]
+        self._note([call for call, _ in results], [answered for _, answered in results])
+        trajectory.num_calling_turns += 1
+        trajectory.turns[-1] = replace(
+            trajectory.turns[-1], num_unknown=num_unknown, num_unreadable=len(said.unreadable)
+        )
+        for call, answered in results:
+            name, text = call.name, answered.observation.text
+            trajectory.messages.append({"role": "tool", "name": name, "tool_call_id": call.id, "content": text})
+        if any(answered.observation.done for _, answered in results):
+            return "done"
+        return self._go_on(
+            self.language.after_calls([(call.name, answered.observation.text) for call, answered in results], turn)
+        )
+
+    @property
+    def _may_call(self) -> bool:
+        """After its last call a model has one more turn, to answer."""
+        most = self.bounds.max_calling_turns
+        trajectory = self.trajectory
+        return trajectory.num_calls < self.max_calls and (most is None or trajectory.num_calling_turns < most)
+
+    def _go_on(self, bridge: Sequence[int]) -> EndedBy | None:
+        """Append the answer, if another token may follow it."""
+        limit = self.bounds.trajectory_timeout_s
+        if limit is not None and time.monotonic() - self.began_at > limit:
+            return "error"
+        if len(bridge) >= self.episodes.room(self.task, self.prompt, self.trajectory):
+            return "length"
+        self.trajectory.add_bridge(bridge)
+        return None
+
+    def _say(self, said: Said) -> None:
+        self.trajectory.last_content = said.content
+        message: dict[str, object] = {"role": "assistant", "content": said.content}
+        if said.calls:
+            message["tool_calls"] = [
+                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
+                for call in said.calls
+            ]
+        self.trajectory.messages.append(message)
+
+    def _note(self, calls: Sequence[Call], answers: Sequence[Answered]) -> None:
+        """In the last turn, which calls it made; every one counts, also what could not be done."""
+        trajectory = self.trajectory
+        trajectory.num_calls += len(calls)
+        observations = [answered.observation for answered in answers]
+        for observation in observations:
+            trajectory.metrics.update(observation.metrics)
+        trajectory.turns[-1] = replace(
+            trajectory.turns[-1],
+            calls=tuple(call.name for call in calls),
+            failed=tuple(observation.failed for observation in observations),
+            seconds=tuple(answered.seconds for answered in answers),
+            reward=sum(observation.reward for observation in observations),
+        )
+
+
+def _failed(text: str) -> Answered:
+    return Answered(observation=Observation(text=text, failed=True), seconds=0.0)
+
+
+def _listed(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    return {"prompt": prompt.source or prompt.text, **prompt.columns}
+
+
+def _max_calls(prompt: Prompt, default: int) -> int:
+    """Calls that the row allows."""
+    found = prompt.columns.get("env_config")
+    configs = found if isinstance(found, list) else [found]
+    limits = [c["max_steps"] for c in configs if isinstance(c, Mapping) and isinstance(c.get("max_steps"), int)]
+    return max(limits, default=default)

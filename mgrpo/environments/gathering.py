@@ -1,0 +1,73 @@
+"""What trajectories ask of the engines, gathered into batches: in rounds, or as it comes.
+
+In rounds a batch is sent when every trajectory that is alive waits for its next turn: what an engine samples together then
+depends on the prompts and answers alone, not on how long a tool took. Otherwise nobody waits for another trajectory's tools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mgrpo.environments.trajectory import Sampled
+from mgrpo.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ask:
+    """The next turn of one trajectory, or the first one of all trajectories of a prompt."""
+
+    prompt: Prompt
+    place: int
+    """Of the prompt among all that were ever begun."""
+    sample: int
+    """Of the trajectory among those of its prompt."""
+    turn: int
+    tokens: np.ndarray
+    """`[len]` int32, all that precedes the turn."""
+    num_samples: int
+    max_tokens: int
+    answer: asyncio.Future[Sequence[Sampled]]
+
+
+Send = Callable[[Sequence[Ask]], None]
+"""Have these asks answered; called in the loop."""
+
+
+class Gathering:
+    """For one event loop."""
+
+    def __init__(self, send: Send, *, in_rounds: bool) -> None:
+        self.send, self.in_rounds = send, in_rounds
+        self.alive = 0
+        """Trajectories that will ask, or leave; those of a prompt count as one until its first turn is sampled."""
+        self.asked: list[Ask] = []
+
+    def enter(self, count: int) -> None:
+        """So many trajectories more are alive."""
+        self.alive += count
+
+    def leave(self) -> None:
+        """A trajectory asks for nothing more."""
+        self.alive -= 1
+        self._flush_if_whole()
+
+    async def sample(self, ask: Ask) -> Sequence[Sampled]:
+        """Have it answered: `num_samples` answers."""
+        self.asked.append(ask)
+        if not self.in_rounds and len(self.asked) == 1:
+            # With what others ask in this turn of the loop.
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._flush_if_whole()
+        return await ask.answer
+
+    def _flush_if_whole(self) -> None:
+        if self.in_rounds and self.asked and len(self.asked) == self.alive:
+            self._flush()
+
+    def _flush(self) -> None:
+        asked, self.asked = self.asked, []
+        self.send(sorted(asked, key=lambda ask: (ask.place, ask.sample)))

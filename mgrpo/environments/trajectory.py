@@ -1,0 +1,117 @@
+"""One trajectory as it grows: turns that were sampled, and between them the text around what the environment answered.
+
+It is one list of token ids from the first turn to the last; no part of it is ever rendered or tokenised again. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from mgrpo.types import Completion, TrajectoryRecord, Turn
+
+ScoredText = Literal["final", "assistant", "all"]
+EndedBy = Literal["stop", "done", "length", "max_calls", "error"]
+BETWEEN = -1
+"""Policy version of tokens that no policy sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """What an engine sampled at a stretch."""
+
+    tokens: np.ndarray
+    """`[len]` int32."""
+    logprobs: np.ndarray
+    """`[len]` float32."""
+    policy_versions: np.ndarray
+    """`[len]` int32."""
+    finish_reason: str
+    """"stop": by itself, or by a stop string."""
+
+
+@dataclass(slots=True, eq=False)
+class Trajectory:
+    """What follows one prompt."""
+
+    parts: list[Sampled] = field(default_factory=list)
+    """Turns and bridges by turns; a bridge has the finish reason ""."""
+    turns: list[Turn] = field(default_factory=list)
+    messages: list[Mapping[str, object]] = field(default_factory=list)
+    num_tokens: int = 0
+    num_calls: int = 0
+    num_calling_turns: int = 0
+    ended_by: EndedBy | None = None
+    last_content: str = ""
+    """Of the last turn: what it says beside calls and thinking."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add_sampled(self, sampled: Sampled) -> None:
+        """A turn that the model has sampled."""
+        self._add(sampled)
+        self.turns.append(Turn(start=self.num_tokens - len(sampled.tokens), end=self.num_tokens))
+
+    def add_bridge(self, tokens: Sequence[int]) -> None:
+        """What stands between the last turn and the next one."""
+        length = len(tokens)
+        self._add(
+            Sampled(
+                tokens=np.array(tokens, np.int32),
+                logprobs=np.zeros(length, np.float32),
+                policy_versions=np.full(length, BETWEEN, np.int32),
+                finish_reason="",
+            )
+        )
+
+    def _add(self, part: Sampled) -> None:
+        self.parts.append(part)
+        self.num_tokens += len(part.tokens)
+
+    def tokens_after(self, prompt: np.ndarray) -> np.ndarray:
+        """`[prompt + len]` int32: what the next turn is sampled from."""
+        return np.concatenate([prompt, *(part.tokens for part in self.parts)])
+
+    def completion(
+        self,
+        *,
+        text: str,
+        scored_text: ScoredText,
+        reward: float | None = None,
+        snapshot: Mapping[str, object] | None = None,
+    ) -> Completion:
+        """The whole, once it has ended.
+
+        Args:
+            text: of all its tokens.
+            scored_text: what is scored: the last turn, if the trajectory ended with an answer; all that was sampled; or `text`.
+            reward: see `TrajectoryRecord`.
+        """
+        assert self.ended_by is not None, "a trajectory that goes on"
+        assert self.parts[-1].finish_reason, "a trajectory ends with a turn"
+        scored = {"final": self._answer(), "assistant": self._said(), "all": text}[scored_text]
+        return Completion(
+            tokens=np.concatenate([part.tokens for part in self.parts]),
+            logprobs=np.concatenate([part.logprobs for part in self.parts]),
+            policy_versions=np.concatenate([part.policy_versions for part in self.parts]),
+            finish_reason="stop" if self.ended_by == "done" else self.ended_by,
+            text=text,
+            trajectory=TrajectoryRecord(
+                is_sampled=np.concatenate([np.full(len(p.tokens), bool(p.finish_reason)) for p in self.parts]),
+                turns=tuple(self.turns),
+                messages=tuple(self.messages),
+                ended_by=self.ended_by,
+                scored_text=scored,
+                reward=reward,
+                metrics=self.metrics,
+                snapshot=snapshot or {},
+            ),
+        )
+
+    def _answer(self) -> str:
+        return self.last_content if self.ended_by in ("stop", "done", "length") else ""
+
+    def _said(self) -> str:
+        return "\n".join(str(message["content"]) for message in self.messages if message["role"] == "assistant")

@@ -1,0 +1,160 @@
+"""Groups of several turns between the dispatcher and the environments: one event loop in a thread of its own.
+
+The dispatcher gives whole groups and gets requests of one turn each; what the loop does between turns is `environments.episodes`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from mgrpo.environments.episodes import Bounds, Episodes, Language, Task
+from mgrpo.environments.gathering import Ask, Gathering
+from mgrpo.environments.trajectory import Sampled
+from mgrpo.rollout.collect import seed_of
+from mgrpo.rollout.shares import NextTurn, Request
+from mgrpo.types import Prompt, RolloutGroup
+
+if TYPE_CHECKING:
+    from mgrpo.environments.pool import Environments
+    from mgrpo.rollout.dispatch import Dispatcher
+
+CLOSE_S = 10.0
+
+
+class Interaction:
+    """All groups of several turns. Always `close` it."""
+
+    def __init__(
+        self,
+        environments: Environments,
+        language: Language,
+        bounds: Bounds,
+        *,
+        opened: Callable[[Prompt, str], Prompt],
+        in_rounds: bool,
+        run_seed: int,
+    ) -> None:
+        """
+        Args:
+            opened: see `Episodes`.
+            in_rounds: see `Gathering`.
+        """
+        self.environments, self.in_rounds, self.run_seed = environments, in_rounds, run_seed
+        self.gathering = Gathering(self._send, in_rounds=in_rounds)
+        self.episodes = Episodes(self.gathering, environments, language, bounds, opened=opened)
+        self.places = itertools.count()
+        self.groups: dict[int, tuple[Request, int | None]] = {}
+        """By place, what is under way, and the engine that has sampled its last turn."""
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.dispatcher: Dispatcher | None = None
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
+
+    def start(self, dispatcher: Dispatcher) -> None:
+        """Work for this dispatcher."""
+        self.dispatcher = dispatcher
+        self.thread.start()
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Have the environments begin with these groups, in this order. From any thread."""
+        self.loop.call_soon_threadsafe(self._begin, list(requests))
+
+    def take_metrics(self) -> dict[str, float]:
+        """What has happened to environments since the last call. From any thread."""
+        return self.environments.take_metrics()
+
+    def close(self) -> None:
+        """Give up what is under way, and end the environments' processes."""
+        if self.thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._close(), self.loop).result(CLOSE_S)
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join(CLOSE_S)
+
+    async def _close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.environments.close()
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        self.gathering.enter(len(requests))
+        for request in requests:
+            place = next(self.places)
+            self.groups[place] = request, None
+            task = asyncio.create_task(self._run(place, request))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    async def _run(self, place: int, request: Request) -> None:
+        assert self.dispatcher is not None
+        prompt, sampling = request.prompt, request.sampling
+        task = Task(
+            prompt=prompt,
+            place=place,
+            num_samples=sampling.num_samples,
+            max_tokens=sampling.max_tokens,
+            seed=seed_of(self.run_seed, "environment", request.stream, *prompt.id),
+        )
+        try:
+            group = await self.episodes.run(task)
+        except Exception as err:
+            self.dispatcher.post(partial(self.dispatcher.give_up, request, err))
+        else:
+            self.dispatcher.post(partial(self.dispatcher.end, request, group))
+        finally:
+            del self.groups[place]
+
+    def _send(self, asks: Sequence[Ask]) -> None:
+        assert self.dispatcher is not None
+        requests = [self._request(ask) for ask in asks]
+        self.dispatcher.post(partial(self.dispatcher.send_turns, requests, together=self.in_rounds))
+
+    def _request(self, ask: Ask) -> Request:
+        whole, engine = self.groups[ask.place]
+        turn = NextTurn(
+            whole=whole,
+            sample=ask.sample,
+            turn=ask.turn,
+            tokens=ask.tokens,
+            max_tokens=ask.max_tokens,
+            salt=ask.place,
+            engine=engine,
+        )
+        request = Request(
+            prompt=ask.prompt,
+            sampling=whole.sampling_of(ask.num_samples),
+            stream=whole.stream,
+            number=whole.number,
+            done=lambda group: self._soon(self._answer, ask, request, group),
+            failed=lambda err: self._soon(self._refuse, ask, err),
+            turn=turn,
+        )
+        return request
+
+    def _soon(self, do: Callable[..., None], *args: object) -> None:
+        self.loop.call_soon_threadsafe(do, *args)
+
+    def _answer(self, ask: Ask, request: Request, group: RolloutGroup) -> None:
+        if ask.answer.done():
+            return  # It was given up.
+        self.groups[ask.place] = self.groups[ask.place][0], request.engine
+        ask.answer.set_result(
+            [
+                Sampled(
+                    tokens=completion.tokens,
+                    logprobs=completion.logprobs,
+                    policy_versions=completion.policy_versions,
+                    finish_reason=completion.finish_reason,
+                )
+                for completion in group.completions
+            ]
+        )
+
+    def _refuse(self, ask: Ask, err: Exception) -> None:
+        if not ask.answer.done():
+            ask.answer.set_exception(err)

@@ -1,0 +1,362 @@
+"""The loop of a trajectory against a scripted engine and environment: what is sampled, what is not, and where it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from mgrpo.environments.environment import Call, Observation
+from mgrpo.environments.episodes import Bounds, Episodes, Task
+from mgrpo.environments.gathering import Ask, Gathering
+from mgrpo.environments.instance import Answered, Ending, EnvironmentLost
+from mgrpo.environments.trajectory import Sampled
+from mgrpo.types import Completion, Prompt, RolloutGroup
+from tests.builders import prompt
+
+END, CALL, UNKNOWN, UNREADABLE, BETWEEN = 1, 2, 3, 4, 9
+BOUNDS = Bounds(max_model_length=1000, max_calls=5)
+
+
+@dataclass(frozen=True)
+class Said:
+    content: str
+    calls: Sequence[Call]
+    unreadable: Sequence[str]
+
+
+class Digits:
+    """A language in which some ids are calls; an answer is as many ids as it has characters, between two others."""
+
+    def read(self, turn: Sampled, *, calls: bool) -> Said:
+        ids = turn.tokens.tolist()
+        found = [
+            Call(name={CALL: "add", UNKNOWN: "sub"}[i], arguments={}) for i in ids if calls and i in (CALL, UNKNOWN)
+        ]
+        content = "".join(str(i) for i in ids if i not in (END, CALL, UNKNOWN, UNREADABLE))
+        return Said(content, found, ["not readable"] * (ids.count(UNREADABLE) if calls else 0))
+
+    def after_calls(self, answers: Sequence[tuple[str, str]], turn: Sampled) -> list[int]:
+        return [BETWEEN, *itertools.chain.from_iterable([8] * len(text) for _, text in answers), BETWEEN]
+
+    def after_act(self, answer: str, turn: Sampled) -> list[int]:
+        return [BETWEEN, *[8] * len(answer)]
+
+    def text(self, trajectories: Sequence[object]) -> list[str]:
+        return ["everything" for _ in trajectories]
+
+
+class Scripted:
+    """Answers asks with turns from a list, or with turns that depend on nothing but the tokens before them."""
+
+    def __init__(self, *turns: Sequence[int], version: int = 0) -> None:
+        self.turns, self.version = list(turns), version
+        self.asks: list[Ask] = []
+        self.batches: list[list[tuple[int, int, int]]] = []
+
+    def send(self, asks: Sequence[Ask]) -> None:
+        self.batches.append([(ask.place, ask.sample, ask.turn) for ask in asks])
+        for ask in asks:
+            self.asks.append(ask)
+            asyncio.get_running_loop().call_soon(
+                ask.answer.set_result, [self._turn(ask, i) for i in range(ask.num_samples)]
+            )
+
+    def _turn(self, ask: Ask, sample: int) -> Sampled:
+        assert ask.max_tokens >= 1
+        if self.turns:
+            tokens = list(self.turns.pop(0))
+        else:
+            rng = random.Random(f"{ask.tokens.tolist()} {ask.sample + sample}")
+            tokens = [rng.choice((CALL, UNKNOWN, UNREADABLE, 5, 6, 7)) for _ in range(rng.randint(0, 6))] + [END]
+        tokens = tokens[: ask.max_tokens]
+        return Sampled(
+            tokens=np.array(tokens, np.int32),
+            logprobs=np.arange(-len(tokens), 0, dtype=np.float32),
+            policy_versions=np.full(len(tokens), self.version, np.int32),
+            finish_reason="stop" if tokens[-1] == END else "length",
+        )
+
+
+@dataclass
+class Adder:
+    """An instance that answers from a list, or with "ok"."""
+
+    answers: list[Observation] = field(default_factory=list)
+    opening: str = ""
+    acts: bool = False
+    active: frozenset[str] = frozenset({"add"})
+    delay_s: float = 0.0
+    lost: bool = False
+    reward: float | None = None
+    asked: list[list[str]] = field(default_factory=list)
+    num_released: int = 0
+
+    async def step(self, calls: Sequence[Call]) -> list[Answered]:
+        self.asked.append([str(call.arguments.get("text", call.name)) for call in calls])
+        await asyncio.sleep(self.delay_s)
+        if self.lost:
+            raise EnvironmentLost
+        found = [self.answers.pop(0) if self.answers else Observation(text="ok") for _ in calls]
+        return [Answered(observation=observation, seconds=0.5) for observation in found]
+
+    async def ending(self) -> Ending:
+        return Ending(reward=self.reward, snapshot={"calls": len(self.asked)})
+
+    async def release(self, broken: bool = False) -> None:
+        self.num_released += 1
+
+
+class Shelf:
+    """Gives out these instances in order; None: there is none."""
+
+    def __init__(self, *instances: Adder | None) -> None:
+        self.instances = list(instances)
+        self.asked: list[tuple[Mapping[str, object], int, str]] = []
+
+    async def acquire(self, row: Mapping[str, object], *, seed: int, trajectory: str) -> Adder:
+        self.asked.append((row, seed, trajectory))
+        instance = self.instances.pop(0)
+        if instance is None:
+            raise EnvironmentLost
+        return instance
+
+
+def opened(asked: Prompt, text: str) -> Prompt:
+    return replace(asked, tokens=np.append(asked.tokens, [7] * len(text)).astype(np.int32))
+
+
+def play(
+    engine: Scripted,
+    *instances: Adder | None,
+    bounds: Bounds = BOUNDS,
+    asked: Prompt | None = None,
+    max_tokens: int = 100,
+    in_rounds: bool = True,
+) -> RolloutGroup:
+    """One group, with a sample for each instance."""
+
+    async def run() -> RolloutGroup:
+        gathering = Gathering(engine.send, in_rounds=in_rounds)
+        episodes = Episodes(gathering, Shelf(*instances), Digits(), bounds, opened=opened)
+        gathering.enter(1)
+        task = Task(
+            prompt=asked or prompt([10, 11], id=(0, 3)),
+            place=0,
+            num_samples=len(instances),
+            max_tokens=max_tokens,
+            seed=5,
+        )
+        group = await asyncio.wait_for(episodes.run(task), 10)
+        assert gathering.alive == 0
+        return group
+
+    return asyncio.run(run())
+
+
+def one(engine: Scripted, instance: Adder | None = None, **settings) -> Completion:
+    return play(engine, instance or Adder(), **settings).completions[0]
+
+
+def check(found: Completion, *, prompt_length: int, bounds: Bounds, max_tokens: int) -> None:
+    """What holds for every trajectory."""
+    record = found.trajectory
+    assert record is not None
+    length = len(found.tokens)
+    assert length == len(found.logprobs) == len(found.policy_versions) == len(found.loss_mask) <= max_tokens
+    assert prompt_length + length <= bounds.max_model_length
+    assert found.loss_mask[-1], "it ends in a token that was not sampled"
+    assert sum(turn.end - turn.start for turn in record.turns) == found.loss_mask.sum()
+    assert not found.logprobs[~found.loss_mask].any() and (found.policy_versions[~found.loss_mask] == -1).all()
+    assert all(found.loss_mask[turn.start : turn.end].all() for turn in record.turns)
+    assert found.finish_reason == ("stop" if record.ended_by == "done" else record.ended_by)
+
+
+def test_a_trajectory_is_turns_and_what_stands_between_them() -> None:
+    """Each turn is sampled from exactly the tokens that precede it in the sample."""
+    engine = Scripted([CALL, END], [5, END])
+    found = one(engine, Adder([Observation(text="abc", reward=0.5, metrics={"adder/x": 2.0})], reward=0.25))
+    assert found.tokens.tolist() == [CALL, END, BETWEEN, 8, 8, 8, BETWEEN, 5, END]
+    assert found.loss_mask.tolist() == [True] * 2 + [False] * 5 + [True] * 2
+    assert found.logprobs.tolist() == [-2, -1, 0, 0, 0, 0, 0, -2, -1]
+    assert found.policy_versions.tolist() == [0, 0, -1, -1, -1, -1, -1, 0, 0]
+    assert [ask.tokens.tolist() for ask in engine.asks] == [[10, 11], [10, 11, CALL, END, BETWEEN, 8, 8, 8, BETWEEN]]
+    assert [ask.max_tokens for ask in engine.asks] == [100, 93]
+    record = found.trajectory
+    assert record is not None and (record.ended_by, record.reward, record.snapshot) == ("stop", 0.25, {"calls": 1})
+    assert record.metrics == {"adder/x": 2.0}
+    assert [(turn.start, turn.end, turn.calls, turn.reward) for turn in record.turns] == [
+        (0, 2, ("add",), 0.5),
+        (7, 9, (), 0.0),
+    ]
+    assert [message["role"] for message in record.messages] == ["assistant", "tool", "assistant"]
+    assert (found.scored_text, found.text) == ("5", "everything")
+
+
+def test_several_calls_of_a_turn_are_answered_together() -> None:
+    """Answered one by one, each answer would open a turn of the model that it never takes."""
+    instance = Adder([Observation(text="a"), Observation(text="bb", failed=True)])
+    found = one(Scripted([CALL, UNKNOWN, CALL, UNREADABLE, END], [5, END]), instance)
+    assert instance.asked == [["add", "add"]], "the unknown tool reaches no environment"
+    assert found.tokens.tolist().count(BETWEEN) == 2
+    turn = found.trajectory.turns[0]
+    assert turn.calls == ("add", "sub", "add", "") and turn.failed == (False, True, True, True)
+    assert (turn.num_unknown, turn.num_unreadable) == (1, 1)
+    texts = [message["content"] for message in found.trajectory.messages if message["role"] == "tool"]
+    assert texts == ["a", "unknown tool 'sub'; the tools are: add", "bb", "not readable"]
+
+
+@pytest.mark.parametrize("limit", range(1, 9))
+def test_nothing_is_appended_that_no_token_could_follow(limit: int) -> None:
+    """A sample that ended in a tool's text would hold tokens that no sampled one depends on."""
+    found = one(Scripted([CALL, END], [5, END]), Adder([Observation(text="abc")]), max_tokens=limit)
+    whole = [CALL, END, BETWEEN, 8, 8, 8, BETWEEN, 5]
+    assert found.tokens.tolist() == (whole[:limit] if limit < 2 or limit == 8 else [CALL, END])
+    assert found.finish_reason == "length" and found.loss_mask[-1]
+
+
+def test_after_the_last_call_there_is_one_more_turn() -> None:
+    """Without it the answer could never be given; a further call is not made."""
+    bounds = replace(BOUNDS, max_calls=2)
+    answers = one(Scripted([CALL, END], [CALL, END], [5, END]), bounds=bounds)
+    assert (answers.finish_reason, answers.scored_text) == ("stop", "5")
+    instance = Adder()
+    calls = one(Scripted([CALL, END], [CALL, CALL, CALL, END], [6, CALL, END]), instance, bounds=bounds, max_tokens=300)
+    assert instance.asked == [["add"], ["add"]]
+    assert (calls.finish_reason, calls.scored_text) == ("max_calls", ""), "what calls has not answered"
+    assert "limit of 2 calls" in str(calls.trajectory.messages[4]["content"])
+
+
+def test_a_turn_that_only_fails_to_call_counts_as_well() -> None:
+    """Else a model that writes broken calls is asked for ever."""
+    found = one(Scripted(*[[UNREADABLE, END]] * 9), bounds=replace(BOUNDS, max_calls=3))
+    assert found.finish_reason == "max_calls" and len(found.trajectory.turns) == 4
+
+
+@pytest.mark.parametrize(("most", "turns"), [(0, 1), (1, 2), (None, 6)])
+def test_turns_with_calls_are_limited(most: int | None, turns: int) -> None:
+    found = one(Scripted(*[[CALL, END]] * 9), bounds=replace(BOUNDS, max_calling_turns=most))
+    assert found.finish_reason == "max_calls" and len(found.trajectory.turns) == turns
+
+
+def test_a_row_may_allow_fewer_calls() -> None:
+    asked = replace(prompt([10, 11], id=(0, 3)), columns={"env_config": {"env_name": "adder", "max_steps": 1}})
+    assert len(one(Scripted(*[[CALL, END]] * 9), asked=asked).trajectory.turns) == 2
+
+
+def test_an_environment_may_end_a_trajectory() -> None:
+    instance = Adder([Observation(text="won", done=True, reward=1.0)])
+    found = one(Scripted([5, CALL, END]), instance)
+    assert (found.finish_reason, found.trajectory.ended_by) == ("stop", "done")
+    assert found.tokens.tolist() == [5, CALL, END] and found.trajectory.turns[0].reward == 1.0
+
+
+@pytest.mark.parametrize("in_rounds", [True, False])
+def test_a_trajectory_without_environment_has_no_score_and_one_turn(in_rounds: bool) -> None:
+    """It needs a token all the same; the others of its group go on."""
+    lost = Adder(lost=True)
+    group = play(Scripted([CALL, END], [CALL, END], [CALL, END], [5, END]), None, lost, Adder(), in_rounds=in_rounds)
+    assert [completion.finish_reason for completion in group.completions] == ["error", "error", "stop"]
+    assert [len(completion.trajectory.turns) for completion in group.completions] == [1, 1, 2]
+    assert lost.num_released == 1
+
+
+def test_a_turn_as_a_whole_may_be_the_action() -> None:
+    """Text environments read no calls."""
+    instance = Adder([Observation(text="no"), Observation(text="yes", done=True)], acts=True)
+    found = one(Scripted([5, CALL, END], [6, 6, END]), instance)
+    assert instance.asked == [["5"], ["66"]]
+    assert found.tokens.tolist() == [5, CALL, END, BETWEEN, 8, 8, 6, 6, END]
+    assert [message["role"] for message in found.trajectory.messages] == ["assistant", "user", "assistant"]
+    assert found.trajectory.ended_by == "done" and found.scored_text == "66"
+    most = one(Scripted(*[[5, END]] * 9), Adder(acts=True), bounds=replace(BOUNDS, max_calls=3))
+    assert len(most.trajectory.turns) == 3 and most.finish_reason == "max_calls"
+
+
+def test_an_action_may_be_cut_but_a_call_may_not() -> None:
+    """What was cut may have been half a call."""
+    bounds = replace(BOUNDS, per_turn_max_tokens=2)
+    acts = one(Scripted([5, 5, 5, END], [6, END]), Adder(acts=True), bounds=replace(bounds, max_calls=2))
+    assert acts.tokens.tolist() == [5, 5, BETWEEN, 8, 8, 6, END]
+    calls = one(Scripted([5, CALL, END]), bounds=bounds)
+    assert (calls.tokens.tolist(), calls.finish_reason) == ([5, CALL], "length")
+
+
+@pytest.mark.parametrize(("how", "text"), [("final", "6"), ("assistant", "5\n6"), ("all", "everything")])
+def test_what_is_scored_leaves_out_what_tools_said(how: str, text: str) -> None:
+    """Else the answer that a search has returned counts as the model's."""
+    found = one(Scripted([5, CALL, END], [6, END]), bounds=replace(BOUNDS, scored_text=how))
+    assert found.scored_text == text
+
+
+def test_all_samples_of_a_prompt_begin_with_the_same_text() -> None:
+    group = play(Scripted([5, END], [6, END]), Adder(opening="go"), Adder(opening="go"))
+    assert group.prompt.tokens.tolist() == [10, 11, 7, 7]
+    with pytest.raises(ValueError, match=r"prompt \(0, 3\) with different texts"):
+        play(Scripted(), Adder(opening="go"), Adder(opening="stop"))
+    with pytest.raises(ValueError, match=r"has 5 tokens, and the engines take sequences of 5"):
+        play(Scripted(), Adder(opening="abc"), bounds=replace(BOUNDS, max_model_length=5))
+
+
+def test_rounds_wait_for_the_slowest_tool_and_the_free_do_not() -> None:
+    """What is sampled together depends on no clock."""
+
+    async def batches(in_rounds: bool) -> list[list[tuple[int, int, int]]]:
+        engine = Scripted(*[[CALL, END]] * 4, *[[5, END]] * 4)
+        gathering = Gathering(engine.send, in_rounds=in_rounds)
+        shelf = Shelf(Adder(delay_s=0.03), Adder(), Adder(), Adder(delay_s=0.01))
+        episodes = Episodes(gathering, shelf, Digits(), BOUNDS, opened=opened)
+        gathering.enter(2)
+        tasks = [
+            Task(prompt=prompt([10 + place], id=(0, place)), place=place, num_samples=2, max_tokens=50, seed=5)
+            for place in range(2)
+        ]
+        await asyncio.gather(*map(episodes.run, tasks))
+        return engine.batches
+
+    first = [(0, 0, 0), (1, 0, 0)]
+    assert asyncio.run(batches(True)) == [first, [(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]]
+    assert asyncio.run(batches(False)) == [first, [(0, 1, 1), (1, 0, 1)], [(1, 1, 1)], [(0, 0, 1)]]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_trajectories_keep_every_promise_in_rounds_and_free(seed: int) -> None:
+    """And both give the same ones, where sampling depends on nothing but what precedes it."""
+    rng = random.Random(seed)
+    bounds = Bounds(
+        max_model_length=rng.randint(20, 70),
+        max_calls=rng.randint(1, 4),
+        per_turn_max_tokens=rng.choice((None, 1, 4)),
+        max_calling_turns=rng.choice((None, 2)),
+    )
+    max_tokens = rng.randint(1, 60)
+    kinds = [rng.choice(("tools", "acts", "lost", "none")) for _ in range(8)]
+    reasons: Counter[str] = Counter()
+    found = []
+    for in_rounds in (True, False):
+        instances = [
+            kind != "none"
+            and Adder(
+                [Observation(text="x" * ((i * 7 + seed) % 9), done=(i + seed) % 11 == 0) for i in range(9)],
+                acts=kind == "acts",
+                lost=kind == "lost",
+                delay_s=rng.random() * 0.002,
+            )
+            for kind in kinds
+        ]
+        group = play(
+            Scripted(), *(i or None for i in instances), bounds=bounds, max_tokens=max_tokens, in_rounds=in_rounds
+        )
+        for completion in group.completions:
+            check(completion, prompt_length=2, bounds=bounds, max_tokens=max_tokens)
+            reasons[completion.finish_reason] += 1
+        assert all(instance.num_released == 1 for instance in instances if instance)
+        found.append([(c.tokens.tolist(), c.loss_mask.tolist(), c.finish_reason) for c in group.completions])
+    assert found[0] == found[1]
+    assert reasons
