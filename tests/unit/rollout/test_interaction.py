@@ -1,0 +1,276 @@
+"""Groups of several turns through the dispatcher and engines that echo: who samples what, when engines pause, and failures."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from mgrpo.config import from_values
+from mgrpo.environments.environment import Call, Observation
+from mgrpo.environments.episodes import Bounds
+from mgrpo.environments.instance import Answered, Ending, EnvironmentLost
+from mgrpo.environments.trajectory import Sampled, Trajectory
+from mgrpo.rollout.dispatch import Dispatcher
+from mgrpo.rollout.engine import EngineError
+from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.interaction import Interaction
+from mgrpo.types import Prompt, RolloutGroup
+from tests.builders import prompt
+from tests.scripted_engine import ScriptedEngine
+
+
+class Said:
+    unreadable: Sequence[str] = ()
+
+    def __init__(self, content: str, calls: Sequence[Call]) -> None:
+        self.content, self.calls = content, calls
+
+
+class Turns:
+    """A language in which every turn is an action; the answer to it is one id."""
+
+    def read(self, turn: Sampled, *, calls: bool) -> Said:
+        return Said(f"{len(turn.tokens)}", [])
+
+    def after_act(self, answer: str, turn: Sampled) -> list[int]:
+        return [99]
+
+    def after_calls(self, answers: Sequence[tuple[str, str]], turn: Sampled) -> list[int]:
+        raise AssertionError
+
+    def text(self, trajectories: Sequence[Trajectory]) -> list[str]:
+        return ["" for _ in trajectories]
+
+
+class Acting:
+    """Ends a trajectory with its action of this number; each waits until `gate` is set."""
+
+    opening, acts, active = "", True, frozenset[str]()
+
+    def __init__(self, turns: int, gate: threading.Event) -> None:
+        self.left, self.gate = turns, gate
+
+    async def step(self, calls: Sequence[Call]) -> list[Answered]:
+        while not self.gate.is_set():
+            await asyncio.sleep(0.002)
+        self.left -= 1
+        return [Answered(observation=Observation(text="!", done=not self.left), seconds=0.0)]
+
+    async def ending(self) -> Ending:
+        return Ending()
+
+    async def release(self, broken: bool = False) -> None:
+        pass
+
+
+class Place:
+    def __init__(self, turns: int) -> None:
+        self.turns, self.gate, self.acquired, self.is_closed = turns, threading.Event(), 0, False
+        self.gate.set()
+        self.lost = False
+
+    async def acquire(self, row: Mapping[str, object], *, seed: int, trajectory: str) -> Acting:
+        self.acquired += 1
+        if self.lost:
+            raise EnvironmentLost
+        return Acting(self.turns, self.gate)
+
+    def take_metrics(self) -> dict[str, float]:
+        return {"env/lost": 0.0}
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+@contextmanager
+def playing(
+    *, turns: int = 2, num_engines: int = 1, in_rounds: bool = True, seeds_prompts: bool = False, answers: bool = True
+) -> Iterator[tuple[Dispatcher, Place]]:
+    """Engines that sample, two samples for each prompt, and environments that end after so many turns."""
+    config = from_values({"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 2, "response_length": 64})
+    engines = [ScriptedEngine(answers=answers) for _ in range(num_engines)]
+    fleet = Fleet(engines, config.engine, seed=1, seeds_prompts=seeds_prompts)
+    place = Place(turns)
+    interaction = Interaction(
+        place,
+        Turns(),
+        Bounds(max_model_length=200, max_calls=9),
+        opened=lambda asked, text: asked,
+        in_rounds=in_rounds,
+        run_seed=1,
+    )
+    own = Dispatcher(
+        fleet,
+        config.rollout,
+        run_seed=1,
+        decode=lambda tokens: ["" for _ in tokens],
+        stop_token_ids=(),
+        interaction=interaction,
+    )
+    own.thread.submit(own.resume).result()
+    try:
+        yield own, place
+    finally:
+        interaction.close()
+        assert place.is_closed and not interaction.thread.is_alive()
+
+
+def begin(own: Dispatcher, *prompts: Prompt) -> list[Future[RolloutGroup]]:
+    groups: list[Future[RolloutGroup]] = [Future() for _ in prompts]
+
+    def fail(err: Exception) -> None:
+        for group in groups:
+            if not group.done():
+                group.set_exception(err)
+
+    own.on_failure = fail
+    requests = [
+        own.for_training(n, p, group.set_result) for n, (p, group) in enumerate(zip(prompts, groups, strict=True))
+    ]
+    own.thread.submit(lambda: own.send(requests)).result()
+    return groups
+
+
+def in_thread(own: Dispatcher, do: Callable[[], object]) -> object:
+    return own.thread.submit(do).result(10)
+
+
+def wait_until(happened: Callable[[], object]) -> None:
+    end = time.monotonic() + 10
+    while not happened():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.002)
+
+
+PROMPTS = [prompt([10 + row] * (row + 1), id=(0, row)) for row in range(3)]
+
+
+def test_later_turns_go_on_from_all_that_was_sampled() -> None:
+    """The engine echoes its prompt: the second turn repeats prompt, first turn and answer."""
+    with playing() as (own, place):
+        (group,) = begin(own, PROMPTS[0])
+        found = group.result(10)
+        first, second = own.fleet.engines[0].batches
+        assert place.acquired == 2
+    assert first.sampling.num_samples == 2 and second.sampling.num_samples == 1
+    assert first.max_tokens.tolist() == [64] and second.max_tokens.tolist() == [62, 62]
+    assert second.tokens.tolist() == [10, 10, 99] * 2
+    assert second.salts.tolist() == [first.salts[0]] * 2, "later turns read what is cached of the first"
+    assert [c.tokens.tolist() for c in found.completions] == [[10, 99, 10, 10, 99]] * 2
+    assert [c.loss_mask.tolist() for c in found.completions] == [[True, False, True, True, True]] * 2
+
+
+def test_rounds_are_queued_while_engines_pause_and_keep_their_cache() -> None:
+    """Else what is sampled together would depend on the moment at which each prompt arrives; a cleared cache costs twice the time."""
+    with playing(turns=3) as (own, _):
+        [group.result(10) for group in begin(own, *PROMPTS)]
+        calls = own.fleet.engines[0].calls
+        assert len(own.fleet.engines[0].batches) == 3
+    assert calls == [("resume",), *[("pause", "keep"), ("resume",)] * 3]
+
+
+def test_prompts_that_are_prepared_wait_for_the_engines_to_be_resumed() -> None:
+    """The next step's prompts are queued while the learners train."""
+    with playing() as (own, _):
+        engine = own.fleet.engines[0]
+        in_thread(own, own.pause)
+        groups = begin(own, *PROMPTS)
+        wait_until(lambda: len(engine.batches) == 1)
+        assert engine.calls[-1] == ("pause", "drain") and len(engine.queued) == 3
+        in_thread(own, own.resume)
+        assert [len(group.result(10).completions) for group in groups] == [2, 2, 2]
+
+
+def test_every_turn_of_every_sample_has_a_seed_of_its_own() -> None:
+    with playing(seeds_prompts=True, turns=3, in_rounds=False) as (own, _):
+        [group.result(10) for group in begin(own, *PROMPTS)]
+        seeds = np.concatenate([batch.seeds for batch in own.fleet.engines[0].batches])
+    assert len(np.unique(seeds)) == len(seeds) == 3 + 2 * 3 * 2
+
+
+def test_a_trajectory_stays_with_the_engine_that_has_it_in_its_cache() -> None:
+    with playing(num_engines=2, turns=3, in_rounds=False) as (own, _):
+        [group.result(10) for group in begin(own, *PROMPTS)]
+        rows = [
+            {int(batch.tokens[a]) for batch in engine.batches for a in batch.cu_seqlens[:-1]}
+            for engine in own.fleet.engines
+        ]
+    assert rows[0] | rows[1] == {10, 11, 12} and not rows[0] & rows[1]
+
+
+def test_engines_that_are_drained_sample_the_turns_that_are_left() -> None:
+    """A pause between two turns would train on a trajectory of two policies where none was asked for; what has not begun waits."""
+    with playing(in_rounds=False) as (own, place):
+        place.gate.clear()
+        (group,) = begin(own, PROMPTS[0])
+        wait_until(lambda: len(own.fleet.engines[0].batches) == 1)
+        own.holds_training = True
+        paused = in_thread(own, own.pause)
+        (late,) = begin(own, PROMPTS[1])
+        assert not paused.done()
+        place.gate.set()
+        paused.result(10)
+        assert group.done() and not late.done() and own.fleet.engines[0].calls[-1] == ("pause", "drain")
+        assert in_thread(own, own.numbers_that_wait) == [0]
+        own.holds_training = False
+        in_thread(own, own.resume)
+        assert len(late.result(10).completions) == 2
+
+
+def test_turns_of_an_engine_that_dies_go_on_elsewhere() -> None:
+    """Only what had just begun is sampled again from its prompt."""
+    with playing(num_engines=2, in_rounds=False, answers=False) as (own, _):
+        replayed: list[int] = []
+        own.on_replay = replayed.extend
+        (group,) = begin(own, PROMPTS[1])
+        first, second = own.fleet.engines
+        wait_until(lambda: first.queued)
+        first.answer(*first.queued)
+        wait_until(lambda: first.queued)
+        in_thread(own, first.die)
+        wait_until(lambda: second.queued)
+        assert [tokens.tolist() for tokens, _ in second.queued.values()] == [[11, 11, 11, 11, 99]] * 2
+        second.answer(*second.queued)
+        assert len(group.result(10).completions) == 2 and not replayed
+
+
+def test_an_evaluation_takes_turns_as_well() -> None:
+    with playing() as (own, _):
+        groups = own.wait(own.sample_evaluation(PROMPTS))
+    assert [group.prompt.id for group in groups] == [p.id for p in PROMPTS]
+    assert all(len(c.trajectory.turns) == 2 for group in groups for c in group.completions)
+
+
+@pytest.mark.parametrize("in_rounds", [True, False])
+def test_an_abort_ends_what_waits_for_tools(in_rounds: bool) -> None:
+    """Ctrl-C must not wait for a tool."""
+    with playing(in_rounds=in_rounds, answers=False) as (own, place):
+        place.gate.clear()
+        groups = begin(own, *PROMPTS)
+        engine = own.fleet.engines[0]
+        wait_until(lambda: len(engine.queued) == 3)
+        engine.answer(*engine.queued)
+        own.fleet.abort()
+        place.gate.set()
+        for group in groups:
+            with pytest.raises(EngineError, match="aborted"):
+                group.result(10)
+
+
+def test_an_environment_that_breaks_its_promise_ends_the_run() -> None:
+    with playing() as (own, _):
+        own.interaction.episodes.environments.acquire = _failing
+        (group,) = begin(own, PROMPTS[0])
+        with pytest.raises(ValueError, match="different texts"):
+            group.result(10)
+
+
+async def _failing(row: Mapping[str, object], *, seed: int, trajectory: str) -> Acting:
+    raise ValueError("different texts")
