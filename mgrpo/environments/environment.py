@@ -43,11 +43,15 @@ class Tool:
     description: str
     parameters: Mapping[str, Any]
     """A JSON schema of type "object"."""
+    returns: Mapping[str, Any] | None = None
+    """A JSON schema of what it gives back; few templates show it."""
 
     @property
     def schema(self) -> dict[str, Any]:
         """As chat templates take it: `{"type": "function", "function": {...}}`."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        if self.returns is not None:
+            function["return"] = dict(self.returns)
         return {"type": "function", "function": function}
 
 
@@ -59,7 +63,7 @@ class Environment:
 
     name: ClassVar[str] = ""
     """In metrics; by default the class's name."""
-    is_repeatable: ClassVar[bool] = False
+    is_repeatable: bool = False
     """Whether the same seed and the same calls give the same observations: then a run repeats exactly."""
 
     def setup(self) -> Awaitable[None] | None:
