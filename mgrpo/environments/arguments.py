@@ -42,7 +42,9 @@ def coerced(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     parameters = tool.parameters
     if not isinstance(arguments, Mapping):
-        raise ArgumentError(f"{tool.name}: expected arguments by name, got {_shown(arguments)}; {_expected(parameters)}")
+        raise ArgumentError(
+            f"{tool.name}: expected arguments by name, got {_shown(arguments)}; {_expected(parameters)}"
+        )
     try:
         return _object(parameters, arguments, parameters)
     except _Unfit as err:
@@ -76,9 +78,9 @@ def _fitted(schema: Any, value: Any, root: Schema) -> Any:
 def _alternatives(schema: Schema) -> list[Schema]:
     """The schemas of which one must fit; none: the schema itself must."""
     kind = schema.get("type")
-    kinds: list[Any] = list(kind) if isinstance(kind, list) else []
-    nested = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
-    found = [dict(schema, type=name, nullable=False) for name in kinds] or nested
+    kinds = kind if isinstance(kind, list) else []
+    nested: list[Schema] = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    found: list[Schema] = [dict(schema, type=name, nullable=False) for name in kinds] or nested
     if schema.get("nullable"):
         # Its `enum`, if there is one, need not hold null.
         found = [*(found or [dict(schema, nullable=False)]), {"type": "null"}]

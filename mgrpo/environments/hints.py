@@ -40,7 +40,9 @@ def schema_of(hint: Any) -> Schema:
         return _tuple(arguments)
     if origin is dict:
         return {"type": "object"} | ({"additionalProperties": schema_of(arguments[1])} if arguments else {})
-    raise ValueError(f"{hint} has no JSON form; use int, float, str, bool, list, tuple, dict, Literal or a union of them")
+    raise ValueError(
+        f"{hint} has no JSON form; use int, float, str, bool, list, tuple, dict, Literal or a union of them"
+    )
 
 
 def _union(members: tuple[Any, ...]) -> Schema:
@@ -57,7 +59,9 @@ def _union(members: tuple[Any, ...]) -> Schema:
 
 def _choices(values: tuple[Any, ...]) -> Schema:
     if unfit := [value for value in values if type(value) not in _PLAIN]:
-        raise ValueError(f"Literal with {unfit[0]!r} has no JSON form; its values may be texts, numbers, booleans and None")
+        raise ValueError(
+            f"Literal with {unfit[0]!r} has no JSON form; its values may be texts, numbers, booleans and None"
+        )
     names = list(dict.fromkeys(_PLAIN[type(value)] for value in values))
     return {"type": names[0] if len(names) == 1 else names, "enum": list(values)}
 

@@ -19,6 +19,8 @@ def loaded(entry: str) -> Any:
         ValueError: there is no such module, file or attribute, or its code raises.
     """
     home, _, attribute = entry.rpartition(":")
+    if home.endswith(".py") and not Path(home).is_file():
+        raise ValueError(f"{entry}: there is no file {Path(home).resolve()}")
     try:
         module = _file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
     except ModuleNotFoundError as err:
@@ -26,8 +28,6 @@ def loaded(entry: str) -> Any:
             f"{entry} cannot be imported: there is no module {err.name}; put its folder on PYTHONPATH, or write "
             "path/to/file.py:attribute"
         ) from err
-    except FileNotFoundError as err:
-        raise ValueError(f"{entry}: there is no file {Path(home).resolve()}") from err
     # The user's module may raise anything.
     except (Exception, SystemExit) as err:
         raise ValueError(f"{entry} cannot be imported: {type(err).__name__}: {err}") from err
