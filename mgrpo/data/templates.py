@@ -77,18 +77,30 @@ def check_kwargs(kwargs: Mapping[str, object]) -> None:
 
 
 def render(
-    messages: Sequence[Message], tokenizer: Any, template: str, *, add_bos: bool, kwargs: Mapping[str, object]
+    messages: Sequence[Message],
+    tokenizer: Any,
+    template: str,
+    *,
+    add_bos: bool,
+    kwargs: Mapping[str, object],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_opening: bool = True,
 ) -> str:
-    """The prompt's text for a conversation, up to and including the opening of the model's turn.
+    """The prompt's text for a conversation.
 
     Args:
         template: Jinja text, of `find_template`.
         kwargs: variables for the template, in addition to the messages and the tokenizer's special tokens.
+        tools: schemas of what the model may call.
+        add_opening: whether the text goes on to the opening of the model's turn.
     """
     check_kwargs(kwargs)
+    if tools is not None and "tools" in kwargs:
+        raise ValueError("chat_template_kwargs has tools, and the run has tools of its own; name them in one place")
+    variables = {**kwargs, "tools": list(tools)} if tools else kwargs
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, chat_template=template, **kwargs
+            list(messages), tokenize=False, add_generation_prompt=add_opening, chat_template=template, **variables
         )
     except Exception as err:
         roles = ", ".join(str(message.get("role")) for message in messages) or "none"

@@ -1,0 +1,171 @@
+"""The tokens between two turns of a trajectory: what the chat template writes around observations.
+
+A trajectory only grows: the sampled ids stay as they are, and a bridge is appended. What the template writes is found by
+`frames`; here it is encoded, so that the ids are those of the template's own text, and no observation becomes a special token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mgrpo.data.templates import render
+from mgrpo.data.tokenizer import token_ids
+from mgrpo.environments.environment import Tool
+from mgrpo.environments.frames import BridgeError, Frame, Kind, Message, Span, find_frame
+
+__all__ = ["BridgeError", "Bridges"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    frame: Frame
+    end_id: int
+    special_ids: list[int]
+    """The special tokens of the frame, in order."""
+
+
+class Bridges:
+    """Bridges of one chat template, with the tools that the model is told of.
+
+    A stop token other than the template's end token ends a turn as well as that. After anything else, where a turn was
+    cut, a bridge begins with the end token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str,
+        *,
+        template_kwargs: Mapping[str, object],
+        tools: Sequence[Tool],
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        """Nothing is rendered yet.
+
+        Args:
+            tools: those in the prompts.
+            stop_token_ids: ids that end a turn.
+        """
+        self._tokenizer, self._template, self._kwargs = tokenizer, template, template_kwargs
+        self._tools = [tool.schema for tool in tools]
+        self._stop_ids = frozenset(stop_token_ids)
+        self._added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+        # White space is a token of its own in some vocabularies, and a letter may be: neither can be kept out of a text.
+        guarded = {
+            token.content: number
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if len(token.content.strip()) > 1 and (token.special or token.content in template)
+        }
+        self._guarded_ids = frozenset(guarded.values())
+        words = sorted(guarded, key=len, reverse=True)
+        self._guarded = re.compile("|".join(map(re.escape, words)) or "(?!)")
+        self._known: dict[tuple[Kind, int], _Known] = {}
+        self._refused: set[int] = set()
+
+    @property
+    def end_token_id(self) -> int:
+        """The token that ends a turn which calls tools; without tools, one that is an answer."""
+        return self._of("tool" if self._tools else "user", 1).end_id
+
+    def check(self, kind: Kind) -> None:
+        """Raise BridgeError unless the template can be followed after tools, or after messages of a user."""
+        self._of(kind, 1)
+
+    def after_tools(self, texts: Sequence[str], names: Sequence[str], *, last: int) -> list[int]:
+        """What follows a turn that called tools.
+
+        Args:
+            texts: the observation of each call, in order; at least one.
+            names: of the tools that were called, as the model wrote them.
+            last: the last id that was sampled.
+        """
+        if len(texts) > 1 and (known := self._several(len(texts))) is not None:
+            return self._ids(known, texts, names, last)
+        return self._ids(self._of("tool", 1), ["\n".join(texts)], names[:1], last)
+
+    def after_user(self, text: str, *, last: int) -> list[int]:
+        """What follows a turn that an environment answers as a user would; `last`: the last id that was sampled."""
+        return self._ids(self._of("user", 1), [text], [], last)
+
+    def _of(self, kind: Kind, num_texts: int) -> _Known:
+        known = self._known.get((kind, num_texts))
+        if known is None:
+            known = self._known[kind, num_texts] = self._found(kind, num_texts)
+        return known
+
+    def _several(self, num_texts: int) -> _Known | None:
+        """The bridge after several calls of one turn; None if the template takes one."""
+        try:
+            return None if num_texts in self._refused else self._of("tool", num_texts)
+        except BridgeError:
+            self._refused.add(num_texts)
+            return None
+
+    def _found(self, kind: Kind, num_texts: int) -> _Known:
+        tokens = {number: token for token, number in self._added.items()}
+        ends = [tokens[number] for number in sorted(self._stop_ids) if number in tokens]
+        try:
+            frame = find_frame(self._render, kind, num_texts=num_texts, ends=ends, added=list(self._added))
+            neutral = _text(frame.filled(["x"] * num_texts, ["x"] * num_texts))
+            whole, before, after = self._encoded(
+                [frame.before + frame.end + neutral, frame.before, frame.end + neutral]
+            )
+            if whole != before + after or after[0] != self._added[frame.end]:
+                raise BridgeError(f"the tokenizer does not split a text at {frame.end!r}, which ends a turn")
+        except BridgeError as err:
+            who = "tools" if kind == "tool" else "an environment that answers as a user does"
+            raise BridgeError(f"the chat template cannot be used with {who}: {err}") from err
+        special_ids = [number for number in after[1:] if number in self._guarded_ids]
+        return _Known(frame=frame, end_id=after[0], special_ids=special_ids)
+
+    def _render(self, messages: Sequence[Message], opens: bool) -> str:
+        return render(
+            messages,
+            self._tokenizer,
+            self._template,
+            add_bos=False,
+            kwargs=self._kwargs,
+            tools=self._tools or None,
+            add_opening=opens,
+        )
+
+    def _ids(self, known: _Known, texts: Sequence[str], names: Sequence[str], last: int) -> list[int]:
+        spans = known.frame.filled(texts, names)
+        ids = self._after_end(known, self._pieces(spans))
+        if [one for one in ids if one in self._guarded_ids] != known.special_ids:
+            # The tokenizer rewrites a text before it looks for tokens: no two characters of an observation stay together.
+            pieces = [piece for span in spans for piece in ([span.text] if span.is_own else span.text)]
+            ids = self._after_end(known, pieces)
+        is_ended = last == known.end_id or (last in self._stop_ids and not known.frame.is_header)
+        return ids if is_ended else [known.end_id, *ids]
+
+    def _pieces(self, spans: Sequence[Span]) -> list[str]:
+        """The text, cut within each special token that is not the template's."""
+        text = _text(spans)
+        own, start = [], 0
+        for span in spans:
+            own += [(start, start + len(span.text))] if span.is_own else []
+            start += len(span.text)
+        pieces, start, place = [], 0, 0
+        while match := self._guarded.search(text, place):
+            place = match.end()
+            if not any(first <= match.start() and match.end() <= end for first, end in own):
+                place = match.start() + 1
+                pieces.append(text[start:place])
+                start = place
+        return [*pieces, text[start:]]
+
+    def _after_end(self, known: _Known, pieces: Sequence[str]) -> list[int]:
+        """The ids of a text in pieces, each encoded behind the end token, as no text is encoded alone."""
+        encoded = self._encoded([known.frame.end + piece for piece in pieces])
+        return [number for ids in encoded for number in ids[1:]]
+
+    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        return token_ids(self._tokenizer, texts)
+
+
+def _text(spans: Sequence[Span]) -> str:
+    return "".join(span.text for span in spans)
