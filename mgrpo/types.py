@@ -103,6 +103,11 @@ class Completion:
         return self.trajectory.is_sampled
 
     @property
+    def num_sampled(self) -> int:
+        """How many tokens were sampled."""
+        return len(self.tokens) if self.trajectory is None else int(np.count_nonzero(self.trajectory.is_sampled))
+
+    @property
     def scored_text(self) -> str:
         """What verifiers and reward functions are given."""
         return self.text if self.trajectory is None else self.trajectory.scored_text
@@ -200,7 +205,7 @@ class TrainSample:
     tokens: np.ndarray
     """`[response]` int32, at least one."""
     loss_mask: np.ndarray
-    """`[response]` bool."""
+    """`[response]` bool, false wherever `is_sampled` is."""
     rollout_logprobs: np.ndarray
     """`[response]` float32."""
     advantage: float
@@ -208,11 +213,28 @@ class TrainSample:
     """Samples of one prompt share this number; they may share the prompt's tokens in a pack."""
     ages: np.ndarray | None = None
     """`[response]` uint8, at most 127: how many versions older than the policy the weights were that sampled each token. None: all 0."""
+    is_sampled: np.ndarray | None = None
+    """`[response]` bool: the tokens to predict; the others stand between turns and are inputs only. None: all."""
+
+    @property
+    def is_predicted(self) -> np.ndarray:
+        """`[response]` bool: the tokens that are responses in a pack, at least one: without any it would have no place there."""
+        if self.is_sampled is None:
+            return np.ones(len(self.tokens), np.bool_)
+        return self.is_sampled if self.is_sampled.any() else np.arange(len(self.tokens)) == 0
+
+    @property
+    def num_predicted(self) -> int:
+        """How many tokens those are."""
+        return len(self.tokens) if self.is_sampled is None else max(int(np.count_nonzero(self.is_sampled)), 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
     """Documents laid end to end: one micro-batch of one data-parallel rank.
+
+    Responses are the tokens that are predicted: those of the completions that were sampled. A completion without any keeps
+    its first token among them, untrained.
 
     A document is a trunk (the prompt) followed by one or more branches (completions, each without its last token, whose
     output would predict nothing). A token attends to the trunk and to the earlier tokens of its own branch. With one
@@ -228,9 +250,9 @@ class PackedBatch:
     cu_seqlens: np.ndarray
     """`[documents + 1]` int32, over `tokens`."""
     rows: np.ndarray
-    """`[responses]` int32: the row of `tokens` whose output predicts each response token."""
+    """`[responses]` int32: the row of `tokens` whose output predicts each response."""
     targets: np.ndarray
-    """`[responses]` int32: the response tokens, sequence after sequence."""
+    """`[responses]` int32: the tokens that are predicted, sequence after sequence."""
     response_cu_seqlens: np.ndarray
     """`[sequences + 1]` int32, over `rows` and `targets`."""
     loss_mask: np.ndarray

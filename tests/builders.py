@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup, TrainSample
+from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup, TrainSample, TrajectoryRecord, Turn
 
 
 def prompt(tokens: Sequence[int] | np.ndarray = (5, 6), *, verifiers: Sequence[str] = (), **fields: object) -> Prompt:
@@ -22,16 +23,26 @@ def completion(
     version: int | Sequence[int] = 0,
     finish_reason: str = "stop",
     text: str = "",
+    trajectory: TrajectoryRecord | None = None,
 ) -> Completion:
     """A completion of the tokens 0, 1, .. if only their number is given; one log-probability or version may stand for all."""
     ids = np.arange(tokens) if isinstance(tokens, int) else np.asarray(tokens)
+    is_sampled = np.ones(len(ids), np.bool_) if trajectory is None else trajectory.is_sampled
     return Completion(
         tokens=ids.astype(np.int32),
-        logprobs=np.full(len(ids), logprobs, np.float32),
-        policy_versions=np.full(len(ids), version, np.int32),
+        logprobs=np.where(is_sampled, np.full(len(ids), logprobs, np.float32), np.float32(0)),
+        policy_versions=np.where(is_sampled, np.full(len(ids), version, np.int32), np.int32(-1)),
         finish_reason=finish_reason,
         text=text,
+        trajectory=trajectory,
     )
+
+
+def trajectory(mask: str, **fields: object) -> TrajectoryRecord:
+    """From a mask such as "11001": a 1 for each token that was sampled. Each stretch of these is a turn unless `turns` is given."""
+    turns = tuple(Turn(start=found.start(), end=found.end()) for found in re.finditer("1+", mask))
+    values = {"turns": turns, "messages": (), "ended_by": "stop", "scored_text": ""} | fields
+    return TrajectoryRecord(is_sampled=np.array([mark == "1" for mark in mask], np.bool_), **values)
 
 
 def rollout_group(completions: Sequence[Completion], of: Prompt | None = None) -> RolloutGroup:

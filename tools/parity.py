@@ -30,7 +30,7 @@ from tests.ranks.rank_pool import RankPool
 from tests.tiny_models import save_tiny
 
 LOSS = {"beta": 0.05, "kl_estimator": 2, "clip_lower": 0.2, "clip_higher": 0.28}
-SAMPLES = cases.random_samples(seed=0)
+SAMPLES = cases.random_samples(seed=0, groups_of_turns=2)
 LOGPROB_LIMIT, LOSS_LIMIT, GRADIENT_LIMIT = 2e-5, 2e-6, 3e-5
 """Largest absolute difference of a logprob and of the loss, and of a gradient relative to its tensor's largest element."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from mgrpo.algo.advantage import advantages
-from mgrpo.types import Completion, ScoredGroup, TrainSample
+from mgrpo.types import Completion, Prompt, ScoredGroup, TrainSample
 
 OLDEST = 127
 """Tokens that are older count as that old."""
@@ -23,17 +24,19 @@ def train_samples(
     eps: float,
     reward_weights: Mapping[str, float] | None = None,
     mask_truncated: bool = False,
+    mask_tool_use: bool = True,
     policy_version: int | None = None,
 ) -> list[TrainSample]:
     """One sample per completion, in order, with its advantage within its group.
 
     A completion without a score (NaN) stays in the list with advantage 0 and no trained token, so that every completion
     is counted. Under `mask_truncated` the same holds for a completion that did not stop by itself, but its reward still
-    counts in its group's mean and deviation.
+    counts in its group's mean and deviation. A completion without tokens has one in its sample, which is not trained.
 
     Args:
         dropped: groups of the same batch that are not trained on; statistics over the batch include them.
         normalization, ddof, eps: as in `advantages`.
+        mask_tool_use: False also trains on what was not sampled, whose log-probability under the engine is then NaN.
         reward_weights: for "gdpo", the weight of each reward function by its name in `Score.parts`, all of them.
         policy_version: of the policy that trains, which ages are counted from; None where all tokens are its own.
     """
@@ -57,22 +60,63 @@ def train_samples(
     else:
         by_group = advantages(torch.from_numpy(rewards), normalization=normalization, ddof=ddof, eps=eps)
     return [
-        TrainSample(
-            prompt_tokens=scored.group.prompt.tokens,
-            tokens=completion.tokens,
-            loss_mask=np.full(len(completion.tokens), _trains(completion, reward, mask_truncated)),
-            rollout_logprobs=completion.logprobs,
+        _sample(
+            scored.group.prompt,
+            completion,
             advantage=advantage,
             group=number,
-            ages=None if policy_version is None else _ages(completion, policy_version),
+            is_trained=_trains(completion, reward, mask_truncated),
+            mask_tool_use=mask_tool_use,
+            policy_version=policy_version,
         )
         for number, (scored, row, own) in enumerate(zip(groups, rewards, by_group.tolist(), strict=False))
         for completion, reward, advantage in zip(scored.group.completions, row, own, strict=True)
     ]
 
 
+def _sample(
+    prompt: Prompt,
+    completion: Completion,
+    *,
+    advantage: float,
+    group: int,
+    is_trained: bool,
+    mask_tool_use: bool,
+    policy_version: int | None,
+) -> TrainSample:
+    if not len(completion.tokens):
+        completion, is_trained = _stand_in(prompt, completion), False
+    is_sampled, logprobs = completion.loss_mask, completion.logprobs
+    if not mask_tool_use:
+        logprobs = np.where(is_sampled, logprobs, np.float32(np.nan))
+        is_sampled = np.ones_like(is_sampled)
+    return TrainSample(
+        prompt_tokens=prompt.tokens,
+        tokens=completion.tokens,
+        loss_mask=is_sampled & is_trained,
+        rollout_logprobs=logprobs,
+        advantage=advantage,
+        group=group,
+        ages=None if policy_version is None else _ages(completion, policy_version),
+        is_sampled=None if is_sampled.all() else is_sampled,
+    )
+
+
+def _stand_in(prompt: Prompt, completion: Completion) -> Completion:
+    """Of a completion that never began: a token, because every sample has one."""
+    versions = np.full(1, -1, np.int32)
+    return replace(
+        completion,
+        tokens=prompt.tokens[-1:],
+        logprobs=np.zeros(1, np.float32),
+        policy_versions=versions,
+        trajectory=None,
+    )
+
+
 def _ages(completion: Completion, policy_version: int) -> np.ndarray:
-    return np.minimum(policy_version - completion.policy_versions, OLDEST).astype(np.uint8)
+    ages = np.where(completion.loss_mask, policy_version - completion.policy_versions, 0)
+    return np.minimum(ages, OLDEST).astype(np.uint8)
 
 
 def _trains(completion: Completion, reward: float, mask_truncated: bool) -> bool:

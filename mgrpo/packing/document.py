@@ -93,11 +93,12 @@ def assemble(
 
     chosen = [samples[index] for index in order]
     starts = cumulative([len(segment) for segment in segments])
-    response_starts = cumulative([len(sample.tokens) for sample in chosen])
+    response_lengths = [len(sample.tokens) for sample in chosen]
     num_tokens = int(starts[-1])
     num_padding = -num_tokens % multiple_of if num_tokens else multiple_of
     padding = np.arange(num_padding, dtype=np.int32)
-    positions, rows = _positions_and_rows(starts, response_starts, np.array(branches, dtype=np.int32), prompts)
+    positions, rows = _positions_and_rows(starts, response_lengths, np.array(branches, dtype=np.int32), prompts)
+    is_predicted = _joined([sample.is_predicted for sample in chosen], np.bool_)
     document_ends = [*starts[prompts], num_tokens, *([num_tokens + num_padding] if num_padding else [])]
     return PackedBatch(
         tokens=_joined([*segments, np.zeros_like(padding)], np.int32),
@@ -106,35 +107,35 @@ def assemble(
             [np.repeat(np.array(branches, dtype=np.int32), np.diff(starts)), np.zeros_like(padding)], np.int32
         ),
         cu_seqlens=np.array(document_ends, dtype=np.int32),
-        rows=rows.astype(np.int32),
-        targets=_joined([sample.tokens for sample in chosen], np.int32),
-        response_cu_seqlens=response_starts.astype(np.int32),
-        loss_mask=_joined([sample.loss_mask for sample in chosen], np.bool_),
-        rollout_logprobs=_joined([sample.rollout_logprobs for sample in chosen], np.float32),
+        rows=rows[is_predicted].astype(np.int32),
+        targets=_joined([sample.tokens for sample in chosen], np.int32)[is_predicted],
+        response_cu_seqlens=cumulative(is_predicted)[cumulative(response_lengths)].astype(np.int32),
+        loss_mask=_joined([sample.loss_mask for sample in chosen], np.bool_)[is_predicted],
+        rollout_logprobs=_joined([sample.rollout_logprobs for sample in chosen], np.float32)[is_predicted],
         ages=_joined(
             [np.zeros(len(sample.tokens), np.uint8) if sample.ages is None else sample.ages for sample in chosen],
             np.uint8,
-        ),
+        )[is_predicted],
         advantages=np.array([sample.advantage for sample in chosen], dtype=np.float32),
         samples=np.array(order, dtype=np.int32),
     )
 
 
 def _positions_and_rows(
-    starts: np.ndarray, response_starts: np.ndarray, branches: np.ndarray, prompts: list[int]
+    starts: np.ndarray, response_lengths: list[int], branches: np.ndarray, prompts: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Position of each row in its branch `[tokens]`, and the row that predicts each response token `[responses]`.
+    """Position of each row in its branch `[tokens]`, and the row that predicts each token of a completion.
 
     Args:
         starts, branches: first row `[segments + 1]` and branch `[segments]` of each segment, 0 for a prompt.
-        response_starts: `[completions + 1]`, counted in response tokens.
+        response_lengths: tokens of each completion.
         prompts: which segments are prompts; the completions of each follow it.
     """
-    lengths, response_lengths = np.diff(starts), np.diff(response_starts)
+    lengths, response_starts = np.diff(starts), cumulative(response_lengths)
     heads = np.array(prompts, dtype=np.int64)
     fan_out = np.diff(np.append(heads, len(lengths))) - 1
     assert np.all(lengths[heads] > 0), "a prompt without tokens: nothing would predict the first response token"
-    assert np.all(response_lengths > 0), "a sample without response tokens"
+    assert all(response_lengths), "a sample without response tokens"
 
     is_completion = branches > 0
     # Row i of a segment that starts at row s and continues at position f has position i - s + f, with f = 0 for a

@@ -44,7 +44,7 @@ def pack_lengths(
     runs = np.concatenate([prompt_runs, branch_runs, padding_runs])
     return PackLengths(
         runs=runs,
-        responses=int(rows[order].sum()) + len(order),
+        responses=sum(samples[index].num_predicted for index in order),
         padding=int(runs[:, 1].sum() - unpadded.sum()),
         filled=sum(map(bool, packs)),
     )

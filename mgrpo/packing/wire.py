@@ -1,7 +1,8 @@
 """A step's packs on their way to the learners: an index for every rank, and a slice of bytes for each data-parallel rank.
 
-A slice holds the samples that its rank trains on, 9 bytes for a response token and 4 for a prompt token, and which of
-them form a document, which documents a pack. All else is a function of lengths: the receiver lays its packs out itself.
+A slice holds the samples that its rank trains on, 9 bytes for a response token and 4 for a prompt token or one between
+turns, and which of them form a document, which documents a pack. All else is a function of lengths: the receiver lays its
+packs out itself.
 
 The index: `multiples [2]` (of packs, of documents), `num_micro_batches`, `num_trained_tokens` and `num_sequences`, all
 `[mini-batches]`, the last two over all ranks, so that each knows the loss's denominator without the others' packs; and
@@ -20,7 +21,17 @@ from mgrpo.packing.lengths import Documents, cumulative
 from mgrpo.packing.step import StepPlan
 from mgrpo.types import PackedBatch, TrainSample
 
-_COUNTS = ("samples", "responses", "prompts", "prompt_tokens", "packs", "documents", "sequences")
+_COUNTS = (
+    "samples",
+    "tokens",
+    "responses",
+    "mask_bytes",
+    "prompts",
+    "prompt_tokens",
+    "packs",
+    "documents",
+    "sequences",
+)
 # A slice begins with its counts, int64. Then, without gaps, name -> (type, the count that is its length).
 _SECTIONS: dict[str, tuple[type, str]] = {
     "numbers": (np.int32, "samples"),
@@ -32,9 +43,11 @@ _SECTIONS: dict[str, tuple[type, str]] = {
     "num_branches": (np.int32, "documents"),
     "order": (np.int32, "sequences"),
     "prompt_tokens": (np.int32, "prompt_tokens"),
-    "tokens": (np.int32, "responses"),
+    "tokens": (np.int32, "tokens"),
     "rollout_logprobs": (np.float32, "responses"),
     "flags": (np.uint8, "responses"),
+    # A bit for each token; none where all tokens are predicted.
+    "is_predicted": (np.uint8, "mask_bytes"),
 }
 _TRAINED = 1
 """Bit 0 of a token's flags is its loss mask; the other seven are its age in policy versions."""
@@ -56,9 +69,13 @@ class Slice:
         self.samples = [samples[number] for number in self.numbers]
         # Samples of a group hold the same array.
         self.prompts = {id(sample.prompt_tokens): sample.prompt_tokens for sample in self.samples}
+        num_tokens = sum(len(sample.tokens) for sample in self.samples)
+        num_responses = sum(sample.num_predicted for sample in self.samples)
         self.counts = {
             "samples": len(self.samples),
-            "responses": sum(len(sample.tokens) for sample in self.samples),
+            "tokens": num_tokens,
+            "responses": num_responses,
+            "mask_bytes": -(-num_tokens // 8) if num_responses < num_tokens else 0,
             "prompts": len(self.prompts),
             "prompt_tokens": sum(map(len, self.prompts.values())),
             "packs": len(packs),
@@ -80,14 +97,20 @@ class Slice:
         part["num_documents"][:] = self.num_documents
         part["num_branches"][:] = self.num_branches
         part["order"][:] = self.order
-        if samples:
-            np.concatenate(prompts, out=part["prompt_tokens"])
-            np.concatenate([sample.tokens for sample in samples], out=part["tokens"])
-            np.concatenate([sample.rollout_logprobs for sample in samples], out=part["rollout_logprobs"])
-            np.concatenate([sample.loss_mask for sample in samples], out=part["flags"].view(np.bool_))
-        for sample, end in zip(samples, np.cumsum(part["lengths"]), strict=True):
+        if not samples:
+            return
+        each: list[tuple[TrainSample, np.ndarray | slice]] = [(sample, slice(None)) for sample in samples]
+        if self.counts["mask_bytes"]:
+            each = [(sample, sample.is_predicted) for sample in samples]
+            part["is_predicted"][:] = np.packbits(np.concatenate([sample.is_predicted for sample in samples]))
+        np.concatenate(prompts, out=part["prompt_tokens"])
+        np.concatenate([sample.tokens for sample in samples], out=part["tokens"])
+        np.concatenate([sample.rollout_logprobs[own] for sample, own in each], out=part["rollout_logprobs"])
+        np.concatenate([sample.loss_mask[own] for sample, own in each], out=part["flags"].view(np.bool_))
+        ends = np.cumsum([sample.num_predicted for sample in samples]).tolist()
+        for (sample, own), start, end in zip(each, [0, *ends], ends, strict=False):
             if sample.ages is not None:
-                part["flags"][end - len(sample.ages) : end] |= sample.ages << 1
+                part["flags"][start:end] |= sample.ages[own] << 1
 
     def filled(self) -> np.ndarray:
         """The slice in memory of its own."""
@@ -129,16 +152,29 @@ def from_slice(index: dict[str, np.ndarray], data: np.ndarray) -> list[list[Pack
     """The packs of the rank whose slice this is, as [mini-batch][micro-batch]."""
     part = _sections(data)
     starts, prompt_starts = cumulative(part["lengths"]), cumulative(part["prompt_lengths"])
-    is_trained, ages = (part["flags"] & _TRAINED).view(np.bool_), part["flags"] >> 1
+    has_turns = part["is_predicted"].size > 0
+    is_predicted = np.unpackbits(part["is_predicted"], count=len(part["tokens"])).view(np.bool_)
+
+    def at_tokens(responses: np.ndarray) -> np.ndarray:
+        """0 where a token is not predicted."""
+        if not has_turns:
+            return responses
+        values = np.zeros(len(part["tokens"]), responses.dtype)
+        values[is_predicted] = responses
+        return values
+
+    is_trained, ages = at_tokens((part["flags"] & _TRAINED).view(np.bool_)), at_tokens(part["flags"] >> 1)
+    rollout_logprobs = at_tokens(part["rollout_logprobs"])
     samples = {
         number: TrainSample(
             prompt_tokens=part["prompt_tokens"][prompt_starts[prompt] : prompt_starts[prompt + 1]],
             tokens=part["tokens"][start:end],
             loss_mask=is_trained[start:end],
-            rollout_logprobs=part["rollout_logprobs"][start:end],
+            rollout_logprobs=rollout_logprobs[start:end],
             advantage=advantage,
             group=prompt,
             ages=ages[start:end],
+            is_sampled=is_predicted[start:end] if has_turns else None,
         )
         for number, prompt, advantage, start, end in zip(
             part["numbers"].tolist(),

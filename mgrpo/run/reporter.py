@@ -154,7 +154,7 @@ class Reporter:
             "optim/steps": len(results),
             "optim/skipped_steps": sum(not result.is_finite for result in results),
             "sync/bytes": sync_bytes,
-            "time/learner_tokens_per_second_step": sum(len(sample.tokens) for sample in batch.samples) / total,
+            "time/learner_tokens_per_second_step": batch.lengths.responses / total,
             "time/generate": rollouts.generate_s,
             "time/score": rollouts.score_s,
             "time/train": seconds["train"] + seconds["wait"] - rollouts.generate_s - rollouts.score_s,

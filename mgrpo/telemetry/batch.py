@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from mgrpo.types import PackLengths, RewardScale, ScoredGroup, TrainSample
+from mgrpo.types import Completion, PackLengths, RewardScale, ScoredGroup, TrainSample
 
 Metrics = dict[str, float | list[int]]
 
@@ -71,7 +71,7 @@ def staleness(groups: Sequence[ScoredGroup], *, policy_version: int) -> dict[str
     Args:
         policy_version: of the weights that the step starts from.
     """
-    versions = [[completion.policy_versions for completion in group.group.completions] for group in groups]
+    versions = [[_sampled_versions(completion) for completion in group.group.completions] for group in groups]
     ages = [
         policy_version - min((int(own.min()) for own in group if own.size), default=policy_version)
         for group in versions
@@ -147,8 +147,8 @@ def tokens_per_second(groups: Sequence[ScoredGroup], seconds: float) -> float:
 
 
 def completion_lengths(groups: Sequence[ScoredGroup]) -> list[int]:
-    """Tokens of every completion, in order."""
-    return [len(completion.tokens) for group in groups for completion in group.group.completions]
+    """Sampled tokens of every completion, in order."""
+    return [completion.num_sampled for group in groups for completion in group.group.completions]
 
 
 def stopped(groups: Sequence[ScoredGroup]) -> list[bool]:
@@ -250,11 +250,11 @@ def _training(samples: Sequence[TrainSample], batch_size: int) -> Metrics:
 
 
 def _packing(samples: Sequence[TrainSample], packs: PackLengths) -> Metrics:
-    num_sampled = sum(len(sample.tokens) for sample in samples)
+    num_responses = sum(sample.num_predicted for sample in samples)
     return {
         "packed_ratio": packs.filled / len(samples) if samples else float("nan"),
         "batch/padding_frac": packs.padding / packs.tokens if packs.tokens else float("nan"),
-        "batch/lost_token_frac": 1 - packs.responses / num_sampled if num_sampled else float("nan"),
+        "batch/lost_token_frac": 1 - packs.responses / num_responses if num_responses else float("nan"),
     }
 
 
@@ -286,7 +286,7 @@ def _kind(group: ScoredGroup, scale: RewardScale | None) -> str:
 
 
 def _policy_versions(kept: Sequence[ScoredGroup], policy_version: int) -> Metrics:
-    versions = [completion.policy_versions for group in kept for completion in group.group.completions]
+    versions = [_sampled_versions(completion) for group in kept for completion in group.group.completions]
     mean, oldest, newest = mean_min_max(_joined(versions, np.float64))
     return {
         "model_step_mean": mean,
@@ -294,6 +294,11 @@ def _policy_versions(kept: Sequence[ScoredGroup], policy_version: int) -> Metric
         "model_step_max": newest,
         "num_steps_off_policy": policy_version - mean,
     }
+
+
+def _sampled_versions(completion: Completion) -> np.ndarray:
+    """What stands between turns has none."""
+    return completion.policy_versions[completion.loss_mask]
 
 
 def _solve_rate(group: ScoredGroup, scale: RewardScale) -> float:

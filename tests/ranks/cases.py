@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -94,9 +95,14 @@ def gradients(
 ) -> dict[str, Any]:
     """One training step: loss, logprobs by sample, gradient norm and every gradient as boxes of HF tensors."""
     policy = make_policy(model_dir, layout, logits_chunk=logits_chunk, settings=settings)
-    dims_of_head = []
+    dims_of_head, rows_of_head = [], []
+
+    def watch(layer: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
+        rows_of_head.append(len(inputs[0]))
+        dims_of_head.append(output[0].dim())
+
     if policy.is_last_stage:
-        policy.chunks[-1].output_layer.register_forward_hook(lambda *call: dims_of_head.append(call[-1][0].dim()))
+        policy.chunks[-1].output_layer.register_forward_hook(watch)
     policy.prepare_training(Optimizer(learning_rate=0.0, max_grad_norm=0.0), num_optimizer_steps=1)
     packs, num_trained = own_packs(policy, samples, share_prompts=share_prompts, pack_length=pack_length)
     microbatches = policy.microbatches(packs)
@@ -137,6 +143,7 @@ def gradients(
         "is_last_stage": policy.is_last_stage,
         "reports_metrics": policy.reports_metrics,
         "has_logits": any(dims > 1 for dims in dims_of_head),
+        "rows_of_head": sum(rows_of_head),
     }
 
 
@@ -203,11 +210,17 @@ def send_weights(
     }
 
 
-def random_samples(seed: int, groups: int = 5, group_size: int = 3, vocab: int = 125) -> list[TrainSample]:
-    """Groups with prompts and responses of different lengths, some tokens masked, old logprobs off-policy."""
+def random_samples(
+    seed: int, groups: int = 5, group_size: int = 3, vocab: int = 125, *, groups_of_turns: int = 0
+) -> list[TrainSample]:
+    """Groups with prompts and responses of different lengths, some tokens masked, old logprobs off-policy.
+
+    Args:
+        groups_of_turns: further groups, whose responses have tokens that were not sampled; in the first sample none was.
+    """
     rng = np.random.default_rng(seed)
     samples = []
-    for group in range(groups):
+    for group in range(groups + groups_of_turns):
         prompt = rng.integers(3, vocab, rng.integers(1, 9)).astype(np.int32)
         for _ in range(group_size):
             length = int(rng.integers(1, 9))
@@ -223,7 +236,16 @@ def random_samples(seed: int, groups: int = 5, group_size: int = 3, vocab: int =
                     group=group,
                 )
             )
-    return samples
+    with_turns = groups * group_size
+    return samples[:with_turns] + [
+        _with_turns(sample, rng.random(len(sample.tokens)) < (0.6 if number else 0.0))
+        for number, sample in enumerate(samples[with_turns:])
+    ]
+
+
+def _with_turns(sample: TrainSample, is_sampled: np.ndarray) -> TrainSample:
+    logprobs = np.where(is_sampled, sample.rollout_logprobs, np.float32(0))
+    return replace(sample, is_sampled=is_sampled, loss_mask=sample.loss_mask & is_sampled, rollout_logprobs=logprobs)
 
 
 def response_logits(model_dir: str, layout: dict[str, Any], samples: list[TrainSample]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tests.tiny_models import load_hf, save_tiny, saved_gradients
 
 TEMPERATURE = 0.8
 LOSS = {"beta": 0.05, "kl_estimator": 2, "clip_lower": 0.2, "clip_higher": 0.28}
-SAMPLES = cases.random_samples(seed=0)
+SAMPLES = cases.random_samples(seed=0, groups_of_turns=2)
 
 
 def oracle(model_dir, samples, loss):
@@ -45,7 +45,9 @@ def oracle(model_dir, samples, loss):
                 denominator=algo.loss_denominator(num_trained, settings),
             ).loss
         )
-        by_sample[number] = (logprobs.detach().numpy(), -(every.exp() * every).sum(-1).detach().numpy())
+        sampled = range(len(old)) if sample.is_sampled is None else np.flatnonzero(sample.is_sampled)
+        own = list(sampled) or [0]
+        by_sample[number] = (logprobs.detach()[own].numpy(), -(every.exp() * every).sum(-1).detach()[own].numpy())
     total.backward()
     grads = {name: grad.numpy() for name, grad in saved_gradients(model).items()}
     return {"loss": float(total.detach()), "samples": by_sample, "gradients": grads}
@@ -120,6 +122,16 @@ def test_gradient_does_not_depend_on_packing(run_ranks, models, truth, share_pro
 def test_two_ranks_equal_transformers(run_ranks, models, truth, name, layout):
     """A missing or doubled reduction over an axis changes what is learned without an error."""
     check(run(run_ranks, models, name, 2, LAYOUTS[layout]), truth[name])
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}])
+def test_the_head_computes_sampled_tokens_only(run_ranks, models, layout):
+    """Tool output is often most of a trajectory; a row of logits for each of its tokens is the largest tensor of a step."""
+    found = run(run_ranks, models, "qwen2", 2, layout)
+    copies = layout.get("tensor", 1)
+    num_sampled = sum(len(s.tokens) if s.is_sampled is None else max(int(s.is_sampled.sum()), 1) for s in SAMPLES)
+    assert num_sampled < sum(len(sample.tokens) for sample in SAMPLES) - 10
+    assert sum(rank["rows_of_head"] for rank in found) == copies * num_sampled
 
 
 def test_fewer_key_value_heads_than_tensor_ranks(run_ranks, models, truth):

@@ -112,7 +112,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("eval/custom/{name}", OWN, "any", "the same in an evaluation"),
     ),
     "Lengths": (
-        logged("val/sequence_lengths", OI, "tokens", "mean length of the completions trained on"),
+        logged("val/sequence_lengths", OI, "tokens", "mean length of the completions trained on, in sampled tokens; Open Instruct also counts tool output"),
         logged("val/sequence_lengths_min", OI, "tokens", "shortest of them"),
         logged("val/sequence_lengths_max", OI, "tokens", "longest of them"),
         logged("val/sequence_lengths_solved", OI, "tokens", "mean length of those with the highest possible reward; null, not 0, without any"),
@@ -124,7 +124,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         alias("val/num_stop_token_ids", OLD, "val/stop_rate", "a count there"),
         logged("batch/prompt_lengths", OI, "lengths", "of the prompts trained on"),
         logged("batch/response_lengths", OI, "lengths", "of the completions trained on"),
-        logged("completions/mean_length", TRL, "tokens", "mean length of every completion sampled, also in groups that a filter left out"),
+        logged("completions/mean_length", TRL, "tokens", "mean number of sampled tokens of every completion, also in groups that a filter left out"),
         logged("completions/min_length", TRL, "tokens", "shortest of them"),
         logged("completions/max_length", TRL, "tokens", "longest of them"),
         logged("completions/mean_terminated_length", TRL, "tokens", "mean length of those that ended by themselves; null, not 0, without any"),
@@ -270,7 +270,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Evaluation": (
         logged("eval/scores", OI, "reward", "mean reward"),
         logged("eval/no_score_rate", OWN, "share", "completions without a score; they count as wrong"),
-        logged("eval/sequence_lengths", OI, "tokens", "mean length"),
+        logged("eval/sequence_lengths", OI, "tokens", "mean length, in sampled tokens"),
         logged("eval/sequence_lengths_min", OI, "tokens", "shortest completion"),
         logged("eval/sequence_lengths_max", OI, "tokens", "longest completion"),
         logged("eval/stop_rate", OI, "share", "completions that ended by themselves"),

@@ -77,3 +77,40 @@ def test_statistics_of_the_batch_include_groups_that_are_not_trained_on():
     assert len(filtered) == 2
     assert advantages_of(filtered) == pytest.approx(advantages_of(everything)[:2])
     assert advantages_of(filtered) != pytest.approx(advantages_of(samples_of(kept, normalization="batch_std")))
+
+
+def with_turns(mask: str, **fields) -> ScoredGroup:
+    """Two completions: one of two turns with something between them, and one of a single turn."""
+    turns = builders.completion(len(mask), logprobs=-0.5, version=4, trajectory=builders.trajectory(mask), **fields)
+    return builders.scored_group([1.0, 0.0], completions=[turns, builders.completion(2, version=5)])
+
+
+def test_what_was_not_sampled_is_no_response_and_has_no_age():
+    """Training on it teaches the model to write what tools answer; its version of -1 would be the oldest token of the step."""
+    turns, plain = samples_of([with_turns("11001")], normalization="centered", policy_version=6)
+    assert turns.is_sampled.tolist() == turns.loss_mask.tolist() == [True, True, False, False, True]
+    assert turns.ages.tolist() == [2, 2, 0, 0, 2] and turns.num_predicted == 3
+    assert plain.is_sampled is None and plain.ages.tolist() == [1, 1]
+    cut = samples_of([with_turns("101", finish_reason="length")], normalization="centered", mask_truncated=True)[0]
+    assert cut.is_sampled.tolist() == [True, False, True] and not cut.loss_mask.any()
+
+
+def test_tool_output_is_trained_on_only_when_asked_for():
+    """Its log-probability under the engine is unknown: 0 would make each of its tokens one that the engine was sure of."""
+    turns, _ = samples_of([with_turns("101")], normalization="centered", mask_tool_use=False)
+    assert turns.loss_mask.all() and turns.is_sampled is None
+    np.testing.assert_array_equal(turns.rollout_logprobs, np.array([-0.5, NAN, -0.5], np.float32))
+
+
+def test_a_completion_that_never_began_is_a_sample_that_trains_nothing():
+    """Its environment was lost before the first turn; a missing sample would shift every advantage after it."""
+    empty = builders.completion(0, trajectory=builders.trajectory("", ended_by="error"))
+    lost, other = samples_of(
+        [builders.scored_group([NAN, 1.0], completions=[empty, builders.completion(2)])],
+        normalization="centered",
+        policy_version=3,
+    )
+    assert (
+        lost.tokens.tolist() == lost.prompt_tokens[-1:].tolist() and len(lost.ages) == len(lost.rollout_logprobs) == 1
+    )
+    assert not lost.loss_mask.any() and lost.advantage == 0.0 and other.loss_mask.all()

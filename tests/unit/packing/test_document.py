@@ -22,18 +22,24 @@ from mgrpo.types import PackedBatch, TrainSample
 property_test = settings(database=None, deadline=None, max_examples=100)
 
 
-def make_samples(groups: list[tuple[int, list[int]]], seed: int = 0) -> list[TrainSample]:
-    """One group for each (prompt length, response lengths)."""
-    rng = np.random.default_rng(seed)
+def make_samples(groups: list[tuple[int, list[int]]], seed: int = 0, *, has_turns: bool = False) -> list[TrainSample]:
+    """One group for each (prompt length, response lengths).
+
+    Args:
+        has_turns: of two samples in three some tokens were not sampled, or none was.
+    """
+    rng, masks = np.random.default_rng(seed), np.random.default_rng(seed)
     samples = []
     for number, (prompt_length, response_lengths) in enumerate(groups):
         prompt = rng.integers(1, 1000, prompt_length).astype(np.int32)
         for length in response_lengths:
+            is_sampled = masks.random(length) < 0.5 if has_turns and masks.random() < 2 / 3 else None
             samples.append(
                 TrainSample(
                     prompt_tokens=prompt.copy(),
                     tokens=rng.integers(1, 1000, length).astype(np.int32),
-                    loss_mask=rng.random(length) < 0.7,
+                    loss_mask=(rng.random(length) < 0.7) & (True if is_sampled is None else is_sampled),
+                    is_sampled=is_sampled,
                     rollout_logprobs=-rng.random(length).astype(np.float32),
                     advantage=float(rng.normal()),
                     group=number,
@@ -67,18 +73,23 @@ def attention_mask(pack: PackedBatch) -> np.ndarray:
 
 
 def check_pack(pack: PackedBatch, samples: list[TrainSample]) -> None:
-    """Every sequence is its sample: what is predicted, from which visible tokens at which positions, and its numbers."""
+    """Every sequence is its sample: what is predicted, from which visible tokens at which positions, and its numbers.
+
+    What is predicted is what was sampled, or the first token.
+    """
     mask = attention_mask(pack)
     for i, number in enumerate(pack.samples):
         sample = samples[number]
         span = slice(pack.response_cu_seqlens[i], pack.response_cu_seqlens[i + 1])
-        np.testing.assert_array_equal(pack.targets[span], sample.tokens)
-        np.testing.assert_array_equal(pack.loss_mask[span], sample.loss_mask)
-        np.testing.assert_array_equal(pack.rollout_logprobs[span], sample.rollout_logprobs)
-        np.testing.assert_array_equal(pack.ages[span], sample.ages)
+        sampled = range(len(sample.tokens)) if sample.is_sampled is None else np.flatnonzero(sample.is_sampled)
+        own = list(sampled) or [0]
+        np.testing.assert_array_equal(pack.targets[span], sample.tokens[own])
+        np.testing.assert_array_equal(pack.loss_mask[span], sample.loss_mask[own])
+        np.testing.assert_array_equal(pack.rollout_logprobs[span], sample.rollout_logprobs[own])
+        np.testing.assert_array_equal(pack.ages[span], sample.ages[own])
         assert pack.advantages[i] == np.float32(sample.advantage)
         text = np.concatenate([sample.prompt_tokens, sample.tokens])
-        for j, row in enumerate(pack.rows[span]):
+        for j, row in zip(own, pack.rows[span], strict=True):
             seen = np.flatnonzero(mask[row])
             length = len(sample.prompt_tokens) + j
             np.testing.assert_array_equal(pack.tokens[seen], text[:length])
@@ -95,10 +106,12 @@ def equal_packs(left: PackedBatch, right: PackedBatch) -> bool:
 
 
 @property_test
-@given(groups_of_samples, share, st.sampled_from([1, 2, 4, 8]), st.integers(1, 3), st.integers(1, 2))
-def test_packs_of_a_step_reproduce_every_sample_exactly_once(groups, share_prompts, multiple_of, dp, num_mini_batches):
+@given(groups_of_samples, share, st.sampled_from([1, 2, 4, 8]), st.integers(1, 3), st.integers(1, 2), st.booleans())
+def test_packs_of_a_step_reproduce_every_sample_exactly_once(
+    groups, share_prompts, multiple_of, dp, num_mini_batches, has_turns
+):
     """A row that sees another completion, or predicts a shifted token, trains on text nobody sampled; loss still falls."""
-    samples = make_samples(groups)
+    samples = make_samples(groups, has_turns=has_turns)
     packs = pack_step(
         samples,
         pack_length=32,
@@ -135,6 +148,27 @@ def test_a_tree_document_has_the_hand_worked_layout():
     assert pack.response_cu_seqlens.tolist() == [0, 3, 4, 6]
     assert pack.samples.tolist() == [0, 1, 2]
     assert document_length(samples, [0, 1, 2]) == 6
+
+
+def test_what_stands_between_turns_is_an_input_only():
+    """Rows of tool output cost a logit for each entry of the vocabulary, and their log-probabilities are in every mean."""
+    turns = dataclasses.replace(
+        make_samples([(2, [5])])[0],
+        prompt_tokens=np.array([1, 2], np.int32),
+        tokens=np.array([10, 11, 90, 91, 12], np.int32),
+        rollout_logprobs=np.array([-1, -2, 0, 0, -3], np.float32),
+        is_sampled=np.array([True, True, False, False, True]),
+        loss_mask=np.array([True, True, False, False, True]),
+    )
+    lost = dataclasses.replace(turns, is_sampled=np.zeros(5, bool), loss_mask=np.zeros(5, bool))
+    pack = assemble([turns, lost], [[0, 1]])
+    assert pack.tokens.tolist() == [1, 2, 10, 11, 90, 91, 10, 11, 90, 91]
+    # 12 follows 91; the completion without a sampled token keeps its first one, which the prompt predicts.
+    assert pack.targets.tolist() == [10, 11, 12, 10]
+    assert pack.rows.tolist() == [1, 2, 5, 1]
+    assert pack.response_cu_seqlens.tolist() == [0, 3, 4]
+    assert pack.rollout_logprobs.tolist() == [-1, -2, -3, -1]
+    assert pack.loss_mask.tolist() == [True, True, True, False]
 
 
 def test_a_full_pack_gets_no_padding_document():
@@ -192,10 +226,10 @@ def test_a_tree_that_does_not_fit_is_taken_apart():
 
 
 @property_test
-@given(groups_of_samples, st.integers(2, 3), st.sampled_from([1, 2]), st.integers(1, 2))
-def test_documents_are_padded_as_context_and_tensor_ranks_require(groups, context, tensor, dp):
+@given(groups_of_samples, st.integers(2, 3), st.sampled_from([1, 2]), st.integers(1, 2), st.booleans())
+def test_documents_are_padded_as_context_and_tensor_ranks_require(groups, context, tensor, dp, has_turns):
     """A context rank takes two stretches of every document: without the padding they would not be of equal length."""
-    samples = make_samples(groups)
+    samples = make_samples(groups, has_turns=has_turns)
     layout = Layout(world_size=context * tensor, context=context, tensor=tensor, sequence_parallel=tensor > 1)
     packs = pack_step(
         samples,
@@ -292,10 +326,10 @@ def test_mini_batches_do_not_depend_on_the_layout(layout):
 
 
 @property_test
-@given(groups_of_samples, share, st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 6)]), st.integers(1, 3))
-def test_lengths_are_those_of_the_packs_that_are_laid_out(groups, share_prompts, multiples, dp):
+@given(groups_of_samples, share, st.sampled_from([(1, 1), (4, 1), (4, 2), (6, 6)]), st.integers(1, 3), st.booleans())
+def test_lengths_are_those_of_the_packs_that_are_laid_out(groups, share_prompts, multiples, dp, has_turns):
     """Padding and operations are reported from lengths alone: they would be those of other packs."""
-    samples = make_samples(groups)
+    samples = make_samples(groups, has_turns=has_turns)
     padding = dict(zip(("multiple_of", "document_multiple_of"), multiples, strict=True))
     choices = {"pack_length": 36, "dp": dp, "num_mini_batches": 2} | padding
     plan = plan_step(samples, share_prompts=share_prompts and multiples[1] == 1, **choices)
@@ -305,7 +339,9 @@ def test_lengths_are_those_of_the_packs_that_are_laid_out(groups, share_prompts,
     positions = np.concatenate([first + np.arange(length) for first, length in found.runs])
     assert sorted(positions) == sorted(np.concatenate([pack.positions for pack in packs]))
     assert found.tokens == len(positions)
-    assert found.responses == sum(len(pack.rows) for pack in packs) == sum(len(sample.tokens) for sample in samples)
+    assert found.responses == sum(len(pack.rows) for pack in packs)
+    if not has_turns:
+        assert found.responses == sum(len(sample.tokens) for sample in samples)
     assert found.filled == sum(len(pack.samples) > 0 for pack in packs)
     # A row that is not padding shows one of the samples' tokens, which are all above 0.
     assert found.padding == sum(int((pack.tokens == 0).sum()) for pack in packs)

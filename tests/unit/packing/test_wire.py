@@ -14,10 +14,10 @@ PADDINGS = st.sampled_from([(1, 1), (2, 1), (4, 4), (6, 2)])
 
 
 @property_test
-@given(groups_of_samples, share, PADDINGS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
-def test_packs_survive_the_wire(groups, share_prompts, multiples, dp, num_mini_batches, passes):
+@given(groups_of_samples, share, PADDINGS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.booleans())
+def test_packs_survive_the_wire(groups, share_prompts, multiples, dp, num_mini_batches, passes, has_turns):
     """Ranks would train on each other's packs, or divide by a denominator of their own."""
-    samples = make_samples(groups)
+    samples = make_samples(groups, has_turns=has_turns)
     padding = dict(zip(("multiple_of", "document_multiple_of"), multiples, strict=True))
     choices = {"pack_length": 36, "dp": dp, "num_mini_batches": num_mini_batches} | padding
     plan = [
@@ -70,6 +70,13 @@ def test_a_response_token_takes_nine_bytes_and_a_shared_prompt_is_sent_once():
         assert bytes_of(grown, plan) - bytes_of(samples, plan) == 4 * 1000
     # A second pass adds which documents it has, and no token.
     assert bytes_of(samples, apart * 2) - bytes_of(samples, apart) < 32
+
+
+def test_a_token_between_turns_takes_four_bytes_and_a_bit():
+    """It is an input only: nothing else about it is read."""
+    (sample,) = make_samples([(50, [1000])])
+    turns = dataclasses.replace(sample, is_sampled=np.arange(1000) < 400, loss_mask=np.arange(1000) < 400)
+    assert bytes_of([turns], [[[[[0]]]]]) - bytes_of([sample], [[[[[0]]]]]) == 1000 // 8 - 5 * 600
 
 
 def test_mask_and_age_of_a_token_share_a_byte():

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mgrpo.algo.samples import train_samples
 from mgrpo.packing import pack_lengths, plan_step
 from mgrpo.telemetry.batch import (
     advantage_histogram,
@@ -18,6 +19,7 @@ from mgrpo.telemetry.batch import (
     is_solved,
     length_histogram,
     rate_histogram,
+    staleness,
     tokens_per_second,
 )
 from mgrpo.types import RewardScale
@@ -61,7 +63,7 @@ def packs_of(samples, *, multiple_of=1, document_multiple_of=1, **settings):
 
 def measure(kept, dropped=(), *, advantages=None, scale=SCALE, packs=None, **given):
     count = sum(len(scored.scores) for scored in kept)
-    samples = samples_of(kept, advantages or [0.0] * count)
+    samples = given.pop("samples", None) or samples_of(kept, advantages or [0.0] * count)
     settings = {"batch_size": 8, "policy_version": 7, "num_excluded_prompts": 0, "engine_s": 2.0} | given
     packs = packs_of(samples) if packs is None else packs
     return batch_metrics(kept, dropped, samples=samples, packs=packs, scale=scale, **settings)
@@ -298,6 +300,25 @@ def test_policy_versions_are_a_mean_over_tokens():
     assert metrics["model_step_mean"] == pytest.approx(6.6)
     assert (metrics["model_step_min"], metrics["model_step_max"]) == (6, 7)
     assert metrics["num_steps_off_policy"] == pytest.approx(0.4)
+
+
+def test_what_stands_between_turns_is_no_token_of_the_model():
+    """Tool output would read as longer answers, and its version of -1 as a policy that is old."""
+    record = builders.trajectory("1100011")
+    turns = builders.completion(7, version=6, trajectory=record)
+    groups = [builders.scored_group([1.0, 0.0], completions=[turns, builders.completion(2, version=7)])]
+    samples = train_samples(groups, normalization="standard", ddof=0, eps=1e-8)
+    found = measure(groups, samples=samples, packs=packs_of(samples))
+    assert found["val/sequence_lengths"] == found["completions/mean_length"] == 3.0
+    assert found["val/sequence_lengths_max"] == 4.0
+    assert (found["model_step_mean"], found["model_step_min"]) == (pytest.approx((4 * 6 + 2 * 7) / 6), 6.0)
+    assert found["time/actor_tokens_per_second"] == (2 + 6) / 2.0
+    assert found["batch/lost_token_frac"] == 0.0
+    assert staleness(groups, policy_version=8) == {
+        "async/age_mean": 2.0,
+        "async/age_max": 2.0,
+        "async/mixed_completions": 0,
+    }
 
 
 def test_the_engines_speed_counts_a_prompt_once_and_dropped_groups_too():
