@@ -59,7 +59,7 @@ class Environment:
 
     name: ClassVar[str] = ""
     """In metrics; by default the class's name."""
-    is_repeatable: ClassVar[bool] = False
+    is_repeatable: bool = False
     """Whether the same seed and the same calls give the same observations: then a run repeats exactly."""
 
     def setup(self) -> Awaitable[None] | None:
