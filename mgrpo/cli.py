@@ -24,6 +24,7 @@ USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name 
        mgrpo eval [--config FILE.yaml] --model_name_or_path DIR ...   evaluate a model on the held-out prompts; one process
        mgrpo engines list|add|remove [NUMBER] --run DIR     the engines of a run that is going on
        mgrpo code-server [--port 1234] ...                  run the sandbox for programs as a service
+       mgrpo index FILE.jsonl ... --out INDEX               build an index of documents for the tool search
        mgrpo report DIR                                     write a run's report.html again
        mgrpo plan [--config FILE.yaml] [--gpu H100] ...       estimate memory, time and layouts of a run
        mgrpo convert hf-to-megatron --hf DIR --out DIR [--tensor_model_parallel_size N ...] [--verify]
@@ -37,6 +38,7 @@ COMMANDS = {
     "eval": ("mgrpo.run.evaluate", "eval_command"),
     "engines": ("mgrpo.run.engines", "engines_command"),
     "code-server": ("mgrpo.sandbox.server", "serve_command"),
+    "index": ("mgrpo.environments.tools.indexing", "index_command"),
     "report": ("mgrpo.telemetry.report", "report_command"),
     "plan": ("mgrpo.planner.command", "plan_command"),
     "convert": ("mgrpo.model_io.convert", "convert_command"),
