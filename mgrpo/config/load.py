@@ -135,7 +135,7 @@ def _as_text(value: object) -> Text:
     if isinstance(value, Mapping):
         return json.dumps(value, default=str)
     if isinstance(value, (list, tuple)):
-        return tuple(str(getattr(item, "value", item)) for item in value)
+        return tuple(str(_as_text(item)) for item in value)
     return str(getattr(value, "value", value))  # of an enum, its value
 
 
@@ -198,7 +198,9 @@ def _read_flag(setting: Setting, words: list[str], layer: Layer, problems: list[
         layer.values[setting.name] = True
         return
     if words and (setting.is_list or len(words) == 1):
-        _take(setting.name, ",".join(words) if setting.is_list else words[0], where, layer, problems)
+        # A comma separates the words of a list, but not those of a JSON object.
+        several = tuple(words) if setting.is_list_of_mappings and len(words) > 1 else ",".join(words)
+        _take(setting.name, several, where, layer, problems)
         return
     if not words:
         problems.append(f"--{setting.name} needs a value, {describe(setting.type)}")
@@ -254,11 +256,21 @@ def _read_node(name: str, node: yaml.Node, where: str, layer: Layer, problems: l
         _take(name, None if is_null else str(node.value), where, layer, problems)
         return
     elif isinstance(node, yaml.MappingNode):
-        layer.values[name] = read(json.dumps(yaml.SafeLoader("").construct_document(node)), setting.type)
+        layer.values[name] = read(_json(node), setting.type)
         return
     elif all(isinstance(item, yaml.ScalarNode) for item in node.value):
         _take(name, tuple(item.value for item in node.value), where, layer, problems)
         return
+    elif setting.is_list_of_mappings and not any(isinstance(item, yaml.SequenceNode) for item in node.value):
+        _take(name, tuple(_json(item) for item in node.value), where, layer, problems)
+        return
     else:
         problems.append(f"{name} must be {describe(setting.type)}, got a list of lists or mappings ({where})")
     layer.unsound.update((name,) if setting else ())
+
+
+def _json(node: yaml.Node) -> str:
+    """The text that a scalar is, or a mapping as JSON."""
+    if isinstance(node, yaml.ScalarNode):
+        return str(node.value)
+    return json.dumps(yaml.SafeLoader("").construct_document(node))

@@ -429,7 +429,7 @@ def length_of_run(r: Resolution) -> None:
     if not r.has_trl_names:
         if steps != 5:
             r.problems.append(
-                f"max_steps={steps} is refused: {table()['tools'].sentence} (Open Instruct's meaning); the length of a run is total_episodes"
+                f"max_steps={steps} is refused: without tools there are no calls to limit (Open Instruct's meaning); the length of a run is total_episodes"
             )
     elif steps > 0:
         batch_size = r.value("num_unique_prompts_rollout") * r.value("num_samples_per_prompt_rollout")
