@@ -11,7 +11,9 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -22,6 +24,8 @@ from mgrpo.config.peers.names import SPELLINGS, setting_of
 from mgrpo.config.resolution import FILE, FLAG, Layer
 from mgrpo.config.resolve import resolve
 from mgrpo.config.schema import Config
+from mgrpo.config.tools import SOURCES
+from mgrpo.config.user_functions import as_names
 
 GENERAL = ("config", "preset")
 """Flags that are not settings."""
@@ -94,9 +98,31 @@ def from_values(values: Mapping[str, object], *, preset: str | None = None, worl
     for name, value in values.items():
         if name == "preset":
             preset = str(value)
-        else:
-            _take(str(name), _as_text(value), "a Python value", layer, problems)
+            continue
+        try:
+            text = _as_text(as_names(value) if name in SOURCES else value)
+        except ValueError as err:
+            problems.append(f"{name}: {err}")
+            continue
+        _take(str(name), text, "a Python value", layer, problems)
     return raise_problems(resolve([layer], preset=preset, world_size=world_size or started_ranks(), problems=problems))
+
+
+def with_tools(config: Config, given: Mapping[str, object]) -> Config:
+    """`config` with what a caller brings in place of its own: tools, environment_factory or rollout_func; None: nothing.
+
+    Raises:
+        ConfigError: a function that other processes cannot find.
+    """
+    brought = from_values({name: value for name, value in given.items() if value is not None})
+    changed: dict[str, Any] = {name: getattr(brought.tools, name) for name in brought.provenance.sources}
+    if "tools" in changed and config.tools.tools:
+        # Those are of the tools that are replaced.
+        changed |= {"tool_call_names": (), "tool_configs": ()}
+    sources = {**config.provenance.sources, **brought.provenance.sources}
+    return replace(
+        config, tools=replace(config.tools, **changed), provenance=replace(config.provenance, sources=sources)
+    )
 
 
 def started_ranks() -> int:

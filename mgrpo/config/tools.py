@@ -18,6 +18,8 @@ from mgrpo.config.annotations import (
     Range,
 )
 
+SOURCES = ("tools", "environment_factory", "rollout_func")
+"""Settings without which a completion has one turn; in Python they may hold functions and classes."""
 TRL_CLASS = "trl:"
 """Prefix of a class or function that `environment_factory` names: its public methods are the tools."""
 PYTHON, SEARCH = frozenset({"python", "code"}), frozenset({"search"})
@@ -110,13 +112,19 @@ class Tools:
         names = self.tool_call_names or ("",) * len(self.tools)
         configs = self.tool_configs or (NO_ENTRIES,) * len(self.tools)
         own = [
-            ToolSpec(entry=entry, call_name=name, settings=self._endpoint(entry) | settings_of(entry, text))
+            ToolSpec(entry=reference(entry), call_name=name, settings=self._endpoint(entry) | settings_of(entry, text))
             for entry, name, text in zip(self.tools, names, configs, strict=True)
         ]
         return (*own, *map(_factory, self.environment_factory))
 
+    def endpoint(self, entry: str) -> str | None:
+        """URL of the service that this tool asks."""
+        if entry in PYTHON:
+            return self.code_tool_api_endpoint
+        return self.search_api_endpoint if entry in SEARCH else None
+
     def _endpoint(self, entry: str) -> dict[str, Any]:
-        url = self.code_tool_api_endpoint if entry in PYTHON else self.search_api_endpoint if entry in SEARCH else None
+        url = self.endpoint(entry)
         return {} if url is None else {"endpoint": url}
 
 
@@ -133,6 +141,13 @@ def settings_of(entry: str, text: str) -> dict[str, Any]:
     return found
 
 
+def reference(word: str) -> str:
+    """`package.module.NAME` as `package.module:NAME`; other words as they are."""
+    module, dot, name = word.rpartition(".")
+    is_dotted = dot and name != "py" and all(part.isidentifier() for part in word.split("."))
+    return f"{module}:{name}" if is_dotted else word
+
+
 def _factory(word: str) -> ToolSpec:
-    name, equals, entry = word.rpartition("=")
-    return ToolSpec(entry=TRL_CLASS + entry, call_name=name if equals else "")
+    name, _, entry = word.rpartition("=")
+    return ToolSpec(entry=TRL_CLASS + reference(entry), call_name=name)
