@@ -6,6 +6,12 @@ import math
 import sys
 from dataclasses import dataclass
 from enum import Enum
+from typing import NewType
+
+JSONObject = NewType("JSONObject", str)
+"""The text of a JSON object; a YAML file may hold a mapping for it."""
+NO_ENTRIES = JSONObject("{}")
+"""The empty object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ Files, flags and the Python door all hand over text, so that one set of rules de
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import types
 import typing
@@ -13,15 +14,15 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from mgrpo.config.annotations import Peer, Range, Reason
+from mgrpo.config.annotations import JSONObject, Peer, Range, Reason
 from mgrpo.config.provenance import Provenance
-from mgrpo.config.schema import Config, JSONObject
+from mgrpo.config.schema import Config
 
 Text = str | tuple[str, ...] | None
 """A value in a file or a flag: one word, a list of words, or nothing (YAML's null)."""
 
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-LISTED = {str: "words", int: "whole numbers", float: "numbers"}
+LISTED = {str: "words", int: "whole numbers", float: "numbers", JSONObject: "JSON objects"}
 YAML_FLOATS = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
 
 
@@ -45,6 +46,11 @@ class Setting:
     def is_list(self) -> bool:
         """Whether several words make the value."""
         return any(typing.get_origin(kind) is tuple for kind in alternatives(self.type))
+
+    @property
+    def is_list_of_mappings(self) -> bool:
+        """Whether it is a list of JSON objects."""
+        return JSONObject in (item for kind in alternatives(self.type) for item in typing.get_args(kind))
 
     @property
     def is_choice(self) -> bool:
@@ -124,7 +130,7 @@ def read(text: Text, expected: Any) -> object:
     elif typing.get_origin(expected) is tuple:
         item = typing.get_args(expected)[0]
         if isinstance(text, str):
-            text = tuple(piece.strip() for piece in text.split(",") if piece.strip())
+            text = _objects(text) if item is JSONObject else tuple(filter(None, map(str.strip, text.split(","))))
         if isinstance(text, tuple):
             return tuple(read(piece, item) for piece in text)
     elif typing.get_origin(expected) is dict:
@@ -133,6 +139,19 @@ def read(text: Text, expected: Any) -> object:
     elif isinstance(text, str):
         return text if expected in (str, JSONObject) else _read_word(text.strip(), expected)
     raise ValueError(text)
+
+
+def _objects(text: str) -> tuple[str, ...]:
+    """The texts of JSON objects with a comma or blanks between them; what cannot be read is one piece with all that follows."""
+    found, rest = [], text.strip()
+    while rest:
+        try:
+            end = json.JSONDecoder().raw_decode(rest)[1]
+        except ValueError:
+            end = len(rest)
+        found.append(rest[:end])
+        rest = rest[end:].lstrip(", \n\t")
+    return tuple(found)
 
 
 def _read_first(text: Text, alternatives: tuple[Any, ...]) -> object:

@@ -11,7 +11,9 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -22,6 +24,8 @@ from mgrpo.config.peers.names import SPELLINGS, setting_of
 from mgrpo.config.resolution import FILE, FLAG, Layer
 from mgrpo.config.resolve import resolve
 from mgrpo.config.schema import Config
+from mgrpo.config.tools import SOURCES
+from mgrpo.config.user_functions import as_names
 
 GENERAL = ("config", "preset")
 """Flags that are not settings."""
@@ -94,9 +98,31 @@ def from_values(values: Mapping[str, object], *, preset: str | None = None, worl
     for name, value in values.items():
         if name == "preset":
             preset = str(value)
-        else:
-            _take(str(name), _as_text(value), "a Python value", layer, problems)
+            continue
+        try:
+            text = _as_text(as_names(value) if name in SOURCES else value)
+        except ValueError as err:
+            problems.append(f"{name}: {err}")
+            continue
+        _take(str(name), text, "a Python value", layer, problems)
     return raise_problems(resolve([layer], preset=preset, world_size=world_size or started_ranks(), problems=problems))
+
+
+def with_tools(config: Config, given: Mapping[str, object]) -> Config:
+    """`config` with what a caller brings in place of its own: tools, environment_factory or rollout_func; None: nothing.
+
+    Raises:
+        ConfigError: a function that other processes cannot find.
+    """
+    brought = from_values({name: value for name, value in given.items() if value is not None})
+    changed: dict[str, Any] = {name: getattr(brought.tools, name) for name in brought.provenance.sources}
+    if "tools" in changed and config.tools.tools:
+        # Those are of the tools that are replaced.
+        changed |= {"tool_call_names": (), "tool_configs": ()}
+    sources = {**config.provenance.sources, **brought.provenance.sources}
+    return replace(
+        config, tools=replace(config.tools, **changed), provenance=replace(config.provenance, sources=sources)
+    )
 
 
 def started_ranks() -> int:
@@ -135,7 +161,7 @@ def _as_text(value: object) -> Text:
     if isinstance(value, Mapping):
         return json.dumps(value, default=str)
     if isinstance(value, (list, tuple)):
-        return tuple(str(getattr(item, "value", item)) for item in value)
+        return tuple(str(_as_text(item)) for item in value)
     return str(getattr(value, "value", value))  # of an enum, its value
 
 
@@ -198,7 +224,9 @@ def _read_flag(setting: Setting, words: list[str], layer: Layer, problems: list[
         layer.values[setting.name] = True
         return
     if words and (setting.is_list or len(words) == 1):
-        _take(setting.name, ",".join(words) if setting.is_list else words[0], where, layer, problems)
+        # A comma separates the words of a list, but not those of a JSON object.
+        several = tuple(words) if setting.is_list_of_mappings and len(words) > 1 else ",".join(words)
+        _take(setting.name, several, where, layer, problems)
         return
     if not words:
         problems.append(f"--{setting.name} needs a value, {describe(setting.type)}")
@@ -254,11 +282,21 @@ def _read_node(name: str, node: yaml.Node, where: str, layer: Layer, problems: l
         _take(name, None if is_null else str(node.value), where, layer, problems)
         return
     elif isinstance(node, yaml.MappingNode):
-        layer.values[name] = read(json.dumps(yaml.SafeLoader("").construct_document(node)), setting.type)
+        layer.values[name] = read(_json(node), setting.type)
         return
     elif all(isinstance(item, yaml.ScalarNode) for item in node.value):
         _take(name, tuple(item.value for item in node.value), where, layer, problems)
         return
+    elif setting.is_list_of_mappings and not any(isinstance(item, yaml.SequenceNode) for item in node.value):
+        _take(name, tuple(_json(item) for item in node.value), where, layer, problems)
+        return
     else:
         problems.append(f"{name} must be {describe(setting.type)}, got a list of lists or mappings ({where})")
     layer.unsound.update((name,) if setting else ())
+
+
+def _json(node: yaml.Node) -> str:
+    """The text that a scalar is, or a mapping as JSON."""
+    if isinstance(node, yaml.ScalarNode):
+        return str(node.value)
+    return json.dumps(yaml.SafeLoader("").construct_document(node))

@@ -27,6 +27,9 @@ EXPLAINED = (
 )
 """Aliases whose sentence is repeated in every run: the same word means something else elsewhere."""
 
+TRL_TOOLS = ("environment_factory", "rollout_func", "max_tool_calling_iterations")
+"""Settings for tools that Open Instruct does not have."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Layer:
@@ -106,7 +109,8 @@ class Resolution:
     @property
     def has_trl_names(self) -> bool:
         """Whether a name that Open Instruct and TRL use differently has TRL's meaning."""
-        return self.has_trl_defaults or any(table()[name].trainer == TRL.value for name in self.peers)
+        has_name = any(table()[name].trainer == TRL.value for name in self.peers)
+        return self.has_trl_defaults or has_name or self.rank(*TRL_TOOLS) > PRESET
 
     @property
     def world_size(self) -> int:

@@ -9,27 +9,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NewType
+from typing import Annotated, Literal
 
 from mgrpo.config.annotations import (
     BELOW_ONE,
     FINITE,
     MEGATRON,
+    NO_ENTRIES,
     NOT_NEGATIVE,
     ONE_OR_MORE,
     OPEN_INSTRUCT,
     POSITIVE,
     SHARE,
     TRL,
+    JSONObject,
     Range,
     Reason,
 )
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.provenance import Provenance
 from mgrpo.config.reward import Reward
-
-JSONObject = NewType("JSONObject", str)
-"""The text of a JSON object; a YAML file may hold a mapping for it."""
+from mgrpo.config.tools import Tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class Data:
     chat_template_name: Annotated[str, OPEN_INSTRUCT] = "auto"
     """For rows with `messages`: auto is the tokenizer's own template, none joins the contents as plain text; otherwise a
     name from docs/data.md or the path of a Jinja file."""
-    chat_template_kwargs: Annotated[JSONObject, TRL] = JSONObject("{}")
+    chat_template_kwargs: Annotated[JSONObject, TRL] = NO_ENTRIES
     """More variables for the template, as a JSON object, for example {"enable_thinking": false}."""
     add_bos: Annotated[bool, OPEN_INSTRUCT] = False
     """Begin every prompt with the tokenizer's bos token; an error if the template already writes it."""
@@ -338,7 +338,7 @@ class Engine:
     """Run without CUDA graphs; always on CPU."""
     vllm_enable_prefix_caching: Annotated[bool, OPEN_INSTRUCT] = True
     """Read a prompt once for all samples of its group, in whole blocks of the KV cache (32 tokens on a CPU)."""
-    vllm_extra_args: Annotated[JSONObject, OPEN_INSTRUCT] = JSONObject("{}")
+    vllm_extra_args: Annotated[JSONObject, OPEN_INSTRUCT] = NO_ENTRIES
     """Further arguments of vLLM's AsyncEngineArgs, as a JSON object, for example {"max_num_batched_tokens": 8192}; untested
     ones may change the log-probabilities, which vllm_vs_local_logprob_diff shows."""
     vllm_server_base_url: Annotated[tuple[str, ...], TRL] = ()
@@ -408,6 +408,7 @@ class Config:
     data: Data = field(default_factory=Data)
     rollout: Rollout = field(default_factory=Rollout)
     reward: Reward = field(default_factory=Reward)
+    tools: Tools = field(default_factory=Tools)
     loss: LossConfig = field(default_factory=LossConfig)
     algorithm: Algorithm = field(default_factory=Algorithm)
     optimizer: Optimizer = field(default_factory=Optimizer)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,8 +25,8 @@ def user_function(setting: str, word: str, module: str, name: str) -> Callable[.
         ValueError: there is no such file, module or function, or its code raises.
     """
     subject = f"{setting}: {word}"
-    if module.endswith(".py") and not Path(module).is_file():
-        raise ValueError(f"{subject}: there is no file {Path(module).resolve()}")
+    if module.endswith(".py") and (missing := missing_file(module)):
+        raise ValueError(f"{subject}: {missing}")
     try:
         found = _file_module(Path(module).resolve()) if module.endswith(".py") else importlib.import_module(module)
     except ModuleNotFoundError as err:
@@ -43,6 +44,49 @@ def user_function(setting: str, word: str, module: str, name: str) -> Callable[.
     near = ", ".join(difflib.get_close_matches(name, others, n=3, cutoff=0.0)) or "none"
     problem = "is not a function" if hasattr(found, name) else "does not exist"
     raise ValueError(f"{subject}: {name} {problem}; functions there: {near}")
+
+
+def missing_file(path: str) -> str:
+    """The sentence for a file that does not exist; empty where it does."""
+    return "" if Path(path).is_file() else f"there is no file {Path(path).resolve()}"
+
+
+def name_of(function: Callable[..., Any] | type) -> str:
+    """`package.module:NAME` or `/path/file.py:NAME`, by which another process finds the function or class.
+
+    Raises:
+        ValueError: it has no such name, or its file is a script that would do its work again.
+    """
+    name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", ""))
+    if module is None or not name.isidentifier() or getattr(module, name, None) is not function:
+        raise ValueError(
+            f"{function!r:.80} must be a function or class at the top of a module: other processes import it by name"
+        )
+    path = getattr(module, "__file__", None)
+    if path is None:
+        raise ValueError(f"{name} is in no file, from which other processes could import it; put it in a module")
+    if module.__name__ == "__main__" and not _is_guarded(Path(path)):
+        raise ValueError(
+            f"{name} is in the script {path}, which other processes would run again to import it; put what the script does "
+            'under `if __name__ == "__main__":`, or the function in a module'
+        )
+    is_alone = module.__name__ == "__main__" or (not module.__package__ and Path(path).name != "__init__.py")
+    return f"{Path(path).resolve()}:{name}" if is_alone else f"{module.__name__}:{name}"
+
+
+def as_names(value: object) -> object:
+    """Functions and classes, alone, in a list or by name, as their names; other values as they are."""
+    if isinstance(value, Mapping):
+        return [f"{name}={as_names(item)}" for name, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [as_names(item) for item in value]
+    return name_of(value) if callable(value) else value
+
+
+def _is_guarded(script: Path) -> bool:
+    """Whether a script asks if it is the one that was started."""
+    tree = ast.parse(script.read_text(encoding="utf-8"))
+    return any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree.body)
 
 
 def _file_module(file: Path) -> ModuleType:

@@ -2,7 +2,7 @@
 
 Changes nothing and never raises, whatever the fields hold. A rule between several fields is checked only if each of them
 is sound, so that one mistake makes one sentence. Ranges are in the schema, the rules in `rules`, `loss_rules`,
-`reward_rules` and `model_rules`.
+`reward_rules`, `tool_rules` and `model_rules`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from mgrpo.config.model_rules import longest_sequence, model_problems
 from mgrpo.config.reward_rules import REWARD_RULES
 from mgrpo.config.rules import REWARD_SWITCHES, RULES, pairs, reward_problems
 from mgrpo.config.schema import Config
+from mgrpo.config.tool_rules import TOOL_NEEDS, TOOL_RULES, tool_warnings
+from mgrpo.config.tools import SOURCES
 from mgrpo.models.cuts import num_experts, size_of
 
 LAYOUT_FIELDS = (
@@ -79,14 +81,15 @@ def problems(
     def sound(*names: str) -> bool:
         return not unsound & set(names)
 
-    for names, rule in (*RULES, *LOSS_RULES, *REWARD_RULES):
+    for names, rule in (*RULES, *LOSS_RULES, *REWARD_RULES, *TOOL_RULES):
         if sound(*names):
             found.extend(rule(config))
     if sound("reward_funcs"):
         num_reward_funcs = num_reward_funcs or len(config.reward.reward_funcs)
     if sound("dataset_mixer_list") and not config.data.dataset_mixer_list and not has_dataset:
         found.append("dataset_mixer_list is empty; name the training data: --dataset_mixer_list PATH 1.0")
-    if sound(*REWARD_SWITCHES) and not num_reward_funcs:
+    # An environment may reward by itself.
+    if sound(*REWARD_SWITCHES, *SOURCES) and not num_reward_funcs and not config.tools.is_on:
         found.extend(reward_problems(config))
     if sound("reward_weights"):
         found.extend(weight_problems(config, num_reward_funcs))
@@ -112,6 +115,7 @@ def warnings(
         *_data_warnings(config),
         *_loss_warnings(config),
         *_state_warnings(config),
+        *tool_warnings(config),
         *_idle(config, num_reward_funcs),
         *_layout_warnings(config, world_size),
         *_model_warnings(config, hf_config),
@@ -313,6 +317,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "use_vllm_logprobs=false, because the policy does not score the batch",
         lambda c: not c.algorithm.use_vllm_logprobs,
     ),
+    *TOOL_NEEDS,
 )
 """Settings that have an effect only under a condition."""
 _USED_BY_FUNCTIONS = (

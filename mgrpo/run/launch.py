@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
-from mgrpo.config.load import as_config
+from mgrpo.config.load import as_config, with_tools
 from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.rollout.start import serving_gpus
 from mgrpo.run import ending
@@ -60,6 +60,9 @@ def train(
     reward_funcs: Sequence[str | Callable] | str | Callable | None = None,
     dataset: Iterable[Mapping] | None = None,
     loss: LossFunction | None = None,
+    tools: Sequence[str | Callable] | Callable | None = None,
+    environment_factory: Callable | Mapping[str, Callable] | None = None,
+    rollout_func: Callable | None = None,
 ) -> TrainResult | None:
     """Train a model: the same as the command line. Under torchrun every rank must call it; alone it is one rank.
 
@@ -70,13 +73,17 @@ def train(
             each times its entry of `reward_weights`.
         dataset: rows in the form of a JSONL file, or a `datasets.Dataset`, instead of `dataset_mixer_list`.
         loss: called on every rank in place of the configuration's `policy_loss`, see `mgrpo.algo.LossFunction`.
+        tools: functions and environments that the model may call, in place of the configuration's; as in TRL. Other processes
+            import them, so they stand at the top of a module, or of a script that does its work under `__name__ == "__main__"`.
+        environment_factory, rollout_func: as the settings of these names, also of such functions and classes.
     Returns:
         None with `cache_dataset_only`, which ends when the data are prepared.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
         NothingTrained: when everything has been written, if no step changed the weights.
     """
-    config = as_config(config)
+    own = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
+    config = with_tools(as_config(config), own)
     functions = as_functions(reward_funcs)
     inputs = check_run(config, functions=functions, dataset=dataset, loss=loss)
     if config.experiment.cache_dataset_only:

@@ -63,6 +63,10 @@ SPELLINGS: dict[str, dict[object, str]] = {
     "chat_template_kwargs": {None: "{}"},
     "vllm_extra_args": {None: "{}"},
     "vllm_server_base_url": {None: ""},
+    "tools": {None: ""},
+    "tool_call_names": {None: ""},
+    "tool_configs": {None: ""},
+    "environment_factory": {None: ""},
     "eval_top_p": {None: "1.0"},
     "kl_estimator": {"kl": "0", "kl1": "0", "kl2": "1", "kl3": "2", "kl4": "3"},
 }

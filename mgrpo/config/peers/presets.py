@@ -17,12 +17,15 @@ _TRL_COMMON: dict[str, object] = {
     "local_eval_every": -1,
     "save_freq": 500,
     "vllm_gpu_memory_utilization": 0.3,
+    "max_tool_calls": None,
 }
+_OPEN_INSTRUCT_TOOLS: dict[str, object] = {"tool_parser_type": "legacy", "scored_text": "all"}
 
 PRESETS: dict[str, dict[str, object]] = {
     "mgrpo": {},
-    "seed": {"temperature": 0.7, "async_steps": 1},
-    "open_instruct_main": {
+    "seed": _OPEN_INSTRUCT_TOOLS | {"temperature": 0.7, "async_steps": 1},
+    "open_instruct_main": _OPEN_INSTRUCT_TOOLS
+    | {
         "seed": 42,
         "clip_higher": 0.272,
         "advantage_normalization_type": "centered",

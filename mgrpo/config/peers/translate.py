@@ -43,6 +43,8 @@ TRL_MICRO_BATCH = 8
 """TRL's per_device_train_batch_size when it is not given."""
 TRL_SYNC_STEPS = 512
 TRL_EVAL_STEPS = 10
+OPEN_INSTRUCT_CALLS = 5
+"""Its max_steps when it is not given."""
 
 
 def apply(r: Resolution) -> None:
@@ -62,7 +64,8 @@ def apply(r: Resolution) -> None:
     states(r)
     evaluations(r)
     reference(r)
-    length_of_run(r)
+    max_steps(r)
+    tool_limits(r)
 
 
 def renames(r: Resolution) -> None:
@@ -421,19 +424,36 @@ def reference(r: Resolution) -> None:
         r.notes.append("ref_model_sync_steps has no effect without sync_ref_model=true")
 
 
-def length_of_run(r: Resolution) -> None:
-    """TRL counts optimizer steps; in Open Instruct the same name limits the number of tool calls."""
-    steps = r.peer("max_steps")
+def max_steps(r: Resolution) -> None:
+    """TRL counts optimizer steps; in Open Instruct the same name limits the calls of tools."""
+    steps, has_tools = r.peer("max_steps"), bool(r.value("tools"))
     if steps is None:
         return
-    if not r.has_trl_names:
-        if steps != 5:
-            r.problems.append(
-                f"max_steps={steps} is refused: {table()['tools'].sentence} (Open Instruct's meaning); the length of a run is total_episodes"
-            )
-    elif steps > 0:
-        batch_size = r.value("num_unique_prompts_rollout") * r.value("num_samples_per_prompt_rollout")
-        r.put("total_episodes", _training_steps(r, steps) * batch_size, "max_steps")
+    if has_tools and r.has_trl_names and not r.has_trl_defaults:
+        r.problems.append(
+            f"max_steps={steps} beside tools and names of TRL could be either: max_tool_calls={steps} limits the calls of a "
+            f"completion (Open Instruct's meaning), total_episodes the run (TRL's: {steps} optimizer steps); give one of them"
+        )
+    elif r.has_trl_names:
+        if steps > 0:
+            batch_size = r.value("num_unique_prompts_rollout") * r.value("num_samples_per_prompt_rollout")
+            r.put("total_episodes", _training_steps(r, steps) * batch_size, "max_steps")
+    elif has_tools:
+        r.put("max_tool_calls", steps, "max_steps")
+    elif steps != OPEN_INSTRUCT_CALLS:
+        r.problems.append(
+            f"max_steps={steps} is refused: without tools there are no calls to limit (Open Instruct's meaning); the length of "
+            "a run is total_episodes"
+        )
+
+
+def tool_limits(r: Resolution) -> None:
+    """A limit in TRL's unit is the only one, as there."""
+    turns = r.value("max_tool_calling_iterations")
+    if turns is not None and r.value("max_tool_calls") is not None and r.rank("max_tool_calls") <= PRESET:
+        r.derive(
+            "max_tool_calls", None, f"max_tool_calls is none, because max_tool_calling_iterations={turns} is given"
+        )
 
 
 def is_excused(r: Resolution, name: str) -> bool:

@@ -86,6 +86,8 @@ def test_a_flag_wins_over_the_file_by_whatever_name(tmp_path):
         "num_samples_per_prompt_rollout": "flag",
         "temperature": f"file {path}",
         "async_steps": "preset seed",
+        "tool_parser_type": "preset seed",
+        "scored_text": "preset seed",
         "use_rho_correction": "derived",
     }
     assert "num_generations -> num_samples_per_prompt_rollout (2, flag wins)" in config.notes

@@ -171,7 +171,7 @@ def test_an_open_instruct_denominator_wins_over_a_trl_preset():
             {"eval_on_step_0": True, "local_eval_every": -1},
             "eval_on_step_0=true needs local_eval_every above 0, got -1",
         ),
-        ({"max_steps": 10}, "max_steps=10 is refused: tools and environments do not exist yet"),
+        ({"max_steps": 10}, "max_steps=10 is refused: without tools there are no calls to limit"),
         ({"masked_mean_axis": 0}, "masked_mean_axis must be 1 or none, got"),
     ],
 )
