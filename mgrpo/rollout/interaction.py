@@ -56,9 +56,14 @@ class Interaction:
         self.thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
 
     def start(self, dispatcher: Dispatcher) -> None:
-        """Work for this dispatcher."""
+        """Work for this dispatcher; returns when the environments' processes have started.
+
+        Raises:
+            ValueError: an environment cannot be built.
+        """
         self.dispatcher = dispatcher
         self.thread.start()
+        asyncio.run_coroutine_threadsafe(self.environments.start(), self.loop).result()
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Have the environments begin with these groups, in this order. From any thread."""

@@ -15,6 +15,7 @@ from mgrpo.config.rules import MIXERS, mixer_problems
 from mgrpo.data.mixture import BadData, open_data
 from mgrpo.data.templates import check_name
 from mgrpo.rewards.catalog import add_modules, find
+from mgrpo.run.tools import Toolset, read_tools
 
 if TYPE_CHECKING:
     from mgrpo.data.mixture import Mixture
@@ -30,6 +31,8 @@ class Inputs:
     held_out: Mixture
     functions: tuple[str | Callable, ...] = ()
     """Reward functions, or their names; empty: the rows' verifiers decide."""
+    toolset: Toolset | None = None
+    """None: every completion is one turn."""
     prompts: Prompts | None = None
     """What the rows become, once that is known."""
 
@@ -78,6 +81,8 @@ def read_inputs(
     verifies = reward.apply_verifiable_reward and not functions
     # The rules have said what is wrong with the words of a mix.
     malformed: dict[str, Any] = {mixer: () for mixer in MIXERS if any(mixer_problems(config.data, mixer))}
+    toolset, about_tools = read_tools(config)
+    problems += about_tools
     try:
         data = replace(config.data, **malformed)
         train, held_out = open_data(data, need_verifiers=verifies, dataset=dataset)
@@ -92,7 +97,8 @@ def read_inputs(
     if verifies and not problems:
         problems += _unasked_problems(train, held_out, config)
         problems += _verifier_problems(_asked(train, held_out, config), config)
-    return Inputs(train=train, held_out=held_out, functions=functions), [*problems, *_folder_problems(config)]
+    inputs = Inputs(train=train, held_out=held_out, functions=functions, toolset=toolset)
+    return inputs, [*problems, *_folder_problems(config)]
 
 
 def _folder_problems(config: Config) -> Iterator[str]:

@@ -28,6 +28,12 @@ class Language:
         self.tokenizer, self.format, self.bridges = tokenizer, format, bridges
         self.max_observation_tokens, self.is_thinking = max_observation_tokens, is_thinking
 
+    @property
+    def stop_ids(self) -> list[int]:
+        """Tokens that end a turn besides the model's own."""
+        ids = self.tokenizer.convert_tokens_to_ids(list(self.format.stop_tokens))
+        return [token for token in ids if token is not None and token != self.tokenizer.unk_token_id]
+
     def read(self, turn: Sampled, *, calls: bool) -> Parsed:
         """What a turn says; with its calls, or as a whole."""
         if calls:

@@ -17,10 +17,12 @@ from mgrpo.data.sampler import Sampler
 from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.interaction import Interaction
 from mgrpo.rollout.start import started_fleet
 from mgrpo.run.evaluator import Evaluator
 from mgrpo.run.inputs import Inputs
 from mgrpo.run.producer import Producer
+from mgrpo.run.tools import make_interaction, with_stop_strings
 from mgrpo.telemetry.evaluation import short_names
 from mgrpo.telemetry.startup import StartUp
 from mgrpo.types import Prompt, PromptId
@@ -36,6 +38,8 @@ class Started:
     inputs: Inputs
     fleet: Fleet
     rewarder: Rewarder
+    interaction: Interaction | None = None
+    """Between engines and environments, in a run with tools."""
     startup: StartUp = field(default_factory=StartUp)
 
 
@@ -73,14 +77,33 @@ def started(config: Config, inputs: Inputs, *, num_local_learners: int) -> Itera
     Call from the main thread, see `started_fleet`.
     """
     startup = StartUp()
+    assert inputs.prompts is not None, "checked: the rows are prompts"
+    config = with_stop_strings(config, inputs.prompts.language)
     rewarder = Rewarder(config, inputs.functions, inputs.verifiers(config))
     try:
         rewarder.start()
         startup.say(_beginning(config))
         with started_fleet(config, num_local_learners=num_local_learners) as fleet:
-            yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder, startup=startup)
+            with _interacting(config, inputs) as interaction:
+                yield Started(
+                    inputs=inputs, fleet=fleet, rewarder=rewarder, startup=startup, interaction=interaction
+                )
     finally:
         rewarder.close()
+
+
+@contextmanager
+def _interacting(config: Config, inputs: Inputs) -> Iterator[Interaction | None]:
+    """What plays against environments; their processes end with the context."""
+    prompts, toolset = inputs.prompts, inputs.toolset
+    if prompts is None or prompts.language is None or toolset is None:
+        yield None
+        return
+    interaction = make_interaction(config, toolset, prompts.language, opened=partial(with_opening, prompts))
+    try:
+        yield interaction
+    finally:
+        interaction.close()
 
 
 def prepare(config: Config, parts: Started) -> Production:
@@ -97,11 +120,12 @@ def prepare(config: Config, parts: Started) -> Production:
     tokenizer, train, held_out, stop_ids = prompts.tokenizer, prompts.train, prompts.held_out, prompts.stop_ids
     dispatcher = Dispatcher(
         parts.fleet,
-        config.rollout,
+        with_stop_strings(config, prompts.language).rollout,
         run_seed=config.experiment.seed,
         decode=partial(decode, tokenizer),
         stop_token_ids=stop_ids,
         samples_per_engine=_samples_per_engine(config),
+        interaction=parts.interaction,
     )
     prompt = partial(_prompt, replacement=config.reward.verifier_replacement)
     evaluator = Evaluator(

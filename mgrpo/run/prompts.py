@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 from mgrpo.config import Config
 from mgrpo.config.rules import too_few_prompts
 from mgrpo.run.environment import prepare_environment
+from mgrpo.run.tools import Toolset, make_language
 
 if TYPE_CHECKING:
     from mgrpo.data.mixture import Mixture
     from mgrpo.data.prompt_set import PromptSet
+    from mgrpo.run.language import Language
 
 QUICK_ROWS = 20_000
 """As many are tokenized in seconds."""
@@ -28,10 +30,12 @@ class Prompts:
     train: PromptSet | None
     """None where a model is only evaluated."""
     held_out: PromptSet | None
+    language: Language | None = None
+    """How turns are read and answered, in a run with tools."""
 
 
 def make_prompts(
-    config: Config, mixtures: Sequence[Mixture], *, vocab: int | None, is_sound: bool
+    config: Config, mixtures: Sequence[Mixture], *, toolset: Toolset | None = None, vocab: int | None, is_sound: bool
 ) -> tuple[Prompts | None, list[str]]:
     """Tokenize all rows, or load what an earlier run made of them; None and the reasons if the run cannot start.
 
@@ -61,12 +65,13 @@ def make_prompts(
             "(vocab_size in config.json); correct generation_config.json, or use the model's own tokenizer"
         )
     sets: list[PromptSet | None] = []
+    schemas = toolset.schemas(config) if toolset else []
     for mixture in mixtures:
         made = None
         try:
             if len(mixture):
-                mixture.try_out(tokenizer)
-                made = mixture.encode(tokenizer) if is_sound or len(mixture) <= QUICK_ROWS else None
+                mixture.try_out(tokenizer, schemas)
+                made = mixture.encode(tokenizer, schemas) if is_sound or len(mixture) <= QUICK_ROWS else None
         except ValueError as err:
             problems += [str(err)] if str(err) not in problems else []
         problems += _unknown_tokens(made, vocab) if made is not None and vocab else []
@@ -75,7 +80,17 @@ def make_prompts(
         problems += too_few_prompts(config, len(sets[0]))
     if problems or not sets:
         return None, problems
-    return Prompts(tokenizer=tokenizer, stop_ids=stop_ids, train=sets[0], held_out=sets[1]), []
+    language = None
+    if toolset is not None:
+        try:
+            language = make_language(config, toolset, tokenizer=tokenizer, stop_ids=stop_ids, prompts=sets)
+        except ValueError as err:
+            return None, [str(err)]
+        stop_ids = list(dict.fromkeys([*stop_ids, *language.stop_ids]))
+    prompts = Prompts(
+        tokenizer=tokenizer, stop_ids=stop_ids, train=sets[0], held_out=sets[1], language=language
+    )
+    return prompts, []
 
 
 def _unknown_tokens(prompts: PromptSet, vocab: int) -> Iterator[str]:

@@ -82,6 +82,9 @@ class Place:
             raise EnvironmentLost
         return Acting(self.turns, self.gate)
 
+    async def start(self) -> None:
+        pass
+
     def take_metrics(self) -> dict[str, float]:
         return {"env/lost": 0.0}
 

@@ -1,0 +1,177 @@
+"""The tools of a run: what the processes that build them say of them, and everything between engines and environments."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mgrpo.config import Config
+from mgrpo.environments.catalog import Description, Spec
+from mgrpo.environments.formats import detected, named
+from mgrpo.environments.pool import Environments, Limits, describe
+
+if TYPE_CHECKING:
+    from mgrpo.rollout.interaction import Interaction
+    from mgrpo.data.prompt_set import PromptSet
+    from mgrpo.run.language import Language
+    from mgrpo.types import Prompt
+
+UNLIMITED = 1 << 30
+MOST_WORKERS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toolset:
+    """What the settings ask for, and what it turned out to be."""
+
+    specs: tuple[Spec, ...]
+    description: Description
+
+    def schemas(self, config: Config) -> list[dict[str, Any]]:
+        """What prompts tell the model of its tools."""
+        return [tool.schema for tool in self.description.tools] if config.tools.pass_tools_to_chat_template else []
+
+    def plays_in_rounds(self, config: Config) -> bool:
+        """Whether all trajectories finish a turn before any begins its next; only then does a run repeat to the bit."""
+        how = config.tools.turn_scheduling
+        return how == "rounds" or (how == "auto" and not config.max_age and self.description.is_repeatable)
+
+
+def read_tools(config: Config) -> tuple[Toolset | None, list[str]]:
+    """What the configuration asks for, built once in a process of its own, and every problem with it."""
+    if not config.tools.is_on:
+        return None, []
+    try:
+        specs = tuple(
+            Spec(entry=spec.entry, call_name=spec.call_name, settings=spec.settings) for spec in config.tools.specs
+        )
+        return Toolset(specs=specs, description=describe(specs, folders=_folders())), []
+    except ValueError as err:
+        return None, [f"tools: {err}"]
+
+
+def with_stop_strings(config: Config, language: Language | None) -> Config:
+    """The configuration with which turns end where a call does."""
+    if language is None or not language.format.stop_strings:
+        return config
+    texts = dict.fromkeys((*config.rollout.stop_strings, *language.format.stop_strings))
+    return replace(config, rollout=replace(config.rollout, stop_strings=tuple(texts)))
+
+
+def make_language(
+    config: Config,
+    toolset: Toolset,
+    *,
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    prompts: Sequence[PromptSet | None],
+) -> Language:
+    """The language of a run, proven for its template, tokenizer and tools.
+
+    Args:
+        prompts: all of the run.
+    Raises:
+        ValueError: how calls are written is unknown, or the template cannot be gone on with after a tool, or after an
+            environment that acts as a user.
+    """
+    from mgrpo.data.templates import find_template
+    from mgrpo.environments.bridge import Bridges
+    from mgrpo.run.language import Language
+
+    template = find_template(config.data.chat_template_name, tokenizer)
+    name = config.tools.tool_parser_type
+    format = named(detected(template or "") if name == "auto" else name, toolset.description.tools)
+    bridges = Bridges(
+        tokenizer,
+        template or "",
+        template_kwargs=json.loads(config.data.chat_template_kwargs),
+        tools=toolset.description.tools if config.tools.pass_tools_to_chat_template else (),
+        stop_token_ids=stop_ids,
+    )
+    if toolset.description.acts:
+        bridges.check("user")
+    if toolset.description.tools and format.answer(["x"]) is None:
+        bridges.check("tool")
+    longest = config.tools.max_observation_tokens or max(1, config.rollout.response_length // 4)
+    return Language(
+        tokenizer,
+        format,
+        bridges,
+        max_observation_tokens=longest,
+        is_thinking=any(some.prompt((0, 0)).text.rstrip().endswith("<think>") for some in prompts if some),
+    )
+
+
+def make_interaction(
+    config: Config, toolset: Toolset, language: Language, *, opened: Callable[[Prompt, str], Prompt]
+) -> Interaction:
+    """Environments, and what plays against them.
+
+    Args:
+        opened: a prompt with the text of an environment in its last user message.
+    """
+    from mgrpo.environments.episodes import Bounds
+    from mgrpo.rollout.interaction import Interaction
+
+    tools = config.tools
+    environments = Environments(
+        toolset.specs,
+        pool_size=tools.pool_size or UNLIMITED,
+        num_workers=tools.env_workers or max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) - 1)),
+        limits=Limits(
+            tool_timeout_s=tools.tool_timeout,
+            reset_timeout_s=tools.env_reset_timeout,
+            acquire_timeout_s=tools.env_acquire_timeout,
+        ),
+        folders=_folders(),
+    )
+    return Interaction(
+        environments,
+        language,
+        Bounds(
+            max_model_length=config.max_model_length,
+            max_calls=tools.max_tool_calls or UNLIMITED,
+            max_calling_turns=tools.max_tool_calling_iterations or None,
+            per_turn_max_tokens=tools.per_turn_max_tokens,
+            trajectory_timeout_s=tools.trajectory_timeout,
+            scored_text=tools.scored_text,
+        ),
+        opened=opened,
+        in_rounds=toolset.plays_in_rounds(config),
+        run_seed=config.experiment.seed,
+    )
+
+
+def remarks(config: Config, toolset: Toolset) -> list[str]:
+    """What the user should know of tools before the run starts."""
+    names = toolset.description.not_repeatable
+    if not names or config.tools.turn_scheduling == "rounds":
+        return []
+    return [
+        f"{' and '.join(names)} may answer equal calls differently (is_repeatable is not set), so this run cannot be repeated to "
+        "the bit; completions go on as soon as their tools have answered"
+    ]
+
+
+def _folders() -> list[str]:
+    """Where modules of the user's own may lie."""
+    script = os.path.dirname(os.path.abspath(sys.argv[0])) if sys.argv[0] else os.getcwd()
+    return list(dict.fromkeys([os.getcwd(), script]))
+
+
+def row_problems(rows: Mapping[str, str], toolset: Toolset) -> list[str]:
+    """About tools and environments that rows name and the run does not have.
+
+    Args:
+        rows: by name, the place where it is named first.
+    """
+    known = set(toolset.description.names)
+    return [
+        f"{origin} names the tool or environment {name!r}, which tools does not have; it has {', '.join(sorted(known))}"
+        for name, origin in rows.items()
+        if name not in known
+    ]
