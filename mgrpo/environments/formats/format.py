@@ -96,11 +96,11 @@ class Format:
             if thought and thought.start() < at:
                 thought = self._thought(text, at)
         content.append(text[at:])
-        said = "".join(content)
         if self.calls_in_thoughts:
-            said = _without_thoughts(said, is_thinking)
+            content = [_without_thoughts("".join(content), is_thinking)]
         unreadable = tuple(f"The tool call cannot be read: {fault}. Write it as {self.example}" for fault in faults)
-        return Parsed(content=said.strip(), calls=tuple(calls), unreadable=unreadable)
+        said = "\n".join(part.strip() for part in content if part.strip())
+        return Parsed(content=said, calls=tuple(calls), unreadable=unreadable)
 
     def _thought(self, text: str, at: int) -> re.Match[str] | None:
         return None if self.calls_in_thoughts else _THOUGHT_BEGINS.search(text, at)

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from mgrpo.environments.environment import Call
+from mgrpo.environments.environment import Call, Tool
 from mgrpo.environments.formats.format import Block, Reader
 
 MAX_DEPTH = 100
 """Of values in values; the arguments of a call are written out again, with more frames on the stack than here."""
 _DECODER = json.JSONDecoder()
-_SPACE = re.compile(r"\s*")
 _KEYS = ("arguments", "parameters")
+_MISTRAL = "[TOOL_CALLS]"
+_MISTRAL_HEAD = re.compile(r"(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\](?P<id>\w*)\s*)?(?:\[ARGS\])?")
+_DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_DEEPSEEK_MARK = re.compile(r"<｜tool▁(?:calls▁(?:begin|end)|call▁begin)｜>")
+_DEEPSEEK_HEAD = re.compile(r"(?P<name>[^\s<]+)<｜tool▁sep｜>(?:(?P<v3_name>[^\s{`]+)\s*```(?:json)?)?")
+_FENCE = re.compile(r"\s*```")
 
 
 class Fault(ValueError):
@@ -28,10 +34,11 @@ class Fault(ValueError):
         """How far it was read."""
 
 
-def skip_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None
-    return found.end()
+def skip_space(text: str, at: int, *, also: str = "") -> int:
+    """Where neither white space nor one of a few other characters stands."""
+    while at < len(text) and (text[at].isspace() or text[at] in also):
+        at += 1
+    return at
 
 
 def decoded(text: str, at: int) -> tuple[Any, int]:
@@ -106,3 +113,88 @@ def hermes(begin: str = "<tool_call>", end: str = "</tool_call>") -> Reader:
             return Block(start=start, end=closing + len(end) if closing >= 0 else len(text), faults=(str(fault),))
 
     return read
+
+
+def llama3_json(tools: Sequence[Tool]) -> Reader:
+    """`{"name": ..., "parameters": {...}}` anywhere, several apart by semicolons; `<|python_tag|>` may come first.
+
+    Another object, as in a formula or an answer, is content.
+    """
+    names = "|".join(re.escape(tool.name) for tool in tools)
+    begins = re.compile(r"(<\|python_tag\|>)\s*\{?|\{")
+    call = re.compile(rf'\{{\s*"(?:type"\s*:\s*"function"|name"\s*:\s*"(?:{names})")')
+
+    def read(text: str, at: int) -> Block | None:
+        while begin := begins.search(text, at):
+            start, brace = begin.start(), begin.end() - 1
+            if text[brace] != "{":
+                return Block(start=start, end=len(text), faults=("an object must follow <|python_tag|>",))
+            is_call = begin[1] is not None or call.match(text, brace) is not None
+            try:
+                value, end = decoded(text, brace)
+            except Fault as fault:
+                if is_call:
+                    return Block(start=start, end=len(text), faults=(str(fault),))
+                at = max(fault.at, brace + 1)
+                continue
+            if is_call or (isinstance(value, dict) and "name" in value and any(key in value for key in _KEYS)):
+                following = skip_space(text, end)
+                end = following + 1 if text.startswith(";", following) else end
+                return _block(start, end, [value])
+            at = end
+        return None
+
+    return read
+
+
+def mistral(text: str, at: int) -> Block | None:
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` for each call."""
+    start = text.find(_MISTRAL, at)
+    if start < 0:
+        return None
+    inside = skip_space(text, start + len(_MISTRAL))
+    try:
+        if text.startswith(("[", "{"), inside):
+            value, end = decoded(text, inside)
+            return _block(start, end, value if isinstance(value, list) else [value])
+        head = _MISTRAL_HEAD.match(text, inside)
+        if head is None:
+            raise Fault("a name and its arguments must follow [TOOL_CALLS]", at=inside)
+        value, end = decoded(text, head.end())
+        call = Call(name=head["name"], arguments=arguments_of(value, at=end), id=head["id"] or "")
+        return Block(start=start, end=end, calls=(call,))
+    except Fault as fault:
+        following = text.find(_MISTRAL, max(fault.at, inside))
+        return Block(start=start, end=following if following >= 0 else len(text), faults=(str(fault),))
+
+
+def deepseek(text: str, at: int) -> Block | None:
+    """Version 3: "function", separator, name, JSON in a code fence. Version 3.1: name, separator, JSON."""
+    mark = _DEEPSEEK_MARK.search(text, at)
+    if mark is None or mark[0] != _DEEPSEEK_BEGIN:
+        return mark and Block(start=mark.start(), end=mark.end())
+    try:
+        head = _DEEPSEEK_HEAD.match(text, mark.end())
+        if head is None:
+            raise Fault("a name and <｜tool▁sep｜> must follow <｜tool▁call▁begin｜>", at=mark.end())
+        value, end = decoded(text, head.end())
+        call = Call(name=head["v3_name"] or head["name"], arguments=arguments_of(value, at=end))
+        fence = _FENCE.match(text, end)
+        end = skip_space(text, fence.end() if fence else end)
+        if end < len(text) and not text.startswith(_DEEPSEEK_END, end):
+            raise Fault("text stands between the object and <｜tool▁call▁end｜>", at=end)
+        return Block(start=mark.start(), end=min(end + len(_DEEPSEEK_END), len(text)), calls=(call,))
+    except Fault as fault:
+        closing = text.find(_DEEPSEEK_END, fault.at)
+        end = closing + len(_DEEPSEEK_END) if closing >= 0 else len(text)
+        return Block(start=mark.start(), end=end, faults=(str(fault),))
+
+
+def _block(start: int, end: int, values: Sequence[Any]) -> Block:
+    calls, faults = [], []
+    for value in values:
+        try:
+            calls.append(call_of(value))
+        except Fault as fault:
+            faults.append(str(fault))
+    return Block(start=start, end=end, calls=tuple(calls), faults=tuple(faults))

@@ -10,6 +10,11 @@ from collections.abc import Sequence
 
 from mgrpo.environments.environment import Call, Tool
 from mgrpo.environments.formats.format import Block, Reader
+from mgrpo.environments.formats.xml_calls import schemas_of, typed
+
+_CALL_TOOL = re.compile(r"<call_tool\b([^<>]*)>")
+_ATTRIBUTE = re.compile(r"([\w-]+)\s*=\s*\"([^\"]*)\"")
+_CALL_TOOL_ENDS = "</call_tool>"
 
 
 def first_parameter(tool: Tool) -> str:
@@ -34,5 +39,29 @@ def tags(tools: Sequence[Tool]) -> Reader:
             return Block(start=opens.start(), end=len(text), faults=(f"{closing} is missing",))
         call = Call(name=name, arguments={parameters[name]: text[opens.end() : ends]})
         return Block(start=opens.start(), end=ends + len(closing), calls=(call,))
+
+    return read
+
+
+def call_tool(tools: Sequence[Tool]) -> Reader:
+    """`<call_tool name="..." key="value">text</call_tool>`; the other attributes are arguments also."""
+    parameters = {tool.name: first_parameter(tool) for tool in tools}
+    schemas = schemas_of(tools)
+
+    def read(text: str, at: int) -> Block | None:
+        opens = _CALL_TOOL.search(text, at)
+        if opens is None:
+            return None
+        ends = text.find(_CALL_TOOL_ENDS, opens.end())
+        end = ends + len(_CALL_TOOL_ENDS) if ends >= 0 else len(text)
+        attributes = dict(_ATTRIBUTE.findall(opens[1]))
+        name = attributes.pop("name", "")
+        if ends < 0 or not name:
+            fault = 'the attribute name="..." is missing' if ends >= 0 else f"{_CALL_TOOL_ENDS} is missing"
+            return Block(start=opens.start(), end=end, faults=(fault,))
+        schema = schemas.get(name, {})
+        arguments = {key: typed(value, schema.get(key)) for key, value in attributes.items()}
+        arguments[parameters.get(name, "text")] = text[opens.end() : ends].strip()
+        return Block(start=opens.start(), end=end, calls=(Call(name=name, arguments=arguments),))
 
     return read
