@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +43,15 @@ class Tool:
     description: str
     parameters: Mapping[str, Any]
     """A JSON schema of type "object"."""
+    returns: Mapping[str, Any] | None = None
+    """A JSON schema of what it gives back; few templates show it."""
 
     @property
     def schema(self) -> dict[str, Any]:
         """As chat templates take it: `{"type": "function", "function": {...}}`."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        if self.returns is not None:
+            function["return"] = dict(self.returns)
         return {"type": "function", "function": function}
 
 
@@ -57,9 +61,9 @@ class Environment:
     A subclass overrides what it needs. It lives in a worker process; its settings come from `tool_configs`, as JSON.
     """
 
-    name: ClassVar[str] = ""
+    name: str = ""
     """In metrics; by default the class's name."""
-    is_repeatable: ClassVar[bool] = False
+    is_repeatable: bool = False
     """Whether the same seed and the same calls give the same observations: then a run repeats exactly."""
 
     def setup(self) -> Awaitable[None] | None:
@@ -74,7 +78,7 @@ class Environment:
         """Begin a trajectory.
 
         Args:
-            row: the prompt's columns, without its ground truth.
+            row: the prompt's columns, without its ground truth; `env_config` holds what the row sets for this environment.
             seed: the same for all samples of a prompt; what they are shown must be equal.
         Returns:
             Text that is added to the prompt's last user message; None: nothing.

@@ -1,0 +1,244 @@
+"""What a model wrote as arguments, read against the tool's schema: made to fit where the meaning is plain, else refused.
+
+Whatever comes is answered by a value or by a text for the model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mgrpo.environments.environment import Tool
+
+Schema = Mapping[str, Any]
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,300}(\.0+)?")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_SHOWN = 100
+"""Characters of a wrong value that are shown."""
+
+
+class ArgumentError(Exception):
+    """The arguments do not fit; the text tells the model what was expected."""
+
+
+class _Unfit(Exception):
+    """A value does not fit: where it stands, as in `.names[0]`, and what was expected."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path, self.problem = path, problem
+
+    def __str__(self) -> str:
+        return f"{self.path.removeprefix('.')}: {self.problem}" if self.path else self.problem
+
+
+def coerced(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as the tool's schema has them: "3" becomes 3 where an integer is expected, for example.
+
+    Ranges, lengths and patterns are left to the tool.
+    """
+    parameters = tool.parameters
+    if not isinstance(arguments, Mapping):
+        raise ArgumentError(
+            f"{tool.name}: expected arguments by name, got {_shown(arguments)}; {_expected(parameters)}"
+        )
+    try:
+        return _object(parameters, arguments, parameters)
+    except _Unfit as err:
+        raise ArgumentError(f"{tool.name}: {err}; {_expected(parameters)}") from err
+    except RecursionError as err:
+        raise ArgumentError(f"{tool.name}: the arguments are nested too deeply; {_expected(parameters)}") from err
+
+
+def _expected(parameters: Schema) -> str:
+    """All arguments with their types, for the model."""
+    required = parameters.get("required", ())
+    listed = [
+        f"{name} ({_kind(schema, parameters)}{'' if name in required else ', optional'})"
+        for name, schema in parameters.get("properties", {}).items()
+    ]
+    return f"expected: {', '.join(listed)}" if listed else "expected no arguments"
+
+
+def _fitted(schema: Any, value: Any, root: Schema) -> Any:
+    schema = _resolved(schema, root)
+    if not isinstance(schema, Mapping):
+        return value
+    if alternatives := _alternatives(schema):
+        return _one_of(alternatives, value, root)
+    kind = schema.get("type")
+    fitted = _KINDS[kind](schema, value, root) if kind in _KINDS else value
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    return fitted if choices is None else _chosen(choices, fitted)
+
+
+def _alternatives(schema: Schema) -> list[Schema]:
+    """The schemas of which one must fit; none: the schema itself must."""
+    kind = schema.get("type")
+    kinds = kind if isinstance(kind, list) else []
+    nested: list[Schema] = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    found: list[Schema] = [dict(schema, type=name, nullable=False) for name in kinds] or nested
+    if schema.get("nullable"):
+        # Its `enum`, if there is one, need not hold null.
+        found = [*(found or [dict(schema, nullable=False)]), {"type": "null"}]
+    return found
+
+
+def _one_of(alternatives: Sequence[Any], value: Any, root: Schema) -> Any:
+    """The value as the alternative has it that leaves it as it is, else as the first that it can be made to fit."""
+    fitting = []
+    for schema in alternatives:
+        try:
+            fitted = _fitted(schema, value, root)
+        except _Unfit:
+            continue
+        if type(fitted) is type(value) and fitted == value:
+            return fitted
+        fitting.append(fitted)
+    if fitting:
+        return fitting[0]
+    raise _unfit(" or ".join(dict.fromkeys(_kind(each, root) for each in alternatives)), value)
+
+
+def _chosen(choices: Sequence[Any], value: Any) -> Any:
+    for choice in choices:
+        if choice == value and isinstance(choice, bool) == isinstance(value, bool):
+            return choice
+    raise _unfit(f"one of {_text(list(choices))}", value)
+
+
+def _integer(schema: Schema, value: Any, root: Schema) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
+        return int(value.strip().partition(".")[0])
+    raise _unfit("integer", value)
+
+
+def _number(schema: Schema, value: Any, root: Schema) -> int | float:
+    if isinstance(value, str):
+        text = value.strip()
+        if _INTEGER.fullmatch(text) and "." not in text:
+            return int(text)
+        value = float(text) if _NUMBER.fullmatch(text) else value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    raise _unfit("number", value)
+
+
+def _boolean(schema: Schema, value: Any, root: Schema) -> bool:
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return value.strip().lower() == "true"
+    if isinstance(value, bool):
+        return value
+    raise _unfit("boolean", value)
+
+
+def _string(schema: Schema, value: Any, root: Schema) -> str:
+    if value is None:
+        raise _unfit("string", value)
+    return value if isinstance(value, str) else _text(value)
+
+
+def _null(schema: Schema, value: Any, root: Schema) -> None:
+    if value is not None and value not in ("null", "None"):
+        raise _unfit("null", value)
+
+
+def _array(schema: Schema, value: Any, root: Schema) -> list[Any]:
+    items = _parsed(value, list)
+    if items is None:
+        raise _unfit("array", value)
+    first = schema.get("prefixItems") or []
+    if first and len(items) != len(first):
+        raise _unfit(f"array of {len(first)} items", value)
+    schemas = [*first, *[schema.get("items")] * (len(items) - len(first))]
+    return [_inside(f"[{i}]", each, item, root) for i, (each, item) in enumerate(zip(schemas, items, strict=True))]
+
+
+def _object(schema: Schema, value: Any, root: Schema) -> dict[str, Any]:
+    fields = _parsed(value, dict)
+    if fields is None:
+        raise _unfit("object", value)
+    properties = schema.get("properties")
+    others = schema.get("additionalProperties", properties is None)
+    known = properties or {}
+    if unknown := [name for name in fields if name not in known and others is False]:
+        raise _Unfit("", f"there is no argument {', '.join(map(str, unknown))}")
+    if missing := [name for name in schema.get("required", ()) if name not in fields]:
+        raise _Unfit("", f"the argument {', '.join(missing)} is missing")
+    return {name: _inside(f".{name}", known.get(name, others), field, root) for name, field in fields.items()}
+
+
+_KINDS: dict[Any, Callable[[Schema, Any, Schema], Any]] = {
+    "integer": _integer,
+    "number": _number,
+    "boolean": _boolean,
+    "string": _string,
+    "null": _null,
+    "array": _array,
+    "object": _object,
+}
+
+
+def _inside(step: str, schema: Any, value: Any, root: Schema) -> Any:
+    """A part of a value; `step` leads to it."""
+    try:
+        return _fitted(schema, value, root)
+    except _Unfit as err:
+        raise _Unfit(step + err.path, err.problem) from err
+
+
+def _parsed(value: Any, kind: type) -> Any:
+    """The value, or the JSON text of one, when it is of this type; None: it is not."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    return value if isinstance(value, kind) else None
+
+
+def _resolved(schema: Any, root: Schema) -> Any:
+    """What a reference within the tool's schema leads to; anything fits where it leads nowhere."""
+    seen: set[str] = set()
+    while isinstance(schema, Mapping) and isinstance(path := schema.get("$ref"), str):
+        if path in seen or not path.startswith("#/"):
+            return None
+        seen.add(path)
+        schema = root
+        for name in path[2:].split("/"):
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+    return schema
+
+
+def _kind(schema: Any, root: Schema) -> str:
+    """The type that is expected, in the words of JSON schemas."""
+    schema = _resolved(schema, root)
+    if not isinstance(schema, Mapping):
+        return "any"
+    if "enum" in schema or "const" in schema:
+        return f"one of {_text(schema.get('enum', [schema.get('const')]))}"
+    if alternatives := _alternatives(schema):
+        return " or ".join(dict.fromkeys(_kind(each, root) for each in alternatives))
+    return str(schema.get("type", "any"))
+
+
+def _unfit(expected: str, value: Any) -> _Unfit:
+    return _Unfit("", f"expected {expected}, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    text = _text(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

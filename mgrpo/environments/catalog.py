@@ -1,0 +1,121 @@
+"""Tools and environments by what users call them: names of ours, their own code, classes of TRL and Open Instruct."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mgrpo.environments.adaptors.open_instruct import OpenInstruct, is_open_instruct
+from mgrpo.environments.adaptors.trl import Trl
+from mgrpo.environments.environment import Environment
+from mgrpo.environments.functions import FunctionTool
+from mgrpo.environments.toolbox import Description, Member, Toolbox
+from mgrpo.environments.user_code import loaded
+
+__all__ = ["NAMES", "TRL", "Description", "Spec", "Toolbox", "built"]
+
+_HOME = "mgrpo.environments"
+NAMES = {
+    "python": f"{_HOME}.tools.python:Python",
+    "search": f"{_HOME}.tools.search:Search",
+    "calculate": f"{_HOME}.tools.calculate:Calculate",
+    "counter": f"{_HOME}.tools.counter:Counter",
+    "guess_number": f"{_HOME}.tools.guess_number:GuessNumber",
+    "mcp": f"{_HOME}.adaptors.mcp:Mcp",
+    "openenv": f"{_HOME}.adaptors.openenv:OpenEnv",
+    "gymnasium": f"{_HOME}.adaptors.gymnasium:Gymnasium",
+}
+"""Names of ours, and where they are at home."""
+NAMES |= {
+    "code": NAMES["python"],
+    "serper_search": NAMES["search"],
+    "s2_search": NAMES["search"],
+    "generic_mcp": NAMES["mcp"],
+}
+TRL = "trl:"
+"""Prefix of a class in TRL's form; with a call name it is for the rows whose column `environment` has this name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """One tool or environment, as a user asks for it."""
+
+    entry: str
+    """A name of `NAMES`, or `module:attribute` or `path/to/file.py:attribute`, also after `TRL`."""
+    call_name: str = ""
+    """What its only tool is called instead."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments; a function has only `is_repeatable`."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"entry": self.entry, "call_name": self.call_name, "settings": dict(self.settings)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Spec:
+        return cls(**values)
+
+
+def built(specs: Sequence[Spec]) -> Toolbox:
+    """A toolbox of new environments; `setup` opens them.
+
+    Raises:
+        ValueError: everything that cannot be built, with its entry.
+    """
+    members, problems = [], []
+    for spec in specs:
+        try:
+            members.append(_member(spec))
+        except ValueError as err:
+            problems.append(str(err))
+    if problems:
+        raise ValueError("; ".join(problems))
+    return Toolbox(members)
+
+
+def _member(spec: Spec) -> Member:
+    is_trl = spec.entry.startswith(TRL)
+    found = _found(spec.entry.removeprefix(TRL))
+    try:
+        environment = Trl(found, **spec.settings) if is_trl else _environment(found, spec)
+    # The user's own code runs here, and may raise anything.
+    except (Exception, SystemExit) as err:
+        problem = str(err) if isinstance(err, ValueError) else f"{type(err).__name__}: {err}"
+        settings = f" with the settings {dict(spec.settings)}" if spec.settings else ""
+        raise ValueError(f"{spec.entry} cannot be made{settings}: {problem}") from err
+    own_name = environment.name or type(environment).__name__
+    name = spec.call_name or (spec.entry if spec.entry in NAMES else own_name)
+    return Member(
+        name=name,
+        entry=spec.entry,
+        environment=environment,
+        call_name="" if is_trl else spec.call_name,
+        is_alternative=is_trl and bool(spec.call_name),
+    )
+
+
+def _found(entry: str) -> Any:
+    if ":" in entry:
+        return loaded(NAMES.get(entry, entry))
+    if entry in NAMES:
+        return loaded(NAMES[entry])
+    near = difflib.get_close_matches(entry, NAMES, n=2, cutoff=0.5)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(
+        f"there is no tool {entry}; {meant}give one of {', '.join(NAMES)}, package.module:name or path/to/file.py:name"
+    )
+
+
+def _environment(found: Any, spec: Spec) -> Environment:
+    if inspect.isclass(found) and issubclass(found, Environment):
+        return found(**spec.settings)
+    if is_open_instruct(found):
+        return OpenInstruct(found, call_name=spec.call_name, **spec.settings)
+    if callable(found) and not inspect.isclass(found):
+        return FunctionTool(found, **spec.settings)
+    raise ValueError(
+        "it is neither a function, nor a subclass of mgrpo.environments.environment.Environment, nor an environment of Open "
+        f"Instruct; write {TRL}{spec.entry} for a class in TRL's form, whose public methods are the tools"
+    )

@@ -1,0 +1,77 @@
+"""What a row of the data asks of the environments, in its columns `tools`, `env_config` and `environment`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSettings:
+    """One row's wishes; names are call names of tools, or names of environments."""
+
+    tools: frozenset[str] | None
+    """What may be called; None: everything."""
+    environment: str | None
+    """Which of several environments of `environment_factory` the row is for."""
+    settings: Mapping[str, Mapping[str, Any]]
+    """What it sets for environments, by their names."""
+    max_calls: int | None
+    """`max_steps`, in place of the run's limit."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Everything that it names in `tools` and `env_config`."""
+        return (self.tools or frozenset()) | self.settings.keys()
+
+
+def row_settings(row: Mapping[str, Any]) -> RowSettings:
+    """Read them; an absent column and a null are the same.
+
+    Raises:
+        ValueError: a column has another form.
+    """
+    tools, environment = row.get("tools"), row.get("environment")
+    if tools is not None and not _is_list_of(tools, str):
+        raise ValueError(f"tools: {tools!r:.100} is not a list of names, such as ['python', 'search']")
+    entries, limits = _entries(row.get("env_config"))
+    return RowSettings(
+        tools=None if tools is None else frozenset(tools),
+        environment=environment if isinstance(environment, str) else None,
+        settings={entry["env_name"]: _own_settings(entry) for entry in entries},
+        max_calls=max(limits, default=None),
+    )
+
+
+def _entries(config: Any) -> tuple[list[Mapping[str, Any]], list[int]]:
+    """What `env_config` holds for each environment, and every `max_steps` in it.
+
+    It is one entry with an `env_name`, a list of entries, or {"env_configs": [...], "max_steps": n}.
+    """
+    if config is None:
+        return [], []
+    entries = config
+    if isinstance(config, Mapping):
+        entries = config.get("env_configs")
+        if entries is None:
+            entries = [config] if config.get("env_name") is not None else []
+    if not _is_list_of(entries, Mapping) or not all(isinstance(entry.get("env_name"), str) for entry in entries):
+        raise ValueError(
+            f'env_config: {config!r:.200} is neither {{"env_name": ..., "max_steps": ..., ...}} nor a list of such entries'
+        )
+    holders = [*entries, *([config] if isinstance(config, Mapping) else [])]
+    limits = [holder["max_steps"] for holder in holders if holder.get("max_steps") is not None]
+    if wrong := [limit for limit in limits if type(limit) is not int or limit < 1]:
+        raise ValueError(f"env_config: max_steps={wrong[0]!r} must be a whole number, at least 1")
+    return list(entries), limits
+
+
+def _own_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Without nulls: rows of one column hold every key that any of them has."""
+    ours = ("env_name", "max_steps", "is_text_env")
+    return {key: value for key, value in entry.items() if key not in ours and value is not None}
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, kind) for item in value)
