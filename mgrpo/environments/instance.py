@@ -10,6 +10,7 @@ from typing import Any
 
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.errors import EnvironmentLost, Frozen
+from mgrpo.environments.functions import failure
 from mgrpo.environments.limits import Limits
 from mgrpo.processes.json_lines import Message
 
@@ -126,5 +127,6 @@ class Instance:
 
 
 def _all_failed(calls: Sequence[Call], text: str, seconds: float, *, timed_out: bool = False) -> list[Answered]:
-    answered = Answered(observation=failure(text), seconds=seconds, timed_out=timed_out)
+    err: Exception = TimeoutError(text) if timed_out else RuntimeError(text)
+    answered = Answered(observation=failure(err), seconds=seconds, timed_out=timed_out)
     return [answered] * len(calls)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from mgrpo.environments.instance import EnvironmentLost
+from mgrpo.environments.errors import EnvironmentLost, Frozen
 from mgrpo.processes.json_lines import Child, Message
 from mgrpo.processes.visible import without_secrets
 
@@ -27,10 +27,6 @@ def new_child(folders: Sequence[str]) -> Child:
         folders=folders,
         max_line_bytes=_MAX_ANSWER_BYTES,
     )
-
-
-class Frozen(EnvironmentLost):
-    """The worker did not answer this question in time, and was killed."""
 
 
 class Link:

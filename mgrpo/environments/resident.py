@@ -7,14 +7,17 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 from mgrpo.environments.catalog import Description, Spec, Toolbox, built
 from mgrpo.environments.environment import Call, Observation
+from mgrpo.environments.functions import failure
 from mgrpo.environments.limits import Limits
-from mgrpo.environments.threads import OwnedThreads, called
+from mgrpo.environments.threads import OwnedThreads
 from mgrpo.processes.json_lines import Message
+
+T = TypeVar("T")
 
 _CANCEL_S = 1.0
 """For which a coroutine may go on after it was cancelled."""
@@ -36,12 +39,12 @@ class Resident:
     def __init__(self, number: int, specs: Sequence[Spec], limits: Limits, threads: OwnedThreads) -> None:
         self._number, self._specs, self._limits, self._threads = number, specs, limits, threads
         self._toolbox: Toolbox | None = None
-        self._task: asyncio.Task[Any] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a call goes on: a thread, or a coroutine that ignores being cancelled."""
-        return (self._task is not None and not self._task.done()) or self._threads.is_busy(self._number)
+        """Whether anything goes on: a thread, or a coroutine that ignores being cancelled."""
+        return bool(self._tasks) or self._threads.is_busy(self._number)
 
     async def description(self, limit_s: float) -> Description:
         """What it offers, of a new environment.
@@ -54,36 +57,39 @@ class Resident:
     async def reset(self, row: Mapping[str, Any], *, seed: int, trajectory: str) -> Message:
         async def begin() -> Message:
             toolbox = await self._ready()
-            toolbox.trajectory = trajectory
-            opening = await self._called(toolbox.reset, row, seed=seed)
-            text = "" if opening is None else shortened(opening.text, self._limits.output_bytes)
-            return {"opening": text, "active": sorted(toolbox.active), "acts": toolbox.acts}
+            opening = await toolbox.reset(row, seed=seed, trajectory=trajectory)
+            return {
+                "opening": shortened(opening.text, self._limits.output_bytes),
+                "active": sorted(toolbox.active),
+                "acts": toolbox.acts,
+                "tells": toolbox.tells,
+            }
 
         return await self._within(self._limits.reset_timeout_s, begin())
 
     async def step(self, calls: Sequence[Call]) -> Message:
-        """The answers of one turn; a failed one for each call if there are none."""
-        began, is_late = time.monotonic(), False
-        limit_s = self._limits.tool_timeout_s * len(calls)
-        try:
-            if self.is_stuck:
-                raise Failed("an earlier call is still running")
-            observations = await self._within(limit_s, self._observed(calls))
-        except Failed as err:
-            is_late = isinstance(err, Late)
-            observations = [failure(str(err))] * len(calls)
-        seconds = (time.monotonic() - began) / max(1, len(calls))
-        answers = [dataclasses.asdict(observation) for observation in observations]
-        return {"observations": answers, "seconds": seconds, "timed_out": is_late}
+        """The answers of one turn: (observation, seconds, timed_out) of each call."""
+        assert self._toolbox is not None
+        if self.is_stuck:
+            refused = failure(RuntimeError("an earlier call is still running"))
+            return {"answers": [(dataclasses.asdict(refused), 0.0, False) for _ in calls]}
+        parts = self._toolbox.apart(calls)
+        answered = await asyncio.gather(*(self._answers([calls[place] for place in part]) for part in parts))
+        answers = {
+            place: answer
+            for part, found in zip(parts, answered, strict=True)
+            for place, answer in zip(part, found, strict=True)
+        }
+        return {"answers": [answers[place] for place in range(len(calls))]}
 
     async def ending(self) -> Message:
         async def ask() -> Message:
             assert self._toolbox is not None
-            reward = await self._called(self._toolbox.reward)
-            snapshot = await self._called(self._toolbox.snapshot)
+            reward = await self._toolbox.reward()
+            snapshot = await asyncio.to_thread(self._toolbox.snapshot)
             if len(json.dumps(snapshot)) > _MAX_SNAPSHOT_BYTES:
                 raise ValueError(
-                    f"its public attributes take more than {_MAX_SNAPSHOT_BYTES >> 20} MiB as JSON; "
+                    f"the environment's public attributes take more than {_MAX_SNAPSHOT_BYTES >> 20} MiB as JSON; "
                     "begin the names of those that no reward function needs with _"
                 )
             return {"reward": None if reward is None else finite(reward), "snapshot": snapshot}
@@ -98,28 +104,33 @@ class Resident:
         Raises:
             Failed: it could not be closed.
         """
-        if self._task is not None and not self._task.done():
-            await self._cancel(self._task)
+        await self._cancel(self._tasks)
         if self._toolbox is not None and not self.is_stuck:
-            await self._within(limit_s, self._called(self._toolbox.close))
+            await self._within(limit_s, self._toolbox.close())
 
     async def _ready(self) -> Toolbox:
         if self._toolbox is None:
-            toolbox = await self._called(built, self._specs)
-            await self._called(toolbox.setup)
+            toolbox = await asyncio.to_thread(built, self._specs)
+            await toolbox.setup()
             self._toolbox = toolbox
         return self._toolbox
 
-    async def _observed(self, calls: Sequence[Call]) -> list[Observation]:
+    async def _answers(self, calls: Sequence[Call]) -> list[tuple[Message, float, bool]]:
+        """The answers of one part of a turn; a failed one for each call if there are none in time."""
         assert self._toolbox is not None
-        observations = await self._called(self._toolbox.step, calls)
-        if not isinstance(observations, Sequence) or len(observations) != len(calls):
-            raise TypeError(f"the environment answered {observations!r:.100}; expected were {len(calls)} observations")
-        return [self._checked(observation) for observation in observations]
+        began, is_late = time.monotonic(), False
+        try:
+            found = await self._within(self._limits.tool_timeout_s * len(calls), self._toolbox.step(calls))
+            observations = [self._checked(observation) for observation in found]
+        except Late as err:
+            is_late = True
+            observations = [failure(TimeoutError(str(err)))] * len(calls)
+        except Exception as err:
+            observations = [failure(err)] * len(calls)
+        seconds = (time.monotonic() - began) / len(calls)
+        return [(dataclasses.asdict(observation), seconds, is_late) for observation in observations]
 
-    def _checked(self, observation: Any) -> Observation:
-        if not isinstance(observation, Observation):
-            raise TypeError(f"the environment answered {observation!r:.100}, which is not an Observation")
+    def _checked(self, observation: Observation) -> Observation:
         return Observation(
             text=shortened(observation.text, self._limits.output_bytes),
             reward=finite(observation.reward),
@@ -128,28 +139,29 @@ class Resident:
             metrics={str(name): float(value) for name, value in observation.metrics.items()},
         )
 
-    async def _called(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return await called(self._threads, method, *args, **kwargs)
-
-    async def _within(self, limit_s: float, work: Awaitable[Any]) -> Any:
+    async def _within(self, limit_s: float, work: Awaitable[T]) -> T:
         """The result of `work`; after `limit_s` it is cancelled, or `is_stuck`.
 
         Raises:
             Failed: it raised anything.
         """
-        self._task = task = asyncio.create_task(_outcome(work))
+        task = asyncio.create_task(_outcome(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         await asyncio.wait({task}, timeout=limit_s)
         if not task.done():
-            await self._cancel(task)
+            await self._cancel({task})
             raise Late(f"no answer within {limit_s:g} s")
         result, err = task.result()
         if err is not None:
             raise Failed(said(err)) from err
         return result
 
-    async def _cancel(self, task: asyncio.Task[Any]) -> None:
-        task.cancel()
-        await asyncio.wait({task}, timeout=_CANCEL_S)
+    async def _cancel(self, tasks: Collection[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CANCEL_S)
 
 
 async def _outcome(work: Awaitable[Any]) -> tuple[Any, BaseException | None]:
@@ -160,18 +172,15 @@ async def _outcome(work: Awaitable[Any]) -> tuple[Any, BaseException | None]:
         return None, err
 
 
-def failure(text: str) -> Observation:
-    """What the model is told of a call that has no answer."""
-    return Observation(text=json.dumps({"error": text}, ensure_ascii=False), failed=True)
-
-
 def said(err: BaseException) -> str:
     """An exception in a few words, whatever its own methods do."""
     try:
         text = str(err)
     except Exception:
         text = "its text cannot be read"
-    return f"{type(err).__name__}: {text.encode(errors='replace').decode()[:_MAX_ERROR_CHARS]}"
+    text = text.encode(errors="replace").decode()[:_MAX_ERROR_CHARS]
+    # The toolbox names the entry itself.
+    return text if type(err) is ValueError else f"{type(err).__name__}: {text}"
 
 
 def finite(value: Any) -> float:

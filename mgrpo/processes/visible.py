@@ -14,6 +14,4 @@ _VISIBLE = re.compile(
 
 def without_secrets(prefix: str) -> dict[str, str]:
     """This process's environment variables that hold no secrets, and those whose names begin with `prefix`."""
-    return {
-        name: value for name, value in os.environ.items() if _VISIBLE.fullmatch(name) or name.startswith(prefix)
-    }
+    return {name: value for name, value in os.environ.items() if _VISIBLE.fullmatch(name) or name.startswith(prefix)}
