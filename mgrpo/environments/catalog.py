@@ -10,9 +10,11 @@ from typing import Any
 
 from mgrpo.environments.adaptors.open_instruct import OpenInstruct, is_open_instruct
 from mgrpo.environments.adaptors.trl import Trl
+from mgrpo.environments.description import Description
 from mgrpo.environments.environment import Environment
 from mgrpo.environments.functions import FunctionTool
-from mgrpo.environments.toolbox import Description, Member, Toolbox
+from mgrpo.environments.member import Member
+from mgrpo.environments.toolbox import Toolbox
 from mgrpo.environments.user_code import loaded
 
 __all__ = ["NAMES", "TRL", "Description", "Spec", "Toolbox", "built"]
@@ -88,9 +90,9 @@ def _member(spec: Spec) -> Member:
     own_name = environment.name or type(environment).__name__
     name = spec.call_name or (spec.entry if spec.entry in NAMES else own_name)
     return Member(
+        environment,
         name=name,
         entry=spec.entry,
-        environment=environment,
         call_name="" if is_trl else spec.call_name,
         is_alternative=is_trl and bool(spec.call_name),
     )

@@ -63,6 +63,8 @@ class Environment:
 
     name: str = ""
     """In metrics; by default the class's name."""
+    trajectory: str = ""
+    """The id of the trajectory that it serves, set before `reset`."""
     is_repeatable: bool = False
     """Whether the same seed and the same calls give the same observations: then a run repeats exactly."""
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mgrpo.environments.calling import called
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
 from mgrpo.environments.functions import failure
 
@@ -48,10 +49,10 @@ class OpenInstruct(Environment):
         self._num_calls = 0
 
     async def setup(self) -> None:
-        await _result(getattr(self._inner, "setup", _nothing)())
+        await called(getattr(self._inner, "setup", _nothing))
         if self._takes_text:
             return
-        definitions = await _result(self._inner.get_tool_definitions())
+        definitions = await called(self._inner.get_tool_definitions)
         self._tools = tuple(_tool(definition["function"]) for definition in definitions)
         if not self._tools:
             raise ValueError("its get_tool_definitions returns none; return what the model may call")
@@ -61,7 +62,7 @@ class OpenInstruct(Environment):
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> Observation:
         self._num_calls = 0
-        await _result(self._inner.reset(**row.get("env_config", {})))
+        await called(self._inner.reset, **row.get("env_config", {}))
         return Observation(metrics=await self._metrics())
 
     async def step(self, calls: Sequence[Call]) -> Sequence[Observation]:
@@ -74,15 +75,14 @@ class OpenInstruct(Environment):
         return observations
 
     async def close(self) -> None:
-        await _result(getattr(self._inner, "close", _nothing)())
+        await called(getattr(self._inner, "close", _nothing))
 
     async def _answer(self, call: Call) -> Observation:
         self._num_calls += 1
         name = self.name if self._takes_text else call.name
+        env_call = EnvCall(id=str(self._num_calls), name=name, args=dict(call.arguments))
         try:
-            answer = await _result(
-                self._inner.step(EnvCall(id=str(self._num_calls), name=name, args=dict(call.arguments)))
-            )
+            answer = await called(self._inner.step, env_call)
         # The user's code may raise anything; the model is told.
         except (Exception, SystemExit) as err:
             return failure(err)
@@ -96,7 +96,7 @@ class OpenInstruct(Environment):
         )
 
     async def _metrics(self) -> dict[str, float]:
-        metrics = await _result(getattr(self._inner, "get_metrics", dict)())
+        metrics = await called(getattr(self._inner, "get_metrics", _no_metrics))
         return {name: float(value) for name, value in metrics.items()}
 
 
@@ -104,8 +104,8 @@ def _nothing() -> None:
     return None
 
 
-async def _result(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+def _no_metrics() -> dict[str, float]:
+    return {}
 
 
 def _tool(function: Mapping[str, Any]) -> Tool:

@@ -38,6 +38,7 @@ class Trl(Environment):
 
     def reset(self, row: Mapping[str, Any], *, seed: int) -> Observation | Awaitable[Observation]:
         for method in self._methods.values():
+            method.trajectory = self.trajectory
             method.reset(row, seed=seed)
         columns = {name: value for name, value in row.items() if name != "env_config"} | row.get("env_config", {})
         opening = self._instance.reset(**_accepted(self._instance.reset, columns))
