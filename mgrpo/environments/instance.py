@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mgrpo.environments.environment import Call, Observation
+from mgrpo.environments.errors import EnvironmentLost, Frozen
+from mgrpo.environments.functions import failure
+from mgrpo.environments.limits import Limits
+from mgrpo.processes.json_lines import Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +21,7 @@ class Answered:
 
     observation: Observation
     seconds: float
-    """How long it took; calls of one turn that are answered together share the time equally."""
+    """How long it took; calls of one turn that the same environment answers share the time equally."""
     timed_out: bool = False
 
 
@@ -29,10 +35,6 @@ class Ending:
     """Its public attributes that JSON can hold."""
 
 
-class EnvironmentLost(RuntimeError):
-    """The worker process of a trajectory's environment died or was killed: the trajectory has no score."""
-
-
 class Instance:
     """An environment while it serves one trajectory. Always `release` it."""
 
@@ -43,23 +45,63 @@ class Instance:
     acts: bool
     """Whether a turn as a whole is one action: the call "act" with the argument "text"."""
 
+    def __init__(
+        self,
+        opened: Message,
+        limits: Limits,
+        *,
+        ask: Callable[[Message, float], Awaitable[Message]],
+        give_back: Callable[[bool], None],
+    ) -> None:
+        """Made by the pool, from what the worker answered to its reset; `give_back` is told whether it is broken."""
+        self.opening, self.acts = opened["opening"], opened["acts"]
+        self.active = frozenset(opened["active"])
+        self._tells = opened["tells"]
+        self._limits, self._ask, self._give_back = limits, ask, give_back
+        self._is_released = False
+        self._is_asked = False
+        self._has_timed_out = False
+        self._is_stuck = False
+
     async def step(self, calls: Sequence[Call]) -> list[Answered]:
         """Answers to all calls of one turn, in their order.
 
-        A call that fails, or takes longer than its limit, has a failed observation, which tells the model why.
+        A call that fails, or takes longer than its limit, has a failed observation, which tells the model why. When a call
+        hangs and cannot be ended, those after it fail as well.
 
         Raises:
             EnvironmentLost: the worker process ended, not through a call of this trajectory.
         """
-        raise NotImplementedError
+        if not calls:
+            return []
+        began = time.monotonic()
+        question = {"ask": "step", "calls": [dataclasses.asdict(call) for call in calls]}
+        try:
+            answer = await self._answer(question, self._limits.tool_timeout_s * len(calls))
+        except Frozen as err:
+            self._has_timed_out = self._is_stuck = True
+            return _all_failed(calls, str(err), (time.monotonic() - began) / len(calls), timed_out=True)
+        except EnvironmentLost:
+            if not self._is_stuck:
+                raise
+            return _all_failed(calls, "tools are not available after a call that did not end", 0.0)
+        answered = [
+            Answered(observation=Observation(**observation), seconds=seconds, timed_out=timed_out)
+            for observation, seconds, timed_out in answer["answers"]
+        ]
+        self._has_timed_out |= any(each.timed_out for each in answered)
+        return answered
 
     async def ending(self) -> Ending:
         """The reward and the state at the end; to be asked once, after the last step.
 
         Raises:
-            EnvironmentLost: there is no answer, although the environment would have given a reward.
+            EnvironmentLost: there is no answer, although there would have been a reward or a state.
         """
-        raise NotImplementedError
+        if not self._tells:
+            return Ending()
+        answer = await self._answer({"ask": "ending"}, self._limits.reset_timeout_s)
+        return Ending(reward=answer["reward"], snapshot=answer["snapshot"])
 
     async def release(self, broken: bool = False) -> None:
         """Give it back; never raises, and may be called twice.
@@ -67,4 +109,24 @@ class Instance:
         Args:
             broken: it must not serve another trajectory.
         """
-        raise NotImplementedError
+        if not self._is_released:
+            self._is_released = True
+            self._give_back(broken or self._is_asked or self._has_timed_out)
+
+    async def _answer(self, question: Message, limit_s: float) -> Message:
+        assert not self._is_released and not self._is_asked, "one question at a time, before the release"
+        # It stays so when the caller is cancelled, or the worker is lost.
+        self._is_asked = True
+        answer = await self._ask(question, limit_s)
+        self._is_asked = False
+        self._is_stuck = answer["is_stuck"]
+        if "error" in answer:
+            self._has_timed_out |= answer["timed_out"]
+            raise EnvironmentLost(answer["error"])
+        return answer
+
+
+def _all_failed(calls: Sequence[Call], text: str, seconds: float, *, timed_out: bool = False) -> list[Answered]:
+    err: Exception = TimeoutError(text) if timed_out else RuntimeError(text)
+    answered = Answered(observation=failure(err), seconds=seconds, timed_out=timed_out)
+    return [answered] * len(calls)

@@ -136,12 +136,17 @@ class Child:
         self._stdin.close()
         self._stdout.close()
 
-    def _events(self) -> dict[int, int]:
-        """What to wait for on each of its pipes."""
+    def events(self) -> dict[int, int]:
+        """What to wait for on each of its pipes, as `select.poll` takes it; then `pump`."""
         if self.is_over:
             return {}
         reading = {self._stdout.fileno(): select.POLLIN}
         return reading | {self._stdin.fileno(): select.POLLOUT} if self._outgoing else reading
+
+    def pump(self) -> None:
+        """Write and read what the pipes take and give now."""
+        self._write()
+        self._read()
 
     def _write(self) -> None:
         try:
@@ -195,13 +200,12 @@ def exchange(children: Sequence[Child], timeout_s: float | None) -> None:
     poll = select.poll()
     by_pipe: dict[int, Child] = {}
     for child in children:
-        for pipe, events in child._events().items():
+        for pipe, events in child.events().items():
             poll.register(pipe, events)
             by_pipe[pipe] = child
     ready = poll.poll(None if timeout_s is None else math.ceil(1000 * timeout_s))
     for child in {by_pipe[pipe] for pipe, _ in ready}:
-        child._write()
-        child._read()
+        child.pump()
 
 
 def serve(answer: Callable[[Message], Message]) -> None:
@@ -210,7 +214,7 @@ def serve(answer: Callable[[Message], Message]) -> None:
     Everything else that is printed goes to stderr, and standard input is empty.
     """
     die_with_parent()
-    questions, answers = _take_standard_streams()
+    questions, answers = take_standard_streams()
     for line in questions:
         data = json.dumps(answer(json.loads(line))).encode() + b"\n"
         while data:
@@ -223,7 +227,8 @@ def limit_memory(mebibytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _take_standard_streams() -> tuple[BinaryIO, int]:
+def take_standard_streams() -> tuple[BinaryIO, int]:
+    """The pipes for questions and answers; whatever else is printed goes to stderr from now on, and stdin is empty."""
     questions, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

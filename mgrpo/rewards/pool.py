@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import re
 import threading
 import time
 from collections import Counter, deque
@@ -18,6 +17,7 @@ from typing import Any
 
 from mgrpo.config.schema import Reward
 from mgrpo.processes.json_lines import Child, exchange
+from mgrpo.processes.visible import without_secrets
 from mgrpo.rewards.catalog import find, module_folders
 from mgrpo.rewards.verifier import Answer, Item
 
@@ -33,11 +33,6 @@ _LOGGED_PER_VERIFIER = 3
 # Bounds the time in which `close` takes effect.
 _LONGEST_WAIT_S = 0.2
 _MAX_ANSWER_BYTES = 1 << 20
-# What a worker may see of the environment. A list of what it may not would miss the next service's key.
-_VISIBLE = re.compile(
-    r"PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|CONDA_PREFIX|PYTHON[A-Z]*"
-    r"|(?:OMP|MKL|OPENBLAS|MGRPO_VERIFIER)_\w+|NLTK_DATA|HF_HOME|HF_HUB_OFFLINE|XDG_CACHE_HOME"
-)
 _ANSWER_FIELDS = tuple(field.name for field in dataclasses.fields(Answer))
 
 NO_SCORE = float("nan")
@@ -243,7 +238,7 @@ class _Worker:
         self.child = Child(
             "mgrpo.rewards.worker",
             # Without the run's secrets: what it reads is untrusted.
-            environment={name: value for name, value in os.environ.items() if _VISIBLE.fullmatch(name)},
+            environment=without_secrets("MGRPO_VERIFIER_"),
             folders=folders,
             max_line_bytes=_MAX_ANSWER_BYTES,
         )

@@ -1,0 +1,143 @@
+"""A worker process as coroutines of one loop see it: questions in any number, and one end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from mgrpo.environments.errors import EnvironmentLost, Frozen
+from mgrpo.processes.json_lines import Child, Message
+from mgrpo.processes.visible import without_secrets
+
+PROGRAM = "mgrpo.environments.worker"
+_PATIENCE_S = 10.0
+"""A worker keeps the limits of what it is asked; one that is this much later is frozen."""
+_MAX_ANSWER_BYTES = 1 << 26
+
+
+def new_child(folders: Sequence[str]) -> Child:
+    """A worker process, which is told no secrets: what runs in it reads untrusted text."""
+    return Child(
+        PROGRAM,
+        environment=without_secrets("MGRPO_TOOL_"),
+        folders=folders,
+        max_line_bytes=_MAX_ANSWER_BYTES,
+    )
+
+
+class Link:
+    """One worker process. Always `end` it."""
+
+    def __init__(self, child: Child, when_over: Callable[[str], None]) -> None:
+        """`when_over` is told how it ended, once, unless `end` was called."""
+        self._child, self._when_over = child, when_over
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._numbers = itertools.count()
+        self._watched: dict[int, int] = {}
+        self._ending: asyncio.Task[None] | None = None
+        self._end_lock = threading.Lock()
+        self.is_over = False
+        """Whether it takes no more questions."""
+        self._watch()
+
+    @property
+    def pid(self) -> int:
+        return self._child.process.pid
+
+    async def ask(self, question: Message, limit_s: float) -> Message:
+        """The answer of the worker, which keeps the limit itself. It may be an error.
+
+        Raises:
+            EnvironmentLost: the worker has ended or ends; `Frozen` to whom it was late.
+        """
+        if self.is_over:
+            raise EnvironmentLost("the environment's worker has ended")
+        number = next(self._numbers)
+        future = self._waiting[number] = self._loop.create_future()
+        asked_at = time.monotonic()
+        self._child.send([question | {"id": number}])
+        self._watch()
+        try:
+            while not future.done():
+                # It may have been busy with others, whom it answered meanwhile.
+                since = max(asked_at, self._child.heard_at)
+                left = since + limit_s + _PATIENCE_S - time.monotonic()
+                if left <= 0:
+                    self.stop(f"did not answer for {limit_s + _PATIENCE_S:g} s and was killed")
+                    raise Frozen(f"no answer within {limit_s:g} s")
+                await asyncio.wait({future}, timeout=left)
+            return future.result()
+        finally:
+            future.cancel()
+
+    def stop(self, why: str) -> None:
+        """Kill the process and everything that it has started; whoever waits gets an EnvironmentLost."""
+        if not self.is_over:
+            self.is_over = True
+            self._unwatch()
+            self._ending = self._loop.create_task(self._stop(why))
+
+    def end(self) -> None:
+        """As `stop`, at once, and without a word. Blocks for milliseconds."""
+        self.is_over = True
+        self._unwatch()
+        if self._ending is not None:
+            self._ending.cancel()
+        self._end_child()
+        self._fail("the environments were closed")
+
+    async def _stop(self, why: str) -> None:
+        await asyncio.to_thread(self._end_child)
+        self._take_answers()
+        why = why or self._child.how_it_ended
+        self._fail(f"the environment's worker {why}")
+        self._when_over(why)
+
+    def _end_child(self) -> None:
+        with self._end_lock:
+            self._child.end()
+
+    def _fail(self, text: str) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(EnvironmentLost(text))
+        self._waiting.clear()
+
+    def _pump(self) -> None:
+        self._child.pump()
+        self._take_answers()
+        if self._child.is_over:
+            self.stop("")
+        self._watch()
+
+    def _take_answers(self) -> None:
+        for answer in self._child.answers():
+            future = self._waiting.pop(answer.get("id", -1), None)
+            if future is None:
+                self.stop("answered what it was not asked")
+            elif not future.done():
+                future.set_result(answer)
+
+    def _watch(self) -> None:
+        """Have the loop call for what the pipes are ready for."""
+        wanted = {} if self.is_over else self._child.events()
+        for pipe in self._watched.keys() - wanted.keys():
+            self._remove(pipe)
+        for pipe in wanted.keys() - self._watched.keys():
+            add = self._loop.add_reader if wanted[pipe] == select.POLLIN else self._loop.add_writer
+            add(pipe, self._pump)
+        self._watched = wanted
+
+    def _unwatch(self) -> None:
+        for pipe in list(self._watched):
+            self._remove(pipe)
+        self._watched = {}
+
+    def _remove(self, pipe: int) -> None:
+        self._loop.remove_reader(pipe)
+        self._loop.remove_writer(pipe)

@@ -1,0 +1,17 @@
+"""What a program that meets untrusted text may see of the environment variables. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import re
+
+# A list of what it may not see would miss the next service's key.
+_VISIBLE = re.compile(
+    r"PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|CONDA_PREFIX|PYTHON[A-Z]*"
+    r"|(?:OMP|MKL|OPENBLAS)_\w+|NLTK_DATA|HF_HOME|HF_HUB_OFFLINE|XDG_CACHE_HOME"
+)
+
+
+def without_secrets(prefix: str) -> dict[str, str]:
+    """This process's environment variables that hold no secrets, and those whose names begin with `prefix`."""
+    return {name: value for name, value in os.environ.items() if _VISIBLE.fullmatch(name) or name.startswith(prefix)}
