@@ -202,8 +202,12 @@ BUILTIN: dict[str, Callable[[int, Verifies | None], Callable]] = {
 
 
 def _text_of(completion: str | Sequence[dict]) -> str:
-    """The text of a completion, which is a string or a list with one message."""
-    return completion if isinstance(completion, str) else completion[0]["content"]
+    """The text of a completion, or of the message with which its last turn answers; "" where that one calls a tool."""
+    if isinstance(completion, str):
+        return completion
+    last = completion[-1] if completion else {}
+    is_answer = last.get("role", "assistant") == "assistant" and not last.get("tool_calls")
+    return (last.get("content") or "") if is_answer else ""
 
 
 def _label(solution: object) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mgrpo.config.schema import Reward
+from mgrpo.rewards.trajectories import TurnRewards, is_lost
 from mgrpo.rewards.verifier import Answer, Item
 from mgrpo.types import Completion, RolloutGroup, Score, ScoredGroup
 
@@ -24,30 +25,39 @@ class Verifies(Protocol):
     def verify_many(self, items: Sequence[Item]) -> list[float]: ...
 
 
-def score_groups(groups: Sequence[RolloutGroup], pool: Verifies, config: Reward) -> list[ScoredGroup]:
+def score_groups(
+    groups: Sequence[RolloutGroup], pool: Verifies, config: Reward, turns: TurnRewards | None = None
+) -> list[ScoredGroup]:
     """Score every completion by the verifiers of its row and the rules of `config`, in one call of the pool.
 
-    With v = verification_reward x (sum of weight x score over the row's verifiers) and f = r1_style_format_reward if the format is there:
+    With v = verification_reward x (sum of weight x score over the row's verifiers), to which `turns` adds what an environment
+    gave, and f = r1_style_format_reward if the format is there:
 
-        verifiable off        f
+        verifiable off        v + f, and v is what an environment gave
         format off            v
         additive format       v + f
         gate (format, not additive)   v if the format is there, else 0
 
     A completion that did not stop by itself gets `non_stop_penalty_value` instead under `non_stop_penalty`. If one of its
-    verifiers gives no score, the completion has none (NaN), unless the stop rule decides.
+    verifiers gives no score, the completion has none (NaN), unless the stop rule decides. One whose environment was lost is
+    not verified and has no score, whatever the rules.
 
     `Score.parts` holds each verifier's own score by name, "format" (1 or 0) when the format is asked for, and "correct"
     (1 if every verifier gave its full score); a missing score is NaN there as well.
     """
     verified = iter(pool.verify_many(_items(groups)) if config.apply_verifiable_reward else [])
-    weights = config.weight_by_verifier
+    weights, turns = config.weight_by_verifier, turns or TurnRewards()
     scored = []
     for group in groups:
         scores = []
         for completion in group.completions:
+            if is_lost(completion):
+                parts = {"correct": math.nan} if config.apply_verifiable_reward else {}
+                scores.append(Score(reward=math.nan, parts=parts))
+                continue
             names = group.prompt.verifiers if config.apply_verifiable_reward else ()
-            scores.append(_score(completion, [(name.lower(), next(verified)) for name in names], weights, config))
+            own = [(name.lower(), next(verified)) for name in names]
+            scores.append(_score(completion, own, weights, config, turns))
         scored.append(ScoredGroup(group=group, scores=tuple(scores)))
     return scored
 
@@ -76,20 +86,25 @@ def _items(groups: Sequence[RolloutGroup]) -> list[Item]:
         Item(
             verifier,
             Answer(
-                completion=completion.text,
+                completion=completion.scored_text,
                 ground_truth=ground_truth,
                 prompt=group.prompt.query,
-                num_tokens=len(completion.tokens),
+                num_tokens=completion.num_sampled,
             ),
         )
         for group in groups
         for completion in group.completions
+        if not is_lost(completion)
         for verifier, ground_truth in zip(group.prompt.verifiers, group.prompt.ground_truths, strict=True)
     ]
 
 
 def _score(
-    completion: Completion, verified: list[tuple[str, float]], weights: Mapping[str, float], config: Reward
+    completion: Completion,
+    verified: list[tuple[str, float]],
+    weights: Mapping[str, float],
+    config: Reward,
+    turns: TurnRewards,
 ) -> Score:
     parts: dict[str, float] = {}
     for name, score in verified:
@@ -104,20 +119,15 @@ def _score(
     if config.non_stop_penalty and completion.finish_reason != "stop":
         reward = config.non_stop_penalty_value
     else:
-        reward = _reward(verifier_sum, has_format, config)
+        given = config.verification_reward * verifier_sum if config.apply_verifiable_reward else 0.0
+        reward = _reward(turns.total(completion, given), has_format, config)
     return Score(reward=float(reward), parts=parts)
 
 
-def _reward(verifier_sum: float, has_format: bool, config: Reward) -> float:
-    format_reward = config.r1_style_format_reward if has_format else 0.0
-    if not config.apply_verifiable_reward:
-        return format_reward
-    if math.isnan(verifier_sum):
+def _reward(verified: float, has_format: bool, config: Reward) -> float:
+    if math.isnan(verified):
         return math.nan
-    verified = config.verification_reward * verifier_sum
-    if not config.apply_r1_style_format_reward:
-        return verified
-    if config.additive_format_reward:
-        return verified + format_reward
+    if not config.apply_verifiable_reward or config.additive_format_reward:
+        return verified + (config.r1_style_format_reward if has_format else 0.0)
     # The gate asks for the format, not for a reward of 1: r1_style_format_reward may have any value.
-    return verified if has_format else 0.0
+    return verified if has_format or not config.apply_r1_style_format_reward else 0.0

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mgrpo.processes.background import Background, announced
+from mgrpo.rewards.snapshot import Snapshot
 
 LARGEST = 1e100
 """The largest reward: the square of one beyond 1e154 overflows, and with it the deviation of its whole group."""
@@ -154,6 +155,8 @@ def _copied(value: Any) -> Any:
         return [_copied(item) for item in value]
     if type(value) is dict:
         return {key: _copied(item) for key, item in value.items()}
+    if type(value) is Snapshot:
+        return Snapshot(**_copied(vars(value)))
     return value
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mgrpo.rewards.function_calls import Call, RewardFunction, call_all, innermost, number_of
+from mgrpo.rewards.snapshot import Snapshot
 from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredBatch, ScoredGroup
 
 OWN_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "rng")
@@ -53,9 +54,11 @@ def score_with_functions(
     reward (NaN). The keywords are
 
         prompts             the text, or the list of messages, of the row
-        completions         the text, or for a row of messages [{"role": "assistant", "content": text}]
+        completions         the text, or for a row of messages [{"role": "assistant", "content": text}]; of a trajectory the
+                            text that `scored_text` asks for, or all messages: assistant, tool and user
         completion_ids      lists of int
         ground_truth        the row's value, a list if it has several; absent if no row has one
+        environments        of each trajectory what its environment is at the end (`Snapshot`); absent without trajectories
         <column>            every other column of the data, None where a row lacks it
         trainer_state       `state`
         log_extra           log_extra(column, values): a column of the table of samples (`Score.extras`)
@@ -109,14 +112,17 @@ def function_names(functions: Sequence[RewardFunction]) -> list[str]:
     return list(_named(functions))
 
 
-def missing_arguments(functions: Sequence[RewardFunction], columns: Collection[str]) -> list[str]:
+def missing_arguments(
+    functions: Sequence[RewardFunction], columns: Collection[str], *, has_environments: bool = False
+) -> list[str]:
     """One sentence for each function that cannot be called, because it asks for what neither the run nor the data have, or
     takes nothing by keyword.
 
     Args:
         columns: those that at least one row has, including `ground_truth`.
+        has_environments: whether completions are trajectories.
     """
-    given = dict.fromkeys([*OWN_ARGUMENTS, *columns])
+    given = dict.fromkeys([*OWN_ARGUMENTS, *columns, *(["environments"] if has_environments else [])])
     problems = []
     for name, function in _named(functions).items():
         try:
@@ -182,10 +188,7 @@ def _scores(
 def _keywords(flat: Sequence[tuple[Prompt, Completion]], state: TrainerState) -> dict[str, Any]:
     keywords: dict[str, Any] = {
         "prompts": [_prompt_of(prompt) for prompt, _ in flat],
-        "completions": [
-            completion.text if isinstance(prompt.source, str) else [{"role": "assistant", "content": completion.text}]
-            for prompt, completion in flat
-        ],
+        "completions": [_completion_of(prompt, completion) for prompt, completion in flat],
         "completion_ids": [completion.tokens.tolist() for _, completion in flat],
         "trainer_state": state,
     }
@@ -194,6 +197,9 @@ def _keywords(flat: Sequence[tuple[Prompt, Completion]], state: TrainerState) ->
     for column in dict.fromkeys(column for prompt, _ in flat for column in prompt.columns):
         if column not in _NOT_COLUMNS or (column == "ground_truth" and column not in keywords):
             keywords[column] = [prompt.columns.get(column) for prompt, _ in flat]
+    records = [completion.trajectory for _, completion in flat]
+    if any(records):
+        keywords["environments"] = [record and Snapshot(**record.snapshot) for record in records]
     return keywords
 
 
@@ -201,6 +207,14 @@ def _prompt_of(prompt: Prompt) -> str | list[dict[str, str]]:
     if isinstance(prompt.source, str):
         return prompt.source or prompt.text
     return [dict(message) for message in prompt.source]
+
+
+def _completion_of(prompt: Prompt, completion: Completion) -> str | list[dict[str, Any]]:
+    if isinstance(prompt.source, str):
+        return completion.scored_text
+    if completion.trajectory is None:
+        return [{"role": "assistant", "content": completion.text}]
+    return [dict(message) for message in completion.trajectory.messages]
 
 
 def _ground_truth_of(prompt: Prompt) -> object:

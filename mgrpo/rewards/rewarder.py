@@ -15,20 +15,28 @@ from mgrpo.rewards.function_catalog import close_functions, load_functions, star
 from mgrpo.rewards.functions import TrainerState, function_names, score_with_functions
 from mgrpo.rewards.overlong import overlong_penalty
 from mgrpo.rewards.scorer import Scorer
+from mgrpo.rewards.trajectories import TurnRewards, with_turn_rewards
 from mgrpo.types import RewardContext, RewardScale, RolloutGroup, ScoredBatch, ScoredGroup
 
 
 class Rewarder:
     """Rewards of a run's completions. Always `close` it."""
 
-    def __init__(self, config: Config, functions: Sequence[str | Callable] = (), verifiers: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: Config,
+        functions: Sequence[str | Callable] = (),
+        verifiers: Sequence[str] = (),
+        turns: TurnRewards | None = None,
+    ) -> None:
         """Starts nothing.
 
         Args:
             functions: reward functions, or words that name them; without any, verifiers decide.
             verifiers: names of the verifiers that the rows ask for.
+            turns: how the rewards of a trajectory's turns become one.
         """
-        self.config = config
+        self.config, self.turns = config, turns or TurnRewards()
         self._lock = threading.Lock()
         self.scorer = Scorer(config.reward, verifiers)
         self.functions = load_functions(
@@ -71,8 +79,9 @@ class Rewarder:
                 seed=context.seed,
                 timeout_s=self.config.reward.reward_funcs_timeout,
             )
+            batch = replace(batch, groups=with_turn_rewards(batch.groups, self.turns))
         else:
-            batch = ScoredBatch(groups=score_groups(groups, self.scorer, self.config.reward))
+            batch = ScoredBatch(groups=score_groups(groups, self.scorer, self.config.reward, self.turns))
         cache_length = self.config.algorithm.overlong_cache_length
         if cache_length is None:
             return batch

@@ -1,0 +1,71 @@
+"""Rewards of trajectories: those of their turns, and what verifiers or reward functions give for the whole, become one.
+
+Completions of a single turn have no rewards of turns; what they are given is their reward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mgrpo.types import Completion, ScoredGroup, TrajectoryRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRewards:
+    """How the rewards of a trajectory's turns become one."""
+
+    aggregator: Literal["last", "sum"] = "last"
+    """`reward_aggregator`: the last turn's reward, or the sum of all."""
+    only_good_outputs: bool = False
+    """`only_reward_good_outputs`: what is given counts only where tools were called and every call was answered."""
+
+    def total(self, completion: Completion, given: float) -> float:
+        """The reward of a completion to which verifiers or functions have given this; NaN where its environment was lost.
+
+        A reward that the environment has for the whole trajectory takes the place of its last turn's; what is given is added
+        to that one.
+        """
+        record = completion.trajectory
+        if is_lost(completion):
+            return math.nan
+        if self.only_good_outputs and not (record and used_tools_well(record)):
+            given = 0.0
+        if record is None:
+            return given
+        earlier = [turn.reward for turn in record.turns]
+        last = earlier.pop() if earlier else 0.0
+        if record.reward is not None:
+            last = record.reward
+        return last + given + (sum(earlier) if self.aggregator == "sum" else 0.0)
+
+
+def is_lost(completion: Completion) -> bool:
+    """Whether it ended because its environment failed, so that nothing can be said about it."""
+    return completion.trajectory is not None and completion.trajectory.ended_by == "error"
+
+
+def used_tools_well(record: TrajectoryRecord) -> bool:
+    """Whether something was called, and no call failed, was late, could not be read or named a tool that does not exist."""
+    is_answered = all(not (any(turn.failed) or turn.num_unreadable or turn.num_unknown) for turn in record.turns)
+    return is_answered and any(turn.calls for turn in record.turns)
+
+
+def with_turn_rewards(groups: Sequence[ScoredGroup], turns: TurnRewards) -> list[ScoredGroup]:
+    """Groups that reward functions have scored, with the rewards of their turns; lost completions have no score."""
+    return [
+        replace(
+            group,
+            scores=tuple(
+                replace(
+                    score,
+                    reward=turns.total(completion, score.reward),
+                    parts=dict.fromkeys(score.parts, math.nan) if is_lost(completion) else score.parts,
+                )
+                for completion, score in zip(group.group.completions, group.scores, strict=True)
+            ),
+        )
+        for group in groups
+    ]
