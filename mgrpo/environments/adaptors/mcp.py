@@ -73,11 +73,11 @@ class Mcp(Environment):
         if importlib.util.find_spec("mcp") is None:
             raise ValueError('mcp: the package is not installed; install it with: pip install "mcp>=1.24"')
         self._session = self._taken() if self._is_shared else Session(self._server, timeout_s=self._timeout_s)
-        found = [_tool(record) for record in await self._session.tools()]
-        self._tools = [tool for tool in found if self._tool_name in ("", tool.name)]
-        if not self._tools:
-            names = ", ".join(tool.name for tool in found) or "none"
-            raise ValueError(f"mcp: {self._server} has no tool {self._tool_name!r}; its tools: {names}")
+        try:
+            self._tools = await self._chosen(self._session)
+        except BaseException:
+            await self.close()
+            raise
 
     def tools(self) -> Sequence[Tool]:
         return self._tools
@@ -97,6 +97,14 @@ class Mcp(Environment):
         if session is not None and (not self._is_shared or self._is_last()):
             await session.close()
 
+    async def _chosen(self, session: Session) -> Sequence[Tool]:
+        found = [_tool(record) for record in await session.tools()]
+        chosen = [tool for tool in found if self._tool_name in ("", tool.name)]
+        if not chosen:
+            names = ", ".join(tool.name for tool in found) or "none"
+            raise ValueError(f"mcp: {self._server} has no tool {self._tool_name!r}; its tools: {names}")
+        return chosen
+
     async def _answered(self, call: Call) -> Observation:
         assert self._session is not None, "setup comes first"
         try:
@@ -105,7 +113,7 @@ class Mcp(Environment):
             return Observation(text=f"The tool is not available: {err}", failed=True)
         except Exception as err:
             return Observation(text=f"The call failed: {err}", failed=True)
-        return Observation(text=_text(result), failed=bool(result.get("isError")))
+        return Observation(text=text_of(result), failed=bool(result.get("isError")))
 
     def _key(self) -> tuple[asyncio.AbstractEventLoop, str]:
         server = self._server
@@ -130,7 +138,7 @@ def _tool(record: Record) -> Tool:
     return Tool(name=record["name"], description=record.get("description") or "", parameters=schema)
 
 
-def _text(result: Record) -> str:
+def text_of(result: Mapping[str, Any]) -> str:
     """What a result shows: its texts; other blocks are named."""
     blocks = result.get("content") or []
     if not blocks and result.get("structuredContent") is not None:

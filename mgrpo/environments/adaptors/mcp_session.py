@@ -93,7 +93,8 @@ class Session:
         self._opened: asyncio.Future[Any] | None = None
         self._closing = asyncio.Event()
         self._is_suspect = False
-        self._log = tempfile.TemporaryFile("a+", errors="replace")
+        self._log: TextIO | None = None
+        self._wrote = ""
         self._tools: list[Record] | None = None
 
     async def tools(self) -> list[Record]:
@@ -119,14 +120,13 @@ class Session:
     async def close(self) -> None:
         async with self._lock:
             await self._end()
-            self._log.close()
 
     async def _asked(self, request: Callable[[Any], Awaitable[T]]) -> T:
         return await self._answer(await self._ready(), request, self._timeout_s)
 
     async def _answer(self, client: Any, request: Callable[[Any], Awaitable[T]], limit_s: float) -> T:
         """The answer, unless the session ends first. After anything else the session is checked before its next use."""
-        assert self._owner is not None
+        assert self._owner is not None and self._log is not None
         if os.fstat(self._log.fileno()).st_size > _MAX_LOG_BYTES:
             self._log.truncate(0)
         owner, asked = self._owner, asyncio.ensure_future(request(client))
@@ -165,9 +165,14 @@ class Session:
             raise SessionError(f"no session with {self._server}{reason}")
 
     async def _own(self, opened: asyncio.Future[Any], closing: asyncio.Event) -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            opened.set_result(await self._server.connect(stack, self._log))
-            await closing.wait()
+        with tempfile.TemporaryFile("a+", errors="replace") as self._log:
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    opened.set_result(await self._server.connect(stack, self._log))
+                    await closing.wait()
+            finally:
+                self._log.seek(0)
+                self._wrote = self._log.read().strip()[-_SHOWN_LOG:]
 
     async def _is_alive(self) -> bool:
         if self._owner is None or self._owner.done() or self._opened is None or not self._opened.done():
@@ -194,13 +199,11 @@ class Session:
         """Why the session ended, as the end of a sentence: the first error within the groups, and what the server wrote."""
         if owner.cancelled() or (error := owner.exception()) is None:
             return ""
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+        while inner := getattr(error, "exceptions", ()):
+            error = inner[0]
         if isinstance(error, SessionError):
             return f": {error}"
-        self._log.seek(0)
-        wrote = self._log.read().strip()[-_SHOWN_LOG:]
-        return f": {type(error).__name__}: {error}" + (f"; the server wrote: {wrote}" if wrote else "")
+        return f": {type(error).__name__}: {error}" + (f"; the server wrote: {self._wrote}" if self._wrote else "")
 
 
 def _seen(task: asyncio.Future[Any]) -> None:

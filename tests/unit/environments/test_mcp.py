@@ -61,7 +61,7 @@ def test_tools_of_all_pages_are_shown_as_the_server_describes_them():
         return tools
 
     tools = asyncio.run(run())
-    assert [tool.name for tool in tools] == "count fail leave wait freeze picture nothing pid".split()
+    assert [tool.name for tool in tools] == ["count", "fail", "leave", "wait", "freeze", "picture", "nothing", "pid"]
     assert tools[3].description == "Tool wait."
     assert tools[3].parameters == {"type": "object", "properties": {"seconds": {"type": "number"}}}
 
@@ -246,7 +246,7 @@ def test_a_server_that_cannot_start_is_named_with_what_it_wrote():
     assert str(caught.value).endswith("the server wrote: this server has no configuration")
     with pytest.raises(mcp_session.SessionError, match="the command 'no-such-server' was not found"):
         asyncio.run(opened(command="no-such-server"))
-    with pytest.raises(mcp_session.SessionError, match="no session with http://127.0.0.1:9/mcp: ConnectError"):
+    with pytest.raises(mcp_session.SessionError, match=r"no session with http://127.0.0.1:9/mcp: ConnectError"):
         asyncio.run(opened(server_url="http://127.0.0.1:9/mcp"))
 
 
@@ -260,6 +260,7 @@ def test_one_tool_of_a_server_can_be_chosen():
     assert [tool.name for tool in asyncio.run(run("pid"))] == ["pid"]
     with pytest.raises(ValueError, match="has no tool 'none'; its tools: count, fail, leave"):
         asyncio.run(run("none"))
+    assert not _SHARED, "what could not be set up is closed"
 
 
 @pytest.mark.parametrize(
