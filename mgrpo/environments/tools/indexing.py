@@ -116,7 +116,9 @@ def _document(line: bytes, where: str, *, title_field: str, text_field: str) -> 
             "choose its column with --text_field"
         )
     if title is not None and not isinstance(title, str):
-        raise ValueError(f"{where}: found {title_field} {repr(title)[:_SHOWN]}, expected text; choose with --title_field")
+        raise ValueError(
+            f"{where}: found {title_field} {repr(title)[:_SHOWN]}, expected text; choose with --title_field"
+        )
     return _storable(title or ""), _storable(text)
 
 

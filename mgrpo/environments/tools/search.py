@@ -119,7 +119,9 @@ class Search(Environment):
         if not found:
             return Observation(text="Nothing was found; try other words.")
         shown = (
-            "\n".join(filter(None, (f"[{number}] {passage.title}".rstrip(), excerpt(passage.text, words, self._max_words))))
+            "\n".join(
+                filter(None, (f"[{number}] {passage.title}".rstrip(), excerpt(passage.text, words, self._max_words)))
+            )
             for number, passage in enumerate(found, 1)
         )
         return Observation(text="\n\n".join(shown))

@@ -1,0 +1,153 @@
+"""The tools of an MCP server: a program that is started (stdio), or one that runs elsewhere (http, sse).
+
+Needs the package `mcp`, versions 1.24 and up or 2. Sessions stay open over calls, see `mcp_session`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from mgrpo.environments.adaptors.mcp_session import TRANSPORTS, Record, Server, Session, SessionError
+from mgrpo.environments.environment import Call, Environment, Observation, Tool
+
+_SHARED: dict[tuple[asyncio.AbstractEventLoop, str], tuple[Session, int]] = {}
+"""Sessions that several instances of a worker use, with the number of their users."""
+
+
+class Mcp(Environment):
+    """Settings: the server, and whether its sessions are shared."""
+
+    name = "mcp"
+
+    def __init__(
+        self,
+        *,
+        server_url: str = "",
+        command: str = "",
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        transport: str = "",
+        tool_name: str = "",
+        timeout: float = 60.0,
+        session: Literal["worker", "trajectory"] = "worker",
+    ) -> None:
+        """
+        Args:
+            server_url: of a server that runs; by http, or by sse where `transport` says so.
+            command: starts a server, with `args`, and with `env` beside a few harmless variables of this process.
+            tool_name: the only tool that is shown; default: all.
+            session: "worker": one for all trajectories of a worker process, for servers without memory. "trajectory":
+                each begins with a new one, and with a new program.
+        """
+        transport = transport or ("http" if server_url else "stdio")
+        if transport not in TRANSPORTS:
+            raise ValueError(f"mcp: transport={transport!r}, expected one of {', '.join(TRANSPORTS)}")
+        if bool(server_url) == bool(command) or (transport == "stdio") != bool(command):
+            raise ValueError(
+                f"mcp: got server_url={server_url!r} and command={command!r} with transport={transport!r}, "
+                "expected a command for stdio, or else a server_url"
+            )
+        if isinstance(args, str):
+            raise ValueError(f"mcp: args={args!r}, expected a list of words")
+        if session not in ("worker", "trajectory"):
+            raise ValueError(f"mcp: session={session!r}, expected worker or trajectory")
+        self._server = Server(
+            transport=transport,
+            server_url=server_url,
+            command=command,
+            args=tuple(args),
+            env=dict(env or {}),
+            headers=dict(headers or {}),
+        )
+        self._timeout_s, self._is_shared, self._tool_name = timeout, session == "worker", tool_name
+        self._session: Session | None = None
+        self._is_used = False
+        self._tools: Sequence[Tool] = ()
+
+    async def setup(self) -> None:
+        if importlib.util.find_spec("mcp") is None:
+            raise ValueError('mcp: the package is not installed; install it with: pip install "mcp>=1.24"')
+        self._session = self._taken() if self._is_shared else Session(self._server, timeout_s=self._timeout_s)
+        try:
+            self._tools = await self._chosen(self._session)
+        except BaseException:
+            await self.close()
+            raise
+
+    def tools(self) -> Sequence[Tool]:
+        return self._tools
+
+    async def reset(self, row: Mapping[str, Any], *, seed: int) -> None:
+        assert self._session is not None, "setup comes first"
+        if self._is_used and not self._is_shared:
+            await self._session.renew()
+        self._is_used = False
+
+    async def step(self, calls: Sequence[Call]) -> Sequence[Observation]:
+        self._is_used = True
+        return [await self._answered(call) for call in calls]
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None and (not self._is_shared or self._is_last()):
+            await session.close()
+
+    async def _chosen(self, session: Session) -> Sequence[Tool]:
+        found = [_tool(record) for record in await session.tools()]
+        chosen = [tool for tool in found if self._tool_name in ("", tool.name)]
+        if not chosen:
+            names = ", ".join(tool.name for tool in found) or "none"
+            raise ValueError(f"mcp: {self._server} has no tool {self._tool_name!r}; its tools: {names}")
+        return chosen
+
+    async def _answered(self, call: Call) -> Observation:
+        assert self._session is not None, "setup comes first"
+        try:
+            result = await self._session.call(call.name, call.arguments)
+        except SessionError as err:
+            return Observation(text=f"The tool is not available: {err}", failed=True)
+        except Exception as err:
+            return Observation(text=f"The call failed: {err}", failed=True)
+        return Observation(text=text_of(result), failed=bool(result.get("isError")))
+
+    def _key(self) -> tuple[asyncio.AbstractEventLoop, str]:
+        server = self._server
+        settings = (server.transport, server.args, str(server), dict(server.env), dict(server.headers), self._timeout_s)
+        return asyncio.get_running_loop(), json.dumps(settings, sort_keys=True)
+
+    def _taken(self) -> Session:
+        session, num_users = _SHARED.get(self._key()) or (Session(self._server, timeout_s=self._timeout_s), 0)
+        _SHARED[self._key()] = session, num_users + 1
+        return session
+
+    def _is_last(self) -> bool:
+        """Count this user out."""
+        session, num_users = _SHARED.pop(self._key())
+        if num_users > 1:
+            _SHARED[self._key()] = session, num_users - 1
+        return num_users == 1
+
+
+def _tool(record: Record) -> Tool:
+    schema = record.get("inputSchema") or {"type": "object", "properties": {}}
+    return Tool(name=record["name"], description=record.get("description") or "", parameters=schema)
+
+
+def text_of(result: Mapping[str, Any]) -> str:
+    """What a result shows: its texts; other blocks are named."""
+    blocks = result.get("content") or []
+    if not blocks and result.get("structuredContent") is not None:
+        return json.dumps(result["structuredContent"], ensure_ascii=False)
+    return "\n".join(map(_block, blocks))
+
+
+def _block(block: Record) -> str:
+    held = block.get("resource") or block
+    if isinstance(held.get("text"), str):
+        return held["text"]
+    return f"[{' '.join(filter(None, (block.get('type'), held.get('mimeType'), held.get('uri'))))}]"

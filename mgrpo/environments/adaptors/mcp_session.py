@@ -1,0 +1,225 @@
+"""One session with an MCP server: opened by a task of its own, checked after a failure, opened again where it was lost.
+
+The library's sessions are anyio task groups. They must be left by the task that entered them, and a failed request may
+cancel that task; so no caller ever enters one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+TRANSPORTS = ("stdio", "http", "sse")
+_OPEN_S = 30.0
+_CHECK_S = 5.0
+_CLOSE_S = 5.0
+_MAX_LOG_BYTES = 2**20
+_SHOWN_LOG = 400
+_LAUNCH = (
+    "import os, sys; sys.path.append(sys.argv[1]); from mgrpo.processes.lifetime import die_with_parent; "
+    "die_with_parent(); os.execvp(sys.argv[2], sys.argv[2:])"
+)
+"""Becomes the server, which then dies with this process. The library starts servers in sessions of their own."""
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
+
+T = TypeVar("T")
+Record = dict[str, Any]
+"""A message of the protocol, with the protocol's names."""
+
+
+class SessionError(Exception):
+    """The server cannot be reached, or went away; the message says which server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Where a server is, or how it is started."""
+
+    transport: str
+    server_url: str = ""
+    command: str = ""
+    args: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.server_url or " ".join((self.command, *self.args))
+
+    async def connect(self, stack: contextlib.AsyncExitStack, log: TextIO) -> Any:
+        """The library's session, after the handshake; a server that is started writes its errors to `log`."""
+        from mcp import ClientSession
+
+        streams = await stack.enter_async_context(self._streams(stack, log))
+        session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
+        await session.initialize()
+        return session
+
+    def _streams(self, stack: contextlib.AsyncExitStack, log: TextIO) -> contextlib.AbstractAsyncContextManager[Any]:
+        if self.transport == "stdio":
+            from mcp import StdioServerParameters, stdio_client
+
+            if shutil.which(self.command) is None:
+                raise SessionError(f"the command {self.command!r} was not found")
+            launch = ["-I", "-S", "-c", _LAUNCH, _PACKAGE_PARENT, self.command, *self.args]
+            return stdio_client(StdioServerParameters(command=sys.executable, args=launch, env=dict(self.env)), log)
+        if self.transport == "sse":
+            from mcp.client.sse import sse_client
+
+            return sse_client(self.server_url, headers=dict(self.headers))
+        from mcp.client.streamable_http import streamable_http_client
+        from mcp.shared._httpx_utils import create_mcp_http_client
+
+        client = create_mcp_http_client(headers=dict(self.headers))
+        stack.push_async_callback(client.aclose)
+        return streamable_http_client(self.server_url, http_client=client)
+
+
+class Session:
+    """Requests to one server, from any number of tasks at once."""
+
+    def __init__(self, server: Server, *, timeout_s: float) -> None:
+        self._server = server
+        self._timeout_s = timeout_s
+        self._lock = asyncio.Lock()
+        self._owner: asyncio.Task[None] | None = None
+        self._opened: asyncio.Future[Any] | None = None
+        self._closing = asyncio.Event()
+        self._is_suspect = False
+        self._log: TextIO | None = None
+        self._wrote = ""
+        self._tools: list[Record] | None = None
+
+    async def tools(self) -> list[Record]:
+        """All tools of the server; it is asked once."""
+        if self._tools is None:
+            self._tools = await self._asked(_all_tools)
+        return self._tools
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Record:
+        """The result of one call; raises what the library raises, or SessionError."""
+
+        async def request(client: Any) -> Record:
+            return (await client.call_tool(name, dict(arguments))).model_dump(mode="json", by_alias=True)
+
+        return await self._asked(request)
+
+    async def renew(self) -> None:
+        """Go on with another session; raises SessionError."""
+        async with self._lock:
+            await self._end()
+        await self._ready()
+
+    async def close(self) -> None:
+        async with self._lock:
+            await self._end()
+
+    async def _asked(self, request: Callable[[Any], Awaitable[T]]) -> T:
+        return await self._answer(await self._ready(), request, self._timeout_s)
+
+    async def _answer(self, client: Any, request: Callable[[Any], Awaitable[T]], limit_s: float) -> T:
+        """The answer, unless the session ends first. After anything else the session is checked before its next use."""
+        assert self._owner is not None and self._log is not None
+        if os.fstat(self._log.fileno()).st_size > _MAX_LOG_BYTES:
+            self._log.truncate(0)
+        owner, asked = self._owner, asyncio.ensure_future(request(client))
+        try:
+            await asyncio.wait({asked, owner}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done() and owner.done():
+                raise SessionError(f"the session with {self._server} ended{self._because(owner)}")
+            if not asked.done():
+                raise TimeoutError(f"no answer in {limit_s:g} s")
+            if asked.cancelled():
+                raise SessionError(f"the session with {self._server} was cancelled")
+            return asked.result()
+        except BaseException:
+            self._is_suspect = True
+            raise
+        finally:
+            asked.cancel()
+            asked.add_done_callback(_seen)
+
+    async def _ready(self) -> Any:
+        """The library's session, opened again if it has ended or does not answer."""
+        async with self._lock:
+            if self._is_suspect and not await self._is_alive():
+                await self._end()
+            self._is_suspect = False
+            if self._owner is None or self._owner.done():
+                self._opened, self._closing = asyncio.get_running_loop().create_future(), asyncio.Event()
+                self._owner = asyncio.create_task(self._own(self._opened, self._closing))
+            owner, opened = self._owner, self._opened
+            assert opened is not None
+            await asyncio.wait({opened, owner}, timeout=_OPEN_S, return_when=asyncio.FIRST_COMPLETED)
+            if opened.done():
+                return opened.result()
+            reason = self._because(owner) if owner.done() else f": no answer in {_OPEN_S:g} s"
+            await self._end()
+            raise SessionError(f"no session with {self._server}{reason}")
+
+    async def _own(self, opened: asyncio.Future[Any], closing: asyncio.Event) -> None:
+        with tempfile.TemporaryFile("a+", errors="replace") as self._log:
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    opened.set_result(await self._server.connect(stack, self._log))
+                    await closing.wait()
+            finally:
+                self._log.seek(0)
+                self._wrote = self._log.read().strip()[-_SHOWN_LOG:]
+
+    async def _is_alive(self) -> bool:
+        if self._owner is None or self._owner.done() or self._opened is None or not self._opened.done():
+            return False
+        try:
+            await self._answer(self._opened.result(), lambda client: client.list_tools(), _CHECK_S)
+        except Exception:
+            return False
+        return True
+
+    async def _end(self) -> None:
+        owner, self._owner = self._owner, None
+        if owner is None:
+            return
+        if self._opened is not None and self._opened.done():
+            self._closing.set()
+            await asyncio.wait({owner}, timeout=_CLOSE_S)
+        if not owner.done():
+            owner.cancel()
+            await asyncio.wait({owner}, timeout=_CLOSE_S)
+        owner.add_done_callback(_seen)
+
+    def _because(self, owner: asyncio.Task[None]) -> str:
+        """Why the session ended, as the end of a sentence: the first error within the groups, and what the server wrote."""
+        if owner.cancelled() or (error := owner.exception()) is None:
+            return ""
+        while inner := getattr(error, "exceptions", ()):
+            error = inner[0]
+        if isinstance(error, SessionError):
+            return f": {error}"
+        return f": {type(error).__name__}: {error}" + (f"; the server wrote: {self._wrote}" if self._wrote else "")
+
+
+def _seen(task: asyncio.Future[Any]) -> None:
+    """Keeps asyncio from reporting an error that nothing waits for any more."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def _all_tools(client: Any) -> list[Record]:
+    from mcp.types import PaginatedRequestParams
+
+    found: list[Record] = []
+    cursor = None
+    while True:
+        page = await client.list_tools(params=PaginatedRequestParams(cursor=cursor) if cursor else None)
+        record = page.model_dump(mode="json", by_alias=True)
+        found += record["tools"]
+        if not (cursor := record.get("nextCursor")):
+            return found
