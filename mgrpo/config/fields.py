@@ -60,7 +60,8 @@ class Setting:
     @property
     def is_mapping(self) -> bool:
         """Whether a file may hold a mapping for it."""
-        return any(kind is JSONObject or typing.get_origin(kind) is dict for kind in alternatives(self.type))
+        is_one = any(kind is JSONObject or typing.get_origin(kind) is dict for kind in alternatives(self.type))
+        return is_one or self.is_list_of_mappings
 
     @property
     def is_switch(self) -> bool:

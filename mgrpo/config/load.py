@@ -299,4 +299,4 @@ def _json(node: yaml.Node) -> str:
     """The text that a scalar is, or a mapping as JSON."""
     if isinstance(node, yaml.ScalarNode):
         return str(node.value)
-    return json.dumps(yaml.SafeLoader("").construct_document(node))
+    return json.dumps(yaml.SafeLoader("").construct_document(node), default=str)

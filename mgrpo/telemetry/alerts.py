@@ -57,7 +57,7 @@ def replay(lines: Iterable[Metrics], total_steps: int) -> list[tuple[int, str]]:
 
 def signs(metrics: Metrics) -> dict[str, str]:
     """What is wrong with one training step: by the metric that shows it a sentence with a likely cause."""
-    found = _unscored(metrics) | _truncated(metrics)
+    found = _unscored(metrics) | _truncated(metrics) | _uncalled(metrics)
     if not found:
         found |= _without_spread(metrics)
     if not found:
@@ -97,6 +97,28 @@ def _truncated(metrics: Metrics) -> dict[str, str]:
             "suit the model, or ends the answer itself"
         }
     return {}
+
+
+def _uncalled(metrics: Metrics) -> dict[str, str]:
+    calls, failed = "tools/aggregate/avg_calls_per_rollout", "tools/aggregate/failure_rate"
+    if _value(metrics, failed) == 1:
+        return {
+            failed: f"every call of a tool fails ({failed} is 1); rollouts/train_samples.jsonl has what the tools answered"
+        }
+    if _value(metrics, calls) != 0:
+        return {}
+    unreadable, unknown = (_value(metrics, f"turns/{kind}_calls") for kind in ("unreadable", "unknown"))
+    if unreadable > 0:
+        cause = (
+            f"begins calls that cannot be read (turns/unreadable_calls is {unreadable:.3g}); look at tool_parser_type"
+        )
+    elif unknown > 0:
+        cause = f"calls only tools that do not exist (turns/unknown_calls is {unknown:.3g}); look at tool_call_names"
+    elif _value(metrics, "turns/max") <= 1:
+        cause = "never begins a call; look at pass_tools_to_chat_template, tool_parser_type and the prompts"
+    else:
+        return {}
+    return {calls: f"no tool is called ({calls} is 0): the model {cause}"}
 
 
 def _without_spread(metrics: Metrics) -> dict[str, str]:

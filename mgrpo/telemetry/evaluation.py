@@ -21,6 +21,7 @@ from mgrpo.telemetry.batch import (
     stopped,
     tokens_per_second,
 )
+from mgrpo.telemetry.trajectories import trajectory_metrics
 from mgrpo.types import RewardScale, ScoredGroup
 
 
@@ -46,7 +47,7 @@ def evaluation_metrics(
         generate_s: seconds that generation took; None leaves out its speed.
     """
     mean, least, most = mean_min_max(completion_lengths(groups))
-    rewards = reward_metrics(groups, scale) | error_rates(groups, scale)
+    others = reward_metrics(groups, scale) | error_rates(groups, scale) | trajectory_metrics(groups)
     metrics = {
         "eval/scores": mean_score([reward for group in groups for reward in group.rewards]),
         "eval/no_score_rate": no_score_rate(groups),
@@ -54,7 +55,7 @@ def evaluation_metrics(
         "eval/sequence_lengths_min": least,
         "eval/sequence_lengths_max": most,
         "eval/stop_rate": mean_score(stopped(groups)),
-        **{f"eval/{name}": value for name, value in rewards.items()},
+        **{f"eval/{name}": value for name, value in others.items() if not name.startswith("time/")},
     }
     if generate_s is not None:
         metrics["time/eval_actor_tokens_per_second"] = tokens_per_second(groups, generate_s)

@@ -53,7 +53,46 @@ def left_out(name: str, source: str, reason: str) -> Metric:
 
 _RUNNING = "needs a total over the run that a resumed run continues"
 _PER_GROUP = "engines sample groups at the same time and do not report the time of one"
-_TOOLS, _ENVIRONMENTS = "there are no tools", "there are no environments"
+_ENDED = (
+    ("stop", "the model answered without a call"),
+    ("length", "no further token was allowed"),
+    ("max_calls", "no further call was allowed"),
+    ("done", "the environment said so"),
+    ("error", "the environment was lost or late; they have no score"),
+)
+_CALLING = (
+    (
+        "tools/{name}/avg_calls_per_rollout",
+        OI,
+        "count",
+        "calls of a tool, which the model knows by this name, in a completion, mean over all sampled",
+    ),
+    ("tools/{name}/failure_rate", OI, "share", "of its calls, those that failed or were late; null without any"),
+    ("tools/aggregate/avg_calls_per_rollout", OI, "count", "calls of all tools together"),
+    ("tools/aggregate/failure_rate", OI, "share", "of all calls, those that failed or were late"),
+    ("turns/mean", OWN, "count", "turns of the model in a completion, mean over all sampled"),
+    ("turns/max", OWN, "count", "most turns of a completion"),
+    *((f"turns/ended_by/{how}", OWN, "share", f"completions that ended because {why}") for how, why in _ENDED),
+    (
+        "turns/sampled_token_share",
+        OWN,
+        "share",
+        "of their tokens, those that the model has sampled; the others are what it was answered",
+    ),
+    (
+        "turns/unreadable_calls",
+        OWN,
+        "count",
+        "calls that were begun and could not be read, in a completion; many: another tool_parser_type",
+    ),
+    ("turns/unknown_calls", OWN, "count", "calls of tools that do not exist, in a completion"),
+    (
+        "env/{name}/{metric}",
+        OI,
+        "any",
+        "what an environment reports by itself, the last value of a completion, mean over completions",
+    ),
+)
 _RUBRICS = "rubrics do not evolve; the verifier rubric judges by those in the row"
 _FLOPS = "which GPUs the engines have is not asked"
 _EXTREME = "a minimum or maximum over ranks would change with the layout; the mean is logged"
@@ -298,11 +337,19 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         left_out("sample_completions", OI, "a table there; here rollouts/eval_step_N.jsonl, and samples of it in report.html"),
     ),
     "Tools, environments and rubrics": (
-        *(not_yet(f"tools/{{name}}/{what}", OI, _TOOLS) for what in ("avg_calls_per_rollout", "failure_rate", "avg_runtime")),
-        *(not_yet(f"tools/aggregate/{what}", OI, _TOOLS) for what in ("avg_calls_per_rollout", "failure_rate", "avg_runtime")),
-        not_yet("tools/call_frequency", TRL, _TOOLS),
-        not_yet("tools/failure_frequency", TRL, _TOOLS),
-        not_yet("env/{name}/{metric}", OI, _ENVIRONMENTS),
+        *(logged(*entry) for entry in _CALLING),
+        logged("time/tools/{name}/avg_runtime", OWN, "s", "that a call of this tool took, mean over its calls"),
+        logged("time/tools/aggregate/avg_runtime", OWN, "s", "the same, over the calls of all tools"),
+        alias("tools/{name}/avg_runtime", OI, "time/tools/{name}/avg_runtime", "every reading of a clock is under time/"),
+        alias("tools/aggregate/avg_runtime", OI, "time/tools/aggregate/avg_runtime"),
+        alias("tools/call_frequency", TRL, "tools/aggregate/avg_calls_per_rollout"),
+        alias("tools/failure_frequency", TRL, "tools/aggregate/failure_rate", "0 there without a call"),
+        logged("time/tools", OWN, "s", "of the step in which any call was waited for"),
+        logged("env/acquire_wait_s", OWN, "s", "waiting for an environment that is free, mean over completions"),
+        logged("env/replaced", OWN, "count", "processes of environments that were ended and started again since the step before"),
+        logged("env/timeouts", OWN, "count", "calls and beginnings of environments that were late since the step before"),
+        logged("env/lost", OWN, "count", "completions whose environment was lost since the step before; they have no score"),
+        *(logged(f"eval/{name}", source, unit, f"as {name}") for name, source, unit, _ in _CALLING),
         *(
             not_yet(f"evolving_rubrics/{what}", OI, _RUBRICS)
             for what in (
@@ -347,6 +394,8 @@ whose steps all had nothing to learn from writes everything, and then ends with 
 | `objective/{{verifier}}_error_rate` | 1: it scored nothing | its service, its time-out, the form of the ground truths |
 | `completions/clipped_ratio` | {MOST:g} or more: almost all are cut off | `response_length` too small; an end token that is not among the stop tokens |
 | `completions/max_length` | 1: all are empty | a chat template that does not suit the model |
+| `tools/aggregate/failure_rate` | 1: every call fails | a service that does not answer; the form of the arguments; `tool_timeout` |
+| `tools/aggregate/avg_calls_per_rollout` | 0 | another `tool_parser_type`; prompts that do not ask for calls; a model that knows no tools |
 | `optim/steps`, `optim/grad_norm` | 0 | no advantage, or no trained token |
 
 Weights that are not finite, when they are loaded or after a step, and log-probabilities of an engine that are not, end the run; the error names

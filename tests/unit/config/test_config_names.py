@@ -70,7 +70,8 @@ PEERS = {
         add_r1_style_format_reward stop_token penalty_reward_value no_try_launch_beaker_eval_jobs beaker_eval_freq
         masked_mean_axis warm_up_steps truncated_importance_sampling_ratio_cap wandb_project_name use_fp8_kv_cache
         allow_world_padding inference_batch_size search_api_endpoint code_tool_api_endpoint local_rollout_batch_size
-        local_rollout_forward_batch_size local_mini_batch_size reward_model_multiplier""",
+        local_rollout_forward_batch_size local_mini_batch_size reward_model_multiplier number_documents_to_search
+        tool_max_concurrency""",
     "TRL: first version": """
         learning_rate logging_steps bf16 model_init_kwargs disable_dropout remove_unused_columns max_prompt_length
         num_generations max_completion_length ds3_gather_for_generation shuffle_dataset generation_batch_size
@@ -96,6 +97,7 @@ PEERS = {
         vllm_structured_outputs_regex max_tool_calling_iterations use_transformers_continuous_batching
         transformers_continuous_batching_config use_transformers_paged log_multimodal log_unique_prompts
         log_completions_hub_repo use_liger_kernel auto_find_batch_size parallelism_config""",
+    "TRL: of its trainer": "reward_funcs tools environment_factory rollout_func",
     "TRL: asynchronous and replay": """
         num_generations max_completion_length epsilon epsilon_high token_budget fork_threshold_tokens max_inflight_tasks
         max_staleness queue_maxsize weight_sync_steps heartbeat_stale_after_s request_timeout vllm_server_base_url

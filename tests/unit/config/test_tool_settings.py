@@ -58,6 +58,11 @@ def test_settings_of_tools_may_be_mappings_in_a_file_and_in_python(tmp_path):
     assert from_file.tools.specs[0].settings == {"url": "http://x", "n": 3}
     path.write_text(to_yaml(from_python))
     assert parse([str(path)]) == from_python
+    path.write_text("tools: [a]\ntool_configs:\n  url: x\n  since: 2026-01-02\n")
+    assert parse([str(path)]).tools.specs[0].settings == {"url": "x", "since": "2026-01-02"}
+    path.write_text("tools: [a]\ntool_configs: [[1]]\n")
+    with pytest.raises(ConfigError, match="tool_configs must be a list of JSON objects, got a list of lists"):
+        parse([str(path)])
 
 
 def test_what_is_asked_for_becomes_one_record_each():

@@ -20,6 +20,19 @@ GOOD = {
     "optim/steps": 1,
     "optim/grad_norm": 0.5,
 }
+TOOLS = {
+    "tools/aggregate/avg_calls_per_rollout": 1.2,
+    "tools/aggregate/failure_rate": 0.1,
+    "turns/unreadable_calls": 0.5,
+    "turns/unknown_calls": 0.0,
+    "turns/max": 3,
+}
+UNCALLED = TOOLS | {
+    "tools/aggregate/avg_calls_per_rollout": 0,
+    "tools/aggregate/failure_rate": None,
+    "turns/unreadable_calls": 0,
+    "turns/max": 1,
+}
 FLAT = {"frac_reward_zero_std": 1.0, "optim/steps": 0, "batch/filtered_prompts_solved": 0}
 
 
@@ -42,6 +55,14 @@ FLAT = {"frac_reward_zero_std": 1.0, "optim/steps": 0, "batch/filtered_prompts_s
         ({"completions/clipped_ratio": 0.995}, "completions/clipped_ratio", "the longest at 40 tokens"),
         (FLAT | {"completions/clipped_ratio": 1.0}, "completions/clipped_ratio", "eos_token_id in generation_config.json"),
         ({"completions/clipped_ratio": 0.0, "completions/max_length": 1.0}, "completions/max_length", "is empty"),
+        (TOOLS | {"tools/aggregate/failure_rate": 1.0}, "tools/aggregate/failure_rate", "every call of a tool fails"),
+        (UNCALLED, "tools/aggregate/avg_calls_per_rollout", "never begins a call; look at pass_tools_to_chat_template"),
+        (
+            UNCALLED | FLAT | {"turns/unreadable_calls": 0.25, "turns/max": 5},
+            "tools/aggregate/avg_calls_per_rollout",
+            "begins calls that cannot be read (turns/unreadable_calls is 0.25); look at tool_parser_type",
+        ),
+        (UNCALLED | {"turns/unknown_calls": 2}, "tools/aggregate/avg_calls_per_rollout", "tools that do not exist"),
         ({"optim/steps": 0}, "optim/steps", "nothing was trained"),
         ({"optim/grad_norm": 0.0}, "optim/grad_norm", "the gradient is 0"),
     ],
@@ -56,6 +77,9 @@ def test_each_silent_failure_is_named_with_its_metric_and_a_cause(change, metric
 def test_a_good_step_has_no_sign():
     """Neither has one without metrics: what is not measured is not wrong."""
     assert signs(GOOD) == {} and signs({}) == {}
+    assert signs(GOOD | TOOLS) == {}
+    # A program of the user drives the model: its turns need no calls.
+    assert signs(GOOD | UNCALLED | {"turns/max": 2}) == {}
     assert signs(GOOD | {"frac_reward_zero_std": float("nan"), "completions/clipped_ratio": None}) == {}
 
 

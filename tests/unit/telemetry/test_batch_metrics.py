@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from mgrpo.telemetry.batch import (
     staleness,
     tokens_per_second,
 )
-from mgrpo.types import RewardScale
+from mgrpo.types import RewardScale, TrajectoryRecord, Turn
 from tests import builders
 
 NAN = float("nan")
@@ -87,6 +88,18 @@ def test_scores_are_of_the_batch_and_rewards_of_all_that_was_sampled():
     assert metrics["reward"] == pytest.approx((25 + 0 + 40 + 20) / 19)
     assert metrics["val/no_score_rate"] == pytest.approx(5 / 24)
     assert measure(KEPT)["reward"] == measure(KEPT)["scores"]
+
+
+def test_turns_are_those_of_all_that_was_sampled():
+    """A filter that removes groups of one kind must not look like a model that has learned to call tools."""
+    mask = np.array([True, True])
+    record = TrajectoryRecord(
+        is_sampled=mask, turns=(Turn(start=0, end=2),), messages=(), ended_by="stop", scored_text=""
+    )
+    (of, *_) = DROPPED
+    completions = tuple(replace(completion, trajectory=record) for completion in of.group.completions)
+    assert measure(KEPT, [replace(of, group=replace(of.group, completions=completions))])["turns/mean"] == 1
+    assert "turns/mean" not in measure(KEPT, DROPPED)
 
 
 def test_spread_is_the_mean_over_groups_with_two_scores():

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mgrpo.algo.agreement import DRIFT
@@ -14,7 +15,7 @@ from mgrpo.algo.metrics import MAXIMA, METRICS
 from mgrpo.packing import pack_lengths
 from mgrpo.telemetry.batch import batch_metrics, staleness
 from mgrpo.telemetry.evaluation import evaluation_metrics
-from mgrpo.types import RewardScale
+from mgrpo.types import RewardScale, TrajectoryRecord, Turn
 from tests import builders
 from tools.docs import metrics as catalog
 
@@ -80,7 +81,19 @@ def groups():
         {"gsm8k": math.nan, "correct": math.nan, "format": 0.0, "overlong": -0.5},
     )
     rewards = [part["gsm8k"] for part in parts]
-    return [builders.scored_group(rewards, parts=parts, of=builders.prompt(verifiers=("gsm8k",)))]
+    turn = Turn(start=0, end=1, calls=("search",), failed=(False,), seconds=(0.5,))
+    trajectory = TrajectoryRecord(
+        is_sampled=np.array([True, False]),
+        turns=(turn,),
+        messages=(),
+        ended_by="stop",
+        scored_text="",
+        metrics={"game/won": 1.0},
+    )
+    completions = [replace(builders.completion(), trajectory=trajectory) for _ in parts]
+    return [
+        builders.scored_group(rewards, completions=completions, parts=parts, of=builders.prompt(verifiers=("gsm8k",)))
+    ]
 
 
 def produced(scale):
@@ -153,6 +166,12 @@ def test_what_is_logged_is_produced():
     promised = {metric.name for title in sections for metric in catalog.SECTIONS[title] if metric.status == "logged"}
     # Of two completions a prompt, n = 2 and k = 1, 2.
     assert promised - made == set()
+    # The pool of environments measures these, which a batch knows nothing of.
+    of_the_pool = {"time/tools", "env/acquire_wait_s", "env/replaced", "env/timeouts", "env/lost"}
+    promised = {
+        metric.name for metric in catalog.SECTIONS["Tools, environments and rubrics"] if metric.status == "logged"
+    }
+    assert promised - made == of_the_pool
     measured = {*METRICS, *MAXIMA, f"{DRIFT}{{n}}", "policy/entropy_avg"}
     sections = ("Loss", "Engine and trainer")
     promised = {metric.name for title in sections for metric in catalog.SECTIONS[title] if metric.status == "logged"}
