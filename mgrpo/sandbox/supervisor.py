@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgrpo.processes.lifetime import adopt_orphans, ending, kill_descendants
-from mgrpo.sandbox import kernel, wire
+from mgrpo.sandbox import linux, wire
 from mgrpo.sandbox.limits import Limits
 from mgrpo.sandbox.program import FAILED_TO_LOAD, VERDICT, Job, pass_test, put_question, receive_answer
 from mgrpo.sandbox.walls import SCRATCH, become_unprivileged, enter_private_run, mount_scratch
@@ -205,8 +205,8 @@ class Supervisor:
         Limits(memory_bytes=self._order.memory_bytes, cpu_s=cpu_s).apply()
         become_unprivileged(self._cell.program_id)
         if self._cell.filter is not None:
-            kernel.filter_system_calls(self._cell.filter)
-        kernel.set_dumpable(True)
+            linux.filter_system_calls(self._cell.filter)
+        linux.set_dumpable(True)
         os.chdir(self._cell.scratch)
 
     def _exceeds_memory(self) -> bool:
@@ -238,7 +238,7 @@ class Supervisor:
             if os.geteuid() == 0:
                 os.chown(scratch, self._cell.program_id, self._cell.program_id)
         elif os.listdir(SCRATCH):
-            kernel.unmount(SCRATCH)
+            linux.unmount(SCRATCH)
             mount_scratch(self._cell.program_id)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from mgrpo.processes.lifetime import adopt_orphans, die_with_parent
-from mgrpo.sandbox import judge, kernel, wire
+from mgrpo.sandbox import judge, linux, wire
 from mgrpo.sandbox.paths import inner_path
 from mgrpo.sandbox.program import Job, prepare_names
 from mgrpo.sandbox.seccomp import filter_program
@@ -62,7 +62,7 @@ def main(setup: SlotSetup) -> None:
     try:
         cell = _raise_walls(setup)
         die_with_parent()
-        kernel.set_dumpable(False)
+        linux.set_dumpable(False)
         _reset_interpreter(setup.search_path)
     except OSError as err:
         owner.send(wire.FORBIDDEN if is_forbidden(err) else wire.BROKEN, str(err).encode())
@@ -97,7 +97,7 @@ def _raise_walls(setup: SlotSetup) -> Cell:
         forbid_namespaces()
     has_walls = setup.walls != "none"
     if has_walls:
-        kernel.drop_bounding_set()
+        linux.drop_bounding_set()
         _move_modules()
     else:
         adopt_orphans()
@@ -131,7 +131,7 @@ def _supervise(cell: Cell, order: Order, source: str, owner: Wire) -> Job:
             Path("/proc/self/oom_score_adj").write_text("1000")
         if cell.has_walls:
             # Only children enter a new PID namespace; the first one is the supervisor.
-            kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
+            linux.unshare(linux.CLONE_NEWPID | linux.CLONE_NEWNS | linux.CLONE_NEWIPC)
         owner = _fork_supervisor(owner, order)
         die_with_parent()
         job = Supervisor(cell, order, source, owner).supervise()

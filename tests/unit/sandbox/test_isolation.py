@@ -195,7 +195,7 @@ def test_a_machine_that_forbids_namespaces_is_refused(sandbox):
     """Many containers do; there the first hostile program could access the whole container, tokens included."""
     script = """
 Path("/proc/sys/user/max_user_namespaces").write_text("0")
-kernel.drop_capabilities()
+linux.drop_capabilities()
 with Sandbox(num_slots=1) as sandbox:
     try: sandbox.start()
     except ValueError as err: refusal = str(err)
@@ -239,20 +239,20 @@ def _run_as_somebody(script: str) -> str:
     prelude = """
 import json, os
 from pathlib import Path
-from mgrpo.sandbox import kernel
+from mgrpo.sandbox import linux
 from mgrpo.sandbox.cases import StdioTest
 from mgrpo.sandbox.sandbox import Sandbox
 
 def become_somebody():
     user, group = os.getuid(), os.getgid()
-    kernel.unshare(kernel.CLONE_NEWUSER)
+    linux.unshare(linux.CLONE_NEWUSER)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"4711 {user} 1")
     Path("/proc/self/gid_map").write_text(f"4711 {group} 1")
 
 if os.fork() == 0:
     become_somebody()
-    kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
+    linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWNS)
     os._exit(0)
 if os.wait()[1] != 0:
     raise SystemExit(77)
