@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mgrpo.sandbox import wire
+from mgrpo.sandbox.keeper import remove_folder
 from mgrpo.sandbox.paths import inner_path, readable_paths, search_path
-from mgrpo.sandbox.supervisor import Order, remove_folder
+from mgrpo.sandbox.supervisor import Order
 from mgrpo.sandbox.walls import SCRATCH
 from mgrpo.sandbox.wire import Wire
 from mgrpo.sandbox.zygote import SlotSetup, Walls

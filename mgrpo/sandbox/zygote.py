@@ -22,10 +22,11 @@ from typing import Literal
 
 from mgrpo.processes.lifetime import adopt_orphans, die_with_parent
 from mgrpo.sandbox import judge, linux, wire
+from mgrpo.sandbox.keeper import Cell, reap_descendants, remove_folder
 from mgrpo.sandbox.paths import inner_path
 from mgrpo.sandbox.program import Job, prepare_names
 from mgrpo.sandbox.seccomp import filter_program
-from mgrpo.sandbox.supervisor import Cell, Order, Supervisor, reap_descendants, remove_folder
+from mgrpo.sandbox.supervisor import Order, Supervisor
 from mgrpo.sandbox.walls import enter_private_root, enter_user_namespace, forbid_namespaces, is_forbidden
 from mgrpo.sandbox.wire import Wire
 
