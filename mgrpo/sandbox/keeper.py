@@ -15,7 +15,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgrpo.processes.lifetime import adopt_orphans, kill_descendants
+from mgrpo.processes.lifetime import adopt_orphans, die_with_parent, kill_descendants
 from mgrpo.sandbox import linux
 from mgrpo.sandbox.limits import Limits
 from mgrpo.sandbox.walls import SCRATCH, become_unprivileged, enter_private_run, mount_scratch
@@ -65,6 +65,8 @@ class Keeper:
         os.closerange(len(descriptors), os.sysconf("SC_OPEN_MAX"))
         self._limits.apply()
         become_unprivileged(self._cell.program_id)
+        if not self._cell.has_walls:
+            die_with_parent()
         if self._cell.filter is not None:
             linux.filter_system_calls(self._cell.filter)
         linux.set_dumpable(True)

@@ -45,12 +45,13 @@ def is_forbidden(err: OSError) -> bool:
     return by_the_kernel and err.errno in (errno.EPERM, errno.EACCES, errno.ENOSPC, errno.EUSERS, errno.ENOSYS)
 
 
-def enter_user_namespace(program_id: int) -> None:
-    """Enter a user namespace with all capabilities over it, in which `program_id` is the unprivileged user.
+def enter_user_namespace(program_ids: range) -> None:
+    """Enter a user namespace with all capabilities over it, in which `program_ids` are unprivileged users.
 
     Root also keeps its own user id: it can read root's files while it sets up the walls, and a program, with another
-    id, cannot. Any other user can map only one id, and drops its capabilities later.
+    id, cannot. Any other user can map only one id, the first, and drops its capabilities later.
     """
+    program_id = program_ids.start
     if os.geteuid() != 0:
         user, group = os.geteuid(), os.getegid()
         linux.unshare(linux.CLONE_NEWUSER)
@@ -67,7 +68,7 @@ def enter_user_namespace(program_id: int) -> None:
             os.close(now_inside)
             os.read(is_inside, 1)
             for name in ("uid_map", "gid_map"):
-                Path(f"/proc/{outer}/{name}").write_text(f"0 0 1\n{program_id} {program_id} 1")
+                Path(f"/proc/{outer}/{name}").write_text(f"0 0 1\n{program_id} {program_id} {len(program_ids)}")
         except BaseException:
             os._exit(1)
         os._exit(0)
@@ -78,7 +79,9 @@ def enter_user_namespace(program_id: int) -> None:
         os.close(now_inside)
         status = os.waitpid(helper, 0)[1]
     if status != 0:
-        raise PermissionError(f"the user ids 0 and {program_id} cannot be mapped into a user namespace")
+        raise PermissionError(
+            f"the user ids 0 and {program_id} to {program_ids[-1]} cannot be mapped into a user namespace"
+        )
 
 
 def enter_private_root(readable: Sequence[str]) -> None:

@@ -116,7 +116,7 @@ def _link(source: str, target: str) -> None:
 
 def test_a_failure_is_not_called_a_prohibition(monkeypatch):
     """Told to change the kernel's settings, the user of a machine that allows walls would give up isolation instead."""
-    monkeypatch.setattr("mgrpo.sandbox.slot.readable_paths", lambda: ("/usr/lib",))
+    monkeypatch.setattr("mgrpo.sandbox.walled.readable_paths", lambda: ("/usr/lib",))
     with Sandbox(num_slots=1, walls=["user", "none"]) as sandbox, pytest.raises(ValueError) as refusal:
         sandbox.start()
     message = str(refusal.value)
@@ -129,8 +129,8 @@ def test_an_environment_that_programs_cannot_read_is_refused(tmp_path, monkeypat
     skip_without_namespaces()
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
-    monkeypatch.setattr("mgrpo.sandbox.slot.search_path", lambda: (*search_path(), str(closed)))
-    monkeypatch.setattr("mgrpo.sandbox.slot.readable_paths", lambda: (*readable_paths(), str(closed)))
+    monkeypatch.setattr("mgrpo.sandbox.walled.search_path", lambda: (*search_path(), str(closed)))
+    monkeypatch.setattr("mgrpo.sandbox.walled.readable_paths", lambda: (*readable_paths(), str(closed)))
     with Sandbox(num_slots=1) as sandbox:
         if os.geteuid() == 0:
             with pytest.raises(RuntimeError, match=f"cannot read {closed}.*chmod -R a"):
