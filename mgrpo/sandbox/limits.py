@@ -9,7 +9,8 @@ MAX_FILE_BYTES = 32 * 2**20
 """Largest file that a program may write."""
 SCRATCH_BYTES = 64 * 2**20
 """All files of a program together, where its folder has its own file system."""
-_PROCESSES = 64
+PROCESSES = 64
+"""Of a program."""
 _OPEN_FILES = 128
 # Python before 3.11 uses C stack for every call, and programs of code data sets recurse deeply.
 _STACK_BYTES = 64 * 2**20
@@ -21,6 +22,8 @@ class Limits:
     """Address space of each process; also the limit on the memory of all processes together."""
     cpu_s: int
     """Processor time of each process; the supervisor enforces the time limit of a test."""
+    processes: int = PROCESSES
+    """Of the program's user."""
 
     def apply(self) -> None:
         """Limit this process and its children, irrevocably unless it is privileged."""
@@ -31,7 +34,7 @@ class Limits:
             (resource.RLIMIT_CPU, self.cpu_s),
             (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
             (resource.RLIMIT_NOFILE, _OPEN_FILES),
-            (resource.RLIMIT_NPROC, _PROCESSES),
+            (resource.RLIMIT_NPROC, self.processes),
             (resource.RLIMIT_MEMLOCK, 0),
             (resource.RLIMIT_MSGQUEUE, 0),
         ):

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from mgrpo.sandbox.cases import StdioTest
 from mgrpo.sandbox.isolation import Isolation, probe
 from mgrpo.sandbox.outputs import same_output
-from mgrpo.sandbox.slot import ForbiddenError, LostError, Result, SandboxError, Slot
+from mgrpo.sandbox.slot import Result, Slot
 from mgrpo.sandbox.supervisor import Order
+from mgrpo.sandbox.walled import ForbiddenError, LostError, SandboxError
 from mgrpo.sandbox.zygote import Walls
 
 _PROBE_LIMIT_S = 30.0

@@ -10,7 +10,7 @@ import errno
 import os
 import tempfile
 
-from mgrpo.sandbox import kernel
+from mgrpo.sandbox import linux
 
 _ALLOW = 0x7FFF0000
 _ERRNO = 0x00050000
@@ -44,12 +44,12 @@ _REFUSED = (
     *("personality", "modify_ldt", "mbind", "set_mempolicy", "set_mempolicy_home_node", "migrate_pages", "move_pages"),
 )
 _NAMESPACE_FLAGS = (
-    kernel.CLONE_NEWNS,
-    kernel.CLONE_NEWUTS,
-    kernel.CLONE_NEWIPC,
-    kernel.CLONE_NEWUSER,
-    kernel.CLONE_NEWPID,
-    kernel.CLONE_NEWNET,
+    linux.CLONE_NEWNS,
+    linux.CLONE_NEWUTS,
+    linux.CLONE_NEWIPC,
+    linux.CLONE_NEWUSER,
+    linux.CLONE_NEWPID,
+    linux.CLONE_NEWNET,
     0x02000000,  # CLONE_NEWCGROUP
 )
 
@@ -64,7 +64,7 @@ class _Comparison(ctypes.Structure):
 
 
 def filter_program() -> bytes:
-    """The BPF program for `kernel.filter_system_calls`; OSError where there is no libseccomp."""
+    """The BPF program for `linux.filter_system_calls`; OSError where there is no libseccomp."""
     library = ctypes.CDLL("libseccomp.so.2")
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ALLOW)))

@@ -1,8 +1,4 @@
-"""Runs the tests of one program, from inside its walls but with the privileges to end it.
-
-Within walls this is the first process of a PID namespace: it can kill all others at once, and when it ends the kernel
-ends the rest. Without walls it adopts the processes that the program leaves behind, and kills them.
-"""
+"""Runs the tests of one program, from inside its walls but with the privileges to end it."""
 
 from __future__ import annotations
 
@@ -11,22 +7,18 @@ import fcntl
 import json
 import math
 import os
-import signal
 import socket
-import subprocess
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
-from mgrpo.processes.lifetime import adopt_orphans, ending, kill_descendants
-from mgrpo.sandbox import kernel, wire
+from mgrpo.processes.lifetime import ending
+from mgrpo.sandbox import wire
+from mgrpo.sandbox.keeper import Cell, Keeper
 from mgrpo.sandbox.limits import Limits
 from mgrpo.sandbox.program import FAILED_TO_LOAD, VERDICT, Job, pass_test, put_question, receive_answer
-from mgrpo.sandbox.walls import SCRATCH, become_unprivileged, enter_private_run, mount_scratch
 from mgrpo.sandbox.watch import Event, Watch
 from mgrpo.sandbox.wire import Wire
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 # A top level is too slow if it times out twice in a row; once may be due to a busy machine.
 _MAX_SLOW_LOADS = 2
 
@@ -50,26 +42,13 @@ class Order:
         return cls(**json.loads(text))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """Environment of a slot's processes."""
-
-    has_walls: bool
-    scratch: str
-    """The program's folder, empty for each test: within walls its own file system, otherwise a real folder."""
-    program_id: int
-    """User id of programs, where this process has the privilege to change it."""
-    filter: bytes | None
-    """Filter of system calls."""
-
-
-class Supervisor:
+class Supervisor(Keeper):
     """Runs one program. It forks a process per test; the child must return from every frame of this object at once."""
 
     def __init__(self, cell: Cell, order: Order, source: str, owner: Wire) -> None:
-        self._cell, self._order, self._source, self._owner = cell, order, source, owner
-        self._sees_processes = False
-        self._socket_bytes = 0
+        cpu_s = math.ceil(order.test_limit_s) + 1
+        super().__init__(cell, Limits(memory_bytes=order.memory_bytes, cpu_s=cpu_s), owner)
+        self._order, self._source = order, source
         self._slow_loads = 0
         self._skips_the_rest = False
 
@@ -87,15 +66,6 @@ class Supervisor:
                 return job
             self._reap()
         return None
-
-    def _prepare(self) -> None:
-        if not self._cell.has_walls:
-            adopt_orphans()
-        else:
-            self._sees_processes = enter_private_run(self._cell.program_id)
-            with socket.socket(socket.AF_UNIX) as one:
-                # Data is accepted as long as the buffer is not full, so one message more than fits can wait.
-                self._socket_bytes = 2 * one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
     def _assert_test(self) -> Job | None:
         ours, theirs = socket.socketpair()
@@ -192,70 +162,6 @@ class Supervisor:
         self._slow_loads = self._slow_loads + 1 if event is Event.TIMEOUT else 0
         self._skips_the_rest = event is not Event.TIMEOUT or self._slow_loads >= _MAX_SLOW_LOADS
 
-    def _become_program(self, descriptors: list[int], *unused: socket.socket) -> None:
-        """In a forked child: keep only these descriptors, as 0, 1, ..., and no privileges."""
-        os.setsid()
-        for end in (self._owner.socket, *unused):
-            end.detach()  # closed below; the object must not later close another descriptor of the same number
-        copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, len(descriptors) + 10) for descriptor in descriptors]
-        for number, copy in enumerate(copies):
-            os.dup2(copy, number)
-        os.closerange(len(descriptors), os.sysconf("SC_OPEN_MAX"))
-        cpu_s = math.ceil(self._order.test_limit_s) + 1
-        Limits(memory_bytes=self._order.memory_bytes, cpu_s=cpu_s).apply()
-        become_unprivileged(self._cell.program_id)
-        if self._cell.filter is not None:
-            kernel.filter_system_calls(self._cell.filter)
-        kernel.set_dumpable(True)
-        os.chdir(self._cell.scratch)
-
-    def _exceeds_memory(self) -> bool:
-        """Whether the program's processes and full sockets together would take more memory than one process may."""
-        if not self._sees_processes:
-            return False
-        num_sockets = Path("/proc/self/net/unix").read_bytes().count(b"\n") - 1
-        left = self._order.memory_bytes - num_sockets * self._socket_bytes
-        others = [entry for entry in os.listdir("/proc") if entry.isdecimal() and entry != "1"]
-        # The first sum is cheap to find, and never below the second.
-        return sum(map(_resident_bytes, others)) > left and sum(map(_used_bytes, others)) > left
-
-    def _reap(self) -> None:
-        """Kill and reap the processes that the test has left behind."""
-        if not self._cell.has_walls:
-            reap_descendants()
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                os.waitpid(-1, 0)
-
-    def _clear_scratch(self) -> None:
-        scratch = self._cell.scratch
-        if not self._cell.has_walls:
-            remove_folder(scratch)
-            os.makedirs(scratch, mode=0o700, exist_ok=True)
-            if os.geteuid() == 0:
-                os.chown(scratch, self._cell.program_id, self._cell.program_id)
-        elif os.listdir(SCRATCH):
-            kernel.unmount(SCRATCH)
-            mount_scratch(self._cell.program_id)
-
-
-def reap_descendants() -> None:
-    """Kill and reap all descendants of this process, which adopts orphans."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            kill_descendants(os.getpid())
-            os.waitpid(-1, 0)
-
-
-def remove_folder(folder: str) -> None:
-    """Remove a program's folder, also if nested deeper than Python recurses or without permissions for its owner."""
-    if os.path.isdir(folder):
-        subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL, check=False)
-        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
-
 
 def _file_in_memory(data: bytes) -> int:
     """Descriptor of an immutable file in memory, which can be read and sought."""
@@ -265,22 +171,3 @@ def _file_in_memory(data: bytes) -> int:
     os.lseek(descriptor, 0, os.SEEK_SET)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
     return descriptor
-
-
-def _resident_bytes(process: str) -> int:
-    """Resident memory of the process, with what it shares."""
-    try:
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * _PAGE
-    except (OSError, IndexError):
-        return 0
-
-
-def _used_bytes(process: str) -> int:
-    """Resident memory of the process that is not a file's; of what several share, its part."""
-    try:
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    except PermissionError:  # in a container whose root may not trace
-        return _resident_bytes(process)
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))

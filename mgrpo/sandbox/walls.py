@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgrpo.sandbox import kernel
+from mgrpo.sandbox import linux
 from mgrpo.sandbox.limits import SCRATCH_BYTES
 from mgrpo.sandbox.paths import inner_path
 
@@ -30,12 +30,12 @@ _LINKS = {
     "/dev/shm": SCRATCH,
 }
 _KEPT_FLAGS = {
-    "nosuid": kernel.MS_NOSUID,
-    "nodev": kernel.MS_NODEV,
-    "noexec": kernel.MS_NOEXEC,
-    "noatime": kernel.MS_NOATIME,
-    "nodiratime": kernel.MS_NODIRATIME,
-    "relatime": kernel.MS_RELATIME,
+    "nosuid": linux.MS_NOSUID,
+    "nodev": linux.MS_NODEV,
+    "noexec": linux.MS_NOEXEC,
+    "noatime": linux.MS_NOATIME,
+    "nodiratime": linux.MS_NODIRATIME,
+    "relatime": linux.MS_RELATIME,
 }
 
 
@@ -45,15 +45,16 @@ def is_forbidden(err: OSError) -> bool:
     return by_the_kernel and err.errno in (errno.EPERM, errno.EACCES, errno.ENOSPC, errno.EUSERS, errno.ENOSYS)
 
 
-def enter_user_namespace(program_id: int) -> None:
-    """Enter a user namespace with all capabilities over it, in which `program_id` is the unprivileged user.
+def enter_user_namespace(program_ids: range) -> None:
+    """Enter a user namespace with all capabilities over it, in which `program_ids` are unprivileged users.
 
     Root also keeps its own user id: it can read root's files while it sets up the walls, and a program, with another
-    id, cannot. Any other user can map only one id, and drops its capabilities later.
+    id, cannot. Any other user can map only one id, the first, and drops its capabilities later.
     """
+    program_id = program_ids.start
     if os.geteuid() != 0:
         user, group = os.geteuid(), os.getegid()
-        kernel.unshare(kernel.CLONE_NEWUSER)
+        linux.unshare(linux.CLONE_NEWUSER)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{program_id} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{program_id} {group} 1")
@@ -67,18 +68,20 @@ def enter_user_namespace(program_id: int) -> None:
             os.close(now_inside)
             os.read(is_inside, 1)
             for name in ("uid_map", "gid_map"):
-                Path(f"/proc/{outer}/{name}").write_text(f"0 0 1\n{program_id} {program_id} 1")
+                Path(f"/proc/{outer}/{name}").write_text(f"0 0 1\n{program_id} {program_id} {len(program_ids)}")
         except BaseException:
             os._exit(1)
         os._exit(0)
     os.close(is_inside)
     try:
-        kernel.unshare(kernel.CLONE_NEWUSER)
+        linux.unshare(linux.CLONE_NEWUSER)
     finally:
         os.close(now_inside)
         status = os.waitpid(helper, 0)[1]
     if status != 0:
-        raise PermissionError(f"the user ids 0 and {program_id} cannot be mapped into a user namespace")
+        raise PermissionError(
+            f"the user ids 0 and {program_id} to {program_ids[-1]} cannot be mapped into a user namespace"
+        )
 
 
 def enter_private_root(readable: Sequence[str]) -> None:
@@ -86,20 +89,20 @@ def enter_private_root(readable: Sequence[str]) -> None:
 
     The machine's /proc stays visible for the supervisors, which cannot mount their own without it and then unmount it.
     """
-    kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWUTS)
-    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWUTS)
+    linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     paths = [*_outermost(readable), *_OWN]
     # Opened first, because the new root may cover one of them.
     sources = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in paths if os.path.exists(path)}
     root = os.path.realpath(SCRATCH)
-    kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
+    linux.mount("tmpfs", root, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=755,size=1m")
     for path, source in sources.items():
         target = root + (path if path in _OWN else inner_path(path))
         if os.path.islink(path) and not path.startswith("/dev/"):
             os.symlink(os.readlink(path), target)
             continue
         _make_mount_point(target, is_folder=os.path.isdir(f"/proc/self/fd/{source}"))
-        kernel.mount(f"/proc/self/fd/{source}", target, flags=kernel.MS_BIND | kernel.MS_REC)
+        linux.mount(f"/proc/self/fd/{source}", target, flags=linux.MS_BIND | linux.MS_REC)
     for source in sources.values():
         os.close(source)
     for link, target in _LINKS.items():
@@ -107,8 +110,8 @@ def enter_private_root(readable: Sequence[str]) -> None:
     os.mkdir(root + SCRATCH)
     _make_read_only(root)
     os.chdir(root)
-    kernel.pivot_root(".", ".")
-    kernel.unmount(".")
+    linux.pivot_root(".", ".")
+    linux.unmount(".")
     os.chdir("/")
 
 
@@ -124,19 +127,19 @@ def enter_private_run(program_id: int) -> bool:
     Returns whether there is a /proc: without the privilege to mount one there is none.
     """
     has_proc = _mount_proc(SCRATCH)
-    kernel.unmount("/proc")
+    linux.unmount("/proc")
     if has_proc:
-        kernel.mount(SCRATCH, "/proc", flags=kernel.MS_MOVE)
+        linux.mount(SCRATCH, "/proc", flags=linux.MS_MOVE)
     mount_scratch(program_id)
     return has_proc
 
 
 def _mount_proc(target: str) -> bool:
-    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_RDONLY
+    flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC | linux.MS_RDONLY
     # Kernels before 5.8 lack the option subset; there /proc also describes the machine.
     for options in ("subset=pid", ""):
         with contextlib.suppress(OSError):
-            kernel.mount("proc", target, "proc", flags, options)
+            linux.mount("proc", target, "proc", flags, options)
             return True
     return False
 
@@ -144,17 +147,17 @@ def _mount_proc(target: str) -> bool:
 def mount_scratch(program_id: int) -> None:
     """Mount an empty folder in memory, which is freed with the namespace."""
     options = f"mode=700,uid={program_id},gid={program_id},size={SCRATCH_BYTES},nr_inodes=4096"
-    kernel.mount("tmpfs", SCRATCH, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    linux.mount("tmpfs", SCRATCH, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
 
 
 def become_unprivileged(program_id: int) -> None:
     """Drop all privileges irrevocably, and root's user id where this process has it."""
-    kernel.forbid_new_privileges()
+    linux.forbid_new_privileges()
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(program_id, program_id, program_id)
         os.setresuid(program_id, program_id, program_id)
-    kernel.drop_capabilities()
+    linux.drop_capabilities()
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
@@ -178,9 +181,9 @@ def _make_read_only(root: str) -> None:
         escaped, options = line.split()[4:6]
         path = os.fsdecode(re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), escaped))
         if (path + "/").startswith(root + "/") and not (path + "/").startswith(root + "/proc/"):
-            flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID
+            flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID
             if not path.startswith(root + "/dev/"):
-                flags |= kernel.MS_NODEV
+                flags |= linux.MS_NODEV
             for name, flag in _KEPT_FLAGS.items():
                 flags |= flag if name.encode() in options.split(b",") else 0
-            kernel.mount("none", path, flags=flags)
+            linux.mount("none", path, flags=flags)

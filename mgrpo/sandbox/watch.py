@@ -64,18 +64,28 @@ class Watch:
         self._started += waited
         self._deadline += waited
 
-    def wait(self, source: int | None) -> Event:
-        """Wait until `source` can be read, the process ends or a limit is exceeded."""
+    def restart(self, limit_s: float) -> None:
+        """Give the process that much time from now."""
+        self._started = time.monotonic()
+        self._deadline = self._started + limit_s
+
+    def exceeded(self) -> Event | None:
+        """The limit that the process has exceeded."""
+        if self.left_s <= 0:
+            return Event.TIMEOUT
+        return Event.OVER_MEMORY if self._exceeds_memory() else None
+
+    def wait(self, *sources: int) -> Event:
+        """Wait until one of the sources can be read, the process ends or a limit is exceeded."""
         poll = select.poll()
-        poll.register(self._handle, select.POLLIN)
-        if source is not None:
-            poll.register(source, select.POLLIN)
+        for descriptor in (self._handle, *sources):
+            poll.register(descriptor, select.POLLIN)
         while True:
             left_s = self.left_s
             # Data that is present now came in time: a delay of this process must not count against the program.
             ready = [descriptor for descriptor, _ in poll.poll(max(0.0, min(left_s, _CHECK_S)) * 1000)]
             if ready:
-                self.last = Event.DATA if source in ready else Event.ENDED
+                self.last = Event.ENDED if ready == [self._handle] else Event.DATA
             elif left_s <= 0:
                 self.last = Event.TIMEOUT
             elif self._exceeds_memory():
@@ -100,9 +110,9 @@ class Watch:
     def collect(self, source: int, limit: int) -> bytes | None:
         """All that the process writes until it ends; None when it exceeds a limit or writes more than `limit` bytes."""
         data = bytearray()
-        open_source: int | None = source
+        open_sources = [source]
         while len(data) <= limit:
-            event = self.wait(open_source)
+            event = self.wait(*open_sources)
             if event is Event.ENDED:
                 return bytes(data)
             if event is not Event.DATA:
@@ -110,7 +120,7 @@ class Watch:
             piece = os.read(source, 2**16)
             data += piece
             if not piece:
-                open_source = None
+                open_sources = []
         return None
 
     def exit_code(self) -> int:

@@ -10,6 +10,12 @@ slot  -> owner      ready: the walls are set up / forbidden: the kernel forbids 
                     given_up: the remaining tests are not run
                     over: all processes of the program have ended
 
+Where kernels are served, each has a connection of its own:
+
+owner -> zygote     open: the kernel's bounds (JSON), then its end of that connection
+owner -> kernel     call: the limit in seconds, then the code
+kernel -> owner     passed, failed: what the call printed, and its error (JSON)
+
 Between the owner and the supervisor of assert tests is the judge, which answers `want` in its own way:
 
 judge -> supervisor test: run it in the program's process / ask: a question to the program / done: no more questions
@@ -23,6 +29,7 @@ import struct
 
 READY, FORBIDDEN, BROKEN, ORDER, SOURCE, WANT, TEST, PASSED, FAILED, GIVEN_UP, OVER = b"^/!rswt+-xo"
 INSIDE, ASK, ANSWER, DONE = b"i?=."
+OPEN, CALL = b"k>"
 _HEAD = struct.Struct("<BI")
 _SECONDS = struct.Struct("<d")
 
@@ -47,6 +54,17 @@ class Wire:
         assert received == kind, f"received a frame {received:c}, expected {kind:c}"
         return payload
 
+    def send_end(self, end: socket.socket) -> None:
+        """Give the other side one end of another connection."""
+        socket.send_fds(self.socket, [b"e"], [end.fileno()])
+
+    def receive_end(self) -> socket.socket:
+        """The counterpart of `send_end`, next on the stream."""
+        data, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1)
+        if not data or not descriptors:
+            raise EOFError("the other end is closed")
+        return socket.socket(fileno=descriptors[0])
+
     def close(self) -> None:
         self.socket.close()
 
@@ -61,7 +79,7 @@ class Wire:
 
 
 def timed(seconds: float, output: bytes = b"") -> bytes:
-    """Payload of `passed`, `failed` and `answer`."""
+    """Payload of `passed`, `failed`, `answer` and `call`."""
     return _SECONDS.pack(seconds) + output
 
 

@@ -24,7 +24,7 @@ from mgrpo.sandbox.app import create_app
 from mgrpo.sandbox.connection import Connection
 from mgrpo.sandbox.sandbox import Verdicts
 from mgrpo.sandbox.server import serve_command
-from mgrpo.sandbox.slot import SandboxError
+from mgrpo.sandbox.walled import SandboxError
 from tests.unit.sandbox.test_cases import compressed
 
 ADD = {"program": "def add(a, b): return a + b", "tests": ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]}

@@ -116,7 +116,7 @@ def _link(source: str, target: str) -> None:
 
 def test_a_failure_is_not_called_a_prohibition(monkeypatch):
     """Told to change the kernel's settings, the user of a machine that allows walls would give up isolation instead."""
-    monkeypatch.setattr("mgrpo.sandbox.slot.readable_paths", lambda: ("/usr/lib",))
+    monkeypatch.setattr("mgrpo.sandbox.walled.readable_paths", lambda: ("/usr/lib",))
     with Sandbox(num_slots=1, walls=["user", "none"]) as sandbox, pytest.raises(ValueError) as refusal:
         sandbox.start()
     message = str(refusal.value)
@@ -129,8 +129,8 @@ def test_an_environment_that_programs_cannot_read_is_refused(tmp_path, monkeypat
     skip_without_namespaces()
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
-    monkeypatch.setattr("mgrpo.sandbox.slot.search_path", lambda: (*search_path(), str(closed)))
-    monkeypatch.setattr("mgrpo.sandbox.slot.readable_paths", lambda: (*readable_paths(), str(closed)))
+    monkeypatch.setattr("mgrpo.sandbox.walled.search_path", lambda: (*search_path(), str(closed)))
+    monkeypatch.setattr("mgrpo.sandbox.walled.readable_paths", lambda: (*readable_paths(), str(closed)))
     with Sandbox(num_slots=1) as sandbox:
         if os.geteuid() == 0:
             with pytest.raises(RuntimeError, match=f"cannot read {closed}.*chmod -R a"):
@@ -195,7 +195,7 @@ def test_a_machine_that_forbids_namespaces_is_refused(sandbox):
     """Many containers do; there the first hostile program could access the whole container, tokens included."""
     script = """
 Path("/proc/sys/user/max_user_namespaces").write_text("0")
-kernel.drop_capabilities()
+linux.drop_capabilities()
 with Sandbox(num_slots=1) as sandbox:
     try: sandbox.start()
     except ValueError as err: refusal = str(err)
@@ -239,20 +239,20 @@ def _run_as_somebody(script: str) -> str:
     prelude = """
 import json, os
 from pathlib import Path
-from mgrpo.sandbox import kernel
+from mgrpo.sandbox import linux
 from mgrpo.sandbox.cases import StdioTest
 from mgrpo.sandbox.sandbox import Sandbox
 
 def become_somebody():
     user, group = os.getuid(), os.getgid()
-    kernel.unshare(kernel.CLONE_NEWUSER)
+    linux.unshare(linux.CLONE_NEWUSER)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"4711 {user} 1")
     Path("/proc/self/gid_map").write_text(f"4711 {group} 1")
 
 if os.fork() == 0:
     become_somebody()
-    kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
+    linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWNS)
     os._exit(0)
 if os.wait()[1] != 0:
     raise SystemExit(77)

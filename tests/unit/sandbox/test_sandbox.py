@@ -10,7 +10,7 @@ import pytest
 
 from mgrpo.sandbox.cases import StdioTest
 from mgrpo.sandbox.sandbox import Sandbox, client_limit_s, run_limit_s
-from mgrpo.sandbox.slot import SandboxError
+from mgrpo.sandbox.walled import SandboxError
 from tests.namespaces import skip_without_namespaces
 
 # Far more than any of these programs needs, on a machine that does other things.
