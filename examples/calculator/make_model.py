@@ -43,7 +43,9 @@ def make_tokenizer(rng: random.Random) -> Qwen2Tokenizer:
     for mark in SPECIAL_TOKENS + MARKS:
         texts = [text.replace(mark, "\n") for text in texts]
     size = VOCAB_SIZE - len(SPECIAL_TOKENS) - len(MARKS)
-    whole.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False))
+    whole.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    )
     learned = json.loads(whole.to_str())["model"]
     tokens = [*SPECIAL_TOKENS, *sorted(learned["vocab"], key=learned["vocab"].get), *MARKS]
     tokenizer = Qwen2Tokenizer(
@@ -125,9 +127,7 @@ def train(
 
 def save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
     """A Hugging Face folder; a turn ends with <|im_end|>."""
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -150,7 +150,11 @@ def main() -> None:
     train(model, tokenizer, own, rng, steps=NOISY_STEPS, rate=5e-4, guessed=0.6, wrong=0.5)
     save(model, tokenizer, args.out)
     seconds = round(time.perf_counter() - start, 1)
-    print(json.dumps({"seed": args.seed, "parameters": model.num_parameters(), "tokens": len(tokenizer), "seconds": seconds}))
+    print(
+        json.dumps(
+            {"seed": args.seed, "parameters": model.num_parameters(), "tokens": len(tokenizer), "seconds": seconds}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -79,7 +79,9 @@ def transcript(problem: Problem, rng: random.Random, *, guessed: float, wrong: f
 
 
 def _call(expression: str) -> str:
-    return f'<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{expression}"}}}}\n</tool_call><|im_end|>'
+    return (
+        f'<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{expression}"}}}}\n</tool_call><|im_end|>'
+    )
 
 
 def _response(result: int) -> str:

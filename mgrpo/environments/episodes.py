@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mgrpo.environments.environment import Call, Observation
+from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost, ResetFailed
 from mgrpo.environments.gathering import Ask, Gathering
-from mgrpo.environments.instance import Answered, Ending, EnvironmentLost, Instance
+from mgrpo.environments.instance import Answered, Ending, Instance
 from mgrpo.environments.trajectory import EndedBy, Sampled, ScoredText, Trajectory
 from mgrpo.types import Completion, Prompt, RolloutGroup
 
@@ -32,9 +33,17 @@ class Environments(Protocol):
 class Said(Protocol):
     """A turn's text, read."""
 
-    content: str
-    calls: Sequence[Call]
-    unreadable: Sequence[str]
+    @property
+    def content(self) -> str:
+        """Without calls and thinking."""
+
+    @property
+    def calls(self) -> Sequence[Call]:
+        """Those that can be read, in order."""
+
+    @property
+    def unreadable(self) -> Sequence[str]:
+        """What to tell the model of each of the others."""
 
 
 class Language(Protocol):
@@ -127,7 +136,7 @@ class Episodes:
     async def _acquire(self, row: Mapping[str, Any], seed: int, name: str) -> Instance | None:
         try:
             return await self.environments.acquire(row, seed=seed, trajectory=name)
-        except EnvironmentLost:
+        except (EnvironmentLost, AcquireTimeout, ResetFailed):
             return None
 
     def _prompt(self, task: Task, instances: Sequence[Instance | None]) -> Prompt:

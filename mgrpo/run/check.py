@@ -110,7 +110,7 @@ def with_prompts(config: Config, inputs: Inputs | None, hf_config: HfConfig, pro
         return inputs  # which the rules have said
     vocab = size_of(hf_config, "vocab_size")
     mixtures = (inputs.train, inputs.held_out) if inputs else ()
-    toolset = inputs and inputs.toolset
+    toolset = inputs.toolset if inputs else None
     prompts, found = make_prompts(config, mixtures, toolset=toolset, vocab=vocab, is_sound=not problems)
     problems += [problem for problem in found if problem not in problems]
     return replace(inputs, prompts=prompts) if inputs else None

@@ -19,7 +19,13 @@ class Language:
     """Implements `environments.episodes.Language`."""
 
     def __init__(
-        self, tokenizer: Any, format: Format, bridges: Bridges, *, max_observation_tokens: int, is_thinking: bool = False
+        self,
+        tokenizer: Any,
+        format: Format,
+        bridges: Bridges,
+        *,
+        max_observation_tokens: int,
+        is_thinking: bool = False,
     ) -> None:
         """
         Args:

@@ -85,9 +85,7 @@ def started(config: Config, inputs: Inputs, *, num_local_learners: int) -> Itera
         startup.say(_beginning(config))
         with started_fleet(config, num_local_learners=num_local_learners) as fleet:
             with _interacting(config, inputs) as interaction:
-                yield Started(
-                    inputs=inputs, fleet=fleet, rewarder=rewarder, startup=startup, interaction=interaction
-                )
+                yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder, startup=startup, interaction=interaction)
     finally:
         rewarder.close()
 
@@ -99,7 +97,7 @@ def _interacting(config: Config, inputs: Inputs) -> Iterator[Interaction | None]
     if prompts is None or prompts.language is None or toolset is None:
         yield None
         return
-    interaction = make_interaction(config, toolset, prompts.language, opened=partial(with_opening, prompts))
+    interaction = make_interaction(config, toolset, prompts.language, opened=lambda prompt, text: prompt)
     try:
         yield interaction
     finally:

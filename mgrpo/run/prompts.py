@@ -70,8 +70,8 @@ def make_prompts(
         made = None
         try:
             if len(mixture):
-                mixture.try_out(tokenizer, schemas)
-                made = mixture.encode(tokenizer, schemas) if is_sound or len(mixture) <= QUICK_ROWS else None
+                mixture.try_out(tokenizer)
+                made = mixture.encode(tokenizer) if is_sound or len(mixture) <= QUICK_ROWS else None
         except ValueError as err:
             problems += [str(err)] if str(err) not in problems else []
         problems += _unknown_tokens(made, vocab) if made is not None and vocab else []
@@ -87,9 +87,7 @@ def make_prompts(
         except ValueError as err:
             return None, [str(err)]
         stop_ids = list(dict.fromkeys([*stop_ids, *language.stop_ids]))
-    prompts = Prompts(
-        tokenizer=tokenizer, stop_ids=stop_ids, train=sets[0], held_out=sets[1], language=language
-    )
+    prompts = Prompts(tokenizer=tokenizer, stop_ids=stop_ids, train=sets[0], held_out=sets[1], language=language)
     return prompts, []
 
 

@@ -15,8 +15,8 @@ from mgrpo.environments.formats import detected, named
 from mgrpo.environments.pool import Environments, Limits, describe
 
 if TYPE_CHECKING:
-    from mgrpo.rollout.interaction import Interaction
     from mgrpo.data.prompt_set import PromptSet
+    from mgrpo.rollout.interaction import Interaction
     from mgrpo.run.language import Language
     from mgrpo.types import Prompt
 

@@ -14,8 +14,9 @@ import pytest
 
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.episodes import Bounds, Episodes, Task
+from mgrpo.environments.errors import EnvironmentLost
 from mgrpo.environments.gathering import Ask, Gathering
-from mgrpo.environments.instance import Answered, Ending, EnvironmentLost
+from mgrpo.environments.instance import Answered, Ending
 from mgrpo.environments.trajectory import Sampled
 from mgrpo.types import Completion, Prompt, RolloutGroup
 from tests.builders import prompt

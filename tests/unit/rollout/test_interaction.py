@@ -15,7 +15,8 @@ import pytest
 from mgrpo.config import from_values
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.episodes import Bounds
-from mgrpo.environments.instance import Answered, Ending, EnvironmentLost
+from mgrpo.environments.errors import EnvironmentLost
+from mgrpo.environments.instance import Answered, Ending
 from mgrpo.environments.trajectory import Sampled, Trajectory
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import EngineError
