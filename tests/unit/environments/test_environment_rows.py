@@ -12,8 +12,16 @@ from mgrpo.environments.rows import row_settings
     [
         (None, {}, None),
         ({"env_name": "counter", "target": 5, "max_steps": 7}, {"counter": {"target": 5}}, 7),
-        ([{"env_name": "counter", "target": 5}, {"env_name": "search"}], {"counter": {"target": 5}, "search": {}}, None),
-        ({"env_configs": [{"env_name": "a", "is_text_env": True, "word": "x"}], "max_steps": 3}, {"a": {"word": "x"}}, 3),
+        (
+            [{"env_name": "counter", "target": 5}, {"env_name": "search"}],
+            {"counter": {"target": 5}, "search": {}},
+            None,
+        ),
+        (
+            {"env_configs": [{"env_name": "a", "is_text_env": True, "word": "x"}], "max_steps": 3},
+            {"a": {"word": "x"}},
+            3,
+        ),
         ({"env_configs": None, "env_name": "a", "max_steps": None, "b": None}, {"a": {}}, None),
         ({"max_steps": 9}, {}, 9),
         ([], {}, None),

@@ -15,7 +15,10 @@ TREE = {
     "$defs": {
         "Node": {
             "type": "object",
-            "properties": {"value": {"type": "integer"}, "children": {"type": "array", "items": {"$ref": "#/$defs/Node"}}},
+            "properties": {
+                "value": {"type": "integer"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/Node"}},
+            },
         },
         "Endless": {"$ref": "#/$defs/Endless"},
     },
@@ -146,7 +149,11 @@ def test_a_schema_without_properties_takes_any_argument():
     """Servers describe some tools so."""
     anything = Tool(name="t", description="", parameters={"type": "object"})
     assert coerced(anything, {"a": "1"}) == {"a": "1"}
-    with_rest = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "integer"}}
+    with_rest = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "additionalProperties": {"type": "integer"},
+    }
     assert coerced(Tool(name="t", description="", parameters=with_rest), {"a": "1", "b": "2"}) == {"a": 1, "b": 2}
 
 
@@ -162,7 +169,10 @@ def test_references_are_followed():
 def test_neither_endless_references_nor_endless_values_raise():
     """What a model writes must not end a worker."""
     endless = {**TREE, "properties": {"root": {"$ref": "#/$defs/Endless"}, "other": {"$ref": "elsewhere"}}}
-    assert coerced(Tool(name="t", description="", parameters=endless), {"root": 1, "other": 2}) == {"root": 1, "other": 2}
+    assert coerced(Tool(name="t", description="", parameters=endless), {"root": 1, "other": 2}) == {
+        "root": 1,
+        "other": 2,
+    }
     value: dict = {}
     for _ in range(900):
         value = {"children": [value]}

@@ -80,7 +80,7 @@ def defaults(a: int, b: str = "x", *, c: float = 1.0) -> float:
     return 0.0
 
 
-def optional(a: Optional[int], b: int | None = None, c: Union[None, str, int] = None):  # noqa: UP007, UP045
+def optional(a: Optional[int], b: int | None = None, c: Union[str, int, None] = None):  # noqa: UP007, UP045
     """Take what may be missing.
 
     Args:
@@ -102,7 +102,9 @@ def unions(a: int | str, b: str | int | float, c: list[int] | str, d: list | tup
     """
 
 
-def containers(a: list[int], b: dict[str, float], c: tuple[int, str], d: list[dict[str, list[bool]]], e: dict[str, Any]):
+def containers(
+    a: list[int], b: dict[str, float], c: tuple[int, str], d: list[dict[str, list[bool]]], e: dict[str, Any]
+):
     """Take nested values.
 
     Args:
@@ -126,7 +128,9 @@ def old_containers(a: List[int], b: Dict[str, float], c: Tuple[int, str], d: Lis
     """
 
 
-def literals(a: Literal["x", "y"], b: Literal[1, 2] = 1, c: Literal["a", 1, True, None] = "a", d: Literal["q"] | None = None):
+def literals(
+    a: Literal["x", "y"], b: Literal[1, 2] = 1, c: Literal["a", 1, True, None] = "a", d: Literal["q"] | None = None
+):
     """Take one of some values.
 
     Args:
@@ -353,7 +357,11 @@ def test_only_functions_are_described(thing):
 
 @pytest.mark.parametrize(
     ("hint", "problem"),
-    [(Literal[b"x"], "Literal with b'x' has no JSON form"), (tuple[int], "use list"), (set[int], r"set\[int\] has no JSON form")],
+    [
+        (Literal[b"x"], "Literal with b'x' has no JSON form"),
+        (tuple[int], "use list"),
+        (set[int], r"set\[int\] has no JSON form"),
+    ],
 )
 def test_types_without_json_are_refused(hint, problem):
     def broken(a):

@@ -120,7 +120,11 @@ def test_a_call_name_renames_an_only_tool():
     """Two searches can stand side by side; a game's moves keep their names."""
     toolbox = opened(member(Adder(), "plus", call_name="plus"), member(Pair(), "game", call_name="game"))
     begin(toolbox)
-    assert [tool.name for tool in toolbox.tools()] == ["plus", "more", "less"] and toolbox.active == {"plus", "more", "less"}
+    assert [tool.name for tool in toolbox.tools()] == ["plus", "more", "less"] and toolbox.active == {
+        "plus",
+        "more",
+        "less",
+    }
     answers = step(toolbox, ("plus", {"n": 1}), ("add", {"n": 1}), ("plus", {"m": 1}))
     assert answers[0].text == "add 1" and answers[0].metrics == {"plus/sum": 1.0}
     assert answers[1].text.startswith("unknown tool add")
@@ -129,7 +133,9 @@ def test_a_call_name_renames_an_only_tool():
 
 def test_equal_names_are_refused():
     """A call would not say who is meant."""
-    with pytest.raises(ValueError, match="own:adder and own:adder are both called adder; give them different call names"):
+    with pytest.raises(
+        ValueError, match="own:adder and own:adder are both called adder; give them different call names"
+    ):
         opened(member(Adder()), member(Adder()))
     with pytest.raises(ValueError, match="own:a and own:b are both called add"):
         opened(member(Adder(), "a"), member(Adder(), "b"))
@@ -180,7 +186,11 @@ def test_a_row_sets_what_its_environments_need():
     """env_config reaches the environment that it names, and allows its tools."""
     adder, pair = Adder(), Pair()
     toolbox = opened(member(adder), member(pair))
-    row = {"prompt": "p", "tools": ["add"], "env_config": [{"env_name": "pair", "level": 2, "other": None, "max_steps": 4}]}
+    row = {
+        "prompt": "p",
+        "tools": ["add"],
+        "env_config": [{"env_name": "pair", "level": 2, "other": None, "max_steps": 4}],
+    }
     begin(toolbox, row)
     assert toolbox.active == {"add", "more", "less"}
     assert pair.row == {**row, "env_config": {"level": 2}} and adder.row == {**row, "env_config": {}}
@@ -189,7 +199,9 @@ def test_a_row_sets_what_its_environments_need():
 def test_unknown_names_in_a_row_are_refused():
     toolbox = opened(member(Adder()), member(Pair()))
     for row in ({"tools": ["add", "fly"]}, {"env_config": {"env_name": "fly"}}):
-        with pytest.raises(ValueError, match="the row names fly; the tools and environments are add, adder, less, more, pair"):
+        with pytest.raises(
+            ValueError, match="the row names fly; the tools and environments are add, adder, less, more, pair"
+        ):
             begin(toolbox, row)
 
 
@@ -235,7 +247,9 @@ def test_two_that_give_the_reward_are_refused_at_reset():
         offered = ("second",)
 
     toolbox = opened(member(Scored()), member(Second()))
-    with pytest.raises(ValueError, match="own:scored and own:second each decide the reward; name one of them in the row's"):
+    with pytest.raises(
+        ValueError, match="own:scored and own:second each decide the reward; name one of them in the row's"
+    ):
         begin(toolbox)
     begin(toolbox, {"tools": ["second"]})
 
@@ -278,7 +292,9 @@ def test_environments_of_a_turn_go_on_together():
     assert not any(answer.failed for answer in step(toolbox, ("add", {"n": 1}), ("more", {"n": 1})))
 
 
-@pytest.mark.parametrize("error", [RuntimeError("broke"), SystemExit(1), StopIteration()], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", [RuntimeError("broke"), SystemExit(1), StopIteration()], ids=lambda error: type(error).__name__
+)
 def test_an_environment_that_raises_fails_its_own_calls_only(error):
     """The model is told, and the trajectory goes on."""
 
