@@ -91,7 +91,7 @@ def test_everything_that_cannot_be_built_is_named_at_once(own, tmp_path):
     """A start that fails once for each mistake costs as many starts."""
     (tmp_path / "broken.py").write_text("1 / 0")
     entries = {
-        "calculater": "there is no tool calculater; did you mean calculate or counter? give one of python, search",
+        "calculater": "there is no tool calculater; did you mean calculate? give one of python, search",
         "nowhere:f": "nowhere:f cannot be imported: there is no module nowhere; put its folder on PYTHONPATH",
         f"{tmp_path}/none.py:f": f"there is no file {tmp_path}/none.py",
         f"{tmp_path}/broken.py:f": "broken.py:f cannot be imported: ZeroDivisionError: division by zero",
