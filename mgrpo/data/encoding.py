@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mgrpo.data.rows import Contract, Message
-from mgrpo.data.templates import override_system, render, with_bos
+from mgrpo.data.rows import TOOLS, Contract, Message, shown
+from mgrpo.data.templates import override_system, render, with_bos, with_opening
 from mgrpo.data.tokenizer import token_ids
 
 
@@ -28,6 +28,8 @@ class Recipe:
     max_tokens: int
     overlong: Literal["filter", "truncate_left", "error"]
     contract: Contract
+    tools: list[dict[str, Any]] | None = None
+    """Schemas that the template is given; a row may ask for some of them. None: there are no tools, or it is not told of them."""
 
     def to_json(self) -> dict[str, Any]:
         """For `from_json`."""
@@ -38,20 +40,44 @@ class Recipe:
         """The inverse of `to_json`."""
         return cls(**{**values, "contract": Contract(**values["contract"])})
 
-    def asked(self, record: Mapping[str, object]) -> str | list[Message]:
-        """What the model is asked: text, or the messages that the template is given."""
-        prompt = self.contract.prompt(record)
-        if isinstance(prompt, str) or self.system_prompt is None:
-            return prompt
-        return override_system(prompt, self.system_prompt)
+    def asked(self, record: Mapping[str, object], *, opening: str = "") -> str | list[Message]:
+        """What the model is asked: text, or the messages that the template is given.
 
-    def text(self, record: Mapping[str, object], tokenizer: Any) -> str:
-        """The prompt's text, with all special tokens written out."""
-        asked = self.asked(record)
+        Args:
+            opening: what an environment adds to the text, or to the last message of the user.
+        """
+        prompt = self.contract.prompt(record)
+        if isinstance(prompt, str):
+            return prompt + opening
+        messages = prompt if self.system_prompt is None else override_system(prompt, self.system_prompt)
+        return with_opening(messages, opening) if opening else messages
+
+    def text(self, record: Mapping[str, object], tokenizer: Any, *, opening: str = "") -> str:
+        """The prompt's text, with all special tokens written out; `opening` as in `asked`."""
+        asked, tools = self.asked(record, opening=opening), self._shown_tools(record)
         if isinstance(asked, list) and self.template is not None:
-            return render(asked, tokenizer, self.template, add_bos=self.add_bos, kwargs=self.template_kwargs)
+            return render(
+                asked, tokenizer, self.template, add_bos=self.add_bos, kwargs=self.template_kwargs, tools=tools
+            )
         text = asked if isinstance(asked, str) else "\n".join(str(message["content"]) for message in asked)
         return with_bos(text, tokenizer) if self.add_bos else text
+
+    def shortened(self, tokens: np.ndarray, tokenizer: Any) -> tuple[np.ndarray, str]:
+        """What is kept of a prompt over the limit: nothing, unless it is cut."""
+        if self.overlong != "truncate_left":
+            return tokens[:0], ""
+        tokens = tokens[-self.max_tokens :]
+        return tokens, tokenizer.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _shown_tools(self, record: Mapping[str, object]) -> list[dict[str, Any]] | None:
+        """Those that the row asks for; all if it does not say."""
+        asked = record.get(TOOLS)
+        if self.tools is None or asked is None:
+            return self.tools
+        names = [tool["function"]["name"] for tool in self.tools]
+        if not isinstance(asked, list) or not all(name in names for name in asked):
+            raise ValueError(f"found tools {shown(asked)}, expected a list of some of {', '.join(names)}")
+        return [tool for tool, name in zip(self.tools, names, strict=True) if name in asked]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +105,5 @@ class Encoder:
         for index in np.flatnonzero(lengths == 0):
             problems[index] = problems[index] or "the prompt has no tokens"
         for index in np.flatnonzero(lengths > self.recipe.max_tokens):
-            tokens[index], texts[index] = self._shortened(tokens[index])
+            tokens[index], texts[index] = self.recipe.shortened(tokens[index], self.tokenizer)
         return {"text": texts, "tokens": tokens, "num_tokens": lengths, "problem": problems}
-
-    def _shortened(self, tokens: np.ndarray) -> tuple[np.ndarray, str]:
-        """What is kept of a prompt over the limit: nothing, unless it is cut."""
-        if self.recipe.overlong != "truncate_left":
-            return tokens[:0], ""
-        tokens = tokens[-self.recipe.max_tokens :]
-        return tokens, self.tokenizer.decode(
-            tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )

@@ -5,6 +5,7 @@ It is opened with pyarrow alone, because importing `datasets` takes longer than 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgrpo.data.encoding import Recipe
+from mgrpo.data.tokenizer import token_ids
 from mgrpo.types import Prompt, PromptId
 
 if TYPE_CHECKING:
@@ -74,18 +76,11 @@ class PromptSet:
 
     def prompt(self, prompt_id: PromptId) -> Prompt:
         """The prompt at the index of `prompt_id` (epoch, index)."""
-        position = int(self._order[prompt_id[1]])
-        record = json.loads(self._value("record", position).as_py())
+        position, record = self._row(prompt_id)
         text = self._value("text", position).as_py()
-        contract, asked = self._recipe.contract, self._recipe.asked(record)
+        contract = self._recipe.contract
         verifiers, ground_truths = contract.labels(record)
-        query: str
-        source: str | tuple[dict[str, str], ...]
-        if isinstance(asked, str):
-            query, source = asked, asked
-        else:
-            query = "\n".join(f"{message['role']}: {message['content']}" for message in asked)
-            source = tuple(asked) if contract.is_own_prompt(record) else text
+        query, source = self._views(record, text, opening="")
         return Prompt(
             id=prompt_id,
             tokens=_view(self._value("tokens", position).values).copy(),
@@ -96,6 +91,42 @@ class PromptSet:
             source=source,
             columns=contract.columns(record),
         )
+
+    def with_opening(self, prompt: Prompt, opening: str, tokenizer: Any) -> Prompt:
+        """The prompt with the text that an environment begins with, which follows the last message of the user.
+
+        Raises:
+            ValueError: it has too many tokens, and prompts are not to be cut.
+        """
+        if not opening:
+            return prompt
+        recipe, (_, record) = self._recipe, self._row(prompt.id)
+        text = recipe.text(record, tokenizer, opening=opening)
+        tokens = np.array(token_ids(tokenizer, [text])[0], np.int32)
+        if len(tokens) > recipe.max_tokens:
+            if recipe.overlong != "truncate_left":
+                raise ValueError(
+                    f"a prompt has {len(tokens)} tokens with the text that its environment begins with, more than "
+                    f"max_prompt_token_length={recipe.max_tokens}; raise that, or shorten the text ({opening[:60]!r})"
+                )
+            tokens, text = recipe.shortened(tokens, tokenizer)
+        query, source = self._views(record, text, opening=opening)
+        return dataclasses.replace(prompt, tokens=tokens, text=text, query=query, source=source)
+
+    def _row(self, prompt_id: PromptId) -> tuple[int, dict[str, Any]]:
+        """Its place among the distinct rows, and its columns."""
+        position = int(self._order[prompt_id[1]])
+        return position, json.loads(self._value("record", position).as_py())
+
+    def _views(
+        self, record: Mapping[str, object], text: str, *, opening: str
+    ) -> tuple[str, str | tuple[dict[str, str], ...]]:
+        """`query` and `source` of a prompt."""
+        asked = self._recipe.asked(record, opening=opening)
+        if isinstance(asked, str):
+            return asked, asked
+        query = "\n".join(f"{message['role']}: {message['content']}" for message in asked)
+        return query, tuple(asked) if self._recipe.contract.is_own_prompt(record) else text
 
     def _value(self, column: str, position: int) -> Any:
         return self._prompts.column(column)[position]

@@ -132,6 +132,15 @@ def override_system(messages: Sequence[Message], system_prompt: str) -> list[Mes
     return [{"role": "system", "content": system_prompt}, *rest]
 
 
+def with_opening(messages: Sequence[Message], opening: str) -> list[Message]:
+    """The conversation with text at the end of the user's last message, or in a message of its own if there is none."""
+    place = max((place for place, message in enumerate(messages) if message.get("role") == "user"), default=None)
+    if place is None:
+        return [*messages, {"role": "user", "content": opening}]
+    longer = {**messages[place], "content": messages[place]["content"] + opening}
+    return [*messages[:place], longer, *messages[place + 1 :]]
+
+
 def stop_strings_for(name: str) -> tuple[str, ...]:
     """The stop strings of a built-in template; none for auto, none and files, whose models end with a token."""
     return TEMPLATES[name].stop_strings if name in TEMPLATES else ()

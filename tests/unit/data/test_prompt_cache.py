@@ -57,9 +57,9 @@ def test_every_ingredient_has_its_part_in_the_key(settings, write, folder, tmp_p
         "overlong_prompt_policy": "truncate_left",
     }
 
-    def run(*mix: str, tokenizer: Path = folder, need_verifiers: bool = True, **fields: Any) -> None:
+    def run(*mix: str, tokenizer: Path = folder, need_verifiers: bool = True, tools: Any = None, **fields: Any) -> None:
         data = settings(*(mix or (a, "1.0")), **(base | fields))
-        open_data(data, need_verifiers=need_verifiers)[0].encode(load_tokenizer(tokenizer))
+        open_data(data, need_verifiers=need_verifiers)[0].encode(load_tokenizer(tokenizer), tools=tools)
 
     assert builds.by(run) == 1 and builds.by(run) == 0
     changes: list[Callable[[], None]] = [
@@ -76,6 +76,8 @@ def test_every_ingredient_has_its_part_in_the_key(settings, write, folder, tmp_p
         lambda: run(system_prompt_override_file=str(tmp_path / "b.txt")),
         lambda: run(system_prompt_override_file=None),
         lambda: run(add_bos=True),
+        lambda: run(tools=[{"function": {"name": "a", "description": "1"}}]),
+        lambda: run(tools=[{"function": {"name": "a", "description": "2"}}]),
         lambda: run(tokenizer=make_tokenizer(tmp_path / "other", chars=CHARS[::-1])),
     ]
     for number, change in enumerate(changes):
