@@ -84,16 +84,15 @@ class Toolbox(Environment):
 
     def apart(self, calls: Sequence[Call]) -> list[list[int]]:
         """Places of the calls of a turn by who answers them: `step` may be asked each part alone."""
-        parts: dict[str, list[int]] = {}
+        parts: dict[Member | None, list[int]] = {}
         for place, call in enumerate(calls):
-            member = self._routes[call.name][0].name if call.name in self._routes else ""
-            parts.setdefault(member, []).append(place)
+            parts.setdefault(self._routes.get(call.name), []).append(place)
         return list(parts.values())
 
     @property
     def tells(self) -> bool:
         """Whether there is a reward or a snapshot at the end of this trajectory."""
-        return any(_gives_reward(member) or hasattr(member.environment, "snapshot") for member in self._playing)
+        return any(member.offer.gives_reward or hasattr(member.environment, "snapshot") for member in self._playing)
 
     async def reward(self) -> float | None:
         rewards = await _together(member.reward() for member in self._playing)
