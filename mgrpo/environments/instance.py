@@ -121,10 +121,15 @@ class Instance:
             self._give_back(broken=broken or self._is_asked or self._has_timed_out)
 
     async def _answer(self, question: Message, limit_s: float) -> Message:
-        assert not self._is_released and not self._is_asked, "one question at a time, before the release"
-        # It stays so when the caller is cancelled, or the worker is lost.
+        if self._is_asked or self._is_released:
+            raise EnvironmentLost("it was asked before, and the answer was not waited for")
+        # It stays so if the caller is cancelled.
         self._is_asked = True
-        answer = await self._ask(question, limit_s)
+        try:
+            answer = await self._ask(question, limit_s)
+        except EnvironmentLost:
+            self._is_asked = False
+            raise
         self._is_asked = False
         self._is_stuck = answer["is_stuck"]
         if "error" in answer:
