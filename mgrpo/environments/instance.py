@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.errors import EnvironmentLost, Frozen
 from mgrpo.environments.functions import failure
 from mgrpo.environments.limits import Limits
+from mgrpo.environments.plain import is_plain
 from mgrpo.processes.json_lines import Message
 
 
@@ -51,7 +53,7 @@ class Instance:
         limits: Limits,
         *,
         ask: Callable[[Message, float], Awaitable[Message]],
-        give_back: Callable[[bool], None],
+        give_back: Callable[..., None],
     ) -> None:
         """Made by the pool, from what the worker answered to its reset; `give_back` is told whether it is broken."""
         self.opening, self.acts = opened["opening"], opened["acts"]
@@ -72,8 +74,13 @@ class Instance:
         Raises:
             EnvironmentLost: the worker process ended, not through a call of this trajectory.
         """
-        if not calls:
-            return []
+        can_be_sent = [is_plain(call.arguments) for call in calls]
+        sent = list(itertools.compress(calls, can_be_sent))
+        answers = iter(await self._answered(sent) if sent else ())
+        refusal = failure(ValueError("the arguments are nested too deeply, or are no JSON"))
+        return [next(answers) if can else Answered(observation=refusal, seconds=0.0) for can in can_be_sent]
+
+    async def _answered(self, calls: Sequence[Call]) -> list[Answered]:
         began = time.monotonic()
         question = {"ask": "step", "calls": [dataclasses.asdict(call) for call in calls]}
         try:
@@ -111,13 +118,18 @@ class Instance:
         """
         if not self._is_released:
             self._is_released = True
-            self._give_back(broken or self._is_asked or self._has_timed_out)
+            self._give_back(broken=broken or self._is_asked or self._has_timed_out)
 
     async def _answer(self, question: Message, limit_s: float) -> Message:
-        assert not self._is_released and not self._is_asked, "one question at a time, before the release"
-        # It stays so when the caller is cancelled, or the worker is lost.
+        if self._is_asked or self._is_released:
+            raise EnvironmentLost("it was asked before, and the answer was not waited for")
+        # It stays so if the caller is cancelled.
         self._is_asked = True
-        answer = await self._ask(question, limit_s)
+        try:
+            answer = await self._ask(question, limit_s)
+        except EnvironmentLost:
+            self._is_asked = False
+            raise
         self._is_asked = False
         self._is_stuck = answer["is_stuck"]
         if "error" in answer:

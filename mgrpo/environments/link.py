@@ -58,9 +58,9 @@ class Link:
         if self.is_over:
             raise EnvironmentLost("the environment's worker has ended")
         number = next(self._numbers)
-        future = self._waiting[number] = self._loop.create_future()
-        asked_at = time.monotonic()
         self._child.send([question | {"id": number}])
+        asked_at = time.monotonic()
+        future = self._waiting[number] = self._loop.create_future()
         self._watch()
         try:
             while not future.done():

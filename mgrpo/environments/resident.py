@@ -40,11 +40,12 @@ class Resident:
         self._number, self._specs, self._limits, self._threads = number, specs, limits, threads
         self._toolbox: Toolbox | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._was_cut = False
 
     @property
     def is_stuck(self) -> bool:
-        """Whether anything goes on: a thread, or a coroutine that ignores being cancelled."""
-        return bool(self._tasks) or self._threads.is_busy(self._number)
+        """Whether a call that was cut off goes on: a thread, or a coroutine that ignores being cancelled."""
+        return self._was_cut and (bool(self._tasks) or self._threads.is_busy(self._number))
 
     async def description(self, limit_s: float) -> Description:
         """What it offers, of a new environment.
@@ -161,6 +162,7 @@ class Resident:
         for task in tasks:
             task.cancel()
         if tasks:
+            self._was_cut = True
             await asyncio.wait(tasks, timeout=_CANCEL_S)
 
 

@@ -84,10 +84,9 @@ class Toolbox(Environment):
 
     def apart(self, calls: Sequence[Call]) -> list[list[int]]:
         """Places of the calls of a turn by who answers them: `step` may be asked each part alone."""
-        parts: dict[str, list[int]] = {}
+        parts: dict[Member | None, list[int]] = {}
         for place, call in enumerate(calls):
-            member = self._routes[call.name].name if call.name in self._routes else ""
-            parts.setdefault(member, []).append(place)
+            parts.setdefault(self._routes.get(call.name), []).append(place)
         return list(parts.values())
 
     @property

@@ -1,0 +1,266 @@
+"""The workers of a pool, and which of their environments serves whom.
+
+What hangs or dies is replaced. A call that cannot be cancelled costs its worker: that takes no new trajectory, the others
+in it go on for a while, then it is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from mgrpo.environments.catalog import Description, Spec
+from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost
+from mgrpo.environments.host import START_LIMIT_S, Host, description_in, load_question
+from mgrpo.environments.limits import Limits
+from mgrpo.environments.link import Link, new_child
+from mgrpo.processes.json_lines import Message
+
+_log = logging.getLogger(__name__)
+
+_CLOSE_LIMIT_S = 5.0
+_STARTS_BEFORE_GIVING_UP = 3
+_PAUSE_BETWEEN_STARTS_S = 1.0
+_LOGGED_LOSSES = 10
+_STUCK = "held a call that could not be ended, and was killed"
+
+
+class Fleet:
+    """All workers; for one asyncio loop at a time."""
+
+    def __init__(
+        self, specs: Sequence[Spec], capacities: Sequence[int], limits: Limits, *, folders: Sequence[str]
+    ) -> None:
+        """`capacities`: how many environments each worker may hold."""
+        self._specs, self._capacities, self._limits, self._folders = specs, capacities, limits, folders
+        self._hosts: list[Host] = []
+        self._queue: deque[tuple[asyncio.Future[tuple[Host, int]], str]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._refusal: str | None = "the environments are not started"
+        """Why nothing is given to anybody."""
+        self._is_closing = False
+        self.num_replaced = 0
+        """Workers, since the start."""
+
+    @property
+    def pids(self) -> list[int]:
+        return [host.link.pid for host in self._hosts]
+
+    async def start(self) -> Description:
+        """Start the workers.
+
+        Raises:
+            ValueError: an environment cannot be built or set up; the message names its entry.
+        """
+        assert not self._hosts, "it is started once, and again after it is closed"
+        self._is_closing = False
+        try:
+            for capacity in self._capacities:
+                self._new_host(capacity)
+            descriptions = await asyncio.gather(*map(self._load, self._hosts))
+        except EnvironmentLost as err:
+            await self.close()
+            raise ValueError(not_started(self._specs, str(err))) from err
+        except BaseException:
+            await self.close()
+            raise
+        self._refusal = None
+        return descriptions[0]
+
+    async def close(self) -> None:
+        """End everything, within seconds whatever tools do; whoever waits for an answer gets an EnvironmentLost."""
+        self._is_closing = True
+        self._refuse("the environments are closed")
+        for task in self._tasks:
+            task.cancel()
+        hosts, self._hosts = self._hosts, []
+        closing = [
+            asyncio.ensure_future(host.link.ask(_close_question(number), _CLOSE_LIMIT_S))
+            for host in hosts
+            if host.is_ready and not host.link.is_over
+            for number in host.instances
+        ]
+        try:
+            if closing:
+                await asyncio.wait(closing, timeout=_CLOSE_LIMIT_S)
+        finally:
+            for answer in closing:
+                answer.cancel()
+            for host in hosts:
+                host.link.end()
+
+    async def place(self, trajectory: str) -> tuple[Host, int]:
+        """An instance that is idle or may be made, reserved for the trajectory; in the order of the requests.
+
+        Raises:
+            AcquireTimeout: there is none in time.
+            RuntimeError: nothing is given to anybody.
+        """
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)
+        place: asyncio.Future[tuple[Host, int]] = asyncio.get_running_loop().create_future()
+        self._queue.append((place, trajectory))
+        self._hand_out()
+        try:
+            await asyncio.wait({place}, timeout=self._limits.acquire_timeout_s)
+        except asyncio.CancelledError:
+            if not place.cancel() and place.exception() is None:
+                self.give_back(*place.result(), broken=False)
+            raise
+        if not place.done():
+            place.cancel()
+            raise AcquireTimeout(self._who_holds(trajectory))
+        return place.result()
+
+    async def ask(self, host: Host, number: int, question: Message, limit_s: float) -> Message:
+        """What the worker answers about an instance.
+
+        Raises:
+            EnvironmentLost: it does not.
+        """
+        answer = await host.link.ask(question | {"instance": number}, limit_s)
+        if self._is_closing:
+            raise EnvironmentLost("the environments are closed")
+        self._note(host, number, is_stuck=answer["is_stuck"])
+        return answer
+
+    def give_back(self, host: Host, number: int, *, broken: bool) -> None:
+        """A trajectory does not need the instance any more."""
+        del host.held[number]
+        if host.link.is_over:
+            return
+        if broken or number in host.stuck:
+            self._spawn(self._discard(host, number))
+            return
+        host.put_back(number)
+        self._end_if_hopeless(host)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give what is free to those who have waited longest."""
+        while self._queue:
+            place, trajectory = self._queue[0]
+            host = max(self._hosts, key=lambda host: host.room, default=None)
+            if not place.done() and (host is None or not host.room):
+                return
+            self._queue.popleft()
+            if host is not None and not place.done():
+                place.set_result((host, host.take(trajectory)))
+
+    def _note(self, host: Host, number: int, *, is_stuck: bool) -> None:
+        """Whether a call in the instance goes on that cannot be ended."""
+        if not is_stuck and number in host.stuck:
+            host.stuck.remove(number)
+            self._hand_out()
+        elif is_stuck and number not in host.stuck:
+            if not host.stuck:
+                self._spawn(self._end_after_grace(host))
+            host.stuck.add(number)
+
+    async def _discard(self, host: Host, number: int) -> None:
+        """Close an instance; another one may take its place."""
+        try:
+            answer = await host.link.ask(_close_question(number), _CLOSE_LIMIT_S)
+        except EnvironmentLost:
+            return
+        self._note(host, number, is_stuck=answer.get("is_stuck", False))
+        if number not in host.stuck:
+            host.forget(number)
+        self._end_if_hopeless(host)
+        self._hand_out()
+
+    def _end_if_hopeless(self, host: Host) -> None:
+        """A worker in which nothing goes on but what cannot be ended."""
+        if host.stuck and not host.held:
+            host.link.stop(_STUCK)
+
+    async def _end_after_grace(self, host: Host) -> None:
+        """What goes on may have ended by itself meanwhile."""
+        await asyncio.sleep(self._limits.grace_s)
+        try:
+            answer = await host.link.ask({"ask": "stuck"}, _CLOSE_LIMIT_S)
+        except EnvironmentLost:
+            return
+        for number in host.stuck - set(answer["stuck"]):
+            host.stuck.discard(number)
+            if number not in host.held:
+                host.forget(number)
+        if host.stuck:
+            host.link.stop(_STUCK)
+        self._hand_out()
+
+    def _new_host(self, capacity: int) -> Host:
+        link = Link(new_child(self._folders), lambda why: self._replace(host, why))
+        host = Host(link, capacity)
+        self._hosts.append(host)
+        return host
+
+    async def _load(self, host: Host) -> Description:
+        description = description_in(await host.link.ask(load_question(self._specs, self._limits), START_LIMIT_S))
+        host.is_ready = True
+        return description
+
+    def _replace(self, host: Host, why: str) -> None:
+        """Another worker in place of one that has ended."""
+        if host not in self._hosts or not host.is_ready:
+            return
+        self._hosts.remove(host)
+        self.num_replaced += 1
+        if self.num_replaced <= _LOGGED_LOSSES:
+            names = ", ".join(sorted(name for name, _ in host.held.values())) or "none"
+            _log.warning("a worker of the environments %s; trajectories in it: %.300s", why, names)
+        self._spawn(self._start_again(host.capacity))
+
+    async def _start_again(self, capacity: int) -> None:
+        why: Exception | None = None
+        for attempt in range(_STARTS_BEFORE_GIVING_UP):
+            await asyncio.sleep(_PAUSE_BETWEEN_STARTS_S * attempt)
+            host: Host | None = None
+            try:
+                host = self._new_host(capacity)
+                await self._load(host)
+            except (EnvironmentLost, ValueError, OSError) as err:
+                why = err
+                if host is not None:
+                    self._hosts.remove(host)
+                    host.link.end()
+            else:
+                self._hand_out()
+                return
+        self._refuse(not_started(self._specs, f"{why}, {_STARTS_BEFORE_GIVING_UP} times in a row"))
+
+    def _refuse(self, why: str) -> None:
+        """Whoever waits for an environment, and who asks for one from now on, gets an error."""
+        self._refusal = why
+        for place, _ in self._queue:
+            if not place.done():
+                place.set_exception(RuntimeError(why))
+        self._queue.clear()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _who_holds(self, trajectory: str) -> str:
+        now = time.monotonic()
+        held = sorted((since, name) for host in self._hosts for name, since in host.held.values())
+        longest = ", ".join(f"{name} for {now - since:.0f} s" for since, name in held[:3]) or "nothing"
+        return (
+            f"no environment became free for {trajectory} within env_acquire_timeout={self._limits.acquire_timeout_s:g} s: "
+            f"{len(held)} of pool_size={sum(self._capacities)} are held, the longest by {longest}; raise pool_size, or lower "
+            "tool_timeout or trajectory_timeout"
+        )
+
+
+def _close_question(number: int) -> Message:
+    return {"ask": "close", "instance": number, "limit_s": _CLOSE_LIMIT_S}
+
+
+def not_started(specs: Sequence[Spec], why: str) -> str:
+    entries = ", ".join(spec.entry for spec in specs)
+    return f"a worker of the environments cannot be started with {entries}: {why}; its own message is on stderr"
