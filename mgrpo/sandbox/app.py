@@ -3,6 +3,11 @@
     {"program": text, "tests": [...], "max_execution_time": seconds}
     -> {"results": [0 or 1, ...], "runtimes": [...], "in_process": [0 or 1, ...]}
 
+Also POST /execute, where the service has kernels; DELETE /execute/{session} ends one:
+
+    {"code": text, "timeout": seconds, "session": name or nothing}
+    -> {"output": text, "error": text or null, "success": true or false}, and "is_new_session" of a session
+
 An error of the service is a status of 4xx or 5xx, never a list of zeros. Only this module imports FastAPI; import it
 only where an app is created.
 """
@@ -17,10 +22,13 @@ from contextlib import asynccontextmanager, contextmanager
 
 from fastapi import FastAPI, HTTPException, Request
 
-from mgrpo.sandbox.reading import Question, read_question
+from mgrpo.sandbox.reading import Question, read_code, read_question
 from mgrpo.sandbox.sandbox import Sandbox, Verdicts
+from mgrpo.sandbox.sessions import BusyError, Sessions
 
 MAX_BODY_BYTES = 64 * 2**20
+MAX_CODE_BYTES = 2**20
+"""Of a request to execute code."""
 MAX_HELD_BYTES = 2**30
 """All requests together that are received, waiting or running; further ones are refused with status 503."""
 MAX_WAITING = 1024
@@ -32,13 +40,14 @@ BODY_LIMIT_S = 60.0
 def create_app(
     sandbox: Sandbox,
     *,
+    sessions: Sessions | None = None,
     max_waiting: int = MAX_WAITING,
     max_body_bytes: int = MAX_BODY_BYTES,
     max_held_bytes: int = MAX_HELD_BYTES,
     body_limit_s: float = BODY_LIMIT_S,
     start_readers: Callable[[], Executor] | None = None,
 ) -> FastAPI:
-    """The app. A server that shuts it down closes the sandbox; in-process, without a server, the caller closes it.
+    """The app. A server that shuts it down closes the sandbox and the sessions; in-process, without a server, the caller does.
 
     `start_readers`: where requests are read, for a service whose callers are not trusted; None: in threads.
     """
@@ -52,6 +61,8 @@ def create_app(
         if readers is not None:
             readers.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(sandbox.close)
+        if sessions is not None:
+            await asyncio.to_thread(sessions.close)
 
     app = FastAPI(title="mgrpo code service", lifespan=lifespan)
 
@@ -73,9 +84,7 @@ def create_app(
 
     async def answer(request: Request, run: Callable[..., Future], *, is_stdio: bool) -> dict[str, list]:
         nonlocal waiting
-        # A page in a browser may send other types to any address without asking first.
-        if request.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
-            raise HTTPException(422, "the request needs the header Content-Type: application/json")
+        _check_type(request)
         with holding.share() as share:
             body = await _body(request, share, max_body_bytes, body_limit_s)
             try:
@@ -110,7 +119,33 @@ def create_app(
     async def test_program_stdio(request: Request) -> dict[str, list]:
         return await answer(request, sandbox.run_stdio, is_stdio=True)
 
+    if sessions is not None:
+        _add_execute(app, sessions, holding, body_limit_s)
     return app
+
+
+def _add_execute(app: FastAPI, sessions: Sessions, holding: _Holding, body_limit_s: float) -> None:
+    @app.post("/execute")
+    async def execute(request: Request) -> dict[str, object]:
+        _check_type(request)
+        with holding.share() as share:
+            try:
+                asked = read_code(await _body(request, share, MAX_CODE_BYTES, body_limit_s))
+                output, is_new = await sessions.call(asked.code, asked.timeout, asked.session)
+            except BusyError as err:
+                raise _busy(str(err)) from err
+            except ValueError as err:
+                raise HTTPException(422, str(err)) from err
+            except RuntimeError as err:
+                raise HTTPException(500, f"{type(err).__name__}: {err}") from err
+        reply: dict[str, object] = {"output": output.printed, "error": output.error or None}
+        reply["success"] = not output.failed
+        return reply if asked.session is None else reply | {"is_new_session": is_new}
+
+    @app.delete("/execute/{session}")
+    async def end(session: str) -> dict[str, object]:
+        sessions.end(session)
+        return {}
 
 
 class _Share:
@@ -140,6 +175,12 @@ class _Holding:
             yield share
         finally:
             share.set(0)
+
+
+def _check_type(request: Request) -> None:
+    """A page in a browser may send other types to any address without asking first."""
+    if request.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
+        raise HTTPException(422, "the request needs the header Content-Type: application/json")
 
 
 async def _body(request: Request, share: _Share, max_bytes: int, limit_s: float) -> bytes:

@@ -1,56 +1,104 @@
-"""The sandboxes of this process, behind the app of the service; callers with the same limits share one."""
+"""What runs programs in this process: sandboxes behind the app of the service, and kernels. Callers with the same limits share one."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from mgrpo.sandbox.kernels import Kernels
 from mgrpo.sandbox.sandbox import Sandbox
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
 
+class _Closable(Protocol):
+    def start(self) -> object: ...
+    def close(self) -> None: ...
+
+
+T = TypeVar("T", bound=_Closable)
+
+
 @dataclass(slots=True)
-class _Loan:
-    app: FastAPI
-    sandbox: Sandbox
+class _Loan(Generic[T]):
+    thing: T
     borrowers: int = 0
 
 
-_loans: dict[tuple[int, int, bool], _Loan] = {}
-"""The key includes the process: a forked child must not use its parent's sandbox."""
-_lock = threading.Lock()
+class _Loans(Generic[T]):
+    """Things that are started for their first borrower and closed after the last."""
+
+    def __init__(self, create: Callable[[int, bool], T]) -> None:
+        self._create = create
+        self._loans: dict[tuple[int, int, bool], _Loan[T]] = {}
+        """The key includes the process: a forked child must not use its parent's."""
+        self._lock = threading.Lock()
+
+    def borrow(self, memory_mb: int, accept_risk: bool) -> T:
+        key = (os.getpid(), memory_mb, accept_risk)
+        with self._lock:
+            loan = self._loans.get(key)
+            if loan is None:
+                thing = self._create(memory_mb, accept_risk)
+                try:
+                    thing.start()
+                except BaseException:
+                    thing.close()
+                    raise
+                loan = self._loans[key] = _Loan(thing)
+            loan.borrowers += 1
+            return loan.thing
+
+    def give_back(self, memory_mb: int, accept_risk: bool) -> None:
+        key = (os.getpid(), memory_mb, accept_risk)
+        with self._lock:
+            loan = self._loans[key]
+            loan.borrowers -= 1
+            if loan.borrowers:
+                return
+            del self._loans[key]
+        loan.thing.close()
+
+
+class _Service:
+    """A sandbox and its app."""
+
+    def __init__(self, memory_mb: int, accept_risk: bool) -> None:
+        from mgrpo.sandbox.app import create_app
+
+        self._sandbox = Sandbox(memory_mb=memory_mb, accept_risk=accept_risk)
+        self.app = create_app(self._sandbox)
+
+    def start(self) -> None:
+        self._sandbox.start()
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+
+_services = _Loans(_Service)
+_kernels = _Loans(lambda memory_mb, accept_risk: Kernels(memory_mb=memory_mb, accept_risk=accept_risk))
 
 
 def borrow_app(memory_mb: int, *, accept_risk: bool) -> FastAPI:
     """The app of a started sandbox, until `give_back_app`. ValueError where this machine cannot isolate programs."""
-    from mgrpo.sandbox.app import create_app
-
-    key = (os.getpid(), memory_mb, accept_risk)
-    with _lock:
-        loan = _loans.get(key)
-        if loan is None:
-            sandbox = Sandbox(memory_mb=memory_mb, accept_risk=accept_risk)
-            try:
-                sandbox.start()
-            except BaseException:
-                sandbox.close()
-                raise
-            loan = _loans[key] = _Loan(create_app(sandbox), sandbox)
-        loan.borrowers += 1
-        return loan.app
+    return _services.borrow(memory_mb, accept_risk).app
 
 
 def give_back_app(memory_mb: int, *, accept_risk: bool) -> None:
     """Release the app; the last release closes the sandbox."""
-    key = (os.getpid(), memory_mb, accept_risk)
-    with _lock:
-        loan = _loans[key]
-        loan.borrowers -= 1
-        if loan.borrowers:
-            return
-        del _loans[key]
-    loan.sandbox.close()
+    _services.give_back(memory_mb, accept_risk)
+
+
+def borrow_kernels(memory_mb: int, *, accept_risk: bool) -> Kernels:
+    """Started kernels, until `give_back_kernels`. ValueError where this machine cannot isolate programs."""
+    return _kernels.borrow(memory_mb, accept_risk)
+
+
+def give_back_kernels(memory_mb: int, *, accept_risk: bool) -> None:
+    """Release the kernels; the last release ends them."""
+    _kernels.give_back(memory_mb, accept_risk)

@@ -29,6 +29,13 @@ class TestRequest(BaseModel):
     max_execution_time: float = Field(default=1.0, gt=0, le=_LONGEST_LIMIT_S, allow_inf_nan=False)
 
 
+class CodeRequest(BaseModel):
+    code: str
+    timeout: float = Field(default=5.0, gt=0, le=_LONGEST_LIMIT_S, allow_inf_nan=False)
+    session: str | None = Field(default=None, min_length=1, max_length=100)
+    """Calls of one session share their names; without one, the code runs in a fresh interpreter."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     program: str
@@ -48,13 +55,24 @@ def read_question(body: bytes, *, is_stdio: bool) -> Question:
         request = TestRequest.model_validate_json(body)
         tests = stdio_tests(request.tests) if is_stdio else assert_tests(request.tests)
     except ValidationError as err:
-        wrong = [f"{'.'.join(map(str, error['loc'])) or 'the request'}: {error['msg']}" for error in err.errors()]
-        raise ValueError("; ".join(wrong)) from None
+        raise ValueError(_problems(err)) from None
     except (MemoryError, RecursionError) as err:
         raise ValueError(f"the tests cannot be unpacked ({type(err).__name__})") from None
     if len(tests) > MAX_TESTS:
         raise ValueError(f"{len(tests)} tests; a request may have at most {MAX_TESTS}")
     return Question(program=request.program, tests=tests, limit_s=request.max_execution_time)
+
+
+def read_code(body: bytes) -> CodeRequest:
+    """ValueError with the reason where it is not a request that the service can run."""
+    try:
+        return CodeRequest.model_validate_json(body)
+    except ValidationError as err:
+        raise ValueError(_problems(err)) from None
+
+
+def _problems(err: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, error['loc'])) or 'the request'}: {error['msg']}" for error in err.errors())
 
 
 def reading_processes() -> ProcessPoolExecutor:

@@ -22,8 +22,10 @@ def serve_command(argv: Sequence[str]) -> int:
         return 2
     from mgrpo.sandbox.app import create_app
     from mgrpo.sandbox.connection import Connection
+    from mgrpo.sandbox.kernels import Kernels
     from mgrpo.sandbox.reading import reading_processes
     from mgrpo.sandbox.sandbox import Sandbox
+    from mgrpo.sandbox.sessions import Sessions
 
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
@@ -44,7 +46,9 @@ def serve_command(argv: Sequence[str]) -> int:
             f"mgrpo: code service at http://{host}:{listening.getsockname()[1]}, programs run at a time: "
             f"{sandbox.num_slots}; {isolation.describe()}\n"
         )
-        app = create_app(sandbox, max_waiting=options.queue, start_readers=reading_processes)
+        kernels = Kernels(memory_mb=options.memory_mb, accept_risk=options.accept_risk, walls=[isolation.walls])
+        sessions = Sessions(kernels, num_at_once=sandbox.num_slots, max_waiting=options.queue)
+        app = create_app(sandbox, sessions=sessions, max_waiting=options.queue, start_readers=reading_processes)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(uvicorn.Config(app, http=Connection, log_level="warning")).run(sockets=[listening])
     return 0
@@ -52,7 +56,8 @@ def serve_command(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mgrpo code-server", description="Runs programs against tests for the verifiers code and code_stdio."
+        prog="mgrpo code-server",
+        description="Runs programs against tests for the verifiers code and code_stdio, and code for the tool python.",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; requests are not authenticated")
     parser.add_argument("--port", type=_port, default=DEFAULT_PORT, help="0: any free one")

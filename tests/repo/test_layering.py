@@ -26,7 +26,7 @@ ROOMS = {
     "data": {"config", "types"},
     "rewards": {"sandbox", "config", "processes", "types"},
     "rollout": {"environments", "models", "config", "processes", "types"},
-    "environments": {"data", "types"},
+    "environments": {"sandbox", "data", "processes", "types"},
     "planner": {"models", "config", "layout"},
     "policy": {"parallel", "models", "ops", "config", "layout", "types"},
     "checkpoint": {"policy", "parallel", "models", "layout"},

@@ -246,10 +246,15 @@ def test_the_command_serves_on_loopback(sandbox):
             assert running.result().json()["results"] == [1]
         answer = httpx.post(f"{url}/test_program", json=ADD | {"max_execution_time": 20.0}, timeout=60)
         assert answer.json()["results"] == [1, 0]
+        for code, output in (("x = 6", ""), ("x * 7", "42\n")):
+            body = {"code": code, "timeout": 20.0, "session": "a"}
+            assert httpx.post(f"{url}/execute", json=body, timeout=60).json()["output"] == output
+        started = children(service.pid)
     finally:
         service.send_signal(signal.SIGINT)
         said = service.communicate(timeout=60)[1]
     assert said == "" and service.returncode == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
 

@@ -75,7 +75,9 @@ def test_walls_rise_wherever_python_lies(sandbox):
         script = """if True:
             import os, sys
             sys.path.insert(0, sys.argv[1])
+            import asyncio
             from mgrpo.sandbox.cases import StdioTest
+            from mgrpo.sandbox.kernels import Kernels
             from mgrpo.sandbox.sandbox import Sandbox
             program = '''if True:
                 import encodings.idna, inspect, json.tool, os, tempfile, planted
@@ -88,12 +90,16 @@ def test_walls_rise_wherever_python_lies(sandbox):
             with Sandbox(num_slots=1) as sandbox:
                 isolation = sandbox.start()
                 results = sandbox.run_stdio(program, [StdioTest("", expected)], 20.0).result().results
-            print(sys.base_prefix, isolation.missing, isolation.system_calls, results)
+            async def call(kernels):
+                return (await kernels.open(output_bytes=300).call("import ctypes.util, os, planted; print(planted.value, os.listdir())", 20.0)).text
+            with Kernels() as kernels:
+                called = asyncio.run(call(kernels))
+            print(sys.base_prefix, isolation.missing, isolation.system_calls, results, called, end="")
         """
         command = [str(environment / "bin/python"), "-c", script, str(Path(__file__).parents[3])]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     system_calls = sandbox.start().system_calls
-    assert done.stdout == f"{python} () {system_calls} [1]\n"
+    assert done.stdout == f"{python} () {system_calls} [1] 7 []\n"
 
 
 def _copy_python(target: Path) -> None:
@@ -188,7 +194,7 @@ with Sandbox(num_slots=1, walls=["none"], accept_risk=True) as sandbox:
     memory = sandbox.run_stdio(exposed, [StdioTest("", "right")], 20.0).result()
 print(json.dumps([isolation.walls, isolation.missing, isolation.unprivileged, verdicts.results, memory.results]))
 """
-    assert json.loads(_run_as_somebody(script)) == ["user", [], True, [1, 1], [1]]
+    assert json.loads(run_as_somebody(script)) == ["user", [], True, [1, 1], [1]]
 
 
 def test_a_machine_that_forbids_namespaces_is_refused(sandbox):
@@ -204,7 +210,7 @@ with Sandbox(num_slots=1, accept_risk=True) as sandbox:
     verdicts = sandbox.run_asserts("", ["assert True", "assert False"], 20.0).result()
 print(json.dumps([refusal, isolation.walls, isolation.missing, verdicts.results]))
 """
-    refusal, *accepted = json.loads(_run_as_somebody(script))
+    refusal, *accepted = json.loads(run_as_somebody(script))
     assert "user: [Errno 28] unshare" in refusal and "root: [Errno 1] unshare" in refusal and "--accept_risk" in refusal
     assert accepted[0] == "none" and accepted[1][:2] == ["processes", "files"] and accepted[2] == [1, 0]
 
@@ -234,7 +240,7 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def _run_as_somebody(script: str) -> str:
+def run_as_somebody(script: str) -> str:
     """What a script prints that runs as a user without rights, in a user namespace."""
     prelude = """
 import json, os

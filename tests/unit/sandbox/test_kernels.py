@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from mgrpo.sandbox.walled import LostError
 from tests.namespaces import skip_without_namespaces
 from tests.unit.sandbox.conftest import SECRET
 from tests.unit.sandbox.test_hostile import REFUSED, WITHOUT_SUCCESS, attempt
+from tests.unit.sandbox.test_isolation import run_as_somebody
 
 LIMIT_S = 0.3
 # For calls that end by themselves, on a machine that does other things.
@@ -351,3 +353,53 @@ def test_kernels_die_with_their_owner(walls, kernels):
     while any(Path(f"/proc/{pid}").exists() for pid in started):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+_CROWD = """
+async def crowd(kernels):
+    opened = [kernels.open(output_bytes=300) for _ in range(16)]
+    start = "import threading\\nwait = threading.Event().wait\\n"
+    start += "for _ in range(5): threading.Thread(target=wait, daemon=True).start()\\nthreading.active_count()"
+    answers = [(await kernel.call(start, 20.0)).text for kernel in opened]
+    for kernel in opened: kernel.close()
+    return answers
+"""
+
+
+def test_kernels_do_not_share_the_limit_on_processes(kernels):
+    """It is counted for a user: with 64 trajectories none could start a thread."""
+    names: dict[str, Any] = {}
+    exec(_CROWD, names)
+    assert asyncio.run(names["crowd"](kernels)) == ["6\n"] * 16
+
+
+def test_kernels_of_an_ordinary_user_share_it_generously(kernels):
+    """Such a user has one id for all; the supervisor counts the processes of each kernel."""
+    script = """
+import asyncio
+import json
+from mgrpo.sandbox.kernels import Kernels
+with Kernels(memory_mb=256) as kernels:
+    isolation = kernels.start()
+    async def bomb():
+        kernel = kernels.open(output_bytes=300)
+        code = "import os, time\\nfor _ in range(200):\\n  if os.fork() == 0: time.sleep(100)\\ntime.sleep(15)"
+        return (await kernel.call(code, 20.0)).text
+    print(json.dumps([isolation.walls, asyncio.run(crowd(kernels)), asyncio.run(bomb())]))
+"""
+    walls, answers, bomb = json.loads(run_as_somebody(_CROWD + script))
+    assert walls == "user" and answers == ["6\n"] * 16
+    assert bomb == f"The code used more memory or processes than it may. {LOST}"
+
+
+def test_kernels_stand_behind_the_walls_of_root(kernels):
+    """Where user namespaces are forbidden, root sets the same walls up without."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can set up namespaces outside of a user namespace")
+    with Kernels(memory_mb=256, walls=["root"]) as kernels:
+        assert kernels.start().missing == ()
+        code = "import os\nos.getuid(), os.listdir(), sorted(p for p in os.listdir('/proc') if p.isdecimal())"
+        assert texts(kernels, "x = 1", ("while True: pass", LIMIT_S), "x", code)[2:] == [
+            "1\n",
+            "(60600, [], ['1', '2'])\n",
+        ]
