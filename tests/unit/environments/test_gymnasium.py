@@ -6,6 +6,7 @@ import json
 import random
 import sys
 import threading
+import time
 import types
 
 import pytest
@@ -49,11 +50,17 @@ class Doors:
 class Dice:
     """A game of text that throws the dice of the whole process."""
 
+    num_inside = most_inside = 0
+
     def reset(self, *, seed=None):
         random.seed(seed)
         return f"start {random.random()}", {}
 
     def step(self, action):
+        Dice.num_inside += 1
+        Dice.most_inside = max(Dice.most_inside, Dice.num_inside)
+        time.sleep(0.001)
+        Dice.num_inside -= 1
         return f"{action} {random.random()}", 0.0, False, False, {}
 
     def close(self):
@@ -208,8 +215,10 @@ def test_games_that_share_the_dice_of_the_process_do_not_disturb_each_other():
     random.seed(4)
     assert game(1, [other]) == alone
     assert found == [alone] * 4
+    assert Dice.most_inside == 1
     random.seed(4)
     play(other, "x")
+    other.reset({}, seed=9)
     assert random.random() == expected, "nor do they disturb anything else"
     assert len(set(alone)) == 4
 
@@ -223,6 +232,7 @@ def test_a_game_of_text_gets_the_turn_as_it_is():
 
 def test_a_game_of_text_arena_shows_what_is_new_and_rewards_at_its_end():
     environment = opened("Arena")
+    environment.reset({}, seed=3)
     for seed in (3, 4):
         assert environment.reset({}, seed=seed).text == f"[GAME] begin {seed}"
         assert play(environment, "a").text == "[Player 0] a\n[GAME] turn 1"
