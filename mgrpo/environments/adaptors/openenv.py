@@ -64,9 +64,14 @@ class OpenEnv(Environment):
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> Observation:
         self._is_done = self._is_lost = False
-        await self._session.connect()
         columns = {column: row[column] for column in self._reset_columns if column in row}
-        answer = await self._session.ask("reset", {**columns, "seed": seed % _SEEDS})
+        request = {**columns, "seed": seed % _SEEDS}
+        await self._session.connect()
+        try:
+            answer = await self._session.ask("reset", request)
+        except SessionLost:  # servers close sessions that were idle, which is only seen now
+            await self._session.connect()
+            answer = await self._session.ask("reset", request)
         if answer.error:
             raise RuntimeError(f"openenv: the server could not reset: {answer.error}")
         return Observation(text=self._shown(answer.observation))

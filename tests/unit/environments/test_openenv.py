@@ -221,6 +221,19 @@ def test_a_session_that_is_lost_ends_the_trajectory_without_a_reward():
     assert wire.num_connections == 2
 
 
+def test_a_session_that_the_server_closed_between_trajectories_is_opened_again():
+    """OpenEnv's servers end sessions that were idle."""
+    wire = Wire()
+
+    async def run():
+        async with wire.serving() as url, opened(url) as environment:
+            await asyncio.gather(*(socket.close() for socket in wire.sockets))
+            return await environment.reset({}, seed=3)
+
+    assert asyncio.run(run()).text == '{"hello": {"seed": 3}}'
+    assert wire.num_connections == 2
+
+
 def test_the_answer_to_a_cancelled_call_is_not_taken_for_that_of_the_next():
     """The state on the server is worth keeping, so the connection stays."""
 
@@ -275,7 +288,7 @@ def test_a_server_that_is_not_there_or_no_server_of_the_protocol_is_named():
         async with Wire().serving(has_schema=False) as url, opened(url):
             pass
 
-    with pytest.raises(ConnectionError, match="no server at http://127.0.0.1:9: "):
+    with pytest.raises(ConnectionError, match=r"no server at http://127.0.0.1:9: "):
         asyncio.run(missing())
     with pytest.raises(ConnectionError, match=r"none gives the schema of its action .*404.*; name its text field"):
         asyncio.run(without_schema())
