@@ -17,6 +17,7 @@ import numpy as np
 
 from mgrpo.telemetry.files import move_aside, write_whole
 from mgrpo.telemetry.plain import finite, plain, text_of
+from mgrpo.telemetry.trajectories import trajectory_record
 from mgrpo.types import Completion, Prompt, Score, ScoredGroup
 
 SHARD_LINES = 10_000
@@ -198,7 +199,8 @@ def trace_records(
 ) -> Iterator[Record]:
     """One record per completion under Open Instruct's names; indices count within the step, `prompt_id` within the run.
 
-    Log-probabilities are rounded to seven decimals, which is finer than float32 resolves from 1 on.
+    Log-probabilities are rounded to seven decimals, which is finer than float32 resolves from 1 on. A trajectory's
+    `response_mask` says which of the tokens were sampled.
     """
     of_samples = iter(advantages)
     samples = itertools.count()
@@ -220,6 +222,8 @@ def trace_records(
                 "request_info": None,
                 "logprobs": [finite(round(value, 7)) for value in completion.logprobs.tolist()],
                 "policy_version": _version(completion),
+                **({"response_mask": completion.loss_mask.tolist()} if completion.trajectory else {}),
+                **trajectory_record(completion),
                 **({"extras": _extras(score)} if score.extras else {}),
             }
 
@@ -275,8 +279,9 @@ def _readable(prompt: Prompt, completion: Completion, score: Score) -> Record:
         "scores": {name: finite(value) for name, value in score.parts.items() if name != "correct"},
         "reward": finite(score.reward),
         "finish_reason": completion.finish_reason,
-        "num_tokens": len(completion.tokens),
+        "num_tokens": completion.num_sampled,
         "policy_version": _version(completion),
+        **trajectory_record(completion),
         **({"extras": _extras(score)} if score.extras else {}),
     }
 
