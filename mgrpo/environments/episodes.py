@@ -89,6 +89,8 @@ class Task:
     """Of everything that follows the prompt."""
     seed: int
     """For the environments, the same for all samples."""
+    opened: Callable[[str], Prompt]
+    """The prompt with what its environments begin with."""
 
 
 class Episodes:
@@ -100,15 +102,8 @@ class Episodes:
         environments: Environments,
         language: Language,
         bounds: Bounds,
-        *,
-        opened: Callable[[Prompt, str], Prompt],
     ) -> None:
-        """
-        Args:
-            opened: a prompt with the text of an environment in its last user message.
-        """
         self.gathering, self.environments, self.language, self.bounds = gathering, environments, language, bounds
-        self.opened = opened
 
     async def run(self, task: Task) -> RolloutGroup:
         """All trajectories of one prompt. The caller has entered it in the gathering, as one.
@@ -148,7 +143,7 @@ class Episodes:
                 "cannot be compared; reset must depend on its row and seed alone"
             )
         opening = openings.pop() if openings else ""
-        prompt = self.opened(task.prompt, opening) if opening else task.prompt
+        prompt = task.opened(opening) if opening else task.prompt
         if len(prompt.tokens) >= self.bounds.max_model_length:
             raise ValueError(
                 f"with the environment's text prompt {task.prompt.id} has {len(prompt.tokens)} tokens, and the engines take "

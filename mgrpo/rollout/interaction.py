@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from mgrpo.environments.episodes import Bounds, Episodes, Language, Task
 from mgrpo.environments.gathering import Ask, Gathering
@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 CLOSE_S = 10.0
 
 
+class Opened(Protocol):
+    """Adds an environment's text to a prompt."""
+
+    def __call__(self, prompt: Prompt, text: str, *, is_training: bool) -> Prompt: ...
+
+
 class Interaction:
     """All groups of several turns. Always `close` it."""
 
@@ -35,18 +41,19 @@ class Interaction:
         language: Language,
         bounds: Bounds,
         *,
-        opened: Callable[[Prompt, str], Prompt],
+        opened: Opened,
         in_rounds: bool,
         run_seed: int,
     ) -> None:
         """
         Args:
-            opened: see `Episodes`.
+            opened: a prompt with the text that its environment begins with.
             in_rounds: see `Gathering`.
         """
         self.environments, self.in_rounds, self.run_seed = environments, in_rounds, run_seed
+        self.opened = opened
         self.gathering = Gathering(self._send, in_rounds=in_rounds)
-        self.episodes = Episodes(self.gathering, environments, language, bounds, opened=opened)
+        self.episodes = Episodes(self.gathering, environments, language, bounds)
         self.places = itertools.count()
         self.groups: dict[int, tuple[Request, int | None]] = {}
         """By place, what is under way, and the engine that has sampled its last turn."""
@@ -103,6 +110,7 @@ class Interaction:
             place=place,
             num_samples=sampling.num_samples,
             max_tokens=sampling.max_tokens,
+            opened=partial(self.opened, prompt, is_training=request.is_training),
             seed=seed_of(self.run_seed, "environment", request.stream, *prompt.id),
         )
         try:

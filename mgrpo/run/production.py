@@ -97,7 +97,7 @@ def _interacting(config: Config, inputs: Inputs) -> Iterator[Interaction | None]
     if prompts is None or prompts.language is None or toolset is None:
         yield None
         return
-    interaction = make_interaction(config, toolset, prompts.language, opened=lambda prompt, text: prompt)
+    interaction = make_interaction(config, toolset, prompts.language, opened=prompts.opened)
     try:
         yield interaction
     finally:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mgrpo.data.mixture import Mixture
     from mgrpo.data.prompt_set import PromptSet
     from mgrpo.run.language import Language
+    from mgrpo.types import Prompt
 
 QUICK_ROWS = 20_000
 """As many are tokenized in seconds."""
@@ -32,6 +33,12 @@ class Prompts:
     held_out: PromptSet | None
     language: Language | None = None
     """How turns are read and answered, in a run with tools."""
+
+    def opened(self, prompt: Prompt, text: str, *, is_training: bool) -> Prompt:
+        """A prompt with what its environment begins with in its last user message."""
+        own = self.train if is_training else self.held_out
+        assert own is not None, "the prompt is one of these"
+        return own.with_opening(prompt, text, self.tokenizer)
 
 
 def make_prompts(
@@ -70,8 +77,8 @@ def make_prompts(
         made = None
         try:
             if len(mixture):
-                mixture.try_out(tokenizer)
-                made = mixture.encode(tokenizer) if is_sound or len(mixture) <= QUICK_ROWS else None
+                mixture.try_out(tokenizer, tools=schemas)
+                made = mixture.encode(tokenizer, tools=schemas) if is_sound or len(mixture) <= QUICK_ROWS else None
         except ValueError as err:
             problems += [str(err)] if str(err) not in problems else []
         problems += _unknown_tokens(made, vocab) if made is not None and vocab else []

@@ -1,14 +1,18 @@
-"""Sampled groups as arrays and JSON, for the state of a run, and back."""
+"""Sampled groups as arrays and JSON, for the state of a run, and back.
+
+A record of a trajectory is its `TrajectoryRecord`; which of the tokens were sampled lies in an array, as the tokens do.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from mgrpo.types import Completion, Prompt, RolloutGroup
+from mgrpo.types import Completion, Prompt, RolloutGroup, TrajectoryRecord, Turn
 
 _ARRAYS = ("tokens", "logprobs", "policy_versions")
 
@@ -16,7 +20,7 @@ _ARRAYS = ("tokens", "logprobs", "policy_versions")
 def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]], dict[str, np.ndarray]]:
     """For each group a record in JSON of where its completions lie in the arrays, end to end.
 
-    The arrays are those of `Completion` by name, and `texts` uint8, in UTF-8.
+    The arrays are those of `Completion` by name, `texts` uint8, in UTF-8, and `is_sampled` uint8 if there are trajectories.
     """
     records: dict[int, dict[str, Any]] = {}
     completions = [completion for group in groups.values() for completion in group.completions]
@@ -30,8 +34,12 @@ def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]
         text_cuts = [text_start, *itertools.islice(text_ends, size)]
         reasons = [completion.finish_reason for completion in group.completions]
         records[number] = {"cuts": cuts, "text_cuts": text_cuts, "finish_reasons": reasons}
+        if any(completion.trajectory for completion in group.completions):
+            records[number]["trajectories"] = [_record(completion.trajectory) for completion in group.completions]
         start, text_start = cuts[-1], text_cuts[-1]
     arrays = {name: np.concatenate([getattr(c, name) for c in completions]) for name in _ARRAYS if completions}
+    if any(completion.trajectory for completion in completions):
+        arrays["is_sampled"] = np.concatenate([completion.loss_mask for completion in completions]).astype(np.uint8)
     return records, arrays | ({"texts": np.array(bytearray(b"".join(texts)))} if completions else {})
 
 
@@ -39,6 +47,9 @@ def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.
     """A group from its record and the arrays."""
     texts = arrays.get("texts", np.zeros(0, np.uint8))
     cuts, text_cuts = itertools.pairwise(record["cuts"]), itertools.pairwise(record["text_cuts"])
+    reasons = record["finish_reasons"]
+    trajectories = record.get("trajectories", [None] * len(reasons))
+    is_sampled = arrays.get("is_sampled", np.zeros(0, np.uint8)).astype(np.bool_)
     return RolloutGroup(
         prompt=prompt,
         completions=tuple(
@@ -48,7 +59,27 @@ def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.
                 policy_versions=arrays["policy_versions"][a:b],
                 finish_reason=reason,
                 text=texts[c:d].tobytes().decode(),
+                trajectory=own and _trajectory(own, is_sampled[a:b]),
             )
-            for (a, b), (c, d), reason in zip(cuts, text_cuts, record["finish_reasons"], strict=True)
+            for (a, b), (c, d), reason, own in zip(cuts, text_cuts, reasons, trajectories, strict=True)
         ),
     )
+
+
+def _record(trajectory: TrajectoryRecord | None) -> dict[str, Any] | None:
+    if trajectory is None:
+        return None
+    names = [field.name for field in dataclasses.fields(trajectory) if field.name != "is_sampled"]
+    values = {name: getattr(trajectory, name) for name in names}
+    return values | {"turns": [dataclasses.asdict(turn) for turn in trajectory.turns]}
+
+
+def _trajectory(record: Mapping[str, Any], is_sampled: np.ndarray) -> TrajectoryRecord:
+    turns = tuple(_turn(turn) for turn in record["turns"])
+    values = {**record, "turns": turns, "messages": tuple(record["messages"])}
+    return TrajectoryRecord(is_sampled=is_sampled, **values)
+
+
+def _turn(record: Mapping[str, Any]) -> Turn:
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in record.items()}
+    return Turn(**values)

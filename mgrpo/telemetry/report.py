@@ -283,8 +283,15 @@ def _one_per_prompt(ordered: Iterable[int], prompts: Sequence[Any], count: int) 
     return list(first.values())
 
 
-_ENDS = {"stop": "ended by itself", "length": "cut off", "abort": "aborted"}
-"""Finish reasons, in words."""
+_ENDS = {
+    "stop": "ended by itself",
+    "length": "cut off",
+    "max_calls": "ended with a call that was one too many",
+    "done": "ended by the environment",
+    "error": "lost by the environment",
+    "abort": "aborted",
+}
+"""Finish reasons and what ends a trajectory, in words."""
 
 
 def _sample(record: Record) -> str:
@@ -294,7 +301,8 @@ def _sample(record: Record) -> str:
         f"reward {_shown(record.get('reward'))}",
         *correct,
         *([f"advantage {_shown(record['advantage'])}"] if record.get("advantage") is not None else []),
-        f"{record.get('num_tokens')} tokens, {_ENDS.get(record.get('finish_reason', ''), 'end unknown')}",
+        f"{record.get('num_tokens')} tokens, {_ENDS.get(_ended_by(record), 'end unknown')}",
+        *_turns(record),
         *(f"{name} {_shown(value)}" for name, value in (record.get("scores") or {}).items()),
     ]
     known = [("ground truth", truths)] if (truths := record.get("ground_truth")) else []
@@ -308,6 +316,19 @@ def _sample(record: Record) -> str:
         + "".join(f"<div class='note'>{_text(label)}</div>" for label in labels)
         + "</div>"
     )
+
+
+def _ended_by(record: Record) -> str:
+    return (record.get("trajectory") or record).get("ended_by") or record.get("finish_reason", "")
+
+
+def _turns(record: Record) -> list[str]:
+    """How many turns a trajectory has, and what they called."""
+    turns = (record.get("trajectory") or {}).get("turns")
+    if not turns:
+        return []
+    calls = [f"{call['name']}{' (failed)' if call['failed'] else ''}" for turn in turns for call in turn["calls"]]
+    return [f"{len(turns)} {'turn' if len(turns) == 1 else 'turns'}, called {', '.join(calls) or 'nothing'}"]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-import numbers
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from decimal import Decimal
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mgrpo.telemetry.files import move_aside, write_whole
+from mgrpo.telemetry.plain import finite, plain, text_of
+from mgrpo.telemetry.trajectory_records import trajectory_record
 from mgrpo.types import Completion, Prompt, Score, ScoredGroup
 
 SHARD_LINES = 10_000
@@ -31,8 +30,6 @@ _LABEL_COLUMNS = {"messages", "prompt", "dataset", "ground_truth"}
 """Columns that are in a record under another name."""
 Record = dict[str, Any]
 
-_MAX_DEPTH = 20
-"""Nested lists and dicts in the extras of a reward function; deeper levels become text."""
 _TABLE = re.compile(r"eval_step_([0-9]+)(?:-([0-9]+))?\.jsonl")
 
 
@@ -193,7 +190,7 @@ def train_records(
             "prompt_idx": prompt.id[1],
             "sample_idx": index,
             **_readable(prompt, scored.group.completions[index], scored.scores[index]),
-            "advantage": _number(advantages[first + index]) if number < len(groups) else None,
+            "advantage": finite(advantages[first + index]) if number < len(groups) else None,
         }
 
 
@@ -202,7 +199,8 @@ def trace_records(
 ) -> Iterator[Record]:
     """One record per completion under Open Instruct's names; indices count within the step, `prompt_id` within the run.
 
-    Log-probabilities are rounded to seven decimals, which is finer than float32 resolves from 1 on.
+    Log-probabilities are rounded to seven decimals, which is finer than float32 resolves from 1 on. A trajectory's
+    `response_mask` says which of the tokens were sampled.
     """
     of_samples = iter(advantages)
     samples = itertools.count()
@@ -216,14 +214,16 @@ def trace_records(
                 "prompt_id": f"{prompt.id[0]}_{prompt.id[1]}",
                 "prompt_tokens": prompt.tokens.tolist(),
                 "response_tokens": completion.tokens.tolist(),
-                "reward": _number(score.reward),
-                "scores": {name: _number(value) for name, value in score.parts.items()},
-                "advantage": _number(next(of_samples)) if number < len(groups) else None,
+                "reward": finite(score.reward),
+                "scores": {name: finite(value) for name, value in score.parts.items()},
+                "advantage": finite(next(of_samples)) if number < len(groups) else None,
                 "finish_reason": completion.finish_reason,
                 **_labels(prompt, "dataset"),
                 "request_info": None,
-                "logprobs": [_number(round(value, 7)) for value in completion.logprobs.tolist()],
+                "logprobs": [finite(round(value, 7)) for value in completion.logprobs.tolist()],
                 "policy_version": _version(completion),
+                **({"response_mask": completion.loss_mask.tolist()} if completion.trajectory else {}),
+                **trajectory_record(completion),
                 **({"extras": _extras(score)} if score.extras else {}),
             }
 
@@ -270,17 +270,18 @@ def _spread(rewards: np.ndarray) -> float:
 
 def _readable(prompt: Prompt, completion: Completion, score: Score) -> Record:
     """One completion for a human reader."""
-    columns = {name: _shortened(_plain(value)) for name, value in prompt.columns.items() if name not in _LABEL_COLUMNS}
+    columns = {name: _shortened(plain(value)) for name, value in prompt.columns.items() if name not in _LABEL_COLUMNS}
     return {
         "prompt": prompt.text,
         "completion": completion.text,
         **_labels(prompt, "verifiers"),
         **({"columns": columns} if columns else {}),
-        "scores": {name: _number(value) for name, value in score.parts.items() if name != "correct"},
-        "reward": _number(score.reward),
+        "scores": {name: finite(value) for name, value in score.parts.items() if name != "correct"},
+        "reward": finite(score.reward),
         "finish_reason": completion.finish_reason,
-        "num_tokens": len(completion.tokens),
+        "num_tokens": completion.num_sampled,
         "policy_version": _version(completion),
+        **trajectory_record(completion),
         **({"extras": _extras(score)} if score.extras else {}),
     }
 
@@ -307,43 +308,10 @@ def _labels(prompt: Prompt, name: str) -> Record:
 
 def _extras(score: Score) -> Record:
     """The extras of the user's functions as strict JSON: none of their values may end the run."""
-    return {_text(name): _plain(value) for name, value in score.extras.items()}
-
-
-def _plain(value: object, depth: int = 0) -> object:
-    """The value as JSON: null for a number that is not finite, text for other values and for those nested too deep."""
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    try:
-        if depth < _MAX_DEPTH and isinstance(value, Mapping):
-            return {_text(key): _plain(item, depth + 1) for key, item in value.items()}
-        if depth < _MAX_DEPTH and isinstance(value, (list, tuple)):
-            return [_plain(item, depth + 1) for item in value]
-        item = getattr(value, "item", None)
-        if item is not None and getattr(value, "shape", None) == ():  # a scalar of numpy or torch
-            value = item()
-        if isinstance(value, (bool, numbers.Integral)):
-            json.dumps(int(value))  # raises where Python refuses to write so many digits
-            return value if isinstance(value, bool) else int(value)
-        if isinstance(value, (numbers.Real, Decimal)):
-            return _number(float(value))
-    except Exception:  # the user's object may raise anything
-        return _text(value)
-    return _text(value)
-
-
-def _text(value: object) -> str:
-    try:
-        return str(value)
-    except Exception:
-        return f"<{type(value).__name__}>"
+    return {text_of(name): plain(value) for name, value in score.extras.items()}
 
 
 def _version(completion: Completion) -> int | None:
     """Version of the weights that sampled the first token; None for weights that an engine loaded itself."""
     first = int(completion.policy_versions[0]) if len(completion.policy_versions) else -1
     return first if first >= 0 else None
-
-
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

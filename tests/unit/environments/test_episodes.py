@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -145,7 +146,7 @@ def play(
 
     async def run() -> RolloutGroup:
         gathering = Gathering(engine.send, in_rounds=in_rounds)
-        episodes = Episodes(gathering, Shelf(*instances), Digits(), bounds, opened=opened)
+        episodes = Episodes(gathering, Shelf(*instances), Digits(), bounds)
         gathering.enter(1)
         task = Task(
             prompt=asked or prompt([10, 11], id=(0, 3)),
@@ -153,6 +154,7 @@ def play(
             num_samples=len(instances),
             max_tokens=max_tokens,
             seed=5,
+            opened=partial(opened, asked or prompt([10, 11], id=(0, 3))),
         )
         group = await asyncio.wait_for(episodes.run(task), 10)
         assert gathering.alive == 0
@@ -312,10 +314,10 @@ def test_rounds_wait_for_the_slowest_tool_and_the_free_do_not() -> None:
         engine = Scripted(*[[CALL, END]] * 4, *[[5, END]] * 4)
         gathering = Gathering(engine.send, in_rounds=in_rounds)
         shelf = Shelf(Adder(delay_s=0.03), Adder(), Adder(), Adder(delay_s=0.01))
-        episodes = Episodes(gathering, shelf, Digits(), BOUNDS, opened=opened)
+        episodes = Episodes(gathering, shelf, Digits(), BOUNDS)
         gathering.enter(2)
         tasks = [
-            Task(prompt=prompt([10 + place], id=(0, place)), place=place, num_samples=2, max_tokens=50, seed=5)
+            Task(prompt=prompt([10 + place], id=(0, place)), place=place, num_samples=2, max_tokens=50, seed=5, opened=print)
             for place in range(2)
         ]
         await asyncio.gather(*map(episodes.run, tasks))

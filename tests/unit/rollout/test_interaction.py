@@ -106,7 +106,7 @@ def playing(
         place,
         Turns(),
         Bounds(max_model_length=200, max_calls=9),
-        opened=lambda asked, text: asked,
+        opened=lambda asked, text, is_training: asked,
         in_rounds=in_rounds,
         run_seed=1,
     )

@@ -269,11 +269,14 @@ def test_the_page_of_a_run_without_held_out_data_shows_what_training_sampled(tmp
     (tmp_path / "rollouts").mkdir()
     shown = [record(0, text=text) | {"step": step, "ground_truth": []} for step, text in ((1, "early"), (3, "late"))]
     shown[1] |= {"columns": {"solution": "<b>7"}, "advantage": -0.5}
+    called = [{"calls": [{"name": "search", "failed": True}, {"name": "<i>", "failed": False}]}, {"calls": []}]
+    shown[1] |= {"trajectory": {"turns": called, "ended_by": "done"}}
     path = tmp_path / "rollouts" / "train_samples.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in shown))
     page = read(tmp_path)
     assert "Samples of training, step 3" in page.text and "late" in page.text and "early" not in page.text
     assert "solution: <b>7" in page.text and "advantage -0.5" in page.text and "ground truth" not in page.text
+    assert "ended by the environment; 2 turns, called search (failed), <i>" in page.text
     assert "from 2001-09-09 01:46:41 to 2001-09-09 01:46:43 UTC" in page.text and "mgrpo 9, Python 3" in page.text
     assert "1 of them had nothing to train on" in page.text and "learning rate" in page.text
 

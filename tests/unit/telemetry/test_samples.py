@@ -12,7 +12,7 @@ import pytest
 
 from mgrpo.telemetry import files, samples
 from mgrpo.telemetry.samples import EvaluationTables, Traces, read_records, tables, trace_records
-from mgrpo.types import ScoredGroup
+from mgrpo.types import ScoredGroup, Turn
 from tests import builders
 
 NAN = float("nan")
@@ -202,6 +202,59 @@ def test_traces_hold_every_completion_under_open_instructs_names():
     assert first["ground_truth"] == ["4", {"func_name": "no_comma"}]
     assert first["logprobs"] == pytest.approx([-0.5, 0.0], abs=1e-7)
     assert {"request_info", "scores", "policy_version"} <= first.keys()
+
+
+def in_turns() -> ScoredGroup:
+    """A group of a trajectory that called twice, and of a completion of one turn."""
+    turns = (
+        Turn(start=0, end=2, calls=("search", "python"), failed=(False, True), seconds=(0.25, NAN), reward=0.5),
+        Turn(start=3, end=4, num_unknown=1),
+    )
+    called = {"role": "assistant", "content": "", "tool_calls": [{"arguments": {"x": np.float32(NAN)}}]}
+    record = builders.trajectory(
+        "1101",
+        turns=turns,
+        messages=(called, {"role": "tool", "content": "4"}),
+        ended_by="max_calls",
+        reward=NAN,
+        metrics={"counter/count": 2.0},
+    )
+    completions = [builders.completion(4, trajectory=record, finish_reason="max_calls"), builders.completion(2)]
+    return builders.scored_group([1.0, 0.0], completions=completions)
+
+
+def test_a_trajectory_says_what_was_called_and_answered_and_who_ended_it(tmp_path):
+    """Whether it calls, whether calls work and what they answered is all that explains a reward that does not rise."""
+    EvaluationTables(tmp_path).write(1, [in_turns()], None)
+    Traces(tmp_path, "run").write(1, [in_turns()], [], [0.5, -0.5])
+    (first, plain), (traced, _) = (lines(path) for path in sorted(tmp_path.iterdir()))
+    assert first["num_tokens"] == 3 and plain["num_tokens"] == 2
+    assert traced["response_mask"] == [True, True, False, True] and len(traced["response_tokens"]) == 4
+    assert "trajectory" not in plain and "response_mask" not in plain
+    assert first["trajectory"] == traced["trajectory"]
+    assert first["trajectory"] == {
+        "ended_by": "max_calls",
+        "turns": [
+            {
+                "num_tokens": 2,
+                "calls": [
+                    {"name": "search", "failed": False, "seconds": 0.25},
+                    {"name": "python", "failed": True, "seconds": None},
+                ],
+                "unreadable_calls": 0,
+                "unknown_calls": 0,
+                "reward": 0.5,
+            },
+            {"num_tokens": 1, "calls": [], "unreadable_calls": 0, "unknown_calls": 1, "reward": 0.0},
+        ],
+        "messages": [
+            {"role": "assistant", "content": "", "tool_calls": [{"arguments": {"x": None}}]},
+            {"role": "tool", "content": "4"},
+        ],
+        "scored_text": "",
+        "reward": None,
+        "metrics": {"counter/count": 2.0},
+    }
 
 
 def steps(folder: Path) -> list[list[tuple[int, int]]]:

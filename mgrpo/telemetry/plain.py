@@ -1,0 +1,47 @@
+"""Any value as strict JSON: what reward functions and environments record may neither end a run nor make a line unreadable."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Mapping
+from decimal import Decimal
+
+_MAX_DEPTH = 20
+"""Nested lists and dicts; deeper levels become text."""
+
+
+def plain(value: object, depth: int = 0) -> object:
+    """The value as JSON: null for a number that is not finite, text for other values and for those nested too deep."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    try:
+        if depth < _MAX_DEPTH and isinstance(value, Mapping):
+            return {text_of(key): plain(item, depth + 1) for key, item in value.items()}
+        if depth < _MAX_DEPTH and isinstance(value, (list, tuple)):
+            return [plain(item, depth + 1) for item in value]
+        item = getattr(value, "item", None)
+        if item is not None and getattr(value, "shape", None) == ():  # a scalar of numpy or torch
+            value = item()
+        if isinstance(value, (bool, numbers.Integral)):
+            json.dumps(int(value))  # raises where Python refuses to write so many digits
+            return value if isinstance(value, bool) else int(value)
+        if isinstance(value, (numbers.Real, Decimal)):
+            return finite(float(value))
+    except Exception:  # the user's object may raise anything
+        return text_of(value)
+    return text_of(value)
+
+
+def text_of(value: object) -> str:
+    """The value as text, or its type where that fails."""
+    try:
+        return str(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
+def finite(value: float) -> float | None:
+    """The value; null where JSON has no number for it."""
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,82 @@
+"""What was sampled, through the state of a run and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+
+from mgrpo.run.saved_rollouts import packed, unpacked
+from mgrpo.types import Completion, RolloutGroup, Turn
+from tests import builders
+
+TURNS = (
+    Turn(start=0, end=2, calls=("search", "python"), failed=(False, True), seconds=(0.25, 1.5), reward=0.5),
+    Turn(start=4, end=5, num_unreadable=1, num_unknown=2),
+)
+MESSAGES = (
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "search", "arguments": {"query": "é"}}}]},
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": "42"},
+)
+RECORD = builders.trajectory(
+    "11001",
+    turns=TURNS,
+    messages=MESSAGES,
+    ended_by="done",
+    scored_text="42",
+    reward=0.1,
+    metrics={"counter/count": 3.0},
+    snapshot={"moves": [1, 2], "board": None},
+)
+
+
+def group(*completions: Completion, index: int = 0) -> RolloutGroup:
+    return builders.rollout_group(completions, builders.prompt(id=(0, index)))
+
+
+def through_a_state(groups: dict[int, RolloutGroup]) -> dict[int, RolloutGroup]:
+    """As a checkpoint keeps them: records as text, and arrays without empty ones."""
+    records, arrays = packed(groups)
+    records = json.loads(json.dumps({str(number): record for number, record in records.items()}))
+    kept = {name: array for name, array in arrays.items() if array.size}
+    return {number: unpacked(own.prompt, records[str(number)], kept) for number, own in groups.items()}
+
+
+def assert_equal(found: Completion, expected: Completion) -> None:
+    for name in ("tokens", "logprobs", "policy_versions", "loss_mask"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist(), name
+    assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
+    assert (found.trajectory is None) == (expected.trajectory is None)
+    if found.trajectory and expected.trajectory:
+        mask = np.zeros(0, np.bool_)
+        assert dataclasses.replace(found.trajectory, is_sampled=mask) == dataclasses.replace(
+            expected.trajectory, is_sampled=mask
+        )
+
+
+def test_trajectories_come_back_whole():
+    """A resumed run would train on tool output, or score the tool's answer as the model's."""
+    groups = {
+        3: group(builders.completion(3, text="plain é"), builders.completion(2, version=4)),
+        4: group(
+            builders.completion(2, text="x"),
+            builders.completion(5, version=2, text="é <tool> 42", trajectory=RECORD),
+            builders.completion(0, trajectory=builders.trajectory("", ended_by="error")),
+            index=1,
+        ),
+    }
+    found = through_a_state(groups)
+    for number, own in groups.items():
+        for ours, theirs in zip(found[number].completions, own.completions, strict=True):
+            assert_equal(ours, theirs)
+
+
+def test_without_trajectories_nothing_is_added():
+    """States of earlier versions have neither the masks nor the records, and are read all the same."""
+    records, arrays = packed({0: group(builders.completion(2), builders.completion(1))})
+    assert "is_sampled" not in arrays and "trajectories" not in records[0]
+    (first, second) = unpacked(builders.prompt(), records[0], arrays).completions
+    assert len(first.tokens) == 2 and second.trajectory is None
