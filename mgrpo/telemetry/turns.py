@@ -14,7 +14,7 @@ ENDINGS = ("stop", "length", "max_calls", "done", "error")
 NAN = float("nan")
 
 
-def trajectory_metrics(groups: Iterable[ScoredGroup]) -> dict[str, float]:
+def turn_metrics(groups: Iterable[ScoredGroup]) -> dict[str, float]:
     """Over every completion that has a trajectory; empty where none has. Clock readings are under time/."""
     completions = [completion for group in groups for completion in group.group.completions]
     records = [completion.trajectory for completion in completions if completion.trajectory is not None]
