@@ -192,11 +192,6 @@ TOOL_NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("code_tool_api_endpoint", "the tool python", lambda c: not PYTHON.isdisjoint(c.tools.tools)),
     ("search_api_endpoint", "the tool search", lambda c: not SEARCH.isdisjoint(c.tools.tools)),
     ("turn_discount", "turn_credit=return", lambda c: not c.tools.is_on or c.tools.turn_credit == "return"),
-    (
-        "only_reward_good_outputs",
-        "verifiers (apply_verifiable_reward)",
-        lambda c: c.reward.apply_verifiable_reward and not c.reward.reward_funcs,
-    ),
 )
 """Settings that have an effect only under a condition."""
 

@@ -22,7 +22,7 @@ SOURCES = ("tools", "environment_factory", "rollout_func")
 """Settings without which a completion has one turn; in Python they may hold functions and classes."""
 TRL_CLASS = "trl:"
 """Prefix of a class or function that `environment_factory` names: its public methods are the tools."""
-PYTHON, SEARCH = frozenset({"python", "code"}), frozenset({"search"})
+PYTHON, SEARCH = frozenset({"python", "code"}), frozenset({"search", "serper_search", "s2_search"})
 """Names of the tools that an endpoint can stand for."""
 
 
@@ -74,9 +74,10 @@ class Tools:
     """What verifiers are given: the last turn without its calls and thinking, nothing if it was still calling; every turn of
     the model; or also what tools answered."""
     reward_aggregator: Annotated[Literal["last", "sum"], OPEN_INSTRUCT] = "last"
-    """A completion's reward from those of its turns, of which the last has the verifiers' added."""
+    """A completion's reward from those of its turns; what verifiers or reward functions give is added to the last."""
     only_reward_good_outputs: Annotated[bool, OPEN_INSTRUCT] = False
-    """Verifiers count only for completions that have called a tool, and whose calls all succeeded in time."""
+    """What verifiers or reward functions give counts only for completions that have called a tool, and whose calls all
+    succeeded in time."""
     turn_credit: Literal["trajectory", "return"] = "trajectory"
     """trajectory: every token has the advantage of the whole completion; return: that of the rewards from its turn on."""
     turn_discount: Annotated[float, Range(low=0, high=1)] = 1.0

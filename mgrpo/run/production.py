@@ -83,9 +83,11 @@ def started(config: Config, inputs: Inputs, *, num_local_learners: int) -> Itera
     try:
         rewarder.start()
         startup.say(_beginning(config))
-        with started_fleet(config, num_local_learners=num_local_learners) as fleet:
-            with _interacting(config, inputs) as interaction:
-                yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder, startup=startup, interaction=interaction)
+        with (
+            started_fleet(config, num_local_learners=num_local_learners) as fleet,
+            _interacting(config, inputs) as interaction,
+        ):
+            yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder, startup=startup, interaction=interaction)
     finally:
         rewarder.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,8 @@ from mgrpo.environments.pool import Environments, Limits, describe
 
 if TYPE_CHECKING:
     from mgrpo.data.prompt_set import PromptSet
-    from mgrpo.rollout.interaction import Interaction
+    from mgrpo.rollout.interaction import Interaction, Opened
     from mgrpo.run.language import Language
-    from mgrpo.types import Prompt
 
 UNLIMITED = 1 << 30
 MOST_WORKERS = 8
@@ -106,13 +105,11 @@ def make_language(
     )
 
 
-def make_interaction(
-    config: Config, toolset: Toolset, language: Language, *, opened: Callable[[Prompt, str], Prompt]
-) -> Interaction:
+def make_interaction(config: Config, toolset: Toolset, language: Language, *, opened: Opened) -> Interaction:
     """Environments, and what plays against them.
 
     Args:
-        opened: a prompt with the text of an environment in its last user message.
+        opened: see `Interaction`.
     """
     from mgrpo.environments.episodes import Bounds
     from mgrpo.rollout.interaction import Interaction

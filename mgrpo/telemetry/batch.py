@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from mgrpo.telemetry.trajectories import trajectory_metrics
+from mgrpo.telemetry.turns import turn_metrics
 from mgrpo.types import Completion, PackLengths, RewardScale, ScoredGroup, TrainSample
 
 Metrics = dict[str, float | list[int]]
@@ -62,7 +62,7 @@ def batch_metrics(
         **_packing(samples, packs),
         **_filtering(kept, dropped, scale, num_excluded_prompts),
         **_policy_versions(kept, policy_version),
-        **trajectory_metrics(sampled),
+        **turn_metrics(sampled),
         "time/actor_tokens_per_second": tokens_per_second(sampled, engine_s),
     }
 

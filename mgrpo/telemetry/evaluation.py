@@ -21,7 +21,7 @@ from mgrpo.telemetry.batch import (
     stopped,
     tokens_per_second,
 )
-from mgrpo.telemetry.trajectories import trajectory_metrics
+from mgrpo.telemetry.turns import turn_metrics
 from mgrpo.types import RewardScale, ScoredGroup
 
 
@@ -47,7 +47,7 @@ def evaluation_metrics(
         generate_s: seconds that generation took; None leaves out its speed.
     """
     mean, least, most = mean_min_max(completion_lengths(groups))
-    others = reward_metrics(groups, scale) | error_rates(groups, scale) | trajectory_metrics(groups)
+    others = reward_metrics(groups, scale) | error_rates(groups, scale) | turn_metrics(groups)
     metrics = {
         "eval/scores": mean_score([reward for group in groups for reward in group.rewards]),
         "eval/no_score_rate": no_score_rate(groups),

@@ -17,7 +17,7 @@ import numpy as np
 
 from mgrpo.telemetry.files import move_aside, write_whole
 from mgrpo.telemetry.plain import finite, plain, text_of
-from mgrpo.telemetry.trajectory_records import trajectory_record
+from mgrpo.telemetry.trajectories import trajectory_record
 from mgrpo.types import Completion, Prompt, Score, ScoredGroup
 
 SHARD_LINES = 10_000

@@ -48,6 +48,12 @@ def test_the_commas_of_an_object_do_not_end_it(words):
     assert [spec.settings for spec in config.tools.specs] == [{"a": 1, "b": [1, 2]}, {}]
 
 
+def test_an_object_that_cannot_be_read_is_that_of_its_tool_alone():
+    """The next tool's would be taken for a part of it, and both would seem wrong."""
+    config = parse(["--tools", "python", "search", "--tool_configs", "{'a': 1}", '{"b": 2}'])
+    assert config.tools.tool_configs == ("{'a': 1}", '{"b": 2}')
+
+
 def test_settings_of_tools_may_be_mappings_in_a_file_and_in_python(tmp_path):
     """JSON in quotes in YAML is hard to read, and harder to write."""
     path = tmp_path / "run.yaml"
@@ -192,7 +198,7 @@ def test_all_mistakes_about_tools_come_at_once(model):
         ({"max_tool_calls": 3, "pool_size": 9}, "max_tool_calls=3, pool_size=9 has no effect without tools"),
         (ON | {"code_tool_api_endpoint": "http://h"}, "code_tool_api_endpoint=http://h has no effect without the tool py"),
         (ON | {"turn_discount": 0.5}, "turn_discount=0.5 has no effect without turn_credit=return"),
-        (ON | {"only_reward_good_outputs": True, "reward_funcs": ["f"]}, "has no effect without verifiers"),
+        ({"turn_discount": 0.5}, "turn_discount=0.5 has no effect without tools"),
         (ON | {"pool_size": 63}, "pool_size=63 is less than the 64 completions of a step, so some wait"),
         (ON | {"vllm_enable_prefix_caching": False}, "vllm_enable_prefix_caching=false makes engines read all earlier"),
         (ON | {"pool_size": 64, "turn_credit": "return", "turn_discount": 0.5, "scored_text": "all"}, None),
@@ -293,7 +299,9 @@ def test_the_caller_of_a_run_replaces_the_tools_of_the_configuration():
     assert with_tools(named, {"tools": add}).tools.specs == (ToolSpec(entry=mine("add"), call_name="plus"),)
 
 
-@pytest.mark.parametrize("function", [lambda a: a, functools.partial(add, 1), [].append, Game().__init__])
+@pytest.mark.parametrize(
+    "function", [lambda a: a, functools.partial(add, 1), [].append, functools.wraps(add)(lambda a: a)]
+)
 def test_a_function_that_no_other_process_can_find_is_refused(function):
     """It would be missed in a worker, after the engines have started."""
     with pytest.raises(ConfigError, match="must be a function or class at the top of a module: other processes import"):

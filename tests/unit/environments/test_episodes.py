@@ -317,7 +317,14 @@ def test_rounds_wait_for_the_slowest_tool_and_the_free_do_not() -> None:
         episodes = Episodes(gathering, shelf, Digits(), BOUNDS)
         gathering.enter(2)
         tasks = [
-            Task(prompt=prompt([10 + place], id=(0, place)), place=place, num_samples=2, max_tokens=50, seed=5, opened=print)
+            Task(
+                prompt=prompt([10 + place], id=(0, place)),
+                place=place,
+                num_samples=2,
+                max_tokens=50,
+                seed=5,
+                opened=print,
+            )
             for place in range(2)
         ]
         await asyncio.gather(*map(episodes.run, tasks))

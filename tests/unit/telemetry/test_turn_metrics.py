@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from mgrpo.telemetry.evaluation import evaluation_metrics
-from mgrpo.telemetry.trajectories import ENDINGS, trajectory_metrics
+from mgrpo.telemetry.turns import ENDINGS, turn_metrics
 from mgrpo.types import TrajectoryRecord, Turn
 from tests import builders
 
@@ -49,7 +49,7 @@ GROUPS = [
 
 def test_calls_are_counted_for_each_tool_and_for_all():
     """A tool that always fails is hidden by the others in one number for all of them."""
-    metrics = trajectory_metrics(GROUPS)
+    metrics = turn_metrics(GROUPS)
     expected = {
         "tools/search/avg_calls_per_rollout": 3 / 5,
         "tools/search/failure_rate": 1 / 3,
@@ -66,7 +66,7 @@ def test_calls_are_counted_for_each_tool_and_for_all():
 
 def test_turns_and_how_they_end():
     """A model that stops calling, and one that never stops, both lose reward, for opposite reasons."""
-    metrics = trajectory_metrics(GROUPS)
+    metrics = turn_metrics(GROUPS)
     expected = {
         "turns/mean": (2 + 3 + 0 + 1 + 1) / 5,
         "turns/max": 3,
@@ -77,13 +77,13 @@ def test_turns_and_how_they_end():
         "turns/sampled_token_share": 8 / 12,
     }
     assert {name: value for name, value in metrics.items() if name.startswith("turns/")} == expected
-    two = trajectory_metrics(GROUPS[:1])
+    two = turn_metrics(GROUPS[:1])
     assert (two["turns/ended_by/stop"], two["turns/ended_by/max_calls"], two["turns/ended_by/error"]) == (0.5, 0.5, 0)
 
 
 def test_what_environments_report_is_a_mean_of_those_that_report_it():
     """A game that half of the completions never began must not count as lost by them."""
-    metrics = trajectory_metrics(GROUPS)
+    metrics = turn_metrics(GROUPS)
     assert {name: value for name, value in metrics.items() if name.startswith("env/")} == {
         "env/game/score": 2.5,
         "env/game/won": 0.0,
@@ -92,21 +92,21 @@ def test_what_environments_report_is_a_mean_of_those_that_report_it():
 
 def test_without_a_call_nothing_has_failed():
     """0 would look like tools that always work."""
-    metrics = trajectory_metrics([group(completion(turn()), completion(ended_by="error", sampled=""))])
+    metrics = turn_metrics([group(completion(turn()), completion(ended_by="error", sampled=""))])
     assert metrics["tools/aggregate/avg_calls_per_rollout"] == 0
     assert math.isnan(metrics["tools/aggregate/failure_rate"])
     assert math.isnan(metrics["time/tools/aggregate/avg_runtime"])
-    assert math.isnan(trajectory_metrics([group(completion(sampled=""))])["turns/sampled_token_share"])
+    assert math.isnan(turn_metrics([group(completion(sampled=""))])["turns/sampled_token_share"])
 
 
 def test_runs_without_tools_have_none_of_this():
     """Columns of zeros about turns would be in every metrics.jsonl."""
-    assert trajectory_metrics([group(builders.completion())]) == {} == trajectory_metrics([])
+    assert turn_metrics([group(builders.completion())]) == {} == turn_metrics([])
 
 
 def test_evaluations_have_the_same_but_clocks():
     """`mgrpo eval` and an evaluation in training are compared to the digit."""
     found = evaluation_metrics(GROUPS)
-    of_turns = {name: value for name, value in trajectory_metrics(GROUPS).items() if not name.startswith("time/")}
+    of_turns = {name: value for name, value in turn_metrics(GROUPS).items() if not name.startswith("time/")}
     assert of_turns and {name: found[f"eval/{name}"] for name in of_turns} == of_turns
     assert not any("avg_runtime" in name for name in found)
