@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,6 +83,12 @@ class Mixture:
         """Names of the columns that at least one row has, except those of the prompt; for reward functions."""
         found = dict.fromkeys(name for source in self._selection.sources for name in source.summary.columns)
         return list(self._contract.columns(found))
+
+    def rows(self) -> Iterator[tuple[str, dict[str, object]]]:
+        """The "file:line" and the columns, except those of the prompt, of all rows of the sources."""
+        for source in self._selection.sources:
+            for row in source.rows():
+                yield source.origin(row.line), self._contract.columns(json.loads(row.text))
 
     @property
     def counts(self) -> list[dict[str, Any]]:

@@ -87,6 +87,8 @@ class Task:
     num_samples: int
     max_tokens: int
     """Of everything that follows the prompt."""
+    row: Mapping[str, Any]
+    """What environments are told of the prompt."""
     seed: int
     """For the environments, the same for all samples."""
     opened: Callable[[str], Prompt]
@@ -111,9 +113,8 @@ class Episodes:
         Raises:
             ValueError: the environment shows the samples of one prompt different texts, or one that is too long.
         """
-        row = _row(task.prompt)
         names = [f"{task.prompt.id[0]}/{task.prompt.id[1]}/{sample}" for sample in range(task.num_samples)]
-        instances = await asyncio.gather(*(self._acquire(row, task.seed, name) for name in names))
+        instances = await asyncio.gather(*(self._acquire(task.row, task.seed, name) for name in names))
         try:
             try:
                 prompt = self._prompt(task, instances)
@@ -181,7 +182,7 @@ class _Episode:
         self.episodes, self.task, self.prompt, self.sample, self.instance = all_of_them, task, prompt, sample, instance
         self.language, self.bounds = all_of_them.language, all_of_them.bounds
         self.trajectory = Trajectory()
-        self.max_calls = _max_calls(task.prompt, self.bounds.max_calls)
+        self.max_calls = _max_calls(task.row, self.bounds.max_calls)
         self.began_at = time.monotonic()
 
     async def run(self, turn: Sampled) -> Completion:
@@ -326,13 +327,9 @@ def _listed(names: frozenset[str]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
-def _row(prompt: Prompt) -> dict[str, Any]:
-    return {"prompt": prompt.source or prompt.text, **prompt.columns}
-
-
-def _max_calls(prompt: Prompt, default: int) -> int:
+def _max_calls(row: Mapping[str, Any], default: int) -> int:
     """Calls that the row allows."""
-    found = prompt.columns.get("env_config")
+    found = row.get("env_config")
     configs = found if isinstance(found, list) else [found]
     limits = [c["max_steps"] for c in configs if isinstance(c, Mapping) and isinstance(c.get("max_steps"), int)]
     return max(limits, default=default)

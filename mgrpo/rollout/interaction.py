@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mgrpo.environments.episodes import Bounds, Episodes, Language, Task
 from mgrpo.environments.gathering import Ask, Gathering
@@ -42,16 +42,18 @@ class Interaction:
         bounds: Bounds,
         *,
         opened: Opened,
+        hidden_columns: Collection[str] = (),
         in_rounds: bool,
         run_seed: int,
     ) -> None:
         """
         Args:
             opened: a prompt with the text that its environment begins with.
+            hidden_columns: what environments are not told of a row.
             in_rounds: see `Gathering`.
         """
         self.environments, self.in_rounds, self.run_seed = environments, in_rounds, run_seed
-        self.opened = opened
+        self.opened, self.hidden_columns = opened, frozenset(hidden_columns)
         self.gathering = Gathering(self._send, in_rounds=in_rounds)
         self.episodes = Episodes(self.gathering, environments, language, bounds)
         self.places = itertools.count()
@@ -111,6 +113,7 @@ class Interaction:
             num_samples=sampling.num_samples,
             max_tokens=sampling.max_tokens,
             opened=partial(self.opened, prompt, is_training=request.is_training),
+            row=self._row(prompt),
             seed=seed_of(self.run_seed, "environment", request.stream, *prompt.id),
         )
         try:
@@ -121,6 +124,10 @@ class Interaction:
             self.dispatcher.post(partial(self.dispatcher.end, request, group))
         finally:
             del self.groups[place]
+
+    def _row(self, prompt: Prompt) -> dict[str, Any]:
+        shown = {name: value for name, value in prompt.columns.items() if name not in self.hidden_columns}
+        return {"prompt": prompt.source or prompt.text, **shown}
 
     def _send(self, asks: Sequence[Ask]) -> None:
         assert self.dispatcher is not None

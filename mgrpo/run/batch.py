@@ -65,6 +65,7 @@ def make_batch(
         eps=algorithm.advantage_eps,
         reward_weights=reward_weights,
         mask_truncated=algorithm.mask_truncated_completions,
+        mask_tool_use=config.tools.mask_tool_use,
         policy_version=policy_version if config.max_age else None,
     )
     share_prompts = parallel.shared_prompt_packing

@@ -15,7 +15,7 @@ from mgrpo.config.rules import MIXERS, mixer_problems
 from mgrpo.data.mixture import BadData, open_data
 from mgrpo.data.templates import check_name
 from mgrpo.rewards.catalog import add_modules, find
-from mgrpo.run.tools import Toolset, read_tools
+from mgrpo.run.tools import Toolset, read_tools, row_problems
 
 if TYPE_CHECKING:
     from mgrpo.data.mixture import Mixture
@@ -97,6 +97,7 @@ def read_inputs(
     if verifies and not problems:
         problems += _unasked_problems(train, held_out, config)
         problems += _verifier_problems(_asked(train, held_out, config), config)
+    problems += row_problems(toolset, (train, held_out)) if toolset else []
     inputs = Inputs(train=train, held_out=held_out, functions=functions, toolset=toolset)
     return inputs, [*problems, *_folder_problems(config)]
 

@@ -22,7 +22,7 @@ from mgrpo.rollout.start import started_fleet
 from mgrpo.run.evaluator import Evaluator
 from mgrpo.run.inputs import Inputs
 from mgrpo.run.producer import Producer
-from mgrpo.run.tools import make_interaction, with_stop_strings
+from mgrpo.run.tools import make_interaction, turn_rewards, with_stop_strings
 from mgrpo.telemetry.evaluation import short_names
 from mgrpo.telemetry.startup import StartUp
 from mgrpo.types import Prompt, PromptId
@@ -79,7 +79,7 @@ def started(config: Config, inputs: Inputs, *, num_local_learners: int) -> Itera
     startup = StartUp()
     assert inputs.prompts is not None, "checked: the rows are prompts"
     config = with_stop_strings(config, inputs.prompts.language)
-    rewarder = Rewarder(config, inputs.functions, inputs.verifiers(config))
+    rewarder = Rewarder(config, inputs.functions, inputs.verifiers(config), turn_rewards(config))
     try:
         rewarder.start()
         startup.say(_beginning(config))

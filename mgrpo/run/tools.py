@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,18 @@ from mgrpo.config import Config
 from mgrpo.environments.catalog import Description, Spec
 from mgrpo.environments.formats import detected, named
 from mgrpo.environments.pool import Environments, Limits, describe
+from mgrpo.rewards.trajectories import TurnRewards
 
 if TYPE_CHECKING:
+    from mgrpo.data.mixture import Mixture
     from mgrpo.data.prompt_set import PromptSet
     from mgrpo.rollout.interaction import Interaction, Opened
     from mgrpo.run.language import Language
 
 UNLIMITED = 1 << 30
 MOST_WORKERS = 8
+ROW_COLUMNS = frozenset({"tools", "env_config", "environment"})
+"""In which a row says what it plays with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +142,16 @@ def make_interaction(config: Config, toolset: Toolset, language: Language, *, op
             scored_text=tools.scored_text,
         ),
         opened=opened,
+        hidden_columns=(config.data.ground_truths_key,),
         in_rounds=toolset.plays_in_rounds(config),
         run_seed=config.experiment.seed,
     )
+
+
+def turn_rewards(config: Config) -> TurnRewards:
+    """How the rewards of a completion's turns become one."""
+    tools = config.tools
+    return TurnRewards(aggregator=tools.reward_aggregator, only_good_outputs=tools.only_reward_good_outputs)
 
 
 def remarks(config: Config, toolset: Toolset) -> list[str]:
@@ -160,15 +171,14 @@ def _folders() -> list[str]:
     return list(dict.fromkeys([os.getcwd(), script]))
 
 
-def row_problems(rows: Mapping[str, str], toolset: Toolset) -> list[str]:
-    """About tools and environments that rows name and the run does not have.
-
-    Args:
-        rows: by name, the place where it is named first.
-    """
-    known = set(toolset.description.names)
-    return [
-        f"{origin} names the tool or environment {name!r}, which tools does not have; it has {', '.join(sorted(known))}"
-        for name, origin in rows.items()
-        if name not in known
-    ]
+def row_problems(toolset: Toolset, mixtures: Sequence[Mixture]) -> list[str]:
+    """About tools and environments that rows name and the run does not have, or that cannot go together."""
+    found: dict[str, str] = {}
+    for mixture in mixtures:
+        names_some = bool(ROW_COLUMNS.intersection(mixture.columns))
+        for origin, columns in mixture.rows() if names_some else [("every row", {})]:
+            try:
+                toolset.description.choice(columns)
+            except ValueError as err:
+                found.setdefault(str(err), origin)
+    return [f"{origin}: {problem}" for problem, origin in found.items()]

@@ -324,6 +324,7 @@ def test_rounds_wait_for_the_slowest_tool_and_the_free_do_not() -> None:
                 max_tokens=50,
                 seed=5,
                 opened=print,
+                row={},
             )
             for place in range(2)
         ]
