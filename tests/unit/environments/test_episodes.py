@@ -153,6 +153,7 @@ def play(
             place=0,
             num_samples=len(instances),
             max_tokens=max_tokens,
+            row=(asked or prompt([10, 11], id=(0, 3))).columns,
             seed=5,
             opened=partial(opened, asked or prompt([10, 11], id=(0, 3))),
         )
@@ -322,6 +323,7 @@ def test_rounds_wait_for_the_slowest_tool_and_the_free_do_not() -> None:
                 place=place,
                 num_samples=2,
                 max_tokens=50,
+                row={},
                 seed=5,
                 opened=print,
                 row={},
