@@ -326,7 +326,6 @@ def test_rounds_wait_for_the_slowest_tool_and_the_free_do_not() -> None:
                 row={},
                 seed=5,
                 opened=print,
-                row={},
             )
             for place in range(2)
         ]
