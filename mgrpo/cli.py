@@ -1,4 +1,4 @@
-"""The command line: `mgrpo train`, `launch`, `eval`, `report`, `plan`, `convert` and `env`. `examples/train_grpo.py` is the train command."""
+"""The command line: `mgrpo train`, `launch`, `eval`, `rollout`, `report`, `plan`, `convert` and `env`. `examples/train_grpo.py` is the train command."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from mgrpo.config.validate import problems
 USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name value ...]   N ranks on this machine
        mgrpo launch --nodes N --learner-nodes L ... -- --config FILE.yaml ...   on every node: train on many, engines on some
        mgrpo eval [--config FILE.yaml] --model_name_or_path DIR ...   evaluate a model on the held-out prompts; one process
+       mgrpo rollout --num N [--config FILE.yaml] ...       print some completions, with their turns and tools, in colour
        mgrpo engines list|add|remove [NUMBER] --run DIR     the engines of a run that is going on
        mgrpo code-server [--port 1234] ...                  run the sandbox for programs as a service
        mgrpo index FILE.jsonl ... --out INDEX               build an index of documents for the tool search
@@ -36,6 +37,7 @@ USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name 
 COMMANDS = {
     "launch": ("mgrpo.run.nodes.command", "launch_command"),
     "eval": ("mgrpo.run.evaluate", "eval_command"),
+    "rollout": ("mgrpo.run.rollout", "rollout_command"),
     "engines": ("mgrpo.run.engines", "engines_command"),
     "code-server": ("mgrpo.sandbox.server", "serve_command"),
     "index": ("mgrpo.environments.tools.indexing", "index_command"),

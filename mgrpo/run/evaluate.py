@@ -10,8 +10,8 @@ import dataclasses
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mgrpo.run.inputs import Inputs
+    from mgrpo.run.production import Production
 
 
 def eval_command(argv: Sequence[str]) -> int:
@@ -61,7 +62,25 @@ def evaluate(
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
     """
-    functions = as_functions(reward_funcs)
+    with ready(config, as_functions(reward_funcs)) as (config, production):
+        from mgrpo.run.reporter import Reporter
+
+        evaluator = production.evaluator
+        with closing(Reporter(config, scale=evaluator.rewarder.scale)) as reporter:
+            step = re.fullmatch(r"step_([0-9]{1,18})", _name(config))
+            metrics = reporter.evaluation(
+                evaluator.evaluate(done=0), step=int(step[1]) if step else 0, policy_version=None
+            )
+    return EvaluationResult(output_dir=reporter.output_dir, metrics=metrics)
+
+
+@contextmanager
+def ready(config: Config, functions: list[str | Callable]) -> Iterator[tuple[Config, Production]]:
+    """Engines, environments and verifiers for the held-out prompts of `config`, and what it became for that.
+
+    Raises:
+        ConfigError: see `evaluate`.
+    """
     inputs = _check(config, functions)
     for sentence in config.notes:
         print(f"mgrpo: {sentence}", file=sys.stderr)
@@ -72,7 +91,6 @@ def evaluate(
     from mgrpo.run.environment import prepare_environment
     from mgrpo.run.lock import locked
     from mgrpo.run.production import prepare, started
-    from mgrpo.run.reporter import Reporter
 
     prepare_environment(config)
     before = signal.getsignal(signal.SIGTERM)
@@ -80,15 +98,9 @@ def evaluate(
         with locked([config.experiment.output_dir]), started(config, inputs, num_local_learners=0) as parts:
             # After ray.init, which sets its own handler.
             signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-            evaluator = prepare(config, parts).evaluator
-            with closing(Reporter(config, scale=parts.rewarder.scale)) as reporter:
-                step = re.fullmatch(r"step_([0-9]{1,18})", _name(config))
-                metrics = reporter.evaluation(
-                    evaluator.evaluate(done=0), step=int(step[1]) if step else 0, policy_version=None
-                )
+            yield config, prepare(config, parts)
     finally:
         signal.signal(signal.SIGTERM, before)
-    return EvaluationResult(output_dir=reporter.output_dir, metrics=metrics)
 
 
 def for_evaluation(config: Config) -> Config:
