@@ -61,7 +61,7 @@ class Bridges:
             for number, token in tokenizer.added_tokens_decoder.items()
             if len(token.content.strip()) > 1 and (token.special or token.content in template)
         }
-        self._guarded_ids = frozenset(guarded.values()) - {tokenizer.unk_token_id}
+        self._guarded_ids = frozenset(guarded.values())
         words = sorted(guarded, key=len, reverse=True)
         self._guarded = re.compile("|".join(map(re.escape, words)) or "(?!)")
         self._known: dict[tuple[Kind, int], _Known] = {}

@@ -106,10 +106,9 @@ def find_frame(
         for write in (dict, json.dumps):
             try:
                 return _find(render, _tool_pasts(role, num_texts, write), texts, known_ends)
-            except _Refusal as err:
-                problem = problem or err
             except BridgeError as err:
-                problem = err if problem is None or isinstance(problem, _Refusal) else problem
+                if problem is None or (isinstance(problem, _Refusal) and not isinstance(err, _Refusal)):
+                    problem = err
     assert problem is not None
     raise problem
 
@@ -152,19 +151,18 @@ def _split(text: str, observed: Sequence[Message], ends: _Ends) -> tuple[str, st
     if -1 in places:
         number = f" {places.index(-1) + 1} of {len(places)}" if len(places) > 1 else ""
         raise BridgeError(f"it drops messages of the role {role}{number}: the model would never see what it asked for")
-    if places != sorted(places):
-        raise BridgeError(f"it changes the order of messages of the role {role}")
-    start = text.rfind(_ANSWER, 0, places[0])
+    first = min(places)
+    start = text.rfind(_ANSWER, 0, first)
     if start == -1:
         raise BridgeError("it drops the turns of the model itself")
     start += len(_ANSWER)
     for words in ends:
-        if found := [(place, end) for end in words if (place := text.find(end, start, places[0])) != -1]:
+        if found := [(place, end) for end in words if (place := text.find(end, start, first)) != -1]:
             place, end = min(found)
             return text[:place], end, text[place + len(end) :]
     raise BridgeError(
         f"it writes no token that ends a turn of the model ({', '.join(map(repr, ends[0])) or 'the model has none'}) "
-        f"between the turn and {text[start : places[0]]!r}"
+        f"between the turn and {text[start:first]!r}"
     )
 
 

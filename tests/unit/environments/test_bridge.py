@@ -11,9 +11,8 @@ import pytest
 from mgrpo.data.builtin_templates import TEMPLATES
 from mgrpo.environments.bridge import BridgeError, Bridges
 from mgrpo.environments.environment import Tool
-from tests.unit.data.real_tokenizers import REAL
+from tests.unit.data.real_tokenizers import REAL, sentencepiece
 from tests.unit.environments.chat_templates import (
-    BRACKETS,
     GOOD,
     JOINED,
     REWRITING,
@@ -188,6 +187,59 @@ def test_special_tokens_in_an_observation_stay_text(tokenizer: Any, name: str) -
             assert content in tokenizer.decode(found, clean_up_tokenization_spaces=False)
 
 
+def test_only_the_special_token_in_an_observation_is_cut(tokenizer: Any) -> None:
+    """A page with one of them is otherwise read as any other text is."""
+    made = bridges(tokenizer, *GOOD["named"])
+    header, footer = "<|start|>tools.look to=assistant<|message|>", "<|end|><|start|>assistant"
+    found = made.after_tools(["to to to <|im_end|> to to to"], ["look"], last=made.end_token_id)
+    cut = [ids(tokenizer, header + "to to to <"), ids(tokenizer, "|im_end|> to to to" + footer)]
+    assert found == cut[0] + cut[1]
+
+
+def test_white_space_that_is_a_token_is_read_as_such() -> None:
+    """Gemma has tokens of its own for several newlines: they are not special."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["\n  "])
+    assert "\n  " in JOINED
+    made = bridges(tokenizer, *GOOD["joined"])
+    past = [USER, calling(JOINED, 1)]
+    before = ids(tokenizer, written(tokenizer, JOINED, past, opens=False).removesuffix("\n"))
+    expected = ids(tokenizer, written(tokenizer, JOINED, past + observed(["to\n  to"])))
+    assert before + made.after_tools(["to\n  to"], ["look"], last=before[-1]) == expected
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_end_tokens_may_swallow_the_white_space_behind_them(name: str) -> None:
+    """Phi's do: the newline that the template writes after them is no token, and the model has never seen one there."""
+    tokenizer = make_tokenizer(rstrip=True)
+    made = bridges(tokenizer, *GOOD[name])
+    template, past = GOOD[name][0], [USER, calling(GOOD[name][0], 1)]
+    before = ids(tokenizer, written(tokenizer, template, past, opens=False))
+    expected = ids(tokenizer, written(tokenizer, template, past + observed([" 4"])))
+    assert before + made.after_tools([" 4"], ["look0"], last=before[-1]) == expected
+
+
+def test_sentencepiece_adds_no_space_to_a_bridge(tmp_path: Any) -> None:
+    """Such a tokenizer puts a space before what a text begins with, and a bridge does not begin a text."""
+    pytest.importorskip("sentencepiece")
+    tokenizer, template = sentencepiece(tmp_path), TEMPLATES["zephyr"].text
+    made = bridges(tokenizer, template, ("</s>",))
+    past = [USER, {"role": "assistant", "content": "2"}]
+    before = ids(tokenizer, written(tokenizer, template, past, opens=False).removesuffix("\n"))
+    for text in (text for text in HARD if text.isascii()):
+        expected = ids(tokenizer, written(tokenizer, template, [*past, {"role": "user", "content": text}]))
+        assert before + made.after_user(text, last=before[-1]) == expected
+
+
+def test_of_two_tokens_at_the_end_the_one_that_stops_the_model_counts(tokenizer: Any) -> None:
+    """Command's answers have an end of their own before that of the turn, which would be written twice."""
+    template = changed(TRIMMED, "{{- '<|end|>' }}", "{{- '<|end|><|turn|>' }}")
+    made = bridges(tokenizer, template, ("<|turn|>",))
+    stop = tokenizer.convert_tokens_to_ids("<|turn|>")
+    after = "<|start|>user<|message|>4<|end|><|turn|><|start|>assistant<|message|>"
+    assert made.after_user("4", last=stop) == ids(tokenizer, after)
+
+
 def test_names_that_the_model_made_up_stay_text(tokenizer: Any) -> None:
     """The name of a call is the model's own text, and is answered even if there is no such tool."""
     made = bridges(tokenizer, *GOOD["named"])
@@ -246,46 +298,6 @@ def test_variables_of_the_template_reach_the_bridge(tokenizer: Any) -> None:
     thought = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     assert made.after_user("4", last=made.end_token_id)[-2:] == thought
     assert thought[1] not in bridges(tokenizer, template, ("<|im_end|>",), thinks=True).after_user("4", last=0)
-
-
-BAD = {
-    "drops messages of the role tool: ": changed(
-        JOINED, "\n  {%- else %}\n", "\n  {%- elif m.role != 'tool' %}\n"
-    ).replace("m.role == 'tool' %}", "m.role == 'nothing' %}"),
-    "refused the messages .*no tools here": changed(TRIMMED, "m.tool_calls[0]", "raise_exception('no tools here')"),
-    r"depends on what came before: '.*user3.*' or '.*user5": changed(
-        JOINED, "'<|im_start|>user' }}", "'<|im_start|>user' + (messages | length) | string }}"
-    ),
-    "rewrites what a message of the role tool says": changed(
-        JOINED, r"\n' + m.content + '\n</tool", r"\n' + m.content | replace('\t', ' ') + '\n</tool"
-    ),
-    r"no token that ends a turn of the model \('<\|im_end\|>'\) between": changed(BRACKETS, "eos_token", "' '"),
-    "drops the turns of the model": changed(JOINED, "\n  {%- else %}\n", "\n  {%- elif m.role == 'user' %}\n"),
-}
-
-
-@pytest.mark.parametrize("reason", BAD)
-def test_a_template_that_cannot_be_followed_says_why(tokenizer: Any, reason: str) -> None:
-    """A model that never sees an answer learns not to ask; that is found at the start, and not in the curves."""
-    with pytest.raises(BridgeError, match=reason):
-        bridges(tokenizer, BAD[reason], ("<|im_end|>",)).check("tool")
-
-
-def test_a_template_that_drops_one_of_two_answers_gets_them_as_one(tokenizer: Any) -> None:
-    """Otherwise the model is shown the first, and takes it for the second."""
-    template = changed(
-        JOINED,
-        "'\n<tool_response>".replace("\n", r"\n"),
-        r"'' if not loop.first and messages[loop.index0 - 1].role == 'tool' else '\n<tool_response>",
-    )
-    made = bridges(tokenizer, template, ("<|im_end|>",))
-    end = made.end_token_id
-    assert made.after_tools(["4", "5"], ["a", "b"], last=end) == made.after_tools(["4\n5"], ["a"], last=end)
-
-
-def test_an_end_that_is_no_token_of_its_own_is_refused() -> None:
-    """Its letters would merge with what the model wrote before them."""
-    tokenizer = make_tokenizer()
-    template = changed(JOINED, "<|im_end|>", "###")
-    with pytest.raises(BridgeError, match="no token that ends a turn"):
-        bridges(tokenizer, template, ("<eos>",)).check("user")
+    # Tools are one of them.
+    made = bridges(tokenizer, template.replace("thinks", "not tools"), ("<|im_end|>",))
+    assert made.after_user("4", last=made.end_token_id)[-2:] == thought
