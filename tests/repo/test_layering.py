@@ -38,7 +38,10 @@ APPLICATION = {"run", "cli", "__init__", "__main__", "rehearsal"}
 HEAVY = {
     "megatron": {"parallel", "policy", "rehearsal"},
     "ray": {"rollout/vllm/cluster.py", "rollout/vllm/ray_engine.py", "rollout/vllm/actor.py"},
-    "vllm": {"rollout/vllm/actor.py", "rollout/vllm/local_core.py", "sync/vllm_plugin.py"},
+    "vllm": {
+        *("rollout/vllm/actor.py", "rollout/vllm/local_core.py", "sync/vllm_plugin.py"),
+        "environments/formats/vllm_door.py",
+    },
 }
 
 
@@ -121,6 +124,7 @@ def test_only_the_backend_asks_for_the_device():
         ("mgrpo.run.launch", {"torch", "ray", "vllm", "megatron", "transformers"}),
         ("mgrpo.rewards.worker", {"torch", "ray", "vllm", "megatron", "numpy"}),
         ("mgrpo.rollout.vllm.actor", {"torch", "ray", "vllm", "megatron"}),
+        ("mgrpo.environments.formats", {"torch", "ray", "vllm", "megatron", "numpy", "transformers"}),
         ("mgrpo.sync.vllm_plugin", {"ray", "megatron"}),
     ],
 )

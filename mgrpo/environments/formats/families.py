@@ -14,7 +14,7 @@ _LLAMA_STOPS = ("<|eom_id|>", "<|eot_id|>", "<|eom|>", "<|eot|>")
 
 
 def _hermes(tools: Sequence[Tool]) -> Format:
-    return Format(name="hermes", read=json_calls.hermes(), example=f"<tool_call>\n{_OBJECT}\n</tool_call>")
+    return Format(name="hermes", read=json_calls.hermes, example=f"<tool_call>\n{_OBJECT}\n</tool_call>")
 
 
 def _qwen3_xml(tools: Sequence[Tool]) -> Format:

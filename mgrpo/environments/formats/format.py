@@ -6,14 +6,12 @@ call. A call that was begun and cannot be read is told to the model and counted;
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mgrpo.environments.environment import Call
+from mgrpo.environments.formats import thoughts
 
-_THOUGHT_BEGINS = re.compile(r"<think>|\[THINK\]")
-_THOUGHT_ENDS = re.compile(r"</think>|\[/THINK\]")
 _TURN_ENDS = (
     *("<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>"),
     *("<|user|>", "<|observation|>", "<|return|>", "</s>", "<eos>", "<end_of_turn>", "<｜end▁of▁sentence｜>"),
@@ -63,7 +61,7 @@ class Format:
     answer_tag: str = ""
     """Answers stand between tags of this name, in the turn that asked; without one the chat template writes them."""
 
-    def answer(self, texts: list[str] | tuple[str, ...]) -> str | None:
+    def answer(self, texts: Sequence[str]) -> str | None:
         """The text that follows a turn to answer its calls; None: it is up to the chat template."""
         if not self.answer_tag:
             return None
@@ -77,45 +75,45 @@ class Format:
             is_thinking: the prompt ends inside a thought, which this turn goes on with.
         """
         text = _without_end(text)
-        at = 0 if self.calls_in_thoughts else self._end_of_first_thought(text, is_thinking)
+        if self.calls_in_thoughts:
+            content, blocks = self._split(text, 0, has_thoughts=False)
+            content = [thoughts.without_thoughts("\n".join(content), is_thinking=is_thinking)]
+        else:
+            content, blocks = self._split(text, self._end_of_earlier_thought(text, is_thinking), has_thoughts=True)
+        faults = (fault for block in blocks for fault in block.faults)
+        return Parsed(
+            content="\n".join(part.strip() for part in content if part.strip()),
+            calls=tuple(call for block in blocks for call in block.calls),
+            unreadable=tuple(f"The tool call cannot be read: {why}. Write it as {self.example}" for why in faults),
+        )
+
+    def _split(self, text: str, at: int, *, has_thoughts: bool) -> tuple[list[str], list[Block]]:
+        """What a text is made of after a position: content, and blocks that are not in a thought."""
         content: list[str] = []
-        calls: list[Call] = []
-        faults: list[str] = []
-        block, thought = self.read(text, at), self._thought(text, at)
+        blocks: list[Block] = []
+        block = self.read(text, at)
+        thought = thoughts.next_thought(text, at) if has_thoughts else None
         while block or thought:
             if block and not (thought and thought.start() < block.start):
-                content.append(text[at : block.start])
-                calls += block.calls
-                faults += block.faults
-                at = block.end
+                blocks.append(block)
+                start, end = block.start, block.end
             elif thought:
-                content.append(text[at : thought.start()])
-                at = _end_of_thought(text, thought.end())
-            if block and block.start < at:
+                start, end = thought.start(), thoughts.end_of(text, thought)
+            content.append(text[at:start])
+            at = end
+            if block and (block.start < at or block.end <= at):
                 block = self.read(text, at)
             if thought and thought.start() < at:
-                thought = self._thought(text, at)
-        content.append(text[at:])
-        if self.calls_in_thoughts:
-            content = [_without_thoughts("".join(content), is_thinking)]
-        unreadable = tuple(f"The tool call cannot be read: {fault}. Write it as {self.example}" for fault in faults)
-        said = "\n".join(part.strip() for part in content if part.strip())
-        return Parsed(content=said, calls=tuple(calls), unreadable=unreadable)
+                thought = thoughts.next_thought(text, at)
+        return [*content, text[at:]], blocks
 
-    def _thought(self, text: str, at: int) -> re.Match[str] | None:
-        return None if self.calls_in_thoughts else _THOUGHT_BEGINS.search(text, at)
-
-    def _end_of_first_thought(self, text: str, is_thinking: bool) -> int:
-        """Where a thought ends that began before the text."""
-        ends = _THOUGHT_ENDS.search(text)
+    def _end_of_earlier_thought(self, text: str, is_thinking: bool) -> int:
         if is_thinking:
-            return ends.end() if ends else len(text)
-        if ends is None or _THOUGHT_BEGINS.search(text, 0, ends.start()):
-            return 0
-        # The argument of a call may hold the marker.
-        block = self.read(text, 0)
-        is_argument = block and block.calls and block.start < ends.start() < block.end
-        return 0 if is_argument else ends.end()
+            return thoughts.end_of_thought(text, 0)
+        start, end = thoughts.end_of_earlier_thought(text)
+        # The argument of a call may hold the mark.
+        block = self.read(text, 0) if end else None
+        return 0 if block and block.calls and block.start < start < block.end else end
 
 
 def _without_end(text: str) -> str:
@@ -123,20 +121,3 @@ def _without_end(text: str) -> str:
     while marker := next((marker for marker in _TURN_ENDS if text.endswith(marker)), ""):
         text = text.removesuffix(marker).rstrip()
     return text
-
-
-def _end_of_thought(text: str, at: int) -> int:
-    ends = _THOUGHT_ENDS.search(text, at)
-    return ends.end() if ends else len(text)
-
-
-def _without_thoughts(text: str, is_thinking: bool) -> str:
-    ends = _THOUGHT_ENDS.search(text)
-    begins = _THOUGHT_BEGINS.search(text)
-    if is_thinking or (ends and not (begins and begins.start() < ends.start())):
-        text = text[ends.end() :] if ends else ""
-    kept, at = [], 0
-    while thought := _THOUGHT_BEGINS.search(text, at):
-        kept.append(text[at : thought.start()])
-        at = _end_of_thought(text, thought.end())
-    return "".join([*kept, text[at:]])

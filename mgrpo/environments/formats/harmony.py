@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from mgrpo.environments.environment import Call, Tool
 from mgrpo.environments.formats.format import Block, Reader
-from mgrpo.environments.formats.json_calls import Fault, arguments_of, decoded
 from mgrpo.environments.formats.tagged import first_parameter
+from mgrpo.environments.formats.values import Fault, arguments_of, decoded
 
 _MARK = re.compile(r"<\|(?:start|channel|end|return|call)\|>")
 _END = re.compile(r"<\|(?:end|return|call|start)\|>")

@@ -5,17 +5,15 @@ The decoder finds the end of an object, so an argument may hold the text that en
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from mgrpo.environments.environment import Call, Tool
 from mgrpo.environments.formats.format import Block, Reader
+from mgrpo.environments.formats.values import Fault, arguments_of, decoded, skip_space, unreadable
 
-MAX_DEPTH = 100
-"""Of values in values; the arguments of a call are written out again, with more frames on the stack than here."""
-_DECODER = json.JSONDecoder()
+_HERMES, _HERMES_ENDS = "<tool_call>", "</tool_call>"
 _KEYS = ("arguments", "parameters")
 _MISTRAL = "[TOOL_CALLS]"
 _MISTRAL_HEAD = re.compile(r"(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\](?P<id>\w*)\s*)?(?:\[ARGS\])?")
@@ -25,94 +23,17 @@ _DEEPSEEK_HEAD = re.compile(r"(?P<name>[^\s<]+)<｜tool▁sep｜>(?:(?P<v3_name>
 _FENCE = re.compile(r"\s*```")
 
 
-class Fault(ValueError):
-    """A call cannot be read; the text says why."""
-
-    def __init__(self, why: str, *, at: int) -> None:
-        super().__init__(why)
-        self.at = at
-        """How far it was read."""
-
-
-def skip_space(text: str, at: int, *, also: str = "") -> int:
-    """Where neither white space nor one of a few other characters stands."""
-    while at < len(text) and (text[at].isspace() or text[at] in also):
-        at += 1
-    return at
-
-
-def decoded(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at a position after white space, and where it ends."""
-    at = skip_space(text, at)
-    try:
-        value, end = _DECODER.raw_decode(text, at)
-    except json.JSONDecodeError as err:
-        raise Fault(f"not JSON, {err.msg} at character {err.pos - at} of it", at=err.pos) from None
-    except ValueError:
-        raise Fault("a number has too many digits", at=at) from None
-    except RecursionError:
-        raise Fault("values are nested too deeply", at=at) from None
-    if text.count("[", at, end) + text.count("{", at, end) > MAX_DEPTH and _depth(value) > MAX_DEPTH:
-        raise Fault("values are nested too deeply", at=end)
-    return value, end
-
-
-def _depth(value: object) -> int:
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        inner: list[object] = []
-        for item in level:
-            inner += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-        level = inner
-    return depth
-
-
-def call_of(value: Any, *, at: int = 0) -> Call:
-    """The call that `{"name": ..., "arguments": {...}}` is, or `parameters`; no arguments: an empty object."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise Fault('it is not an object with a "name"', at=at)
-    key = next((key for key in _KEYS if key in value), _KEYS[0])
-    identity = value.get("id")
-    return Call(
-        name=value["name"],
-        arguments=arguments_of(value.get(key, {}), at=at),
-        id=identity if isinstance(identity, str) else "",
-    )
-
-
-def arguments_of(value: Any, *, at: int = 0) -> dict[str, Any]:
-    """An object, or the text of one."""
-    if isinstance(value, str):
-        try:
-            value, _ = decoded(value, 0)
-        except Fault as fault:
-            raise Fault(f"its arguments are {fault}", at=at) from None
-    if not isinstance(value, dict):
-        raise Fault("its arguments are not an object", at=at)
-    return value
-
-
-def hermes(begin: str = "<tool_call>", end: str = "</tool_call>") -> Reader:
+def hermes(text: str, at: int) -> Block | None:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the closing tag optional at the end of the turn."""
-
-    def read(text: str, at: int) -> Block | None:
-        start = text.find(begin, at)
-        if start < 0:
-            return None
-        inside = start + len(begin)
-        try:
-            value, stop = decoded(text, inside)
-            call = call_of(value, at=stop)
-            stop = skip_space(text, stop)
-            if stop < len(text) and not text.startswith(end, stop):
-                raise Fault(f"text stands between the object and {end}", at=stop)
-            return Block(start=start, end=min(stop + len(end), len(text)), calls=(call,))
-        except Fault as fault:
-            closing = text.find(end, fault.at)
-            return Block(start=start, end=closing + len(end) if closing >= 0 else len(text), faults=(str(fault),))
-
-    return read
+    start = text.find(_HERMES, at)
+    if start < 0:
+        return None
+    try:
+        value, end = decoded(text, start + len(_HERMES))
+        call = call_of(value, at=end)
+        return Block(start=start, end=_after(text, end, _HERMES_ENDS), calls=(call,))
+    except Fault as fault:
+        return unreadable(text, start, fault, closing=_HERMES_ENDS)
 
 
 def llama3_json(tools: Sequence[Tool]) -> Reader:
@@ -121,7 +42,7 @@ def llama3_json(tools: Sequence[Tool]) -> Reader:
     Another object, as in a formula or an answer, is content.
     """
     names = "|".join(re.escape(tool.name) for tool in tools)
-    begins = re.compile(r"(<\|python_tag\|>)\s*\{?|\{")
+    begins = re.compile(r"(<\|python_tag\|>)\s*\{?|\{(?=\s*\")")
     call = re.compile(rf'\{{\s*"(?:type"\s*:\s*"function"|name"\s*:\s*"(?:{names})")')
 
     def read(text: str, at: int) -> Block | None:
@@ -135,7 +56,9 @@ def llama3_json(tools: Sequence[Tool]) -> Reader:
             except Fault as fault:
                 if is_call:
                     return Block(start=start, end=len(text), faults=(str(fault),))
-                at = max(fault.at, brace + 1)
+                if fault.at == brace:
+                    return None
+                at = fault.at
                 continue
             if is_call or (isinstance(value, dict) and "name" in value and any(key in value for key in _KEYS)):
                 following = skip_space(text, end)
@@ -156,7 +79,7 @@ def mistral(text: str, at: int) -> Block | None:
     try:
         if text.startswith(("[", "{"), inside):
             value, end = decoded(text, inside)
-            return _block(start, end, value if isinstance(value, list) else [value])
+            return _block(start, end, value if isinstance(value, list) and value else [value])
         head = _MISTRAL_HEAD.match(text, inside)
         if head is None:
             raise Fault("a name and its arguments must follow [TOOL_CALLS]", at=inside)
@@ -180,14 +103,31 @@ def deepseek(text: str, at: int) -> Block | None:
         value, end = decoded(text, head.end())
         call = Call(name=head["v3_name"] or head["name"], arguments=arguments_of(value, at=end))
         fence = _FENCE.match(text, end)
-        end = skip_space(text, fence.end() if fence else end)
-        if end < len(text) and not text.startswith(_DEEPSEEK_END, end):
-            raise Fault("text stands between the object and <｜tool▁call▁end｜>", at=end)
-        return Block(start=mark.start(), end=min(end + len(_DEEPSEEK_END), len(text)), calls=(call,))
+        end = _after(text, fence.end() if fence else end, _DEEPSEEK_END)
+        return Block(start=mark.start(), end=end, calls=(call,))
     except Fault as fault:
-        closing = text.find(_DEEPSEEK_END, fault.at)
-        end = closing + len(_DEEPSEEK_END) if closing >= 0 else len(text)
-        return Block(start=mark.start(), end=end, faults=(str(fault),))
+        return unreadable(text, mark.start(), fault, closing=_DEEPSEEK_END)
+
+
+def _after(text: str, at: int, closing: str) -> int:
+    """Where the closing tag of a call ends, or the text in its place."""
+    at = skip_space(text, at)
+    if at < len(text) and not text.startswith(closing, at):
+        raise Fault(f"text stands between the object and {closing}", at=at)
+    return min(at + len(closing), len(text))
+
+
+def call_of(value: Any, *, at: int = 0) -> Call:
+    """The call that `{"name": ..., "arguments": {...}}` is, or `parameters`; no arguments: an empty object."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise Fault('it is not an object with a "name"', at=at)
+    key = next((key for key in _KEYS if key in value), _KEYS[0])
+    identity = value.get("id")
+    return Call(
+        name=value["name"],
+        arguments=arguments_of(value.get(key, {}), at=at),
+        id=identity if isinstance(identity, str) else "",
+    )
 
 
 def _block(start: int, end: int, values: Sequence[Any]) -> Block:

@@ -10,11 +10,12 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mgrpo.environments.environment import Call, Tool
 from mgrpo.environments.formats.format import Block, Reader
-from mgrpo.environments.formats.json_calls import MAX_DEPTH, Fault, skip_space
+from mgrpo.environments.formats.values import MAX_DEPTH, Fault, skip_space, unreadable
 
 _HEAD = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\(")
 _KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=(?!=)")
@@ -34,22 +35,27 @@ _STRING = re.compile(
 _ESCAPE = re.compile(r"\\(?:x([\da-fA-F]{2})|u([\da-fA-F]{4})|U([\da-fA-F]{8})|([0-7]{1,3})|(.))", re.DOTALL)
 _ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
-_LIST_BEGINS = re.compile(r"\s*(<\|python_(?:start|tag)\|>)?\s*\[")
+_LIST = r"\s*(?P<list>(?P<mark><\|python_(?:start|tag)\|>\s*)?\[)"
+_LIST_FIRST, _LIST_AFTER_THOUGHT = re.compile(_LIST), re.compile(rf"(?:</think>|\[/THINK\]){_LIST}")
 _LIST_ENDS = re.compile(r"\](?:\s*<\|python_end\|>)?")
 
 
 def pythonic(tools: Sequence[Tool]) -> Reader:
-    """`[name(key=value), ...]`, with which the turn begins; a list that is none of calls is content."""
+    """`[name(key=value), ...]`, with which a turn begins after its thoughts; a list that is none of calls is content."""
     names = {tool.name for tool in tools}
 
     def read(text: str, at: int) -> Block | None:
-        begins = _LIST_BEGINS.match(text, at)
-        if begins is None:
-            return None
-        block = _block(text, begins.start(), begins.end(), _LIST_ENDS, "]")
-        head = _HEAD.match(text, begins.end())
-        is_call = begins[1] is not None or (head is not None and head[1] in names)
-        return block if is_call or (block.calls and not block.faults) else None
+        begins = _LIST_FIRST.match(text, at) or _LIST_AFTER_THOUGHT.search(text, at)
+        while begins:
+            calls, end, fault = _calls(text, begins.end(), _LIST_ENDS, "]")
+            head = _HEAD.match(text, begins.end())
+            if fault is None:
+                return Block(start=begins.start("list"), end=end, calls=tuple(calls))
+            if begins["mark"] or (head and head[1] in names):
+                start = begins.start("list")
+                return Block(start=start, end=len(text), calls=tuple(calls), faults=(str(fault),))
+            begins = _LIST_AFTER_THOUGHT.search(text, begins.end())
+        return None
 
     return read
 
@@ -61,12 +67,18 @@ def tagged(begin: str, end: str) -> Reader:
 
     def read(text: str, at: int) -> Block | None:
         begun = begins.search(text, at)
-        return begun and _block(text, begun.start(), begun.end(), ends, end)
+        if begun is None:
+            return None
+        calls, stop, fault = _calls(text, begun.end(), ends, end)
+        if fault is None:
+            return Block(start=begun.start(), end=stop, calls=tuple(calls))
+        return replace(unreadable(text, begun.start(), fault, closing=end), calls=tuple(calls))
 
     return read
 
 
-def _block(text: str, start: int, at: int, ends: re.Pattern[str], closing: str) -> Block:
+def _calls(text: str, at: int, ends: re.Pattern[str], closing: str) -> tuple[list[Call], int, Fault | None]:
+    """The calls up to what ends them or to one that cannot be read, where that is, and why it cannot."""
     calls: list[Call] = []
     try:
         at = skip_space(text, at, also=",;")
@@ -76,10 +88,11 @@ def _block(text: str, start: int, at: int, ends: re.Pattern[str], closing: str) 
             call, at = _call(text, at)
             calls.append(call)
             at = skip_space(text, at, also=",;")
-        return Block(start=start, end=end.end(), calls=tuple(calls))
+        if not calls:
+            raise Fault("there is no call in it", at=at)
+        return calls, end.end(), None
     except Fault as fault:
-        closed = ends.search(text, fault.at)
-        return Block(start=start, end=closed.end() if closed else len(text), calls=tuple(calls), faults=(str(fault),))
+        return calls, fault.at, fault
 
 
 def _call(text: str, at: int) -> tuple[Call, int]:

@@ -13,7 +13,7 @@ from mgrpo.environments.formats.format import Block, Reader
 from mgrpo.environments.formats.xml_calls import schemas_of, typed
 
 _CALL_TOOL = re.compile(r"<call_tool\b([^<>]*)>")
-_ATTRIBUTE = re.compile(r"([\w-]+)\s*=\s*\"([^\"]*)\"")
+_ATTRIBUTE = re.compile(r"(?<![\w-])([\w-]+)\s*=\s*\"([^\"]*)\"")
 _CALL_TOOL_ENDS = "</call_tool>"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mgrpo.environments.environment import Call, Tool
 from mgrpo.environments.formats.format import Block, Format
-from mgrpo.environments.formats.json_calls import Fault, arguments_of
+from mgrpo.environments.formats.values import Fault, arguments_of
 
 
 def from_vllm(name: str, tools: Sequence[Tool], tokenizer: Any) -> Format:

@@ -5,13 +5,16 @@ A value is plain text, which nothing escapes: it ends at the first closing tag. 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from mgrpo.environments.environment import Call, Tool
 from mgrpo.environments.formats.format import Block, Reader
-from mgrpo.environments.formats.json_calls import Fault, decoded, skip_space
+from mgrpo.environments.formats.values import Fault, decoded, skip_space, unreadable
 
 _QWEN_BEGINS = re.compile(r"(?:<tool_call>\s*)?<function=|<tool_call>")
 _QWEN_NAME = re.compile(r"\s*([^<>\s]+)\s*>")
@@ -21,6 +24,8 @@ _GLM_NAME = re.compile(r"<tool_call>\s*([^<>\s]+)\s*")
 _GLM_ARGUMENT = re.compile(r"\s*<arg_key>([^<>]*)</arg_key>\s*<arg_value>")
 _GLM_ENDS = re.compile(r"\s*</tool_call>")
 _CLOSING = "</tool_call>"
+_NOT_IN_VALUES = ("<parameter=", "</function>", "<arg_key>", _CLOSING)
+"""Where a value holds one of these, its own closing tag was left out or misspelt."""
 
 
 def qwen3_xml(tools: Sequence[Tool]) -> Reader:
@@ -36,7 +41,8 @@ def qwen3_xml(tools: Sequence[Tool]) -> Reader:
             name = _QWEN_NAME.match(text, at) if begins[0].endswith("=") else None
             if name is None:
                 raise Fault("<function=NAME> must follow <tool_call>", at=at)
-            arguments, at = _arguments(text, name.end(), _QWEN_PARAMETER, "</parameter>", schemas.get(name[1], {}))
+            schema = schemas.get(name[1], {})
+            arguments, at = _arguments(text, name.end(), _QWEN_PARAMETER, "</parameter>", schema, padding="\n")
             ends = _QWEN_ENDS.match(text, at)
             if ends is None:
                 raise Fault(
@@ -44,7 +50,7 @@ def qwen3_xml(tools: Sequence[Tool]) -> Reader:
                 )
             return Block(start=begins.start(), end=ends.end(), calls=(Call(name=name[1], arguments=arguments),))
         except Fault as fault:
-            return _broken(text, begins.start(), fault)
+            return unreadable(text, begins.start(), fault, closing=_CLOSING)
 
     return read
 
@@ -68,22 +74,22 @@ def glm(tools: Sequence[Tool]) -> Reader:
             call = Call(name=name[1], arguments=arguments)
             return Block(start=start, end=ends.end(), calls=(call,))
         except Fault as fault:
-            return _broken(text, start, fault)
+            return unreadable(text, start, fault, closing=_CLOSING)
 
     return read
 
 
 def _arguments(
-    text: str, at: int, begins: re.Pattern[str], closing: str, schemas: Mapping[str, Any]
+    text: str, at: int, begins: re.Pattern[str], closing: str, schemas: Mapping[str, Any], *, padding: str = ""
 ) -> tuple[dict[str, Any], int]:
-    """The arguments that begin at a position, and where they end; a line break that begins a value also ends it."""
+    """The arguments that begin at a position, and where they end; `padding` after a value is markup."""
     arguments = {}
     while begin := begins.match(text, at):
         end = text.find(closing, begin.end())
-        if end < 0:
-            raise Fault(f"{closing} is missing", at=begin.end())
+        value = text[begin.end() : max(end, begin.end())].removesuffix(padding)
         key = begin[1].strip()
-        value = text[begin.end() : end].removesuffix("\n" if begin[0].endswith("\n") else "")
+        if end < 0 or any(mark in value for mark in _NOT_IN_VALUES):
+            raise Fault(f"{closing} is missing after the value of {key}", at=begin.end())
         arguments[key] = typed(value, schemas.get(key))
         at = end + len(closing)
     return arguments, at
@@ -92,19 +98,46 @@ def _arguments(
 def typed(text: str, schema: object) -> Any:
     """The value that a text means under a JSON schema; the text itself where it means none, for the tool to refuse."""
     types = _types(schema)
-    word = text.strip().lower()
-    if "null" in types and word == "null":
+    if "null" in types and text.strip().lower() == "null":
         return None
-    if "boolean" in types and word in ("true", "false"):
-        return word == "true"
-    if not types or types <= {"string", "null"}:
-        return text
-    try:
-        value, end = decoded(text, 0)
-    except Fault:
-        return text
-    is_whole = skip_space(text, end) == len(text)
-    return value if is_whole and _names_of_type(value) & types else text
+    for name, convert in _CONVERSIONS.items():
+        if name in types:
+            with suppress(ValueError):
+                return convert(text)
+    return text
+
+
+def _number(text: str) -> int | float:
+    with suppress(ValueError):
+        return int(text)
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _boolean(text: str) -> bool:
+    word = text.strip().lower()
+    if word not in ("true", "1", "false", "0"):
+        raise ValueError(word)
+    return word in ("true", "1")
+
+
+def _json(text: str, kind: type) -> Any:
+    value, end = decoded(text, 0)
+    if not isinstance(value, kind) or skip_space(text, end) < len(text):
+        raise ValueError(kind)
+    return value
+
+
+_CONVERSIONS: dict[str, Callable[[str], Any]] = {
+    "integer": int,
+    "number": _number,
+    "boolean": _boolean,
+    "object": partial(_json, kind=dict),
+    "array": partial(_json, kind=list),
+}
+"""Tried in this order where a schema allows several types."""
 
 
 def _types(schema: object) -> set[str]:
@@ -118,20 +151,6 @@ def _types(schema: object) -> set[str]:
     return types
 
 
-def _names_of_type(value: object) -> set[str]:
-    """A JSON schema's names of a value that is not text."""
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int):
-        return {"integer", "number"}
-    return {{float: "number", list: "array", dict: "object"}.get(type(value), "")}
-
-
 def schemas_of(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
     """The schema of each parameter of each tool."""
     return {tool.name: tool.parameters.get("properties", {}) for tool in tools}
-
-
-def _broken(text: str, start: int, fault: Fault) -> Block:
-    closing = text.find(_CLOSING, fault.at)
-    return Block(start=start, end=closing + len(_CLOSING) if closing >= 0 else len(text), faults=(str(fault),))

@@ -1,0 +1,73 @@
+"""What the readers of all families share: JSON that is not trusted, arguments, and why a call cannot be read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mgrpo.environments.formats.format import Block
+
+MAX_DEPTH = 100
+"""Of values in values; the arguments of a call are written out again, with more frames on the stack than here."""
+_DECODER = json.JSONDecoder()
+
+
+class Fault(ValueError):
+    """A call cannot be read; the text says why."""
+
+    def __init__(self, why: str, *, at: int) -> None:
+        super().__init__(why)
+        self.at = at
+        """How far it was read."""
+
+
+def skip_space(text: str, at: int, *, also: str = "") -> int:
+    """Where neither white space nor one of a few other characters stands."""
+    while at < len(text) and (text[at].isspace() or text[at] in also):
+        at += 1
+    return at
+
+
+def decoded(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins at a position after white space, and where it ends."""
+    at = skip_space(text, at)
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+    except json.JSONDecodeError as err:
+        raise Fault(f"not JSON, {err.msg} at character {err.pos - at} of it", at=err.pos) from None
+    except ValueError:
+        raise Fault("a number has too many digits", at=at) from None
+    except RecursionError:
+        raise Fault("values are nested too deeply", at=at) from None
+    if text.count("[", at, end) + text.count("{", at, end) > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise Fault("values are nested too deeply", at=end)
+    return value, end
+
+
+def _depth(value: object) -> int:
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner: list[object] = []
+        for item in level:
+            inner += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        level = inner
+    return depth
+
+
+def arguments_of(value: Any, *, at: int = 0) -> dict[str, Any]:
+    """An object, or the text of one."""
+    if isinstance(value, str):
+        try:
+            value, _ = decoded(value, 0)
+        except Fault as fault:
+            raise Fault(f"its arguments are {fault}", at=at) from None
+    if not isinstance(value, dict):
+        raise Fault("its arguments are not an object", at=at)
+    return value
+
+
+def unreadable(text: str, start: int, fault: Fault, *, closing: str) -> Block:
+    """A call that cannot be read, up to what closes it or to the end of the text: half a call is no content."""
+    end = text.find(closing, fault.at)
+    return Block(start=start, end=end + len(closing) if end >= 0 else len(text), faults=(str(fault),))
