@@ -26,7 +26,7 @@ ROOMS = {
     "data": {"config", "types"},
     "rewards": {"sandbox", "config", "processes", "types"},
     "rollout": {"models", "config", "processes", "types"},
-    "environments": set(),
+    "environments": {"processes"},
     "planner": {"models", "config", "layout"},
     "policy": {"parallel", "models", "ops", "config", "layout", "types"},
     "checkpoint": {"policy", "parallel", "models", "layout"},
