@@ -103,7 +103,7 @@ def _found(entry: str) -> Any:
         return loaded(NAMES.get(entry, entry))
     if entry in NAMES:
         return loaded(NAMES[entry])
-    near = difflib.get_close_matches(entry, NAMES, n=2, cutoff=0.5)
+    near = difflib.get_close_matches(entry, NAMES, n=2, cutoff=0.6)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(
         f"there is no tool {entry}; {meant}give one of {', '.join(NAMES)}, package.module:name or path/to/file.py:name"

@@ -25,11 +25,7 @@ class Trl(Environment):
             raise ValueError(
                 f"{self.name} has no method reset; TRL's environments begin a trajectory with reset(**columns)"
             )
-        self._methods = {
-            name: FunctionTool(method)
-            for name, method in inspect.getmembers(self._instance, inspect.ismethod)
-            if name not in _OURS and not name.startswith("_")
-        }
+        self._methods = {name: FunctionTool(method) for name, method in _public_methods(self._instance).items()}
         if not self._methods:
             raise ValueError(f"{self.name} has no public method besides {' and '.join(_OURS)} that could be a tool")
 
@@ -54,7 +50,7 @@ class Trl(Environment):
         """What reward functions get for the instance, which stays in its process: public attributes that JSON can hold."""
         found = {}
         for name in dir(self._instance):
-            if name.startswith("_") or name in self._methods or name in _OURS:
+            if name.startswith("_"):
                 continue
             try:
                 found[name] = json.loads(json.dumps(getattr(self._instance, name)))
@@ -70,6 +66,14 @@ class Trl(Environment):
         if not isinstance(opening, str | None):
             raise TypeError(f"{self.name}.reset returned {opening!r:.80}; it may return text or None")
         return Observation(text=opening or "")
+
+
+def _public_methods(instance: Any) -> dict[str, Callable[..., Any]]:
+    """Without reading properties, which may need a trajectory."""
+    found = inspect.getmembers_static(instance)
+    names = [name for name, value in found if callable(value) or isinstance(value, classmethod)]
+    members = {name: getattr(instance, name) for name in names if not name.startswith("_") and name not in _OURS}
+    return {name: member for name, member in members.items() if inspect.ismethod(member)}
 
 
 def _accepted(reset: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,187 @@
+"""What a model wrote as arguments, against the schema: made to fit, or refused with a text for the model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mgrpo.environments.arguments import ArgumentError, coerced
+from mgrpo.environments.environment import Tool
+
+TREE = {
+    "type": "object",
+    "properties": {"root": {"$ref": "#/$defs/Node"}},
+    "$defs": {
+        "Node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "integer"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/Node"}},
+            },
+        },
+        "Endless": {"$ref": "#/$defs/Endless"},
+    },
+}
+
+
+def tool(**properties):
+    """A tool with these arguments, all of them required."""
+    return Tool(
+        name="t", description="", parameters={"type": "object", "properties": properties, "required": list(properties)}
+    )
+
+
+def read(schema, value):
+    return coerced(tool(x=schema), {"x": value})["x"]
+
+
+def refusal(schema, value):
+    with pytest.raises(ArgumentError) as raised:
+        read(schema, value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"type": "integer"}, 3, 3),
+        ({"type": "integer"}, "3", 3),
+        ({"type": "integer"}, " -3 ", -3),
+        ({"type": "integer"}, 3.0, 3),
+        ({"type": "integer"}, "3.0", 3),
+        ({"type": "number"}, 3, 3),
+        ({"type": "number"}, "3", 3),
+        ({"type": "number"}, "2.5e-1", 0.25),
+        ({"type": "number"}, ".5", 0.5),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "string"}, 3, "3"),
+        ({"type": "string"}, True, "true"),
+        ({"type": "string"}, {"a": "ü"}, '{"a": "ü"}'),
+        ({"type": "null"}, "None", None),
+        ({"type": "array", "items": {"type": "integer"}}, ["1", 2], [1, 2]),
+        ({"type": "array", "items": {"type": "integer"}}, "[1, 2]", [1, 2]),
+        ({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]}, ["1", 2], [1, "2"]),
+        ({"type": "object", "additionalProperties": {"type": "number"}}, '{"a": "1"}', {"a": 1}),
+        ({"type": "object", "properties": {"a": {"type": "boolean"}}}, {"a": "true"}, {"a": True}),
+        ({"type": "object"}, {"a": [1]}, {"a": [1]}),
+        ({"type": "integer", "nullable": True}, None, None),
+        ({"type": "integer", "nullable": True}, "null", None),
+        ({"type": "integer", "nullable": True}, "7", 7),
+        ({"type": "string", "nullable": True}, "null", "null"),
+        ({"type": ["integer", "string"]}, "3", "3"),
+        ({"type": ["integer", "string"]}, 3, 3),
+        ({"type": ["boolean", "number"]}, "2", 2),
+        ({"type": ["integer", "boolean"]}, True, True),
+        ({"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "string"}]}, ["1"], [1]),
+        ({"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "string"}]}, "[1]", "[1]"),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, None, None),
+        ({"type": "integer", "enum": [1, 2]}, "2", 2),
+        ({"type": ["string", "null"], "enum": ["a", None]}, None, None),
+        ({"const": "a"}, "a", "a"),
+        ({}, [1, {"a": None}], [1, {"a": None}]),
+    ],
+)
+def test_values_are_made_to_fit_where_their_meaning_is_plain(schema, value, expected):
+    """Formats such as XML hold text only; a model that wrote "3" for 3 has called the tool well."""
+    found = read(schema, value)
+    assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"type": "integer"}, "three", 'expected integer, got "three"'),
+        ({"type": "integer"}, 2.5, "expected integer, got 2.5"),
+        ({"type": "integer"}, True, "expected integer, got true"),
+        ({"type": "integer"}, "9" * 5000, "expected integer, got "),
+        ({"type": "integer"}, "٣", "expected integer"),
+        ({"type": "number"}, "nan", "expected number"),
+        ({"type": "number"}, float("inf"), "expected number"),
+        ({"type": "number"}, "1e999", "expected number"),
+        ({"type": "number"}, "1_0", "expected number"),
+        ({"type": "boolean"}, 1, "expected boolean, got 1"),
+        ({"type": "string"}, None, "expected string, got null"),
+        ({"type": "array"}, "1, 2", "expected array"),
+        ({"type": "array"}, "[" * 100_000, "expected array"),
+        ({"type": "object"}, "[1]", "expected object"),
+        ({"type": "array", "prefixItems": [{}, {}]}, [1], "expected array of 2 items"),
+        ({"type": "array", "items": {"type": "integer"}}, [1, "b"], 'x[1]: expected integer, got "b"'),
+        ({"type": "object", "properties": {"a": {"type": "integer"}}}, {"a": {}}, "x.a: expected integer, got {}"),
+        ({"type": "object", "properties": {}, "required": ["a"]}, {}, "x: the argument a is missing"),
+        ({"type": ["integer", "null"]}, "b", "expected integer or null"),
+        ({"type": "integer", "nullable": True}, "b", "expected integer or null"),
+        ({"type": "string", "enum": ["a", "b"]}, "c", 'expected one of ["a", "b"], got "c"'),
+        ({"enum": [1]}, True, "expected one of [1], got true"),
+        ({"anyOf": [{"type": "integer"}, {"enum": ["all"]}]}, "b", 'expected integer or one of ["all"]'),
+    ],
+)
+def test_values_that_do_not_fit_are_refused_with_what_was_expected(schema, value, expected):
+    """The model reads this text: it has to be able to do better, and never sees a traceback."""
+    assert expected in refusal(schema, value)
+    assert len(refusal(schema, value)) < 300
+
+
+def test_the_text_lists_all_arguments():
+    both = Tool(
+        name="add",
+        description="",
+        parameters={
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": ["integer", "string"]}, "c": {"enum": ["x"]}},
+            "required": ["a"],
+        },
+    )
+    with pytest.raises(ArgumentError) as raised:
+        coerced(both, {"b": 1})
+    arguments = 'a (integer), b (integer or string, optional), c (one of ["x"], optional)'
+    assert str(raised.value) == f"add: the argument a is missing; expected: {arguments}"
+    with pytest.raises(ArgumentError, match=r"add: there is no argument d, e; expected: a \(integer\)"):
+        coerced(both, {"a": 1, "d": 2, "e": 3})
+    with pytest.raises(ArgumentError, match=r'add: expected arguments by name, got \["1"\]'):
+        coerced(both, ["1"])
+    with pytest.raises(ArgumentError, match="t: there is no argument a; expected no arguments"):
+        coerced(tool(), {"a": 1})
+
+
+def test_a_schema_without_properties_takes_any_argument():
+    """Servers describe some tools so."""
+    anything = Tool(name="t", description="", parameters={"type": "object"})
+    assert coerced(anything, {"a": "1"}) == {"a": "1"}
+    with_rest = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "additionalProperties": {"type": "integer"},
+    }
+    assert coerced(Tool(name="t", description="", parameters=with_rest), {"a": "1", "b": "2"}) == {"a": 1, "b": 2}
+
+
+def test_references_are_followed():
+    """Schemas that pydantic makes, as MCP servers have them, name their classes by reference."""
+    nested = Tool(name="t", description="", parameters=TREE)
+    value = {"root": {"value": "1", "children": [{"value": "2", "children": []}]}}
+    assert coerced(nested, value) == {"root": {"value": 1, "children": [{"value": 2, "children": []}]}}
+    with pytest.raises(ArgumentError, match=r"root\.children\[0\]\.value: expected integer"):
+        coerced(nested, {"root": {"children": [{"value": "x"}]}})
+
+
+def test_neither_endless_references_nor_endless_values_raise():
+    """What a model writes must not end a worker."""
+    endless = {**TREE, "properties": {"root": {"$ref": "#/$defs/Endless"}, "other": {"$ref": "elsewhere"}}}
+    assert coerced(Tool(name="t", description="", parameters=endless), {"root": 1, "other": 2}) == {
+        "root": 1,
+        "other": 2,
+    }
+    value: dict = {}
+    for _ in range(900):
+        value = {"children": [value]}
+    with pytest.raises(ArgumentError, match="nested too deeply"):
+        coerced(Tool(name="t", description="", parameters=TREE), {"root": value})
+
+
+def test_arguments_stay_as_they_came():
+    """The transcript shows what the model wrote."""
+    arguments = {"x": ["1"]}
+    coerced(tool(x={"type": "array", "items": {"type": "integer"}}), arguments)
+    assert json.dumps(arguments) == '{"x": ["1"]}'
