@@ -14,6 +14,7 @@ from typing import Any
 
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
 
+_KEPT: list[asyncio.Task[None]] = []
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -54,6 +55,16 @@ async def sleep_apart(seconds: float) -> str:
     """
     await asyncio.to_thread(time.sleep, seconds)
     return "slept"
+
+
+async def keep_a_thread(seconds: float) -> str:
+    """Have a thread that goes on after the call.
+
+    Args:
+        seconds: how long.
+    """
+    _KEPT.append(asyncio.create_task(asyncio.to_thread(time.sleep, seconds)))
+    return "kept"
 
 
 async def block(seconds: float) -> str:

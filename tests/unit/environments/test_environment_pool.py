@@ -260,6 +260,24 @@ def test_a_worker_whose_late_call_ends_by_itself_stays() -> None:
     run(go())
 
 
+def test_a_thread_that_an_environment_keeps_is_not_a_call_that_hangs() -> None:
+    """Readers of a connection are such threads: they go on between calls, and nothing is wrong."""
+
+    async def go() -> None:
+        environments = pool("keep_a_thread", "echo")
+        await environments.start()
+        before = environments.pids
+        instance = await taken(environments)
+        assert (await asked(instance, "keep_a_thread", seconds=1)).observation.text == "kept"
+        assert (await asked(instance, "echo", text="a")).observation.text == "a"
+        await instance.release()
+        assert (await asked(await taken(environments), "echo", text="b")).observation.text == "b"
+        assert environments.pids == before
+        await environments.close()
+
+    run(go())
+
+
 def test_a_worker_in_which_only_a_hanging_call_is_left_ends_at_once() -> None:
     """With a pool of one the grace would be waiting for nobody."""
 
