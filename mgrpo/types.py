@@ -209,12 +209,15 @@ class TrainSample:
     rollout_logprobs: np.ndarray
     """`[response]` float32."""
     advantage: float
+    """Where tokens have their own, the mean of these."""
     group: int
     """Samples of one prompt share this number; they may share the prompt's tokens in a pack."""
     ages: np.ndarray | None = None
     """`[response]` uint8, at most 127: how many versions older than the policy the weights were that sampled each token. None: all 0."""
     is_sampled: np.ndarray | None = None
     """`[response]` bool: the tokens to predict; the others stand between turns and are inputs only. None: all."""
+    token_advantages: np.ndarray | None = None
+    """`[response]` float32, in place of `advantage`. All samples of a step have them, or none has."""
 
     @property
     def is_predicted(self) -> np.ndarray:
@@ -262,7 +265,7 @@ class PackedBatch:
     ages: np.ndarray
     """`[responses]` uint8, see `TrainSample`."""
     advantages: np.ndarray
-    """`[sequences]` float32."""
+    """`[sequences]` float32, or `[responses]` where tokens have their own."""
     samples: np.ndarray
     """`[sequences]` int32: the sample each sequence came from."""
 

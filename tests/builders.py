@@ -45,6 +45,11 @@ def trajectory(mask: str, **fields: object) -> TrajectoryRecord:
     return TrajectoryRecord(is_sampled=np.array([mark == "1" for mark in mask], np.bool_), **values)
 
 
+def turn(start: int = 0, end: int = 1, **fields: object) -> Turn:
+    """A turn of a trajectory."""
+    return Turn(start=start, end=end, **fields)
+
+
 def rollout_group(completions: Sequence[Completion], of: Prompt | None = None) -> RolloutGroup:
     """A group, of a prompt that does not matter unless given."""
     return RolloutGroup(prompt=of or prompt(), completions=tuple(completions))

@@ -32,7 +32,7 @@ class LossInputs:
     rollout_logprobs: Tensor | None
     """`[tokens]`, as the engine reported them when it sampled; NaN where it did not."""
     advantages: Tensor
-    """`[tokens]`, that of each token's sequence."""
+    """`[tokens]`, that of each token's sequence, or of its turn."""
     loss_mask: Tensor
     """`[tokens]` bool, which tokens are trained."""
     cu_seqlens: Tensor

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mgrpo.algo.advantage import advantages
+from mgrpo.algo.turn_credit import TurnCredit, token_advantages
 from mgrpo.types import Completion, Prompt, ScoredGroup, TrainSample
 
 OLDEST = 127
@@ -25,6 +26,7 @@ def train_samples(
     reward_weights: Mapping[str, float] | None = None,
     mask_truncated: bool = False,
     mask_tool_use: bool = True,
+    turn_credit: TurnCredit | None = None,
     policy_version: int | None = None,
 ) -> list[TrainSample]:
     """One sample per completion, in order, with its advantage within its group.
@@ -38,6 +40,7 @@ def train_samples(
         normalization, ddof, eps: as in `advantages`.
         mask_tool_use: False also trains on what was not sampled, whose log-probability under the engine is then NaN.
         reward_weights: for "gdpo", the weight of each reward function by its name in `Score.parts`, all of them.
+        turn_credit: how turns get advantages of their own; None: all tokens of a completion have the same.
         policy_version: of the policy that trains, which ages are counted from; None where all tokens are its own.
     """
     if not groups:
@@ -59,7 +62,7 @@ def train_samples(
         )
     else:
         by_group = advantages(torch.from_numpy(rewards), normalization=normalization, ddof=ddof, eps=eps)
-    return [
+    samples = [
         _sample(
             scored.group.prompt,
             completion,
@@ -72,6 +75,21 @@ def train_samples(
         for number, (scored, row, own) in enumerate(zip(groups, rewards, by_group.tolist(), strict=False))
         for completion, reward, advantage in zip(scored.group.completions, row, own, strict=True)
     ]
+    if turn_credit is None:
+        return samples
+    by_turn = turn_credit.advantages(batch, normalization=normalization, ddof=ddof, eps=eps)
+    credited = [
+        token_advantages(completion, turns)
+        for scored, completions in zip(groups, by_turn, strict=False)
+        for completion, turns in zip(scored.group.completions, completions, strict=True)
+    ]
+    return [_credited(sample, values) for sample, values in zip(samples, credited, strict=True)]
+
+
+def _credited(sample: TrainSample, values: np.ndarray) -> TrainSample:
+    if not len(values):
+        values = np.zeros(len(sample.tokens), np.float32)
+    return replace(sample, token_advantages=values, advantage=float(values[sample.is_predicted].mean()))
 
 
 def _sample(

@@ -99,6 +99,7 @@ def assemble(
     padding = np.arange(num_padding, dtype=np.int32)
     positions, rows = _positions_and_rows(starts, response_lengths, np.array(branches, dtype=np.int32), prompts)
     is_predicted = _joined([sample.is_predicted for sample in chosen], np.bool_)
+    by_token = [sample.token_advantages for sample in chosen if sample.token_advantages is not None]
     document_ends = [*starts[prompts], num_tokens, *([num_tokens + num_padding] if num_padding else [])]
     return PackedBatch(
         tokens=_joined([*segments, np.zeros_like(padding)], np.int32),
@@ -116,7 +117,11 @@ def assemble(
             [np.zeros(len(sample.tokens), np.uint8) if sample.ages is None else sample.ages for sample in chosen],
             np.uint8,
         )[is_predicted],
-        advantages=np.array([sample.advantage for sample in chosen], dtype=np.float32),
+        advantages=(
+            np.array([sample.advantage for sample in chosen], dtype=np.float32)
+            if len(by_token) < len(chosen)
+            else _joined(by_token, np.float32)[is_predicted]
+        ),
         samples=np.array(order, dtype=np.int32),
     )
 

@@ -25,6 +25,7 @@ _COUNTS = (
     "samples",
     "tokens",
     "responses",
+    "token_advantages",
     "mask_bytes",
     "prompts",
     "prompt_tokens",
@@ -45,6 +46,8 @@ _SECTIONS: dict[str, tuple[type, str]] = {
     "prompt_tokens": (np.int32, "prompt_tokens"),
     "tokens": (np.int32, "tokens"),
     "rollout_logprobs": (np.float32, "responses"),
+    # Of the responses; none where sequences have one advantage.
+    "token_advantages": (np.float32, "token_advantages"),
     "flags": (np.uint8, "responses"),
     # A bit for each token; none where all tokens are predicted.
     "is_predicted": (np.uint8, "mask_bytes"),
@@ -75,6 +78,7 @@ class Slice:
             "samples": len(self.samples),
             "tokens": num_tokens,
             "responses": num_responses,
+            "token_advantages": num_responses if any(s.token_advantages is not None for s in self.samples) else 0,
             "mask_bytes": -(-num_tokens // 8) if num_responses < num_tokens else 0,
             "prompts": len(self.prompts),
             "prompt_tokens": sum(map(len, self.prompts.values())),
@@ -106,6 +110,9 @@ class Slice:
         np.concatenate(prompts, out=part["prompt_tokens"])
         np.concatenate([sample.tokens for sample in samples], out=part["tokens"])
         np.concatenate([sample.rollout_logprobs[own] for sample, own in each], out=part["rollout_logprobs"])
+        if self.counts["token_advantages"]:
+            by_token = [(sample.token_advantages, own) for sample, own in each if sample.token_advantages is not None]
+            np.concatenate([values[own] for values, own in by_token], out=part["token_advantages"])
         np.concatenate([sample.loss_mask[own] for sample, own in each], out=part["flags"].view(np.bool_))
         ends = np.cumsum([sample.num_predicted for sample in samples]).tolist()
         for (sample, own), start, end in zip(each, [0, *ends], ends, strict=False):
@@ -165,6 +172,8 @@ def from_slice(index: dict[str, np.ndarray], data: np.ndarray) -> list[list[Pack
 
     is_trained, ages = at_tokens((part["flags"] & _TRAINED).view(np.bool_)), at_tokens(part["flags"] >> 1)
     rollout_logprobs = at_tokens(part["rollout_logprobs"])
+    has_token_advantages = part["token_advantages"].size > 0
+    token_advantages = at_tokens(part["token_advantages"]) if has_token_advantages else part["token_advantages"]
     samples = {
         number: TrainSample(
             prompt_tokens=part["prompt_tokens"][prompt_starts[prompt] : prompt_starts[prompt + 1]],
@@ -175,6 +184,7 @@ def from_slice(index: dict[str, np.ndarray], data: np.ndarray) -> list[list[Pack
             group=prompt,
             ages=ages[start:end],
             is_sampled=is_predicted[start:end] if has_turns else None,
+            token_advantages=token_advantages[start:end] if has_token_advantages else None,
         )
         for number, prompt, advantage, start, end in zip(
             part["numbers"].tolist(),

@@ -5,6 +5,8 @@ Adam and clipping hide a gradient that is wrong by a factor, so gradients themse
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -37,7 +39,9 @@ def oracle(model_dir, samples, loss):
             + algo.policy_loss(
                 logprobs,
                 old,
-                torch.full_like(old, sample.advantage),
+                torch.full_like(old, sample.advantage)
+                if sample.token_advantages is None
+                else torch.from_numpy(sample.token_advantages).double(),
                 torch.from_numpy(sample.loss_mask),
                 torch.tensor([0, len(old)], dtype=torch.int32),
                 config=settings,
@@ -132,6 +136,18 @@ def test_the_head_computes_sampled_tokens_only(run_ranks, models, layout):
     num_sampled = sum(len(s.tokens) if s.is_sampled is None else max(int(s.is_sampled.sum()), 1) for s in SAMPLES)
     assert num_sampled < sum(len(sample.tokens) for sample in SAMPLES) - 10
     assert sum(rank["rows_of_head"] for rank in found) == copies * num_sampled
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"context": 2}])
+def test_tokens_may_have_advantages_of_their_own(run_ranks, models, layout):
+    """An advantage beside the wrong token rewards another turn than the one that earned it."""
+    random = np.random.default_rng(7)
+    samples = [
+        replace(sample, token_advantages=random.normal(size=len(sample.tokens)).astype(np.float32))
+        for sample in SAMPLES
+    ]
+    arguments = {"model_dir": str(models["qwen2"]), "layout": layout, "samples": samples, "loss": LOSS}
+    check(run_ranks(2, cases.gradients, **arguments), oracle(models["qwen2"], samples, LOSS))
 
 
 def test_fewer_key_value_heads_than_tensor_ranks(run_ranks, models, truth):

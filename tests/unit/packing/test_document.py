@@ -26,7 +26,7 @@ def make_samples(groups: list[tuple[int, list[int]]], seed: int = 0, *, has_turn
     """One group for each (prompt length, response lengths).
 
     Args:
-        has_turns: of two samples in three some tokens were not sampled, or none was.
+        has_turns: of two samples in three some tokens were not sampled, or none was; each token has its own advantage.
     """
     rng, masks = np.random.default_rng(seed), np.random.default_rng(seed)
     samples = []
@@ -40,6 +40,7 @@ def make_samples(groups: list[tuple[int, list[int]]], seed: int = 0, *, has_turn
                     tokens=rng.integers(1, 1000, length).astype(np.int32),
                     loss_mask=(rng.random(length) < 0.7) & (True if is_sampled is None else is_sampled),
                     is_sampled=is_sampled,
+                    token_advantages=masks.random(length).astype(np.float32) if has_turns else None,
                     rollout_logprobs=-rng.random(length).astype(np.float32),
                     advantage=float(rng.normal()),
                     group=number,
@@ -87,7 +88,10 @@ def check_pack(pack: PackedBatch, samples: list[TrainSample]) -> None:
         np.testing.assert_array_equal(pack.loss_mask[span], sample.loss_mask[own])
         np.testing.assert_array_equal(pack.rollout_logprobs[span], sample.rollout_logprobs[own])
         np.testing.assert_array_equal(pack.ages[span], sample.ages[own])
-        assert pack.advantages[i] == np.float32(sample.advantage)
+        if sample.token_advantages is None:
+            assert pack.advantages[i] == np.float32(sample.advantage) and len(pack.advantages) == len(pack.samples)
+        else:
+            np.testing.assert_array_equal(pack.advantages[span], sample.token_advantages[own])
         text = np.concatenate([sample.prompt_tokens, sample.tokens])
         for j, row in zip(own, pack.rows[span], strict=True):
             seen = np.flatnonzero(mask[row])

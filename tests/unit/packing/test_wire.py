@@ -77,6 +77,8 @@ def test_a_token_between_turns_takes_four_bytes_and_a_bit():
     (sample,) = make_samples([(50, [1000])])
     turns = dataclasses.replace(sample, is_sampled=np.arange(1000) < 400, loss_mask=np.arange(1000) < 400)
     assert bytes_of([turns], [[[[[0]]]]]) - bytes_of([sample], [[[[[0]]]]]) == 1000 // 8 - 5 * 600
+    credited = dataclasses.replace(turns, token_advantages=np.ones(1000, np.float32))
+    assert bytes_of([credited], [[[[[0]]]]]) - bytes_of([turns], [[[[[0]]]]]) == 4 * 400
 
 
 def test_mask_and_age_of_a_token_share_a_byte():

@@ -15,8 +15,9 @@ from mgrpo.rewards.functions import missing_arguments, score_with_functions
 from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rewards.trajectories import TurnRewards
 from mgrpo.rewards.verifier import Item
-from mgrpo.types import Completion, RewardContext, RolloutGroup, Score, Turn
+from mgrpo.types import Completion, RewardContext, RolloutGroup, Score
 from tests import builders
+from tests.builders import turn
 
 NAN = float("nan")
 CONFIG = Reward(verification_reward=10.0, r1_style_format_reward=1.0)
@@ -32,10 +33,6 @@ class FakePool:
     def verify_many(self, items: list[Item]) -> list[float]:
         self.items += items
         return [float(item.answer.ground_truth) for item in items]
-
-
-def turn(**fields: object) -> Turn:
-    return Turn(start=0, end=1, **fields)
 
 
 def of_turns(*rewards: float, finish: str = "stop", text: str = "", **record: object) -> Completion:
