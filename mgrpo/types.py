@@ -44,7 +44,7 @@ class Turn:
     end: int
     """Its tokens in the completion, end excluded."""
     calls: tuple[str, ...] = ()
-    """Names of the tools that were called, in order."""
+    """Names of the tools that were called, in order; "" for what cannot be read or does not exist."""
     failed: tuple[bool, ...] = ()
     """Of each call, whether it failed."""
     seconds: tuple[float, ...] = ()

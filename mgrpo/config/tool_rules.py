@@ -152,6 +152,22 @@ def _credit(config: Config) -> Iterator[str]:
         )
 
 
+def _rounds(config: Config) -> Iterator[str]:
+    own = config.tools
+    if own.turn_scheduling != "rounds" or not own.is_on:
+        return
+    if config.max_age:
+        yield (
+            "turn_scheduling=rounds waits for all completions of a step before each turn, but async_steps or "
+            "active_sampling_oversample sample several steps at once; choose free or auto, or sample one step at a time"
+        )
+    if own.pool_size is not None and own.pool_size < config.batch_size:
+        yield (
+            f"turn_scheduling=rounds needs an environment for each of the {config.batch_size} completions of a step, but "
+            f"pool_size={own.pool_size}; raise it or leave it out, or choose turn_scheduling=free"
+        )
+
+
 def _template(config: Config) -> Iterator[str]:
     own, kind = config.tools, config.tools.tool_parser_type
     if own.is_on and config.data.chat_template_name == "none" and kind not in OWN_TEXT:
@@ -178,6 +194,7 @@ TOOL_RULES: tuple[Rule, ...] = (
     ((*SOURCES, "only_reward_good_outputs"), _good_outputs),
     ((*SOURCES, "turn_credit", "advantage_normalization_type"), _credit),
     ((*SOURCES, "tool_parser_type", "chat_template_name"), _template),
+    ((*SOURCES, "turn_scheduling", "pool_size", "async_steps"), _rounds),
 )
 """Each rule with the fields that must be sound before it is checked."""
 

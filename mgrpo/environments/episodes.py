@@ -307,12 +307,13 @@ class _Episode:
         """In the last turn, which calls it made; every one counts, also what could not be done."""
         trajectory = self.trajectory
         trajectory.num_calls += len(calls)
+        names = {ACT} if self.instance is None or self.instance.acts else self.instance.active
         observations = [answered.observation for answered in answers]
         for observation in observations:
             trajectory.metrics.update(observation.metrics)
         trajectory.turns[-1] = replace(
             trajectory.turns[-1],
-            calls=tuple(call.name for call in calls),
+            calls=tuple(call.name if call.name in names else "" for call in calls),
             failed=tuple(observation.failed for observation in observations),
             seconds=tuple(answered.seconds for answered in answers),
             reward=sum(observation.reward for observation in observations),

@@ -21,9 +21,24 @@ from mgrpo.types import Prompt, RolloutGroup
 
 if TYPE_CHECKING:
     from mgrpo.environments.pool import Environments
-    from mgrpo.rollout.dispatch import Dispatcher
 
 CLOSE_S = 10.0
+
+
+class Turns(Protocol):
+    """What the dispatcher does for the groups that it has given; all but `post` in its own thread."""
+
+    def post(self, task: Callable[[], object]) -> None:
+        """Do this soon, in the dispatcher's thread."""
+
+    def send_turns(self, requests: Sequence[Request], *, together: bool) -> None:
+        """Sample these turns."""
+
+    def end(self, request: Request, group: RolloutGroup) -> None:
+        """A group has come to its end."""
+
+    def give_up(self, request: Request, err: Exception) -> None:
+        """A group has failed, and with it the run."""
 
 
 class Opened(Protocol):
@@ -60,11 +75,11 @@ class Interaction:
         self.groups: dict[int, tuple[Request, int | None]] = {}
         """By place, what is under way, and the engine that has sampled its last turn."""
         self.tasks: set[asyncio.Task[None]] = set()
-        self.dispatcher: Dispatcher | None = None
+        self.dispatcher: Turns | None = None
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
 
-    def start(self, dispatcher: Dispatcher) -> None:
+    def start(self, dispatcher: Turns) -> None:
         """Work for this dispatcher; returns when the environments' processes have started.
 
         Raises:

@@ -10,6 +10,7 @@ import numpy as np
 
 from mgrpo import packing
 from mgrpo.algo.samples import train_samples
+from mgrpo.algo.turn_credit import TurnCredit
 from mgrpo.config import Config
 from mgrpo.layout import Layout
 from mgrpo.parallel.attention import shared_prompts_pay
@@ -40,6 +41,14 @@ class Batch:
         return int(self.index["num_sampled"][0])
 
 
+def turn_credit(config: Config) -> TurnCredit | None:
+    """How the turns of a completion get advantages of their own; None: they share one."""
+    tools = config.tools
+    if not tools.is_on or tools.turn_credit == "trajectory":
+        return None
+    return TurnCredit(discount=tools.turn_discount, aggregator=tools.reward_aggregator)
+
+
 def make_batch(
     rollouts: Rollouts,
     config: Config,
@@ -66,6 +75,7 @@ def make_batch(
         reward_weights=reward_weights,
         mask_truncated=algorithm.mask_truncated_completions,
         mask_tool_use=config.tools.mask_tool_use,
+        turn_credit=turn_credit(config),
         policy_version=policy_version if config.max_age else None,
     )
     share_prompts = parallel.shared_prompt_packing

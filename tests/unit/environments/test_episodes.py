@@ -210,7 +210,7 @@ def test_several_calls_of_a_turn_are_answered_together() -> None:
     assert instance.asked == [["add", "add"]], "the unknown tool reaches no environment"
     assert found.tokens.tolist().count(BETWEEN) == 2
     turn = found.trajectory.turns[0]
-    assert turn.calls == ("add", "sub", "add", "") and turn.failed == (False, True, True, True)
+    assert turn.calls == ("add", "", "add", "") and turn.failed == (False, True, True, True)
     assert (turn.num_unknown, turn.num_unreadable) == (1, 1)
     texts = [message["content"] for message in found.trajectory.messages if message["role"] == "tool"]
     assert texts == ["a", "unknown tool 'sub'; the tools are: add", "bb", "not readable"]
