@@ -63,6 +63,7 @@ class FunctionTool(Environment):
 
     def __init__(self, function: Callable[..., Any], *, is_repeatable: bool = False) -> None:
         self.tool = tool_of(function)
+        self.name = self.tool.name
         self.is_repeatable = is_repeatable
         self._function = function
         self._filled_in: dict[str, Any] = dict.fromkeys(_filled_in(function))
