@@ -119,7 +119,11 @@ def _answer(result: object) -> Observation:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    # Keys that are no text, or a list that holds itself.
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str], str | None]:
