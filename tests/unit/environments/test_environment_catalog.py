@@ -30,6 +30,14 @@ def double(n: int) -> int:
 def undescribed(n: int):
     return n
 
+def halve(n: int) -> float:
+    """Halve a number.
+
+    Args:
+        n: the number
+    """
+    return n / 2
+
 class Wall(Environment):
     name = "wall"
 
@@ -126,6 +134,12 @@ def test_everything_that_cannot_be_built_is_named_at_once(own, tmp_path):
 def test_settings_that_do_not_fit_are_shown(own, name, settings, problem):
     with pytest.raises(ValueError, match=problem):
         built([Spec(entry=f"{own}:{name}", settings=settings)])
+
+
+def test_functions_have_their_own_names(own):
+    """Several stand side by side; rows and metrics call each by its name."""
+    toolbox = built([Spec(entry=f"{own}:double"), Spec(entry=f"{own}:halve"), Spec(entry="calculate")])
+    assert [offer.name for offer in toolbox.describe().offers] == ["double", "halve", "calculate"]
 
 
 def test_names_are_taken_from_the_user_first(own):
