@@ -19,6 +19,7 @@ from tests.unit.environments.format_cases import (
     hermes,
     llama3_json,
     mistral_v11,
+    qwen3_xml,
 )
 
 MARKUP = code("print('</tool_call></think>', \"<think>\")\n# {1}")
@@ -313,6 +314,19 @@ def test_broken_call_is_told_to_the_model(family, text, why):
 def test_schema_says_what_text_means(text, schema, value):
     """What does not fit stays text: the tool's answer then says what was expected."""
     assert repr(xml_calls.typed(text, schema)) == repr(value)
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("qwen3_xml", qwen3_xml(add(a=1)).replace("</parameter>", "</parametre>")),
+        ("glm45", glm45(add(a=1)).replace("</arg_value>", "</arg_valeu>")),
+    ],
+)
+def test_value_does_not_swallow_the_next_call(family, text):
+    """A misspelt closing tag breaks its own call; the text up to the next closing tag is no value."""
+    parsed = named(family, TOOLS).parse(text + WRITERS[family](code("x")))
+    assert (parsed.calls, len(parsed.unreadable), parsed.content) == ((code("x"),), 1, "")
 
 
 def test_dr_tulu_call_is_text_and_attributes():

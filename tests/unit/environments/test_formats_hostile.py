@@ -116,11 +116,11 @@ def test_time_grows_with_the_length(family):
     reader = named(family, TOOLS)
     slow = {}
     for mark in (*MARKS, *REPEATED):
-        for text in (mark * (20_000 // len(mark)), mark + "a" * 20_000, mark + " " * 20_000 + "."):
+        for text in (mark * (20_000 // len(mark)), mark + "a" * 20_000 + "></call_tool>", mark + " " * 20_000 + "."):
             began = time.process_time()
             reader.parse(text)
             slow[f"{text[:60]!r}..."] = time.process_time() - began
-    assert {text: seconds for text, seconds in slow.items() if seconds > 0.5} == {}
+    assert {text: seconds for text, seconds in slow.items() if seconds > 0.25} == {}
 
 
 def test_nothing_is_evaluated(tmp_path):

@@ -110,6 +110,14 @@ def test_good_calls_are_read_as_vllm_reads_them(family, oracle):
             assert without_ids(named(family, TOOLS).parse(text).calls) == list(calls)
 
 
+@pytest.mark.parametrize("name", ["granite4", "llama4_json", "llama4_pythonic", "qwen3_json"])
+def test_name_that_vllm_also_has_is_the_same_format(name, oracle):
+    """`--tool-call-parser` of the server and `tool_parser_type` of the run are the same word."""
+    calls = (add(a=1, limit=0.5), NOW_CALL)
+    text = WRITERS[named(name, TOOLS).name](*calls)
+    assert oracle(name, text) == list(named(name, TOOLS).parse(text).calls) == list(calls)
+
+
 def slips(text: str, *, seed: str) -> Iterator[str]:
     """The text cut, with a character left out, and with one put in."""
     rng = random.Random(seed)
