@@ -91,7 +91,7 @@ class Gymnasium(Environment):
 
     def close(self) -> None:
         game, self._game = self._game, None
-        if game is not None:
+        if hasattr(game, "close"):  # GEM's games have none
             game.close()
 
     def _answered(self, text: str) -> Observation:

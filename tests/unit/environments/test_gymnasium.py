@@ -63,9 +63,6 @@ class Dice:
         Dice.num_inside -= 1
         return f"{action} {random.random()}", 0.0, False, False, {}
 
-    def close(self):
-        pass
-
 
 class Arena:
     """Like a game of TextArena, which is made for one episode; its observations repeat everything."""
@@ -228,6 +225,7 @@ def test_a_game_of_text_gets_the_turn_as_it_is():
     environment.reset({}, seed=0)
     assert play(environment, "  go north \n").text.startswith("go north 0.")
     assert play(environment, " ").text == "No action was found; expected a text."
+    environment.close()
 
 
 def test_a_game_of_text_arena_shows_what_is_new_and_rewards_at_its_end():

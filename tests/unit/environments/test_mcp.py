@@ -189,9 +189,9 @@ def test_a_call_that_is_cancelled_leaves_the_session_as_it_is():
     async def run():
         environment = await opened(**WIRE)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(answer(environment, "wait", seconds=0.2), 0.05)
+            await asyncio.wait_for(answer(environment, "wait", seconds=0.5), 0.2)
         counts = [await text(environment, "count")]
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(0.4)
         counts.append(await text(environment, "count"))
         await environment.close()
         return counts
@@ -200,10 +200,10 @@ def test_a_call_that_is_cancelled_leaves_the_session_as_it_is():
 
 
 def test_a_server_that_no_longer_answers_is_replaced(monkeypatch):
-    monkeypatch.setattr(mcp_session, "_CHECK_S", 0.1)
+    monkeypatch.setattr(mcp_session, "_CHECK_S", 0.3)
 
     async def run():
-        environment = await opened(**WIRE, timeout=0.1)
+        environment = await opened(**WIRE, timeout=0.5)
         pid = (await text(environment, "pid")).split()[0]
         late = await answer(environment, "freeze", seconds=30)
         again = await text(environment, "count")
@@ -212,7 +212,7 @@ def test_a_server_that_no_longer_answers_is_replaced(monkeypatch):
 
     pid, late, again = asyncio.run(run())
     assert late.failed
-    assert late.text == "The call failed: no answer in 0.1 s"
+    assert late.text == "The call failed: no answer in 0.5 s"
     assert again == "1"
     assert ends(pid)
 
@@ -261,22 +261,6 @@ def test_one_tool_of_a_server_can_be_chosen():
     with pytest.raises(ValueError, match="has no tool 'none'; its tools: count, fail, leave"):
         asyncio.run(run("none"))
     assert not _SHARED, "what could not be set up is closed"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "expected a command for stdio, or else a server_url"),
-        ({"command": "a", "server_url": "b"}, "expected a command for stdio, or else a server_url"),
-        ({"command": "a", "transport": "http"}, "expected a command for stdio, or else a server_url"),
-        ({"server_url": "a", "transport": "pigeon"}, "transport='pigeon', expected one of stdio, http, sse"),
-        ({"command": "a", "args": "-m b"}, "args='-m b', expected a list of words"),
-        ({"command": "a", "session": "call"}, "session='call', expected worker or trajectory"),
-    ],
-)
-def test_settings_that_cannot_be_meant_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Mcp(**settings)
 
 
 def test_a_server_of_the_library_answers():
