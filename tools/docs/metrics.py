@@ -348,7 +348,6 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("env/acquire_wait_s", OWN, "s", "waiting for an environment that is free, mean over completions"),
         logged("env/replaced", OWN, "count", "processes of environments that were ended and started again since the step before"),
         logged("env/timeouts", OWN, "count", "calls and beginnings of environments that were late since the step before"),
-        logged("env/lost", OWN, "count", "completions whose environment was lost since the step before; they have no score"),
         *(logged(f"eval/{name}", source, unit, f"as {name}") for name, source, unit, _ in _CALLING),
         *(
             not_yet(f"evolving_rubrics/{what}", OI, _RUBRICS)
