@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from mgrpo.environments.environment import Call
 from mgrpo.environments.formats import thoughts
 
+_MAX_FAULT = 200
 _TURN_ENDS = (
     *("<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>"),
     *("<|user|>", "<|observation|>", "<|return|>", "</s>", "<eos>", "<end_of_turn>", "<｜end▁of▁sentence｜>"),
@@ -84,8 +85,12 @@ class Format:
         return Parsed(
             content="\n".join(part.strip() for part in content if part.strip()),
             calls=tuple(call for block in blocks for call in block.calls),
-            unreadable=tuple(f"The tool call cannot be read: {why}. Write it as {self.example}" for why in faults),
+            unreadable=tuple(self._told(fault) for fault in faults),
         )
+
+    def _told(self, fault: str) -> str:
+        """A fault may quote a name that the model made up, of any length."""
+        return f"The tool call cannot be read: {fault[:_MAX_FAULT]}. Write it as {self.example}"
 
     def _split(self, text: str, at: int, *, has_thoughts: bool) -> tuple[list[str], list[Block]]:
         """What a text is made of after a position: content, and blocks that are not in a thought."""

@@ -42,7 +42,7 @@ def from_vllm(name: str, tools: Sequence[Tool], tokenizer: Any) -> Format:
             # A parser keeps what it has read.
             found = parser_class(tokenizer, parameters).extract_tool_calls(text[at:], request)
         except Exception as err:
-            return Block(start=at, end=len(text), faults=(f"{type(err).__name__}: {err}",))
+            return Block(start=at, end=len(text), faults=(f"vLLM's parser failed with {type(err).__name__}",))
         if not found.tool_calls:
             return None
         calls, faults = [], []

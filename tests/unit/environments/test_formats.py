@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from mgrpo.data.builtin_templates import TEMPLATES
@@ -202,6 +204,7 @@ def test_answer_that_looks_like_a_call_is_content(family, text, content):
         ("llama3_json", 'Sure: {"arguments": {"a": 1}, "name": "add"}', (add(a=1),)),
         ("pythonic", "<|python_start|>[add(a=1)]<|python_end|><|eot|>", (add(a=1),)),
         ("pythonic", "[ns.add (a = 1,), add(a=1)]", (Call(name="ns.add", arguments={"a": 1}), add(a=1))),
+        ("pythonic", "[f(from=1)]", (Call(name="f", arguments={"from": 1}),)),
         ("olmo3", "<function_calls>add(a=1)</function_calls>", (add(a=1),)),
         ("mistral", mistral_v11(add(a=1), code("[TOOL_CALLS]")), (add(a=1), code("[TOOL_CALLS]"))),
         ("mistral", '[TOOL_CALLS]add{"a": 1}</s>', (add(a=1),)),
@@ -353,6 +356,14 @@ def test_unknown_name_says_what_is_known():
         ValueError, match=r"tool_parser_type='hermse' is unknown; expected auto, hermes, .*legacy.* vllm:NAME"
     ):
         named("hermse", [ADD])
+
+
+def test_door_to_vllm_says_what_to_install(monkeypatch):
+    """Where vLLM is not installed, or a parser imports what vLLM does not install."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setitem(sys.modules, "vllm.tool_parsers", None)
+    with pytest.raises(ValueError, match=r"tool_parser_type='vllm:hermes' cannot be imported: .*vllm.*; install vLLM"):
+        named("vllm:hermes", TOOLS, tokenizer=object())
 
 
 @pytest.mark.parametrize(("name", "family"), families.ALIASES.items())
