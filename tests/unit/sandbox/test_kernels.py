@@ -101,7 +101,8 @@ def test_everything_that_is_written_is_seen_in_its_order(kernels):
 
 def test_a_fork_does_not_answer_for_its_parent(kernels):
     """A second process at the end of a call would take the next call, with other names."""
-    assert texts(kernels, "import os\nx = os.fork() == 0", "x", "x", "x") == ["", "False\n", "False\n", "False\n"]
+    fork = "import os, time\nx = os.fork() == 0\nif not x: time.sleep(0.1); print('parent')"
+    assert texts(kernels, fork, "x", "x") == ["parent\n", "False\n", "False\n"]
 
 
 @pytest.mark.parametrize("code", ["exit()", "quit()", "import sys\nsys.exit(0)", "raise SystemExit"])
@@ -112,7 +113,8 @@ def test_leaving_ends_the_call_only(code, kernels):
 
 def test_there_is_no_input(kernels):
     """A call that waits for one would wait for its limit."""
-    assert texts(kernels, "input()")[0].endswith("EOFError: EOF when reading a line\n")
+    for text in texts(kernels, "input()", "exit()", "input()")[::2]:
+        assert text.endswith("EOFError: EOF when reading a line\n")
 
 
 def test_output_is_cut_in_the_middle(kernels):
@@ -182,6 +184,13 @@ def test_the_processes_of_a_kernel_share_its_memory(kernels):
     )
     together, after = texts(kernels, code + "time.sleep(15)", "2")
     assert together == f"The code used more memory or processes than it may. {LOST}" and after == "2\n"
+
+
+def test_many_short_calls_do_not_take_more_memory_than_a_long_one(kernels):
+    """Memory is looked at every 50 ms, and once after each call."""
+    code = "if os.fork() == 0:\n  x = b'x' * (6 * 2**20)\n  time.sleep(100)\ntime.sleep(0.01)"
+    tried = texts(kernels, "import os, time", *[code] * 58)
+    assert f"The code used more memory or processes than it may. {LOST}" in tried
 
 
 def test_between_calls_nothing_runs(kernels):
@@ -276,7 +285,7 @@ def test_a_kernel_ends_with_its_connection(kernels):
         process = kernels._zygote.pid
         idle, busy, cancelled = (kernels.open(output_bytes=4000) for _ in range(3))
         await idle.call("x = 1", PLENTY_S)
-        calls = [asyncio.create_task(kernel.call(DEAF, PLENTY_S)) for kernel in (busy, cancelled)]
+        calls = [asyncio.create_task(kernel.call(DEAF, 200.0)) for kernel in (busy, cancelled)]
         await asyncio.sleep(0.1)
         idle.close(), busy.close(), calls[1].cancel()
         ended = await asyncio.gather(*calls, return_exceptions=True)
@@ -348,11 +357,18 @@ def test_kernels_die_with_their_owner(walls, kernels):
         for pid in started:
             started += children(pid)
         assert len(started) == 4  # the process that forks, the one between, the supervisor, the interpreter
+        while _ticks(started[-1]) < 20:  # until it is in the middle of the loop
+            time.sleep(0.01)
         os.kill(owner.pid, signal.SIGKILL)
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in started):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def _ticks(pid: int) -> int:
+    """Processor time of a process, in its own code."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
 
 
 _CROWD = """
