@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import struct
+import subprocess
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -119,8 +120,8 @@ class _Zygote(Walled):
 
     def close(self) -> None:
         """Without walls the process itself ends its kernels, when it sees that its owner leaves."""
-        self._wire.socket.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError, TimeoutError):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            self._wire.socket.shutdown(socket.SHUT_RDWR)
             if self._scratch:
                 self._process.wait(MARGIN_S)
         super().close()
@@ -151,7 +152,7 @@ class Kernels:
                     memory_mb=self._memory_mb, num_slots=1, accept_risk=self._accept_risk, walls=self._walls
                 ) as sandbox:
                     isolation = sandbox.start()
-                self._zygote = self._thread.submit(_Zygote, isolation.walls, self._program_ids).result()
+                self._zygote = self._started(isolation)
                 self._isolation = isolation
             return self._isolation
 
@@ -166,13 +167,15 @@ class Kernels:
         with self._lock:
             for may_repeat in (True, False):
                 if self._zygote is None:
-                    self._zygote = self._thread.submit(_Zygote, isolation.walls, self._program_ids).result()
+                    self._zygote = self._started(isolation)
                 try:
                     return self._zygote.open(bounds)
-                except OSError as err:  # its process has ended, and all its kernels
+                except (ConnectionError, TimeoutError) as err:  # its process has ended, and all its kernels
                     self._close_zygote()
                     if not may_repeat:
                         raise SandboxError(f"no kernel can be opened: {err!r}") from err
+                except OSError as err:  # too many open files, for example
+                    raise SandboxError(f"no kernel can be opened: {err}") from err
         raise AssertionError("the last try returns or raises")
 
     def close(self) -> None:
@@ -185,6 +188,9 @@ class Kernels:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _started(self, isolation: Isolation) -> _Zygote:
+        return self._thread.submit(_Zygote, isolation.walls, self._program_ids).result()
 
     def _close_zygote(self) -> None:
         zygote, self._zygote = self._zygote, None

@@ -141,7 +141,11 @@ def _serve_kernels(cell: Cell, owner: Wire, program_ids: range) -> Interpreter |
             connection = owner.receive_end()
         except (EOFError, ConnectionError):
             break
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # no more processes or memory: this kernel is lost to its owner, the others are not
+            connection.close()
+            continue
         if pid == 0:
             owner.close()
             scratch = cell.scratch if cell.has_walls else f"{cell.scratch}-{number}"

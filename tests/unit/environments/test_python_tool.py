@@ -237,6 +237,7 @@ def test_a_code_service_has_the_same_answers(kernels: Kernels):
         ):
             for tool in (one, other, alone):
                 await tool.reset({}, seed=0)
+            assert not sessions._sessions
             assert [each.text for each in await turn(one, "x = 6", "x * 7")] == ["(no output)\n", "42\n"]
             assert "NameError" in (await turn(other, "x"))[0].text
             assert "NameError" in (await turn(alone, "x = 1", "x"))[1].text

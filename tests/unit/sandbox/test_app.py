@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -254,7 +255,10 @@ def test_the_command_serves_on_loopback(sandbox):
         service.send_signal(signal.SIGINT)
         said = service.communicate(timeout=60)[1]
     assert said == "" and service.returncode == 0
-    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
 
