@@ -15,12 +15,20 @@ import numpy as np
 
 from mgrpo.config.schema import Rollout
 from mgrpo.processes.background import Background, announced
-from mgrpo.rollout.collect import EVALUATION, Decode, seed_of, to_arrays, to_groups
+from mgrpo.rollout.collect import EVALUATION, Decode, to_groups
 from mgrpo.rollout.engine import GATHER_S, Completions, Engine, EngineError, NotFiniteError, PromptBatch, Sampling
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
+from mgrpo.rollout.requests import (
+    Request,
+    Unfinished,
+    evaluation_requests,
+    evaluation_sampling,
+    prompt_batch,
+    training_sampling,
+)
 from mgrpo.rollout.roster import say
-from mgrpo.rollout.shares import NextTurn, Request, Shares
+from mgrpo.rollout.shares import Shares
 from mgrpo.types import Prompt, RolloutGroup
 
 T = TypeVar("T")
@@ -53,10 +61,7 @@ class Dispatcher:
         self.stop_token_ids = tuple(stop_token_ids)
         self.thread = Background("rollout")
         self.interaction = interaction
-        self.going: set[Request] = set()
-        """Groups of several turns that have been begun."""
-        self.on_drained: list[Future[None]] = []
-        """Done when no group of several turns has something sampled and is not finished."""
+        self.unfinished = Unfinished()
         self.shares = Shares(samples_per_engine)
         self.polled: set[int] = set()
         """Engines that have been asked for answers."""
@@ -79,45 +84,12 @@ class Dispatcher:
 
     def for_training(self, number: int, prompt: Prompt, done: Callable[[RolloutGroup], None]) -> Request:
         """A group to train on, which has a number there."""
-        rollout = self.rollout
-        sampling = Sampling(
-            num_samples=rollout.num_samples_per_prompt_rollout,
-            max_tokens=rollout.response_length,
-            temperature=rollout.temperature,
-            stop_token_ids=self.stop_token_ids,
-            stop_strings=rollout.stop_strings,
-        )
+        sampling = training_sampling(self.rollout, self.stop_token_ids)
         return Request(prompt=prompt, sampling=sampling, stream=0, done=done, number=number)
 
     def sample_evaluation(self, prompts: Sequence[Prompt]) -> Future[list[RolloutGroup]]:
         """Sample held-out prompts with the settings of evaluations; their groups, in order. From any thread."""
-        rollout = self.rollout
-        sampling = Sampling(
-            num_samples=rollout.eval_pass_at_k,
-            max_tokens=rollout.eval_response_length or rollout.response_length,
-            temperature=rollout.temperature if rollout.eval_temperature is None else rollout.eval_temperature,
-            stop_token_ids=self.stop_token_ids,
-            top_p=rollout.eval_top_p,
-            stop_strings=rollout.stop_strings,
-        )
-        whole: Future[list[RolloutGroup]] = Future()
-        found: dict[int, RolloutGroup] = {}
-
-        def done(place: int, group: RolloutGroup) -> None:
-            found[place] = group
-            if len(found) == len(prompts):
-                whole.set_result([found[place] for place in range(len(prompts))])
-
-        def failed(err: Exception) -> None:
-            if not whole.done():
-                whole.set_exception(err)
-
-        requests = [
-            Request(prompt=prompt, sampling=sampling, stream=EVALUATION, done=partial(done, place), failed=failed)
-            for place, prompt in enumerate(prompts)
-        ]
-        if not requests:
-            whole.set_result([])
+        whole, requests = evaluation_requests(prompts, evaluation_sampling(self.rollout, self.stop_token_ids))
         self.post(partial(self.send, requests))
         return whole
 
@@ -147,9 +119,9 @@ class Dispatcher:
             except TimeoutError:
                 if future.done():
                     raise
-        busy = self.shares.busy()
-        others = "the environments" if self.going else "the rewards"
-        whose = ("the engine" if engines == 1 else f"engines {', '.join(map(str, busy))}") if busy else others
+        others = "the environments" if self.unfinished.groups else "the rewards"
+        busy = ", ".join(map(str, self.shares.busy()))
+        whose = ("the engine" if engines == 1 else f"engines {busy}") if busy else others
         raise EngineError(
             f"could not generate within {limit}: no answer from {whose}; raise rollout_timeout if the work is that long"
             f"{self.fleet.keep_logs()}"
@@ -171,7 +143,7 @@ class Dispatcher:
         if self.interaction is None:
             self._queue(requests)
         elif requests:
-            self.going.update(requests)
+            self.unfinished.groups.update(requests)
             self.interaction.begin(requests)
 
     def send_turns(self, requests: Sequence[Request], *, together: bool) -> None:
@@ -184,27 +156,25 @@ class Dispatcher:
         if not (together and self.is_sampling):
             self._queue(requests)
             return
-        # Later turns read what the engines have cached of the earlier ones.
-        self.fleet.pause("keep")
+        self.fleet.pause("keep")  # what is cached of the earlier turns
         self._queue(requests)
         self.fleet.resume()
 
     def end(self, request: Request, group: RolloutGroup) -> None:
         """A group of several turns has come to its end. In the dispatcher's thread."""
-        self.going.discard(request)
-        self._note_drained()
+        self.unfinished.end(request)
         request.done(group)
 
     def give_up(self, request: Request, err: Exception) -> None:
         """A group of several turns has failed, and with it the run. In the dispatcher's thread."""
-        self.going.discard(request)
+        self.unfinished.end(request)
         request.failed(err)
         self._fail(err)
 
     def numbers_that_wait(self) -> list[int]:
         """The groups to train on of which no engine has been given anything. In the dispatcher's thread."""
-        waiting = self.going if self.interaction else self.waiting
-        return sorted(request.number for request in waiting if request.is_training and not request.has_begun)
+        groups = self.unfinished.groups if self.interaction else self.waiting
+        return sorted(group.number for group in groups if group.is_training and not group.has_begun)
 
     def _queue(self, requests: Sequence[Request]) -> None:
         self.waiting = sorted([*self.waiting, *requests], key=_urgency)
@@ -215,22 +185,13 @@ class Dispatcher:
 
         Engines that are drained sample all turns of the groups that they have begun.
         """
-        if self.fleet.pauses != "drain" or not self.is_sampling or not any(request.has_begun for request in self.going):
-            self.is_sampling = False
-            return _settled(self.fleet.pause())
-        drained: Future[None] = Future()
-        self.on_drained.append(drained)
-        return drained
+        if self.fleet.pauses == "drain" and self.is_sampling:
+            return self.unfinished.then(self._pause)
+        return self._pause()
 
-    def _note_drained(self) -> None:
-        """Pause as soon as the groups that have begun are finished, if that is waited for."""
-        if not self.on_drained or any(request.has_begun for request in self.going):
-            return
-        waiting, self.on_drained = self.on_drained, []
+    def _pause(self) -> Future[None]:
         self.is_sampling = False
-        paused = _settled(self.fleet.pause())
-        for drained in waiting:
-            paused.add_done_callback(partial(_settle, drained))
+        return _settled(self.fleet.pause())
 
     def resume(self) -> None:
         """Have the engines sample. In the dispatcher's thread."""
@@ -249,9 +210,8 @@ class Dispatcher:
         self.polled.discard(engine)
         requests = self.shares.drop(engine)
         numbers = [request.number for request in requests if request.is_training and request.is_beginning]
-        for request in requests:
-            if request.turn is not None and request.is_beginning:
-                request.turn.whole.has_begun = False
+        for turn in [request.turn for request in requests if request.turn and request.is_beginning]:
+            turn.whole.has_begun = False
         self.num_replayed += len(numbers)
         self.on_replay(numbers)
         if requests:
@@ -285,21 +245,11 @@ class Dispatcher:
         return self.holds_training and request.is_training and not may_end
 
     def _batch(self, sampling: Sampling, stream: int, numbered: Sequence[tuple[int, Request]]) -> PromptBatch:
-        requests = [request for _, request in numbered]
-        prompts, turns = [request.prompt for request in requests], [request.turn for request in requests]
-        tokens, cu_seqlens = to_arrays([request.tokens for request in requests])
-        # What is sampled beside an evaluation must not change it.
+        # What is sampled beside an evaluation must not change it, nor the moment at which a tool answers another trajectory.
         is_beside_training = stream == EVALUATION and self.fleet.pauses != "drain"
-        seeds_prompts = self.fleet.seeds_prompts or bool(sampling.stop_strings) or is_beside_training
-        return PromptBatch(
-            numbers=np.array([number for number, _ in numbered], np.int64),
-            tokens=tokens,
-            cu_seqlens=cu_seqlens,
-            sampling=sampling,
-            seeds=prompt_seeds(self.run_seed, prompts, stream, turns=turns) if seeds_prompts else None,
-            max_tokens=np.array([request.max_tokens for request in requests]) if self.interaction else None,
-            salts=np.array([turn.salt for turn in turns if turn]) if self.interaction else None,
-        )
+        is_free = self.interaction is not None and not self.interaction.in_rounds
+        seeds = self.fleet.seeds_prompts or bool(sampling.stop_strings) or is_beside_training or is_free
+        return prompt_batch(numbered, sampling, run_seed=self.run_seed if seeds else None)
 
     def _submit(self, number: int, engine: Engine, batch: PromptBatch) -> None:
         self.fleet.call(number, engine, lambda engine: engine.submit(batch), "generate")
@@ -359,10 +309,6 @@ def _settled(calls: Sequence[Future[None]]) -> Future[None]:
     return whole
 
 
-def _settle(waiting: Future[None], done: Future[None]) -> None:
-    waiting.set_result(done.result())
-
-
 def _problem(group: RolloutGroup) -> EngineError | None:
     if any(completion.finish_reason == "abort" for completion in group.completions):
         return EngineError("generation was aborted")
@@ -380,17 +326,3 @@ def _problem(group: RolloutGroup) -> EngineError | None:
 def _urgency(request: Request) -> tuple[int, bool]:
     """Smaller comes first: evaluations, then groups that have begun."""
     return request.stream, request.is_beginning
-
-
-def prompt_seeds(
-    run_seed: int, prompts: Sequence[Prompt], stream: int, *, turns: Sequence[NextTurn | None] | None = None
-) -> np.ndarray:
-    """`[prompts]` int64: one seed per prompt of a run, and later turn; `stream` separates evaluations from training.
-
-    With stop strings the engine learns a moment late that a completion has ended, and its row stays in the batch that
-    long: were all rows drawn from one stream, the others' samples would depend on that moment. On GPUs vLLM draws the seeds
-    of requests without one from a state that every engine begins alike and no sync reaches.
-    """
-    later = [(turn.sample, turn.turn) if turn and turn.turn else () for turn in turns or [None] * len(prompts)]
-    seeds = [seed_of(run_seed, stream, *prompt.id, *turn) for prompt, turn in zip(prompts, later, strict=True)]
-    return np.array(seeds, np.int64)

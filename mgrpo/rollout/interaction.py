@@ -16,7 +16,7 @@ from mgrpo.environments.episodes import Bounds, Episodes, Language, Task
 from mgrpo.environments.gathering import Ask, Gathering
 from mgrpo.environments.trajectory import Sampled
 from mgrpo.rollout.collect import seed_of
-from mgrpo.rollout.shares import NextTurn, Request
+from mgrpo.rollout.requests import NextTurn, Request
 from mgrpo.types import Prompt, RolloutGroup
 
 if TYPE_CHECKING:

@@ -4,78 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from mgrpo.rollout.collect import EVALUATION
-from mgrpo.rollout.engine import Sampling
-from mgrpo.types import Prompt, RolloutGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextTurn:
-    """A turn of a trajectory; the first one is that of all trajectories of its prompt."""
-
-    whole: Request
-    """The group's."""
-    sample: int
-    turn: int
-    tokens: np.ndarray
-    """`[len]` int32: the prompt and all that has followed it."""
-    max_tokens: int
-    salt: int
-    """The same for all turns that begin with one prompt, see `PromptBatch`."""
-    engine: int | None
-    """The one that has the turns before it in its cache."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Request:
-    """A prompt that is to be sampled."""
-
-    prompt: Prompt
-    sampling: Sampling
-    stream: int
-    """Separates the random numbers of evaluations from those of training."""
-    done: Callable[[RolloutGroup], None]
-    """Called in the dispatcher's thread."""
-    number: int = -1
-    """Of a group to train on."""
-    failed: Callable[[Exception], None] = lambda err: None
-    """Called in the dispatcher's thread instead; what trains learns of failures from `Dispatcher.on_failure`."""
-    turn: NextTurn | None = None
-    """None: the whole answer is sampled at a stretch, or turn by turn with requests of their own."""
-    engine: int | None = None
-    """The one that it was given to."""
-    has_begun: bool = False
-    """Of a group of several turns: whether an engine has been given its first one."""
-
-    @property
-    def is_training(self) -> bool:
-        """Or of an evaluation."""
-        return self.stream != EVALUATION
-
-    @property
-    def is_beginning(self) -> bool:
-        """Whether nothing of its group has been sampled."""
-        return self.turn is None or not self.turn.turn
-
-    def sampling_of(self, num_samples: int) -> Sampling:
-        """The same for a turn of so many trajectories."""
-        return replace(self.sampling, num_samples=num_samples)
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """`[len]` int32: what is sampled from."""
-        return self.prompt.tokens if self.turn is None else self.turn.tokens
-
-    @property
-    def max_tokens(self) -> int:
-        """Of each sample."""
-        return self.sampling.max_tokens if self.turn is None else self.turn.max_tokens
+from mgrpo.rollout.requests import Request
+from mgrpo.types import RolloutGroup
 
 
 @dataclass(slots=True, kw_only=True)

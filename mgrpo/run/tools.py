@@ -90,7 +90,7 @@ def make_language(
 
     template = find_template(config.data.chat_template_name, tokenizer)
     name = config.tools.tool_parser_type
-    format = named(detected(template or "") if name == "auto" else name, toolset.description.tools)
+    format = named(detected(template or "") if name == "auto" else name, toolset.description.tools, tokenizer=tokenizer)
     bridges = Bridges(
         tokenizer,
         template or "",

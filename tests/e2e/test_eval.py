@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from mgrpo.config import from_values
-from mgrpo.rollout.dispatch import prompt_seeds
 from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, Sampling
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.requests import prompt_seeds
 from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.telemetry.samples import read_records, tables
 from mgrpo.types import Prompt

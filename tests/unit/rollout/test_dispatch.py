@@ -10,9 +10,10 @@ import pytest
 
 from mgrpo.config import from_values
 from mgrpo.rollout.collect import EVALUATION
-from mgrpo.rollout.dispatch import Dispatcher, prompt_seeds
+from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import EngineError, NotFiniteError
 from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.requests import prompt_seeds
 from mgrpo.types import Prompt, RolloutGroup
 from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine
