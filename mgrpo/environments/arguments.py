@@ -55,10 +55,10 @@ def coerced(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _expected(parameters: Schema) -> str:
     """All arguments with their types, for the model."""
-    required = parameters.get("required", ())
+    required = parameters.get("required") or ()
     listed = [
         f"{name} ({_kind(schema, parameters)}{'' if name in required else ', optional'})"
-        for name, schema in parameters.get("properties", {}).items()
+        for name, schema in (parameters.get("properties") or {}).items()
     ]
     return f"expected: {', '.join(listed)}" if listed else "expected no arguments"
 
@@ -70,7 +70,7 @@ def _fitted(schema: Any, value: Any, root: Schema) -> Any:
     if alternatives := _alternatives(schema):
         return _one_of(alternatives, value, root)
     kind = schema.get("type")
-    fitted = _KINDS[kind](schema, value, root) if kind in _KINDS else value
+    fitted = _KINDS[kind](schema, value, root) if isinstance(kind, str) and kind in _KINDS else value
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     return fitted if choices is None else _chosen(choices, fitted)
 
@@ -172,7 +172,7 @@ def _object(schema: Schema, value: Any, root: Schema) -> dict[str, Any]:
     known = properties or {}
     if unknown := [name for name in fields if name not in known and others is False]:
         raise _Unfit("", f"there is no argument {', '.join(map(str, unknown))}")
-    if missing := [name for name in schema.get("required", ()) if name not in fields]:
+    if missing := [name for name in schema.get("required") or () if name not in fields]:
         raise _Unfit("", f"the argument {', '.join(missing)} is missing")
     return {name: _inside(f".{name}", known.get(name, others), field, root) for name, field in fields.items()}
 

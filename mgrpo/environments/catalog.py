@@ -37,6 +37,8 @@ NAMES |= {
     "s2_search": NAMES["search"],
     "generic_mcp": NAMES["mcp"],
 }
+_CALLED_SO = frozenset({"code", "serper_search", "s2_search"})
+"""Second names of tools, which models call them by as well."""
 TRL = "trl:"
 """Prefix of a class in TRL's form; with a call name it is for the rows whose column `environment` has this name."""
 
@@ -93,7 +95,7 @@ def _member(spec: Spec) -> Member:
         environment,
         name=name,
         entry=spec.entry,
-        call_name="" if is_trl else spec.call_name,
+        call_name=name if spec.entry in _CALLED_SO else "" if is_trl else spec.call_name,
         is_alternative=is_trl and bool(spec.call_name),
     )
 

@@ -63,6 +63,7 @@ class FunctionTool(Environment):
 
     def __init__(self, function: Callable[..., Any], *, is_repeatable: bool = False) -> None:
         self.tool = tool_of(function)
+        self.name = self.tool.name
         self.is_repeatable = is_repeatable
         self._function = function
         self._filled_in: dict[str, Any] = dict.fromkeys(_filled_in(function))
@@ -118,7 +119,11 @@ def _answer(result: object) -> Observation:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)
+    # Keys that are no text, or a list that holds itself.
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str], str | None]:

@@ -109,7 +109,8 @@ def _no_metrics() -> dict[str, float]:
 
 
 def _tool(function: Mapping[str, Any]) -> Tool:
-    return Tool(name=function["name"], description=function.get("description", ""), parameters=function["parameters"])
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return Tool(name=function["name"], description=function.get("description", ""), parameters=parameters)
 
 
 def _with_call_name(target: type, settings: Mapping[str, Any], call_name: str) -> dict[str, Any]:

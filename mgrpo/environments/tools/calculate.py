@@ -32,7 +32,7 @@ def calculate(expression: str) -> str:
 
 
 class Calculate(FunctionTool):
-    name = "calculate"
+    """Nothing but the function."""
 
     def __init__(self) -> None:
         super().__init__(calculate, is_repeatable=True)

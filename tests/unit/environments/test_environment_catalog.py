@@ -17,8 +17,7 @@ from mgrpo.environments.environment import Call
 SOURCE = '''
 from mgrpo.environments.environment import Environment, Observation, Tool
 
-runs = []
-runs.append(1)
+open(__file__ + ".runs", "a").write("x")
 
 def double(n: int) -> int:
     """Double a number.
@@ -26,10 +25,18 @@ def double(n: int) -> int:
     Args:
         n: the number
     """
-    return 2 * n + len(runs) - 1
+    return 2 * n
 
 def undescribed(n: int):
     return n
+
+def halve(n: int) -> float:
+    """Halve a number.
+
+    Args:
+        n: the number
+    """
+    return n / 2
 
 class Wall(Environment):
     name = "wall"
@@ -79,6 +86,7 @@ def test_functions_and_environments_of_a_file_are_found(own):
     assert answer(Spec(entry=f"{own}:double", call_name="twice"), "twice", {"n": 5}) == "10"
     assert answer(Spec(entry=f"{own}:Wall", settings={"height": 3}), "climb", {}) == "3"
     assert answer(Spec(entry=f"{own}:Holder.Wall"), "climb", {}) == "1"
+    assert Path(own + ".runs").read_text() == "x"
     assert str(Path(own).parent) not in sys.path
 
 
@@ -128,10 +136,23 @@ def test_settings_that_do_not_fit_are_shown(own, name, settings, problem):
         built([Spec(entry=f"{own}:{name}", settings=settings)])
 
 
+def test_functions_have_their_own_names(own):
+    """Several stand side by side; rows and metrics call each by its name."""
+    toolbox = built([Spec(entry=f"{own}:double"), Spec(entry=f"{own}:halve"), Spec(entry="calculate")])
+    assert [offer.name for offer in toolbox.describe().offers] == ["double", "halve", "calculate"]
+
+
 def test_names_are_taken_from_the_user_first(own):
     """Rows and metrics call an environment so."""
     specs = [Spec(entry=f"{own}:Wall"), Spec(entry=f"{own}:Wall", call_name="fence"), Spec(entry="counter")]
     assert [offer.name for offer in built(specs).describe().offers] == ["wall", "fence", "counter"]
+
+
+def test_a_second_name_of_a_tool_is_what_models_call_it(own, monkeypatch):
+    """Open Instruct's users write either name, and prompts that speak of it."""
+    monkeypatch.setitem(NAMES, "code", f"{own}:Wall")
+    assert answer(Spec(entry="code"), "code", {}) == "1"
+    assert answer(Spec(entry="code", call_name="run"), "run", {}) == "1"
 
 
 def test_a_spec_survives_json():

@@ -165,6 +165,7 @@ def test_an_environment_with_tools_is_played():
 
 def test_calls_come_as_open_instruct_makes_them():
     toolbox = opened(("Door", {}))
+    played(toolbox, DOOR, ("unlock", {"code": 1}), ("open", {}))
     played(toolbox, DOOR, ("unlock", {"code": "7"}))
     (member,) = toolbox._members.values()
     assert member.environment._inner.calls == [("1", "unlock", {"code": 7})]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
@@ -178,6 +179,63 @@ def test_neither_endless_references_nor_endless_values_raise():
         value = {"children": [value]}
     with pytest.raises(ArgumentError, match="nested too deeply"):
         coerced(Tool(name="t", description="", parameters=TREE), {"root": value})
+
+
+WORDS = ["", "3", "-1.5", "true", "null", "[1, 2]", '{"a": "1"}', "x", "nan", "\ud800"]
+KINDS = [
+    "integer",
+    "number",
+    "boolean",
+    "string",
+    "null",
+    "array",
+    "object",
+    "unheard-of",
+    ["integer", "null"],
+    None,
+    {},
+]
+
+
+def some_value(draw, depth=3):
+    kind = draw.randrange(8 if depth else 6)
+    if kind < 6:
+        return [None, True, draw.randint(-9, 9), draw.random(), draw.choice(WORDS), float("nan")][kind]
+    if kind == 6:
+        return [some_value(draw, depth - 1) for _ in range(draw.randrange(3))]
+    return {draw.choice("abc"): some_value(draw, depth - 1) for _ in range(draw.randrange(3))}
+
+
+def some_schema(draw, depth=3):
+    schema = {"type": draw.choice(KINDS)}
+    if draw.random() < 0.2:
+        schema["nullable"] = True
+    if draw.random() < 0.2:
+        schema["enum"] = [some_value(draw, 1) for _ in range(2)]
+    if depth:
+        parts = [some_schema(draw, depth - 1) for _ in range(2)]
+        nested = {
+            "items": parts[0], "prefixItems": parts, "anyOf": parts, "additionalProperties": draw.choice([parts[0], False]),
+            "properties": {"a": parts[0], "b": parts[1]}, "required": draw.choice([["a"], None]),
+        }  # fmt: skip
+        for name in draw.sample(sorted(nested), 2):
+            schema[name] = nested[name]
+    return schema
+
+
+def test_whatever_comes_is_read_or_refused_and_what_was_read_is_read_again():
+    """Models write anything and servers describe their tools in any way: neither may end a worker."""
+    draw, num_read = random.Random(0), 0
+    for _ in range(4000):
+        schema, value = some_schema(draw), some_value(draw)
+        try:
+            found = read(schema, value)
+        except ArgumentError as err:
+            assert str(err)
+            continue
+        num_read += 1
+        assert repr(read(schema, found)) == repr(found)
+    assert num_read > 1000
 
 
 def test_arguments_stay_as_they_came():
