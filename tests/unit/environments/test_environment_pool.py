@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mgrpo.environments import fleet, link
+from mgrpo.environments import fleet, host, link
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.pool import (
     AcquireTimeout,
@@ -73,7 +73,7 @@ async def until(claim: Any, limit_s: float = 10) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen worker is given up after the limit of a call."""
-    monkeypatch.setattr(link, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(link, "PATIENCE_S", 0.3)
 
 
 def test_a_trajectory_has_an_opening_answers_and_an_ending() -> None:
@@ -118,6 +118,13 @@ def test_a_tool_that_cannot_be_had_is_named(entry: str) -> None:
         assert entry in str(again.value)
 
     run(go())
+
+
+def test_an_environment_that_does_not_get_ready_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not answer would otherwise be a run that never begins."""
+    monkeypatch.setattr(host, "START_LIMIT_S", 0.3)
+    with pytest.raises(ValueError, match=r"hostile_tools\.py:Unready is not set up after 0\.3 s"):
+        describe([spec("Unready")])
 
 
 def test_a_pool_of_one_serves_sixty_four_trajectories_in_their_order() -> None:
