@@ -14,7 +14,7 @@ from mgrpo.processes.json_lines import Child, Message
 from mgrpo.processes.visible import without_secrets
 
 PROGRAM = "mgrpo.environments.worker"
-_PATIENCE_S = 10.0
+PATIENCE_S = 10.0
 """A worker keeps the limits of what it is asked; one that is this much later is frozen."""
 _MAX_ANSWER_BYTES = 1 << 26
 
@@ -66,9 +66,9 @@ class Link:
             while not future.done():
                 # It may have been busy with others, whom it answered meanwhile.
                 since = max(asked_at, self._child.heard_at)
-                left = since + limit_s + _PATIENCE_S - time.monotonic()
+                left = since + limit_s + PATIENCE_S - time.monotonic()
                 if left <= 0:
-                    self.stop(f"did not answer for {limit_s + _PATIENCE_S:g} s and was killed")
+                    self.stop(f"did not answer for {limit_s + PATIENCE_S:g} s and was killed")
                     raise Frozen(f"no answer within {limit_s:g} s")
                 await asyncio.wait({future}, timeout=left)
             return future.result()

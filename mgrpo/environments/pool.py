@@ -13,7 +13,7 @@ from mgrpo.environments.fleet import Fleet, not_started
 from mgrpo.environments.host import START_LIMIT_S, Host, description_in, load_question
 from mgrpo.environments.instance import Answered, Ending, Instance
 from mgrpo.environments.limits import Limits
-from mgrpo.environments.link import new_child
+from mgrpo.environments.link import PATIENCE_S, new_child
 from mgrpo.environments.plain import sendable
 from mgrpo.processes.json_lines import ChildError, Message
 from mgrpo.processes.stopwatch import Stopwatch
@@ -44,7 +44,7 @@ def describe(specs: Sequence[Spec], *, folders: Sequence[str] = ()) -> Descripti
     child = new_child(folders)
     try:
         child.send([load_question(specs, Limits()) | {"id": 0}])
-        return description_in(child.receive(START_LIMIT_S))
+        return description_in(child.receive(START_LIMIT_S + PATIENCE_S))
     except (ChildError, TimeoutError) as err:
         raise ValueError(not_started(specs, str(err))) from err
     finally:

@@ -53,7 +53,11 @@ class Resident:
         Raises:
             Failed: it cannot be built or set up.
         """
-        return (await self._within(limit_s, self._ready())).describe()
+        try:
+            return (await self._within(limit_s, self._ready())).describe()
+        except Late as err:
+            entries = " or ".join(spec.entry for spec in self._specs)
+            raise Late(f"{entries} is not set up after {limit_s:g} s") from err
 
     async def reset(self, row: Mapping[str, Any], *, seed: int, trajectory: str) -> Message:
         async def begin() -> Message:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -35,7 +36,7 @@ def _guard(child: int, signals: set[signal.Signals]) -> NoReturn:
         if signal.sigwait(signals) == signal.SIGTERM:
             status = signal.SIGTERM.value
         status = _reap(child) if status is None else status
-    kill_descendants(os.getpid())
+    _end_descendants()
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         number = os.WTERMSIG(status)
@@ -46,12 +47,17 @@ def _guard(child: int, signals: set[signal.Signals]) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
 
 
+def _end_descendants() -> None:
+    """All of them are gone when this returns: killed, adopted and reaped."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            kill_descendants(os.getpid())
+            os.waitpid(-1, 0)
+
+
 def _reap(child: int) -> int | None:
     """Take note of processes that have ended; returns how the child did, None while it runs."""
-    try:
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == child:
-                return ended[1]
-    except ChildProcessError:
-        pass
+    while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+        if ended[0] == child:
+            return ended[1]
     return None

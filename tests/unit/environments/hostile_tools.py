@@ -205,6 +205,13 @@ class Hostile(Counting):
                         continue
 
 
+class Unready(Counting):
+    """Never set up."""
+
+    async def setup(self) -> None:
+        await asyncio.sleep(1000)
+
+
 class Odd(Environment):
     """Answers what is no observation, by the argument of its call."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mgrpo.environments import fleet, link
+from mgrpo.environments import fleet, host, link
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.pool import (
     AcquireTimeout,
@@ -73,7 +73,7 @@ async def until(claim: Any, limit_s: float = 10) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen worker is given up after the limit of a call."""
-    monkeypatch.setattr(link, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(link, "PATIENCE_S", 0.3)
 
 
 def test_a_trajectory_has_an_opening_answers_and_an_ending() -> None:
@@ -118,6 +118,13 @@ def test_a_tool_that_cannot_be_had_is_named(entry: str) -> None:
         assert entry in str(again.value)
 
     run(go())
+
+
+def test_an_environment_that_does_not_get_ready_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not answer would otherwise be a run that never begins."""
+    monkeypatch.setattr(host, "START_LIMIT_S", 0.3)
+    with pytest.raises(ValueError, match=r"hostile_tools\.py:Unready is not set up after 0\.3 s"):
+        describe([spec("Unready")])
 
 
 def test_a_pool_of_one_serves_sixty_four_trajectories_in_their_order() -> None:
@@ -309,9 +316,10 @@ def test_a_worker_that_answers_nobody_is_killed(bad: str) -> None:
         culprit, other = await taken(environments, name="culprit"), await taken(environments)
         work = asked(culprit, "block", seconds=1000) if bad == "block" else asked(culprit, "run", code=code[bad])
         answer = asyncio.create_task(work)
-        await asyncio.sleep(0.1)
         with pytest.raises(EnvironmentLost):
-            await asked(other, "count")
+            while True:
+                await asyncio.sleep(0.1)
+                await asked(other, "count")
         late = await answer
         assert late.timed_out and late.observation.failed
         assert (await asked(culprit, "count")).observation.failed
@@ -336,7 +344,9 @@ def test_a_worker_that_dies_in_a_call_costs_its_trajectories_and_is_replaced(bad
         instance = await taken(environments, ROW | {"where": "step", "bad": bad})
         other = await taken(environments)
         if bad == "kill the guard":
-            os.kill(environments.pids[0], signal.SIGKILL)
+            (guard,) = environments.pids
+            os.kill(guard, signal.SIGKILL)
+            await until(lambda: guard not in environments.pids)
         with pytest.raises(EnvironmentLost):
             await asked(instance, "count")
         with pytest.raises(EnvironmentLost):
@@ -389,7 +399,8 @@ def test_an_environment_that_does_not_close_is_ended(bad: str, monkeypatch: pyte
         await taken(environments, row)
         began = time.monotonic()
         await environments.close()
-        assert time.monotonic() - began < 5 and processes_with(mark) == set()
+        assert time.monotonic() - began < 5
+        await until(lambda: not processes_with(mark))
 
     run(go())
 
@@ -539,7 +550,7 @@ def test_the_end_of_the_pool_ends_everything(monkeypatch: pytest.MonkeyPatch) ->
         await asyncio.sleep(0.05)
         assert len(processes_with(mark)) == 3
         await environments.close()
-        assert processes_with(mark) == set()
+        await until(lambda: not processes_with(mark))
         with pytest.raises(EnvironmentLost):
             await call_
         with pytest.raises(RuntimeError, match="closed"):
