@@ -131,7 +131,7 @@ class Environments:
         long, and the seconds in which any call was waited for."""
         waits, self._waits = self._waits, []
         metrics = {
-            "env/acquire_wait_s": sum(waits) / len(waits) if waits else 0.0,
+            "time/env_acquire": sum(waits) / len(waits) if waits else 0.0,
             "env/replaced": float(self._fleet.num_replaced - self._num_replaced),
             "env/timeouts": float(self._num_timeouts),
             "time/tools": self._tool_time.seconds,

@@ -43,7 +43,7 @@ def _tokens(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def _calls(records: Sequence[TrajectoryRecord]) -> dict[str, float]:
-    """By tool, and of all tools together."""
+    """By tool, and of all calls together, those of no tool as well."""
     calls: dict[str, list[tuple[bool, float]]] = defaultdict(list)
     for record in records:
         for turn in record.turns:
@@ -51,7 +51,8 @@ def _calls(records: Sequence[TrajectoryRecord]) -> dict[str, float]:
                 calls[name].append((failed, seconds))
     metrics: dict[str, float] = {}
     together = [call for of_tool in calls.values() for call in of_tool]
-    for name, made in (*sorted(calls.items()), ("aggregate", together)):
+    by_tool = sorted((name, made) for name, made in calls.items() if name)
+    for name, made in (*by_tool, ("aggregate", together)):
         metrics[f"tools/{name}/avg_calls_per_rollout"] = len(made) / len(records)
         metrics[f"tools/{name}/failure_rate"] = _share(failed for failed, _ in made)
         metrics[f"time/tools/{name}/avg_runtime"] = float(np.mean([seconds for _, seconds in made])) if made else NAN

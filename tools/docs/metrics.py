@@ -345,7 +345,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         alias("tools/call_frequency", TRL, "tools/aggregate/avg_calls_per_rollout"),
         alias("tools/failure_frequency", TRL, "tools/aggregate/failure_rate", "0 there without a call"),
         logged("time/tools", OWN, "s", "of the step in which any call was waited for"),
-        logged("env/acquire_wait_s", OWN, "s", "waiting for an environment that is free, mean over completions"),
+        logged("time/env_acquire", OWN, "s", "waiting for an environment that is free, mean over completions"),
         logged("env/replaced", OWN, "count", "processes of environments that were ended and started again since the step before"),
         logged("env/timeouts", OWN, "count", "calls and beginnings of environments that were late since the step before"),
         *(logged(f"eval/{name}", source, unit, f"as {name}") for name, source, unit, _ in _CALLING),

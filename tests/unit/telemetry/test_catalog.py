@@ -167,7 +167,7 @@ def test_what_is_logged_is_produced():
     # Of two completions a prompt, n = 2 and k = 1, 2.
     assert promised - made == set()
     # The pool of environments measures these, which a batch knows nothing of.
-    of_the_pool = {"time/tools", "env/acquire_wait_s", "env/replaced", "env/timeouts"}
+    of_the_pool = {"time/tools", "time/env_acquire", "env/replaced", "env/timeouts"}
     promised = {
         metric.name for metric in catalog.SECTIONS["Tools, environments and rubrics"] if metric.status == "logged"
     }
