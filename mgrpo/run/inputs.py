@@ -15,7 +15,7 @@ from mgrpo.config.rules import MIXERS, mixer_problems
 from mgrpo.data.mixture import BadData, open_data
 from mgrpo.data.templates import check_name
 from mgrpo.rewards.catalog import add_modules, find
-from mgrpo.run.tools import Toolset, read_tools, row_problems
+from mgrpo.run.tools import Toolset, read_tools, remarks, row_problems
 
 if TYPE_CHECKING:
     from mgrpo.data.mixture import Mixture
@@ -37,11 +37,12 @@ class Inputs:
     """What the rows become, once that is known."""
 
     def notes(self, config: Config) -> list[str]:
-        """Notes of the verifiers, printed at start-up."""
+        """Notes of tools and verifiers, printed at start-up."""
+        about_tools = remarks(config, self.toolset) if self.toolset else []
         if self.functions or not config.reward.apply_verifiable_reward:
-            return []
+            return about_tools
         found = [note for name in self.verifiers(config) for note in find(name).notes(config.reward)]
-        return list(dict.fromkeys(found))
+        return [*about_tools, *dict.fromkeys(found)]
 
     def verifiers(self, config: Config) -> list[str]:
         """Names of the verifiers that the rows ask for, in lower case."""
@@ -93,7 +94,7 @@ def read_inputs(
     if malformed:
         return None, [*problems, *_folder_problems(config)]
     if functions and not problems:
-        problems += _function_problems(functions, train, held_out)
+        problems += _function_problems(functions, train, held_out, has_environments=config.tools.is_on)
     if verifies and not problems:
         problems += _unasked_problems(train, held_out, config)
         problems += _verifier_problems(_asked(train, held_out, config), config)
@@ -129,14 +130,18 @@ def _holds_prepared_data(folder: str) -> bool:
         return False
 
 
-def _function_problems(functions: Sequence[str | Callable], train: Mixture, held_out: Mixture) -> list[str]:
+def _function_problems(
+    functions: Sequence[str | Callable], train: Mixture, held_out: Mixture, *, has_environments: bool
+) -> list[str]:
     """Whether the data have what the functions ask for."""
     from mgrpo.rewards.function_catalog import load_functions
     from mgrpo.rewards.functions import missing_arguments
 
     loaded, problems = load_functions(functions, max_completion_length=1), []
     for mixture in (train, held_out):
-        problems += missing_arguments(loaded, mixture.columns) if len(mixture) else []
+        problems += (
+            missing_arguments(loaded, mixture.columns, has_environments=has_environments) if len(mixture) else []
+        )
     return list(dict.fromkeys(problems))
 
 

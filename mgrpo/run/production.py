@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mgrpo.config import Config
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.sampler import Sampler
@@ -122,7 +124,8 @@ def prepare(config: Config, parts: Started) -> Production:
         parts.fleet,
         with_stop_strings(config, prompts.language).rollout,
         run_seed=config.experiment.seed,
-        decode=partial(decode, tokenizer),
+        # Turns are read, and whole completions decoded, by the language of the interaction.
+        decode=partial(decode, tokenizer) if parts.interaction is None else _undecoded,
         stop_token_ids=stop_ids,
         samples_per_engine=_samples_per_engine(config),
         interaction=parts.interaction,
@@ -156,6 +159,10 @@ def prepare(config: Config, parts: Started) -> Production:
         data=parts.inputs.train.content,
         remarks=[f"chat_template_name={template} needs --stop_strings '{text}'" for text in missing],
     )
+
+
+def _undecoded(tokens: Sequence[np.ndarray]) -> list[str]:
+    return [""] * len(tokens)
 
 
 def _samples_per_engine(config: Config) -> int | None:

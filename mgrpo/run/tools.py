@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mgrpo.config import Config
+from mgrpo.config.tools import PYTHON, ToolSpec
 from mgrpo.environments.catalog import Description, Spec
 from mgrpo.environments.formats import detected, named
 from mgrpo.environments.pool import Environments, Limits, describe
@@ -52,12 +53,17 @@ def read_tools(config: Config) -> tuple[Toolset | None, list[str]]:
     if not config.tools.is_on:
         return None, []
     try:
-        specs = tuple(
-            Spec(entry=spec.entry, call_name=spec.call_name, settings=spec.settings) for spec in config.tools.specs
-        )
+        specs = tuple(_spec(config, spec) for spec in config.tools.specs)
         return Toolset(specs=specs, description=describe(specs, folders=_folders())), []
     except ValueError as err:
         return None, [f"tools: {err}"]
+
+
+def _spec(config: Config, asked: ToolSpec) -> Spec:
+    settings = dict(asked.settings)
+    if asked.entry in PYTHON and config.reward.code_sandbox_accept_risk:
+        settings.setdefault("accept_risk", True)
+    return Spec(entry=asked.entry, call_name=asked.call_name, settings=settings)
 
 
 def with_stop_strings(config: Config, language: Language | None) -> Config:
