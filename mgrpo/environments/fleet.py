@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from mgrpo.environments.catalog import Description, Spec
-from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost
+from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost, Frozen
 from mgrpo.environments.host import START_LIMIT_S, Host, description_in, load_question
 from mgrpo.environments.limits import Limits
 from mgrpo.environments.link import Link, new_child
@@ -122,7 +122,12 @@ class Fleet:
         Raises:
             EnvironmentLost: it does not.
         """
-        answer = await host.link.ask(question | {"instance": number}, limit_s)
+        try:
+            answer = await host.link.ask(question | {"instance": number}, limit_s)
+        except Frozen as err:
+            if host.stuck - {number}:
+                raise EnvironmentLost("another trajectory's call froze the environment's worker") from err
+            raise
         if self._is_closing:
             raise EnvironmentLost("the environments are closed")
         self._note(host, number, is_stuck=answer["is_stuck"])

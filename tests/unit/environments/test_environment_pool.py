@@ -317,7 +317,8 @@ def test_a_worker_that_answers_nobody_is_killed(bad: str) -> None:
         work = asked(culprit, "block", seconds=1000) if bad == "block" else asked(culprit, "run", code=code[bad])
         answer = asyncio.create_task(work)
         with pytest.raises(EnvironmentLost):
-            while True:
+            # The tool's thread may begin later than these calls.
+            for _ in range(50):
                 await asyncio.sleep(0.1)
                 await asked(other, "count")
         late = await answer
@@ -329,6 +330,26 @@ def test_a_worker_that_answers_nobody_is_killed(bad: str) -> None:
             await instance.release()
         assert (await asked(await taken(environments), "count")).observation.text == "1 1"
         assert environments.take_metrics()["env/replaced"] == 1
+        await environments.close()
+
+    run(go())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_who_is_late_because_of_anothers_call_has_no_score() -> None:
+    """It is the call that was already known to hang that froze the worker, not the one that came after it."""
+    code = "import time; time.sleep(0.5); import re; re.match('(a+)+b', 'a' * 60)"
+
+    async def go() -> None:
+        environments = pool("run", "rest", limits=Limits(tool_timeout_s=0.2, acquire_timeout_s=20, grace_s=1000))
+        await environments.start()
+        culprit, other = await taken(environments), await taken(environments)
+        assert (await asked(culprit, "run", code=code)).timed_out
+        await asyncio.sleep(0.6)
+        with pytest.raises(EnvironmentLost, match="another trajectory's call"):
+            await asked(other, "rest", seconds=0)
+        assert (await asked(culprit, "rest", seconds=0)).observation.failed
+        assert environments.take_metrics()["env/timeouts"] == 1
         await environments.close()
 
     run(go())
