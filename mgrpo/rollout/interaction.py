@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mgrpo.config import ConfigError
 from mgrpo.environments.episodes import Bounds, Episodes, Language, Task
 from mgrpo.environments.gathering import Ask, Gathering
 from mgrpo.environments.trajectory import Sampled
@@ -133,6 +134,9 @@ class Interaction:
         )
         try:
             group = await self.episodes.run(task)
+        except ValueError as err:
+            # What an environment shows does not fit the settings.
+            self.dispatcher.post(partial(self.dispatcher.give_up, request, ConfigError([str(err)])))
         except Exception as err:
             self.dispatcher.post(partial(self.dispatcher.give_up, request, err))
         else:
