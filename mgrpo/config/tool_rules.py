@@ -161,11 +161,22 @@ def _rounds(config: Config) -> Iterator[str]:
             "turn_scheduling=rounds waits for all completions of a step before each turn, but async_steps or "
             "active_sampling_oversample sample several steps at once; choose free or auto, or sample one step at a time"
         )
-    if own.pool_size is not None and own.pool_size < config.batch_size:
+    if own.pool_size is not None:
         yield (
-            f"turn_scheduling=rounds needs an environment for each of the {config.batch_size} completions of a step, but "
-            f"pool_size={own.pool_size}; raise it or leave it out, or choose turn_scheduling=free"
+            f"turn_scheduling=rounds needs an environment for every completion, but there are pool_size={own.pool_size}; leave "
+            "pool_size out, or choose turn_scheduling=free"
         )
+
+
+def _pool(config: Config) -> Iterator[str]:
+    own, rollout = config.tools, config.rollout
+    for name in ("num_samples_per_prompt_rollout", "eval_pass_at_k"):
+        size = getattr(rollout, name)
+        if own.is_on and own.pool_size is not None and own.pool_size < size:
+            yield (
+                f"pool_size={own.pool_size} must be at least {name}={size}: the completions of a prompt begin together; raise "
+                "it, or leave it out"
+            )
 
 
 def _template(config: Config) -> Iterator[str]:
@@ -195,6 +206,7 @@ TOOL_RULES: tuple[Rule, ...] = (
     ((*SOURCES, "turn_credit", "advantage_normalization_type"), _credit),
     ((*SOURCES, "tool_parser_type", "chat_template_name"), _template),
     ((*SOURCES, "turn_scheduling", "pool_size", "async_steps"), _rounds),
+    ((*SOURCES, "pool_size", "num_samples_per_prompt_rollout", "eval_pass_at_k"), _pool),
 )
 """Each rule with the fields that must be sound before it is checked."""
 

@@ -39,6 +39,8 @@ class Fleet:
         self._specs, self._capacities, self._limits, self._folders = specs, capacities, limits, folders
         self._hosts: list[Host] = []
         self._queue: deque[tuple[asyncio.Future[tuple[Host, int]], str]] = deque()
+        self._given_at = 0.0
+        """When an environment was last given to somebody."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._refusal: str | None = "the environments are not started"
         """Why nothing is given to anybody."""
@@ -106,7 +108,7 @@ class Fleet:
         self._queue.append((place, trajectory))
         self._hand_out()
         try:
-            await asyncio.wait({place}, timeout=self._limits.acquire_timeout_s)
+            await self._wait_for(place)
         except asyncio.CancelledError:
             if not place.cancel() and place.exception() is None:
                 self.give_back(*place.result(), broken=False)
@@ -115,6 +117,12 @@ class Fleet:
             place.cancel()
             raise AcquireTimeout(self._who_holds(trajectory))
         return place.result()
+
+    async def _wait_for(self, place: asyncio.Future[tuple[Host, int]]) -> None:
+        """Until it is done, or nothing was given to anybody for too long: a long queue that moves is no failure."""
+        limit_s, since = self._limits.acquire_timeout_s, time.monotonic()
+        while not place.done() and (left_s := max(since, self._given_at) + limit_s - time.monotonic()) > 0:
+            await asyncio.wait({place}, timeout=left_s)
 
     async def ask(self, host: Host, number: int, question: Message, limit_s: float) -> Message:
         """What the worker answers about an instance.
@@ -154,6 +162,7 @@ class Fleet:
                 return
             self._queue.popleft()
             if host is not None and not place.done():
+                self._given_at = time.monotonic()
                 place.set_result((host, host.take(trajectory)))
 
     def _note(self, host: Host, number: int, *, is_stuck: bool) -> None:

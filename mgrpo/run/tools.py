@@ -42,9 +42,7 @@ class Toolset:
     def plays_in_rounds(self, config: Config) -> bool:
         """Whether all trajectories finish a turn before any begins its next; only then does a run repeat to the bit."""
         how = config.tools.turn_scheduling
-        pool_size = config.tools.pool_size
-        has_room = pool_size is None or pool_size >= config.batch_size
-        repeats = not config.max_age and has_room and self.description.is_repeatable
+        repeats = not config.max_age and config.tools.pool_size is None and self.description.is_repeatable
         return how == "rounds" or (how == "auto" and repeats)
 
 

@@ -182,6 +182,24 @@ def test_who_waits_too_long_is_told_who_holds_the_environments() -> None:
     run(go())
 
 
+def test_a_queue_that_moves_is_waited_for() -> None:
+    """Each waits longer than the limit; what counts is that some trajectory got an environment in the meantime."""
+
+    async def go() -> None:
+        environments = pool("echo", pool_size=1, limits=Limits(acquire_timeout_s=0.3))
+        await environments.start()
+
+        async def use(name: str) -> None:
+            instance = await taken(environments, name=name)
+            await asyncio.sleep(0.12)
+            await instance.release()
+
+        await asyncio.gather(*(use(str(number)) for number in range(5)))
+        await environments.close()
+
+    run(go())
+
+
 @pytest.mark.parametrize("tool", ["rest", "sleep", "sleep_apart", "stay"])
 def test_a_late_call_is_told_and_its_turn_goes_on(tool: str) -> None:
     """Cancelled or not: the model learns that it was late, the other calls of the turn have their answers."""
