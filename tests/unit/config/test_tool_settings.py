@@ -135,6 +135,10 @@ ON = {"tools": ["calculate"]}
         (ON | {"trajectory_timeout": 9, "rollout_timeout": 8, "tool_timeout": 1, "env_reset_timeout": 1,
                "env_acquire_timeout": 1}, "trajectory_timeout=9 must be below rollout_timeout=8"),
         ({"only_reward_good_outputs": True}, "only_reward_good_outputs=true rewards only completions that have called"),
+        (ON | {"turn_scheduling": "rounds", "async_steps": 1, "use_rho_correction": True}, "turn_scheduling=rounds waits for all"),
+        (ON | {"turn_scheduling": "rounds", "pool_size": 64}, "turn_scheduling=rounds needs an environment for every"),
+        (ON | {"pool_size": 3}, "pool_size=3 must be at least num_samples_per_prompt_rollout=4: the completions of a"),
+        (ON | {"pool_size": 4, "eval_pass_at_k": 5}, "pool_size=4 must be at least eval_pass_at_k=5"),
         (ON | {"chat_template_name": "none"}, "tool_parser_type=auto writes what a tool answers by the chat template"),
     ],
 )  # fmt: skip
@@ -161,6 +165,8 @@ def test_a_rule_of_tools_fires_on_its_mistake_alone(model, values, words):
         {"rollout_func": "package.module.function", "max_tool_calls": None},
         {"tools": None, "tool_call_names": None, "tool_configs": None, "pool_size": None},
         {"tool_timeout": 1e6},
+        ON | {"turn_scheduling": "free", "pool_size": 4},
+        ON | {"turn_scheduling": "rounds"},
     ],
 )
 def test_sound_settings_of_tools_are_accepted(model, values):
