@@ -145,7 +145,7 @@ class Producer:
 
     def _resume(self) -> None:
         self.dispatcher.resume()
-        self.busy.run(bool(self.dispatcher.shares.busy()))
+        self.busy.run(bool(self.dispatcher.shares.busy() or self.dispatcher.unfinished.groups))
 
     def _admit(self) -> None:
         self._send(self.groups.admit())
@@ -159,7 +159,7 @@ class Producer:
 
     def _sampled(self, number: int, sampled: RolloutGroup) -> None:
         self.answered_at = time.perf_counter()
-        self.busy.run(bool(self.dispatcher.shares.busy()))
+        self.busy.run(bool(self.dispatcher.shares.busy() or self.dispatcher.unfinished.groups))
         if part := self.groups.sampled(number, sampled):
             self.scoring.add(part)
 
