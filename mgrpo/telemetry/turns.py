@@ -43,12 +43,13 @@ def _tokens(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def _calls(records: Sequence[TrajectoryRecord]) -> dict[str, float]:
-    """By tool, and of all tools together."""
+    """By tool, and of all tools together; what could not be read or names no tool is counted elsewhere."""
     calls: dict[str, list[tuple[bool, float]]] = defaultdict(list)
     for record in records:
         for turn in record.turns:
             for name, failed, seconds in zip(turn.calls, turn.failed, turn.seconds, strict=True):
-                calls[name].append((failed, seconds))
+                if name:
+                    calls[name].append((failed, seconds))
     metrics: dict[str, float] = {}
     together = [call for of_tool in calls.values() for call in of_tool]
     for name, made in (*sorted(calls.items()), ("aggregate", together)):
