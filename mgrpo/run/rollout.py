@@ -96,7 +96,7 @@ def show_completion(console: Console, prompt: Prompt, completion: Completion, sc
     facts = [f"reward {score.reward:g}", *(f"{name} {value:g}" for name, value in score.parts.items())]
     record = completion.trajectory
     if record is not None:
-        calls = [name or "(unreadable)" for turn in record.turns for name in turn.calls]
+        calls = [name or "(no tool of the run)" for turn in record.turns for name in turn.calls]
         facts += [f"{len(record.turns)} turns", f"calls: {', '.join(calls) or 'none'}", f"ended by {record.ended_by}"]
         facts += [f"scored: {record.scored_text!r}"]
     else:

@@ -176,6 +176,9 @@ def _supervise_kernel(cell: Cell, bounds: Bounds, owner: Wire) -> Interpreter:
     """Supervise one kernel, then exit; returns only in an interpreter's process, with its job."""
     with _exiting_on_errors():
         _enter_own_namespaces(cell)
+        if cell.has_walls:
+            # Sockets count as memory: those of this kernel are told from others' by a network of its own.
+            linux.unshare(linux.CLONE_NEWNET)
         pid = os.fork()
         if pid != 0:
             # The kernel ends its child with this process, which the child's own end must not leave behind.

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -249,8 +249,10 @@ def test_turns_with_calls_are_limited(most: int | None, turns: int) -> None:
     assert found.finish_reason == "max_calls" and len(found.trajectory.turns) == turns
 
 
-def test_a_row_may_allow_fewer_calls() -> None:
-    asked = replace(prompt([10, 11], id=(0, 3)), columns={"env_config": {"env_name": "adder", "max_steps": 1}})
+@pytest.mark.parametrize("form", [lambda own: own, lambda own: [own], lambda own: {"env_configs": [own]}])
+def test_a_row_may_allow_fewer_calls(form: Callable[[dict], object]) -> None:
+    own = {"env_name": "adder", "max_steps": 1}
+    asked = replace(prompt([10, 11], id=(0, 3)), columns={"env_config": form(own)})
     assert len(one(Scripted(*[[CALL, END]] * 9), asked=asked).trajectory.turns) == 2
 
 

@@ -410,6 +410,25 @@ def test_kernels_do_not_share_the_limit_on_processes(kernels):
     assert asyncio.run(names["crowd"](kernels)) == ["6\n"] * 16
 
 
+def test_kernels_do_not_share_the_memory_of_sockets():
+    """With 200 trajectories at once each was told that it used too much memory."""
+    skip_without_namespaces()
+    pairs = "import socket\npairs = [socket.socketpair() for _ in range(40)]"
+
+    async def use(kernels: Kernels) -> list[str]:
+        opened = [kernels.open(output_bytes=300) for _ in range(3)]
+        answers = [
+            (await kernel.call(code, PLENTY_S)).text
+            for kernel, code in zip(opened, (pairs, pairs, "1 + 1"), strict=True)
+        ]
+        for kernel in opened:
+            kernel.close()
+        return answers
+
+    with Kernels(memory_mb=64) as kernels:
+        assert asyncio.run(use(kernels)) == ["", "", "2\n"]
+
+
 def test_kernels_of_an_ordinary_user_share_it_generously(kernels):
     """Such a user has one id for all; the supervisor counts the processes of each kernel."""
     script = """

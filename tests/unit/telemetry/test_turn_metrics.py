@@ -37,7 +37,12 @@ def group(*completions):
 GROUPS = [
     group(
         completion(turn(("search", False, 1.0), ("python", True, 3.0)), turn(), sampled="1100111"),
-        completion(turn(("search", True, 2.0), unreadable=1), turn(unknown=2), turn(), ended_by="max_calls"),
+        completion(
+            turn(("search", True, 2.0), ("", True, 0.0), unreadable=1),
+            turn(("", True, 0.0), ("", True, 0.0), unknown=2),
+            turn(),
+            ended_by="max_calls",
+        ),
     ),
     group(
         completion(ended_by="error", sampled=""),
@@ -48,7 +53,7 @@ GROUPS = [
 
 
 def test_calls_are_counted_for_each_tool_and_for_all():
-    """A tool that always fails is hidden by the others in one number for all of them."""
+    """A tool that always fails is hidden by the others in one number for all of them, and "" is the name of none."""
     metrics = turn_metrics(GROUPS)
     expected = {
         "tools/search/avg_calls_per_rollout": 3 / 5,
