@@ -43,16 +43,16 @@ def _tokens(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def _calls(records: Sequence[TrajectoryRecord]) -> dict[str, float]:
-    """By tool, and of all calls together, those of no tool as well."""
+    """By tool, and of all tools together; what could not be read or names no tool is counted elsewhere."""
     calls: dict[str, list[tuple[bool, float]]] = defaultdict(list)
     for record in records:
         for turn in record.turns:
             for name, failed, seconds in zip(turn.calls, turn.failed, turn.seconds, strict=True):
-                calls[name].append((failed, seconds))
+                if name:
+                    calls[name].append((failed, seconds))
     metrics: dict[str, float] = {}
     together = [call for of_tool in calls.values() for call in of_tool]
-    by_tool = sorted((name, made) for name, made in calls.items() if name)
-    for name, made in (*by_tool, ("aggregate", together)):
+    for name, made in (*sorted(calls.items()), ("aggregate", together)):
         metrics[f"tools/{name}/avg_calls_per_rollout"] = len(made) / len(records)
         metrics[f"tools/{name}/failure_rate"] = _share(failed for failed, _ in made)
         metrics[f"time/tools/{name}/avg_runtime"] = float(np.mean([seconds for _, seconds in made])) if made else NAN

@@ -115,10 +115,3 @@ def test_evaluations_have_the_same_but_clocks():
     of_turns = {name: value for name, value in turn_metrics(GROUPS).items() if not name.startswith("time/")}
     assert of_turns and {name: found[f"eval/{name}"] for name in of_turns} == of_turns
     assert not any("avg_runtime" in name for name in found)
-
-
-def test_a_call_of_no_tool_counts_only_among_all():
-    """What the model invents or garbles would become the name of a metric."""
-    metrics = turn_metrics([group(completion(turn(("", True, 0.0), ("search", False, 1.0)), turn()))])
-    assert metrics["tools/aggregate/failure_rate"] == 1 / 2
-    assert not any("//" in name for name in metrics)
