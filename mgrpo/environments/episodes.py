@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost, ResetFailed
@@ -19,6 +19,8 @@ from mgrpo.environments.instance import Answered, Ending, Instance
 from mgrpo.environments.rows import row_settings
 from mgrpo.environments.trajectory import EndedBy, Sampled, ScoredText, Trajectory
 from mgrpo.types import Completion, Prompt, RolloutGroup
+
+T = TypeVar("T")
 
 ACT = "act"
 """The call that stands for a turn as a whole, with the argument "text"."""
@@ -115,19 +117,18 @@ class Episodes:
             ValueError: the environment shows the samples of one prompt different texts, or one that is too long.
         """
         names = [f"{task.prompt.id[0]}/{task.prompt.id[1]}/{sample}" for sample in range(task.num_samples)]
-        instances = await asyncio.gather(*(self._acquire(task.row, task.seed, name) for name in names))
+        instances: list[Instance | None] = []
         try:
-            try:
-                prompt = self._prompt(task, instances)
-                first = await self.gathering.sample(self.ask(task, prompt, Trajectory(), 0, task.num_samples))
-            except BaseException:
-                self.gathering.leave()
-                raise
-            self.gathering.enter(task.num_samples - 1)
-            episodes = [_Episode(self, task, prompt, sample, instance) for sample, instance in enumerate(instances)]
-            completions = await asyncio.gather(*(e.run(turn) for e, turn in zip(episodes, first, strict=True)))
-        finally:
+            instances = await _together(self._acquire(task.row, task.seed, name) for name in names)
+            prompt = self._prompt(task, instances)
+            first = await self.gathering.sample(self.ask(task, prompt, Trajectory(), 0, task.num_samples))
+        except BaseException:
+            self.gathering.leave()
             await asyncio.gather(*(instance.release() for instance in instances if instance))
+            raise
+        self.gathering.enter(task.num_samples - 1)
+        episodes = [_Episode(self, task, prompt, sample, instance) for sample, instance in enumerate(instances)]
+        completions = await _together(episode.run(turn) for episode, turn in zip(episodes, first, strict=True))
         return RolloutGroup(prompt=prompt, completions=tuple(completions))
 
     async def _acquire(self, row: Mapping[str, Any], seed: int, name: str) -> Instance | None:
@@ -204,6 +205,8 @@ class _Episode:
             trajectory.ended_by = "error"
         finally:
             gathering.leave()
+            if self.instance is not None:
+                await self.instance.release()
         return trajectory.completion(
             text=self.language.text([trajectory])[0],
             scored_text=self.bounds.scored_text,
@@ -224,7 +227,8 @@ class _Episode:
         trajectory = self.trajectory
         said = self.language.read(turn, calls=False)
         self._say(said)
-        if turn.finish_reason != "stop" and self.bounds.per_turn_max_tokens is None:
+        room = self.episodes.room(self.task, self.prompt, trajectory)
+        if turn.finish_reason != "stop" and (self.bounds.per_turn_max_tokens is None or not room):
             return "length"
         (answered,) = await instance.step([Call(name=ACT, arguments={"text": said.content})])
         self._note([Call(name=ACT, arguments={})], [answered])
@@ -296,6 +300,7 @@ class _Episode:
 
     def _say(self, said: Said) -> None:
         self.trajectory.last_content = said.content
+        self.trajectory.is_calling = bool(said.calls or said.unreadable)
         message: dict[str, object] = {"role": "assistant", "content": said.content}
         if said.calls:
             message["tool_calls"] = [
@@ -319,6 +324,18 @@ class _Episode:
             seconds=tuple(answered.seconds for answered in answers),
             reward=sum(observation.reward for observation in observations),
         )
+
+
+async def _together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; at the first error the others are ended before it is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def _failed(text: str) -> Answered:

@@ -62,7 +62,11 @@ class Gathering:
             # With what others ask in this turn of the loop.
             asyncio.get_running_loop().call_soon(self._flush)
         self._flush_if_whole()
-        return await ask.answer
+        try:
+            return await ask.answer
+        finally:
+            if ask in self.asked:  # It was given up before it was sent.
+                self.asked.remove(ask)
 
     def _flush_if_whole(self) -> None:
         if self.in_rounds and self.asked and len(self.asked) == self.alive:
@@ -70,4 +74,9 @@ class Gathering:
 
     def _flush(self) -> None:
         asked, self.asked = self.asked, []
-        self.send(sorted(asked, key=lambda ask: (ask.place, ask.sample)))
+        try:
+            self.send(sorted(asked, key=lambda ask: (ask.place, ask.sample)))
+        except Exception as err:
+            for ask in asked:
+                if not ask.answer.done():
+                    ask.answer.set_exception(err)

@@ -47,6 +47,8 @@ class Trajectory:
     ended_by: EndedBy | None = None
     last_content: str = ""
     """Of the last turn: what it says beside calls and thinking."""
+    is_calling: bool = False
+    """Whether the last turn calls, or tries to."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def add_sampled(self, sampled: Sampled) -> None:
@@ -111,7 +113,9 @@ class Trajectory:
         )
 
     def _answer(self) -> str:
-        return self.last_content if self.ended_by in ("stop", "done", "length") else ""
+        """ "" where the last turn waits for an answer."""
+        is_answer = self.ended_by in ("stop", "done") or (self.ended_by == "length" and not self.is_calling)
+        return self.last_content if is_answer else ""
 
     def _said(self) -> str:
         return "\n".join(str(message["content"]) for message in self.messages if message["role"] == "assistant")

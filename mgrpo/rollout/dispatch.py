@@ -212,6 +212,7 @@ class Dispatcher:
         numbers = [request.number for request in requests if request.is_training and request.is_beginning]
         for turn in [request.turn for request in requests if request.turn and request.is_beginning]:
             turn.whole.has_begun = False
+        self.unfinished.review()
         self.num_replayed += len(numbers)
         self.on_replay(numbers)
         if requests:
@@ -237,7 +238,9 @@ class Dispatcher:
                 request.turn.whole.has_begun = True
             given.setdefault((engine, request.sampling, request.stream), []).append((number, request))
         for (engine, sampling, stream), numbered in given.items():
-            self._submit(engine, engines[engine], self._batch(sampling, stream, numbered))
+            batch = self._batch(sampling, stream, numbered)
+            self.fleet.call(engine, engines[engine], partial(_submitted, batch), "generate")
+            self._poll(engine, engines[engine])
 
     def _is_held(self, request: Request) -> bool:
         """Whether a request stays here while engines are paused, or about to be."""
@@ -250,10 +253,6 @@ class Dispatcher:
         is_free = self.interaction is not None and not self.interaction.in_rounds
         seeds = self.fleet.seeds_prompts or bool(sampling.stop_strings) or is_beside_training or is_free
         return prompt_batch(numbered, sampling, run_seed=self.run_seed if seeds else None)
-
-    def _submit(self, number: int, engine: Engine, batch: PromptBatch) -> None:
-        self.fleet.call(number, engine, lambda engine: engine.submit(batch), "generate")
-        self._poll(number, engine)
 
     def _poll(self, number: int, engine: Engine) -> None:
         if number not in self.polled:
@@ -286,7 +285,12 @@ class Dispatcher:
         failed, self.waiting = self.shares.clear() + self.waiting, []
         for request in failed:
             request.failed(err)
+        self.unfinished.fail(err)
         self.on_failure(err)
+
+
+def _submitted(batch: PromptBatch, engine: Engine) -> Future[None]:
+    return engine.submit(batch)
 
 
 def _settled(calls: Sequence[Future[None]]) -> Future[None]:

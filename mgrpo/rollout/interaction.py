@@ -78,6 +78,7 @@ class Interaction:
         self.tasks: set[asyncio.Task[None]] = set()
         self.dispatcher: Turns | None = None
         self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(self._broken)
         self.thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
 
     def start(self, dispatcher: Turns) -> None:
@@ -110,6 +111,14 @@ class Interaction:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
         await self.environments.close()
+
+    def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback has failed, for whose result nothing waits: the run cannot go on."""
+        err = context.get("exception") or RuntimeError(context["message"])
+        if self.dispatcher is None or not isinstance(err, Exception):
+            loop.default_exception_handler(context)
+        else:
+            self.dispatcher.post(partial(_raise, err))
 
     def _begin(self, requests: Sequence[Request]) -> None:
         self.gathering.enter(len(requests))
@@ -197,3 +206,7 @@ class Interaction:
     def _refuse(self, ask: Ask, err: Exception) -> None:
         if not ask.answer.done():
             ask.answer.set_exception(err)
+
+
+def _raise(err: Exception) -> None:
+    raise err

@@ -93,6 +93,19 @@ class Unfinished:
     def end(self, group: Request) -> None:
         """A group has come to its end."""
         self.groups.discard(group)
+        self.review()
+
+    def fail(self, err: Exception) -> None:
+        """None will come to its end."""
+        groups, self.groups = self.groups, set()
+        waiting, self._waiting = self._waiting, []
+        for group in groups:
+            group.failed(err)
+        for _, done in waiting:
+            done.set_result(None)
+
+    def review(self) -> None:
+        """Do what waits, if nothing is under way any more."""
         if not self.are_under_way:
             waiting, self._waiting = self._waiting, []
             for do, done in waiting:
