@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ class Shares:
         """By engine."""
         self.lengths = [0, 0]
         """Tokens of all answers that were trained on so far, and how many they are."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when an engine has more or less to do."""
 
     def give(self, request: Request, engines: Iterable[int]) -> tuple[int, int] | None:
         """Which of these engines gets this request, and the number under which; None: none of them has room."""
@@ -50,6 +52,7 @@ class Shares:
         share.requests[number] = request, cost
         share.cost += cost
         share.samples += samples
+        self.on_change()
         return engine, number
 
     def _has_room(self, share: _Share, samples: int) -> bool:
@@ -78,6 +81,7 @@ class Shares:
         share.samples -= request.sampling.num_samples
         # Sums are rounded.
         share.cost = share.cost - cost if share.requests else 0.0
+        self.on_change()
 
     def learn(self, groups: Iterable[RolloutGroup]) -> None:
         """Expect answers as long as these and those before."""

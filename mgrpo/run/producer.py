@@ -66,6 +66,7 @@ class Producer:
         self.dispatcher, self.rewarder = dispatcher, rewarder
         self.thread = dispatcher.thread
         dispatcher.on_failure, dispatcher.on_replay = self._fail, self._replay
+        dispatcher.shares.on_change = self._note_work
         self.groups = Groups(
             config, sampler, prompt=prompt, scale=rewarder.scale, scores_cohorts=bool(rewarder.functions)
         )
@@ -145,7 +146,11 @@ class Producer:
 
     def _resume(self) -> None:
         self.dispatcher.resume()
-        self.busy.run(bool(self.dispatcher.shares.busy() or self.dispatcher.unfinished.groups))
+        self._note_work()
+
+    def _note_work(self) -> None:
+        is_sampling = self.is_running and self.dispatcher.is_sampling
+        self.busy.run(is_sampling and bool(self.dispatcher.shares.busy()))
 
     def _admit(self) -> None:
         self._send(self.groups.admit())
@@ -159,7 +164,6 @@ class Producer:
 
     def _sampled(self, number: int, sampled: RolloutGroup) -> None:
         self.answered_at = time.perf_counter()
-        self.busy.run(bool(self.dispatcher.shares.busy() or self.dispatcher.unfinished.groups))
         if part := self.groups.sampled(number, sampled):
             self.scoring.add(part)
 
