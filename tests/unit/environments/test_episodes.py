@@ -294,6 +294,34 @@ def test_an_action_may_be_cut_but_a_call_may_not() -> None:
     assert (calls.tokens.tolist(), calls.finish_reason) == ([5, CALL], "length")
 
 
+def test_an_action_that_used_up_the_whole_length_is_not_played() -> None:
+    """It was cut by the end of the completion, not by the end of its turn."""
+    instance = Adder(acts=True)
+    found = one(Scripted([5, 5, 5, END]), instance, bounds=replace(BOUNDS, per_turn_max_tokens=3), max_tokens=3)
+    assert found.finish_reason == "length" and not instance.asked
+
+
+def test_what_stands_beside_a_call_is_no_answer() -> None:
+    """Its tool's answer did not fit: the text before the call was not the last word."""
+    found = one(Scripted([5, CALL, END]), Adder([Observation(text="x" * 99)]))
+    assert (found.finish_reason, found.scored_text) == ("length", "")
+    assert one(Scripted([5, CALL, CALL]), max_tokens=3).scored_text == ""
+    assert one(Scripted([5, 6, 7, END]), max_tokens=3).scored_text == "567"
+
+
+def test_one_trajectory_that_fails_ends_the_others_of_its_prompt() -> None:
+    """The run ends with its error; no instance is kept, and nobody waits for the group any more."""
+
+    class Broken(Adder):
+        async def step(self, calls: Sequence[Call]) -> list[Answered]:
+            raise RuntimeError("a defect of ours")
+
+    broken, other = Broken(), Adder(delay_s=5.0)
+    with pytest.raises(RuntimeError, match="a defect of ours"):
+        play(Scripted([CALL, END], [CALL, END]), broken, other)
+    assert (broken.num_released, other.num_released) == (1, 1)
+
+
 @pytest.mark.parametrize(("how", "text"), [("final", "6"), ("assistant", "5\n6"), ("all", "everything")])
 def test_what_is_scored_leaves_out_what_tools_said(how: str, text: str) -> None:
     """Else the answer that a search has returned counts as the model's."""

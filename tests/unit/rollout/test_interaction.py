@@ -245,6 +245,44 @@ def test_turns_of_an_engine_that_dies_go_on_elsewhere() -> None:
         assert len(group.result(10).completions) == 2 and not replayed
 
 
+def test_a_pause_does_not_wait_for_a_group_that_its_engine_has_lost() -> None:
+    """It begins again after the pause; until then it is held, and would never end."""
+    with playing(num_engines=2, in_rounds=False, answers=False) as (own, _):
+        (late,) = begin(own, PROMPTS[0])
+        first = own.fleet.engines[0]
+        wait_until(lambda: first.queued)
+        own.holds_training = True
+        paused = in_thread(own, own.pause)
+        assert not paused.done()
+        in_thread(own, first.die)
+        paused.result(10)
+        assert not late.done()
+
+
+def test_a_pause_ends_when_the_run_has_failed() -> None:
+    """The tools of a group that is under way may take as long as they like."""
+    with playing(in_rounds=False) as (own, place):
+        place.gate.clear()
+        (group,) = begin(own, PROMPTS[0])
+        wait_until(lambda: len(own.fleet.engines[0].batches) == 1)
+        paused = in_thread(own, own.pause)
+        own.fleet.abort()
+        in_thread(own, lambda: own.send_turns([], together=False))
+        paused.result(10)
+        with pytest.raises(EngineError, match="aborted"):
+            group.result(10)
+        place.gate.set()
+
+
+def test_what_fails_unseen_in_the_loop_ends_the_run() -> None:
+    """A group whose answer was lost would be waited for until the time for a whole step is over."""
+    with playing() as (own, _):
+        own.interaction.gathering.send = None
+        (group,) = begin(own, PROMPTS[0])
+        with pytest.raises(TypeError):
+            group.result(10)
+
+
 def test_an_evaluation_takes_turns_as_well() -> None:
     with playing() as (own, _):
         groups = own.wait(own.sample_evaluation(PROMPTS))
