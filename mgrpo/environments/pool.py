@@ -153,7 +153,7 @@ class Environments:
 
     async def _ask(self, host: Host, number: int, question: Message, limit_s: float) -> Message:
         """What the worker answers about an instance, counted."""
-        is_step = question["ask"] == "step"
+        is_step = question["ask"] in ("step", "resume")
         self._num_steps += is_step
         self._tool_time.run(self._num_steps > 0)
         try:

@@ -56,6 +56,7 @@ class Interaction:
         language: Language,
         bounds: Bounds,
         *,
+        episodes: Callable[[Gathering, Environments, Any, Bounds], Episodes] = Episodes,
         opened: Opened,
         hidden_columns: Collection[str] = (),
         in_rounds: bool,
@@ -63,6 +64,7 @@ class Interaction:
     ) -> None:
         """
         Args:
+            episodes: what has the trajectories grow.
             opened: a prompt with the text that its environment begins with.
             hidden_columns: what environments are not told of a row.
             in_rounds: see `Gathering`.
@@ -70,7 +72,7 @@ class Interaction:
         self.environments, self.in_rounds, self.run_seed = environments, in_rounds, run_seed
         self.opened, self.hidden_columns = opened, frozenset(hidden_columns)
         self.gathering = Gathering(self._send, in_rounds=in_rounds)
-        self.episodes = Episodes(self.gathering, environments, language, bounds)
+        self.episodes = episodes(self.gathering, environments, language, bounds)
         self.places = itertools.count()
         self.groups: dict[int, tuple[Request, int | None]] = {}
         """By place, what is under way, and the engine that has sampled its last turn."""

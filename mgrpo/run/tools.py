@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mgrpo.config import Config
@@ -18,6 +19,7 @@ from mgrpo.rewards.trajectories import TurnRewards
 if TYPE_CHECKING:
     from mgrpo.data.mixture import Mixture
     from mgrpo.data.prompt_set import PromptSet
+    from mgrpo.environments.environment import Tool
     from mgrpo.rollout.interaction import Interaction, Opened
     from mgrpo.run.language import Language
 
@@ -87,22 +89,35 @@ def make_language(
     from mgrpo.data.templates import find_template
     from mgrpo.environments.bridge import Bridges
     from mgrpo.run.language import Language
+    from mgrpo.run.program_language import ProgramLanguage
 
     template = find_template(config.data.chat_template_name, tokenizer)
     name = config.tools.tool_parser_type
-    format = named(detected(template or "") if name == "auto" else name, toolset.description.tools)
-    bridges = Bridges(
-        tokenizer,
-        template or "",
-        template_kwargs=json.loads(config.data.chat_template_kwargs),
-        tools=toolset.description.tools if config.tools.pass_tools_to_chat_template else (),
-        stop_token_ids=stop_ids,
-    )
+    format_of = partial(named, detected(template or "") if name == "auto" else name)
+
+    def bridges_of(tools: Sequence[Tool]) -> Bridges:
+        return Bridges(
+            tokenizer,
+            template or "",
+            template_kwargs=json.loads(config.data.chat_template_kwargs),
+            tools=tools if config.tools.pass_tools_to_chat_template else (),
+            stop_token_ids=stop_ids,
+        )
+
+    longest = config.tools.max_observation_tokens or max(1, config.rollout.response_length // 4)
+    if toolset.description.is_program:
+        return ProgramLanguage(
+            tokenizer,
+            format_of=format_of,
+            bridges_of=bridges_of,
+            add_bos=config.data.add_bos,
+            max_observation_tokens=longest,
+        )
+    format, bridges = format_of(toolset.description.tools), bridges_of(toolset.description.tools)
     if toolset.description.acts:
         bridges.check("user")
     if toolset.description.tools and format.answer(["x"]) is None:
         bridges.check("tool")
-    longest = config.tools.max_observation_tokens or max(1, config.rollout.response_length // 4)
     return Language(
         tokenizer,
         format,
@@ -118,7 +133,8 @@ def make_interaction(config: Config, toolset: Toolset, language: Language, *, op
     Args:
         opened: see `Interaction`.
     """
-    from mgrpo.environments.episodes import Bounds
+    from mgrpo.environments.driven import Driven
+    from mgrpo.environments.episodes import Bounds, Episodes
     from mgrpo.rollout.interaction import Interaction
 
     tools = config.tools
@@ -144,6 +160,7 @@ def make_interaction(config: Config, toolset: Toolset, language: Language, *, op
             trajectory_timeout_s=tools.trajectory_timeout,
             scored_text=tools.scored_text,
         ),
+        episodes=Driven if toolset.description.is_program else Episodes,
         opened=opened,
         hidden_columns=(config.data.ground_truths_key,),
         in_rounds=toolset.plays_in_rounds(config),
