@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -85,6 +86,12 @@ def _endpoints(config: Config) -> Iterator[str]:
         url = getattr(config.tools, name)
         if url is not None and not url.startswith(("http://", "https://")):
             yield f"{name}={url} must be a URL, http://HOST:PORT/PATH"
+
+
+def _interpreter(config: Config) -> Iterator[str]:
+    path = config.tools.env_python
+    if path is not None and not (os.path.isfile(path) and os.access(path, os.X_OK)):
+        yield f"env_python={path} must be the path of a Python interpreter, such as .venv-environments/bin/python"
 
 
 def _endpoint_of(entry: str) -> str:
@@ -195,6 +202,7 @@ TOOL_RULES: tuple[Rule, ...] = (
         _lists,
     ),
     (("code_tool_api_endpoint", "search_api_endpoint"), _endpoints),
+    (("env_python",), _interpreter),
     (SOURCES, _program),
     (
         (*SOURCES, "mask_tool_use", "use_vllm_logprobs", "use_rho_correction", "off_policy_mask_threshold"),
@@ -213,7 +221,7 @@ TOOL_NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     (
         "tool_parser_type pass_tools_to_chat_template max_tool_calls max_tool_calling_iterations per_turn_max_tokens "
         "max_observation_tokens thinking_history mask_tool_use scored_text reward_aggregator turn_credit turn_discount "
-        "turn_scheduling tool_timeout env_reset_timeout env_acquire_timeout trajectory_timeout pool_size env_workers",
+        "turn_scheduling tool_timeout env_reset_timeout env_acquire_timeout trajectory_timeout pool_size env_workers env_python",
         "tools",
         lambda c: c.tools.is_on,
     ),

@@ -100,6 +100,9 @@ class Tools:
     """Environments that exist at once; none: one for each completion of a step."""
     env_workers: Annotated[int | None, ONE_OR_MORE] = None
     """Processes that tools and environments run in; none: one for each core but one, at most 8."""
+    env_python: str | None = None
+    """Interpreter of these processes, with the packages that environments need; it needs none of the trainer's. none: the
+    trainer's own."""
     code_tool_api_endpoint: str | None = None
     """URL of a code service that the tool python sends its code to; none: a sandbox on this machine."""
     search_api_endpoint: str | None = None

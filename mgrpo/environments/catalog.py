@@ -42,8 +42,9 @@ _CALLED_SO = frozenset({"code", "serper_search", "s2_search"})
 """Second names of tools, which models call them by as well."""
 TRL = "trl:"
 """Prefix of a class in TRL's form; with a call name it is for the rows whose column `environment` has this name."""
+PROGRAMS = {"verifiers": f"{_HOME}.adaptors.verifiers:Verifiers"}
 PROGRAM = "rollout:"
-"""Prefix of a program that drives the model, which is then the only entry."""
+"""Prefix of a program that drives the model, a name of `PROGRAMS` or the user's; it is then the only entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ def built(specs: Sequence[Spec]) -> Toolbox:
 def _member(spec: Spec) -> Member:
     is_trl = spec.entry.startswith(TRL)
     is_program = spec.entry.startswith(PROGRAM)
-    found = _found(spec.entry.removeprefix(TRL).removeprefix(PROGRAM))
+    found = _found(spec.entry.removeprefix(TRL).removeprefix(PROGRAM), PROGRAMS if is_program else NAMES)
     make = _program if is_program else _trl if is_trl else _environment
     try:
         environment = make(found, spec)
@@ -105,15 +106,15 @@ def _member(spec: Spec) -> Member:
     )
 
 
-def _found(entry: str) -> Any:
+def _found(entry: str, names: Mapping[str, str]) -> Any:
     if ":" in entry:
-        return loaded(NAMES.get(entry, entry))
-    if entry in NAMES:
-        return loaded(NAMES[entry])
-    near = difflib.get_close_matches(entry, NAMES, n=2, cutoff=0.6)
+        return loaded(entry)
+    if entry in names:
+        return loaded(names[entry])
+    near = difflib.get_close_matches(entry, names, n=2, cutoff=0.6)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(
-        f"there is no tool {entry}; {meant}give one of {', '.join(NAMES)}, package.module:name or path/to/file.py:name"
+        f"there is no tool {entry}; {meant}give one of {', '.join(names)}, package.module:name or path/to/file.py:name"
     )
 
 

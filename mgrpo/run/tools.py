@@ -57,7 +57,7 @@ def read_tools(config: Config) -> tuple[Toolset | None, list[str]]:
         specs = tuple(
             Spec(entry=spec.entry, call_name=spec.call_name, settings=spec.settings) for spec in config.tools.specs
         )
-        return Toolset(specs=specs, description=describe(specs, folders=_folders())), []
+        return Toolset(specs=specs, description=describe(specs, folders=_folders(), python=config.tools.env_python)), []
     except ValueError as err:
         return None, [f"tools: {err}"]
 
@@ -148,6 +148,7 @@ def make_interaction(config: Config, toolset: Toolset, language: Language, *, op
             acquire_timeout_s=tools.env_acquire_timeout,
         ),
         folders=_folders(),
+        python=tools.env_python,
     )
     return Interaction(
         environments,

@@ -125,13 +125,18 @@ def play(
     in_rounds: bool = True,
     limits: Limits = QUICK,
     after: Callable[[Environments], Any] | None = None,
+    own: Spec | None = None,
+    row: Mapping[str, Any] | None = None,
+    python: str | None = None,
+    folders: Sequence[str] = (),
     **settings: Any,
 ) -> RolloutGroup:
     """One group, each sample driven by the program of this name in a real worker."""
     asked = prompt([10, 11], id=(0, 3))
 
     async def run() -> RolloutGroup:
-        environments = Environments([spec(name, **settings)], pool_size=8, num_workers=1, limits=limits)
+        specs = [own or spec(name, **settings)]
+        environments = Environments(specs, pool_size=8, num_workers=1, limits=limits, folders=folders, python=python)
         await environments.start()
         try:
             gathering = Gathering(engine.send, in_rounds=in_rounds)
@@ -142,7 +147,7 @@ def play(
                 place=0,
                 num_samples=num_samples,
                 max_tokens=max_tokens,
-                row={"question": "hi"},
+                row=row or {"question": "hi"},
                 seed=5,
                 opened=partial(_never, asked),
             )
