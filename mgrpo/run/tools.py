@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import mgrpo
 from mgrpo.config import Config
 from mgrpo.environments.catalog import Description, Spec
 from mgrpo.environments.formats import detected, named
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from mgrpo.data.mixture import Mixture
     from mgrpo.data.prompt_set import PromptSet
     from mgrpo.environments.environment import Tool
-    from mgrpo.rollout.interaction import Interaction, Opened
+    from mgrpo.rollout.interaction import Asked, Interaction, Opened
     from mgrpo.run.language import Language
 
 UNLIMITED = 1 << 30
@@ -127,11 +128,14 @@ def make_language(
     )
 
 
-def make_interaction(config: Config, toolset: Toolset, language: Language, *, opened: Opened) -> Interaction:
+def make_interaction(
+    config: Config, toolset: Toolset, language: Language, *, opened: Opened, asked: Asked
+) -> Interaction:
     """Environments, and what plays against them.
 
     Args:
         opened: see `Interaction`.
+        asked: what programs are told of a prompt.
     """
     from mgrpo.environments.driven import Driven
     from mgrpo.environments.episodes import Bounds, Episodes
@@ -162,6 +166,7 @@ def make_interaction(config: Config, toolset: Toolset, language: Language, *, op
             scored_text=tools.scored_text,
         ),
         episodes=Driven if toolset.description.is_program else Episodes,
+        asked=asked if toolset.description.is_program else None,
         opened=opened,
         hidden_columns=(config.data.ground_truths_key,),
         in_rounds=toolset.plays_in_rounds(config),
@@ -189,7 +194,9 @@ def remarks(config: Config, toolset: Toolset) -> list[str]:
 def _folders() -> list[str]:
     """Where modules of the user's own may lie."""
     script = os.path.dirname(os.path.abspath(sys.argv[0])) if sys.argv[0] else os.getcwd()
-    return list(dict.fromkeys([os.getcwd(), script]))
+    # With `python -m mgrpo` that is this package, whose types.py is not the standard library's.
+    own = os.path.dirname(os.path.abspath(mgrpo.__file__))
+    return [folder for folder in dict.fromkeys([os.getcwd(), script]) if folder != own]
 
 
 def row_problems(toolset: Toolset, mixtures: Sequence[Mixture]) -> list[str]:
