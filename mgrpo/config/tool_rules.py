@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from mgrpo.config.tools import PYTHON, SEARCH, SOURCES, TRL_CLASS, reference, se
 from mgrpo.config.user_functions import missing_file
 
 CALL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+VERIFIERS = "verifiers"
+"""A program of ours."""
 OWN_TEXT = ("legacy", "dr_tulu")
 """Formats that write what a tool answers by themselves, without the chat template."""
 TIMEOUTS = ("tool_timeout", "env_reset_timeout", "env_acquire_timeout", "trajectory_timeout")
@@ -37,6 +40,8 @@ def _entry(name: str, word: str) -> Iterator[str]:
         yield f"{name}: {word} names a file but nothing in it; write {word}:NAME"
     elif module.endswith(".py") and missing_file(module):
         yield f"{name}: {missing_file(module)}"
+    elif word == VERIFIERS and name == "rollout_func":
+        return
     elif (module or name != "tools") and not (module and attribute.isidentifier()):
         yield f"{name}: {word} must be package.module:NAME or file.py:NAME"
 
@@ -46,10 +51,12 @@ def _lists(config: Config) -> Iterator[str]:
     own = config.tools
     for name in ("tool_call_names", "tool_configs"):
         count = len(getattr(own, name))
-        if count not in (0, len(own.tools)):
+        takers = own.tools if name == "tool_call_names" or own.rollout_func is None else (own.rollout_func,)
+        if count not in (0, len(takers)):
             entries = "1 entry" if count == 1 else f"{count} entries"
-            yield f"{name} has {entries} for {len(own.tools)} tools; give one for each, or none"
-    for entry, text in zip(own.tools, own.tool_configs, strict=False):
+            whose = "the program" if takers is not own.tools else f"{len(takers)} tools"
+            yield f"{name} has {entries} for {whose}; give one for each, or none"
+    for entry, text in zip(takers, own.tool_configs, strict=False):
         try:
             found = settings_of(entry, text)
         except ValueError as err:
@@ -79,6 +86,12 @@ def _endpoints(config: Config) -> Iterator[str]:
         url = getattr(config.tools, name)
         if url is not None and not url.startswith(("http://", "https://")):
             yield f"{name}={url} must be a URL, http://HOST:PORT/PATH"
+
+
+def _interpreter(config: Config) -> Iterator[str]:
+    path = config.tools.env_python
+    if path is not None and not (os.path.isfile(path) and os.access(path, os.X_OK)):
+        yield f"env_python={path} must be the path of a Python interpreter, such as .venv-environments/bin/python"
 
 
 def _endpoint_of(entry: str) -> str:
@@ -181,6 +194,11 @@ def _pool(config: Config) -> Iterator[str]:
 
 def _template(config: Config) -> Iterator[str]:
     own, kind = config.tools, config.tools.tool_parser_type
+    if own.rollout_func is not None and config.data.chat_template_name == "none":
+        yield (
+            f"rollout_func={own.rollout_func} talks to the model in chats, but chat_template_name=none; choose a template"
+        )
+        return
     if own.is_on and config.data.chat_template_name == "none" and kind not in OWN_TEXT:
         yield (
             f"tool_parser_type={kind} writes what a tool answers by the chat template, but chat_template_name=none; "
@@ -191,10 +209,11 @@ def _template(config: Config) -> Iterator[str]:
 TOOL_RULES: tuple[Rule, ...] = (
     (SOURCES, _entries),
     (
-        ("tools", "tool_call_names", "tool_configs", "code_tool_api_endpoint", "search_api_endpoint"),
+        ("tools", "rollout_func", "tool_call_names", "tool_configs", "code_tool_api_endpoint", "search_api_endpoint"),
         _lists,
     ),
     (("code_tool_api_endpoint", "search_api_endpoint"), _endpoints),
+    (("env_python",), _interpreter),
     (SOURCES, _program),
     (
         (*SOURCES, "mask_tool_use", "use_vllm_logprobs", "use_rho_correction", "off_policy_mask_threshold"),
@@ -214,7 +233,7 @@ TOOL_NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     (
         "tool_parser_type pass_tools_to_chat_template max_tool_calls max_tool_calling_iterations per_turn_max_tokens "
         "max_observation_tokens thinking_history mask_tool_use scored_text reward_aggregator turn_credit turn_discount "
-        "turn_scheduling tool_timeout env_reset_timeout env_acquire_timeout trajectory_timeout pool_size env_workers",
+        "turn_scheduling tool_timeout env_reset_timeout env_acquire_timeout trajectory_timeout pool_size env_workers env_python",
         "tools",
         lambda c: c.tools.is_on,
     ),

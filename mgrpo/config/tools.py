@@ -20,6 +20,8 @@ from mgrpo.config.annotations import (
 
 SOURCES = ("tools", "environment_factory", "rollout_func")
 """Settings without which a completion has one turn; in Python they may hold functions and classes."""
+PROGRAM = "rollout:"
+"""Prefix of what `rollout_func` names."""
 TRL_CLASS = "trl:"
 """Prefix of a class or function that `environment_factory` names: its public methods are the tools."""
 PYTHON, SEARCH = frozenset({"python", "code"}), frozenset({"search", "serper_search", "s2_search"})
@@ -46,12 +48,13 @@ class Tools:
     tool_call_names: Annotated[tuple[str, ...], OPEN_INSTRUCT] = ()
     """What the model calls each of them; empty: their own names."""
     tool_configs: Annotated[tuple[JSONObject, ...], OPEN_INSTRUCT] = ()
-    """Settings of each of them, as JSON objects, {} for none; empty: none for all."""
+    """Settings of each of them, or of rollout_func, as JSON objects, {} for none; empty: none for all."""
     environment_factory: Annotated[tuple[str, ...], TRL] = ()
     """Environments in TRL's form, classes whose public methods are the tools: package.module:Class or file.py:Class; of
     several, NAME=file.py:Class each."""
     rollout_func: Annotated[str | None, TRL] = None
-    """A program of your own that drives the model in place of tools: package.module:function or file.py:function."""
+    """A program that drives the model in place of tools: verifiers, or a function of your own, package.module:function or
+    file.py:function."""
     tool_parser_type: Annotated[str, OPEN_INSTRUCT] = "auto"
     """How calls are written in a turn, a name from docs/environments.md; auto: as the chat template writes them."""
     pass_tools_to_chat_template: Annotated[bool, OPEN_INSTRUCT] = True
@@ -97,6 +100,9 @@ class Tools:
     """Environments that exist at once; none: one for each completion of a step."""
     env_workers: Annotated[int | None, ONE_OR_MORE] = None
     """Processes that tools and environments run in; none: one for each core but one, at most 8."""
+    env_python: str | None = None
+    """Interpreter of these processes, with the packages that environments need; it needs none of the trainer's. none: the
+    trainer's own."""
     code_tool_api_endpoint: str | None = None
     """URL of a code service that the tool python sends its code to; none: a sandbox on this machine."""
     search_api_endpoint: str | None = None
@@ -114,15 +120,20 @@ class Tools:
         configs = self.tool_configs or (NO_ENTRIES,) * len(self.tools)
         own = [
             ToolSpec(entry=reference(entry), call_name=name, settings=self._endpoint(entry) | settings_of(entry, text))
-            for entry, name, text in zip(self.tools, names, configs, strict=True)
+            for entry, name, text in zip(self.tools, names, configs, strict=self.rollout_func is None)
         ]
-        return (*own, *map(_factory, self.environment_factory))
+        program = [] if self.rollout_func is None else [self._program(self.rollout_func)]
+        return (*own, *map(_factory, self.environment_factory), *program)
 
     def endpoint(self, entry: str) -> str | None:
         """URL of the service that this tool asks."""
         if entry in PYTHON:
             return self.code_tool_api_endpoint
         return self.search_api_endpoint if entry in SEARCH else None
+
+    def _program(self, word: str) -> ToolSpec:
+        settings = settings_of(word, self.tool_configs[0]) if self.tool_configs else {}
+        return ToolSpec(entry=PROGRAM + reference(word), settings=settings)
 
     def _endpoint(self, entry: str) -> dict[str, Any]:
         url = self.endpoint(entry)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgrpo.data.encoding import Recipe
+from mgrpo.data.rows import Message
 from mgrpo.data.tokenizer import token_ids
 from mgrpo.types import Prompt, PromptId
 
@@ -91,6 +92,10 @@ class PromptSet:
             source=source,
             columns=contract.columns(record),
         )
+
+    def asked(self, prompt: Prompt) -> str | list[Message]:
+        """What the model is asked: text, or the messages that the template is given."""
+        return self._recipe.asked(self._row(prompt.id)[1])
 
     def with_opening(self, prompt: Prompt, opening: str, tokenizer: Any) -> Prompt:
         """The prompt with the text that an environment begins with, which follows the last message of the user.

@@ -76,6 +76,10 @@ class Bridges:
         """Raise BridgeError unless the template can be followed after tools, or after messages of a user."""
         self._of(kind, 1)
 
+    def opening(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation, up to the opening of the model's turn; ValueError where the template refuses it."""
+        return self._render(messages, True)
+
     def after_tools(self, texts: Sequence[str], names: Sequence[str], *, last: int) -> list[int]:
         """What follows a turn that called tools.
 

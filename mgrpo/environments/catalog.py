@@ -14,10 +14,11 @@ from mgrpo.environments.description import Description
 from mgrpo.environments.environment import Environment
 from mgrpo.environments.functions import FunctionTool
 from mgrpo.environments.member import Member
+from mgrpo.environments.program import Program
 from mgrpo.environments.toolbox import Toolbox
 from mgrpo.environments.user_code import loaded
 
-__all__ = ["NAMES", "TRL", "Description", "Spec", "Toolbox", "built"]
+__all__ = ["NAMES", "PROGRAM", "TRL", "Description", "Spec", "Toolbox", "built"]
 
 _HOME = "mgrpo.environments"
 NAMES = {
@@ -41,6 +42,9 @@ _CALLED_SO = frozenset({"code", "serper_search", "s2_search"})
 """Second names of tools, which models call them by as well."""
 TRL = "trl:"
 """Prefix of a class in TRL's form; with a call name it is for the rows whose column `environment` has this name."""
+PROGRAMS = {"verifiers": f"{_HOME}.adaptors.verifiers:Verifiers"}
+PROGRAM = "rollout:"
+"""Prefix of a program that drives the model, a name of `PROGRAMS` or the user's; it is then the only entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,7 @@ class Spec:
     """One tool or environment, as a user asks for it."""
 
     entry: str
-    """A name of `NAMES`, or `module:attribute` or `path/to/file.py:attribute`, also after `TRL`."""
+    """A name of `NAMES`, or `module:attribute` or `path/to/file.py:attribute`, also after `TRL` or `PROGRAM`."""
     call_name: str = ""
     """What its only tool is called instead."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -81,9 +85,11 @@ def built(specs: Sequence[Spec]) -> Toolbox:
 
 def _member(spec: Spec) -> Member:
     is_trl = spec.entry.startswith(TRL)
-    found = _found(spec.entry.removeprefix(TRL))
+    is_program = spec.entry.startswith(PROGRAM)
+    found = _found(spec.entry.removeprefix(TRL).removeprefix(PROGRAM), PROGRAMS if is_program else NAMES)
+    make = _program if is_program else _trl if is_trl else _environment
     try:
-        environment = Trl(found, **spec.settings) if is_trl else _environment(found, spec)
+        environment = make(found, spec)
     # The user's own code runs here, and may raise anything.
     except (Exception, SystemExit) as err:
         problem = str(err) if isinstance(err, ValueError) else f"{type(err).__name__}: {err}"
@@ -100,16 +106,26 @@ def _member(spec: Spec) -> Member:
     )
 
 
-def _found(entry: str) -> Any:
+def _found(entry: str, names: Mapping[str, str]) -> Any:
     if ":" in entry:
-        return loaded(NAMES.get(entry, entry))
-    if entry in NAMES:
-        return loaded(NAMES[entry])
-    near = difflib.get_close_matches(entry, NAMES, n=2, cutoff=0.6)
+        return loaded(entry)
+    if entry in names:
+        return loaded(names[entry])
+    near = difflib.get_close_matches(entry, names, n=2, cutoff=0.6)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(
-        f"there is no tool {entry}; {meant}give one of {', '.join(NAMES)}, package.module:name or path/to/file.py:name"
+        f"there is no tool {entry}; {meant}give one of {', '.join(names)}, package.module:name or path/to/file.py:name"
     )
+
+
+def _trl(found: Any, spec: Spec) -> Environment:
+    return Trl(found, **spec.settings)
+
+
+def _program(found: Any, spec: Spec) -> Environment:
+    if inspect.isclass(found) and issubclass(found, Program):
+        return found(**spec.settings)
+    return Program(found, **spec.settings)
 
 
 def _environment(found: Any, spec: Spec) -> Environment:

@@ -28,6 +28,8 @@ class Offer:
     """Whether it decides the reward of a trajectory."""
     is_alternative: bool
     """A row's column `environment` chooses one of these."""
+    is_program: bool = False
+    """Whether it drives the model by itself."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -71,7 +73,12 @@ class Description:
     @property
     def acts(self) -> bool:
         """Whether there is an environment that takes a turn as a whole."""
-        return not all(offer.tools for offer in self.offers)
+        return not self.is_program and not all(offer.tools for offer in self.offers)
+
+    @property
+    def is_program(self) -> bool:
+        """Whether a program drives the model, which is then alone."""
+        return any(offer.is_program for offer in self.offers)
 
     @property
     def names(self) -> frozenset[str]:
@@ -84,6 +91,9 @@ class Description:
         Raises:
             ValueError: it names what does not exist, or environments that cannot go together.
         """
+        if self.is_program:
+            members = tuple(offer.name for offer in self.offers)
+            return Choice(members=members, active=frozenset(), actor=None, settings=row_settings({}))
         settings = row_settings(row)
         if unknown := settings.names - self.names:
             raise ValueError(

@@ -33,10 +33,17 @@ class Fleet:
     """All workers; for one asyncio loop at a time."""
 
     def __init__(
-        self, specs: Sequence[Spec], capacities: Sequence[int], limits: Limits, *, folders: Sequence[str]
+        self,
+        specs: Sequence[Spec],
+        capacities: Sequence[int],
+        limits: Limits,
+        *,
+        folders: Sequence[str],
+        python: str | None,
     ) -> None:
         """`capacities`: how many environments each worker may hold."""
-        self._specs, self._capacities, self._limits, self._folders = specs, capacities, limits, folders
+        self._specs, self._capacities, self._limits = specs, capacities, limits
+        self._folders, self._python = folders, python
         self._hosts: list[Host] = []
         self._queue: deque[tuple[asyncio.Future[tuple[Host, int]], str]] = deque()
         self._given_at = 0.0
@@ -208,7 +215,7 @@ class Fleet:
         self._hand_out()
 
     def _new_host(self, capacity: int) -> Host:
-        link = Link(new_child(self._folders), lambda why: self._replace(host, why))
+        link = Link(new_child(self._folders, self._python), lambda why: self._replace(host, why))
         host = Host(link, capacity)
         self._hosts.append(host)
         return host

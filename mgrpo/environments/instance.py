@@ -99,6 +99,14 @@ class Instance:
         self._has_timed_out |= any(each.timed_out for each in answered)
         return answered
 
+    async def resume(self, answer: Message) -> Message:
+        """Have the trajectory's program go on: what it wants next, or has returned, see `Program.resume`.
+
+        Raises:
+            EnvironmentLost: it has failed, or was late.
+        """
+        return await self._answer({"ask": "resume", "answer": answer}, self._limits.tool_timeout_s)
+
     async def ending(self) -> Ending:
         """The reward and the state at the end; to be asked once, after the last step.
 

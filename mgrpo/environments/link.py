@@ -19,12 +19,13 @@ PATIENCE_S = 10.0
 _MAX_ANSWER_BYTES = 1 << 26
 
 
-def new_child(folders: Sequence[str]) -> Child:
+def new_child(folders: Sequence[str], python: str | None) -> Child:
     """A worker process, which is told no secrets: what runs in it reads untrusted text."""
     return Child(
         PROGRAM,
         environment=without_secrets("MGRPO_TOOL_"),
         folders=folders,
+        python=python,
         max_line_bytes=_MAX_ANSWER_BYTES,
     )
 

@@ -11,6 +11,7 @@ from mgrpo.environments.calling import called
 from mgrpo.environments.description import ACT, Offer
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
 from mgrpo.environments.functions import failure
+from mgrpo.environments.program import Program
 
 
 class Member:
@@ -90,6 +91,7 @@ class Member:
             is_repeatable=self.environment.is_repeatable,
             gives_reward=getattr(self.environment, "gives_reward", own_reward),
             is_alternative=self._is_alternative,
+            is_program=isinstance(self.environment, Program),
         )
 
     def _with_own_metrics(self, observation: Observation) -> Observation:

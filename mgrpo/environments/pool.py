@@ -35,13 +35,13 @@ __all__ = [
 _TRIES_TO_BEGIN = 2
 
 
-def describe(specs: Sequence[Spec], *, folders: Sequence[str] = ()) -> Description:
+def describe(specs: Sequence[Spec], *, folders: Sequence[str] = (), python: str | None = None) -> Description:
     """What the environments offer, asked of one worker process, which then ends. Blocks.
 
     Raises:
         ValueError: one cannot be built or set up; the message names its entry.
     """
-    child = new_child(folders)
+    child = new_child(folders, python)
     try:
         child.send([load_question(specs, Limits()) | {"id": 0}])
         return description_in(child.receive(START_LIMIT_S + PATIENCE_S))
@@ -62,6 +62,7 @@ class Environments:
         num_workers: int,
         limits: Limits | None = None,
         folders: Sequence[str] = (),
+        python: str | None = None,
     ) -> None:
         """Starts nothing.
 
@@ -69,13 +70,14 @@ class Environments:
             pool_size: environments that exist at a time, over all workers.
             num_workers: processes; no more than `pool_size` are started.
             folders: further folders in which the workers find modules.
+            python: their interpreter; None: this one.
         """
         if pool_size < 1 or num_workers < 1:
             raise ValueError(f"pool_size={pool_size} and env_workers={num_workers} must be at least 1")
         self._limits = limits or Limits()
         workers = min(num_workers, pool_size)
         capacities = [len(range(place, pool_size, workers)) for place in range(workers)]
-        self._fleet = Fleet(tuple(specs), capacities, self._limits, folders=tuple(folders))
+        self._fleet = Fleet(tuple(specs), capacities, self._limits, folders=tuple(folders), python=python)
         self._num_steps = 0
         """That are waited for now."""
         self._tool_time = Stopwatch()
@@ -153,7 +155,7 @@ class Environments:
 
     async def _ask(self, host: Host, number: int, question: Message, limit_s: float) -> Message:
         """What the worker answers about an instance, counted."""
-        is_step = question["ask"] == "step"
+        is_step = question["ask"] in ("step", "resume")
         self._num_steps += is_step
         self._tool_time.run(self._num_steps > 0)
         try:

@@ -87,6 +87,20 @@ class Resident:
         }
         return {"answers": [answers[place] for place in range(len(calls))]}
 
+    async def resume(self, answer: Message) -> Message:
+        """What a program wants next, or has returned, see `Program`."""
+
+        async def go_on() -> Message:
+            assert self._toolbox is not None
+            said = await self._toolbox.program.resume(answer)
+            if said.get("returned") is not None:
+                said["returned"] = finite(said["returned"])
+            return said
+
+        if self.is_stuck:
+            raise Failed("a call is still running")
+        return await self._within(self._limits.tool_timeout_s, go_on())
+
     async def ending(self) -> Message:
         async def ask() -> Message:
             assert self._toolbox is not None

@@ -10,6 +10,7 @@ from mgrpo.environments.arguments import ArgumentError
 from mgrpo.environments.description import ACT, Description
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
 from mgrpo.environments.member import Member
+from mgrpo.environments.program import Program
 
 T = TypeVar("T")
 
@@ -41,6 +42,13 @@ class Toolbox(Environment):
     def describe(self) -> Description:
         return self._description
 
+    @property
+    def program(self) -> Program:
+        """What drives the model, where the description says so."""
+        (member,) = self._members.values()
+        assert isinstance(member.environment, Program)
+        return member.environment
+
     async def reset(self, row: Mapping[str, Any], *, seed: int, trajectory: str = "") -> Observation:
         """Begin a trajectory with the members that its row asks for.
 
@@ -57,7 +65,11 @@ class Toolbox(Environment):
             self._routes[ACT] = self._members[choice.actor]
         own = choice.settings.settings
         begun = await _together(
-            member.begin({**row, "env_config": own.get(member.name, {})}, seed=seed, trajectory=trajectory)
+            member.begin(
+                row if member.offer.is_program else {**row, "env_config": own.get(member.name, {})},
+                seed=seed,
+                trajectory=trajectory,
+            )
             for member in self._playing
         )
         return Observation(

@@ -76,6 +76,10 @@ class Trajectory:
         """`[prompt + len]` int32: what the next turn is sampled from."""
         return np.concatenate([prompt, *(part.tokens for part in self.parts)])
 
+    def ids_after(self, prompt: Sequence[int]) -> list[int]:
+        """The same as a list."""
+        return [*prompt, *(token for part in self.parts for token in part.tokens.tolist())]
+
     def completion(
         self,
         *,

@@ -5,6 +5,7 @@ Every question has a number "id", which its answer repeats; answers come in any 
     load    instance, specs, limits, limit_s  ->  description: the first environment is built and set up
     reset   instance, row, seed, trajectory   ->  opening, active, acts: a new instance is built and set up before
     step    instance, calls                   ->  observations, seconds, timed_out
+    resume  instance, answer                  ->  wish, or returned and metrics: a program goes on
     ending  instance                          ->  reward, snapshot
     close   instance, limit_s                 ->  what still goes on in it is cancelled
     stuck                                     ->  stuck: the instances of which something goes on that cannot be ended
@@ -84,6 +85,8 @@ class _Worker:
                 return await resident.reset(question["row"], seed=question["seed"], trajectory=question["trajectory"])
             case "step":
                 return await self._resident(question).step([Call(**call) for call in question["calls"]])
+            case "resume":
+                return await self._resident(question).resume(question["answer"])
             case "ending":
                 return await self._resident(question).ending()
             case "close":

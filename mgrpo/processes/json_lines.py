@@ -43,6 +43,7 @@ class Child:
         environment: Mapping[str, str] = os.environ,
         settings: Mapping[str, str] | None = None,
         folders: Sequence[str] = (),
+        python: str | None = None,
         max_line_bytes: int = 1 << 24,
     ) -> None:
         """Start `python -m module`, which calls `serve`; any thread may, and the child outlives the thread.
@@ -50,10 +51,11 @@ class Child:
         Args:
             environment: the environment variables that the program may see; `settings` are added to them.
             folders: further folders in which it finds modules.
+            python: its interpreter; None: this one.
             max_line_bytes: length of the longest answer; a longer one counts as the end of the process.
         """
         start = functools.partial(
-            start_program, module, environment=environment, settings=settings or {}, folders=folders
+            start_program, module, environment=environment, settings=settings or {}, folders=folders, python=python
         )
         self.process = _spawner(os.getpid()).submit(start).result()
         assert self.process.stdin is not None and self.process.stdout is not None

@@ -29,28 +29,41 @@ def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signal_number)
 
 
+# Beside this package there may be all that is installed with it, for another interpreter.
+_ALONE = """
+import importlib.util, runpy, sys
+spec = importlib.util.spec_from_file_location("mgrpo", sys.argv[1] + "/__init__.py")
+sys.modules["mgrpo"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["mgrpo"])
+runpy.run_module(sys.argv[2], run_name="__main__")
+"""
+
+
 def start_program(
     module: str,
     *,
     environment: Mapping[str, str],
     settings: Mapping[str, str],
     folders: Sequence[str] = (),
+    python: str | None = None,
 ) -> subprocess.Popen:
     """Start `python -m module`, a program of this package, with unbuffered pipes to its standard input and output.
 
     Args:
         environment: what the program may see; `settings` override it, and OpenMP gets one thread.
         folders: further folders in which it finds modules.
+        python: the interpreter, with packages of its own; None: this one.
     """
-    package_parent = str(Path(__file__).resolve().parents[2])
+    package = Path(__file__).resolve().parents[1]
+    found_in = [str(package.parent), os.environ.get("PYTHONPATH")] if python is None else []
     own = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH"), *folders])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [*found_in, *folders])),
         # A file math.py or json.py in the working directory is not the standard library's (Python 3.11).
         "PYTHONSAFEPATH": "1",
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.Popen(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", module] if python is None else [python, "-c", _ALONE, str(package), module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,

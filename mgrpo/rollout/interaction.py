@@ -48,6 +48,12 @@ class Opened(Protocol):
     def __call__(self, prompt: Prompt, text: str, *, is_training: bool) -> Prompt: ...
 
 
+class Asked(Protocol):
+    """What a prompt asks the model: text, or messages."""
+
+    def __call__(self, prompt: Prompt, *, is_training: bool) -> object: ...
+
+
 class Interaction:
     """All groups of several turns. Always `close` it."""
 
@@ -57,21 +63,25 @@ class Interaction:
         language: Language,
         bounds: Bounds,
         *,
+        episodes: Callable[[Gathering, Environments, Any, Bounds], Episodes] = Episodes,
         opened: Opened,
+        asked: Asked | None = None,
         hidden_columns: Collection[str] = (),
         in_rounds: bool,
         run_seed: int,
     ) -> None:
         """
         Args:
+            episodes: what has the trajectories grow.
             opened: a prompt with the text that its environment begins with.
+            asked: what rows hold as `prompt`; None: what it is for reward functions.
             hidden_columns: what environments are not told of a row.
             in_rounds: see `Gathering`.
         """
         self.environments, self.in_rounds, self.run_seed = environments, in_rounds, run_seed
-        self.opened, self.hidden_columns = opened, frozenset(hidden_columns)
+        self.opened, self.asked, self.hidden_columns = opened, asked, frozenset(hidden_columns)
         self.gathering = Gathering(self._send, in_rounds=in_rounds)
-        self.episodes = Episodes(self.gathering, environments, language, bounds)
+        self.episodes = episodes(self.gathering, environments, language, bounds)
         self.places = itertools.count()
         self.groups: dict[int, tuple[Request, int | None]] = {}
         """By place, what is under way, and the engine that has sampled its last turn."""
@@ -138,7 +148,7 @@ class Interaction:
             num_samples=sampling.num_samples,
             max_tokens=sampling.max_tokens,
             opened=partial(self.opened, prompt, is_training=request.is_training),
-            row=self._row(prompt),
+            row=self._row(prompt, is_training=request.is_training),
             seed=seed_of(self.run_seed, "environment", request.stream, *prompt.id),
         )
         try:
@@ -153,9 +163,10 @@ class Interaction:
         finally:
             del self.groups[place]
 
-    def _row(self, prompt: Prompt) -> dict[str, Any]:
+    def _row(self, prompt: Prompt, *, is_training: bool) -> dict[str, Any]:
         shown = {name: value for name, value in prompt.columns.items() if name not in self.hidden_columns}
-        return {"prompt": prompt.source or prompt.text, **shown}
+        asked = self.asked(prompt, is_training=is_training) if self.asked else prompt.source or prompt.text
+        return {"prompt": asked, **shown}
 
     def _send(self, asks: Sequence[Ask]) -> None:
         assert self.dispatcher is not None

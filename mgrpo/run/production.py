@@ -101,7 +101,7 @@ def _interacting(config: Config, inputs: Inputs) -> Iterator[Interaction | None]
     if prompts is None or prompts.language is None or toolset is None:
         yield None
         return
-    interaction = make_interaction(config, toolset, prompts.language, opened=prompts.opened)
+    interaction = make_interaction(config, toolset, prompts.language, opened=prompts.opened, asked=prompts.asked)
     try:
         yield interaction
     finally:

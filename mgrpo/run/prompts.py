@@ -40,6 +40,12 @@ class Prompts:
         assert own is not None, "the prompt is one of these"
         return own.with_opening(prompt, text, self.tokenizer)
 
+    def asked(self, prompt: Prompt, *, is_training: bool) -> object:
+        """What its row asks the model: text, or messages."""
+        own = self.train if is_training else self.held_out
+        assert own is not None, "the prompt is one of these"
+        return own.asked(prompt)
+
 
 def make_prompts(
     config: Config, mixtures: Sequence[Mixture], *, toolset: Toolset | None = None, vocab: int | None, is_sound: bool

@@ -7,8 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import mgrpo
 from mgrpo.config import Config
 from mgrpo.config.tools import PYTHON, ToolSpec
 from mgrpo.environments.catalog import Description, Spec
@@ -19,7 +21,8 @@ from mgrpo.rewards.trajectories import TurnRewards
 if TYPE_CHECKING:
     from mgrpo.data.mixture import Mixture
     from mgrpo.data.prompt_set import PromptSet
-    from mgrpo.rollout.interaction import Interaction, Opened
+    from mgrpo.environments.environment import Tool
+    from mgrpo.rollout.interaction import Asked, Interaction, Opened
     from mgrpo.run.language import Language
 
 UNLIMITED = 1 << 30
@@ -52,7 +55,7 @@ def read_tools(config: Config) -> tuple[Toolset | None, list[str]]:
         return None, []
     try:
         specs = tuple(_spec(config, spec) for spec in config.tools.specs)
-        return Toolset(specs=specs, description=describe(specs, folders=_folders())), []
+        return Toolset(specs=specs, description=describe(specs, folders=_folders(), python=config.tools.env_python)), []
     except ValueError as err:
         return None, [f"tools: {err}"]
 
@@ -90,23 +93,38 @@ def make_language(
     """
     from mgrpo.data.templates import find_template
     from mgrpo.environments.bridge import Bridges
-    from mgrpo.run.language import Language
+    from mgrpo.run.language import Language, stop_ids_of
+    from mgrpo.run.program_language import ProgramLanguage
 
     template = find_template(config.data.chat_template_name, tokenizer)
     name = config.tools.tool_parser_type
-    format = named(detected(template or "") if name == "auto" else name, toolset.description.tools, tokenizer=tokenizer)
-    bridges = Bridges(
-        tokenizer,
-        template or "",
-        template_kwargs=json.loads(config.data.chat_template_kwargs),
-        tools=toolset.description.tools if config.tools.pass_tools_to_chat_template else (),
-        stop_token_ids=stop_ids,
-    )
+    format_of = partial(named, detected(template or "") if name == "auto" else name, tokenizer=tokenizer)
+    format = format_of(toolset.description.tools)
+    all_stop_ids = [*stop_ids, *stop_ids_of(format, tokenizer)]
+
+    def bridges_of(tools: Sequence[Tool]) -> Bridges:
+        return Bridges(
+            tokenizer,
+            template or "",
+            template_kwargs=json.loads(config.data.chat_template_kwargs),
+            tools=tools if config.tools.pass_tools_to_chat_template else (),
+            stop_token_ids=all_stop_ids,
+        )
+
+    longest = config.tools.max_observation_tokens or max(1, config.rollout.response_length // 4)
+    if toolset.description.is_program:
+        return ProgramLanguage(
+            tokenizer,
+            format_of=format_of,
+            bridges_of=bridges_of,
+            add_bos=config.data.add_bos,
+            max_observation_tokens=longest,
+        )
+    bridges = bridges_of(toolset.description.tools)
     if toolset.description.acts:
         bridges.check("user")
     if toolset.description.tools and format.answer(["x"]) is None:
         bridges.check("tool")
-    longest = config.tools.max_observation_tokens or max(1, config.rollout.response_length // 4)
     return Language(
         tokenizer,
         format,
@@ -116,13 +134,17 @@ def make_language(
     )
 
 
-def make_interaction(config: Config, toolset: Toolset, language: Language, *, opened: Opened) -> Interaction:
+def make_interaction(
+    config: Config, toolset: Toolset, language: Language, *, opened: Opened, asked: Asked
+) -> Interaction:
     """Environments, and what plays against them.
 
     Args:
         opened: see `Interaction`.
+        asked: what programs are told of a prompt.
     """
-    from mgrpo.environments.episodes import Bounds
+    from mgrpo.environments.driven import Driven
+    from mgrpo.environments.episodes import Bounds, Episodes
     from mgrpo.rollout.interaction import Interaction
 
     tools = config.tools
@@ -136,6 +158,7 @@ def make_interaction(config: Config, toolset: Toolset, language: Language, *, op
             acquire_timeout_s=tools.env_acquire_timeout,
         ),
         folders=_folders(),
+        python=tools.env_python,
     )
     return Interaction(
         environments,
@@ -148,6 +171,8 @@ def make_interaction(config: Config, toolset: Toolset, language: Language, *, op
             trajectory_timeout_s=tools.trajectory_timeout,
             scored_text=tools.scored_text,
         ),
+        episodes=Driven if toolset.description.is_program else Episodes,
+        asked=asked if toolset.description.is_program else None,
         opened=opened,
         hidden_columns=(config.data.ground_truths_key,),
         in_rounds=toolset.plays_in_rounds(config),
@@ -175,7 +200,9 @@ def remarks(config: Config, toolset: Toolset) -> list[str]:
 def _folders() -> list[str]:
     """Where modules of the user's own may lie."""
     script = os.path.dirname(os.path.abspath(sys.argv[0])) if sys.argv[0] else os.getcwd()
-    return list(dict.fromkeys([os.getcwd(), script]))
+    # With `python -m mgrpo` that is this package, whose types.py is not the standard library's.
+    own = os.path.dirname(os.path.abspath(mgrpo.__file__))
+    return [folder for folder in dict.fromkeys([os.getcwd(), script]) if folder != own]
 
 
 def row_problems(toolset: Toolset, mixtures: Sequence[Mixture]) -> list[str]:

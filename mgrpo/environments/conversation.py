@@ -1,0 +1,192 @@
+"""What a program and the model say in one trajectory: the program's wishes to the ids that follow, and turns to its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from mgrpo.environments import episodes
+from mgrpo.environments.environment import Tool
+from mgrpo.environments.path import Chat, Path, Strays, text_of
+from mgrpo.environments.trajectory import Sampled, Trajectory
+
+
+class Chats(episodes.Language, Protocol):
+    """How the model is talked to in chats."""
+
+    def with_tools(self, tools: Sequence[Tool]) -> Chats:
+        """The same for chats in which these may be called."""
+
+    def opening(self, messages: Sequence[Chat]) -> list[int]:
+        """Ids of a conversation, up to the opening of the model's turn; ValueError where the template refuses it."""
+
+    def written(self, ids: Sequence[int]) -> str:
+        """Their text, with special tokens; ValueError for ids that the tokenizer does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a program wants the model to answer."""
+
+    ids: list[int]
+    """After the model's last turn; at first, all that it is asked."""
+    messages: list[Chat] | None = None
+    """All of the chat; None: the program goes on by ids."""
+    tools: list[Chat]
+    added: list[Chat]
+    """Messages of the chat that the trajectory did not have."""
+    chats: Chats
+    max_tokens: int | None
+
+
+class Conversation:
+    """Of one trajectory, which it lets grow."""
+
+    def __init__(self, chats: Chats, trajectory: Trajectory, known: Sequence[int]) -> None:
+        """`known`: the ids of the row's prompt."""
+        self.chats, self.trajectory = chats, trajectory
+        self.opening = list(known)
+        """The ids that the first turn follows."""
+        self._path: Path | None = None
+        """None: nothing was said, or the program goes on by ids."""
+        self._step: Step | None = None
+        self._turn: Sampled | None = None
+
+    def step(self, wish: Mapping[str, Any]) -> Step:
+        """Read a wish of the program; nothing changes yet.
+
+        Raises:
+            ValueError: the model cannot be asked this.
+        """
+        if "ids" in wish:
+            return self._by_ids(wish["ids"], wish["max_tokens"])
+        messages, schemas = wish["messages"], wish["tools"]
+        added: list[Chat] = []
+        if self._turn is None:
+            chats = self.chats.with_tools([_tool(schema) for schema in schemas])
+            ids = chats.opening(messages)
+        else:
+            chats, added = self._added(messages, schemas)
+            ids = self._between(chats, added, self._turn)
+        return Step(ids=ids, messages=messages, tools=schemas, added=added, chats=chats, max_tokens=wish["max_tokens"])
+
+    def take(self, step: Step) -> None:
+        """The model is asked this; its turn is `heard` next."""
+        self._step = step
+        if self._turn is None:
+            self.opening = step.ids
+        elif step.ids:
+            self.trajectory.add_bridge(step.ids)
+        self.trajectory.messages += step.added
+
+    def heard(self, turn: Sampled) -> dict[str, Any]:
+        """Append the model's turn; what the program is told of it."""
+        trajectory, step = self.trajectory, self._step
+        assert step is not None
+        keep = 0 if self._turn is None else len(self.opening) + trajectory.num_tokens - len(step.ids)
+        trajectory.add_sampled(turn)
+        self._turn = turn
+        said = step.chats.read(turn, calls=bool(step.tools))
+        trajectory.last_content = said.content
+        is_whole = turn.finish_reason == "stop"
+        message: dict[str, Any] = {"role": "assistant", "content": said.content}
+        if is_whole and said.calls:
+            first = trajectory.num_calls
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": call.id or f"call{first + number:05d}",
+                    "function": {"name": call.name, "arguments": dict(call.arguments)},
+                }
+                for number, call in enumerate(said.calls)
+            ]
+        unreadable = list(said.unreadable) if is_whole else []
+        self._note([call["function"]["name"] for call in message.get("tool_calls", ())], step.tools, len(unreadable))
+        trajectory.messages.append(message)
+        self._path = None if step.messages is None else Path(messages=[*step.messages, message], tools=step.tools)
+        return {
+            "keep": keep,
+            "before": step.ids,
+            "sampled": turn.tokens.tolist(),
+            "logprobs": turn.logprobs.tolist(),
+            "message": message,
+            "finish_reason": turn.finish_reason,
+            "unreadable": unreadable,
+        }
+
+    def _by_ids(self, ids: Sequence[int], max_tokens: int | None) -> Step:
+        self.chats.written(ids)
+        so_far = self.trajectory.ids_after(self.opening) if self._turn is not None else []
+        if ids[: len(so_far)] != so_far or not ids:
+            raise self._strays("its ids do not begin with those of the trajectory, which are model.ids")
+        return Step(ids=list(ids[len(so_far) :]), tools=[], added=[], chats=self.chats, max_tokens=max_tokens)
+
+    def _added(self, messages: Sequence[Chat], schemas: Sequence[Chat]) -> tuple[Chats, list[Chat]]:
+        assert self._step is not None
+        if self._path is None:
+            raise self._strays("the trajectory goes on by ids since model.sample")
+        try:
+            return self._step.chats, self._path.added(messages, schemas)
+        except Strays as err:
+            raise self._strays(str(err)) from None
+
+    def _strays(self, why: str) -> Strays:
+        """Here a branch of the trajectory would begin, with ids of its own."""
+        return Strays(
+            f"this does not go on from where the trajectory is: {why}; repeat all messages as they were, those of the model as "
+            "chat returned them, and add to them"
+        )
+
+    def _between(self, chats: Chats, added: Sequence[Chat], turn: Sampled) -> list[int]:
+        """The bridge from the last turn to the next one."""
+        roles = [message["role"] for message in added]
+        texts = [text_of(message) for message in added]
+        if roles == ["user"]:
+            return chats.after_act(texts[0], turn)
+        if set(roles) == {"tool"}:
+            return chats.after_calls(list(zip(self._names(added), texts, strict=True)), turn)
+        raise ValueError(
+            f"the messages that follow the model's have the roles {', '.join(map(str, roles))}; expected one of the user, or "
+            'one of the role "tool" for each call'
+        )
+
+    def _names(self, added: Sequence[Chat]) -> list[str]:
+        """Of the tools that have answered."""
+        calls = self.trajectory.messages[-1].get("tool_calls", [])
+        assert isinstance(calls, list)
+        by_id = {call["id"]: call["function"]["name"] for call in calls}
+        in_order = [call["function"]["name"] for call in calls] + [""] * len(added)
+        return [
+            str(message.get("name") or by_id.get(message.get("tool_call_id")) or name)
+            for message, name in zip(added, in_order, strict=False)
+        ]
+
+    def _note(self, calls: Sequence[str], schemas: Sequence[Chat], num_unreadable: int) -> None:
+        """In the last turn, which calls it made."""
+        known = {_tool(schema).name for schema in schemas}
+        names = [name if name in known else "" for name in calls] + [""] * num_unreadable
+        trajectory = self.trajectory
+        trajectory.num_calls += len(names)
+        trajectory.num_calling_turns += bool(names)
+        trajectory.turns[-1] = replace(
+            trajectory.turns[-1],
+            calls=tuple(names),
+            failed=tuple(not name for name in names),
+            seconds=(0.0,) * len(names),
+            num_unknown=sum(name not in known for name in calls),
+            num_unreadable=num_unreadable,
+        )
+
+
+def _tool(schema: Chat) -> Tool:
+    """A schema as chat templates take it, or the function in it alone."""
+    function = schema.get("function", schema)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"the tool {schema!r:.200} has no name; expected a schema with the name of a function")
+    return Tool(
+        name=function["name"],
+        description=str(function.get("description") or ""),
+        parameters=function.get("parameters") or {"type": "object", "properties": {}},
+        returns=function.get("return"),
+    )
