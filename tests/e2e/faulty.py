@@ -24,6 +24,7 @@ from mgrpo.run import launch
 PLACES: dict[str, tuple[int, str, int, Callable[..., bool]]] = {
     # Rank, what it is about to call, for the how manieth time since the step began, and whether these arguments count.
     "generate": (0, "mgrpo.rollout.dispatch:Dispatcher.wait", 1, lambda *args: True),
+    "second turn": (0, "mgrpo.rollout.dispatch:Dispatcher.send_turns", 2, lambda *args: True),
     "score": (0, "mgrpo.run.scoring:Scoring._keep", 1, lambda *args: True),
     "forward": (1, "mgrpo.algo:policy_loss", 1, lambda *args: True),
     "optimizer": (1, "mgrpo.policy.optimizer:clip_grad_by_total_norm_fp32", 2, lambda *args: True),

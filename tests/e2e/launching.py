@@ -22,6 +22,7 @@ class Run:
     Args:
         flags: the ranks share every matrix by twos unless these say otherwise.
         program: another one than the example, and words before its flags; none: `mgrpo train --nproc-per-node`.
+        config: the name of an example's configuration.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Run:
         *,
         ranks: int = 2,
         program: Sequence[str] | None = ("examples/train_grpo.py",),
+        config: str = "quickstart",
     ) -> None:
         self.log = folder / "log.txt"
         self.output_dir = folder / "out"
@@ -40,7 +42,7 @@ class Run:
         layout = [] if TENSOR_PARALLEL in flags else [TENSOR_PARALLEL, "2"]
         command = [
             sys.executable, "-m", *launcher, "--nproc-per-node", str(ranks), *(program or ()),
-            "--config", "examples/configs/quickstart.yaml", "--output_dir", str(self.output_dir), *layout, *flags,
+            "--config", f"examples/configs/{config}.yaml", "--output_dir", str(self.output_dir), *layout, *flags,
         ]  # fmt: skip
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         self.process = subprocess.Popen(
@@ -67,6 +69,19 @@ class Run:
             assert self.process.poll() is None, f"ended early:\n{self.text()[-3000:]}"
             assert time.monotonic() < deadline, f"no {words!r} within {timeout_s} s:\n{self.text()[-3000:]}"
             time.sleep(0.1)
+
+    def end_of_all(self, timeout_s: float) -> tuple[int, list[psutil.Process]]:
+        """The exit status, and every process that the run ever had."""
+        family: set[psutil.Process] = set()
+        deadline = time.monotonic() + timeout_s
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"still running after {timeout_s} s:\n{self.text()[-3000:]}"
+            try:
+                family.update(self.family())
+            except psutil.NoSuchProcess:
+                break
+            time.sleep(0.5)
+        return self.wait(10), list(family)
 
     def family(self) -> list[psutil.Process]:
         """torchrun and everything it started, and the reaper, which has a session of its own."""

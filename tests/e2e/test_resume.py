@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors import safe_open
 
@@ -50,20 +49,12 @@ def finish(folder: Path, flags: Sequence[str] = ()) -> Run:
 def fail(folder: Path, flags: Sequence[str] = (), *, fault: str = "", step: int = 0) -> Run:
     """A run that does not come to its end, and leaves no process."""
     run = launch(folder, flags, fault=fault, step=step)
-    family: set[psutil.Process] = set()
-    deadline = time.monotonic() + LIMIT_S
     try:
-        while run.process.poll() is None:
-            assert time.monotonic() < deadline, run.text()[-3000:]
-            try:
-                family.update(run.family())
-            except psutil.NoSuchProcess:
-                break
-            time.sleep(0.5)
-        assert run.wait(10) != 0, run.text()[-3000:]
+        status, family = run.end_of_all(LIMIT_S)
+        assert status != 0, run.text()[-3000:]
     finally:
         run.end()
-    assert survivors(list(family), 40) == []
+    assert survivors(family, 40) == []
     return run
 
 
