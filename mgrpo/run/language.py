@@ -15,6 +15,12 @@ from mgrpo.environments.trajectory import Sampled, Trajectory
 CUT = "\n[... {count} tokens left out ...]\n"
 
 
+def stop_ids_of(format: Format, tokenizer: Any) -> list[int]:
+    """Tokens that end a turn besides the model's own, as far as the tokenizer has them."""
+    ids = tokenizer.convert_tokens_to_ids(list(format.stop_tokens))
+    return [token for token in ids if token is not None and token != tokenizer.unk_token_id]
+
+
 class Language:
     """Implements `environments.episodes.Language`."""
 
@@ -37,8 +43,7 @@ class Language:
     @property
     def stop_ids(self) -> list[int]:
         """Tokens that end a turn besides the model's own."""
-        ids = self.tokenizer.convert_tokens_to_ids(list(self.format.stop_tokens))
-        return [token for token in ids if token is not None and token != self.tokenizer.unk_token_id]
+        return stop_ids_of(self.format, self.tokenizer)
 
     def read(self, turn: Sampled, *, calls: bool) -> Parsed:
         """What a turn says; with its calls, or as a whole."""
