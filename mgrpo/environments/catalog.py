@@ -81,20 +81,23 @@ def built(specs: Sequence[Spec]) -> Toolbox:
 
 def _member(spec: Spec) -> Member:
     is_trl = spec.entry.startswith(TRL)
-    found = _found(spec.entry.removeprefix(TRL))
+    entry = spec.entry.removeprefix(TRL)
+    found = _found(entry)
     try:
         environment = Trl(found, **spec.settings) if is_trl else _environment(found, spec)
     # The user's own code runs here, and may raise anything.
     except (Exception, SystemExit) as err:
         problem = str(err) if isinstance(err, ValueError) else f"{type(err).__name__}: {err}"
         settings = f" with the settings {dict(spec.settings)}" if spec.settings else ""
-        raise ValueError(f"{spec.entry} cannot be made{settings}: {problem}") from err
+        if spec.entry in NAMES and not spec.settings:
+            settings = " without settings in tool_configs"
+        raise ValueError(f"{entry} cannot be made{settings}: {problem}") from err
     own_name = environment.name or type(environment).__name__
     name = spec.call_name or (spec.entry if spec.entry in NAMES else own_name)
     return Member(
         environment,
         name=name,
-        entry=spec.entry,
+        entry=entry,
         call_name=name if spec.entry in _CALLED_SO else "" if is_trl else spec.call_name,
         is_alternative=is_trl and bool(spec.call_name),
     )

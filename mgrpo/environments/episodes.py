@@ -16,6 +16,7 @@ from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost, ResetFailed
 from mgrpo.environments.gathering import Ask, Gathering
 from mgrpo.environments.instance import Answered, Ending, Instance
+from mgrpo.environments.rows import row_settings
 from mgrpo.environments.trajectory import EndedBy, Sampled, ScoredText, Trajectory
 from mgrpo.types import Completion, Prompt, RolloutGroup
 
@@ -111,7 +112,8 @@ class Episodes:
         """All trajectories of one prompt. The caller has entered it in the gathering, as one.
 
         Raises:
-            ValueError: the environment shows the samples of one prompt different texts, or one that is too long.
+            ValueError: the row cannot be read, or the environment shows the samples of one prompt different texts, or one that
+                is too long.
         """
         names = [f"{task.prompt.id[0]}/{task.prompt.id[1]}/{sample}" for sample in range(task.num_samples)]
         instances = await asyncio.gather(*(self._acquire(task.row, task.seed, name) for name in names))
@@ -182,7 +184,7 @@ class _Episode:
         self.episodes, self.task, self.prompt, self.sample, self.instance = all_of_them, task, prompt, sample, instance
         self.language, self.bounds = all_of_them.language, all_of_them.bounds
         self.trajectory = Trajectory()
-        self.max_calls = _max_calls(task.row, self.bounds.max_calls)
+        self.max_calls = row_settings(task.row).max_calls or self.bounds.max_calls
         self.began_at = time.monotonic()
 
     async def run(self, turn: Sampled) -> Completion:
@@ -326,11 +328,3 @@ def _failed(text: str) -> Answered:
 
 def _listed(names: frozenset[str]) -> str:
     return ", ".join(sorted(names)) or "none"
-
-
-def _max_calls(row: Mapping[str, Any], default: int) -> int:
-    """Calls that the row allows."""
-    found = row.get("env_config")
-    configs = found if isinstance(found, list) else [found]
-    limits = [c["max_steps"] for c in configs if isinstance(c, Mapping) and isinstance(c.get("max_steps"), int)]
-    return max(limits, default=default)
