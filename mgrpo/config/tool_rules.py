@@ -81,6 +81,12 @@ def _lists(config: Config) -> Iterator[str]:
             yield f"tools has {name} {count} times; leave one out, or name them: --tool_call_names {name}_1 {name}_2"
 
 
+def source_problems(config: Config) -> Iterator[str]:
+    """About words that name no tools, and lists that do not fit them."""
+    yield from _entries(config)
+    yield from _lists(config)
+
+
 def _endpoints(config: Config) -> Iterator[str]:
     for name in ("code_tool_api_endpoint", "search_api_endpoint"):
         url = getattr(config.tools, name)

@@ -16,7 +16,7 @@ from mgrpo.data.tokenizer import token_ids
 from mgrpo.environments.environment import Tool
 from mgrpo.environments.frames import BridgeError, Frame, Kind, Message, Span, find_frame
 
-__all__ = ["BridgeError", "Bridges"]
+__all__ = ["BridgeError", "Bridges", "valid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class Bridges:
         )
 
     def _ids(self, known: _Known, texts: Sequence[str], names: Sequence[str], last: int) -> list[int]:
-        spans = known.frame.filled(*([_valid(text) for text in some] for some in (texts, names)))
+        spans = known.frame.filled(*([valid(text) for text in some] for some in (texts, names)))
         ids = self._after_end(known, self._pieces(spans))
         if [one for one in ids if one in self._guarded_ids] != known.special_ids:
             # The tokenizer rewrites a text before it looks for tokens: no two characters of an observation stay together.
@@ -180,7 +180,7 @@ class Bridges:
         return token_ids(self._tokenizer, texts)
 
 
-def _valid(text: str) -> str:
+def valid(text: str) -> str:
     """Without halves of characters, which no tokenizer takes."""
     return text.encode(errors="replace").decode()
 

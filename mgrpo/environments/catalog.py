@@ -86,7 +86,8 @@ def built(specs: Sequence[Spec]) -> Toolbox:
 def _member(spec: Spec) -> Member:
     is_trl = spec.entry.startswith(TRL)
     is_program = spec.entry.startswith(PROGRAM)
-    found = _found(spec.entry.removeprefix(TRL).removeprefix(PROGRAM), PROGRAMS if is_program else NAMES)
+    entry = spec.entry.removeprefix(TRL).removeprefix(PROGRAM)
+    found = _found(entry, PROGRAMS if is_program else NAMES)
     make = _program if is_program else _trl if is_trl else _environment
     try:
         environment = make(found, spec)
@@ -94,13 +95,15 @@ def _member(spec: Spec) -> Member:
     except (Exception, SystemExit) as err:
         problem = str(err) if isinstance(err, ValueError) else f"{type(err).__name__}: {err}"
         settings = f" with the settings {dict(spec.settings)}" if spec.settings else ""
-        raise ValueError(f"{spec.entry} cannot be made{settings}: {problem}") from err
+        if spec.entry in NAMES and not spec.settings:
+            settings = " without settings in tool_configs"
+        raise ValueError(f"{entry} cannot be made{settings}: {problem}") from err
     own_name = environment.name or type(environment).__name__
     name = spec.call_name or (spec.entry if spec.entry in NAMES else own_name)
     return Member(
         environment,
         name=name,
-        entry=spec.entry,
+        entry=entry,
         call_name=name if spec.entry in _CALLED_SO else "" if is_trl else spec.call_name,
         is_alternative=is_trl and bool(spec.call_name),
     )

@@ -114,7 +114,8 @@ class Episodes:
         """All trajectories of one prompt. The caller has entered it in the gathering, as one.
 
         Raises:
-            ValueError: the environment shows the samples of one prompt different texts, or one that is too long.
+            ValueError: the row cannot be read, or the environment shows the samples of one prompt different texts, or one that
+                is too long.
         """
         names = [f"{task.prompt.id[0]}/{task.prompt.id[1]}/{sample}" for sample in range(task.num_samples)]
         instances: list[Instance | None] = []

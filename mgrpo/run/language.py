@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from mgrpo.data.tokenizer import decode, token_ids
-from mgrpo.environments.bridge import Bridges
+from mgrpo.data.tokenizer import decode
+from mgrpo.environments.bridge import Bridges, valid
 from mgrpo.environments.formats import Format, Parsed
 from mgrpo.environments.trajectory import Sampled, Trajectory
 
-CUT = "\n[... {count} tokens left out ...]\n"
+CUT = "\n[... {count} characters left out ...]\n"
 
 
 def stop_ids_of(format: Format, tokenizer: Any) -> list[int]:
@@ -53,15 +53,17 @@ class Language:
 
     def after_calls(self, answers: Sequence[tuple[str, str]], turn: Sampled) -> list[int]:
         """Ids between this turn and the next one, for the name and the answer of each call."""
-        texts = [self._shortened(text) for _, text in answers]
-        own = self.format.answer(texts)
-        if own is not None:
-            return self._plain(own)
-        return self.bridges.after_tools(texts, [name for name, _ in answers], last=int(turn.tokens[-1]))
+        last = int(turn.tokens[-1])
+        names = [name for name, _ in answers]
+        texts = [self._shortened(text, lambda part: self._after_tools([part], names[:1], last)) for _, text in answers]
+        return self._after_tools(texts, names, last)
 
     def after_act(self, answer: str, turn: Sampled) -> list[int]:
         """The same where a turn is an action."""
-        return self.bridges.after_user(self._shortened(answer), last=int(turn.tokens[-1]))
+        last = int(turn.tokens[-1])
+        return self.bridges.after_user(
+            self._shortened(answer, lambda part: self.bridges.after_user(part, last=last)), last=last
+        )
 
     def text(self, trajectories: Sequence[Trajectory]) -> list[str]:
         """Of each, all tokens as text."""
@@ -72,19 +74,45 @@ class Language:
         known = [token for token in tokens.tolist() if 0 <= token < len(self.tokenizer)]
         return self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    def _after_tools(self, texts: Sequence[str], names: Sequence[str], last: int) -> list[int]:
+        own = self.format.answer(texts)
+        return self.bridges.after_tools(texts, names, last=last) if own is None else self._plain(own)
+
     def _plain(self, text: str) -> list[int]:
         """Its tokens, none of which is special."""
         options = {"add_special_tokens": False, "split_special_tokens": True}
-        return self.tokenizer(text, verbose=False, **options)["input_ids"]
+        return self.tokenizer(valid(text), verbose=False, **options)["input_ids"]
 
-    def _shortened(self, text: str) -> str:
-        """What an observation may be long, its middle left out."""
-        limit = self.max_observation_tokens
-        if len(text) <= limit:  # A token is a byte at least, and most bytes are a character.
+    def _shortened(self, text: str, encode: Callable[[str], list[int]]) -> str:
+        """The text, or as much of its beginning and its end as adds no more tokens than an observation may have.
+
+        Args:
+            encode: what follows a turn whose only answer is this text.
+        """
+        limit, frame = self.max_observation_tokens, len(encode(""))
+
+        def size(part: str) -> int:
+            return len(encode(part)) - frame
+
+        if size(text) <= limit:
             return text
-        ids = token_ids(self.tokenizer, [text])[0]
-        if len(ids) <= limit:
-            return text
-        half = len(text) * limit // len(ids) // 2
-        count = len(ids) - limit
-        return text[:half] + CUT.format(count=count) + text[len(text) - half :]
+        shorten = _without_middle if size(_without_middle(text, 0)) <= limit else _beginning
+        fits, fitting, exceeds = 0, 0, len(text)
+        while exceeds - fits > 1 and limit - fitting > limit // 32:
+            kept = (fits + exceeds) // 2
+            count = size(shorten(text, kept))
+            if count <= limit:
+                fits, fitting = kept, count
+            else:
+                exceeds = kept
+        return shorten(text, fits)
+
+
+def _without_middle(text: str, kept: int) -> str:
+    """So many of its characters, and words in place of the others."""
+    start, end = kept - kept // 2, len(text) - kept // 2
+    return text[:start] + CUT.format(count=len(text) - kept) + text[end:]
+
+
+def _beginning(text: str, kept: int) -> str:
+    return text[:kept]

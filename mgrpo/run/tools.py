@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import mgrpo
 from mgrpo.config import Config
+from mgrpo.config.tool_rules import source_problems
 from mgrpo.config.tools import PYTHON, ToolSpec
-from mgrpo.environments.catalog import Description, Spec
+from mgrpo.environments.catalog import NAMES, Description, Spec
 from mgrpo.environments.formats import detected, named
 from mgrpo.environments.pool import Environments, Limits, describe
 from mgrpo.rewards.trajectories import TurnRewards
@@ -51,13 +52,14 @@ class Toolset:
 
 def read_tools(config: Config) -> tuple[Toolset | None, list[str]]:
     """What the configuration asks for, built once in a process of its own, and every problem with it."""
-    if not config.tools.is_on:
+    # The rules have said what is wrong with the words.
+    if not config.tools.is_on or any(source_problems(config)):
         return None, []
     try:
         specs = tuple(_spec(config, spec) for spec in config.tools.specs)
         return Toolset(specs=specs, description=describe(specs, folders=_folders(), python=config.tools.env_python)), []
     except ValueError as err:
-        return None, [f"tools: {err}"]
+        return None, [str(err)]
 
 
 def _spec(config: Config, asked: ToolSpec) -> Spec:
@@ -188,12 +190,15 @@ def turn_rewards(config: Config) -> TurnRewards:
 
 def remarks(config: Config, toolset: Toolset) -> list[str]:
     """What the user should know of tools before the run starts."""
-    names = toolset.description.not_repeatable
-    if not names or config.tools.turn_scheduling == "rounds":
+    differ = [offer for offer in toolset.description.offers if not offer.is_repeatable]
+    if not differ or config.tools.turn_scheduling == "rounds":
         return []
+    with_settings = {spec.entry for spec in toolset.specs if spec.entry not in NAMES}
+    advice = "; if it does not, set is_repeatable to true in its tool_configs"
     return [
-        f"{' and '.join(names)} may answer equal calls differently (is_repeatable is not set), so this run cannot be repeated to "
-        "the bit; completions go on as soon as their tools have answered"
+        f"{' and '.join(offer.name for offer in differ)} may answer equal calls differently, so this run cannot be repeated to "
+        "the bit, and completions go on as soon as their tools have answered"
+        + (advice if any(offer.entry in with_settings for offer in differ) else "")
     ]
 
 
@@ -209,6 +214,8 @@ def row_problems(toolset: Toolset, mixtures: Sequence[Mixture]) -> list[str]:
     """About tools and environments that rows name and the run does not have, or that cannot go together."""
     found: dict[str, str] = {}
     for mixture in mixtures:
+        if not len(mixture):
+            continue
         names_some = bool(ROW_COLUMNS.intersection(mixture.columns))
         for origin, columns in mixture.rows() if names_some else [("every row", {})]:
             try:

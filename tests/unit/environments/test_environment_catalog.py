@@ -107,7 +107,8 @@ def test_everything_that_cannot_be_built_is_named_at_once(own, tmp_path):
         f"{own}:undescribed": "own.py:14: the tool undescribed: it has no docstring",
         f"{own}:NUMBER": "it is neither a function, nor a subclass of mgrpo.environments.environment.Environment",
         f"{own}:Plain": f"write trl:{own}:Plain for a class in TRL's form",
-        f"trl:{own}:double": f"trl:{own}:double cannot be made: TypeError: double() missing 1 required",
+        f"trl:{own}:double": f"; {own}:double cannot be made: TypeError: double() missing 1 required",
+        "search": "search cannot be made without settings in tool_configs: search: got index=''",
     }
     with pytest.raises(ValueError) as raised:
         built([Spec(entry=entry) for entry in [*entries, "calculate"]])

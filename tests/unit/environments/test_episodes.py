@@ -249,11 +249,19 @@ def test_turns_with_calls_are_limited(most: int | None, turns: int) -> None:
     assert found.finish_reason == "max_calls" and len(found.trajectory.turns) == turns
 
 
-@pytest.mark.parametrize("form", [lambda own: own, lambda own: [own], lambda own: {"env_configs": [own]}])
-def test_a_row_may_allow_fewer_calls(form: Callable[[dict], object]) -> None:
-    own = {"env_name": "adder", "max_steps": 1}
-    asked = replace(prompt([10, 11], id=(0, 3)), columns={"env_config": form(own)})
-    assert len(one(Scripted(*[[CALL, END]] * 9), asked=asked).trajectory.turns) == 2
+@pytest.mark.parametrize(
+    ("config", "turns"),
+    [
+        ({"env_name": "adder", "max_steps": 1}, 2),
+        ({"env_configs": [{"env_name": "adder"}], "max_steps": 1}, 2),
+        ([{"env_name": "adder", "max_steps": 1}, {"env_name": "other", "max_steps": 7}], 8),
+        ({"env_name": "adder", "max_steps": None}, 6),
+    ],
+)
+def test_a_row_may_allow_other_numbers_of_calls(config: object, turns: int) -> None:
+    """In each of the forms that Open Instruct's rows have, and one more turn to answer."""
+    asked = replace(prompt([10, 11], id=(0, 3)), columns={"env_config": config})
+    assert len(one(Scripted(*[[CALL, END]] * 9), asked=asked).trajectory.turns) == turns
 
 
 def test_an_environment_may_end_a_trajectory() -> None:
