@@ -78,7 +78,7 @@ def make_prompts(
             "(vocab_size in config.json); correct generation_config.json, or use the model's own tokenizer"
         )
     sets: list[PromptSet | None] = []
-    schemas = toolset.schemas(config) if toolset else []
+    schemas = toolset.schemas(config) if toolset else None
     for mixture in mixtures:
         made = None
         try:

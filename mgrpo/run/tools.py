@@ -39,9 +39,9 @@ class Toolset:
     specs: tuple[Spec, ...]
     description: Description
 
-    def schemas(self, config: Config) -> list[dict[str, Any]]:
-        """What prompts tell the model of its tools."""
-        return [tool.schema for tool in self.description.tools] if config.tools.pass_tools_to_chat_template else []
+    def schemas(self, config: Config) -> list[dict[str, Any]] | None:
+        """What prompts tell the model of its tools; None: nothing."""
+        return [tool.schema for tool in self.description.tools] if config.tools.pass_tools_to_chat_template else None
 
     def plays_in_rounds(self, config: Config) -> bool:
         """Whether all trajectories finish a turn before any begins its next; only then does a run repeat to the bit."""

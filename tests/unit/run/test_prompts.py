@@ -1,0 +1,59 @@
+"""What prompts tell the model of its tools, from the settings to the text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mgrpo.config import from_values
+from mgrpo.run.inputs import read_inputs
+from mgrpo.run.prompts import make_prompts
+
+MODEL = Path(__file__).parents[3] / "examples" / "calculator" / "model"
+NAMES = "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> Callable[..., list[str]]:
+    """The tools that the prompts of rows with these columns tell of."""
+    template = (MODEL / "chat_template.jinja").read_text()
+    (tmp_path / "template.jinja").write_text(NAMES + template)
+
+    def make(*rows: dict[str, object], **settings: object) -> list[str]:
+        asked = {"messages": [{"role": "user", "content": "1+1"}], "ground_truth": "2", "dataset": "integer"}
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(asked | row) + "\n" for row in rows))
+        config = from_values(
+            {
+                "model_name_or_path": str(MODEL),
+                "chat_template_name": str(tmp_path / "template.jinja"),
+                "dataset_local_cache_dir": str(tmp_path / "cache"),
+                "dataset_mixer_list": [str(tmp_path / "rows.jsonl"), "1.0"],
+                "shuffle_dataset": False,
+                "num_unique_prompts_rollout": 1,
+                **settings,
+            }
+        )
+        inputs, problems = read_inputs(config)
+        assert inputs is not None and problems == []
+        mixtures = (inputs.train, inputs.held_out)
+        prompts, problems = make_prompts(config, mixtures, toolset=inputs.toolset, vocab=None, is_sound=True)
+        assert problems == [] and prompts is not None and prompts.train is not None
+        texts = [prompts.train.prompt((0, index)).text for index in range(len(rows))]
+        assert all(text.endswith("<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n") for text in texts)
+        return [text[: text.index("<|im_start|>")] for text in texts]
+
+    return make
+
+
+def test_without_tools_a_column_of_their_name_is_like_any_other(shown: Callable[..., list[str]]) -> None:
+    """Data of others have such a column; it says nothing to a run that has no tools."""
+    assert shown({"tools": ["search"]}, {"tools": "x"}) == ["", ""]
+
+
+def test_a_template_that_is_told_of_no_tools_shows_none(shown: Callable[..., list[str]]) -> None:
+    """A system message of the rows describes them."""
+    rows = {"tools": ["increment"]}, {"tools": None}
+    assert shown(*rows, tools=["counter"], pass_tools_to_chat_template=False) == ["", ""]
