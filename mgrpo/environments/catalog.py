@@ -87,7 +87,8 @@ def _member(spec: Spec) -> Member:
     # The user's own code runs here, and may raise anything.
     except (Exception, SystemExit) as err:
         problem = str(err) if isinstance(err, ValueError) else f"{type(err).__name__}: {err}"
-        settings = f" with the settings {dict(spec.settings)}" if spec.settings else ""
+        # Their values may be secrets.
+        settings = f" with the settings {', '.join(spec.settings)}" if spec.settings else ""
         raise ValueError(f"{spec.entry} cannot be made{settings}: {problem}") from err
     own_name = environment.name or type(environment).__name__
     name = spec.call_name or (spec.entry if spec.entry in NAMES else own_name)
