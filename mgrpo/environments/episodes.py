@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from mgrpo.environments.description import ACT
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost, ResetFailed
 from mgrpo.environments.gathering import Ask, Gathering
@@ -19,9 +20,6 @@ from mgrpo.environments.instance import Answered, Ending, Instance
 from mgrpo.environments.rows import row_settings
 from mgrpo.environments.trajectory import EndedBy, Sampled, ScoredText, Trajectory
 from mgrpo.types import Completion, Prompt, RolloutGroup
-
-ACT = "act"
-"""The call that stands for a turn as a whole, with the argument "text"."""
 
 
 class Environments(Protocol):
@@ -83,6 +81,8 @@ class Task:
     """A prompt whose trajectories begin."""
 
     prompt: Prompt
+    name: str
+    """Of the prompt, for tools and messages: no other that is under way has it."""
     place: int
     """Of the prompt among all that were ever begun."""
     num_samples: int
@@ -114,7 +114,7 @@ class Episodes:
         Raises:
             ValueError: the environment shows the samples of one prompt different texts, or one that is too long.
         """
-        names = [f"{task.prompt.id[0]}/{task.prompt.id[1]}/{sample}" for sample in range(task.num_samples)]
+        names = [f"{task.name}/{sample}" for sample in range(task.num_samples)]
         instances = await asyncio.gather(*(self._acquire(task.row, task.seed, name) for name in names))
         try:
             try:
