@@ -94,7 +94,8 @@ def _member(spec: Spec) -> Member:
     # The user's own code runs here, and may raise anything.
     except (Exception, SystemExit) as err:
         problem = str(err) if isinstance(err, ValueError) else f"{type(err).__name__}: {err}"
-        settings = f" with the settings {dict(spec.settings)}" if spec.settings else ""
+        # Their values may be secrets.
+        settings = f" with the settings {', '.join(spec.settings)}" if spec.settings else ""
         if spec.entry in NAMES and not spec.settings:
             settings = " without settings in tool_configs"
         raise ValueError(f"{entry} cannot be made{settings}: {problem}") from err

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+from mgrpo.environments.description import ACT
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost, ResetFailed
 from mgrpo.environments.gathering import Ask, Gathering
@@ -21,9 +22,6 @@ from mgrpo.environments.trajectory import EndedBy, Sampled, ScoredText, Trajecto
 from mgrpo.types import Completion, Prompt, RolloutGroup
 
 T = TypeVar("T")
-
-ACT = "act"
-"""The call that stands for a turn as a whole, with the argument "text"."""
 
 
 class Environments(Protocol):
@@ -85,6 +83,8 @@ class Task:
     """A prompt whose trajectories begin."""
 
     prompt: Prompt
+    name: str
+    """Of the prompt, for tools and messages: no other that is under way has it."""
     place: int
     """Of the prompt among all that were ever begun."""
     num_samples: int
@@ -117,7 +117,7 @@ class Episodes:
             ValueError: the row cannot be read, or the environment shows the samples of one prompt different texts, or one that
                 is too long.
         """
-        names = [f"{task.prompt.id[0]}/{task.prompt.id[1]}/{sample}" for sample in range(task.num_samples)]
+        names = [f"{task.name}/{sample}" for sample in range(task.num_samples)]
         instances: list[Instance | None] = []
         try:
             instances = await _together(self._acquire(task.row, task.seed, name) for name in names)

@@ -144,6 +144,7 @@ class Interaction:
         prompt, sampling = request.prompt, request.sampling
         task = Task(
             prompt=prompt,
+            name=f"{'' if request.is_training else 'eval/'}{prompt.id[0]}/{prompt.id[1]}",
             place=place,
             num_samples=sampling.num_samples,
             max_tokens=sampling.max_tokens,

@@ -150,6 +150,7 @@ def play(
         gathering.enter(1)
         task = Task(
             prompt=asked or prompt([10, 11], id=(0, 3)),
+            name="0/3",
             place=0,
             num_samples=len(instances),
             max_tokens=max_tokens,
@@ -358,6 +359,7 @@ def test_rounds_wait_for_the_slowest_tool_and_the_free_do_not() -> None:
         tasks = [
             Task(
                 prompt=prompt([10 + place], id=(0, place)),
+                name=f"0/{place}",
                 place=place,
                 num_samples=2,
                 max_tokens=50,

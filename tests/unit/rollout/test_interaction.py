@@ -76,9 +76,11 @@ class Place:
         self.turns, self.gate, self.acquired, self.is_closed = turns, threading.Event(), 0, False
         self.gate.set()
         self.lost = False
+        self.names: list[str] = []
 
     async def acquire(self, row: Mapping[str, object], *, seed: int, trajectory: str) -> Acting:
         self.acquired += 1
+        self.names.append(trajectory)
         if self.lost:
             raise EnvironmentLost
         return Acting(self.turns, self.gate)
@@ -288,6 +290,14 @@ def test_an_evaluation_takes_turns_as_well() -> None:
         groups = own.wait(own.sample_evaluation(PROMPTS))
     assert [group.prompt.id for group in groups] == [p.id for p in PROMPTS]
     assert all(len(c.trajectory.turns) == 2 for group in groups for c in group.completions)
+
+
+def test_an_environment_knows_a_trajectory_of_an_evaluation_from_one_of_the_training() -> None:
+    """Both count their rows from zero: a tool that files what it finds by the name would mix them."""
+    with playing() as (own, place):
+        begin(own, PROMPTS[1])[0].result(10)
+        own.wait(own.sample_evaluation(PROMPTS[1:2]))
+    assert place.names == ["0/1/0", "0/1/1", "eval/0/1/0"]
 
 
 @pytest.mark.parametrize("in_rounds", [True, False])
