@@ -29,7 +29,7 @@ FLAGS = [
 TRACES = ["--save_traces", "true"]
 VERSIONED = ("tests/e2e/versioned_traces.py",)
 END_OF_TURN = 2
-CLOCKS = ("time/", "env/acquire_wait_s")
+CLOCKS = "time/"
 AGREES = "debug/vllm_vs_local_logprob_diff_mean"
 
 
