@@ -10,6 +10,7 @@ from typing import Any
 
 from mgrpo.environments.adaptors.open_instruct import OpenInstruct, is_open_instruct
 from mgrpo.environments.adaptors.trl import Trl
+from mgrpo.environments.adaptors.trl_rollout import TrlRollout, is_trl_rollout
 from mgrpo.environments.description import Description
 from mgrpo.environments.environment import Environment
 from mgrpo.environments.functions import FunctionTool
@@ -129,7 +130,7 @@ def _trl(found: Any, spec: Spec) -> Environment:
 def _program(found: Any, spec: Spec) -> Environment:
     if inspect.isclass(found) and issubclass(found, Program):
         return found(**spec.settings)
-    return Program(found, **spec.settings)
+    return TrlRollout(found, **spec.settings) if is_trl_rollout(found) else Program(found, **spec.settings)
 
 
 def _environment(found: Any, spec: Spec) -> Environment:

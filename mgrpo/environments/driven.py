@@ -98,6 +98,7 @@ class _Drive:
         self.max_tokens = 0
         """Of the turn that the program wants."""
         self.reward: float | None = None
+        self.shown: Mapping[str, object] = {}
         self.num_refusals = 0
         self.is_full = False
         self.began_at = time.monotonic()
@@ -128,12 +129,13 @@ class _Drive:
             text=self.driven.language.text([trajectory])[0],
             scored_text=self.driven.bounds.scored_text,
             reward=self.reward,
+            snapshot=self.shown,
         )
 
     async def release(self) -> None:
         """Give the program's place back; it must not go on there."""
         if self.instance is not None:
-            await self.instance.release(broken=self.trajectory.ended_by is None)
+            await self.instance.release(broken=self.trajectory.ended_by in (None, "error"))
 
     async def _go_on(self, instance: Instance, answer: Mapping[str, Any]) -> None:
         """Until the program wants a turn that can be sampled, or is over."""
@@ -142,7 +144,7 @@ class _Drive:
             while True:
                 said = await instance.resume(dict(answer))
                 if "returned" in said:
-                    self.reward = said["returned"]
+                    self.reward, self.shown = said["returned"], said["shown"]
                     trajectory.metrics.update(said["metrics"])
                     was_cut = self.is_full or (trajectory.parts and trajectory.parts[-1].finish_reason != "stop")
                     trajectory.ended_by = "length" if was_cut else "stop"
@@ -155,7 +157,6 @@ class _Drive:
                     return
                 answer = refusal
         except EnvironmentLost as err:
-            await instance.release(broken=True)
             self._fail(err)
         finally:
             self._note_seconds(time.monotonic() - began)

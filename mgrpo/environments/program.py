@@ -14,7 +14,7 @@ from typing import Any
 
 from mgrpo.environments.environment import Environment
 from mgrpo.environments.functions import tool_of
-from mgrpo.environments.plain import is_plain
+from mgrpo.environments.plain import is_plain, sendable
 
 Wish = dict[str, Any]
 """What a program wants of the model, and what came of it, as JSON."""
@@ -66,10 +66,13 @@ class Model:
         """Of each of them; 0 for what was not sampled."""
         self.metrics: dict[str, float] = {}
         """Reported as env/{name}/{metric}."""
+        self.shown: dict[str, Any] = {}
+        """What JSON holds of it is given to reward functions, as attributes of their `environments`."""
+        self.last: Message | None = None
+        """What the model has said last."""
         self.is_over = False
-        self._turn = asyncio.Lock()
-        self._wishes: asyncio.Queue[Wish] = asyncio.Queue()
-        self._answers: asyncio.Queue[Wish] = asyncio.Queue()
+        self._wishes: asyncio.Queue[tuple[Wish, asyncio.Future[Wish]]] = asyncio.Queue()
+        self._asking: asyncio.Future[Wish] | None = None
 
     async def chat(
         self,
@@ -97,8 +100,9 @@ class Model:
         plain = [dict(message) for message in messages]
         if not is_plain(plain) or not is_plain(schemas):
             raise Refused("messages and tools must be what JSON holds: text, numbers, lists and objects")
-        answer = await self._ask({"messages": plain, "tools": schemas}, max_tokens)
-        return Message(answer["message"], finish_reason=answer["finish_reason"], unreadable=answer["unreadable"])
+        await self._ask({"messages": plain, "tools": schemas}, max_tokens)
+        assert self.last is not None
+        return self.last
 
     async def sample(self, ids: Sequence[int], *, max_tokens: int | None = None) -> list[int]:
         """The ids that the model adds to these, which begin with `self.ids` once something was sampled.
@@ -113,16 +117,15 @@ class Model:
     async def _ask(self, wish: Wish, max_tokens: int | None) -> Wish:
         if max_tokens is not None and max_tokens < 1:
             raise Refused(f"max_tokens={max_tokens} must be at least 1")
-        async with self._turn:
-            if self.is_over:
-                raise RuntimeError("the trajectory is over; a program must wait for all that it asks of the model")
-            self._wishes.put_nowait({**wish, "max_tokens": max_tokens})
-            answer = await self._answers.get()
+        if self.is_over:
+            raise RuntimeError("the trajectory is over; a program must wait for all that it asks of the model")
+        answered: asyncio.Future[Wish] = asyncio.get_running_loop().create_future()
+        self._wishes.put_nowait(({**wish, "max_tokens": max_tokens}, answered))
+        answer = await answered
         if "no_room" in answer:
             raise NoRoom(answer["no_room"])
         if "refused" in answer:
             raise Refused(answer["refused"])
-        self._add(answer["keep"], answer["before"], answer["sampled"], answer["logprobs"])
         return answer
 
     def _add(self, keep: int, before: Sequence[int], sampled: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -136,11 +139,21 @@ class Model:
 
     async def wish(self) -> Wish:
         """What is asked next."""
-        return await self._wishes.get()
+        while True:
+            wish, self._asking = await self._wishes.get()
+            if not self._asking.done():
+                return wish
 
     def answer(self, answer: Wish) -> None:
-        """To what was asked last."""
-        self._answers.put_nowait(answer)
+        """To what was asked last, also if it is no longer waited for."""
+        assert self._asking is not None
+        if "sampled" in answer:
+            self._add(answer["keep"], answer["before"], answer["sampled"], answer["logprobs"])
+            self.last = Message(
+                answer["message"], finish_reason=answer["finish_reason"], unreadable=answer["unreadable"]
+            )
+        if not self._asking.done():
+            self._asking.set_result(answer)
 
 
 class Program(Environment):
@@ -172,7 +185,7 @@ class Program(Environment):
         Args:
             answer: to its last wish; at first the row's prompt, {"begin": ids}.
         Returns:
-            {"wish": ...}, or {"returned": reward, "metrics": ...}.
+            {"wish": ...}, or {"returned": reward, "metrics": ..., "shown": ...}.
         """
         model = self._model
         assert model is not None
@@ -200,7 +213,7 @@ class Program(Environment):
         if result is not None and not isinstance(result, (int, float)):
             raise TypeError(f"{self.name} returned {result!r:.80}, expected the reward as a number, or None")
         metrics = {f"{self.name}/{name}": float(value) for name, value in model.metrics.items()}
-        return {"returned": result, "metrics": metrics}
+        return {"returned": result, "metrics": metrics, "shown": sendable(model.shown)}
 
     async def close(self) -> None:
         """End what goes on; waits for as long as the program does not let itself be cancelled."""

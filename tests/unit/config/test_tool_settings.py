@@ -93,6 +93,9 @@ def test_what_is_asked_for_becomes_one_record_each():
     )
     assert Tools(tools=("search",), search_api_endpoint="u").specs[0].settings == {"endpoint": "u"}
     assert Config().tools.specs == () and not Config().tools.is_on
+    program = from_values({"rollout_func": "package.module.go", "tool_configs": ['{"turns": 3}']})
+    assert program.tools.specs == (ToolSpec(entry="rollout:package.module:go", settings={"turns": 3}),)
+    assert Tools(rollout_func="verifiers").specs == (ToolSpec(entry="rollout:verifiers"),)
 
 
 ON = {"tools": ["calculate"]}
@@ -114,6 +117,11 @@ ON = {"tools": ["calculate"]}
         ({"environment_factory": ["Chess"]}, "environment_factory: Chess must be package.module:NAME or file.py:NAME"),
         ({"rollout_func": "go"}, "rollout_func: go must be package.module:NAME or file.py:NAME"),
         ({"rollout_func": "a:go"} | ON, "rollout_func=a:go drives the model by itself, so tools would answer nothing"),
+        ({"rollout_func": "a:go", "tool_configs": ["{}", "{}"]}, "tool_configs has 2 entries for the program; give one"),
+        ({"rollout_func": "a:go", "tool_configs": ["[1]"]}, "tool_configs: [1] of a:go must be a JSON object"),
+        ({"rollout_func": "a:go", "chat_template_name": "none"}, "rollout_func=a:go talks to the model in chats, but"),
+        (ON | {"env_python": "/nowhere/python"}, "env_python=/nowhere/python must be the path of a Python interpreter"),
+        (ON | {"env_python": __file__}, "must be the path of a Python interpreter, such as"),
         ({"tools": ["python"], "code_tool_api_endpoint": "h:1"}, "code_tool_api_endpoint=h:1 must be a URL, http://"),
         (
             {"tools": ["python"], "code_tool_api_endpoint": "http://a", "tool_configs": ['{"endpoint": "http://b"}']},
@@ -163,6 +171,7 @@ def test_a_rule_of_tools_fires_on_its_mistake_alone(model, values, words):
         ON | {"per_turn_max_tokens": 256, "max_observation_tokens": 255, "tool_timeout": 1800},
         ON | {"chat_template_name": "none", "tool_parser_type": "legacy"},
         {"rollout_func": "package.module.function", "max_tool_calls": None},
+        {"rollout_func": "verifiers", "tool_configs": ['{"id": "game"}'], "env_python": sys.executable},
         {"tools": None, "tool_call_names": None, "tool_configs": None, "pool_size": None},
         {"tool_timeout": 1e6},
         ON | {"turn_scheduling": "free", "pool_size": 4},

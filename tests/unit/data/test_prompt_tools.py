@@ -115,6 +115,12 @@ def test_an_environment_adds_to_the_last_message_of_the_user(encode, tokenizer, 
         assert all(getattr(found, name) == getattr(plain, name) for name in same)
 
 
+def test_programs_are_told_the_messages_that_the_template_is_given(encode, tokenizer) -> None:
+    """Reward functions get the text of such a row; a chat with that would write the template twice."""
+    own, text = encode({"messages": [user("1")]}), encode({"prompt": "1"})
+    assert own.asked(everything(own)[0]) == [user("1")] and text.asked(everything(text)[0]) == "1"
+
+
 def test_judges_and_reward_functions_see_what_an_environment_adds(encode, tokenizer) -> None:
     """They judge the answer to what was asked."""
     own, other = encode(asked("1"), {"messages": [user("1")]}), encode({"messages": [user("1")]})

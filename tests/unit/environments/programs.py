@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -64,6 +65,42 @@ async def by_ids(row: Row, model: Model) -> float:
     return float(len(model.ids))
 
 
+async def other_ids(row: Row, model: Model) -> float:
+    await model.sample([5, 6])
+    try:
+        await model.sample([5, 7, *model.ids[2:], 8])
+    except Refused as err:
+        assert "ids do not begin with" in str(err), err
+    return 1.0
+
+
+async def out_of_order(row: Row, model: Model) -> None:
+    """Answers the second of two calls first."""
+    messages: list[Mapping[str, Any]] = [say("a")]
+    tools = [{"type": "function", "function": {"name": name}} for name in ("one", "two")]
+    answer = await model.chat(messages, tools)
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": call["function"]["name"]} for call in answer.tool_calls
+    ]
+    await model.chat([*messages, answer, *results[::-1]], tools)
+
+
+async def impatient(row: Row, model: Model) -> float:
+    """Does not wait for its first turn, which is part of the trajectory nevertheless."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(model.chat([say("a")]), 0.02)
+    with contextlib.suppress(Refused):
+        await model.chat([say("a"), say("b")])
+    assert model.last is not None
+    await model.chat([say("a"), model.last, say("c")])
+    return 1.0
+
+
+async def tells(row: Row, model: Model) -> None:
+    await model.chat([say("a")])
+    model.shown.update(score=3, board=object())
+
+
 async def forgets(row: Row, model: Model) -> float:
     """Leaves its first message out, is refused, and goes on as it should."""
     messages = [say("a"), await model.chat([say("a")]), say("b")]
@@ -105,7 +142,7 @@ async def differs(row: Row, model: Model) -> None:
 async def raises(row: Row, model: Model, *, turns: int = 0) -> None:
     for _ in range(turns):
         await model.chat([say("a")])
-    raise KeyError("no such thing")
+    json.loads("no such thing")
 
 
 async def hangs(row: Row, model: Model, *, how: str) -> None:

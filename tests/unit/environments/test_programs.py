@@ -22,6 +22,7 @@ from mgrpo.environments.environment import Call, Tool
 from mgrpo.environments.episodes import Bounds, Task
 from mgrpo.environments.gathering import Ask, Gathering
 from mgrpo.environments.pool import Environments, Limits, Spec, describe
+from mgrpo.environments.program import Model, Program
 from mgrpo.environments.trajectory import Sampled, Trajectory
 from mgrpo.types import Completion, RolloutGroup
 from tests.builders import prompt
@@ -88,16 +89,15 @@ class Letters:
 class Engine:
     """Says these texts in turn; a text that does not fit is cut."""
 
-    def __init__(self, *texts: str) -> None:
-        self.texts = list(texts)
+    def __init__(self, *texts: str, delay_s: float = 0.0) -> None:
+        self.texts, self.delay_s = list(texts), delay_s
         self.asks: list[Ask] = []
 
     def send(self, asks: Sequence[Ask]) -> None:
         for ask in asks:
             self.asks.append(ask)
-            asyncio.get_running_loop().call_soon(
-                ask.answer.set_result, [self._turn(ask) for _ in range(ask.num_samples)]
-            )
+            turns = [self._turn(ask) for _ in range(ask.num_samples)]
+            asyncio.get_running_loop().call_later(self.delay_s, ask.answer.set_result, turns)
 
     def _turn(self, ask: Ask) -> Sampled:
         assert ask.max_tokens >= 1
@@ -256,6 +256,69 @@ def test_a_chat_that_says_something_else_is_refused_and_changes_nothing() -> Non
     assert found.trajectory is not None and found.trajectory.reward == 1
 
 
+def test_ids_that_say_something_else_are_refused() -> None:
+    found = one(Engine("A"), "other_ids")
+    assert found.tokens.tolist() == ids("A|") and found.trajectory is not None and found.trajectory.reward == 1
+
+
+def test_answers_are_known_by_the_calls_that_they_name() -> None:
+    """Some templates write the tool's name beside what it answers."""
+    found = one(Engine('!["one", {}]!["two", {}]', "x"), "out_of_order")
+    assert found.tokens.tolist()[-len("ttwo=two|tone=one|>x|") :] == ids("ttwo=two|tone=one|>x|")
+
+
+def test_a_turn_that_a_program_did_not_wait_for_is_part_of_the_trajectory() -> None:
+    """It was sampled; the answer to the next chat is that to the next chat."""
+    found = one(Engine("A", "B", delay_s=0.05), "impatient")
+    assert found.tokens.tolist() == ids("A|uc|>B|")
+    assert found.trajectory is not None and found.trajectory.reward == 1
+
+
+def test_reward_functions_get_what_a_program_shows() -> None:
+    found = one(Engine(), "tells")
+    assert found.trajectory is not None and found.trajectory.snapshot == {"score": 3}
+
+
+def test_a_program_that_is_late_is_cancelled_at_once() -> None:
+    """It may hold what others wait for."""
+    ended: list[bool] = []
+
+    async def sleeps(row: Any, model: Model) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def go() -> None:
+        program = Program(sleeps)
+        await program.reset({}, seed=1)
+        asked = asyncio.create_task(program.resume({"begin": []}))
+        await asyncio.sleep(0.01)
+        asked.cancel()
+        await asyncio.wait({asked})
+        assert asked.cancelled() and ended
+
+    asyncio.run(asyncio.wait_for(go(), 10))
+
+
+def test_a_program_that_is_given_up_is_not_left_waiting() -> None:
+    """Its place serves another trajectory."""
+
+    async def again(environments: Environments) -> None:
+        (place,) = [host for host in environments._fleet._hosts]
+        await _until(lambda: place.instances in ([], [1]))
+        instance = await environments.acquire({}, seed=1, trajectory="next")
+        assert place.instances != [0]
+        await instance.release()
+
+    play(Engine(), "insists", after=again)
+
+
+async def _until(claim: Callable[[], object]) -> None:
+    while not claim():
+        await asyncio.sleep(0.01)
+
+
 def test_chats_at_once_are_one_after_the_other() -> None:
     """The second one does not go on from the first."""
     found = one(Engine(), "two_at_once")
@@ -290,7 +353,7 @@ def test_a_program_that_raises_has_no_score_and_its_line_is_told(turns: int, cap
     assert found.trajectory is not None and found.trajectory.ended_by == "error" and found.trajectory.reward is None
     line = next(n for n, text in enumerate(PROGRAMS.read_text().splitlines(), 1) if "no such thing" in text)
     assert (
-        f"0/3/0 has no score, because its program has failed: raises: KeyError: 'no such thing' ({PROGRAMS}:{line})"
+        f"0/3/0 has no score, because its program has failed: raises: JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({PROGRAMS}:{line})"
         in caplog.text
     )
 
@@ -327,7 +390,7 @@ def test_a_program_that_hangs_or_dies_has_no_score_and_the_pool_goes_on(
 
 @pytest.mark.parametrize(
     ("what", "ended_by", "reward"),
-    [(None, "stop", None), (True, "stop", 1), (2, "stop", 2), ("good", "error", None), (float("nan"), "error", None)],
+    [(None, "stop", None), (True, "stop", 1), (2, "stop", 2), ("1", "error", None), (float("nan"), "error", None)],
 )
 def test_what_a_program_returns_is_the_reward(what: object, ended_by: str, reward: float | None) -> None:
     record = one(Engine(), "returns", what=what).trajectory

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import mgrpo
 from mgrpo.processes.lifetime import children, ending, kill_descendants, start_program
 
 SLEEP = "import time; time.sleep(60)"
@@ -103,6 +104,19 @@ def test_a_program_sees_only_what_it_is_given(tmp_path: Path, monkeypatch: pytes
     assert environment.items() >= {"GIVEN": "1", "SET": "2", "OMP_NUM_THREADS": "1"}.items()
     assert "OPENAI_API_KEY" not in environment
     assert not json_file.startswith(str(tmp_path)) and leads_session
+
+
+def test_another_interpreter_sees_this_package_and_nothing_beside_it(tmp_path: Path) -> None:
+    """Beside the package there may be torch and all else, compiled for the trainer's interpreter."""
+    (tmp_path / "own.py").write_text(
+        "import json, mgrpo.types, sys; print(json.dumps([sys.executable, mgrpo.__file__, sys.path]))"
+    )
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    program = start_program("own", environment={}, settings={}, folders=[str(tmp_path)], python=str(python))
+    executable, package, path = json.loads(program.communicate(timeout=30)[0])
+    assert executable == str(python) and Path(package) == Path(mgrpo.__file__)
+    assert str(Path(mgrpo.__file__).parents[1]) not in path
 
 
 def test_descendants_that_left_their_session_are_adopted_and_killed() -> None:

@@ -21,7 +21,7 @@ from mgrpo.environments.trajectory import Sampled, Trajectory
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import EngineError
 from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.interaction import Interaction
+from mgrpo.rollout.interaction import Asked, Interaction
 from mgrpo.types import Prompt, RolloutGroup
 from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine
@@ -77,10 +77,12 @@ class Place:
         self.gate.set()
         self.lost = False
         self.names: list[str] = []
+        self.rows: list[Mapping[str, object]] = []
 
     async def acquire(self, row: Mapping[str, object], *, seed: int, trajectory: str) -> Acting:
         self.acquired += 1
         self.names.append(trajectory)
+        self.rows.append(row)
         if self.lost:
             raise EnvironmentLost
         return Acting(self.turns, self.gate)
@@ -97,7 +99,13 @@ class Place:
 
 @contextmanager
 def playing(
-    *, turns: int = 2, num_engines: int = 1, in_rounds: bool = True, seeds_prompts: bool = False, answers: bool = True
+    *,
+    turns: int = 2,
+    num_engines: int = 1,
+    in_rounds: bool = True,
+    seeds_prompts: bool = False,
+    answers: bool = True,
+    asked: Asked | None = None,
 ) -> Iterator[tuple[Dispatcher, Place]]:
     """Engines that sample, two samples for each prompt, and environments that end after so many turns."""
     config = from_values({"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 2, "response_length": 64})
@@ -109,6 +117,7 @@ def playing(
         Turns(),
         Bounds(max_model_length=200, max_calls=9),
         opened=lambda asked, text, is_training: asked,
+        asked=asked,
         in_rounds=in_rounds,
         run_seed=1,
     )
@@ -171,6 +180,14 @@ def test_later_turns_go_on_from_all_that_was_sampled() -> None:
     assert second.salts.tolist() == [first.salts[0]] * 2, "later turns read what is cached of the first"
     assert [c.tokens.tolist() for c in found.completions] == [[10, 99, 10, 10, 99]] * 2
     assert [c.loss_mask.tolist() for c in found.completions] == [[True, False, True, True, True]] * 2
+
+
+def test_rows_hold_what_the_prompt_asks_where_that_is_wanted() -> None:
+    """Programs talk in messages; reward functions may know the text alone."""
+    for asked, expected in ((None, "text"), (lambda one, is_training: [is_training, one.id], [True, (0, 7)])):
+        with playing(asked=asked) as (own, place):
+            begin(own, prompt([1], id=(0, 7), text="text", columns={"level": 3}))[0].result(10)
+            assert place.rows[0] == {"prompt": expected, "level": 3}
 
 
 def test_rounds_are_queued_while_engines_pause_and_keep_their_cache() -> None:
