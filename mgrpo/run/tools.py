@@ -35,9 +35,10 @@ class Toolset:
     specs: tuple[Spec, ...]
     description: Description
 
-    def schemas(self, config: Config) -> list[dict[str, Any]] | None:
-        """What prompts tell the model of its tools; None: nothing."""
-        return [tool.schema for tool in self.description.tools] if config.tools.pass_tools_to_chat_template else None
+    def shown(self, config: Config) -> Description | None:
+        """What prompts tell the model of; None: nothing."""
+        is_shown = config.tools.pass_tools_to_chat_template and self.description.tools
+        return self.description if is_shown else None
 
     def plays_in_rounds(self, config: Config) -> bool:
         """Whether all trajectories finish a turn before any begins its next; only then does a run repeat to the bit."""
