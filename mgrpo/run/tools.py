@@ -182,7 +182,7 @@ def _folders() -> list[str]:
 def row_problems(toolset: Toolset, mixtures: Sequence[Mixture]) -> list[str]:
     """About tools and environments that rows name and the run does not have, or that cannot go together."""
     found: dict[str, str] = {}
-    for mixture in mixtures:
+    for mixture in filter(len, mixtures):
         names_some = bool(ROW_COLUMNS.intersection(mixture.columns))
         for origin, columns in mixture.rows() if names_some else [("every row", {})]:
             try:

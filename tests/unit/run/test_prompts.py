@@ -96,3 +96,11 @@ def test_prompts_tell_of_the_tools_that_a_row_may_call_and_of_no_other(
     ]
     found = shown(*(row for row, _ in rows), tools=["counter", f"{tools_file}:look"])
     assert found == [expected for _, expected in rows]
+
+
+def test_of_alternatives_a_prompt_tells_of_the_one_that_its_row_names(
+    shown: Callable[..., list[str]], tools_file: Path
+) -> None:
+    """The others do not play."""
+    classes = [f"a={tools_file}:Room", f"b={tools_file}:Hall"]
+    assert shown({"environment": "a"}, {"environment": "b"}, environment_factory=classes) == ["(enter)", "(leave)"]
