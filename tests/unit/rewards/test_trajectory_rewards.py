@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -11,7 +12,7 @@ from mgrpo.config.load import from_values
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.builtin_functions import think_format_reward
 from mgrpo.rewards.compose import score_groups
-from mgrpo.rewards.functions import missing_arguments, score_with_functions
+from mgrpo.rewards.functions import TrainerState, missing_arguments, score_with_functions
 from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rewards.trajectories import TurnRewards
 from mgrpo.rewards.verifier import Item
@@ -177,6 +178,38 @@ def test_functions_get_what_became_of_the_environment() -> None:
     with pytest.raises(AttributeError, match="no attribute board that can leave its process; there are score, moves"):
         _ = environment.board
     assert "environments" not in seen_by_a_function(builders.completion(2))
+
+
+def test_functions_do_not_see_a_completion_whose_environment_was_lost() -> None:
+    """It has no attributes to read: the function would fail, and with it the run. The others keep theirs."""
+
+    def score(environments: list, level: list, log_extra: Callable) -> list[float]:
+        log_extra("seen", level)
+        return [environment.counter + step / 10 for environment, step in zip(environments, level, strict=True)]
+
+    def count(completion_ids: list, trainer_state: TrainerState) -> list[float]:
+        return [trainer_state.global_step] * len(completion_ids)
+
+    lost = of_turns(ended_by="error")
+    first = group(of_turns(snapshot={"counter": 1}), lost, columns={"level": 1})
+    second = group(lost, of_turns(snapshot={"counter": 2}), columns={"level": 2})
+    batch = score_with_functions([first, group(lost), second], [score, count], state=TrainerState(global_step=3))
+    scores = [score for found in batch.groups for score in found.scores]
+    assert [score.reward for score in scores] == pytest.approx([4.1, NAN, NAN, NAN, 5.2], nan_ok=True)
+    assert [score.parts["count"] for score in scores] == pytest.approx([3, NAN, NAN, NAN, 3], nan_ok=True)
+    assert [dict(score.extras) for score in scores] == [{"seen": 1}, {}, {}, {}, {"seen": 2}]
+
+
+def test_functions_are_not_called_when_every_environment_was_lost() -> None:
+    """Not every function knows what to do with nothing."""
+
+    def never(**_: object) -> list[float]:
+        raise AssertionError
+
+    lost = of_turns(ended_by="error")
+    (found,) = score_with_functions([group(lost, lost)], [never]).groups
+    assert all(math.isnan(score.reward) and math.isnan(score.parts["never"]) for score in found.scores)
+    assert len(found.scores) == 2
 
 
 def test_a_function_that_asks_for_environments_is_refused_without_any() -> None:
