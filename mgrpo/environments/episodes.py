@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost, ResetFailed
 from mgrpo.environments.gathering import Ask, Gathering
@@ -59,8 +61,8 @@ class Language(Protocol):
     def after_act(self, answer: str, turn: Sampled) -> list[int]:
         """The same where a turn is an action."""
 
-    def text(self, completions: Sequence[Trajectory]) -> list[str]:
-        """Of each, all tokens as text."""
+    def text(self, tokens: Sequence[np.ndarray]) -> list[str]:
+        """Each `[len]` as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,8 +206,10 @@ class _Episode:
             trajectory.ended_by = "error"
         finally:
             gathering.leave()
+        text, *turns = self.language.text([trajectory.tokens, *trajectory.sampled])
         return trajectory.completion(
-            text=self.language.text([trajectory])[0],
+            text=text,
+            sampled_text="\n".join(turns),
             scored_text=self.bounds.scored_text,
             reward=ending.reward,
             snapshot=ending.snapshot,

@@ -70,6 +70,16 @@ class Trajectory:
         self.parts.append(part)
         self.num_tokens += len(part.tokens)
 
+    @property
+    def tokens(self) -> np.ndarray:
+        """`[len]` int32."""
+        return np.concatenate([part.tokens for part in self.parts])
+
+    @property
+    def sampled(self) -> list[np.ndarray]:
+        """The tokens of each turn."""
+        return [part.tokens for part in self.parts if part.finish_reason]
+
     def tokens_after(self, prompt: np.ndarray) -> np.ndarray:
         """`[prompt + len]` int32: what the next turn is sampled from."""
         return np.concatenate([prompt, *(part.tokens for part in self.parts)])
@@ -78,6 +88,7 @@ class Trajectory:
         self,
         *,
         text: str,
+        sampled_text: str,
         scored_text: ScoredText,
         reward: float | None = None,
         snapshot: Mapping[str, object] | None = None,
@@ -86,6 +97,7 @@ class Trajectory:
 
         Args:
             text: of all its tokens.
+            sampled_text: see `TrajectoryRecord`.
             scored_text: what is scored: the last turn, if the trajectory ended with an answer; all that was sampled; or `text`.
             reward: see `TrajectoryRecord`.
         """
@@ -93,7 +105,7 @@ class Trajectory:
         assert self.parts[-1].finish_reason, "a trajectory ends with a turn"
         scored = {"final": self._answer(), "assistant": self._said(), "all": text}[scored_text]
         return Completion(
-            tokens=np.concatenate([part.tokens for part in self.parts]),
+            tokens=self.tokens,
             logprobs=np.concatenate([part.logprobs for part in self.parts]),
             policy_versions=np.concatenate([part.policy_versions for part in self.parts]),
             finish_reason="stop" if self.ended_by == "done" else self.ended_by,
@@ -104,6 +116,7 @@ class Trajectory:
                 messages=tuple(self.messages),
                 ended_by=self.ended_by,
                 scored_text=scored,
+                sampled_text=sampled_text,
                 reward=reward,
                 metrics=self.metrics,
                 snapshot=snapshot or {},

@@ -10,7 +10,7 @@ import numpy as np
 from mgrpo.data.tokenizer import decode, token_ids
 from mgrpo.environments.bridge import Bridges
 from mgrpo.environments.formats import Format, Parsed
-from mgrpo.environments.trajectory import Sampled, Trajectory
+from mgrpo.environments.trajectory import Sampled
 
 CUT = "\n[... {count} tokens left out ...]\n"
 
@@ -58,9 +58,9 @@ class Language:
         """The same where a turn is an action."""
         return self.bridges.after_user(self._shortened(answer), last=int(turn.tokens[-1]))
 
-    def text(self, trajectories: Sequence[Trajectory]) -> list[str]:
-        """Of each, all tokens as text."""
-        return decode(self.tokenizer, [np.concatenate([part.tokens for part in t.parts]) for t in trajectories])
+    def text(self, tokens: Sequence[np.ndarray]) -> list[str]:
+        """Each as text, without special tokens."""
+        return decode(self.tokenizer, tokens)
 
     def _written(self, tokens: np.ndarray) -> str:
         """With special tokens written out; ids beyond the tokenizer's are no text."""

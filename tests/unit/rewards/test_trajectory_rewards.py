@@ -79,7 +79,7 @@ def test_the_format_gates_and_adds_as_for_a_single_turn() -> None:
     """The rules are those of a single turn, on the verifier's score plus what the environment gave."""
     gate = dataclasses.replace(CONFIG, apply_r1_style_format_reward=True)
     add = dataclasses.replace(gate, additive_format_reward=True)
-    formatted = of_turns(2.0, text="</think><answer>5</answer>")
+    formatted = of_turns(2.0, sampled_text="</think><answer>5</answer>")
     assert scored(formatted, gate).reward == 12.0 and scored(of_turns(2.0), gate).reward == 0.0
     assert scored(formatted, add).reward == 13.0 and scored(of_turns(2.0), add).reward == 12.0
     off = dataclasses.replace(CONFIG, apply_verifiable_reward=False)
@@ -110,6 +110,17 @@ def test_verifiers_see_the_scored_text_and_the_length_of_what_was_sampled() -> N
         [group(of_turns(text="call 42 result 5 answer 5"), builders.completion(4, text="plain"))], pool, CONFIG
     )
     assert [(item.answer.completion, item.answer.num_tokens) for item in pool.items] == [("5", 2), ("plain", 4)]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "reward"), [("print()\nfive", 0.0), ("a</think>\n<answer>5</answer>", 10.0), ("a</think>\n5", 0.0)]
+)
+def test_the_format_is_the_models_own(sampled: str, reward: float) -> None:
+    """What a tool prints would earn it."""
+    completion = of_turns(text=f"{sampled} </think><answer></answer>", sampled_text=sampled, scored_text="</think>")
+    config = dataclasses.replace(CONFIG, apply_r1_style_format_reward=True)
+    score = scored(completion, config)
+    assert (score.reward, score.parts["format"]) == (reward, reward / 10)
 
 
 GOOD = turn(calls=("search",), failed=(False,))
