@@ -70,6 +70,8 @@ class TrajectoryRecord:
     """"stop", "length", "max_calls", "done" or "error"."""
     scored_text: str
     """What verifiers are given, by the setting of this name."""
+    sampled_text: str
+    """Every turn as it was sampled, with thinking and calls; between two a line break."""
     reward: float | None = None
     """The environment's, of the whole trajectory; None: it leaves that to others."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -111,6 +113,11 @@ class Completion:
     def scored_text(self) -> str:
         """What verifiers and reward functions are given."""
         return self.text if self.trajectory is None else self.trajectory.scored_text
+
+    @property
+    def sampled_text(self) -> str:
+        """What the model wrote, without what it was answered."""
+        return self.text if self.trajectory is None else self.trajectory.sampled_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

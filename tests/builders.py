@@ -41,7 +41,7 @@ def completion(
 def trajectory(mask: str, **fields: object) -> TrajectoryRecord:
     """From a mask such as "11001": a 1 for each token that was sampled. Each stretch of these is a turn unless `turns` is given."""
     turns = tuple(Turn(start=found.start(), end=found.end()) for found in re.finditer("1+", mask))
-    values = {"turns": turns, "messages": (), "ended_by": "stop", "scored_text": ""} | fields
+    values = {"turns": turns, "messages": (), "ended_by": "stop", "scored_text": "", "sampled_text": ""} | fields
     return TrajectoryRecord(is_sampled=np.array([mark == "1" for mark in mask], np.bool_), **values)
 
 

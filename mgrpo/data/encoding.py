@@ -7,18 +7,28 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from json import loads
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from mgrpo.data.rows import TOOLS, Contract, Message, shown
+from mgrpo.data.rows import Contract, Message
 from mgrpo.data.templates import override_system, render, with_bos, with_opening
 from mgrpo.data.tokenizer import token_ids
 
 
+class Tools(Protocol):
+    """The tools of a run."""
+
+    def schemas(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Those that the row may call; raises ValueError where it asks for what there is not."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything that decides them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What decides the tokens of a row, besides the tokenizer; in JSON."""
+    """What decides the tokens of a row, besides the tokenizer."""
 
     template: str | None
     """Jinja; None joins the contents of messages by newlines."""
@@ -28,17 +38,12 @@ class Recipe:
     max_tokens: int
     overlong: Literal["filter", "truncate_left", "error"]
     contract: Contract
-    tools: list[dict[str, Any]] | None = None
-    """Schemas that the template is given; a row may ask for some of them. None: there are no tools, or it is not told of them."""
+    tools: Tools | None = None
+    """Whose schemas the template is given. None: there are no tools, or it is not told of them."""
 
     def to_json(self) -> dict[str, Any]:
-        """For `from_json`."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Recipe:
-        """The inverse of `to_json`."""
-        return cls(**{**values, "contract": Contract(**values["contract"])})
+        """For the key of a cache."""
+        return dataclasses.asdict(self) | {"tools": None if self.tools is None else self.tools.to_json()}
 
     def asked(self, record: Mapping[str, object], *, opening: str = "") -> str | list[Message]:
         """What the model is asked: text, or the messages that the template is given.
@@ -54,7 +59,8 @@ class Recipe:
 
     def text(self, record: Mapping[str, object], tokenizer: Any, *, opening: str = "") -> str:
         """The prompt's text, with all special tokens written out; `opening` as in `asked`."""
-        asked, tools = self.asked(record, opening=opening), self._shown_tools(record)
+        asked = self.asked(record, opening=opening)
+        tools = None if self.tools is None else self.tools.schemas(record)
         if isinstance(asked, list) and self.template is not None:
             return render(
                 asked, tokenizer, self.template, add_bos=self.add_bos, kwargs=self.template_kwargs, tools=tools
@@ -68,16 +74,6 @@ class Recipe:
             return tokens[:0], ""
         tokens = tokens[-self.max_tokens :]
         return tokens, tokenizer.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def _shown_tools(self, record: Mapping[str, object]) -> list[dict[str, Any]] | None:
-        """Those that the row asks for; all if it does not say."""
-        asked = record.get(TOOLS)
-        if self.tools is None or asked is None:
-            return self.tools
-        names = [tool["function"]["name"] for tool in self.tools]
-        if not isinstance(asked, list) or not all(name in names for name in asked):
-            raise ValueError(f"found tools {shown(asked)}, expected a list of some of {', '.join(names)}")
-        return [tool for tool, name in zip(self.tools, names, strict=True) if name in asked]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

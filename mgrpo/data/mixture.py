@@ -18,7 +18,7 @@ from mgrpo.data.amounts import Entry, entries
 from mgrpo.data.building import Selection, build
 from mgrpo.data.cache import Cache, digest
 from mgrpo.data.checking import MOST_SHOWN
-from mgrpo.data.encoding import Recipe
+from mgrpo.data.encoding import Recipe, Tools
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.rows import Contract
 from mgrpo.data.sources import Source, SourceReader
@@ -113,7 +113,7 @@ class Mixture:
             for count, content in zip(self.counts, contents, strict=True)
         ]
 
-    def try_out(self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
+    def try_out(self, tokenizer: Any, *, tools: Tools | None = None) -> None:
         """Render one conversation with the chat template, which may be anyone's, where it cannot do harm.
 
         Args:
@@ -135,19 +135,19 @@ class Mixture:
                 f"the chat template {excess} for one prompt; look at it, or name another: --chat_template_name"
             )
 
-    def encode(self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] | None = None) -> PromptSet:
+    def encode(self, tokenizer: Any, *, tools: Tools | None = None) -> PromptSet:
         """Render and tokenize the rows, or load what an earlier run made of them.
 
         Text prompts are encoded as they are, without special tokens; messages go through the chat template, which
         writes the special tokens itself. An answer that ends the messages is dropped, because the model is to write it.
 
         Args:
-            tools: schemas for the template, of which a row's column `tools` may name some.
+            tools: what the template is told of, for each row.
         """
         if not len(self):
             raise ValueError("there are no data; name them in dataset_mixer_list")
         selection, recipe = self._selection, self._recipe(tokenizer, tools)
-        if tools and (recipe.template is None or "tools" not in recipe.template):
+        if tools is not None and (recipe.template is None or "tools" not in recipe.template):
             _log.warning(
                 "the prompts do not tell the model of its tools: %s; describe them in a system message",
                 "there is no chat template" if recipe.template is None else "the chat template has no place for them",
@@ -175,7 +175,7 @@ class Mixture:
         _warn_of_long_prompts(prompts.statistics)
         return prompts
 
-    def _recipe(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] | None) -> Recipe:
+    def _recipe(self, tokenizer: Any, tools: Tools | None) -> Recipe:
         data, template = self._data, None
         sources = self._selection.sources
         conversation = next(
@@ -194,7 +194,7 @@ class Mixture:
             max_tokens=data.max_prompt_token_length,
             overlong=data.overlong_prompt_policy,
             contract=self._contract,
-            tools=None if tools is None else [dict(tool) for tool in tools],
+            tools=tools,
         )
 
 

@@ -1,8 +1,8 @@
 """What a row must look like, and what its columns mean. Rows are plain JSON values here: no files, no tokenizer.
 
 A row has `messages` (a list of {"role", "content"}) or else `prompt` (text, or such a list), `dataset` (the name of a
-verifier, or a list of names) and `ground_truth` (any JSON value; with a list of names, one each). In runs with tools, `tools` names those that
-the row may use. All other columns are for reward functions.
+verifier, or a list of names) and `ground_truth` (any JSON value; with a list of names, one each). All other columns
+are for reward functions, and for a run's tools.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 PROMPT = "prompt"
 VERIFIERS = "dataset"
-TOOLS = "tools"
 
 Message = dict[str, Any]
 

@@ -114,6 +114,11 @@ class Description:
         members = tuple(offer.name for offer in playing)
         return Choice(members=members, active=active, actor=actors[0].name if actors else None, settings=settings)
 
+    def schemas(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Of the tools that a row may call; raises as `choice` does."""
+        active = self.choice(row).active
+        return [tool.schema for tool in self.tools if tool.name in active]
+
     def refuse_clashes(self) -> None:
         """ValueError where two have the same name, or tools that cannot be told apart."""
         for number, offer in enumerate(self.offers):

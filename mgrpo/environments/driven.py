@@ -126,7 +126,7 @@ class _Drive:
         finally:
             gathering.leave()
         return trajectory.completion(
-            text=self.driven.language.text([trajectory])[0],
+            text_of=self.driven.language.text,
             scored_text=self.driven.bounds.scored_text,
             reward=self.reward,
             snapshot=self.shown,

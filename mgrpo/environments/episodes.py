@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from mgrpo.environments.description import ACT
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost, ResetFailed
@@ -59,8 +61,8 @@ class Language(Protocol):
     def after_act(self, answer: str, turn: Sampled) -> list[int]:
         """The same where a turn is an action."""
 
-    def text(self, completions: Sequence[Trajectory]) -> list[str]:
-        """Of each, all tokens as text."""
+    def text(self, tokens: Sequence[np.ndarray]) -> list[str]:
+        """Each `[len]` as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +211,7 @@ class _Episode:
             if self.instance is not None:
                 await self.instance.release()
         return trajectory.completion(
-            text=self.language.text([trajectory])[0],
+            text_of=self.language.text,
             scored_text=self.bounds.scored_text,
             reward=ending.reward,
             snapshot=ending.snapshot,

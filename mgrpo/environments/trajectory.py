@@ -5,7 +5,7 @@ It is one list of token ids from the first turn to the last; no part of it is ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -72,6 +72,16 @@ class Trajectory:
         self.parts.append(part)
         self.num_tokens += len(part.tokens)
 
+    @property
+    def tokens(self) -> np.ndarray:
+        """`[len]` int32."""
+        return np.concatenate([part.tokens for part in self.parts])
+
+    @property
+    def sampled(self) -> list[np.ndarray]:
+        """The tokens of each turn."""
+        return [part.tokens for part in self.parts if part.finish_reason]
+
     def tokens_after(self, prompt: np.ndarray) -> np.ndarray:
         """`[prompt + len]` int32: what the next turn is sampled from."""
         return np.concatenate([prompt, *(part.tokens for part in self.parts)])
@@ -83,7 +93,7 @@ class Trajectory:
     def completion(
         self,
         *,
-        text: str,
+        text_of: Callable[[Sequence[np.ndarray]], list[str]],
         scored_text: ScoredText,
         reward: float | None = None,
         snapshot: Mapping[str, object] | None = None,
@@ -91,15 +101,16 @@ class Trajectory:
         """The whole, once it has ended.
 
         Args:
-            text: of all its tokens.
-            scored_text: what is scored: the last turn, if the trajectory ended with an answer; all that was sampled; or `text`.
+            text_of: each array of tokens as text.
+            scored_text: what is scored: the last turn, if the trajectory ended with an answer; all that was sampled; or all.
             reward: see `TrajectoryRecord`.
         """
         assert self.ended_by is not None, "a trajectory that goes on"
         assert self.parts[-1].finish_reason, "a trajectory ends with a turn"
+        text, *turns = text_of([self.tokens, *self.sampled])
         scored = {"final": self._answer(), "assistant": self._said(), "all": text}[scored_text]
         return Completion(
-            tokens=np.concatenate([part.tokens for part in self.parts]),
+            tokens=self.tokens,
             logprobs=np.concatenate([part.logprobs for part in self.parts]),
             policy_versions=np.concatenate([part.policy_versions for part in self.parts]),
             finish_reason="stop" if self.ended_by == "done" else self.ended_by,
@@ -110,6 +121,7 @@ class Trajectory:
                 messages=tuple(self.messages),
                 ended_by=self.ended_by,
                 scored_text=scored,
+                sampled_text="\n".join(turns),
                 reward=reward,
                 metrics=self.metrics,
                 snapshot=snapshot or {},

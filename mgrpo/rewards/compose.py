@@ -113,7 +113,7 @@ def _score(
     if config.apply_verifiable_reward:
         is_correct = all(score >= 1 - 1e-8 for _, score in verified)
         parts["correct"] = math.nan if any(math.isnan(score) for _, score in verified) else float(is_correct)
-    has_format = config.apply_r1_style_format_reward and has_r1_format(completion.text)
+    has_format = config.apply_r1_style_format_reward and has_r1_format(completion.sampled_text)
     if config.apply_r1_style_format_reward:
         parts["format"] = float(has_format)
     if config.non_stop_penalty and completion.finish_reason != "stop":

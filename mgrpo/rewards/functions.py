@@ -11,12 +11,14 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
 from mgrpo.rewards.function_calls import Call, RewardFunction, call_all, innermost, number_of
 from mgrpo.rewards.snapshot import Snapshot
+from mgrpo.rewards.trajectories import is_lost
 from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredBatch, ScoredGroup
 
 OWN_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "rng")
@@ -51,7 +53,7 @@ def score_with_functions(
 
     Each is called once with keyword lists, one entry per completion, groups one after the other, and returns as many
     numbers. None (or NaN) means that it does not apply: the others count, and a completion that no function scores has no
-    reward (NaN). The keywords are
+    reward (NaN). Functions do not see a completion whose environment was lost, and it has none either. The keywords are
 
         prompts             the text, or the list of messages, of the row
         completions         the text, or for a row of messages [{"role": "assistant", "content": text}]; of a trajectory the
@@ -83,11 +85,16 @@ def score_with_functions(
             f"reward_weights has {len(weights)} entries for {len(functions)} reward functions; give one each"
         )
     flat = [(group.prompt, completion) for group in groups for completion in group.completions]
-    if not flat:
-        return ScoredBatch(groups=[ScoredGroup(group=group, scores=()) for group in groups])
-    keywords = _keywords(flat, state or TrainerState())
-    logs = _Logs(len(flat))
     named = _named(functions)
+    lost = Score(reward=math.nan, parts=dict.fromkeys(named, math.nan))
+    is_given = [not is_lost(completion) for _, completion in flat]
+    if not any(is_given):
+        return ScoredBatch(
+            groups=[ScoredGroup(group=group, scores=(lost,) * len(group.completions)) for group in groups]
+        )
+    keywords: dict[str, Any] = {name: list(compress(v, is_given)) for name, v in _keywords(flat).items()}
+    keywords["trainer_state"] = state or TrainerState()
+    logs = _Logs(sum(is_given))
     calls = []
     for position, (name, function) in enumerate(named.items()):
         own_seed = np.random.SeedSequence([seed, position])
@@ -95,10 +102,13 @@ def score_with_functions(
         calls.append(
             Call(name=name, function=function, arguments=_accepted(name, function, keywords | own), seed=own_seed)
         )
-    by_function = dict(zip(named, call_all(calls, len(flat), timeout_s=timeout_s), strict=True))
+    by_function = dict(zip(named, call_all(calls, sum(is_given), timeout_s=timeout_s), strict=True))
     scores = iter(_scores(by_function, list(weights) or [1.0] * len(named), logs.columns))
     return ScoredBatch(
-        groups=[ScoredGroup(group=group, scores=tuple(next(scores) for _ in group.completions)) for group in groups],
+        groups=[
+            ScoredGroup(group=group, scores=tuple(lost if is_lost(c) else next(scores) for c in group.completions))
+            for group in groups
+        ],
         logged={name: [sum(values) / len(values)] for name, values in logs.metrics.items()},
     )
 
@@ -185,12 +195,12 @@ def _scores(
     return scores
 
 
-def _keywords(flat: Sequence[tuple[Prompt, Completion]], state: TrainerState) -> dict[str, Any]:
-    keywords: dict[str, Any] = {
+def _keywords(flat: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]:
+    """Those with one entry per completion."""
+    keywords: dict[str, list[Any]] = {
         "prompts": [_prompt_of(prompt) for prompt, _ in flat],
         "completions": [_completion_of(prompt, completion) for prompt, completion in flat],
         "completion_ids": [completion.tokens.tolist() for _, completion in flat],
-        "trainer_state": state,
     }
     if any(prompt.ground_truths for prompt, _ in flat):
         keywords["ground_truth"] = [_ground_truth_of(prompt) for prompt, _ in flat]

@@ -54,16 +54,12 @@ def used_tools_well(record: TrajectoryRecord) -> bool:
 
 
 def with_turn_rewards(groups: Sequence[ScoredGroup], turns: TurnRewards) -> list[ScoredGroup]:
-    """Groups that reward functions have scored, with the rewards of their turns; lost completions have no score."""
+    """Groups that reward functions have scored, with the rewards of their turns."""
     return [
         replace(
             group,
             scores=tuple(
-                replace(
-                    score,
-                    reward=turns.total(completion, score.reward),
-                    parts=dict.fromkeys(score.parts, math.nan) if is_lost(completion) else score.parts,
-                )
+                replace(score, reward=turns.total(completion, score.reward))
                 for completion, score in zip(group.group.completions, group.scores, strict=True)
             ),
         )

@@ -10,7 +10,7 @@ import numpy as np
 from mgrpo.data.tokenizer import decode
 from mgrpo.environments.bridge import Bridges, valid
 from mgrpo.environments.formats import Format, Parsed
-from mgrpo.environments.trajectory import Sampled, Trajectory
+from mgrpo.environments.trajectory import Sampled
 
 CUT = "\n[... {count} characters left out ...]\n"
 
@@ -65,9 +65,9 @@ class Language:
             self._shortened(answer, lambda part: self.bridges.after_user(part, last=last)), last=last
         )
 
-    def text(self, trajectories: Sequence[Trajectory]) -> list[str]:
-        """Of each, all tokens as text."""
-        return decode(self.tokenizer, [np.concatenate([part.tokens for part in t.parts]) for t in trajectories])
+    def text(self, tokens: Sequence[np.ndarray]) -> list[str]:
+        """Each as text, without special tokens."""
+        return decode(self.tokenizer, tokens)
 
     def _written(self, tokens: np.ndarray) -> str:
         """With special tokens written out; ids beyond the tokenizer's are no text."""

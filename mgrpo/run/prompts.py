@@ -78,13 +78,13 @@ def make_prompts(
             "(vocab_size in config.json); correct generation_config.json, or use the model's own tokenizer"
         )
     sets: list[PromptSet | None] = []
-    schemas = toolset.schemas(config) if toolset else None
+    shown = toolset.shown(config) if toolset else None
     for mixture in mixtures:
         made = None
         try:
             if len(mixture):
-                mixture.try_out(tokenizer, tools=schemas)
-                made = mixture.encode(tokenizer, tools=schemas) if is_sound or len(mixture) <= QUICK_ROWS else None
+                mixture.try_out(tokenizer, tools=shown)
+                made = mixture.encode(tokenizer, tools=shown) if is_sound or len(mixture) <= QUICK_ROWS else None
         except ValueError as err:
             problems += [str(err)] if str(err) not in problems else []
         problems += _unknown_tokens(made, vocab) if made is not None and vocab else []

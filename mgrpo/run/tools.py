@@ -39,9 +39,10 @@ class Toolset:
     specs: tuple[Spec, ...]
     description: Description
 
-    def schemas(self, config: Config) -> list[dict[str, Any]] | None:
-        """What prompts tell the model of its tools; None: nothing."""
-        return [tool.schema for tool in self.description.tools] if config.tools.pass_tools_to_chat_template else None
+    def shown(self, config: Config) -> Description | None:
+        """What prompts tell the model of; None: nothing."""
+        is_shown = config.tools.pass_tools_to_chat_template and self.description.tools
+        return self.description if is_shown else None
 
     def plays_in_rounds(self, config: Config) -> bool:
         """Whether all trajectories finish a turn before any begins its next; only then does a run repeat to the bit."""
@@ -213,9 +214,7 @@ def _folders() -> list[str]:
 def row_problems(toolset: Toolset, mixtures: Sequence[Mixture]) -> list[str]:
     """About tools and environments that rows name and the run does not have, or that cannot go together."""
     found: dict[str, str] = {}
-    for mixture in mixtures:
-        if not len(mixture):
-            continue
+    for mixture in filter(len, mixtures):
         names_some = bool(ROW_COLUMNS.intersection(mixture.columns))
         for origin, columns in mixture.rows() if names_some else [("every row", {})]:
             try:

@@ -75,18 +75,24 @@ class Format:
             text: with special tokens written out.
             is_thinking: the prompt ends inside a thought, which this turn goes on with.
         """
-        text = _without_end(text)
-        if self.calls_in_thoughts:
-            content, blocks = self._split(text, 0, has_thoughts=False)
-            content = [thoughts.without_thoughts("\n".join(content), is_thinking=is_thinking)]
-        else:
-            content, blocks = self._split(text, self._end_of_earlier_thought(text, is_thinking), has_thoughts=True)
+        try:
+            content, blocks = self._parts(_without_end(text), is_thinking)
+        # No reader should, but one turn must not end a run.
+        except (ValueError, RecursionError):
+            return Parsed(content="", unreadable=(self._told("it has a value that is none"),))
         faults = (fault for block in blocks for fault in block.faults)
         return Parsed(
             content="\n".join(part.strip() for part in content if part.strip()),
             calls=tuple(call for block in blocks for call in block.calls),
             unreadable=tuple(self._told(fault) for fault in faults),
         )
+
+    def _parts(self, text: str, is_thinking: bool) -> tuple[list[str], list[Block]]:
+        """What is no thought: content, and blocks."""
+        if not self.calls_in_thoughts:
+            return self._split(text, self._end_of_earlier_thought(text, is_thinking), has_thoughts=True)
+        content, blocks = self._split(text, 0, has_thoughts=False)
+        return [thoughts.without_thoughts("\n".join(content), is_thinking=is_thinking)], blocks
 
     def _told(self, fault: str) -> str:
         """A fault may quote a name that the model made up, of any length."""

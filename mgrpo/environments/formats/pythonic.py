@@ -35,6 +35,8 @@ _STRING = re.compile(
 _ESCAPE = re.compile(r"\\(?:x([\da-fA-F]{2})|u([\da-fA-F]{4})|U([\da-fA-F]{8})|([0-7]{1,3})|(.))", re.DOTALL)
 _ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
+_TOO_LARGE = 10**4300
+"""Python writes no integer of more digits, so that it could not be sent on."""
 _LIST = r"\s*(?P<list>(?P<mark><\|python_(?:start|tag)\|>\s*)?\[)"
 _LIST_FIRST, _LIST_AFTER_THOUGHT = re.compile(_LIST), re.compile(rf"(?:</think>|\[/THINK\]){_LIST}")
 _LIST_ENDS = re.compile(r"\](?:\s*<\|python_end\|>)?")
@@ -183,6 +185,11 @@ def _number(text: str, at: int) -> int | float:
     try:
         if text.lstrip("+-").isdecimal():
             return int(text)
-        return int(text, 0) if re.match(r"[+-]?0[xXoObB]", text) else float(text)
+        if not re.match(r"[+-]?0[xXoObB]", text):
+            return float(text)
+        value = int(text, 0)
     except ValueError:
         raise Fault("a number cannot be read", at=at) from None
+    if abs(value) >= _TOO_LARGE:
+        raise Fault("a number has too many digits", at=at)
+    return value

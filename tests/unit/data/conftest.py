@@ -11,6 +11,8 @@ import pytest
 
 from mgrpo.config.schema import Data
 from mgrpo.data.prompt_set import PromptSet
+from mgrpo.environments.description import Description, Offer
+from mgrpo.environments.environment import Tool
 from mgrpo.types import Prompt
 
 CHARS = "0123456789+=?\n "
@@ -100,6 +102,23 @@ def sums(num_rows: int, verifier: str = "integer") -> list[dict[str, Any]]:
 def user(text: str) -> dict[str, str]:
     """A message."""
     return {"role": "user", "content": text}
+
+
+def make_tools(*names: str, description: str = "?") -> Description:
+    """Tools, each an environment of its own."""
+    return Description(
+        offers=tuple(
+            Offer(
+                name=name,
+                entry=name,
+                tools=(Tool(name=name, description=description, parameters={"type": "object"}),),
+                is_repeatable=True,
+                gives_reward=False,
+                is_alternative=False,
+            )
+            for name in names
+        )
+    )
 
 
 def everything(prompts: PromptSet) -> list[Prompt]:

@@ -15,7 +15,7 @@ from mgrpo.config.schema import Data
 from mgrpo.data import mixture
 from mgrpo.data.mixture import open_data
 from mgrpo.data.tokenizer import load_tokenizer
-from tests.unit.data.conftest import CHARS, TEMPLATE, everything, make_tokenizer, sums, texts, user
+from tests.unit.data.conftest import CHARS, TEMPLATE, everything, make_tokenizer, make_tools, sums, texts, user
 
 
 class Builds:
@@ -76,8 +76,8 @@ def test_every_ingredient_has_its_part_in_the_key(settings, write, folder, tmp_p
         lambda: run(system_prompt_override_file=str(tmp_path / "b.txt")),
         lambda: run(system_prompt_override_file=None),
         lambda: run(add_bos=True),
-        lambda: run(tools=[{"function": {"name": "a", "description": "1"}}]),
-        lambda: run(tools=[{"function": {"name": "a", "description": "2"}}]),
+        lambda: run(tools=make_tools("a")),
+        lambda: run(tools=make_tools("a", description="other")),
         lambda: run(tokenizer=make_tokenizer(tmp_path / "other", chars=CHARS[::-1])),
     ]
     for number, change in enumerate(changes):

@@ -50,8 +50,8 @@ class Digits:
     def after_act(self, answer: str, turn: Sampled) -> list[int]:
         return [BETWEEN, *[8] * len(answer)]
 
-    def text(self, trajectories: Sequence[object]) -> list[str]:
-        return ["everything" for _ in trajectories]
+    def text(self, tokens: Sequence[np.ndarray]) -> list[str]:
+        return ["".join(map(str, ids.tolist())) for ids in tokens]
 
 
 class Scripted:
@@ -201,7 +201,7 @@ def test_a_trajectory_is_turns_and_what_stands_between_them() -> None:
         (7, 9, (), 0.0),
     ]
     assert [message["role"] for message in record.messages] == ["assistant", "tool", "assistant"]
-    assert (found.scored_text, found.text) == ("5", "everything")
+    assert (found.scored_text, found.text, found.sampled_text) == ("5", "219888951", "21\n51")
 
 
 def test_several_calls_of_a_turn_are_answered_together() -> None:
@@ -331,7 +331,7 @@ def test_one_trajectory_that_fails_ends_the_others_of_its_prompt() -> None:
     assert (broken.num_released, other.num_released) == (1, 1)
 
 
-@pytest.mark.parametrize(("how", "text"), [("final", "6"), ("assistant", "5\n6"), ("all", "everything")])
+@pytest.mark.parametrize(("how", "text"), [("final", "6"), ("assistant", "5\n6"), ("all", "521988961")])
 def test_what_is_scored_leaves_out_what_tools_said(how: str, text: str) -> None:
     """Else the answer that a search has returned counts as the model's."""
     found = one(Scripted([5, CALL, END], [6, END]), bounds=replace(BOUNDS, scored_text=how))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import random
 import time
 
@@ -9,6 +11,7 @@ import pytest
 
 from mgrpo.environments.environment import Call
 from mgrpo.environments.formats import families, named
+from mgrpo.environments.formats.format import Format
 from tests.unit.environments.format_cases import GOOD, TOOLS, WRITERS, add
 
 MARKS = (
@@ -134,6 +137,35 @@ def test_nothing_is_evaluated(tmp_path):
         parsed = named("pythonic", TOOLS).parse(f"[add(a={value})]")
         assert (parsed.calls, len(parsed.unreadable)) == ((), 1)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_no_call_has_a_number_that_cannot_be_written(family):
+    """It is sent on as JSON, in which Python writes integers of 4300 digits and no more."""
+    for most, more in (("9" * 4300, "9" * 4301), (hex(10**4300 - 1), hex(10**4300)), (oct(-(2**14284)), bin(2**14285))):
+        for number in (most, more):
+            text = WRITERS[family](add(a=7)).replace("7", number)
+            for written in (text, text.replace(number, f"{{{number}: 1}}"), text.replace(number, f"[[{number}]]")):
+                parsed = named(family, TOOLS).parse(written)
+                assert json.loads(json.dumps([call.arguments for call in parsed.calls])) is not None
+                assert len(parsed.calls) + len(parsed.unreadable) == 1
+        if family in ("pythonic", "olmo3", "lfm2"):
+            calls = [named(family, TOOLS).parse(WRITERS[family](add(a=7)).replace("7", n)).calls for n in (most, more)]
+            assert calls == [(add(a=ast.literal_eval(most)),), ()]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), RecursionError()])
+def test_a_reader_that_raises_costs_its_turn_only(error):
+    """The promise is that of the format, whatever its reader meets."""
+
+    def read(text, at):
+        raise error
+
+    for calls_in_thoughts in (True, False):
+        reader = Format(name="own", read=read, example="add(a=1)", calls_in_thoughts=calls_in_thoughts)
+        parsed = reader.parse("the answer is 5")
+        assert (parsed.content, parsed.calls, len(parsed.unreadable)) == ("", (), 1)
+        assert parsed.unreadable[0].endswith("Write it as add(a=1)")
 
 
 def test_what_the_model_is_told_stays_short():

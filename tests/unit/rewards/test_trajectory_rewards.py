@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -11,7 +12,7 @@ from mgrpo.config.load import from_values
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.builtin_functions import think_format_reward
 from mgrpo.rewards.compose import score_groups
-from mgrpo.rewards.functions import missing_arguments, score_with_functions
+from mgrpo.rewards.functions import TrainerState, missing_arguments, score_with_functions
 from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rewards.trajectories import TurnRewards
 from mgrpo.rewards.verifier import Item
@@ -78,7 +79,7 @@ def test_the_format_gates_and_adds_as_for_a_single_turn() -> None:
     """The rules are those of a single turn, on the verifier's score plus what the environment gave."""
     gate = dataclasses.replace(CONFIG, apply_r1_style_format_reward=True)
     add = dataclasses.replace(gate, additive_format_reward=True)
-    formatted = of_turns(2.0, text="</think><answer>5</answer>")
+    formatted = of_turns(2.0, sampled_text="</think><answer>5</answer>")
     assert scored(formatted, gate).reward == 12.0 and scored(of_turns(2.0), gate).reward == 0.0
     assert scored(formatted, add).reward == 13.0 and scored(of_turns(2.0), add).reward == 12.0
     off = dataclasses.replace(CONFIG, apply_verifiable_reward=False)
@@ -109,6 +110,17 @@ def test_verifiers_see_the_scored_text_and_the_length_of_what_was_sampled() -> N
         [group(of_turns(text="call 42 result 5 answer 5"), builders.completion(4, text="plain"))], pool, CONFIG
     )
     assert [(item.answer.completion, item.answer.num_tokens) for item in pool.items] == [("5", 2), ("plain", 4)]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "reward"), [("print()\nfive", 0.0), ("a</think>\n<answer>5</answer>", 10.0), ("a</think>\n5", 0.0)]
+)
+def test_the_format_is_the_models_own(sampled: str, reward: float) -> None:
+    """What a tool prints would earn it."""
+    completion = of_turns(text=f"{sampled} </think><answer></answer>", sampled_text=sampled, scored_text="</think>")
+    config = dataclasses.replace(CONFIG, apply_r1_style_format_reward=True)
+    score = scored(completion, config)
+    assert (score.reward, score.parts["format"]) == (reward, reward / 10)
 
 
 GOOD = turn(calls=("search",), failed=(False,))
@@ -177,6 +189,38 @@ def test_functions_get_what_became_of_the_environment() -> None:
     with pytest.raises(AttributeError, match="no attribute board that can leave its process; there are score, moves"):
         _ = environment.board
     assert "environments" not in seen_by_a_function(builders.completion(2))
+
+
+def test_functions_do_not_see_a_completion_whose_environment_was_lost() -> None:
+    """It has no attributes to read: the function would fail, and with it the run. The others keep theirs."""
+
+    def score(environments: list, level: list, log_extra: Callable) -> list[float]:
+        log_extra("seen", level)
+        return [environment.counter + step / 10 for environment, step in zip(environments, level, strict=True)]
+
+    def count(completion_ids: list, trainer_state: TrainerState) -> list[float]:
+        return [trainer_state.global_step] * len(completion_ids)
+
+    lost = of_turns(ended_by="error")
+    first = group(of_turns(snapshot={"counter": 1}), lost, columns={"level": 1})
+    second = group(lost, of_turns(snapshot={"counter": 2}), columns={"level": 2})
+    batch = score_with_functions([first, group(lost), second], [score, count], state=TrainerState(global_step=3))
+    scores = [score for found in batch.groups for score in found.scores]
+    assert [score.reward for score in scores] == pytest.approx([4.1, NAN, NAN, NAN, 5.2], nan_ok=True)
+    assert [score.parts["count"] for score in scores] == pytest.approx([3, NAN, NAN, NAN, 3], nan_ok=True)
+    assert [dict(score.extras) for score in scores] == [{"seen": 1}, {}, {}, {}, {"seen": 2}]
+
+
+def test_functions_are_not_called_when_every_environment_was_lost() -> None:
+    """Not every function knows what to do with nothing."""
+
+    def never(**_: object) -> list[float]:
+        raise AssertionError
+
+    lost = of_turns(ended_by="error")
+    (found,) = score_with_functions([group(lost, lost)], [never]).groups
+    assert all(math.isnan(score.reward) and math.isnan(score.parts["never"]) for score in found.scores)
+    assert len(found.scores) == 2
 
 
 def test_a_function_that_asks_for_environments_is_refused_without_any() -> None:

@@ -17,7 +17,7 @@ from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.episodes import Bounds
 from mgrpo.environments.errors import EnvironmentLost
 from mgrpo.environments.instance import Answered, Ending
-from mgrpo.environments.trajectory import Sampled, Trajectory
+from mgrpo.environments.trajectory import Sampled
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import EngineError
 from mgrpo.rollout.fleet import Fleet
@@ -46,8 +46,8 @@ class Turns:
     def after_calls(self, answers: Sequence[tuple[str, str]], turn: Sampled) -> list[int]:
         raise AssertionError
 
-    def text(self, trajectories: Sequence[Trajectory]) -> list[str]:
-        return ["" for _ in trajectories]
+    def text(self, tokens: Sequence[np.ndarray]) -> list[str]:
+        return ["" for _ in tokens]
 
 
 class Acting:

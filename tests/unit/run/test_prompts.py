@@ -15,6 +15,21 @@ from mgrpo.run.prompts import make_prompts
 MODEL = Path(__file__).parents[3] / "examples" / "calculator" / "model"
 NAMES = "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"
 
+TOOLS_FILE = '''
+def look() -> str:
+    """Look around."""
+
+class Room:
+    def reset(self, **columns): pass
+    def enter(self) -> str:
+        """Go in."""
+
+class Hall:
+    def reset(self, **columns): pass
+    def leave(self) -> str:
+        """Go out."""
+'''
+
 
 @pytest.fixture
 def shown(tmp_path: Path) -> Callable[..., list[str]]:
@@ -48,6 +63,14 @@ def shown(tmp_path: Path) -> Callable[..., list[str]]:
     return make
 
 
+@pytest.fixture
+def tools_file(tmp_path: Path) -> Path:
+    """A function and two classes in TRL's form."""
+    path = tmp_path / "own_tools.py"
+    path.write_text(TOOLS_FILE)
+    return path
+
+
 def test_without_tools_a_column_of_their_name_is_like_any_other(shown: Callable[..., list[str]]) -> None:
     """Data of others have such a column; it says nothing to a run that has no tools."""
     assert shown({"tools": ["search"]}, {"tools": "x"}) == ["", ""]
@@ -57,3 +80,27 @@ def test_a_template_that_is_told_of_no_tools_shows_none(shown: Callable[..., lis
     """A system message of the rows describes them."""
     rows = {"tools": ["increment"]}, {"tools": None}
     assert shown(*rows, tools=["counter"], pass_tools_to_chat_template=False) == ["", ""]
+
+
+def test_prompts_tell_of_the_tools_that_a_row_may_call_and_of_no_other(
+    shown: Callable[..., list[str]], tools_file: Path
+) -> None:
+    """Of one that it is not told of a model cannot know; calling one that the row forbids is an error in its trajectory."""
+    game = "(increment)(decrement)(submit)"
+    rows: list[tuple[dict[str, object], str]] = [
+        ({"tools": ["counter"]}, game),
+        ({"tools": ["submit"]}, "(submit)"),
+        ({"tools": ["look"], "env_config": {"env_name": "counter"}}, f"{game}(look)"),
+        ({"tools": []}, ""),
+        ({}, f"{game}(look)"),
+    ]
+    found = shown(*(row for row, _ in rows), tools=["counter", f"{tools_file}:look"])
+    assert found == [expected for _, expected in rows]
+
+
+def test_of_alternatives_a_prompt_tells_of_the_one_that_its_row_names(
+    shown: Callable[..., list[str]], tools_file: Path
+) -> None:
+    """The others do not play."""
+    classes = [f"a={tools_file}:Room", f"b={tools_file}:Hall"]
+    assert shown({"environment": "a"}, {"environment": "b"}, environment_factory=classes) == ["(enter)", "(leave)"]

@@ -26,6 +26,7 @@ RECORD = builders.trajectory(
     messages=MESSAGES,
     ended_by="done",
     scored_text="42",
+    sampled_text="é\n42",
     reward=0.1,
     metrics={"counter/count": 3.0},
     snapshot={"moves": [1, 2], "board": None},

@@ -94,7 +94,7 @@ def test_turns_are_those_of_all_that_was_sampled():
     """A filter that removes groups of one kind must not look like a model that has learned to call tools."""
     mask = np.array([True, True])
     record = TrajectoryRecord(
-        is_sampled=mask, turns=(Turn(start=0, end=2),), messages=(), ended_by="stop", scored_text=""
+        is_sampled=mask, turns=(Turn(start=0, end=2),), messages=(), ended_by="stop", scored_text="", sampled_text=""
     )
     (of, *_) = DROPPED
     completions = tuple(replace(completion, trajectory=record) for completion in of.group.completions)

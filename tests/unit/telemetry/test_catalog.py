@@ -88,6 +88,7 @@ def groups():
         messages=(),
         ended_by="stop",
         scored_text="",
+        sampled_text="",
         metrics={"game/won": 1.0},
     )
     completions = [replace(builders.completion(), trajectory=trajectory) for _ in parts]

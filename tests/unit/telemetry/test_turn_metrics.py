@@ -25,7 +25,13 @@ def completion(*turns, ended_by="stop", sampled="10", metrics=None):
     """A completion of as many tokens as `sampled` has digits; 1 for those that the model has sampled."""
     mask = np.array([digit == "1" for digit in sampled], dtype=np.bool_)
     record = TrajectoryRecord(
-        is_sampled=mask, turns=turns, messages=(), ended_by=ended_by, scored_text="", metrics=metrics or {}
+        is_sampled=mask,
+        turns=turns,
+        messages=(),
+        ended_by=ended_by,
+        scored_text="",
+        sampled_text="",
+        metrics=metrics or {},
     )
     return replace(builders.completion(len(mask)), trajectory=record)
 
