@@ -83,7 +83,7 @@ class Environment:
             row: the prompt's columns, without its ground truth; `env_config` holds what the row sets for this environment.
             seed: the same for all samples of a prompt; what they are shown must be equal.
         Returns:
-            Text that is added to the prompt's last user message; None: nothing.
+            Text that is added to the prompt's last user message, and metrics; None: nothing. Only a step rewards or ends.
         """
 
     def step(self, calls: Sequence[Call]) -> Sequence[Observation] | Awaitable[Sequence[Observation]]:

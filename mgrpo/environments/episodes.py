@@ -182,7 +182,7 @@ class _Episode:
     ) -> None:
         self.episodes, self.task, self.prompt, self.sample, self.instance = all_of_them, task, prompt, sample, instance
         self.language, self.bounds = all_of_them.language, all_of_them.bounds
-        self.trajectory = Trajectory()
+        self.trajectory = Trajectory(metrics=dict(instance.metrics) if instance else {})
         self.max_calls = row_settings(task.row).max_calls or self.bounds.max_calls
         self.began_at = time.monotonic()
 

@@ -51,6 +51,11 @@ class Member:
         begun = await called(self.environment.reset, row, seed=seed)
         if begun is not None and not _is_observation(begun):
             raise TypeError(f"{self.entry}: reset returned {begun!r:.80}, expected an Observation or None")
+        if begun is not None and (begun.done or begun.reward):
+            raise ValueError(
+                f"{self.entry}: reset returned done={begun.done}, reward={begun.reward}; a trajectory begins with a text and "
+                "metrics, and only a step may reward or end it"
+            )
         return self._with_own_metrics(begun or Observation())
 
     def readable(self, call: Call) -> Call:

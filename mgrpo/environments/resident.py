@@ -65,6 +65,7 @@ class Resident:
             opening = await toolbox.reset(row, seed=seed, trajectory=trajectory)
             return {
                 "opening": shortened(opening.text, self._limits.output_bytes),
+                "metrics": dict(opening.metrics),
                 "active": sorted(toolbox.active),
                 "acts": toolbox.acts,
                 "tells": toolbox.tells,

@@ -62,8 +62,6 @@ class Toolbox(Environment):
         )
         return Observation(
             text="\n".join(each.text for each in begun if each.text),
-            reward=sum(each.reward for each in begun),
-            done=any(each.done for each in begun),
             metrics={name: value for each in begun for name, value in each.metrics.items()},
         )
 

@@ -3,7 +3,7 @@
 Every question has a number "id", which its answer repeats; answers come in any order. What is asked, and answered:
 
     load    instance, specs, limits, limit_s  ->  description: the first environment is built and set up
-    reset   instance, row, seed, trajectory   ->  opening, active, acts: a new instance is built and set up before
+    reset   instance, row, seed, trajectory   ->  opening, metrics, active, acts: a new instance is built and set up before
     step    instance, calls                   ->  observations, seconds, timed_out
     ending  instance                          ->  reward, snapshot
     close   instance, limit_s                 ->  what still goes on in it is cancelled

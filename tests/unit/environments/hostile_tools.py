@@ -120,7 +120,7 @@ class Counting(Environment):
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> Observation:
         await asyncio.sleep(self._delay_s)
         self.resets, self.steps, self.seed = self.resets + 1, 0, seed
-        return Observation(text=f"{row['question']} {seed}")
+        return Observation(text=f"{row['question']} {seed}", metrics={"resets": self.resets})
 
     async def step(self, calls: Sequence[Call]) -> Sequence[Observation]:
         self.steps += len(calls)

@@ -85,6 +85,7 @@ def test_a_trajectory_has_an_opening_answers_and_an_ending() -> None:
         assert [tool.name for tool in description.tools] == ["echo", "count"]
         instance = await taken(environments)
         assert (instance.opening, instance.active, instance.acts) == ("six times seven? 3", {"echo", "count"}, False)
+        assert instance.metrics == {"Counting/resets": 1.0}
         answers = await instance.step([call("count"), call("echo", text="42"), call("nothing"), call("count")])
         assert [answer.observation for answer in answers[:2]] == [
             Observation(text="1 2", reward=0.5, metrics={"Counting/steps": 2.0}),

@@ -92,6 +92,7 @@ class Adder:
 
     answers: list[Observation] = field(default_factory=list)
     opening: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
     acts: bool = False
     active: frozenset[str] = frozenset({"add"})
     delay_s: float = 0.0
@@ -262,6 +263,15 @@ def test_an_environment_may_end_a_trajectory() -> None:
     found = one(Scripted([5, CALL, END]), instance)
     assert (found.finish_reason, found.trajectory.ended_by) == ("stop", "done")
     assert found.tokens.tolist() == [5, CALL, END] and found.trajectory.turns[0].reward == 1.0
+
+
+def test_metrics_of_the_beginning_count_until_a_step_gives_others() -> None:
+    """A game that is left at once has a score of zero, and not none."""
+    beginning = {"game/level": 3.0, "game/score": 0.0}
+    assert one(Scripted([5, END]), Adder(metrics=beginning)).trajectory.metrics == beginning
+    instance = Adder([Observation(text="2", metrics={"game/score": 2.0})], metrics=beginning)
+    found = one(Scripted([CALL, END], [5, END]), instance)
+    assert found.trajectory.metrics == {"game/level": 3.0, "game/score": 2.0}
 
 
 @pytest.mark.parametrize("in_rounds", [True, False])
