@@ -7,7 +7,6 @@ in it go on for a while, then it is killed.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
@@ -18,14 +17,12 @@ from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost, Frozen
 from mgrpo.environments.host import START_LIMIT_S, Host, description_in, load_question
 from mgrpo.environments.limits import Limits
 from mgrpo.environments.link import Link, new_child
+from mgrpo.environments.losses import Losses
 from mgrpo.processes.json_lines import Message
-
-_log = logging.getLogger(__name__)
 
 _CLOSE_LIMIT_S = 5.0
 _STARTS_BEFORE_GIVING_UP = 3
 _PAUSE_BETWEEN_STARTS_S = 1.0
-_LOGGED_LOSSES = 10
 _STUCK = "held a call that could not be ended, and was killed"
 
 
@@ -45,6 +42,7 @@ class Fleet:
         self._refusal: str | None = "the environments are not started"
         """Why nothing is given to anybody."""
         self._is_closing = False
+        self._losses = Losses()
         self.num_replaced = 0
         """Workers, since the start."""
 
@@ -224,9 +222,8 @@ class Fleet:
             return
         self._hosts.remove(host)
         self.num_replaced += 1
-        if self.num_replaced <= _LOGGED_LOSSES:
-            names = ", ".join(sorted(name for name, _ in host.held.values())) or "none"
-            _log.warning("a worker of the environments %s; trajectories in it: %.300s", why, names)
+        names = ", ".join(sorted(name for name, _ in host.held.values())) or "none"
+        self._losses.say("worker", f"a worker of the environments {why}; trajectories in it: {names:.300}")
         self._spawn(self._start_again(host.capacity))
 
     async def _start_again(self, capacity: int) -> None:

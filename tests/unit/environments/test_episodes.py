@@ -15,7 +15,7 @@ import pytest
 
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.episodes import Bounds, Episodes, Task
-from mgrpo.environments.errors import EnvironmentLost
+from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost
 from mgrpo.environments.gathering import Ask, Gathering
 from mgrpo.environments.instance import Answered, Ending
 from mgrpo.environments.trajectory import Sampled
@@ -105,7 +105,7 @@ class Adder:
         self.asked.append([str(call.arguments.get("text", call.name)) for call in calls])
         await asyncio.sleep(self.delay_s)
         if self.lost:
-            raise EnvironmentLost
+            raise EnvironmentLost("its worker has ended")
         found = [self.answers.pop(0) if self.answers else Observation(text="ok") for _ in calls]
         return [Answered(observation=observation, seconds=0.5) for observation in found]
 
@@ -127,7 +127,7 @@ class Shelf:
         self.asked.append((row, seed, trajectory))
         instance = self.instances.pop(0)
         if instance is None:
-            raise EnvironmentLost
+            raise AcquireTimeout("none became free")
         return instance
 
 
@@ -282,6 +282,23 @@ def test_a_trajectory_without_environment_has_no_score_and_one_turn(in_rounds: b
     assert [completion.finish_reason for completion in group.completions] == ["error", "error", "stop"]
     assert [len(completion.trajectory.turns) for completion in group.completions] == [1, 1, 2]
     assert lost.num_released == 1
+
+
+def test_why_a_trajectory_has_no_score_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing else tells a service that is down from a pool that is too small."""
+    late = Adder(delay_s=0.02)
+    engine = Scripted(*[[CALL, END]] * 3)
+    play(engine, None, Adder(lost=True), late, bounds=replace(BOUNDS, trajectory_timeout_s=0.01))
+    assert sorted(caplog.messages) == [
+        "0/3/0 has no score: none became free",
+        "0/3/1 has no score: its worker has ended",
+        "0/3/2 has no score: it took longer than trajectory_timeout=0.01 s",
+    ]
+
+
+def test_of_many_losses_of_a_kind_the_first_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    play(Scripted(*[[5, END]] * 40), *[None] * 40)
+    assert len(caplog.messages) == 10 and caplog.messages[9].endswith("(further ones of this kind are not logged)")
 
 
 def test_a_turn_as_a_whole_may_be_the_action() -> None:
