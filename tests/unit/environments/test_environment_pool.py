@@ -201,6 +201,46 @@ def test_a_queue_that_moves_is_waited_for() -> None:
     run(go())
 
 
+def test_time_in_which_no_environment_has_work_counts_little() -> None:
+    """Prepared trajectories hold the pool while the model is trained, for longer than any tool may take."""
+
+    async def go() -> None:
+        environments = pool("rest", pool_size=1, limits=Limits(acquire_timeout_s=0.2))
+        await environments.start()
+        prepared = await taken(environments)
+        waiting = asyncio.create_task(taken(environments))
+        await asyncio.sleep(0.6)
+        assert not waiting.done(), "nobody asks the environment anything"
+        work = asyncio.create_task(asked(prepared, "rest", seconds=5))
+        with pytest.raises(AcquireTimeout):
+            await asyncio.wait_for(waiting, 1)
+        work.cancel()
+        await environments.close()
+
+    run(go())
+
+
+def test_who_has_to_begin_again_does_not_wait_behind_others(tmp_path: Path) -> None:
+    """Others may hold what they have until all trajectories of their prompt have begun: each would wait for the other."""
+    order: list[str] = []
+
+    async def go() -> None:
+        environments = pool("Hostile", pool_size=1)
+        await environments.start()
+
+        async def use(name: str, row: dict[str, Any]) -> None:
+            instance = await taken(environments, row, name=name)
+            order.append(name)
+            await instance.release()
+
+        row = ROW | {"where": "reset", "bad": "raise", "once": str(tmp_path / "once")}
+        await asyncio.gather(use("first", row), use("second", ROW), use("third", ROW))
+        await environments.close()
+
+    run(go())
+    assert order == ["first", "second", "third"]
+
+
 @pytest.mark.parametrize("tool", ["rest", "sleep", "sleep_apart", "stay"])
 def test_a_late_call_is_told_and_its_turn_goes_on(tool: str) -> None:
     """Cancelled or not: the model learns that it was late, the other calls of the turn have their answers."""
