@@ -94,5 +94,9 @@ class Environment:
         """The reward of the whole trajectory; None: verifiers, reward functions and steps decide."""
         return None
 
+    def end(self) -> Awaitable[None] | None:
+        """The trajectory is over, after `reward`: let go of what it left, such as memory, files and processes. Not called where
+        `close` follows at once."""
+
     def close(self) -> Awaitable[None] | None:
         """The instance is not used again."""

@@ -162,17 +162,34 @@ class Fleet:
         self._num_asked += change
         self._asked_time.run(self._num_asked > 0)
 
-    def give_back(self, host: Host, number: int, *, broken: bool) -> None:
-        """A trajectory does not need the instance any more."""
+    def give_back(self, host: Host, number: int, *, broken: bool, ends: bool = False) -> None:
+        """A trajectory does not need the instance any more; `ends`: which has something to do then."""
         del host.held[number]
         if host.link.is_over:
             return
         if broken or number in host.stuck:
             self._spawn(self._discard(host, number))
-            return
+        elif ends:
+            self._spawn(self._end(host, number))
+        else:
+            self._put_back(host, number)
+
+    def _put_back(self, host: Host, number: int) -> None:
         host.put_back(number)
         self._end_if_hopeless(host)
         self._hand_out()
+
+    async def _end(self, host: Host, number: int) -> None:
+        """Have the instance let go of what its trajectory left; it serves no other one before."""
+        question = {"ask": "end", "limit_s": _CLOSE_LIMIT_S}
+        try:
+            answer = await self.ask(host, number, question, _CLOSE_LIMIT_S)
+        except EnvironmentLost:
+            return
+        if "error" in answer:
+            await self._discard(host, number)
+        else:
+            self._put_back(host, number)
 
     def _hand_out(self) -> None:
         """Give what is free to those who have waited longest."""

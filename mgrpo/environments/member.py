@@ -83,6 +83,14 @@ class Member:
         show = getattr(self.environment, "snapshot", None)
         return {} if show is None else show()
 
+    @property
+    def ends(self) -> bool:
+        """Whether it lets go of anything at the end of a trajectory."""
+        return type(self.environment).end is not Environment.end
+
+    async def end(self) -> None:
+        await called(self.environment.end)
+
     async def close(self) -> None:
         await called(self.environment.close)
 

@@ -122,7 +122,7 @@ class Environments:
                     self._fleet.give_back(host, number, broken=True)
             if "opening" in begun:
                 ask = functools.partial(self._ask, host, number)
-                give_back = functools.partial(self._fleet.give_back, host, number)
+                give_back = functools.partial(self._fleet.give_back, host, number, ends=begun["ends"])
                 return Instance(begun, self._limits, ask=ask, give_back=give_back)
         raise ResetFailed(f"no environment could begin {trajectory}, in {_TRIES_TO_BEGIN} tries: {why}")
 

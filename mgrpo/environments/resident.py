@@ -69,6 +69,7 @@ class Resident:
                 "active": sorted(toolbox.active),
                 "acts": toolbox.acts,
                 "tells": toolbox.tells,
+                "ends": toolbox.ends,
             }
 
         return await self._within(self._limits.reset_timeout_s, begin())
@@ -103,6 +104,11 @@ class Resident:
         if self.is_stuck:
             raise Failed("a call is still running")
         return await self._within(self._limits.reset_timeout_s, ask())
+
+    async def end(self, limit_s: float) -> Message:
+        assert self._toolbox is not None
+        await self._within(limit_s, self._toolbox.end())
+        return {}
 
     async def close(self, limit_s: float) -> None:
         """Cancel what goes on, and close the environment unless that goes on nevertheless.

@@ -100,6 +100,14 @@ class Toolbox(Environment):
         """Public attributes of the members that show theirs, as JSON holds them."""
         return {name: value for member in self._playing for name, value in member.snapshot().items()}
 
+    @property
+    def ends(self) -> bool:
+        """Whether `end` does anything after this trajectory."""
+        return any(member.ends for member in self._playing)
+
+    async def end(self) -> None:
+        await _together(member.end() for member in self._playing)
+
     async def close(self) -> None:
         await _together(member.close() for member in self._members.values())
 

@@ -6,6 +6,7 @@ Every question has a number "id", which its answer repeats; answers come in any 
     reset   instance, row, seed, trajectory   ->  opening, metrics, active, acts: a new instance is built and set up before
     step    instance, calls                   ->  observations, seconds, timed_out
     ending  instance                          ->  reward, snapshot
+    end     instance, limit_s                 ->  the trajectory has let go of everything
     close   instance, limit_s                 ->  what still goes on in it is cancelled
     stuck                                     ->  stuck: the instances of which something goes on that cannot be ended
 
@@ -86,6 +87,8 @@ class _Worker:
                 return await self._resident(question).step([Call(**call) for call in question["calls"]])
             case "ending":
                 return await self._resident(question).ending()
+            case "end":
+                return await self._resident(question).end(question["limit_s"])
             case "close":
                 return await self._close(question["instance"], question["limit_s"])
             case "stuck":

@@ -212,6 +212,14 @@ class Unready(Counting):
         await asyncio.sleep(1000)
 
 
+class Ending(Hostile):
+    """Lets go of what a trajectory left."""
+
+    async def end(self) -> None:
+        self._log("end")
+        await self._misbehave("end")
+
+
 class Odd(Environment):
     """Answers what is no observation, by the argument of its call."""
 

@@ -169,6 +169,36 @@ def test_environments_exist_up_to_the_pools_size_and_are_closed_in_the_end(tmp_p
     run(go())
 
 
+def test_what_a_trajectory_leaves_is_let_go_of_when_it_is_over(tmp_path: Path) -> None:
+    """Otherwise it is kept until the next one begins, which may be never; and no other trajectory gets it before."""
+
+    async def go() -> None:
+        environments = pool("Ending", pool_size=1, folder=str(tmp_path))
+        await environments.start()
+        for _ in range(2):
+            await (await taken(environments)).release()
+        log = tmp_path / "log"
+        await until(lambda: log.read_text().split() == ["setup", "end", "end"])
+        await environments.close()
+
+    run(go())
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("bad", ["die", "freeze", "hang", "hang in a thread", "raise"])
+def test_an_environment_that_does_not_let_go_serves_nobody_else(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_CLOSE_LIMIT_S", 0.2)
+
+    async def go() -> None:
+        environments = pool("Ending", pool_size=1)
+        await environments.start()
+        await (await taken(environments, ROW | {"where": "end", "bad": bad})).release()
+        assert (await asked(await taken(environments), "count")).observation.text == "1 1", "a new one"
+        await environments.close()
+
+    run(go())
+
+
 def test_who_waits_too_long_is_told_who_holds_the_environments() -> None:
     async def go() -> None:
         environments = pool("echo", pool_size=1, limits=Limits(acquire_timeout_s=0.1))
