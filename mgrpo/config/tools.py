@@ -93,7 +93,8 @@ class Tools:
     env_reset_timeout: Annotated[float, POSITIVE] = 60.0
     """Seconds that an environment may take to begin; a completion whose environment fails twice has no score."""
     env_acquire_timeout: Annotated[float, POSITIVE] = 60.0
-    """Seconds for which completions may wait without any of them getting an environment; then they have no score."""
+    """Seconds for which completions may wait without any of them getting an environment; then they have no score. Time in which
+    no environment has work, as while the model is trained, counts a tenth."""
     trajectory_timeout: Annotated[float | None, POSITIVE] = None
     """Seconds that a completion may take with all its turns; then it ends without a score. none: no limit."""
     pool_size: Annotated[int | None, ONE_OR_MORE, OPEN_INSTRUCT] = None

@@ -83,7 +83,7 @@ class Environment:
             row: the prompt's columns, without its ground truth; `env_config` holds what the row sets for this environment.
             seed: the same for all samples of a prompt; what they are shown must be equal.
         Returns:
-            Text that is added to the prompt's last user message; None: nothing.
+            Text that is added to the prompt's last user message, and metrics; None: nothing. Only a step rewards or ends.
         """
 
     def step(self, calls: Sequence[Call]) -> Sequence[Observation] | Awaitable[Sequence[Observation]]:
@@ -93,6 +93,10 @@ class Environment:
     def reward(self) -> float | Awaitable[float | None] | None:
         """The reward of the whole trajectory; None: verifiers, reward functions and steps decide."""
         return None
+
+    def end(self) -> Awaitable[None] | None:
+        """The trajectory is over, after `reward`: let go of what it left, such as memory, files and processes. Not called where
+        `close` follows at once."""
 
     def close(self) -> Awaitable[None] | None:
         """The instance is not used again."""

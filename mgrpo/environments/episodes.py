@@ -16,9 +16,10 @@ import numpy as np
 
 from mgrpo.environments.description import ACT
 from mgrpo.environments.environment import Call, Observation
-from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost, ResetFailed
+from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost, ResetFailed, TrajectoryTimeout
 from mgrpo.environments.gathering import Ask, Gathering
 from mgrpo.environments.instance import Answered, Ending, Instance
+from mgrpo.environments.losses import Losses
 from mgrpo.environments.rows import row_settings
 from mgrpo.environments.trajectory import EndedBy, Sampled, ScoredText, Trajectory
 from mgrpo.types import Completion, Prompt, RolloutGroup
@@ -111,6 +112,7 @@ class Episodes:
         bounds: Bounds,
     ) -> None:
         self.gathering, self.environments, self.language, self.bounds = gathering, environments, language, bounds
+        self.losses = Losses()
 
     async def run(self, task: Task) -> RolloutGroup:
         """All trajectories of one prompt. The caller has entered it in the gathering, as one.
@@ -137,8 +139,13 @@ class Episodes:
     async def _acquire(self, row: Mapping[str, Any], seed: int, name: str) -> Instance | None:
         try:
             return await self.environments.acquire(row, seed=seed, trajectory=name)
-        except (EnvironmentLost, AcquireTimeout, ResetFailed):
+        except (EnvironmentLost, AcquireTimeout, ResetFailed) as err:
+            self.lost(name, err)
             return None
+
+    def lost(self, name: str, err: Exception) -> None:
+        """The trajectory has no score."""
+        self.losses.say(type(err).__name__, f"{name} has no score: {err}")
 
     def _prompt(self, task: Task, instances: Sequence[Instance | None]) -> Prompt:
         openings = {instance.opening for instance in instances if instance}
@@ -186,7 +193,7 @@ class _Episode:
     ) -> None:
         self.episodes, self.task, self.prompt, self.sample, self.instance = all_of_them, task, prompt, sample, instance
         self.language, self.bounds = all_of_them.language, all_of_them.bounds
-        self.trajectory = Trajectory()
+        self.trajectory = Trajectory(metrics=dict(instance.metrics) if instance else {})
         self.max_calls = row_settings(task.row).max_calls or self.bounds.max_calls
         self.began_at = time.monotonic()
 
@@ -204,7 +211,8 @@ class _Episode:
                 (turn,) = await gathering.sample(ask)
             if self.instance is not None and trajectory.ended_by != "error":
                 ending = await self.instance.ending()
-        except EnvironmentLost:
+        except EnvironmentLost as err:
+            self.episodes.lost(f"{self.task.name}/{self.sample}", err)
             trajectory.ended_by = "error"
         finally:
             gathering.leave()
@@ -295,7 +303,7 @@ class _Episode:
         """Append the answer, if another token may follow it."""
         limit = self.bounds.trajectory_timeout_s
         if limit is not None and time.monotonic() - self.began_at > limit:
-            return "error"
+            raise TrajectoryTimeout(f"it took longer than trajectory_timeout={limit:g} s")
         if len(bridge) >= self.episodes.room(self.task, self.prompt, self.trajectory):
             return "length"
         self.trajectory.add_bridge(bridge)

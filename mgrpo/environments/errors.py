@@ -7,6 +7,10 @@ class EnvironmentLost(RuntimeError):
     """A trajectory's environment is gone, or cannot say how the trajectory ended."""
 
 
+class TrajectoryTimeout(EnvironmentLost):
+    """The trajectory took too long with all its turns."""
+
+
 class Frozen(EnvironmentLost):
     """The worker did not answer this question in time, and is killed."""
 

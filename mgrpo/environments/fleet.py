@@ -7,7 +7,6 @@ in it go on for a while, then it is killed.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
@@ -18,14 +17,16 @@ from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost, Frozen
 from mgrpo.environments.host import START_LIMIT_S, Host, description_in, load_question
 from mgrpo.environments.limits import Limits
 from mgrpo.environments.link import Link, new_child
+from mgrpo.environments.losses import Losses
 from mgrpo.processes.json_lines import Message
-
-_log = logging.getLogger(__name__)
+from mgrpo.processes.stopwatch import Stopwatch
 
 _CLOSE_LIMIT_S = 5.0
 _STARTS_BEFORE_GIVING_UP = 3
 _PAUSE_BETWEEN_STARTS_S = 1.0
-_LOGGED_LOSSES = 10
+_IDLE_PACE = 0.1
+"""Of the clock of those who wait for an environment, while no environment is asked anything."""
+_LEAST_WAIT_S = 0.05
 _STUCK = "held a call that could not be ended, and was killed"
 
 
@@ -47,11 +48,16 @@ class Fleet:
         self._hosts: list[Host] = []
         self._queue: deque[tuple[asyncio.Future[tuple[Host, int]], str]] = deque()
         self._given_at = 0.0
-        """When an environment was last given to somebody."""
+        """By `_clock`, when an environment was last given to somebody."""
+        self._num_asked = 0
+        """Questions that are not answered yet."""
+        self._asked_time = Stopwatch()
+        """Runs while there are any."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._refusal: str | None = "the environments are not started"
         """Why nothing is given to anybody."""
         self._is_closing = False
+        self._losses = Losses()
         self.num_replaced = 0
         """Workers, since the start."""
 
@@ -102,9 +108,12 @@ class Fleet:
             for host in hosts:
                 host.link.end()
 
-    async def place(self, trajectory: str) -> tuple[Host, int]:
+    async def place(self, trajectory: str, *, is_first: bool = False) -> tuple[Host, int]:
         """An instance that is idle or may be made, reserved for the trajectory; in the order of the requests.
 
+        Args:
+            is_first: before all others. Who had one that could not begin would otherwise wait behind a group of trajectories
+                that waits for its own.
         Raises:
             AcquireTimeout: there is none in time.
             RuntimeError: nothing is given to anybody.
@@ -112,7 +121,7 @@ class Fleet:
         if self._refusal is not None:
             raise RuntimeError(self._refusal)
         place: asyncio.Future[tuple[Host, int]] = asyncio.get_running_loop().create_future()
-        self._queue.append((place, trajectory))
+        (self._queue.appendleft if is_first else self._queue.append)((place, trajectory))
         self._hand_out()
         try:
             await self._wait_for(place)
@@ -127,9 +136,14 @@ class Fleet:
 
     async def _wait_for(self, place: asyncio.Future[tuple[Host, int]]) -> None:
         """Until it is done, or nothing was given to anybody for too long: a long queue that moves is no failure."""
-        limit_s, since = self._limits.acquire_timeout_s, time.monotonic()
-        while not place.done() and (left_s := max(since, self._given_at) + limit_s - time.monotonic()) > 0:
-            await asyncio.wait({place}, timeout=left_s)
+        limit_s, since = self._limits.acquire_timeout_s, self._clock
+        while not place.done() and (left_s := max(since, self._given_at) + limit_s - self._clock) > 0:
+            await asyncio.wait({place}, timeout=max(left_s, _LEAST_WAIT_S))
+
+    @property
+    def _clock(self) -> float:
+        """Slow while environments are held and not asked: the model is sampled or trained then, and no environment is late."""
+        return _IDLE_PACE * time.perf_counter() + (1 - _IDLE_PACE) * self._asked_time.seconds
 
     async def ask(self, host: Host, number: int, question: Message, limit_s: float) -> Message:
         """What the worker answers about an instance.
@@ -137,28 +151,52 @@ class Fleet:
         Raises:
             EnvironmentLost: it does not.
         """
+        self._count_asked(1)
         try:
             answer = await host.link.ask(question | {"instance": number}, limit_s)
         except Frozen as err:
             if host.stuck - {number}:
                 raise EnvironmentLost("another trajectory's call froze the environment's worker") from err
             raise
+        finally:
+            self._count_asked(-1)
         if self._is_closing:
             raise EnvironmentLost("the environments are closed")
         self._note(host, number, is_stuck=answer["is_stuck"])
         return answer
 
-    def give_back(self, host: Host, number: int, *, broken: bool) -> None:
-        """A trajectory does not need the instance any more."""
+    def _count_asked(self, change: int) -> None:
+        self._num_asked += change
+        self._asked_time.run(self._num_asked > 0)
+
+    def give_back(self, host: Host, number: int, *, broken: bool, ends: bool = False) -> None:
+        """A trajectory does not need the instance any more; `ends`: which has something to do then."""
         del host.held[number]
         if host.link.is_over:
             return
         if broken or number in host.stuck:
             self._spawn(self._discard(host, number))
-            return
+        elif ends:
+            self._spawn(self._end(host, number))
+        else:
+            self._put_back(host, number)
+
+    def _put_back(self, host: Host, number: int) -> None:
         host.put_back(number)
         self._end_if_hopeless(host)
         self._hand_out()
+
+    async def _end(self, host: Host, number: int) -> None:
+        """Have the instance let go of what its trajectory left; it serves no other one before."""
+        question = {"ask": "end", "limit_s": _CLOSE_LIMIT_S}
+        try:
+            answer = await self.ask(host, number, question, _CLOSE_LIMIT_S)
+        except EnvironmentLost:
+            return
+        if "error" in answer:
+            await self._discard(host, number)
+        else:
+            self._put_back(host, number)
 
     def _hand_out(self) -> None:
         """Give what is free to those who have waited longest."""
@@ -169,7 +207,7 @@ class Fleet:
                 return
             self._queue.popleft()
             if host is not None and not place.done():
-                self._given_at = time.monotonic()
+                self._given_at = self._clock
                 place.set_result((host, host.take(trajectory)))
 
     def _note(self, host: Host, number: int, *, is_stuck: bool) -> None:
@@ -231,9 +269,8 @@ class Fleet:
             return
         self._hosts.remove(host)
         self.num_replaced += 1
-        if self.num_replaced <= _LOGGED_LOSSES:
-            names = ", ".join(sorted(name for name, _ in host.held.values())) or "none"
-            _log.warning("a worker of the environments %s; trajectories in it: %.300s", why, names)
+        names = ", ".join(sorted(name for name, _ in host.held.values())) or "none"
+        self._losses.say("worker", f"a worker of the environments {why}; trajectories in it: {names:.300}")
         self._spawn(self._start_again(host.capacity))
 
     async def _start_again(self, capacity: int) -> None:

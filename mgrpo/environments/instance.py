@@ -42,6 +42,8 @@ class Instance:
 
     opening: str
     """Text for the prompt's last user message; "": nothing."""
+    metrics: Mapping[str, float]
+    """Of the beginning."""
     active: frozenset[str]
     """Names that this trajectory may call."""
     acts: bool
@@ -56,7 +58,7 @@ class Instance:
         give_back: Callable[..., None],
     ) -> None:
         """Made by the pool, from what the worker answered to its reset; `give_back` is told whether it is broken."""
-        self.opening, self.acts = opened["opening"], opened["acts"]
+        self.opening, self.metrics, self.acts = opened["opening"], opened["metrics"], opened["acts"]
         self.active = frozenset(opened["active"])
         self._tells = opened["tells"]
         self._limits, self._ask, self._give_back = limits, ask, give_back

@@ -14,7 +14,8 @@ class Limits:
     reset_timeout_s: float = 60.0
     """Of set-up and reset, and of the reward at the end."""
     acquire_timeout_s: float = 60.0
-    """Until an environment is free for a trajectory."""
+    """Until an environment is free for a trajectory, since any was given to another one. Time in which no environment is asked
+    anything counts a tenth: it is the model that is sampled or trained then, and its trajectories hold what they will need."""
     grace_s: float = 30.0
     """For which the other trajectories of a worker go on when a call in it hangs and cannot be cancelled."""
     output_bytes: int = 1 << 16

@@ -52,6 +52,11 @@ class Member:
         begun = await called(self.environment.reset, row, seed=seed)
         if begun is not None and not _is_observation(begun):
             raise TypeError(f"{self.entry}: reset returned {begun!r:.80}, expected an Observation or None")
+        if begun is not None and (begun.done or begun.reward):
+            raise ValueError(
+                f"{self.entry}: reset returned done={begun.done}, reward={begun.reward}; a trajectory begins with a text and "
+                "metrics, and only a step may reward or end it"
+            )
         return self._with_own_metrics(begun or Observation())
 
     def readable(self, call: Call) -> Call:
@@ -78,6 +83,14 @@ class Member:
     def snapshot(self) -> Mapping[str, Any]:
         show = getattr(self.environment, "snapshot", None)
         return {} if show is None else show()
+
+    @property
+    def ends(self) -> bool:
+        """Whether it lets go of anything at the end of a trajectory."""
+        return type(self.environment).end is not Environment.end
+
+    async def end(self) -> None:
+        await called(self.environment.end)
 
     async def close(self) -> None:
         await called(self.environment.close)

@@ -111,8 +111,8 @@ class Environments:
         """
         question = {"ask": "reset", "row": sendable(row), "seed": seed, "trajectory": trajectory}
         why = ""
-        for _ in range(_TRIES_TO_BEGIN):
-            host, number = await self._place(trajectory)
+        for attempt in range(_TRIES_TO_BEGIN):
+            host, number = await self._place(trajectory, is_first=attempt > 0)
             begun: Message = {}
             try:
                 begun = await self._ask(host, number, question, self._limits.reset_timeout_s)
@@ -124,7 +124,7 @@ class Environments:
                     self._fleet.give_back(host, number, broken=True)
             if "opening" in begun:
                 ask = functools.partial(self._ask, host, number)
-                give_back = functools.partial(self._fleet.give_back, host, number)
+                give_back = functools.partial(self._fleet.give_back, host, number, ends=begun["ends"])
                 return Instance(begun, self._limits, ask=ask, give_back=give_back)
         raise ResetFailed(f"no environment could begin {trajectory}, in {_TRIES_TO_BEGIN} tries: {why}")
 
@@ -146,10 +146,10 @@ class Environments:
         """End everything, within seconds whatever tools do; whoever waits for an answer gets an EnvironmentLost."""
         await self._fleet.close()
 
-    async def _place(self, trajectory: str) -> tuple[Host, int]:
+    async def _place(self, trajectory: str, *, is_first: bool) -> tuple[Host, int]:
         began = time.monotonic()
         try:
-            return await self._fleet.place(trajectory)
+            return await self._fleet.place(trajectory, is_first=is_first)
         finally:
             self._waits.append(time.monotonic() - began)
 

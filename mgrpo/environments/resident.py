@@ -65,9 +65,11 @@ class Resident:
             opening = await toolbox.reset(row, seed=seed, trajectory=trajectory)
             return {
                 "opening": shortened(opening.text, self._limits.output_bytes),
+                "metrics": dict(opening.metrics),
                 "active": sorted(toolbox.active),
                 "acts": toolbox.acts,
                 "tells": toolbox.tells,
+                "ends": toolbox.ends,
             }
 
         return await self._within(self._limits.reset_timeout_s, begin())
@@ -116,6 +118,11 @@ class Resident:
         if self.is_stuck:
             raise Failed("a call is still running")
         return await self._within(self._limits.reset_timeout_s, ask())
+
+    async def end(self, limit_s: float) -> Message:
+        assert self._toolbox is not None
+        await self._within(limit_s, self._toolbox.end())
+        return {}
 
     async def close(self, limit_s: float) -> None:
         """Cancel what goes on, and close the environment unless that goes on nevertheless.

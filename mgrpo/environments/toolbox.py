@@ -74,8 +74,6 @@ class Toolbox(Environment):
         )
         return Observation(
             text="\n".join(each.text for each in begun if each.text),
-            reward=sum(each.reward for each in begun),
-            done=any(each.done for each in begun),
             metrics={name: value for each in begun for name, value in each.metrics.items()},
         )
 
@@ -113,6 +111,14 @@ class Toolbox(Environment):
     def snapshot(self) -> dict[str, Any]:
         """Public attributes of the members that show theirs, as JSON holds them."""
         return {name: value for member in self._playing for name, value in member.snapshot().items()}
+
+    @property
+    def ends(self) -> bool:
+        """Whether `end` does anything after this trajectory."""
+        return any(member.ends for member in self._playing)
+
+    async def end(self) -> None:
+        await _together(member.end() for member in self._playing)
 
     async def close(self) -> None:
         await _together(member.close() for member in self._members.values())

@@ -3,10 +3,11 @@
 Every question has a number "id", which its answer repeats; answers come in any order. What is asked, and answered:
 
     load    instance, specs, limits, limit_s  ->  description: the first environment is built and set up
-    reset   instance, row, seed, trajectory   ->  opening, active, acts: a new instance is built and set up before
+    reset   instance, row, seed, trajectory   ->  opening, metrics, active, acts: a new instance is built and set up before
     step    instance, calls                   ->  observations, seconds, timed_out
     resume  instance, answer                  ->  wish, or returned and metrics: a program goes on
     ending  instance                          ->  reward, snapshot
+    end     instance, limit_s                 ->  the trajectory has let go of everything
     close   instance, limit_s                 ->  what still goes on in it is cancelled
     stuck                                     ->  stuck: the instances of which something goes on that cannot be ended
 
@@ -89,6 +90,8 @@ class _Worker:
                 return await self._resident(question).resume(question["answer"])
             case "ending":
                 return await self._resident(question).ending()
+            case "end":
+                return await self._resident(question).end(question["limit_s"])
             case "close":
                 return await self._close(question["instance"], question["limit_s"])
             case "stuck":

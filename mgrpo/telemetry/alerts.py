@@ -74,12 +74,17 @@ def _unscored(metrics: Metrics) -> dict[str, str]:
                 f"verifier {verifier} scored no completion ({name} is 1); look at its service, its time-out or the form of "
                 "the ground truths"
             )
-    rate = _value(metrics, "val/no_score_rate")
+    rate, lost = _value(metrics, "val/no_score_rate"), _value(metrics, "turns/ended_by/error")
     if not found and rate >= HALF_UNSCORED:
         which = "no completion has a score" if rate == 1 else f"{100 * rate:.0f} % of the completions have no score"
-        found["val/no_score_rate"] = (
-            f"{which} (val/no_score_rate is {rate:.3g}); the reward functions return NaN or None, or a verifier fails"
-        )
+        causes = []
+        if lost > 0:
+            causes.append(
+                f"environments were lost, late or not free (turns/ended_by/error is {lost:.3g}), for the reasons in the log"
+            )
+        if not lost >= rate:
+            causes.append("the reward functions return NaN or None, or a verifier fails")
+        found["val/no_score_rate"] = f"{which} (val/no_score_rate is {rate:.3g}); {', and '.join(causes)}"
     return found
 
 

@@ -389,7 +389,7 @@ whose steps all had nothing to learn from writes everything, and then ends with 
 | metric | warning when | likely causes |
 |---|---|---|
 | `frac_reward_zero_std` | 1: all rewards of each group are equal | data too hard or too easy; a verifier that expects another form; a constant reward; a low temperature |
-| `val/no_score_rate` | {HALF_UNSCORED:g} or more | reward functions that return NaN or None; a verifier that fails |
+| `val/no_score_rate` | {HALF_UNSCORED:g} or more | reward functions that return NaN or None; a verifier that fails; environments (`turns/ended_by/error`), whose reasons are in the log |
 | `objective/{{verifier}}_error_rate` | 1: it scored nothing | its service, its time-out, the form of the ground truths |
 | `completions/clipped_ratio` | {MOST:g} or more: almost all are cut off | `response_length` too small; an end token that is not among the stop tokens |
 | `completions/max_length` | 1: all are empty | a chat template that does not suit the model |

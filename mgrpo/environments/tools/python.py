@@ -98,6 +98,9 @@ class Python(Environment):
     async def step(self, calls: Sequence[Call]) -> Sequence[Observation]:
         return [await self._answer(call.arguments.get("code")) for call in calls]
 
+    async def end(self) -> None:
+        await self._started.forget()
+
     async def close(self) -> None:
         if self._runner is not None:
             await self._runner.close()

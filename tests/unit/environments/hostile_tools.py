@@ -120,7 +120,7 @@ class Counting(Environment):
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> Observation:
         await asyncio.sleep(self._delay_s)
         self.resets, self.steps, self.seed = self.resets + 1, 0, seed
-        return Observation(text=f"{row['question']} {seed}")
+        return Observation(text=f"{row['question']} {seed}", metrics={"resets": self.resets})
 
     async def step(self, calls: Sequence[Call]) -> Sequence[Observation]:
         self.steps += len(calls)
@@ -210,6 +210,14 @@ class Unready(Counting):
 
     async def setup(self) -> None:
         await asyncio.sleep(1000)
+
+
+class Ending(Hostile):
+    """Lets go of what a trajectory left."""
+
+    async def end(self) -> None:
+        self._log("end")
+        await self._misbehave("end")
 
 
 class Odd(Environment):

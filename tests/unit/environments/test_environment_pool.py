@@ -85,6 +85,7 @@ def test_a_trajectory_has_an_opening_answers_and_an_ending() -> None:
         assert [tool.name for tool in description.tools] == ["echo", "count"]
         instance = await taken(environments)
         assert (instance.opening, instance.active, instance.acts) == ("six times seven? 3", {"echo", "count"}, False)
+        assert instance.metrics == {"Counting/resets": 1.0}
         answers = await instance.step([call("count"), call("echo", text="42"), call("nothing"), call("count")])
         assert [answer.observation for answer in answers[:2]] == [
             Observation(text="1 2", reward=0.5, metrics={"Counting/steps": 2.0}),
@@ -168,6 +169,36 @@ def test_environments_exist_up_to_the_pools_size_and_are_closed_in_the_end(tmp_p
     run(go())
 
 
+def test_what_a_trajectory_leaves_is_let_go_of_when_it_is_over(tmp_path: Path) -> None:
+    """Otherwise it is kept until the next one begins, which may be never; and no other trajectory gets it before."""
+
+    async def go() -> None:
+        environments = pool("Ending", pool_size=1, folder=str(tmp_path))
+        await environments.start()
+        for _ in range(2):
+            await (await taken(environments)).release()
+        log = tmp_path / "log"
+        await until(lambda: log.read_text().split() == ["setup", "end", "end"])
+        await environments.close()
+
+    run(go())
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("bad", ["die", "freeze", "hang", "hang in a thread", "raise"])
+def test_an_environment_that_does_not_let_go_serves_nobody_else(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_CLOSE_LIMIT_S", 0.2)
+
+    async def go() -> None:
+        environments = pool("Ending", pool_size=1)
+        await environments.start()
+        await (await taken(environments, ROW | {"where": "end", "bad": bad})).release()
+        assert (await asked(await taken(environments), "count")).observation.text == "1 1", "a new one"
+        await environments.close()
+
+    run(go())
+
+
 def test_who_waits_too_long_is_told_who_holds_the_environments() -> None:
     async def go() -> None:
         environments = pool("echo", pool_size=1, limits=Limits(acquire_timeout_s=0.1))
@@ -198,6 +229,46 @@ def test_a_queue_that_moves_is_waited_for() -> None:
         await environments.close()
 
     run(go())
+
+
+def test_time_in_which_no_environment_has_work_counts_little() -> None:
+    """Prepared trajectories hold the pool while the model is trained, for longer than any tool may take."""
+
+    async def go() -> None:
+        environments = pool("rest", pool_size=1, limits=Limits(acquire_timeout_s=0.2))
+        await environments.start()
+        prepared = await taken(environments)
+        waiting = asyncio.create_task(taken(environments))
+        await asyncio.sleep(0.6)
+        assert not waiting.done(), "nobody asks the environment anything"
+        work = asyncio.create_task(asked(prepared, "rest", seconds=5))
+        with pytest.raises(AcquireTimeout):
+            await asyncio.wait_for(waiting, 1)
+        work.cancel()
+        await environments.close()
+
+    run(go())
+
+
+def test_who_has_to_begin_again_does_not_wait_behind_others(tmp_path: Path) -> None:
+    """Others may hold what they have until all trajectories of their prompt have begun: each would wait for the other."""
+    order: list[str] = []
+
+    async def go() -> None:
+        environments = pool("Hostile", pool_size=1)
+        await environments.start()
+
+        async def use(name: str, row: dict[str, Any]) -> None:
+            instance = await taken(environments, row, name=name)
+            order.append(name)
+            await instance.release()
+
+        row = ROW | {"where": "reset", "bad": "raise", "once": str(tmp_path / "once")}
+        await asyncio.gather(use("first", row), use("second", ROW), use("third", ROW))
+        await environments.close()
+
+    run(go())
+    assert order == ["first", "second", "third"]
 
 
 @pytest.mark.parametrize("tool", ["rest", "sleep", "sleep_apart", "stay"])

@@ -15,7 +15,7 @@ import pytest
 
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.episodes import Bounds, Episodes, Task
-from mgrpo.environments.errors import EnvironmentLost
+from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost
 from mgrpo.environments.gathering import Ask, Gathering
 from mgrpo.environments.instance import Answered, Ending
 from mgrpo.environments.trajectory import Sampled
@@ -92,6 +92,7 @@ class Adder:
 
     answers: list[Observation] = field(default_factory=list)
     opening: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
     acts: bool = False
     active: frozenset[str] = frozenset({"add"})
     delay_s: float = 0.0
@@ -104,7 +105,7 @@ class Adder:
         self.asked.append([str(call.arguments.get("text", call.name)) for call in calls])
         await asyncio.sleep(self.delay_s)
         if self.lost:
-            raise EnvironmentLost
+            raise EnvironmentLost("its worker has ended")
         found = [self.answers.pop(0) if self.answers else Observation(text="ok") for _ in calls]
         return [Answered(observation=observation, seconds=0.5) for observation in found]
 
@@ -126,7 +127,7 @@ class Shelf:
         self.asked.append((row, seed, trajectory))
         instance = self.instances.pop(0)
         if instance is None:
-            raise EnvironmentLost
+            raise AcquireTimeout("none became free")
         return instance
 
 
@@ -272,6 +273,15 @@ def test_an_environment_may_end_a_trajectory() -> None:
     assert found.tokens.tolist() == [5, CALL, END] and found.trajectory.turns[0].reward == 1.0
 
 
+def test_metrics_of_the_beginning_count_until_a_step_gives_others() -> None:
+    """A game that is left at once has a score of zero, and not none."""
+    beginning = {"game/level": 3.0, "game/score": 0.0}
+    assert one(Scripted([5, END]), Adder(metrics=beginning)).trajectory.metrics == beginning
+    instance = Adder([Observation(text="2", metrics={"game/score": 2.0})], metrics=beginning)
+    found = one(Scripted([CALL, END], [5, END]), instance)
+    assert found.trajectory.metrics == {"game/level": 3.0, "game/score": 2.0}
+
+
 @pytest.mark.parametrize("in_rounds", [True, False])
 def test_a_trajectory_without_environment_has_no_score_and_one_turn(in_rounds: bool) -> None:
     """It needs a token all the same; the others of its group go on."""
@@ -280,6 +290,23 @@ def test_a_trajectory_without_environment_has_no_score_and_one_turn(in_rounds: b
     assert [completion.finish_reason for completion in group.completions] == ["error", "error", "stop"]
     assert [len(completion.trajectory.turns) for completion in group.completions] == [1, 1, 2]
     assert lost.num_released == 1
+
+
+def test_why_a_trajectory_has_no_score_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing else tells a service that is down from a pool that is too small."""
+    late = Adder(delay_s=0.02)
+    engine = Scripted(*[[CALL, END]] * 3)
+    play(engine, None, Adder(lost=True), late, bounds=replace(BOUNDS, trajectory_timeout_s=0.01))
+    assert sorted(caplog.messages) == [
+        "0/3/0 has no score: none became free",
+        "0/3/1 has no score: its worker has ended",
+        "0/3/2 has no score: it took longer than trajectory_timeout=0.01 s",
+    ]
+
+
+def test_of_many_losses_of_a_kind_the_first_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    play(Scripted(*[[5, END]] * 40), *[None] * 40)
+    assert len(caplog.messages) == 10 and caplog.messages[9].endswith("(further ones of this kind are not logged)")
 
 
 def test_a_turn_as_a_whole_may_be_the_action() -> None:

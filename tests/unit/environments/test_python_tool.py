@@ -83,6 +83,28 @@ def test_nothing_lasts_over_a_reset():
     assert asyncio.run(run()) == ["([], False)\n"]
 
 
+def test_the_interpreter_of_a_trajectory_ends_with_it():
+    """Released tools wait for minutes, and each interpreter may hold half a gigabyte of what the model has made."""
+
+    def processes(owner: int) -> int:
+        return sum(1 + processes(child) for child in children(owner))
+
+    async def run() -> None:
+        async with opened() as tool:
+            await tool.reset({}, seed=0)
+            await turn(tool, "1")
+            during = processes(os.getpid())
+            await tool.end()
+            until = asyncio.get_running_loop().time() + PLENTY_S
+            while processes(os.getpid()) >= during:
+                assert asyncio.get_running_loop().time() < until, "the interpreter is still there"
+                await asyncio.sleep(0.01)
+            await tool.reset({}, seed=0)
+            assert [each.text for each in await turn(tool, "2")] == ["2\n"]
+
+    asyncio.run(run())
+
+
 def test_without_state_every_call_begins_anew():
     """As Open Instruct's tool; the model is told."""
     ((_, after),) = in_turns(["x = 1", "x"], stateful=False)

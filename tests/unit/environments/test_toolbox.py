@@ -348,6 +348,18 @@ def test_what_reset_raises_travels_and_what_it_returns_is_checked():
         begin(toolbox)
 
 
+@pytest.mark.parametrize("begun", [Observation(done=True), Observation(reward=1.0)])
+def test_a_beginning_has_neither_a_reward_nor_an_end(begun):
+    """There is no turn that either could be counted for."""
+
+    class Eager(Adder):
+        def reset(self, row, *, seed):
+            return begun
+
+    with pytest.raises(ValueError, match="own:eager: reset returned done=.*only a step may reward or end it"):
+        begin(opened(member(Eager())))
+
+
 def test_all_members_are_closed_although_one_fails():
     class Broken(Adder):
         offered = ("fail",)

@@ -54,6 +54,7 @@ class Acting:
     """Ends a trajectory with its action of this number; each waits until `gate` is set."""
 
     opening, acts, active = "", True, frozenset[str]()
+    metrics: Mapping[str, float] = {}
 
     def __init__(self, turns: int, gate: threading.Event) -> None:
         self.left, self.gate = turns, gate

@@ -47,6 +47,12 @@ FLAT = {"frac_reward_zero_std": 1.0, "optim/steps": 0, "batch/filtered_prompts_s
         (FLAT | {"val/no_score_rate": 1.0, "reward": None}, "val/no_score_rate", "no completion has a score"),
         (FLAT | {"val/no_score_rate": 1.0, "reward": float("nan")}, "val/no_score_rate", "return NaN or None"),
         ({"val/no_score_rate": 0.5}, "val/no_score_rate", "50 % of the completions have no score"),
+        (FLAT | {"val/no_score_rate": 1.0, "turns/ended_by/error": 1.0}, "val/no_score_rate", "environments were lost, late or"),
+        (
+            {"val/no_score_rate": 0.75, "turns/ended_by/error": 0.25},
+            "val/no_score_rate",
+            "(turns/ended_by/error is 0.25), for the reasons in the log, and the reward functions return NaN",
+        ),
         (
             {"val/no_score_rate": 0.5, "objective/integer_error_rate": 1.0},
             "objective/integer_error_rate",
@@ -72,6 +78,11 @@ def test_each_silent_failure_is_named_with_its_metric_and_a_cause(change, metric
     found = signs(GOOD | change)
     assert list(found) == [metric]
     assert metric in found[metric] and cause in found[metric]
+
+
+def test_rewards_are_not_blamed_for_what_environments_lost():
+    lost = GOOD | {"val/no_score_rate": 1.0, "turns/ended_by/error": 1.0}
+    assert "reward functions" not in signs(lost)["val/no_score_rate"]
 
 
 def test_a_good_step_has_no_sign():
