@@ -10,6 +10,7 @@ import numpy as np
 from mgrpo.data.tokenizer import decode, token_ids
 from mgrpo.environments.bridge import Bridges
 from mgrpo.environments.formats import Format, Parsed
+from mgrpo.environments.stripping import Stripping
 from mgrpo.environments.trajectory import Sampled, Trajectory
 
 CUT = "\n[... {count} tokens left out ...]\n"
@@ -26,13 +27,16 @@ class Language:
         *,
         max_observation_tokens: int,
         is_thinking: bool = False,
+        stripping: Stripping | None = None,
     ) -> None:
         """
         Args:
+            stripping: how the template leaves thinking out of earlier turns; None: these stay as they were sampled.
             is_thinking: a prompt ends inside a thought.
         """
         self.tokenizer, self.format, self.bridges = tokenizer, format, bridges
         self.max_observation_tokens, self.is_thinking = max_observation_tokens, is_thinking
+        self.stripping = stripping
 
     @property
     def stop_ids(self) -> list[int]:
@@ -57,6 +61,14 @@ class Language:
     def after_act(self, answer: str, turn: Sampled) -> list[int]:
         """The same where a turn is an action."""
         return self.bridges.after_user(self._shortened(answer), last=int(turn.tokens[-1]))
+
+    def afresh(self, answer: str, turn: Sampled, before: np.ndarray) -> np.ndarray | None:
+        """All that the next turn follows where this one, an action sampled after `before`, is not left as it was; else None."""
+        if self.stripping is None:
+            return None
+        said = turn.tokens[:-1] if self.bridges.ends(int(turn.tokens[-1])) else turn.tokens
+        found = self.stripping.context(before, self._written(said), self._shortened(answer))
+        return None if found is None else np.array(found, np.int32)
 
     def text(self, trajectories: Sequence[Trajectory]) -> list[str]:
         """Of each, all tokens as text."""

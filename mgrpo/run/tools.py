@@ -86,6 +86,7 @@ def make_language(
     """
     from mgrpo.data.templates import find_template
     from mgrpo.environments.bridge import Bridges
+    from mgrpo.environments.stripping import find_stripping
     from mgrpo.run.language import Language
 
     template = find_template(config.data.chat_template_name, tokenizer)
@@ -102,12 +103,15 @@ def make_language(
         bridges.check("user")
     if toolset.description.tools and format.answer(["x"]) is None:
         bridges.check("tool")
+    strips = config.tools.thinking_history == "strip" and toolset.description.acts
+    stripping = find_stripping(bridges) if strips else None
     longest = config.tools.max_observation_tokens or max(1, config.rollout.response_length // 4)
     return Language(
         tokenizer,
         format,
         bridges,
         max_observation_tokens=longest,
+        stripping=stripping,
         is_thinking=any(some.prompt((0, 0)).text.rstrip().endswith("<think>") for some in prompts if some),
     )
 
@@ -159,13 +163,23 @@ def turn_rewards(config: Config) -> TurnRewards:
 
 def remarks(config: Config, toolset: Toolset) -> list[str]:
     """What the user should know of tools before the run starts."""
+    found = []
+    if config.tools.thinking_history == "strip" and toolset.description.acts:
+        found.append(
+            "thinking_history=strip: where the chat template leaves thinking out of earlier turns, each turn is trained on after a "
+            "context of its own, so prompts are read once for every turn"
+        )
     names = toolset.description.not_repeatable
-    if not names or config.tools.turn_scheduling == "rounds":
-        return []
-    return [
+    if names and config.tools.turn_scheduling != "rounds":
+        found.append(_not_repeatable(names))
+    return found
+
+
+def _not_repeatable(names: Sequence[str]) -> str:
+    return (
         f"{' and '.join(names)} may answer equal calls differently (is_repeatable is not set), so this run cannot be repeated to "
         "the bit; completions go on as soon as their tools have answered"
-    ]
+    )
 
 
 def _folders() -> list[str]:
