@@ -161,13 +161,18 @@ def turn_rewards(config: Config) -> TurnRewards:
     return TurnRewards(aggregator=tools.reward_aggregator, only_good_outputs=tools.only_reward_good_outputs)
 
 
-def remarks(config: Config, toolset: Toolset) -> list[str]:
+def remarks(config: Config, toolset: Toolset, language: Language) -> list[str]:
     """What the user should know of tools before the run starts."""
     found = []
-    if config.tools.thinking_history == "strip" and toolset.description.acts:
+    if language.stripping is not None:
         found.append(
-            "thinking_history=strip: where the chat template leaves thinking out of earlier turns, each turn is trained on after a "
-            "context of its own, so prompts are read once for every turn"
+            "thinking_history=strip: the chat template leaves thinking out of earlier turns, so a turn after such a one is trained "
+            "on after a context of its own, and every such context is read anew"
+        )
+    elif config.tools.thinking_history == "strip":
+        found.append(
+            "thinking_history=strip changes nothing here: earlier turns lose their thinking only where an environment takes whole "
+            "turns and the chat template leaves it out"
         )
     names = toolset.description.not_repeatable
     if names and config.tools.turn_scheduling != "rounds":

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from mgrpo.algo.samples import train_samples
-from mgrpo.config import from_values
+from mgrpo.config import Config, from_values
 from mgrpo.environments.description import Description, Offer
 from mgrpo.environments.environment import Observation
+from mgrpo.run.language import Language
 from mgrpo.run.tools import Toolset, make_language, remarks
 from mgrpo.types import Score, ScoredGroup, TrainSample
 from tests.builders import prompt
@@ -34,13 +35,18 @@ def ids(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def played(tokenizer: Any, template: str, history: str) -> tuple[list[list[int]], list[TrainSample]]:
-    """What each turn of a game was sampled from, and what is trained."""
+def made(tokenizer: Any, template: str, history: str) -> tuple[Config, Toolset, Language]:
     tokenizer.chat_template = template
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     settings = {"tools": ["game"], "tool_parser_type": "hermes", "response_length": 500}
     config = from_values(settings | {"thinking_history": history})
-    language = make_language(config, TOOLSET, tokenizer=tokenizer, stop_ids=[end], prompts=[])
+    stop_ids = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    return config, TOOLSET, make_language(config, TOOLSET, tokenizer=tokenizer, stop_ids=stop_ids, prompts=[])
+
+
+def played(tokenizer: Any, template: str, history: str) -> tuple[list[list[int]], list[TrainSample]]:
+    """What each turn of a game was sampled from, and what is trained."""
+    *_, language = made(tokenizer, template, history)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     engine = Scripted(*[[*ids(tokenizer, said), end] for said in SAID], end=end)
     instance = Adder([*(Observation(text=text) for text in ANSWERS), Observation(done=True)], acts=True)
     group = play(engine, instance, asked=prompt(ids(tokenizer, START), id=(0, 3)), max_tokens=500, language=language)
@@ -78,8 +84,12 @@ def test_one_sample_is_trained_where_nothing_is_left_out(tokenizer: Any, templat
     assert asked == kept
 
 
-def test_a_run_that_strips_says_what_it_costs() -> None:
-    config = from_values({"tools": ["game"], "thinking_history": "strip"})
-    (line,) = remarks(config, TOOLSET)
-    assert "each turn is trained on after a context of its own" in line
-    assert remarks(from_values({"tools": ["game"]}), TOOLSET) == []
+def test_a_run_says_what_stripping_costs_or_that_there_is_none(tokenizer: Any) -> None:
+    """Every context is trained anew; and a run that keeps its thinking although it was asked not to would look the same."""
+
+    def said(template: str, history: str) -> list[str]:
+        return remarks(*made(tokenizer, template, history))
+
+    (cost,), (nothing,) = said(FORGETTING, "strip"), said(JOINED, "strip")
+    assert "trained on after a context of its own" in cost and "changes nothing here" in nothing
+    assert said(FORGETTING, "keep") == []
