@@ -58,6 +58,17 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """Turns of a trajectory that were sampled from a context of their own, which is not simply all that precedes them."""
+
+    prompt_tokens: np.ndarray
+    """`[prompt]` int32, that context."""
+    start: int
+    end: int
+    """Its tokens in the completion, end excluded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryRecord:
     """What a completion of several turns has beside its tokens."""
 
@@ -78,6 +89,8 @@ class TrajectoryRecord:
     """`{environment}/{metric}`."""
     snapshot: Mapping[str, object] = field(default_factory=dict)
     """Attributes of the environment that JSON can hold, for reward functions."""
+    branches: tuple[Branch, ...] = ()
+    """In order, each turn in one of them; what stands between two of them is in none. Empty: every turn follows all before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +218,7 @@ class RewardScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One completion as the optimizer sees it."""
+    """One completion, or a branch of one, as the optimizer sees it."""
 
     prompt_tokens: np.ndarray
     """`[prompt]` int32."""
@@ -216,7 +229,7 @@ class TrainSample:
     rollout_logprobs: np.ndarray
     """`[response]` float32."""
     advantage: float
-    """Where tokens have their own, the mean of these."""
+    """Where tokens have their own, the mean of these over the completion."""
     group: int
     """Samples of one prompt share this number; they may share the prompt's tokens in a pack."""
     ages: np.ndarray | None = None
@@ -225,6 +238,8 @@ class TrainSample:
     """`[response]` bool: the tokens to predict; the others stand between turns and are inputs only. None: all."""
     token_advantages: np.ndarray | None = None
     """`[response]` float32, in place of `advantage`. All samples of a step have them, or none has."""
+    continues: bool = False
+    """A further branch of the completion that the sample before it belongs to."""
 
     @property
     def is_predicted(self) -> np.ndarray:

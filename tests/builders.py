@@ -7,7 +7,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredGroup, TrainSample, TrajectoryRecord, Turn
+from mgrpo.types import (
+    Branch,
+    Completion,
+    Prompt,
+    RolloutGroup,
+    Score,
+    ScoredGroup,
+    TrainSample,
+    TrajectoryRecord,
+    Turn,
+)
 
 
 def prompt(tokens: Sequence[int] | np.ndarray = (5, 6), *, verifiers: Sequence[str] = (), **fields: object) -> Prompt:
@@ -43,6 +53,11 @@ def trajectory(mask: str, **fields: object) -> TrajectoryRecord:
     turns = tuple(Turn(start=found.start(), end=found.end()) for found in re.finditer("1+", mask))
     values = {"turns": turns, "messages": (), "ended_by": "stop", "scored_text": "", "sampled_text": ""} | fields
     return TrajectoryRecord(is_sampled=np.array([mark == "1" for mark in mask], np.bool_), **values)
+
+
+def branch(start: int, end: int, prompt_tokens: Sequence[int] = (5, 6)) -> Branch:
+    """A branch of a trajectory."""
+    return Branch(prompt_tokens=np.asarray(prompt_tokens, np.int32), start=start, end=end)
 
 
 def turn(start: int = 0, end: int = 1, **fields: object) -> Turn:

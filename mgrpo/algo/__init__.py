@@ -5,7 +5,7 @@ room, so that the result does not depend on how the tokens were divided.
 """
 
 from mgrpo.algo.advantage import advantages
-from mgrpo.algo.aggregation import local_denominators, loss_denominator
+from mgrpo.algo.aggregation import denominators, loss_denominator
 from mgrpo.algo.agreement import agreement
 from mgrpo.algo.entropy import AdaptiveEntropy, entropy_bonus, entropy_threshold, top_entropy_keep
 from mgrpo.algo.filters import has_spread, solved_for_good
@@ -26,12 +26,12 @@ __all__ = [
     "add_metrics",
     "advantages",
     "agreement",
+    "denominators",
     "entropy_bonus",
     "entropy_threshold",
     "has_spread",
     "kl_penalty",
     "load_loss",
-    "local_denominators",
     "loss_denominator",
     "loss_problems",
     "loss_remarks",

@@ -45,7 +45,7 @@ def loss_denominator(
         local_token   as token, but of one micro-batch: call `policy_loss` with each micro-batch's own count times the
                       number of micro-batches (TRL's bnpo)
 
-    Sequences without a trained token also count.
+    Sequences without a trained token also count; the branches of one completion count as one, see `denominators`.
     """
     aggregation = config.effective_aggregation
     if aggregation == "constant":
@@ -65,18 +65,50 @@ def loss_denominator(
     return float(max(num_seqs, 1)) * response_length
 
 
-def local_denominators(samples: np.ndarray, trained_tokens: np.ndarray, batch_size: int) -> np.ndarray:
-    """For aggregation local_token: each sample's denominator, `[largest sample + 1]` float32.
+def denominators(
+    samples: np.ndarray,
+    completions: np.ndarray,
+    trained_tokens: np.ndarray,
+    *,
+    config: LossConfig,
+    response_length: float,
+) -> float | np.ndarray:
+    """The denominator of a mini-batch as `policy_loss` takes it, or each sample's, `[largest sample + 1]` float32.
 
-    A micro-batch in TRL is `batch_size` samples in the order in which they were drawn, however they are packed here;
-    the loss is the mean over micro-batches of their means over tokens.
+    The branches of a completion, each a sequence, weigh together what the same tokens would in one sequence: aggregations that
+    count sequences count completions, and seq_mean, whose weights already divide by the trained tokens of a branch, multiplies
+    its denominator by the completion's trained tokens over the branch's. Ratios, rhos and masks of a sequence remain those of
+    the branch, whose context is its own.
 
     Args:
-        samples, trained_tokens: `[sequences]` int32, of the sequences of all ranks in any order.
+        samples, completions, trained_tokens: `[sequences]` int32, of the sequences of all ranks in any order; a completion's
+            number is that of all its branches.
     """
-    order = np.argsort(samples)
-    parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    denominators = np.ones(int(samples.max(initial=-1)) + 1, dtype=np.float32)
-    for part in parts:
-        denominators[samples[part]] = max(int(trained_tokens[part].sum()), 1) * len(parts)
-    return denominators
+    _, place = np.unique(completions, return_inverse=True)
+    num_completions = int(place.max(initial=-1)) + 1
+    if config.effective_aggregation == "local_token":
+        return _by_sample(samples, _local(place, trained_tokens, config.local_batch_size))
+    whole = float(
+        loss_denominator(int(trained_tokens.sum()), config, num_seqs=num_completions, response_length=response_length)
+    )
+    if config.effective_aggregation != "seq_mean" or num_completions == len(samples):
+        return whole
+    totals = np.bincount(place, trained_tokens)
+    return _by_sample(samples, whole * totals[place] / np.maximum(trained_tokens, 1))
+
+
+def _local(place: np.ndarray, trained_tokens: np.ndarray, batch_size: int) -> np.ndarray:
+    """For aggregation local_token, `[sequences]`.
+
+    A micro-batch in TRL is `batch_size` completions in the order in which they were drawn, however they are packed here;
+    the loss is the mean over micro-batches of their means over tokens.
+    """
+    part = place // batch_size
+    totals = np.bincount(part, trained_tokens)
+    return np.maximum(totals[part], 1) * len(totals)
+
+
+def _by_sample(samples: np.ndarray, values: np.ndarray) -> np.ndarray:
+    found = np.ones(int(samples.max(initial=-1)) + 1, np.float32)
+    found[samples] = np.maximum(values, 1)
+    return found

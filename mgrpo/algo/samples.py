@@ -10,7 +10,7 @@ import torch
 
 from mgrpo.algo.advantage import advantages
 from mgrpo.algo.turn_credit import TurnCredit, token_advantages
-from mgrpo.types import Completion, Prompt, ScoredGroup, TrainSample
+from mgrpo.types import Branch, Completion, Prompt, ScoredGroup, TrainSample
 
 OLDEST = 127
 """Tokens that are older count as that old."""
@@ -29,7 +29,7 @@ def train_samples(
     turn_credit: TurnCredit | None = None,
     policy_version: int | None = None,
 ) -> list[TrainSample]:
-    """One sample per completion, in order, with its advantage within its group.
+    """One sample per completion, or one per branch of it, in order, with the advantage within its group.
 
     A completion without a score (NaN) stays in the list with advantage 0 and no trained token, so that every completion
     is counted. Under `mask_truncated` the same holds for a completion that did not stop by itself, but its reward still
@@ -75,15 +75,46 @@ def train_samples(
         for number, (scored, row, own) in enumerate(zip(groups, rewards, by_group.tolist(), strict=False))
         for completion, reward, advantage in zip(scored.group.completions, row, own, strict=True)
     ]
+    completions = [completion for scored in groups for completion in scored.group.completions]
     if turn_credit is None:
-        return samples
+        return _divided(samples, completions)
     by_turn = turn_credit.advantages(batch, normalization=normalization, ddof=ddof, eps=eps)
     credited = [
         token_advantages(completion, turns)
         for scored, completions in zip(groups, by_turn, strict=False)
         for completion, turns in zip(scored.group.completions, completions, strict=True)
     ]
-    return [_credited(sample, values) for sample, values in zip(samples, credited, strict=True)]
+    return _divided([_credited(*pair) for pair in zip(samples, credited, strict=True)], completions)
+
+
+def _divided(samples: Sequence[TrainSample], completions: Sequence[Completion]) -> list[TrainSample]:
+    """Each into its branches; a token is trained where it was sampled, and is context in later branches."""
+    return [part for pair in zip(samples, completions, strict=True) for part in _branches(*pair)]
+
+
+def _branches(sample: TrainSample, completion: Completion) -> list[TrainSample]:
+    branches = completion.trajectory.branches if completion.trajectory else ()
+    return [_branch(sample, branch, continues=number > 0) for number, branch in enumerate(branches)] or [sample]
+
+
+def _branch(sample: TrainSample, branch: Branch, *, continues: bool) -> TrainSample:
+    own = slice(branch.start, branch.end)
+
+    def part(values: np.ndarray | None) -> np.ndarray | None:
+        return None if values is None else values[own]
+
+    is_sampled = part(sample.is_sampled)
+    return replace(
+        sample,
+        prompt_tokens=branch.prompt_tokens,
+        tokens=sample.tokens[own],
+        loss_mask=sample.loss_mask[own],
+        rollout_logprobs=sample.rollout_logprobs[own],
+        ages=part(sample.ages),
+        is_sampled=None if is_sampled is None or is_sampled.all() else is_sampled,
+        token_advantages=part(sample.token_advantages),
+        continues=continues,
+    )
 
 
 def _credited(sample: TrainSample, values: np.ndarray) -> TrainSample:

@@ -129,6 +129,15 @@ def _masks(config: Config) -> Iterator[str]:
         )
 
 
+def _stripping(config: Config) -> Iterator[str]:
+    own = config.tools
+    if own.is_on and own.thinking_history == "strip" and not own.mask_tool_use:
+        yield (
+            "thinking_history=strip samples a turn after a context of its own, which is not trained on, but mask_tool_use=false "
+            "trains on what environments answered; set mask_tool_use to true, or thinking_history to keep"
+        )
+
+
 def _lengths(config: Config) -> Iterator[str]:
     own, longest = config.tools, config.rollout.response_length
     if own.per_turn_max_tokens is not None and own.per_turn_max_tokens > longest:
@@ -225,6 +234,7 @@ TOOL_RULES: tuple[Rule, ...] = (
         (*SOURCES, "mask_tool_use", "use_vllm_logprobs", "use_rho_correction", "off_policy_mask_threshold"),
         _masks,
     ),
+    ((*SOURCES, "thinking_history", "mask_tool_use"), _stripping),
     (("per_turn_max_tokens", "max_observation_tokens", "response_length"), _lengths),
     ((*SOURCES, *TIMEOUTS, "rollout_timeout"), _timeouts),
     ((*SOURCES, "only_reward_good_outputs"), _good_outputs),

@@ -63,7 +63,8 @@ class Bridges:
         }
         self._guarded_ids = frozenset(guarded.values())
         words = sorted(guarded, key=len, reverse=True)
-        self._guarded = re.compile("|".join(map(re.escape, words)) or "(?!)")
+        self.guarded = re.compile("|".join(map(re.escape, words)) or "(?!)")
+        """Tokens that no observation may have."""
         self._known: dict[tuple[Kind, int], _Known] = {}
         self._refused: set[int] = set()
 
@@ -78,7 +79,7 @@ class Bridges:
 
     def opening(self, messages: Sequence[Message]) -> str:
         """The text of a conversation, up to the opening of the model's turn; ValueError where the template refuses it."""
-        return self._render(messages, True)
+        return self.render(messages, True)
 
     def after_tools(self, texts: Sequence[str], names: Sequence[str], *, last: int) -> list[int]:
         """What follows a turn that called tools.
@@ -92,9 +93,18 @@ class Bridges:
             return self._ids(known, texts, names, last)
         return self._ids(self._of("tool", 1), ["\n".join(texts)], names[:1], last)
 
-    def after_user(self, text: str, *, last: int) -> list[int]:
-        """What follows a turn that an environment answers as a user would; `last`: the last id that was sampled."""
+    def after_user(self, text: str, *, last: int | None) -> list[int]:
+        """What follows a turn that an environment answers as a user would; `last`: the last id, None if it does not end the turn."""
         return self._ids(self._of("user", 1), [text], [], last)
+
+    def user_frame(self, text: str) -> str:
+        """What follows a turn that a user answers, as text."""
+        frame = self._of("user", 1).frame
+        return frame.end + _text(frame.filled([text], []))
+
+    def ends(self, last: int) -> bool:
+        """Whether this id ends a turn."""
+        return last in self._stop_ids or last == self._of("user", 1).end_id
 
     def _of(self, kind: Kind, num_texts: int) -> _Known:
         known = self._known.get((kind, num_texts))
@@ -115,7 +125,7 @@ class Bridges:
         ends = [tokens[number] for number in sorted(self._stop_ids) if number in tokens]
         try:
             frame = find_frame(
-                self._render,
+                self.render,
                 kind,
                 tool_roles=self._tool_roles,
                 num_texts=num_texts,
@@ -123,9 +133,7 @@ class Bridges:
                 added=list(self._added),
             )
             neutral = _text(frame.filled(["x"] * num_texts, ["x"] * num_texts))
-            whole, before, after = self._encoded(
-                [frame.before + frame.end + neutral, frame.before, frame.end + neutral]
-            )
+            whole, before, after = self.encoded([frame.before + frame.end + neutral, frame.before, frame.end + neutral])
             if whole != before + after or after[0] != self._added[frame.end]:
                 raise BridgeError(f"the tokenizer does not split a text at {frame.end!r}, which ends a turn")
         except BridgeError as err:
@@ -134,7 +142,8 @@ class Bridges:
         special_ids = [number for number in after[1:] if number in self._guarded_ids]
         return _Known(frame=frame, end_id=after[0], special_ids=special_ids)
 
-    def _render(self, messages: Sequence[Message], opens: bool) -> str:
+    def render(self, messages: Sequence[Message], opens: bool) -> str:
+        """The text of messages, with or without the opening of the model's next turn; ValueError where the template refuses."""
         return render(
             messages,
             self._tokenizer,
@@ -145,7 +154,7 @@ class Bridges:
             add_opening=opens,
         )
 
-    def _ids(self, known: _Known, texts: Sequence[str], names: Sequence[str], last: int) -> list[int]:
+    def _ids(self, known: _Known, texts: Sequence[str], names: Sequence[str], last: int | None) -> list[int]:
         spans = known.frame.filled(*([valid(text) for text in some] for some in (texts, names)))
         ids = self._after_end(known, self._pieces(spans))
         if [one for one in ids if one in self._guarded_ids] != known.special_ids:
@@ -163,7 +172,7 @@ class Bridges:
             own += [(start, start + len(span.text))] if span.is_own else []
             start += len(span.text)
         pieces, start, place = [], 0, 0
-        while match := self._guarded.search(text, place):
+        while match := self.guarded.search(text, place):
             place = match.end()
             if not any(first <= match.start() and match.end() <= end for first, end in own):
                 place = match.start() + 1
@@ -173,10 +182,11 @@ class Bridges:
 
     def _after_end(self, known: _Known, pieces: Sequence[str]) -> list[int]:
         """The ids of a text in pieces, each encoded behind the end token, as no text is encoded alone."""
-        encoded = self._encoded([known.frame.end + piece for piece in pieces])
+        encoded = self.encoded([known.frame.end + piece for piece in pieces])
         return [number for ids in encoded for number in ids[1:]]
 
-    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+    def encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, in which every special token is written out."""
         return token_ids(self._tokenizer, texts)
 
 

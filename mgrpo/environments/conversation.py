@@ -117,7 +117,7 @@ class Conversation:
 
     def _by_ids(self, ids: Sequence[int], max_tokens: int | None) -> Step:
         self.chats.written(ids)
-        so_far = self.trajectory.ids_after(self.opening) if self._turn is not None else []
+        so_far = self.trajectory.preceding.tolist() if self._turn is not None else []
         if ids[: len(so_far)] != so_far or not ids:
             raise self._strays("its ids do not begin with those of the trajectory, which are model.ids")
         return Step(ids=list(ids[len(so_far) :]), tools=[], added=[], chats=self.chats, max_tokens=max_tokens)

@@ -47,14 +47,14 @@ class Driven(Episodes):
         Raises:
             ValueError: the program begins the samples of one prompt with different messages.
         """
-        names = [f"{task.prompt.id[0]}/{task.prompt.id[1]}/{sample}" for sample in range(task.num_samples)]
+        names = [f"{task.name}/{sample}" for sample in range(task.num_samples)]
         instances = await asyncio.gather(*(self._acquire(task.row, task.seed, name) for name in names))
         drives = [_Drive(self, task, *each) for each in zip(range(task.num_samples), names, instances, strict=True)]
         try:
             try:
                 await asyncio.gather(*(drive.begin() for drive in drives))
                 prompt, limit = self._first(task, [drive for drive in drives if drive.trajectory.ended_by is None])
-                ask = self.ask(task, prompt, Trajectory(), 0, task.num_samples)
+                ask = self.ask(task, prompt, Trajectory(context=prompt.tokens), 0, task.num_samples)
                 first = await self.gathering.sample(replace(ask, max_tokens=min(ask.max_tokens, limit)))
             except BaseException:
                 self.gathering.leave()
@@ -93,7 +93,7 @@ class _Drive:
 
     def __init__(self, driven: Driven, task: Task, sample: int, name: str, instance: Instance | None) -> None:
         self.driven, self.task, self.sample, self.name, self.instance = driven, task, sample, name, instance
-        self.trajectory = Trajectory()
+        self.trajectory = Trajectory(context=task.prompt.tokens)
         self.talk = Conversation(driven.chats, self.trajectory, task.prompt.tokens.tolist())
         self.max_tokens = 0
         """Of the turn that the program wants."""
@@ -115,6 +115,7 @@ class _Drive:
     async def run(self, prompt: Prompt, turn: Sampled) -> Completion:
         """From the first turn, which has been sampled, to the end."""
         trajectory, gathering = self.trajectory, self.driven.gathering
+        trajectory.context = prompt.tokens
         try:
             if trajectory.ended_by is not None or self.instance is None:
                 trajectory.add_sampled(turn)

@@ -1,7 +1,7 @@
 """The loop of a trajectory: sample a turn, have the environment answer its calls, append the text around the answers, go on.
 
 Pure asyncio: no engine, no tokenizer, no process. Every token that is trained was sampled after exactly the tokens that precede
-it in the sample; an answer is appended only if another token may follow it.
+it in the sample, or in its branch; an answer is appended only if another token may follow it.
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ class Language(Protocol):
 
     def after_act(self, answer: str, turn: Sampled) -> list[int]:
         """The same where a turn is an action."""
+
+    def afresh(self, answer: str, turn: Sampled, before: np.ndarray) -> np.ndarray | None:
+        """All that the next turn follows where this one, an action sampled after `before`, is not left as it was; else None."""
 
     def text(self, tokens: Sequence[np.ndarray]) -> list[str]:
         """Each `[len]` as text."""
@@ -126,7 +129,8 @@ class Episodes:
         try:
             instances = await _together(self._acquire(task.row, task.seed, name) for name in names)
             prompt = self._prompt(task, instances)
-            first = await self.gathering.sample(self.ask(task, prompt, Trajectory(), 0, task.num_samples))
+            trajectory = Trajectory(context=prompt.tokens)
+            first = await self.gathering.sample(self.ask(task, prompt, trajectory, 0, task.num_samples))
         except BaseException:
             self.gathering.leave()
             await asyncio.gather(*(instance.release() for instance in instances if instance))
@@ -166,23 +170,22 @@ class Episodes:
 
     def ask(self, task: Task, prompt: Prompt, trajectory: Trajectory, sample: int, num_samples: int) -> Ask:
         """The next turn of a trajectory."""
-        limit = self.room(task, prompt, trajectory)
+        limit = self.room(task, trajectory.num_tokens, trajectory.num_preceding)
         per_turn = self.bounds.per_turn_max_tokens
         return Ask(
             prompt=prompt,
             place=task.place,
             sample=sample,
             turn=len(trajectory.turns),
-            tokens=trajectory.tokens_after(prompt.tokens),
+            tokens=trajectory.preceding,
             num_samples=num_samples,
             max_tokens=limit if per_turn is None else min(limit, per_turn),
             answer=asyncio.get_running_loop().create_future(),
         )
 
-    def room(self, task: Task, prompt: Prompt, trajectory: Trajectory) -> int:
-        """Tokens that may still follow."""
-        whole = min(task.max_tokens, self.bounds.max_model_length - len(prompt.tokens))
-        return whole - trajectory.num_tokens
+    def room(self, task: Task, num_tokens: int, num_preceding: int) -> int:
+        """Tokens that may still follow so many of the trajectory, if they are sampled from so many."""
+        return min(task.max_tokens - num_tokens, self.bounds.max_model_length - num_preceding)
 
 
 class _Episode:
@@ -193,7 +196,7 @@ class _Episode:
     ) -> None:
         self.episodes, self.task, self.prompt, self.sample, self.instance = all_of_them, task, prompt, sample, instance
         self.language, self.bounds = all_of_them.language, all_of_them.bounds
-        self.trajectory = Trajectory(metrics=dict(instance.metrics) if instance else {})
+        self.trajectory = Trajectory(context=prompt.tokens, metrics=dict(instance.metrics) if instance else {})
         self.max_calls = row_settings(task.row).max_calls or self.bounds.max_calls
         self.began_at = time.monotonic()
 
@@ -238,7 +241,7 @@ class _Episode:
         trajectory = self.trajectory
         said = self.language.read(turn, calls=False)
         self._say(said)
-        room = self.episodes.room(self.task, self.prompt, trajectory)
+        room = self.episodes.room(self.task, trajectory.num_tokens, trajectory.num_preceding)
         if turn.finish_reason != "stop" and (self.bounds.per_turn_max_tokens is None or not room):
             return "length"
         (answered,) = await instance.step([Call(name=ACT, arguments={"text": said.content})])
@@ -249,7 +252,8 @@ class _Episode:
         if trajectory.num_calls >= self.max_calls:
             return "max_calls"
         trajectory.messages.append({"role": "user", "content": text})
-        return self._go_on(self.language.after_act(text, turn))
+        before = trajectory.preceding[: trajectory.num_preceding - len(turn.tokens)]
+        return self._go_on(self.language.after_act(text, turn), self.language.afresh(text, turn, before))
 
     async def _answer_calls(self, turn: Sampled, instance: Instance) -> EndedBy | None:
         trajectory, may_call = self.trajectory, self._may_call
@@ -299,14 +303,18 @@ class _Episode:
         trajectory = self.trajectory
         return trajectory.num_calls < self.max_calls and (most is None or trajectory.num_calling_turns < most)
 
-    def _go_on(self, bridge: Sequence[int]) -> EndedBy | None:
-        """Append the answer, if another token may follow it."""
+    def _go_on(self, bridge: Sequence[int], context: np.ndarray | None = None) -> EndedBy | None:
+        """Append the answer, if another token may follow it; the next turn follows `context`, if there is one."""
+        trajectory = self.trajectory
         limit = self.bounds.trajectory_timeout_s
         if limit is not None and time.monotonic() - self.began_at > limit:
             raise TrajectoryTimeout(f"it took longer than trajectory_timeout={limit:g} s")
-        if len(bridge) >= self.episodes.room(self.task, self.prompt, self.trajectory):
+        num_preceding = trajectory.num_preceding + len(bridge) if context is None else len(context)
+        if self.episodes.room(self.task, trajectory.num_tokens + len(bridge), num_preceding) < 1:
             return "length"
-        self.trajectory.add_bridge(bridge)
+        trajectory.add_bridge(bridge)
+        if context is not None:
+            trajectory.begin_branch(context)
         return None
 
     def _say(self, said: Said) -> None:

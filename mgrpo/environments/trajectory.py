@@ -1,6 +1,7 @@
 """One trajectory as it grows: turns that were sampled, and between them the text around what the environment answered.
 
-It is one list of token ids from the first turn to the last; no part of it is ever rendered or tokenised again. Pure.
+It is one list of token ids from the first turn to the last; no part of it is ever rendered or tokenised again. A turn that
+is sampled after something else than the prompt and this list begins a branch. Pure.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from mgrpo.types import Completion, TrajectoryRecord, Turn
+from mgrpo.types import Branch, Completion, TrajectoryRecord, Turn
 
 ScoredText = Literal["final", "assistant", "all"]
 EndedBy = Literal["stop", "done", "length", "max_calls", "error"]
@@ -37,6 +38,12 @@ class Sampled:
 class Trajectory:
     """What follows one prompt."""
 
+    context: np.ndarray
+    """`[len]` int32: what the present branch follows, at first the prompt."""
+    start: int = 0
+    """Of the present branch, in the list."""
+    branches: list[Branch] = field(default_factory=list)
+    """Those that have ended."""
     parts: list[Sampled] = field(default_factory=list)
     """Turns and bridges by turns; a bridge has the finish reason ""."""
     turns: list[Turn] = field(default_factory=list)
@@ -82,13 +89,24 @@ class Trajectory:
         """The tokens of each turn."""
         return [part.tokens for part in self.parts if part.finish_reason]
 
-    def tokens_after(self, prompt: np.ndarray) -> np.ndarray:
-        """`[prompt + len]` int32: what the next turn is sampled from."""
-        return np.concatenate([prompt, *(part.tokens for part in self.parts)])
+    def begin_branch(self, context: np.ndarray) -> None:
+        """Have the next turn follow this, `[len]` int32, and nothing else."""
+        self.branches.append(self._branch())
+        self.context, self.start = context, self.num_tokens
 
-    def ids_after(self, prompt: Sequence[int]) -> list[int]:
-        """The same as a list."""
-        return [*prompt, *(token for part in self.parts for token in part.tokens.tolist())]
+    def _branch(self) -> Branch:
+        return Branch(prompt_tokens=self.context, start=self.start, end=self.turns[-1].end)
+
+    @property
+    def num_preceding(self) -> int:
+        """Tokens that the next turn is sampled from."""
+        return len(self.context) + self.num_tokens - self.start
+
+    @property
+    def preceding(self) -> np.ndarray:
+        """`[num_preceding]` int32."""
+        said = np.concatenate([self.context[:0], *(part.tokens for part in self.parts)])
+        return np.concatenate([self.context, said[self.start :]])
 
     def completion(
         self,
@@ -125,6 +143,7 @@ class Trajectory:
                 reward=reward,
                 metrics=self.metrics,
                 snapshot=snapshot or {},
+                branches=(*self.branches, self._branch()) if self.branches else (),
             ),
         )
 

@@ -20,6 +20,12 @@ def sample_lengths(samples: Sequence[TrainSample]) -> tuple[np.ndarray, np.ndarr
     return prompts, responses - 1
 
 
+def completion_numbers(samples: Sequence[TrainSample]) -> np.ndarray:
+    """`[samples]` int32: which completion each belongs to, counted from 0; its branches follow each other."""
+    begins = np.fromiter((not sample.continues for sample in samples), np.bool_, len(samples))
+    return (np.cumsum(begins) - 1).astype(np.int32)
+
+
 def pack_lengths(
     samples: Sequence[TrainSample], packs: Sequence[Documents], *, multiple_of: int, document_multiple_of: int
 ) -> PackLengths:

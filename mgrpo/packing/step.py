@@ -10,7 +10,7 @@ import numpy as np
 from mgrpo.packing.bins import check_pack_length
 from mgrpo.packing.cost import Cost
 from mgrpo.packing.document import documents
-from mgrpo.packing.lengths import Documents, rounded_up, sample_lengths, sums
+from mgrpo.packing.lengths import Documents, completion_numbers, rounded_up, sample_lengths, sums
 from mgrpo.packing.ranks import balance, mini_batches
 from mgrpo.types import TrainSample
 
@@ -80,7 +80,7 @@ def plan_step(
 def _mini_batches(
     samples: Sequence[TrainSample], lengths: np.ndarray, num_mini_batches: int, *, epoch: int, seed: int
 ) -> list[list[int]]:
-    """Which samples train in which optimizer step: whole groups, or single samples where there are too few of them.
+    """Which samples train in which optimizer step: whole groups, or single completions where there are too few of them.
 
     It depends on the samples alone, not on the layout's padding or on shared prompts.
 
@@ -92,7 +92,8 @@ def _mini_batches(
         by_group.setdefault(sample.group, []).append(index)
     units = list(by_group.values())
     if len(units) < num_mini_batches:
-        units = [[index] for index in range(len(samples))]
+        numbers = completion_numbers(samples)
+        units = [part.tolist() for part in np.split(np.arange(len(samples)), np.flatnonzero(np.diff(numbers)) + 1)]
     each = lengths.tolist()
     parts = mini_batches(
         [sum(each[index] for index in unit) for unit in units], num_mini_batches, epoch=epoch, seed=seed

@@ -6,7 +6,7 @@ packs out itself.
 
 The index: `multiples [2]` (of packs, of documents), `num_micro_batches`, `num_trained_tokens` and `num_sequences`, all
 `[mini-batches]`, the last two over all ranks, so that each knows the loss's denominator without the others' packs; and
-`samples` and `trained_tokens` `[sequences]`, the sequences of all ranks, mini-batch after mini-batch.
+`samples`, `completions` and `trained_tokens` `[sequences]`, of the sequences of all ranks, mini-batch after mini-batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import chain
 import numpy as np
 
 from mgrpo.packing.document import assemble
-from mgrpo.packing.lengths import Documents, cumulative
+from mgrpo.packing.lengths import Documents, completion_numbers, cumulative
 from mgrpo.packing.step import StepPlan
 from mgrpo.types import PackedBatch, TrainSample
 
@@ -149,6 +149,7 @@ def to_slices(
         "num_trained_tokens": np.array([trained[own].sum() for own in members], dtype=np.int64),
         "num_sequences": np.array([len(own) for own in members], dtype=np.int64),
         "samples": order,
+        "completions": completion_numbers(samples)[order],
         "trained_tokens": trained[order],
     }
     slices = [Slice(samples, list(chain.from_iterable(ranks[rank] for ranks in plan))) for rank in range(dp)]

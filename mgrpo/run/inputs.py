@@ -15,7 +15,7 @@ from mgrpo.config.rules import MIXERS, mixer_problems
 from mgrpo.data.mixture import BadData, open_data
 from mgrpo.data.templates import check_name
 from mgrpo.rewards.catalog import add_modules, find
-from mgrpo.run.tools import Toolset, read_tools, remarks, row_problems
+from mgrpo.run.tools import Toolset, read_tools, row_problems
 
 if TYPE_CHECKING:
     from mgrpo.data.mixture import Mixture
@@ -37,12 +37,11 @@ class Inputs:
     """What the rows become, once that is known."""
 
     def notes(self, config: Config) -> list[str]:
-        """Notes of tools and verifiers, printed at start-up."""
-        about_tools = remarks(config, self.toolset) if self.toolset else []
+        """Notes of the verifiers, printed at start-up."""
         if self.functions or not config.reward.apply_verifiable_reward:
-            return about_tools
+            return []
         found = [note for name in self.verifiers(config) for note in find(name).notes(config.reward)]
-        return [*about_tools, *dict.fromkeys(found)]
+        return list(dict.fromkeys(found))
 
     def verifiers(self, config: Config) -> list[str]:
         """Names of the verifiers that the rows ask for, in lower case."""

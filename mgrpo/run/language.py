@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from mgrpo.data.tokenizer import decode
 from mgrpo.environments.bridge import Bridges, valid
 from mgrpo.environments.formats import Format, Parsed
+from mgrpo.environments.stripping import Stripping
 from mgrpo.environments.trajectory import Sampled
 
 CUT = "\n[... {count} characters left out ...]\n"
@@ -32,13 +34,16 @@ class Language:
         *,
         max_observation_tokens: int,
         is_thinking: bool = False,
+        stripping: Stripping | None = None,
     ) -> None:
         """
         Args:
+            stripping: how the template leaves thinking out of earlier turns; None: these stay as they were sampled.
             is_thinking: a prompt ends inside a thought.
         """
         self.tokenizer, self.format, self.bridges = tokenizer, format, bridges
         self.max_observation_tokens, self.is_thinking = max_observation_tokens, is_thinking
+        self.stripping = stripping
 
     @property
     def stop_ids(self) -> list[int]:
@@ -60,10 +65,15 @@ class Language:
 
     def after_act(self, answer: str, turn: Sampled) -> list[int]:
         """The same where a turn is an action."""
-        last = int(turn.tokens[-1])
-        return self.bridges.after_user(
-            self._shortened(answer, lambda part: self.bridges.after_user(part, last=last)), last=last
-        )
+        return self.bridges.after_user(self._shortened_act(answer, turn), last=int(turn.tokens[-1]))
+
+    def afresh(self, answer: str, turn: Sampled, before: np.ndarray) -> np.ndarray | None:
+        """All that the next turn follows where this one, an action sampled after `before`, is not left as it was; else None."""
+        if self.stripping is None:
+            return None
+        said = turn.tokens[:-1] if self.bridges.ends(int(turn.tokens[-1])) else turn.tokens
+        found = self.stripping.context(before, self._written(said), self._shortened_act(answer, turn))
+        return None if found is None else np.array(found, np.int32)
 
     def text(self, tokens: Sequence[np.ndarray]) -> list[str]:
         """Each as text, without special tokens."""
@@ -77,6 +87,9 @@ class Language:
     def _after_tools(self, texts: Sequence[str], names: Sequence[str], last: int) -> list[int]:
         own = self.format.answer(texts)
         return self.bridges.after_tools(texts, names, last=last) if own is None else self._plain(own)
+
+    def _shortened_act(self, answer: str, turn: Sampled) -> str:
+        return self._shortened(answer, partial(self.bridges.after_user, last=int(turn.tokens[-1])))
 
     def _plain(self, text: str) -> list[int]:
         """Its tokens, none of which is special."""

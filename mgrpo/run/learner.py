@@ -45,7 +45,7 @@ class MiniBatch:
     microbatches: list[Microbatch]
     num_trained_tokens: int
     denominators: float | np.ndarray
-    """Of the loss: a number, or one for each sample of the step (aggregation local_token)."""
+    """Of the loss: a number, or one for each sample of the step, see `algo.denominators`."""
 
     def denominator(self, batch: Microbatch) -> float | torch.Tensor:
         """That of one of the micro-batches: a number, or one for each of its sequences."""
@@ -269,18 +269,16 @@ class Learner:
         ]
 
     def _denominators(self, index: dict[str, np.ndarray]) -> Sequence[float | np.ndarray]:
-        """Of each mini-batch, over all ranks."""
-        config, num_sequences = self.loss_config, index["num_sequences"]
-        if config.effective_aggregation == "local_token":
-            # Its micro-batches are samples that may lie in the packs of any data-parallel rank.
-            cuts = np.cumsum(num_sequences)[:-1]
-            samples, trained = (np.split(index[name], cuts) for name in ("samples", "trained_tokens"))
-            return [
-                algo.local_denominators(*part, config.local_batch_size) for part in zip(samples, trained, strict=True)
-            ]
+        """Of each mini-batch, over all ranks, in whose packs its sequences lie."""
+        cuts = np.cumsum(index["num_sequences"])[:-1]
+        samples, completions, trained = (
+            np.split(index[name], cuts) for name in ("samples", "completions", "trained_tokens")
+        )
         longest = self.config.rollout.response_length
-        counts = zip(index["num_trained_tokens"].tolist(), num_sequences.tolist(), strict=True)
-        return [float(algo.loss_denominator(n, config, num_seqs=s, response_length=longest)) for n, s in counts]
+        return [
+            algo.denominators(*part, config=self.loss_config, response_length=longest)
+            for part in zip(samples, completions, trained, strict=True)
+        ]
 
     def _choose_uncertain_tokens(self, mini_batch: MiniBatch) -> None:
         """Mark in each micro-batch the tokens with the highest entropy in the mini-batch over all ranks."""

@@ -24,7 +24,7 @@ from mgrpo.rollout.start import started_fleet
 from mgrpo.run.evaluator import Evaluator
 from mgrpo.run.inputs import Inputs
 from mgrpo.run.producer import Producer
-from mgrpo.run.tools import make_interaction, turn_rewards, with_stop_strings
+from mgrpo.run.tools import make_interaction, remarks, turn_rewards, with_stop_strings
 from mgrpo.telemetry.evaluation import short_names
 from mgrpo.telemetry.startup import StartUp
 from mgrpo.types import Prompt, PromptId
@@ -151,13 +151,17 @@ def prepare(config: Config, parts: Started) -> Production:
     missing = missing_stop_strings(
         template, stop_strings=config.rollout.stop_strings, stop_tokens=tokenizer.convert_ids_to_tokens(stop_ids)
     )
+    toolset, language = parts.inputs.toolset, prompts.language
     return Production(
         config=config,
         tokenizer=tokenizer,
         producer=producer,
         evaluator=evaluator,
         data=parts.inputs.train.content,
-        remarks=[f"chat_template_name={template} needs --stop_strings '{text}'" for text in missing],
+        remarks=[
+            *(f"chat_template_name={template} needs --stop_strings '{text}'" for text in missing),
+            *(remarks(config, toolset, language) if toolset and language else ()),
+        ],
     )
 
 

@@ -163,7 +163,7 @@ class Reporter:
             **(self.throughput.metrics(batch.lengths, seconds["train"]) if self.throughput and results else {}),
             "time/unix": time.time(),
         }
-        advantages = [sample.advantage for sample in batch.samples]
+        advantages = [sample.advantage for sample in batch.samples if not sample.continues]
         with self._writing():
             self.writer.write(step, metrics)
             for record in self.samples.write(step, rollouts.groups, rollouts.dropped, advantages):

@@ -1,18 +1,19 @@
 """Sampled groups as arrays and JSON, for the state of a run, and back.
 
-A record of a trajectory is its `TrajectoryRecord`; which of the tokens were sampled lies in an array, as the tokens do.
+A record of a trajectory is its `TrajectoryRecord`; which of the tokens were sampled lies in an array, as the tokens do, and so
+do the contexts of branches.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from mgrpo.types import Completion, Prompt, RolloutGroup, TrajectoryRecord, Turn
+from mgrpo.types import Branch, Completion, Prompt, RolloutGroup, TrajectoryRecord, Turn
 
 _ARRAYS = ("tokens", "logprobs", "policy_versions")
 
@@ -20,11 +21,14 @@ _ARRAYS = ("tokens", "logprobs", "policy_versions")
 def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]], dict[str, np.ndarray]]:
     """For each group a record in JSON of where its completions lie in the arrays, end to end.
 
-    The arrays are those of `Completion` by name, `texts` uint8, in UTF-8, and `is_sampled` uint8 if there are trajectories.
+    The arrays are those of `Completion` by name, `texts` uint8, in UTF-8, `is_sampled` uint8 if there are trajectories, and
+    `contexts` int32 if these have branches.
     """
     records: dict[int, dict[str, Any]] = {}
     completions = [completion for group in groups.values() for completion in group.completions]
     texts = [completion.text.encode() for completion in completions]
+    contexts = [branch.prompt_tokens for completion in completions for branch in _branches(completion)]
+    context_ends = iter(itertools.accumulate(map(len, contexts)))
     ends = iter(itertools.accumulate(len(completion.tokens) for completion in completions))
     text_ends = iter(itertools.accumulate(map(len, texts)))
     start = text_start = 0
@@ -35,11 +39,13 @@ def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]
         reasons = [completion.finish_reason for completion in group.completions]
         records[number] = {"cuts": cuts, "text_cuts": text_cuts, "finish_reasons": reasons}
         if any(completion.trajectory for completion in group.completions):
-            records[number]["trajectories"] = [_record(completion.trajectory) for completion in group.completions]
+            records[number]["trajectories"] = [_record(c.trajectory, context_ends) for c in group.completions]
         start, text_start = cuts[-1], text_cuts[-1]
     arrays = {name: np.concatenate([getattr(c, name) for c in completions]) for name in _ARRAYS if completions}
     if any(completion.trajectory for completion in completions):
         arrays["is_sampled"] = np.concatenate([completion.loss_mask for completion in completions]).astype(np.uint8)
+    if contexts:
+        arrays["contexts"] = np.concatenate(contexts)
     return records, arrays | ({"texts": np.array(bytearray(b"".join(texts)))} if completions else {})
 
 
@@ -50,6 +56,7 @@ def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.
     reasons = record["finish_reasons"]
     trajectories = record.get("trajectories", [None] * len(reasons))
     is_sampled = arrays.get("is_sampled", np.zeros(0, np.uint8)).astype(np.bool_)
+    contexts = arrays.get("contexts", np.zeros(0, np.int32))
     return RolloutGroup(
         prompt=prompt,
         completions=tuple(
@@ -59,24 +66,37 @@ def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.
                 policy_versions=arrays["policy_versions"][a:b],
                 finish_reason=reason,
                 text=texts[c:d].tobytes().decode(),
-                trajectory=own and _trajectory(own, is_sampled[a:b]),
+                trajectory=own and _trajectory(own, is_sampled[a:b], contexts),
             )
             for (a, b), (c, d), reason, own in zip(cuts, text_cuts, reasons, trajectories, strict=True)
         ),
     )
 
 
-def _record(trajectory: TrajectoryRecord | None) -> dict[str, Any] | None:
+def _branches(completion: Completion) -> tuple[Branch, ...]:
+    return completion.trajectory.branches if completion.trajectory else ()
+
+
+def _record(trajectory: TrajectoryRecord | None, context_ends: Iterator[int]) -> dict[str, Any] | None:
+    """`context_ends`: where each further branch's context ends."""
     if trajectory is None:
         return None
-    names = [field.name for field in dataclasses.fields(trajectory) if field.name != "is_sampled"]
+    names = [field.name for field in dataclasses.fields(trajectory) if field.name not in ("is_sampled", "branches")]
     values = {name: getattr(trajectory, name) for name in names}
+    branches = [
+        [branch.start, branch.end, end - len(branch.prompt_tokens), end]
+        for branch, end in zip(trajectory.branches, context_ends, strict=False)
+    ]
+    values |= {"branches": branches} if branches else {}
     return values | {"turns": [dataclasses.asdict(turn) for turn in trajectory.turns]}
 
 
-def _trajectory(record: Mapping[str, Any], is_sampled: np.ndarray) -> TrajectoryRecord:
+def _trajectory(record: Mapping[str, Any], is_sampled: np.ndarray, contexts: np.ndarray) -> TrajectoryRecord:
     turns = tuple(_turn(turn) for turn in record["turns"])
-    values = {**record, "turns": turns, "messages": tuple(record["messages"])}
+    branches = tuple(
+        Branch(prompt_tokens=contexts[a:b], start=start, end=end) for start, end, a, b in record.get("branches", ())
+    )
+    values = {**record, "turns": turns, "messages": tuple(record["messages"]), "branches": branches}
     return TrajectoryRecord(is_sampled=is_sampled, **values)
 
 

@@ -96,6 +96,7 @@ def make_language(
     """
     from mgrpo.data.templates import find_template
     from mgrpo.environments.bridge import Bridges
+    from mgrpo.environments.stripping import find_stripping
     from mgrpo.run.language import Language, stop_ids_of
     from mgrpo.run.program_language import ProgramLanguage
 
@@ -128,11 +129,14 @@ def make_language(
         bridges.check("user")
     if toolset.description.tools and format.answer(["x"]) is None:
         bridges.check("tool")
+    strips = config.tools.thinking_history == "strip" and toolset.description.acts
+    stripping = find_stripping(bridges) if strips else None
     return Language(
         tokenizer,
         format,
         bridges,
         max_observation_tokens=longest,
+        stripping=stripping,
         is_thinking=any(some.prompt((0, 0)).text.rstrip().endswith("<think>") for some in prompts if some),
     )
 
@@ -189,8 +193,23 @@ def turn_rewards(config: Config) -> TurnRewards:
     return TurnRewards(aggregator=tools.reward_aggregator, only_good_outputs=tools.only_reward_good_outputs)
 
 
-def remarks(config: Config, toolset: Toolset) -> list[str]:
+def remarks(config: Config, toolset: Toolset, language: Language) -> list[str]:
     """What the user should know of tools before the run starts."""
+    found: list[str] = []
+    if language.stripping is not None:
+        found.append(
+            "thinking_history=strip: the chat template leaves thinking out of earlier turns, so a turn after such a one is trained "
+            "on after a context of its own, and every such context is read anew"
+        )
+    elif config.tools.thinking_history == "strip":
+        found.append(
+            "thinking_history=strip changes nothing here: earlier turns lose their thinking only where an environment takes whole "
+            "turns and the chat template leaves it out"
+        )
+    return [*found, *_not_repeatable(config, toolset)]
+
+
+def _not_repeatable(config: Config, toolset: Toolset) -> list[str]:
     differ = [offer for offer in toolset.description.offers if not offer.is_repeatable]
     if not differ or config.tools.turn_scheduling == "rounds":
         return []

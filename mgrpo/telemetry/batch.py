@@ -43,7 +43,7 @@ def batch_metrics(
     Args:
         kept: groups that the step trains on.
         dropped: groups that a filter left out.
-        samples: one per completion of `kept`, in order.
+        samples: one per completion of `kept`, or one per branch of it, in order.
         packs: lengths in those of one pass over `samples`, of all mini-batches and data-parallel ranks.
         batch_size: completions of a full step.
         policy_version: version of the weights from which the step's first update starts.
@@ -238,7 +238,7 @@ def _lengths(kept: Sequence[ScoredGroup], sampled: Sequence[ScoredGroup]) -> Met
 
 
 def _training(samples: Sequence[TrainSample], batch_size: int) -> Metrics:
-    trained = [sample for sample in samples if sample.loss_mask.any()]
+    trained = [sample for sample in samples if sample.loss_mask.any() and not sample.continues]
     advantages = np.array([sample.advantage for sample in trained], dtype=np.float64)
     mean, least, most = mean_min_max(advantages)
     return {
@@ -253,8 +253,9 @@ def _training(samples: Sequence[TrainSample], batch_size: int) -> Metrics:
 
 def _packing(samples: Sequence[TrainSample], packs: PackLengths) -> Metrics:
     num_responses = sum(sample.num_predicted for sample in samples)
+    num_completions = sum(not sample.continues for sample in samples)
     return {
-        "packed_ratio": packs.filled / len(samples) if samples else float("nan"),
+        "packed_ratio": packs.filled / num_completions if num_completions else float("nan"),
         "batch/padding_frac": packs.padding / packs.tokens if packs.tokens else float("nan"),
         "batch/lost_token_frac": 1 - packs.responses / num_responses if num_responses else float("nan"),
     }

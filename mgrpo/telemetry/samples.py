@@ -200,7 +200,8 @@ def trace_records(
     """One record per completion under Open Instruct's names; indices count within the step, `prompt_id` within the run.
 
     Log-probabilities are rounded to seven decimals, which is finer than float32 resolves from 1 on. A trajectory's
-    `response_mask` says which of the tokens were sampled.
+    `response_mask` says which of the tokens were sampled, and `branches` which of them after something else than what precedes
+    them: `prompt_tokens` of the tokens from `start` to `end`.
     """
     of_samples = iter(advantages)
     samples = itertools.count()
@@ -222,10 +223,21 @@ def trace_records(
                 "request_info": None,
                 "logprobs": [finite(round(value, 7)) for value in completion.logprobs.tolist()],
                 "policy_version": _version(completion),
-                **({"response_mask": completion.loss_mask.tolist()} if completion.trajectory else {}),
+                **_masks(completion),
                 **trajectory_record(completion),
                 **({"extras": _extras(score)} if score.extras else {}),
             }
+
+
+def _masks(completion: Completion) -> Record:
+    """Which tokens were sampled, and after what, where that is not all of them after all before them."""
+    if completion.trajectory is None:
+        return {}
+    branches = [
+        {"start": branch.start, "end": branch.end, "prompt_tokens": branch.prompt_tokens.tolist()}
+        for branch in completion.trajectory.branches
+    ]
+    return {"response_mask": completion.loss_mask.tolist(), **({"branches": branches} if branches else {})}
 
 
 def tables(folder: Path) -> dict[int, list[Path]]:

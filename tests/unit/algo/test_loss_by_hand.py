@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from mgrpo.algo import LossConfig, local_denominators, loss_denominator, policy_loss
+from mgrpo.algo import LossConfig, denominators, loss_denominator, policy_loss
 from tests.unit.algo.loss_cases import loss_config, reduced
 
 LOG2, LOG15 = math.log(2), math.log(1.5)
@@ -247,6 +247,8 @@ def test_a_missing_rollout_logprob_weighs_one():
 
 def test_local_denominators_by_hand():
     """Samples 0 and 2 with 1 + 5 tokens are the first micro-batch, sample 4 with 3 the second: twice their counts."""
-    found = local_denominators(np.array([4, 0, 2], np.int32), np.array([3, 1, 5], np.int32), 2)
+    config = loss_config(aggregation="local_token", local_batch_size=2)
+    samples, trained, none = np.array([4, 0, 2], np.int32), np.array([3, 1, 5], np.int32), np.zeros(0, np.int32)
+    found = denominators(samples, samples, trained, config=config, response_length=9)
     assert found.tolist() == [12, 1, 12, 1, 6] and found.dtype == np.float32
-    assert local_denominators(np.zeros(0, np.int32), np.zeros(0, np.int32), 2).tolist() == []
+    assert denominators(none, none, none, config=config, response_length=9).tolist() == []

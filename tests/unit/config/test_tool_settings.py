@@ -134,6 +134,8 @@ ON = {"tools": ["calculate"]}
         ),
         (ON | {"mask_tool_use": False, "use_rho_correction": True}, "but use_rho_correction=true compares with it"),
         (ON | {"mask_tool_use": False, "off_policy_mask_threshold": 1}, "off_policy_mask_threshold compares with it"),
+        (ON | {"mask_tool_use": False, "thinking_history": "strip"},
+            "thinking_history=strip samples a turn after a context of its own, which is not trained on, but mask_tool_use="),
         (ON | {"per_turn_max_tokens": 257}, "per_turn_max_tokens=257 is more than response_length=256, which all"),
         (ON | {"max_observation_tokens": 256}, "max_observation_tokens=256 must be below response_length=256, which"),
         (ON | {"max_tool_calls": 0}, "max_tool_calls=0 must be at least 1"),
@@ -162,6 +164,7 @@ def test_a_rule_of_tools_fires_on_its_mistake_alone(model, values, words):
     [
         ON,
         ON | {"mask_tool_use": False},
+        ON | {"thinking_history": "strip"},
         {"mask_tool_use": False, "use_vllm_logprobs": True},
         ON | {"apply_verifiable_reward": False},
         {"tools": ["mcp", "mcp"], "tool_configs": ['{"url": "a"}', '{"url": "b"}']},

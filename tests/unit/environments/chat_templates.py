@@ -84,6 +84,26 @@ GOOD = {
     "brackets": (BRACKETS, ("<eos>",)),
 }
 """Append-only templates, and what ends a turn."""
+# Thinks before it speaks; of the turns before the last question, only what was said is left.
+FORGETTING = (
+    r"""
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+  {%- set said = m.content %}
+  {%- if m.role == 'assistant' and '</think>' in said and loop.index0 < ns.last %}
+    {%- set said = said.split('</think>')[-1].lstrip('\n') %}
+  {%- endif %}
+  {{- '<|im_start|>' + m.role + '\n' + said + '<|im_end|>\n' }}
+{%- endfor %}"""
+    + "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' + opening | default('') }}{% endif %}"
+)
+# As FORGETTING, but earlier turns begin with an empty thought.
+EMPTYING = changed(
+    FORGETTING,
+    r"{{- '<|im_start|>' + m.role + '\n' + said",
+    r"{{- '<|im_start|>' + m.role + '\n' + ('<think></think>' if m.role == 'assistant' else '') + said",
+)
 
 
 def make_tokenizer(*, text: str = "".join(template for template, _ in GOOD.values()), **options: Any) -> Any:

@@ -20,7 +20,7 @@ from mgrpo.environments.gathering import Ask, Gathering
 from mgrpo.environments.instance import Answered, Ending
 from mgrpo.environments.trajectory import Sampled
 from mgrpo.types import Completion, Prompt, RolloutGroup
-from tests.builders import prompt
+from tests.builders import branch, prompt
 
 END, CALL, UNKNOWN, UNREADABLE, BETWEEN = 1, 2, 3, 4, 9
 BOUNDS = Bounds(max_model_length=1000, max_calls=5)
@@ -50,15 +50,31 @@ class Digits:
     def after_act(self, answer: str, turn: Sampled) -> list[int]:
         return [BETWEEN, *[8] * len(answer)]
 
+    def afresh(self, answer: str, turn: Sampled, before: np.ndarray) -> np.ndarray | None:
+        return None
+
     def text(self, tokens: Sequence[np.ndarray]) -> list[str]:
         return ["".join(map(str, ids.tolist())) for ids in tokens]
+
+
+THOUGHT = 7
+
+
+class Forgetful(Digits):
+    """Leaves thoughts out of turns that were answered."""
+
+    def afresh(self, answer: str, turn: Sampled, before: np.ndarray) -> np.ndarray | None:
+        if THOUGHT not in turn.tokens:
+            return None
+        said = turn.tokens[turn.tokens != THOUGHT]
+        return np.concatenate([before, said, self.after_act(answer, turn)]).astype(np.int32)
 
 
 class Scripted:
     """Answers asks with turns from a list, or with turns that depend on nothing but the tokens before them."""
 
-    def __init__(self, *turns: Sequence[int], version: int = 0) -> None:
-        self.turns, self.version = list(turns), version
+    def __init__(self, *turns: Sequence[int], version: int = 0, end: int = END) -> None:
+        self.turns, self.version, self.end = list(turns), version, end
         self.asks: list[Ask] = []
         self.batches: list[list[tuple[int, int, int]]] = []
 
@@ -82,7 +98,7 @@ class Scripted:
             tokens=np.array(tokens, np.int32),
             logprobs=np.arange(-len(tokens), 0, dtype=np.float32),
             policy_versions=np.full(len(tokens), self.version, np.int32),
-            finish_reason="stop" if tokens[-1] == END else "length",
+            finish_reason="stop" if tokens[-1] == self.end else "length",
         )
 
 
@@ -142,12 +158,13 @@ def play(
     asked: Prompt | None = None,
     max_tokens: int = 100,
     in_rounds: bool = True,
+    language: Digits | None = None,
 ) -> RolloutGroup:
     """One group, with a sample for each instance."""
 
     async def run() -> RolloutGroup:
         gathering = Gathering(engine.send, in_rounds=in_rounds)
-        episodes = Episodes(gathering, Shelf(*instances), Digits(), bounds)
+        episodes = Episodes(gathering, Shelf(*instances), language or Digits(), bounds)
         gathering.enter(1)
         task = Task(
             prompt=asked or prompt([10, 11], id=(0, 3)),
@@ -176,7 +193,11 @@ def check(found: Completion, *, prompt_length: int, bounds: Bounds, max_tokens: 
     assert record is not None
     length = len(found.tokens)
     assert length == len(found.logprobs) == len(found.policy_versions) == len(found.loss_mask) <= max_tokens
-    assert prompt_length + length <= bounds.max_model_length
+    parts = record.branches or [branch(0, length, range(prompt_length))]
+    assert all(len(part.prompt_tokens) + part.end - part.start <= bounds.max_model_length for part in parts)
+    assert (parts[0].start, parts[-1].end) == (0, length)
+    held = [turn for part in parts for turn in record.turns if part.start <= turn.start and turn.end <= part.end]
+    assert held == list(record.turns)
     assert found.loss_mask[-1], "it ends in a token that was not sampled"
     assert sum(turn.end - turn.start for turn in record.turns) == found.loss_mask.sum()
     assert not found.logprobs[~found.loss_mask].any() and (found.policy_versions[~found.loss_mask] == -1).all()
@@ -321,6 +342,70 @@ def test_a_turn_as_a_whole_may_be_the_action() -> None:
     assert len(most.trajectory.turns) == 3 and most.finish_reason == "max_calls"
 
 
+def preceding(found: Completion, prompt: Prompt) -> list[list[int]]:
+    """What each turn follows, by the record."""
+    branches = found.trajectory.branches or [branch(0, len(found.tokens), prompt.tokens)]
+    return [
+        [*part.prompt_tokens.tolist(), *found.tokens[part.start : turn.start].tolist()]
+        for part in branches
+        for turn in found.trajectory.turns
+        if part.start <= turn.start < part.end
+    ]
+
+
+def test_a_turn_after_thinking_that_is_left_out_begins_a_branch() -> None:
+    """Its tokens are trained after what they were sampled from, and those of earlier turns where these were sampled."""
+    engine = Scripted([THOUGHT, THOUGHT, 5, END], [6, END], [THOUGHT, 6, END])
+    answers = [Observation(text="no"), Observation(text="x"), Observation(text="", done=True)]
+    found = one(engine, Adder(answers, acts=True), language=Forgetful())
+    first = [THOUGHT, THOUGHT, 5, END]
+    assert found.tokens.tolist() == [*first, BETWEEN, 8, 8, 6, END, BETWEEN, 8, THOUGHT, 6, END]
+    stripped = [10, 11, 5, END, BETWEEN, 8, 8]
+    branches = found.trajectory.branches
+    assert [(part.prompt_tokens.tolist(), part.start, part.end) for part in branches] == [
+        ([10, 11], 0, 4),
+        (stripped, 7, 14),
+    ]
+    asked = [ask.tokens.tolist() for ask in engine.asks]
+    assert asked == [[10, 11], stripped, [*stripped, 6, END, BETWEEN, 8]]
+    assert asked == preceding(found, prompt([10, 11]))
+    assert branches[1].prompt_tokens.dtype == np.int32
+
+
+def test_a_trajectory_in_which_nothing_is_left_out_has_no_branches() -> None:
+    """It trains as one that keeps its thinking."""
+    turns = [[5, END], [6, END]]
+    answers = [Observation(text="no"), Observation(text="", done=True)]
+    kept, stripped = (
+        one(Scripted(*turns), Adder(list(answers), acts=True), language=language)
+        for language in (Digits(), Forgetful())
+    )
+    assert kept.trajectory.branches == stripped.trajectory.branches == ()
+    assert kept.tokens.tolist() == stripped.tokens.tolist()
+    calls = one(Scripted([THOUGHT, CALL, END], [5, END]), Adder(), language=Forgetful())
+    assert calls.trajectory.branches == () and len(calls.trajectory.turns) == 2, "after tools nothing is left out"
+
+
+def test_a_branch_has_the_room_that_its_context_leaves() -> None:
+    """The engine refuses longer sequences; the limit of the completion counts all that was sampled and answered."""
+
+    def play_it(language: Digits, max_tokens: int, max_model_length: int) -> tuple[list[int], str]:
+        engine = Scripted([THOUGHT, THOUGHT, 5, END], [6, 6, 6, END])
+        bounds = replace(BOUNDS, max_model_length=max_model_length)
+        found = one(
+            engine, Adder([Observation(text="no")], acts=True), bounds=bounds, max_tokens=max_tokens, language=language
+        )
+        return [ask.max_tokens for ask in engine.asks], found.finish_reason
+
+    # The prompt has 2 tokens, the turn 4, the answer 3; the context without thoughts 7.
+    assert play_it(Digits(), 100, 9) == ([7], "length")
+    assert play_it(Forgetful(), 100, 9) == ([7, 2], "length")
+    assert play_it(Forgetful(), 100, 8) == ([6, 1], "length")
+    assert play_it(Forgetful(), 100, 7) == ([5], "length")
+    assert play_it(Forgetful(), 8, 100) == ([8, 1], "length")
+    assert play_it(Forgetful(), 7, 100) == ([7], "length")
+
+
 def test_an_action_may_be_cut_but_a_call_may_not() -> None:
     """What was cut may have been half a call."""
     bounds = replace(BOUNDS, per_turn_max_tokens=2)
@@ -429,11 +514,18 @@ def test_random_trajectories_keep_every_promise_in_rounds_and_free(seed: int) ->
             )
             for kind in kinds
         ]
+        engine, language = Scripted(), Forgetful() if seed % 2 else Digits()
         group = play(
-            Scripted(), *(i or None for i in instances), bounds=bounds, max_tokens=max_tokens, in_rounds=in_rounds
+            *(engine, *(i or None for i in instances)),
+            bounds=bounds,
+            max_tokens=max_tokens,
+            in_rounds=in_rounds,
+            language=language,
         )
-        for completion in group.completions:
+        for sample, completion in enumerate(group.completions):
             check(completion, prompt_length=2, bounds=bounds, max_tokens=max_tokens)
+            asked = {ask.turn: ask.tokens.tolist() for ask in engine.asks if ask.sample == sample or not ask.turn}
+            assert [asked[turn] for turn in sorted(asked)] == preceding(completion, group.prompt)
             reasons[completion.finish_reason] += 1
         assert all(instance.num_released == 1 for instance in instances if instance)
         found.append([(c.tokens.tolist(), c.loss_mask.tolist(), c.finish_reason) for c in group.completions])

@@ -365,3 +365,11 @@ def test_few_groups_still_fill_every_mini_batch():
     samples = make_samples([(3, [4, 5, 4, 5]), (3, [4, 5, 4, 5])])
     packs = pack_step(samples, pack_length=64, dp=1, num_mini_batches=4, multiple_of=1, share_prompts=True)
     assert [sum(len(pack.samples) for pack in ranks[0]) for ranks in packs] == [2, 2, 2, 2]
+
+
+def test_a_completion_trains_in_one_mini_batch():
+    """The loss weighs its branches together, which it cannot in two optimizer steps."""
+    samples = make_samples([(3, [4, 5, 4, 5, 3, 3])])
+    samples = [dataclasses.replace(sample, continues=number in (1, 2, 5)) for number, sample in enumerate(samples)]
+    found = memberships(samples, num_mini_batches=3)
+    assert sorted(found) == [[0, 1, 2], [3], [4, 5]]

@@ -51,6 +51,17 @@ def test_the_index_counts_over_all_ranks():
     assert all(array.dtype.kind == "i" and array.flags.c_contiguous for array in index.values())
 
 
+def test_the_index_knows_which_branches_are_of_one_completion():
+    """They lie in the packs of several ranks, and count as one completion in the loss."""
+    samples = make_samples([(2, [3, 4]), (3, [5, 2, 6])])
+    samples = [dataclasses.replace(sample, continues=number in (1, 3)) for number, sample in enumerate(samples)]
+    choices = {"pack_length": 16, "dp": 2, "num_mini_batches": 1, "multiple_of": 1, "share_prompts": False}
+    index, _ = to_slices(samples, plan_step(samples, **choices), multiple_of=1, document_multiple_of=1)
+    assert sorted(zip(index["samples"].tolist(), index["completions"].tolist(), strict=True)) == [
+        *((0, 0), (1, 0), (2, 1), (3, 1), (4, 2))
+    ]
+
+
 def bytes_of(samples, plan):
     _, (part,) = to_slices(samples, plan, multiple_of=1, document_multiple_of=1)
     return part.num_bytes

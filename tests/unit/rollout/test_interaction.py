@@ -40,6 +40,9 @@ class Turns:
     def read(self, turn: Sampled, *, calls: bool) -> Said:
         return Said(f"{len(turn.tokens)}", [])
 
+    def afresh(self, answer: str, turn: Sampled, before: np.ndarray) -> None:
+        return None
+
     def after_act(self, answer: str, turn: Sampled) -> list[int]:
         return [99]
 

@@ -111,6 +111,16 @@ def test_some_of_what_training_sampled_can_be_read(tmp_path, batch) -> None:
     assert "Samples of training" in page
 
 
+def test_a_completion_with_branches_has_one_advantage(tmp_path, batch) -> None:
+    """Every completion behind it would be shown with another one's."""
+    first, *rest = batch.samples
+    divided = dataclasses.replace(batch, samples=[first, dataclasses.replace(first, continues=True), *rest])
+    step(report(tmp_path), 1, divided)
+    path = next((tmp_path / "out" / "rollouts").glob("*_rollouts_000000.jsonl"))
+    found = [json.loads(line)["advantage"] for line in path.read_text().splitlines()]
+    assert found == [sample.advantage for sample in batch.samples] and len({*found}) > 1
+
+
 def test_a_resumed_run_goes_on_in_its_own_files_and_not_in_those_of_another(tmp_path, batch) -> None:
     """Lines of steps that are done again would stand twice; another run's lines would be continued as this one's."""
     saved = two_steps_with_a_resume(tmp_path, batch)

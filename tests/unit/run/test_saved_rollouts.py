@@ -52,10 +52,13 @@ def assert_equal(found: Completion, expected: Completion) -> None:
     assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
     assert (found.trajectory is None) == (expected.trajectory is None)
     if found.trajectory and expected.trajectory:
-        mask = np.zeros(0, np.bool_)
-        assert dataclasses.replace(found.trajectory, is_sampled=mask) == dataclasses.replace(
-            expected.trajectory, is_sampled=mask
+        neutral = {"is_sampled": np.zeros(0, np.bool_), "branches": ()}
+        assert dataclasses.replace(found.trajectory, **neutral) == dataclasses.replace(expected.trajectory, **neutral)
+        ours, theirs = (
+            [(branch.start, branch.end, branch.prompt_tokens.dtype, branch.prompt_tokens.tolist()) for branch in own]
+            for own in (found.trajectory.branches, expected.trajectory.branches)
         )
+        assert ours == theirs
 
 
 def test_trajectories_come_back_whole():
@@ -67,6 +70,23 @@ def test_trajectories_come_back_whole():
             builders.completion(5, version=2, text="é <tool> 42", trajectory=RECORD),
             builders.completion(0, trajectory=builders.trajectory("", ended_by="error")),
             index=1,
+        ),
+    }
+    found = through_a_state(groups)
+    for number, own in groups.items():
+        for ours, theirs in zip(found[number].completions, own.completions, strict=True):
+            assert_equal(ours, theirs)
+
+
+def test_branches_come_back_with_their_contexts():
+    """Their tokens would be trained after a context that they were not sampled from."""
+    several = (builders.branch(0, 2), builders.branch(4, 5, [5, 6, 7]))
+    branches = dataclasses.replace(RECORD, branches=several)
+    others = dataclasses.replace(RECORD, branches=(builders.branch(0, 2, [8]), builders.branch(4, 5, [9, 1, 1, 1])))
+    groups = {
+        1: group(builders.completion(2), builders.completion(5, trajectory=branches)),
+        2: group(
+            builders.completion(5, trajectory=RECORD), builders.completion(5, trajectory=others), builders.completion(1)
         ),
     }
     found = through_a_state(groups)

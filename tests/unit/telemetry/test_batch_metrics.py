@@ -334,6 +334,19 @@ def test_what_stands_between_turns_is_no_token_of_the_model():
     }
 
 
+def test_a_completion_with_branches_counts_once():
+    """Or a batch of many turns would be fuller than full, and its advantages weighed by their number."""
+    record = builders.trajectory("1101", branches=(builders.branch(0, 2), builders.branch(3, 4, [5, 6, 7])))
+    completions = [builders.completion(4, version=7, trajectory=record), builders.completion(2, version=7)]
+    groups = [builders.scored_group([1.0, 0.0], completions=completions)]
+    samples = train_samples(groups, normalization="centered", ddof=0, eps=1e-8)
+    found = measure(groups, samples=samples, packs=packs_of(samples), batch_size=2)
+    assert len(samples) == 3 and found["real_batch_size_ratio"] == 1.0
+    assert found["val/advantages_mean"] == 0.0 and sum(found["val/advantages_hist"]) == 2
+    assert found["packed_ratio"] == 1 / 2 and found["batch/lost_token_frac"] == 0.0
+    assert found["val/sequence_lengths"] == (3 + 2) / 2
+
+
 def test_the_engines_speed_counts_a_prompt_once_and_dropped_groups_too():
     """The engines read a prompt once for its group, and what a filter leaves out was also sampled."""
     assert tokens_per_second(KEPT, 2.0) == pytest.approx((4 + 2 + 40) / 2)

@@ -204,6 +204,18 @@ def test_traces_hold_every_completion_under_open_instructs_names():
     assert {"request_info", "scores", "policy_version"} <= first.keys()
 
 
+def test_a_trace_says_what_each_branch_was_sampled_after():
+    """What was sampled could not be scored again by another program."""
+    record = builders.trajectory("1101", branches=(builders.branch(0, 2), builders.branch(3, 4, [5, 6, 7])))
+    completions = [builders.completion(4, trajectory=record), builders.completion(2)]
+    first, second = trace_records(4, [builders.scored_group([1.0, 0.0], completions=completions)], [], [0.5, -0.5])
+    assert first["branches"] == [
+        {"start": 0, "end": 2, "prompt_tokens": [5, 6]},
+        {"start": 3, "end": 4, "prompt_tokens": [5, 6, 7]},
+    ]
+    assert "branches" not in second and (first["advantage"], second["advantage"]) == (0.5, -0.5)
+
+
 def in_turns() -> ScoredGroup:
     """A group of a trajectory that called twice, and of a completion of one turn."""
     turns = (
