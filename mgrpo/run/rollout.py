@@ -27,7 +27,7 @@ SAMPLED, BETWEEN, PROMPT = "green", "yellow", "dim"
 
 
 def rollout_command(argv: Sequence[str]) -> int:
-    """`mgrpo rollout`: sample the first prompts, print."""
+    """`mgrpo rollout`: sample a few prompts, print."""
     from mgrpo.run.evaluate import ready
 
     try:
