@@ -27,7 +27,7 @@ SAMPLED, BETWEEN, PROMPT = "green", "yellow", "dim"
 
 
 def rollout_command(argv: Sequence[str]) -> int:
-    """`mgrpo rollout`: sample the first prompts, print."""
+    """`mgrpo rollout`: sample a few prompts, print."""
     from mgrpo.run.evaluate import ready
 
     try:
@@ -86,7 +86,8 @@ def show_completion(console: Console, prompt: Prompt, completion: Completion, sc
     from rich.text import Text
 
     console.rule(f"prompt {prompt.id[1]}", style=PROMPT)
-    text = Text(prompt.text, style=PROMPT)
+    text = Text()
+    text.append(prompt.text, style=PROMPT)
     for start, end, is_sampled in spans(completion.loss_mask):
         written = tokenizer.decode(
             completion.tokens[start:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -96,14 +97,16 @@ def show_completion(console: Console, prompt: Prompt, completion: Completion, sc
     facts = [f"reward {score.reward:g}", *(f"{name} {value:g}" for name, value in score.parts.items())]
     record = completion.trajectory
     if record is not None:
-        calls = [name or "(no tool of the run)" for turn in record.turns for name in turn.calls]
-        facts += [f"{len(record.turns)} turns", f"calls: {', '.join(calls) or 'none'}", f"ended by {record.ended_by}"]
+        calls = [name or "(not a tool)" for turn in record.turns for name in turn.calls]
+        turns = "1 turn" if len(record.turns) == 1 else f"{len(record.turns)} turns"
+        facts += [turns, f"calls: {', '.join(calls) or 'none'}", f"ended by {record.ended_by}"]
         facts += [f"scored: {record.scored_text!r}"]
     else:
         facts += [f"ended by {completion.finish_reason}"]
     sampled = int(completion.loss_mask.sum())
     console.print(
-        f"[bold]{escape(' | '.join(facts))}[/bold] [dim]{sampled} of {len(completion.tokens)} tokens sampled[/dim]"
+        f"[bold]{escape(' | '.join(facts))}[/bold] [dim]{sampled} of {len(completion.tokens)} tokens sampled[/dim]",
+        soft_wrap=True,
     )
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 UNLIMITED = 1 << 30
 MOST_WORKERS = 8
+UNUSED_FORMAT = "hermes"
+"""Where nothing can be called."""
 ROW_COLUMNS = frozenset({"tools", "env_config", "environment"})
 """In which a row says what it plays with."""
 
@@ -101,8 +103,7 @@ def make_language(
     from mgrpo.run.program_language import ProgramLanguage
 
     template = find_template(config.data.chat_template_name, tokenizer)
-    name = config.tools.tool_parser_type
-    format_of = partial(named, detected(template or "") if name == "auto" else name, tokenizer=tokenizer)
+    format_of = partial(named, _format_name(config, toolset, template or ""), tokenizer=tokenizer)
     format = format_of(toolset.description.tools)
     all_stop_ids = [*stop_ids, *stop_ids_of(format, tokenizer)]
 
@@ -139,6 +140,14 @@ def make_language(
         stripping=stripping,
         is_thinking=any(some.prompt((0, 0)).text.rstrip().endswith("<think>") for some in prompts if some),
     )
+
+
+def _format_name(config: Config, toolset: Toolset, template: str) -> str:
+    name = config.tools.tool_parser_type
+    if name != "auto":
+        return name
+    calls_nothing = toolset.description.acts and not toolset.description.tools
+    return UNUSED_FORMAT if calls_nothing else detected(template)
 
 
 def make_interaction(

@@ -23,7 +23,7 @@ from mgrpo.environments.episodes import Bounds, Task
 from mgrpo.environments.gathering import Ask, Gathering
 from mgrpo.environments.pool import Environments, Limits, Spec, describe
 from mgrpo.environments.program import Model, Program
-from mgrpo.environments.trajectory import Sampled, Trajectory
+from mgrpo.environments.trajectory import Sampled
 from mgrpo.types import Completion, RolloutGroup
 from tests.builders import prompt
 
@@ -77,8 +77,8 @@ class Letters:
     def after_act(self, answer: str, turn: Sampled) -> list[int]:
         return [*self._message("user", answer), NEXT]
 
-    def text(self, trajectories: Sequence[Trajectory]) -> list[str]:
-        return [self.written([i for part in each.parts for i in part.tokens.tolist()]) for each in trajectories]
+    def text(self, tokens: Sequence[np.ndarray]) -> list[str]:
+        return [self.written(ids.tolist()) for ids in tokens]
 
     def written(self, ids: Sequence[int]) -> str:
         if any(i > 1 << 16 for i in ids):
@@ -144,6 +144,7 @@ def play(
             gathering.enter(1)
             task = Task(
                 prompt=asked,
+                name="0/3",
                 place=0,
                 num_samples=num_samples,
                 max_tokens=max_tokens,
@@ -375,7 +376,7 @@ def test_a_sample_whose_program_fails_early_does_not_stop_the_others() -> None:
 def test_a_program_that_hangs_or_dies_has_no_score_and_the_pool_goes_on(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(link, "PATIENCE_S", 0.3)
 
     async def again(environments: Environments) -> None:
         instance = await environments.acquire({"question": "q"}, seed=1, trajectory="next")

@@ -114,10 +114,10 @@ def test_ids_beyond_the_tokenizer_are_no_text() -> None:
     beyond = turn(191, ids("7"), 149, -1, 10**6, END)
     assert language().read(beyond, calls=True).content == "7"
     assert language().read(beyond, calls=False).content == "7"
-    grown = Trajectory()
+    grown = Trajectory(context=np.zeros(0, np.int32))
     grown.add_sampled(beyond)
     grown.add_bridge(ids("\n4"))
-    assert language().text([grown, grown]) == ["7\n4"] * 2
+    assert language().text([grown.tokens, grown.tokens]) == ["7\n4"] * 2
 
 
 def test_tokens_that_end_a_turn_are_those_that_the_tokenizer_has() -> None:

@@ -77,7 +77,7 @@ def wish(*messages: dict, tools: list[dict] | None = None) -> dict[str, Any]:
 
 def test_a_program_and_the_template_write_the_same_ids(tokenizer: Any) -> None:
     """An opening, an answered call and a word of the user: what the model is shown is what it was made for."""
-    trajectory = Trajectory()
+    trajectory = Trajectory(context=np.zeros(0, np.int32))
     talk = Conversation(language(tokenizer), trajectory, [])
     talk.take(talk.step(wish(*ASKED, tools=[SCHEMA])))
     call = 'so\n<tool_call>\n{"name": "look", "arguments": {"x": "1"}}\n</tool_call><|im_end|>'
@@ -136,7 +136,7 @@ def test_ids_that_no_tokenizer_has_are_refused(tokenizer: Any) -> None:
     ],
 )
 def test_messages_without_a_bridge_are_refused(tokenizer: Any, added: list[dict], why: str) -> None:
-    talk = Conversation(language(tokenizer), Trajectory(), [])
+    talk = Conversation(language(tokenizer), Trajectory(context=np.zeros(0, np.int32)), [])
     talk.take(talk.step(wish(*ASKED)))
     first = talk.heard(sampled(tokenizer, "2<|im_end|>"))["message"]
     with pytest.raises(ValueError, match=why):
@@ -145,4 +145,6 @@ def test_messages_without_a_bridge_are_refused(tokenizer: Any, added: list[dict]
 
 def test_a_tool_without_a_name_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="has no name"):
-        Conversation(language(tokenizer), Trajectory(), []).step(wish(*ASKED, tools=[{"type": "function"}]))
+        Conversation(language(tokenizer), Trajectory(context=np.zeros(0, np.int32)), []).step(
+            wish(*ASKED, tools=[{"type": "function"}])
+        )
