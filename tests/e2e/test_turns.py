@@ -23,7 +23,7 @@ from tests.e2e.test_resume import origins
 STEPS, BATCH, SHORT = 20, 256, 4
 LIMIT_S = 300
 FLAGS = [
-    *("--tensor_model_parallel_size", "1", "--save_freq", "2"),
+    *("--tensor_model_parallel_size", "1", "--save_freq", "2", "--eval_pass_at_k", "1"),
     *("--lr_scheduler_type", "constant", "--warm_up_steps", "0"),
 ]
 TRACES = ["--save_traces", "true"]
@@ -198,10 +198,10 @@ def test_a_tool_that_hangs_dies_and_fails_is_counted_and_ends_no_run(tmp_path) -
     """Hours into a run one of ten thousand calls does."""
     (tmp_path / "tool.py").write_text(TOOL)
     flags = ["--tools", f"{tmp_path / 'tool.py'}:calculate", "--tool_timeout", "1", "--env_workers", "3"]
-    run = finish(tmp_path, 3, [*flags, *TRACES, "--eval_pass_at_k", "1"])
+    run = finish(tmp_path, 4, [*flags, *TRACES])
     lines, found = steps_of(run), traces(run)
     assert (tmp_path / "hung").exists() and (tmp_path / "died").exists()
-    assert len(lines) == 3 and all(line[AGREES] < 1e-4 for line in lines)
+    assert len(lines) == 4 and all(line[AGREES] < 1e-4 for line in lines)
     # The first evaluation's are counted in the first step; a busy machine may be late as well.
     assert sum(line["env/timeouts"] for line in lines) >= 1 and sum(line["env/replaced"] for line in lines) >= 2
     failed = [call["failed"] for trace in found for turn in trace["trajectory"]["turns"] for call in turn["calls"]]
@@ -218,11 +218,10 @@ def test_a_tool_that_hangs_dies_and_fails_is_counted_and_ends_no_run(tmp_path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["tensor", "context"])
-def test_two_ranks_agree_with_the_engine(tmp_path, axis) -> None:
+@pytest.mark.parametrize("size", ["tensor_model_parallel_size", "context_parallel_size"])
+def test_two_ranks_agree_with_the_engine(tmp_path, size) -> None:
     """Tokens that nothing predicts lie between those of a sequence, and its ranks cut it anywhere."""
-    flags = ["--tensor_model_parallel_size", "1", f"--{axis}_{'model_' * (axis == 'tensor')}parallel_size", "2"]
-    run = finish(tmp_path, 3, flags, ranks=2)
+    run = finish(tmp_path, 3, [f"--{size}", "2"], ranks=2)
     assert all(line[AGREES] < 1e-4 and line["turns/max"] == 3 for line in steps_of(run))
 
 
