@@ -356,7 +356,7 @@ def test_a_beginning_has_neither_a_reward_nor_an_end(begun):
         def reset(self, row, *, seed):
             return begun
 
-    with pytest.raises(ValueError, match="own:eager: reset returned done=.*only a step may reward or end it"):
+    with pytest.raises(ValueError, match=r"own:eager: reset returned done=.*only a step may reward or end it"):
         begin(opened(member(Eager())))
 
 
