@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -18,15 +17,12 @@ from mgrpo.environments.host import START_LIMIT_S, Host, description_in, load_qu
 from mgrpo.environments.limits import Limits
 from mgrpo.environments.link import Link, new_child
 from mgrpo.environments.losses import Losses
+from mgrpo.environments.queue import Queue
 from mgrpo.processes.json_lines import Message
-from mgrpo.processes.stopwatch import Stopwatch
 
 _CLOSE_LIMIT_S = 5.0
 _STARTS_BEFORE_GIVING_UP = 3
 _PAUSE_BETWEEN_STARTS_S = 1.0
-_IDLE_PACE = 0.1
-"""Of the clock of those who wait for an environment, while no environment is asked anything."""
-_LEAST_WAIT_S = 0.05
 _STUCK = "held a call that could not be ended, and was killed"
 
 
@@ -46,13 +42,7 @@ class Fleet:
         self._specs, self._capacities, self._limits = specs, capacities, limits
         self._folders, self._python = folders, python
         self._hosts: list[Host] = []
-        self._queue: deque[tuple[asyncio.Future[tuple[Host, int]], str]] = deque()
-        self._given_at = 0.0
-        """By `_clock`, when an environment was last given to somebody."""
-        self._num_asked = 0
-        """Questions that are not answered yet."""
-        self._asked_time = Stopwatch()
-        """Runs while there are any."""
+        self._queue = Queue(limits.acquire_timeout_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self._refusal: str | None = "the environments are not started"
         """Why nothing is given to anybody."""
@@ -84,6 +74,7 @@ class Fleet:
             await self.close()
             raise
         self._refusal = None
+        self._spawn(self._close_idle())
         return descriptions[0]
 
     async def close(self) -> None:
@@ -120,30 +111,18 @@ class Fleet:
         """
         if self._refusal is not None:
             raise RuntimeError(self._refusal)
-        place: asyncio.Future[tuple[Host, int]] = asyncio.get_running_loop().create_future()
-        (self._queue.appendleft if is_first else self._queue.append)((place, trajectory))
+        place = self._queue.join(trajectory, is_first=is_first)
         self._hand_out()
         try:
-            await self._wait_for(place)
+            await self._queue.wait(place)
         except asyncio.CancelledError:
             if not place.cancel() and place.exception() is None:
                 self.give_back(*place.result(), broken=False)
             raise
         if not place.done():
             place.cancel()
-            raise AcquireTimeout(self._who_holds(trajectory))
+            raise AcquireTimeout(_not_free(trajectory, self._hosts, sum(self._capacities), self._limits))
         return place.result()
-
-    async def _wait_for(self, place: asyncio.Future[tuple[Host, int]]) -> None:
-        """Until it is done, or nothing was given to anybody for too long: a long queue that moves is no failure."""
-        limit_s, since = self._limits.acquire_timeout_s, self._clock
-        while not place.done() and (left_s := max(since, self._given_at) + limit_s - self._clock) > 0:
-            await asyncio.wait({place}, timeout=max(left_s, _LEAST_WAIT_S))
-
-    @property
-    def _clock(self) -> float:
-        """Slow while environments are held and not asked: the model is sampled or trained then, and no environment is late."""
-        return _IDLE_PACE * time.perf_counter() + (1 - _IDLE_PACE) * self._asked_time.seconds
 
     async def ask(self, host: Host, number: int, question: Message, limit_s: float) -> Message:
         """What the worker answers about an instance.
@@ -151,23 +130,17 @@ class Fleet:
         Raises:
             EnvironmentLost: it does not.
         """
-        self._count_asked(1)
         try:
-            answer = await host.link.ask(question | {"instance": number}, limit_s)
+            with self._queue.asking():
+                answer = await host.link.ask(question | {"instance": number}, limit_s)
         except Frozen as err:
             if host.stuck - {number}:
                 raise EnvironmentLost("another trajectory's call froze the environment's worker") from err
             raise
-        finally:
-            self._count_asked(-1)
         if self._is_closing:
             raise EnvironmentLost("the environments are closed")
         self._note(host, number, is_stuck=answer["is_stuck"])
         return answer
-
-    def _count_asked(self, change: int) -> None:
-        self._num_asked += change
-        self._asked_time.run(self._num_asked > 0)
 
     def give_back(self, host: Host, number: int, *, broken: bool, ends: bool = False) -> None:
         """A trajectory does not need the instance any more; `ends`: which has something to do then."""
@@ -200,15 +173,11 @@ class Fleet:
 
     def _hand_out(self) -> None:
         """Give what is free to those who have waited longest."""
-        while self._queue:
-            place, trajectory = self._queue[0]
+        while (trajectory := self._queue.first) is not None:
             host = max(self._hosts, key=lambda host: host.room, default=None)
-            if not place.done() and (host is None or not host.room):
+            if host is None or not host.room:
                 return
-            self._queue.popleft()
-            if host is not None and not place.done():
-                self._given_at = self._clock
-                place.set_result((host, host.take(trajectory)))
+            self._queue.serve_first((host, host.take(trajectory)))
 
     def _note(self, host: Host, number: int, *, is_stuck: bool) -> None:
         """Whether a call in the instance goes on that cannot be ended."""
@@ -231,6 +200,14 @@ class Fleet:
             host.forget(number)
         self._end_if_hopeless(host)
         self._hand_out()
+
+    async def _close_idle(self) -> None:
+        """The most that were ever needed at once, as by an evaluation, are not kept for the whole run."""
+        while True:
+            await asyncio.sleep(self._limits.idle_s / 2)
+            for host in self._hosts:
+                for number in host.take_idle(self._limits.idle_s):
+                    self._spawn(self._discard(host, number))
 
     def _end_if_hopeless(self, host: Host) -> None:
         """A worker in which nothing goes on but what cannot be ended."""
@@ -294,29 +271,26 @@ class Fleet:
     def _refuse(self, why: str) -> None:
         """Whoever waits for an environment, and who asks for one from now on, gets an error."""
         self._refusal = why
-        for place, _ in self._queue:
-            if not place.done():
-                place.set_exception(RuntimeError(why))
-        self._queue.clear()
+        self._queue.refuse(why)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _who_holds(self, trajectory: str) -> str:
-        now = time.monotonic()
-        held = sorted((since, name) for host in self._hosts for name, since in host.held.values())
-        longest = ", ".join(f"{name} for {now - since:.0f} s" for since, name in held[:3]) or "nothing"
-        return (
-            f"no environment became free for {trajectory} within env_acquire_timeout={self._limits.acquire_timeout_s:g} s: "
-            f"{len(held)} of pool_size={sum(self._capacities)} are held, the longest by {longest}; raise pool_size, or lower "
-            "tool_timeout or trajectory_timeout"
-        )
-
 
 def _close_question(number: int) -> Message:
     return {"ask": "close", "instance": number, "limit_s": _CLOSE_LIMIT_S}
+
+
+def _not_free(trajectory: str, hosts: Sequence[Host], pool_size: int, limits: Limits) -> str:
+    now = time.monotonic()
+    held = sorted((since, name) for host in hosts for name, since in host.held.values())
+    longest = ", ".join(f"{name} for {now - since:.0f} s" for since, name in held[:3]) or "nothing"
+    return (
+        f"no environment became free for {trajectory} within env_acquire_timeout={limits.acquire_timeout_s:g} s: {len(held)} of "
+        f"pool_size={pool_size} are held, the longest by {longest}; raise pool_size, or lower tool_timeout or trajectory_timeout"
+    )
 
 
 def not_started(specs: Sequence[Spec], why: str) -> str:

@@ -49,7 +49,8 @@ class Host:
         self.stuck: set[int] = set()
         """Instances with a call that cannot be ended; while there are any, the worker takes no new trajectory."""
         self._alive: set[int] = {0}
-        self._idle: list[int] = [0]
+        self._idle: list[tuple[int, float]] = [(0, time.monotonic())]
+        """Since when; who was idle longest comes first."""
         self._next = 1
 
     @property
@@ -67,7 +68,7 @@ class Host:
     def take(self, trajectory: str) -> int:
         """An instance for the trajectory, idle or new."""
         if self._idle:
-            number = self._idle.pop()
+            number, _ = self._idle.pop()
         else:
             number, self._next = self._next, self._next + 1
             self._alive.add(number)
@@ -76,7 +77,14 @@ class Host:
 
     def put_back(self, number: int) -> None:
         """It may serve another trajectory."""
-        self._idle.append(number)
+        self._idle.append((number, time.monotonic()))
+
+    def take_idle(self, idle_s: float) -> list[int]:
+        """Instances that have been idle for so long, which are to be closed."""
+        before = time.monotonic() - idle_s
+        taken = [number for number, since in self._idle if since < before]
+        del self._idle[: len(taken)]
+        return taken
 
     def forget(self, number: int) -> None:
         """It does not exist any more."""

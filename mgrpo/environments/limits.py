@@ -18,5 +18,7 @@ class Limits:
     anything counts a tenth: it is the model that is sampled or trained then, and its trajectories hold what they will need."""
     grace_s: float = 30.0
     """For which the other trajectories of a worker go on when a call in it hangs and cannot be cancelled."""
+    idle_s: float = 300.0
+    """After which an environment is closed that serves nobody; longer than most training phases, since set-up is costly."""
     output_bytes: int = 1 << 16
     """Of an observation's text in UTF-8; a longer one is cut in the middle."""

@@ -199,6 +199,30 @@ def test_an_environment_that_does_not_let_go_serves_nobody_else(bad: str, monkey
     run(go())
 
 
+def test_environments_that_nobody_needs_for_long_are_closed(tmp_path: Path) -> None:
+    """A pool without a limit would keep the most that any step or evaluation has had at once. One that is used stays."""
+
+    async def go() -> None:
+        environments = pool("Counting", pool_size=1 << 30, limits=Limits(idle_s=0.4), folder=str(tmp_path))
+        await environments.start()
+        for instance in [await taken(environments) for _ in range(4)]:
+            await instance.release()
+        log, resets = tmp_path / "log", 0
+        while log.read_text().split().count("close") < 3:
+            instance = await taken(environments)
+            count = int((await asked(instance, "count")).observation.text.split()[0])
+            assert count > resets, "the same instance again"
+            resets = count
+            await instance.release()
+            await asyncio.sleep(0.02)
+        assert log.read_text().split() == ["setup"] * 4 + ["close"] * 3
+        await until(lambda: log.read_text().split().count("close") == 4)
+        assert (await asked(await taken(environments), "count")).observation.text == "1 1"
+        await environments.close()
+
+    run(go())
+
+
 def test_who_waits_too_long_is_told_who_holds_the_environments() -> None:
     async def go() -> None:
         environments = pool("echo", pool_size=1, limits=Limits(acquire_timeout_s=0.1))
