@@ -253,6 +253,11 @@ TOOL_NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "tools",
         lambda c: c.tools.is_on,
     ),
+    (
+        "max_tool_calls max_tool_calling_iterations",
+        "tools or environment_factory",
+        lambda c: c.tools.rollout_func is None,
+    ),
     ("code_tool_api_endpoint", "the tool python", lambda c: not PYTHON.isdisjoint(c.tools.tools)),
     ("search_api_endpoint", "the tool search", lambda c: not SEARCH.isdisjoint(c.tools.tools)),
     ("turn_discount", "turn_credit=return", lambda c: not c.tools.is_on or c.tools.turn_credit == "return"),

@@ -65,7 +65,7 @@ class Conversation:
         added: list[Chat] = []
         if self._turn is None:
             chats = self.chats.with_tools([_tool(schema) for schema in schemas])
-            ids = chats.opening(messages)
+            ids = chats.opening([{**message, "content": text_of(message)} for message in messages])
         else:
             chats, added = self._added(messages, schemas)
             ids = self._between(chats, added, self._turn)

@@ -100,9 +100,7 @@ class Model:
         plain = [dict(message) for message in messages]
         if not is_plain(plain) or not is_plain(schemas):
             raise Refused("messages and tools must be what JSON holds: text, numbers, lists and objects")
-        await self._ask({"messages": plain, "tools": schemas}, max_tokens)
-        assert self.last is not None
-        return self.last
+        return (await self._ask({"messages": plain, "tools": schemas}, max_tokens))["said"]
 
     async def sample(self, ids: Sequence[int], *, max_tokens: int | None = None) -> list[int]:
         """The ids that the model adds to these, which begin with `self.ids` once something was sampled.
@@ -115,8 +113,8 @@ class Model:
         return (await self._ask({"ids": whole}, max_tokens))["sampled"]
 
     async def _ask(self, wish: Wish, max_tokens: int | None) -> Wish:
-        if max_tokens is not None and max_tokens < 1:
-            raise Refused(f"max_tokens={max_tokens} must be at least 1")
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+            raise Refused(f"max_tokens={max_tokens!r:.80} must be a whole number, at least 1")
         if self.is_over:
             raise RuntimeError("the trajectory is over; a program must wait for all that it asks of the model")
         answered: asyncio.Future[Wish] = asyncio.get_running_loop().create_future()
@@ -149,7 +147,7 @@ class Model:
         assert self._asking is not None
         if "sampled" in answer:
             self._add(answer["keep"], answer["before"], answer["sampled"], answer["logprobs"])
-            self.last = Message(
+            self.last = answer["said"] = Message(
                 answer["message"], finish_reason=answer["finish_reason"], unreadable=answer["unreadable"]
             )
         if not self._asking.done():
@@ -171,6 +169,7 @@ class Program(Environment):
         self.name = rollout.__name__
         self.is_repeatable = is_repeatable
         self._rollout, self._settings = rollout, settings
+        self._file = inspect.getfile(rollout)
         self._row: Mapping[str, Any] = {}
         self._model: Model | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -225,7 +224,7 @@ class Program(Environment):
     def _place(self, err: BaseException) -> str:
         """The line that raised: the program's own, unless it is not known."""
         frames = traceback.extract_tb(err.__traceback__)
-        own = [frame for frame in frames if frame.filename == inspect.getfile(self._rollout)]
+        own = [frame for frame in frames if frame.filename == self._file]
         frame = (own or frames)[-1]
         return f"{frame.filename}:{frame.lineno}"
 

@@ -31,7 +31,7 @@ class TrlRollout(Program):
             raise ValueError(f"a rollout_func(prompts, trainer) is a plain function, and this is async; {_REMEDY}")
         super().__init__(self._play, is_repeatable=is_repeatable)
         self.name = function.__name__
-        self._function = function
+        self._function, self._file = function, inspect.getfile(function)
 
     async def _play(self, row: Mapping[str, Any], model: Model) -> None:
         trainer = Trainer(model, row["prompt"], asyncio.get_running_loop())

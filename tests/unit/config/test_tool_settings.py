@@ -217,6 +217,7 @@ def test_all_mistakes_about_tools_come_at_once(model):
         (ON | {"code_tool_api_endpoint": "http://h"}, "code_tool_api_endpoint=http://h has no effect without the tool py"),
         (ON | {"turn_discount": 0.5}, "turn_discount=0.5 has no effect without turn_credit=return"),
         ({"turn_discount": 0.5}, "turn_discount=0.5 has no effect without tools"),
+        ({"rollout_func": "a:b", "max_tool_calls": 3}, "max_tool_calls=3 has no effect without tools or environment"),
         (ON | {"pool_size": 63}, "pool_size=63 is less than the 64 completions of a step, so some wait"),
         (ON | {"vllm_enable_prefix_caching": False}, "vllm_enable_prefix_caching=false makes engines read all earlier"),
         (ON | {"pool_size": 64, "turn_credit": "return", "turn_discount": 0.5, "scored_text": "all"}, None),

@@ -101,6 +101,30 @@ async def tells(row: Row, model: Model) -> None:
     model.shown.update(score=3, board=object())
 
 
+async def asks_oddly(row: Row, model: Model) -> float:
+    """Is told what is wrong with each chat, before its only turn."""
+    odd: list[tuple[Any, dict[str, Any], str]] = [
+        ([], {}, "at least one"),
+        (["hi"], {}, "must be a list of objects with a role"),
+        ([say("a") | {"extra": object()}], {}, "must be what JSON holds"),
+        ([say("a")], {"max_tokens": 0}, "max_tokens=0 must be a whole number"),
+        ([say("a")], {"max_tokens": 2.5}, "max_tokens=2.5 must be a whole number"),
+        ([say("a")], {"tools": [{"type": "function"}]}, "has no name"),
+        ([say("a", "nobody")], {}, "the template has no role nobody"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "is not text"),
+    ]
+    for messages, limits, why in odd:
+        try:
+            await model.chat(messages, **limits)
+        except Refused as err:
+            assert why in str(err), err
+        else:
+            raise AssertionError(messages)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    await model.chat([{"role": "user", "content": parts}], max_tokens=2)
+    return 1.0
+
+
 async def forgets(row: Row, model: Model) -> float:
     """Leaves its first message out, is refused, and goes on as it should."""
     messages = [say("a"), await model.chat([say("a")]), say("b")]

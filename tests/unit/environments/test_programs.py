@@ -22,11 +22,13 @@ from mgrpo.environments.environment import Call, Tool
 from mgrpo.environments.episodes import Bounds, Task
 from mgrpo.environments.gathering import Ask, Gathering
 from mgrpo.environments.pool import Environments, Limits, Spec, describe
-from mgrpo.environments.program import Model, Program
+from mgrpo.environments.program import Model, Program, Refused
 from mgrpo.environments.trajectory import Sampled
 from mgrpo.types import Completion, RolloutGroup
 from tests.builders import prompt
+from tests.unit.environments.programs import say
 
+DOCS = File(__file__).parents[3] / "docs" / "programs.md"
 PROGRAMS = File(__file__).with_name("programs.py")
 END, NEXT = 1, 2
 """The end of a turn, and the opening of the model's."""
@@ -275,6 +277,24 @@ def test_a_turn_that_a_program_did_not_wait_for_is_part_of_the_trajectory() -> N
     assert found.trajectory is not None and found.trajectory.reward == 1
 
 
+def test_what_a_program_no_longer_waits_for_is_not_asked() -> None:
+    """Of chats at once one may be given up before its turn comes."""
+
+    async def go() -> None:
+        model = Model(trajectory="t", seed=1)
+        chats = [asyncio.create_task(model.chat([say(text)])) for text in "abc"]
+        await asyncio.sleep(0)
+        chats[1].cancel()
+        await asyncio.wait({chats[1]})
+        for text in "ac":
+            assert (await model.wish())["messages"] == [say(text)]
+            model.answer({"refused": "no"})
+        await asyncio.wait(chats)
+        assert [type(chat.exception()) for chat in (chats[0], chats[2])] == [Refused, Refused]
+
+    asyncio.run(asyncio.wait_for(go(), 10))
+
+
 def test_reward_functions_get_what_a_program_shows() -> None:
     found = one(Engine(), "tells")
     assert found.trajectory is not None and found.trajectory.snapshot == {"score": 3}
@@ -318,6 +338,15 @@ def test_a_program_that_is_given_up_is_not_left_waiting() -> None:
 async def _until(claim: Callable[[], object]) -> None:
     while not claim():
         await asyncio.sleep(0.01)
+
+
+def test_chats_that_cannot_be_sampled_are_refused_with_the_reason() -> None:
+    """An engine or a template would fail in the middle of a run."""
+    engine = Engine("long")
+    group = play(engine, "asks_oddly")
+    assert group.prompt.tokens.tolist() == ids("uab|>") and [ask.max_tokens for ask in engine.asks] == [2]
+    record = group.completions[0].trajectory
+    assert record is not None and (record.ended_by, record.reward) == ("length", 1)
 
 
 def test_chats_at_once_are_one_after_the_other() -> None:
@@ -429,6 +458,14 @@ def test_rounds_and_free_running_give_the_same_trajectories(in_rounds: bool) -> 
 def test_what_cannot_be_a_program_is_refused_at_the_start(name: str, settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         describe([spec(name, **settings)])
+
+
+def test_the_program_of_the_docs_plays(tmp_path: File) -> None:
+    (tmp_path / "own.py").write_text(DOCS.read_text().split("```python\n")[1].split("```")[0])
+    own = Spec(entry=f"{PROGRAM}{tmp_path / 'own.py'}:rollout", settings={"checks": 2})
+    row = {"prompt": [say("2+2")], "solution": "4"}
+    found = play(Engine("1", "2", " 4"), "", own=own, row=row, max_tokens=200).completions[0]
+    assert found.trajectory is not None and found.trajectory.reward == 1 and len(found.trajectory.turns) == 3
 
 
 def test_rows_may_hold_anything_for_a_program() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mgrpo.environments.adaptors.verifiers import _plain
 from mgrpo.environments.catalog import PROGRAM
 from mgrpo.environments.pool import Limits, Spec, describe
 from tests.unit.environments.test_programs import Engine, ids, one, play
@@ -56,7 +57,7 @@ def test_an_environment_with_tools_plays_a_task_of_its_own() -> None:
 
 @needs_library
 def test_a_row_with_an_answer_is_a_task_by_itself() -> None:
-    row = {"prompt": [{"role": "user", "content": "7?"}], "answer": "7"}
+    row = {"prompt": [{"role": "user", "content": "7?"}], "answer": "7", "example_id": 1}
     group = play(Engine("6", "7"), "", **settings(row, kind="turns"))
     assert group.completions[0].tokens.tolist() == ids("6|uSure?|>7|")
     record = group.completions[0].trajectory
@@ -71,7 +72,22 @@ def test_a_full_trajectory_is_rewarded_and_cut() -> None:
 
 
 @needs_library
-def test_an_environment_that_fails_has_no_score(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("fails", "why"),
+    [("by itself", "the environment mgrpo-test-games failed: "), ("in its chats", "Refused: the messages that follow")],
+)
+def test_an_error_that_the_library_keeps_to_itself_gives_no_score(
+    fails: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would be rewarded like a bad answer."""
+    row = {"prompt": "7?", "answer": "7"}
+    record = one(Engine("7"), "", **settings(row, kind="turns", fails=fails)).trajectory
+    assert record is not None and record.ended_by == "error" and record.reward is None
+    assert why in caplog.text
+
+
+@needs_library
+def test_a_task_that_does_not_exist_has_no_score(caplog: pytest.LogCaptureFixture) -> None:
     record = one(Engine(), "", **settings({"prompt": "x", "example_id": 99})).trajectory
     assert record is not None and record.ended_by == "error"
     assert "example_id=99 is not in the environment's own data" in caplog.text
@@ -81,6 +97,15 @@ def test_an_environment_that_fails_has_no_score(caplog: pytest.LogCaptureFixture
 def test_an_environment_that_cannot_be_loaded_is_refused_at_the_start() -> None:
     with pytest.raises(ValueError, match="bad settings"):
         describe([spec(bad=True)], folders=[MODULES], python=PYTHON)
+
+
+def test_calls_in_a_prompt_are_written_as_templates_read_them() -> None:
+    """The library keeps arguments as JSON, and the name beside them."""
+    message = {"role": "assistant", "tool_calls": [{"id": "1", "name": "add", "arguments": '{"a": 2}'}]}
+    call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": {"a": 2}}}
+    assert _plain(message) == {"role": "assistant", "tool_calls": [call]} and _plain({"role": "user"}) == {
+        "role": "user"
+    }
 
 
 def test_a_missing_library_is_named_with_its_remedy() -> None:
