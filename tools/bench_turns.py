@@ -32,11 +32,11 @@ from bench_loop import cpu_model, rounded
 
 from mgrpo.config import Config, from_values
 from mgrpo.environments.environment import Call, Observation
-from mgrpo.environments.episodes import Bounds
-from mgrpo.environments.instance import Answered, Ending
-from mgrpo.environments.pool import Environments, Spec
+from mgrpo.environments.loop.episodes import Bounds
+from mgrpo.environments.loop.trajectory import Sampled, Trajectory
 from mgrpo.environments.tools.calculate import calculate
-from mgrpo.environments.trajectory import Sampled, Trajectory
+from mgrpo.environments.workers.instance import Answered, Ending
+from mgrpo.environments.workers.pool import Environments, Spec
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction

@@ -14,7 +14,7 @@ from typing import Any
 
 from mgrpo.environments.environment import Environment
 from mgrpo.environments.functions import tool_of
-from mgrpo.environments.plain import is_plain, sendable
+from mgrpo.environments.workers.plain import is_plain, sendable
 
 Wish = dict[str, Any]
 """What a program wants of the model, and what came of it, as JSON."""

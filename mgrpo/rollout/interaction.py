@@ -1,6 +1,6 @@
 """Groups of several turns between the dispatcher and the environments: one event loop in a thread of its own.
 
-The dispatcher gives whole groups and gets requests of one turn each; what the loop does between turns is `environments.episodes`.
+The dispatcher gives whole groups and gets requests of one turn each; what the loop does between turns is `environments.loop.episodes`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mgrpo.config import ConfigError
-from mgrpo.environments.episodes import Bounds, Episodes, Language, Task
-from mgrpo.environments.gathering import Ask, Gathering
-from mgrpo.environments.trajectory import Sampled
+from mgrpo.environments.loop.episodes import Bounds, Episodes, Language, Task
+from mgrpo.environments.loop.gathering import Ask, Gathering
+from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.rollout.collect import seed_of
 from mgrpo.rollout.requests import NextTurn, Request
 from mgrpo.types import Prompt, RolloutGroup
 
 if TYPE_CHECKING:
-    from mgrpo.environments.pool import Environments
+    from mgrpo.environments.workers.pool import Environments
 
 CLOSE_S = 10.0
 

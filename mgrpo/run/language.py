@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from mgrpo.data.tokenizer import decode
-from mgrpo.environments.bridge import Bridges, valid
 from mgrpo.environments.formats import Format, Parsed
-from mgrpo.environments.stripping import Stripping
-from mgrpo.environments.trajectory import Sampled
+from mgrpo.environments.loop.bridge import Bridges, valid
+from mgrpo.environments.loop.stripping import Stripping
+from mgrpo.environments.loop.trajectory import Sampled
 
 CUT = "\n[... {count} characters left out ...]\n"
 
@@ -24,7 +24,7 @@ def stop_ids_of(format: Format, tokenizer: Any) -> list[int]:
 
 
 class Language:
-    """Implements `environments.episodes.Language`."""
+    """Implements `environments.loop.episodes.Language`."""
 
     def __init__(
         self,

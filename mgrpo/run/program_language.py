@@ -8,14 +8,14 @@ from typing import Any
 
 from mgrpo.data.templates import with_bos
 from mgrpo.data.tokenizer import token_ids
-from mgrpo.environments.bridge import Bridges
 from mgrpo.environments.environment import Tool
 from mgrpo.environments.formats import Format
+from mgrpo.environments.loop.bridge import Bridges
 from mgrpo.run.language import Language
 
 
 class ProgramLanguage(Language):
-    """Implements `environments.conversation.Chats`."""
+    """Implements `environments.loop.conversation.Chats`."""
 
     def __init__(
         self,

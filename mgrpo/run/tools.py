@@ -16,7 +16,7 @@ from mgrpo.config.tool_rules import source_problems
 from mgrpo.config.tools import PYTHON, ToolSpec
 from mgrpo.environments.catalog import NAMES, Description, Spec
 from mgrpo.environments.formats import detected, named
-from mgrpo.environments.pool import Environments, Limits, describe
+from mgrpo.environments.workers.pool import Environments, Limits, describe
 from mgrpo.rewards.trajectories import TurnRewards
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ def make_language(
             environment that acts as a user.
     """
     from mgrpo.data.templates import find_template
-    from mgrpo.environments.bridge import Bridges
-    from mgrpo.environments.stripping import find_stripping
+    from mgrpo.environments.loop.bridge import Bridges
+    from mgrpo.environments.loop.stripping import find_stripping
     from mgrpo.run.language import Language, stop_ids_of
     from mgrpo.run.program_language import ProgramLanguage
 
@@ -159,8 +159,8 @@ def make_interaction(
         opened: see `Interaction`.
         asked: what programs are told of a prompt.
     """
-    from mgrpo.environments.driven import Driven
-    from mgrpo.environments.episodes import Bounds, Episodes
+    from mgrpo.environments.loop.driven import Driven
+    from mgrpo.environments.loop.episodes import Bounds, Episodes
     from mgrpo.rollout.interaction import Interaction
 
     tools = config.tools

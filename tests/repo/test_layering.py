@@ -126,7 +126,10 @@ def test_only_the_backend_asks_for_the_device():
         ("mgrpo.rollout.vllm.actor", {"torch", "ray", "vllm", "megatron"}),
         ("mgrpo.environments.formats", {"torch", "ray", "vllm", "megatron", "numpy", "transformers"}),
         ("mgrpo.sync.vllm_plugin", {"ray", "megatron"}),
-        ("mgrpo.environments.worker", {"torch", "ray", "vllm", "megatron", "numpy", "transformers", "pydantic"}),
+        (
+            "mgrpo.environments.workers.worker",
+            {"torch", "ray", "vllm", "megatron", "numpy", "transformers", "pydantic"},
+        ),
         ("mgrpo.environments.tools.indexing", {"torch", "aiohttp", "numpy"}),
         ("mgrpo.environments.adaptors.openenv", {"torch", "aiohttp", "numpy", "mcp", "openenv"}),
         ("mgrpo.environments.adaptors.gymnasium", {"torch", "aiohttp", "numpy", "gymnasium"}),

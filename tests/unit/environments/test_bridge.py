@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mgrpo.data.builtin_templates import TEMPLATES
-from mgrpo.environments.bridge import BridgeError, Bridges
 from mgrpo.environments.environment import Tool
+from mgrpo.environments.loop.bridge import BridgeError, Bridges
 from tests.unit.data.real_tokenizers import REAL, sentencepiece
 from tests.unit.environments.chat_templates import (
     GOOD,

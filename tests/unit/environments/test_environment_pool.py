@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from mgrpo.environments import fleet, host, link
 from mgrpo.environments.environment import Call, Observation
-from mgrpo.environments.pool import (
+from mgrpo.environments.workers import fleet, host, link
+from mgrpo.environments.workers.pool import (
     AcquireTimeout,
     Answered,
     Ending,
@@ -701,9 +701,9 @@ def test_the_end_of_the_pool_ends_everything(monkeypatch: pytest.MonkeyPatch) ->
 
 RUN = """
 import asyncio, sys, time
-from mgrpo.environments import fleet
+from mgrpo.environments.workers import fleet
 from mgrpo.environments.environment import Call
-from mgrpo.environments.pool import Environments, Spec
+from mgrpo.environments.workers.pool import Environments, Spec
 
 fleet._CLOSE_LIMIT_S = 0.5
 

@@ -15,8 +15,8 @@ from mgrpo.environments.catalog import NAMES, TRL, Spec, built
 from mgrpo.environments.environment import Call
 from mgrpo.environments.formats import named
 from mgrpo.environments.formats.families import ALIASES, FAMILIES
+from mgrpo.environments.loop.trajectory import EndedBy
 from mgrpo.environments.tools.python import Python
-from mgrpo.environments.trajectory import EndedBy
 
 PAGE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
 FILES = {name: code for code, name in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", PAGE, re.DOTALL)}

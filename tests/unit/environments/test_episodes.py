@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from mgrpo.environments.environment import Call, Observation
-from mgrpo.environments.episodes import Bounds, Episodes, Task
-from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost
-from mgrpo.environments.gathering import Ask, Gathering
-from mgrpo.environments.instance import Answered, Ending
-from mgrpo.environments.trajectory import Sampled
+from mgrpo.environments.loop.episodes import Bounds, Episodes, Task
+from mgrpo.environments.loop.gathering import Ask, Gathering
+from mgrpo.environments.loop.trajectory import Sampled
+from mgrpo.environments.workers.errors import AcquireTimeout, EnvironmentLost
+from mgrpo.environments.workers.instance import Answered, Ending
 from mgrpo.types import Completion, Prompt, RolloutGroup
 from tests.builders import branch, prompt
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mgrpo.environments.bridge import BridgeError, Bridges
+from mgrpo.environments.loop.bridge import BridgeError, Bridges
 from tests.unit.environments.chat_templates import BRACKETS, HEADERS, JOINED, TRIMMED, changed, make_tokenizer
 
 pytest.importorskip("transformers")

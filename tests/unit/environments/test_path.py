@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mgrpo.environments.path import Path, Strays, text_of
+from mgrpo.environments.loop.path import Path, Strays, text_of
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 ASKED: list[dict[str, Any]] = [

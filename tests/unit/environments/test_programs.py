@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mgrpo.environments import driven as driven_module
-from mgrpo.environments import link
 from mgrpo.environments.catalog import PROGRAM
-from mgrpo.environments.driven import Driven
 from mgrpo.environments.environment import Call, Tool
-from mgrpo.environments.episodes import Bounds, Task
-from mgrpo.environments.gathering import Ask, Gathering
-from mgrpo.environments.pool import Environments, Limits, Spec, describe
+from mgrpo.environments.loop import driven as driven_module
+from mgrpo.environments.loop.driven import Driven
+from mgrpo.environments.loop.episodes import Bounds, Task
+from mgrpo.environments.loop.gathering import Ask, Gathering
+from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.environments.program import Model, Program, Refused
-from mgrpo.environments.trajectory import Sampled
+from mgrpo.environments.workers import link
+from mgrpo.environments.workers.pool import Environments, Limits, Spec, describe
 from mgrpo.types import Completion, RolloutGroup
 from tests.builders import prompt
 from tests.unit.environments.programs import say

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mgrpo.data.builtin_templates import TEMPLATES
-from mgrpo.environments.bridge import BridgeError, Bridges
-from mgrpo.environments.stripping import Stripping, find_stripping
+from mgrpo.environments.loop.bridge import BridgeError, Bridges
+from mgrpo.environments.loop.stripping import Stripping, find_stripping
 from tests.unit.data.real_tokenizers import REAL
 from tests.unit.environments.chat_templates import (
     EMPTYING,

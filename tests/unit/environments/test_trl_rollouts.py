@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mgrpo.environments.catalog import PROGRAM
-from mgrpo.environments.pool import Limits, Spec, describe
+from mgrpo.environments.workers.pool import Limits, Spec, describe
 from tests.unit.environments.test_programs import Engine, ids, play
 
 FUNCTIONS = Path(__file__).with_name("trl_rollouts.py")

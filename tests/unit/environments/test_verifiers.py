@@ -14,7 +14,7 @@ import pytest
 
 from mgrpo.environments.adaptors.verifiers import _plain
 from mgrpo.environments.catalog import PROGRAM
-from mgrpo.environments.pool import Limits, Spec, describe
+from mgrpo.environments.workers.pool import Limits, Spec, describe
 from tests.unit.environments.test_programs import Engine, ids, one, play
 
 MODULES = str(Path(__file__).with_name("verifiers_modules"))

@@ -14,10 +14,10 @@ import pytest
 
 from mgrpo.config import from_values
 from mgrpo.environments.environment import Call, Observation
-from mgrpo.environments.episodes import Bounds
-from mgrpo.environments.errors import EnvironmentLost
-from mgrpo.environments.instance import Answered, Ending
-from mgrpo.environments.trajectory import Sampled
+from mgrpo.environments.loop.episodes import Bounds
+from mgrpo.environments.loop.trajectory import Sampled
+from mgrpo.environments.workers.errors import EnvironmentLost
+from mgrpo.environments.workers.instance import Answered, Ending
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import EngineError
 from mgrpo.rollout.fleet import Fleet

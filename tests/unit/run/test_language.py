@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from mgrpo.data.tokenizer import load_tokenizer
-from mgrpo.environments.bridge import Bridges
 from mgrpo.environments.environment import Tool
 from mgrpo.environments.formats import named
-from mgrpo.environments.trajectory import Sampled, Trajectory
+from mgrpo.environments.loop.bridge import Bridges
+from mgrpo.environments.loop.trajectory import Sampled, Trajectory
 from mgrpo.run.language import Language
 from tests.unit.environments.chat_templates import GOOD, make_tokenizer
 

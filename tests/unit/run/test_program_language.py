@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mgrpo.environments.bridge import Bridges
-from mgrpo.environments.conversation import Conversation
 from mgrpo.environments.environment import Tool
 from mgrpo.environments.formats import named
-from mgrpo.environments.trajectory import Sampled, Trajectory
+from mgrpo.environments.loop.bridge import Bridges
+from mgrpo.environments.loop.conversation import Conversation
+from mgrpo.environments.loop.trajectory import Sampled, Trajectory
 from mgrpo.run.program_language import ProgramLanguage
 from tests.unit.environments.chat_templates import JOINED, make_tokenizer
 

@@ -17,7 +17,7 @@ from mgrpo.data.tokenizer import load_tokenizer
 from mgrpo.environments.catalog import Spec
 from mgrpo.environments.description import Description, Offer
 from mgrpo.environments.environment import Tool
-from mgrpo.environments.episodes import Bounds
+from mgrpo.environments.loop.episodes import Bounds
 from mgrpo.environments.tools.indexing import build
 from mgrpo.run import tools as tools_of_a_run
 from mgrpo.run.inputs import Inputs, read_inputs

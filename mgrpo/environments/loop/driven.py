@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from mgrpo.environments.conversation import Chats, Conversation, Step
-from mgrpo.environments.episodes import Bounds, Environments, Episodes, Task
-from mgrpo.environments.errors import EnvironmentLost
-from mgrpo.environments.gathering import Gathering
-from mgrpo.environments.instance import Instance
-from mgrpo.environments.trajectory import Sampled, Trajectory
+from mgrpo.environments.loop.conversation import Chats, Conversation, Step
+from mgrpo.environments.loop.episodes import Bounds, Environments, Episodes, Task
+from mgrpo.environments.loop.gathering import Gathering
+from mgrpo.environments.loop.trajectory import Sampled, Trajectory
+from mgrpo.environments.workers.errors import EnvironmentLost
+from mgrpo.environments.workers.instance import Instance
 from mgrpo.types import Completion, Prompt, RolloutGroup
 
 _log = logging.getLogger(__name__)

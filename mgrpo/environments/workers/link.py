@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from mgrpo.environments.errors import EnvironmentLost, Frozen
+from mgrpo.environments.workers.errors import EnvironmentLost, Frozen
 from mgrpo.processes.json_lines import Child, Message
 from mgrpo.processes.visible import without_secrets
 
-PROGRAM = "mgrpo.environments.worker"
+PROGRAM = "mgrpo.environments.workers.worker"
 PATIENCE_S = 10.0
 """A worker keeps the limits of what it is asked; one that is this much later is frozen."""
 _MAX_ANSWER_BYTES = 1 << 26

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mgrpo.environments.trajectory import Sampled
+from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.types import Prompt
 
 

@@ -11,8 +11,8 @@ from itertools import takewhile
 
 import numpy as np
 
-from mgrpo.environments.bridge import BridgeError, Bridges
-from mgrpo.environments.frames import Message
+from mgrpo.environments.loop.bridge import BridgeError, Bridges
+from mgrpo.environments.loop.frames import Message
 
 _ASKED, _ANSWER, _THOUGHT = "qzaskedzq", "qzanswerzq", "qzthoughtzq"
 _BEGIN = "<think>"

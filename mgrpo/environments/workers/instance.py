@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mgrpo.environments.environment import Call, Observation
-from mgrpo.environments.errors import EnvironmentLost, Frozen
 from mgrpo.environments.functions import failure
-from mgrpo.environments.limits import Limits
-from mgrpo.environments.plain import is_plain
+from mgrpo.environments.workers.errors import EnvironmentLost, Frozen
+from mgrpo.environments.workers.limits import Limits
+from mgrpo.environments.workers.plain import is_plain
 from mgrpo.processes.json_lines import Message
 
 

@@ -1,4 +1,4 @@
-"""The program that holds environments: `python -m mgrpo.environments.worker`, asked in JSON lines by `link`.
+"""The program that holds environments: `python -m mgrpo.environments.workers.worker`, asked in JSON lines by `link`.
 
 Every question has a number "id", which its answer repeats; answers come in any order. What is asked, and answered:
 
@@ -24,9 +24,9 @@ from typing import BinaryIO
 
 from mgrpo.environments.catalog import Spec
 from mgrpo.environments.environment import Call
-from mgrpo.environments.limits import Limits
-from mgrpo.environments.resident import Failed, Late, Resident, said
-from mgrpo.environments.threads import OWNER, OwnedThreads
+from mgrpo.environments.workers.limits import Limits
+from mgrpo.environments.workers.resident import Failed, Late, Resident, said
+from mgrpo.environments.workers.threads import OWNER, OwnedThreads
 from mgrpo.processes.guarded import go_on_guarded
 from mgrpo.processes.json_lines import Message, take_standard_streams
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 from mgrpo.environments.catalog import Description, Spec
-from mgrpo.environments.limits import Limits
-from mgrpo.environments.link import Link
+from mgrpo.environments.workers.limits import Limits
+from mgrpo.environments.workers.link import Link
 from mgrpo.processes.json_lines import Message
 
 START_LIMIT_S = 120.0

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mgrpo.environments.catalog import Description, Spec
-from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost, Frozen, ResetFailed
-from mgrpo.environments.fleet import Fleet, not_started
-from mgrpo.environments.host import START_LIMIT_S, Host, description_in, load_question
-from mgrpo.environments.instance import Answered, Ending, Instance
-from mgrpo.environments.limits import Limits
-from mgrpo.environments.link import PATIENCE_S, new_child
-from mgrpo.environments.plain import sendable
+from mgrpo.environments.workers.errors import AcquireTimeout, EnvironmentLost, Frozen, ResetFailed
+from mgrpo.environments.workers.fleet import Fleet, not_started
+from mgrpo.environments.workers.host import START_LIMIT_S, Host, description_in, load_question
+from mgrpo.environments.workers.instance import Answered, Ending, Instance
+from mgrpo.environments.workers.limits import Limits
+from mgrpo.environments.workers.link import PATIENCE_S, new_child
+from mgrpo.environments.workers.plain import sendable
 from mgrpo.processes.json_lines import ChildError, Message
 from mgrpo.processes.stopwatch import Stopwatch
 

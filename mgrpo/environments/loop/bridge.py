@@ -14,7 +14,7 @@ from typing import Any
 from mgrpo.data.templates import render
 from mgrpo.data.tokenizer import token_ids
 from mgrpo.environments.environment import Tool
-from mgrpo.environments.frames import BridgeError, Frame, Kind, Message, Span, find_frame
+from mgrpo.environments.loop.frames import BridgeError, Frame, Kind, Message, Span, find_frame
 
 __all__ = ["BridgeError", "Bridges", "valid"]
 

@@ -12,12 +12,12 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from mgrpo.environments.catalog import Description, Spec
-from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost, Frozen
-from mgrpo.environments.host import START_LIMIT_S, Host, description_in, load_question
-from mgrpo.environments.limits import Limits
-from mgrpo.environments.link import Link, new_child
-from mgrpo.environments.losses import Losses
-from mgrpo.environments.queue import Queue
+from mgrpo.environments.workers.errors import AcquireTimeout, EnvironmentLost, Frozen
+from mgrpo.environments.workers.host import START_LIMIT_S, Host, description_in, load_question
+from mgrpo.environments.workers.limits import Limits
+from mgrpo.environments.workers.link import Link, new_child
+from mgrpo.environments.workers.losses import Losses
+from mgrpo.environments.workers.queue import Queue
 from mgrpo.processes.json_lines import Message
 
 _CLOSE_LIMIT_S = 5.0

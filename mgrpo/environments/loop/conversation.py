@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from mgrpo.environments import episodes
 from mgrpo.environments.environment import Tool
-from mgrpo.environments.path import Chat, Path, Strays, text_of
-from mgrpo.environments.trajectory import Sampled, Trajectory
+from mgrpo.environments.loop import episodes
+from mgrpo.environments.loop.path import Chat, Path, Strays, text_of
+from mgrpo.environments.loop.trajectory import Sampled, Trajectory
 
 
 class Chats(episodes.Language, Protocol):

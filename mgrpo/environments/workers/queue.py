@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from mgrpo.environments.host import Host
+from mgrpo.environments.workers.host import Host
 from mgrpo.processes.stopwatch import Stopwatch
 
 Place = tuple[Host, int]

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from mgrpo.environments.catalog import Description, Spec, Toolbox, built
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.functions import failure
-from mgrpo.environments.limits import Limits
-from mgrpo.environments.threads import OwnedThreads
+from mgrpo.environments.workers.limits import Limits
+from mgrpo.environments.workers.threads import OwnedThreads
 from mgrpo.processes.json_lines import Message
 
 T = TypeVar("T")

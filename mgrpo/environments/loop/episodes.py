@@ -16,12 +16,12 @@ import numpy as np
 
 from mgrpo.environments.description import ACT
 from mgrpo.environments.environment import Call, Observation
-from mgrpo.environments.errors import AcquireTimeout, EnvironmentLost, ResetFailed, TrajectoryTimeout
-from mgrpo.environments.gathering import Ask, Gathering
-from mgrpo.environments.instance import Answered, Ending, Instance
-from mgrpo.environments.losses import Losses
+from mgrpo.environments.loop.gathering import Ask, Gathering
+from mgrpo.environments.loop.trajectory import EndedBy, Sampled, ScoredText, Trajectory
 from mgrpo.environments.rows import row_settings
-from mgrpo.environments.trajectory import EndedBy, Sampled, ScoredText, Trajectory
+from mgrpo.environments.workers.errors import AcquireTimeout, EnvironmentLost, ResetFailed, TrajectoryTimeout
+from mgrpo.environments.workers.instance import Answered, Ending, Instance
+from mgrpo.environments.workers.losses import Losses
 from mgrpo.types import Completion, Prompt, RolloutGroup
 
 T = TypeVar("T")
