@@ -230,8 +230,7 @@ class Fleet:
         self._hand_out()
 
     def _new_host(self, capacity: int) -> Host:
-        link = Link(new_child(self._folders, self._python), lambda why: self._replace(host, why))
-        host = Host(link, capacity)
+        host = Host(Link(new_child(self._folders, self._python), lambda why: self._replace(host, why)), capacity)
         self._hosts.append(host)
         return host
 
