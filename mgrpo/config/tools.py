@@ -98,7 +98,7 @@ class Tools:
     trajectory_timeout: Annotated[float | None, POSITIVE] = None
     """Seconds that a completion may take with all its turns; then it ends without a score. none: no limit."""
     pool_size: Annotated[int | None, ONE_OR_MORE, OPEN_INSTRUCT] = None
-    """Environments that exist at once; none: one for each completion of a step."""
+    """Environments that exist at once; none: one for each completion."""
     env_workers: Annotated[int | None, ONE_OR_MORE] = None
     """Processes that tools and environments run in; none: one for each core but one, at most 8."""
     env_python: str | None = None
