@@ -36,7 +36,8 @@ from mgrpo.data.sampler import Sampler
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import FINISH_REASONS, Completions, Pause, PromptBatch
 from mgrpo.rollout.fleet import Fleet
-from mgrpo.rollout.requests import Request, Shares
+from mgrpo.rollout.requests import Request
+from mgrpo.rollout.shares import Shares
 from mgrpo.run.producer import Producer
 from mgrpo.run.production import _samples_per_engine
 from mgrpo.types import Prompt, PromptId, RewardContext, RolloutGroup, Score, ScoredBatch, ScoredGroup
