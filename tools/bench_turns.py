@@ -33,7 +33,7 @@ from bench_loop import cpu_model, rounded
 from mgrpo.config import Config, from_values
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.loop.episodes import Bounds
-from mgrpo.environments.loop.trajectory import Sampled, Trajectory
+from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.environments.tools.calculate import calculate
 from mgrpo.environments.workers.instance import Answered, Ending
 from mgrpo.environments.workers.pool import Environments, Spec
@@ -70,8 +70,11 @@ class Turns:
     def after_calls(self, answers: Sequence[tuple[str, str]], turn: Sampled) -> list[int]:
         raise AssertionError("there are no calls")
 
-    def text(self, completions: Sequence[Trajectory]) -> list[str]:
-        return [""] * len(completions)
+    def afresh(self, answer: str, turn: Sampled, before: np.ndarray) -> None:
+        """Nothing is left out of earlier turns."""
+
+    def text(self, tokens: Sequence[np.ndarray]) -> list[str]:
+        return [""] * len(tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ class Counting:
     """An environment in this process that ends a trajectory with its last turn."""
 
     opening, acts, active = "", True, frozenset[str]()
+
+    metrics: Mapping[str, float] = {}
 
     def __init__(self) -> None:
         self.left = TURNS
