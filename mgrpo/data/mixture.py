@@ -6,7 +6,6 @@ Their results are cached, those of the first for large sources only.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -149,7 +148,10 @@ class Mixture:
             raise ValueError("there are no data; name them in dataset_mixer_list")
         selection, recipe = self._selection, self._recipe(tokenizer, tools)
         if tools is not None and (recipe.template is None or "tools" not in recipe.template):
-            _warn_of_untold_tools(has_template=recipe.template is not None)
+            _log.warning(
+                "the prompts do not tell the model of its tools: %s; describe them in a system message",
+                "there is no chat template" if recipe.template is None else "the chat template has no place for them",
+            )
         key = {
             "version": _TRANSFORM_VERSION,
             "sources": [source.key for source in selection.sources],
@@ -320,13 +322,6 @@ def _template_kwargs(text: str) -> dict[str, Any]:
         )
     check_kwargs(kwargs)
     return kwargs
-
-
-@functools.cache
-def _warn_of_untold_tools(*, has_template: bool) -> None:
-    """Once for all mixtures of a run."""
-    why = "the chat template has no place for them" if has_template else "there is no chat template"
-    _log.warning("the prompts do not tell the model of its tools: %s; describe them in a system message", why)
 
 
 def _warn_of_long_prompts(statistics: Mapping[str, Any]) -> None:
