@@ -6,7 +6,6 @@ The first turns of all samples of a prompt are one request, as they are with env
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,16 +14,13 @@ from typing import Any
 import numpy as np
 
 from mgrpo.environments.loop.conversation import Chats, Conversation, Step
-from mgrpo.environments.loop.episodes import Bounds, Environments, Episodes, Task
+from mgrpo.environments.loop.episodes import Bounds, Environments, Episodes, Task, together
 from mgrpo.environments.loop.gathering import Gathering
 from mgrpo.environments.loop.trajectory import Sampled, Trajectory
 from mgrpo.environments.workers.errors import EnvironmentLost
 from mgrpo.environments.workers.instance import Instance
 from mgrpo.types import Completion, Prompt, RolloutGroup
 
-_log = logging.getLogger(__name__)
-
-_LOGGED_FAILURES = 10
 _MOST_REFUSALS = 10
 """In a trajectory: a program that asks again and again for what it cannot have would never end."""
 
@@ -39,7 +35,6 @@ class Driven(Episodes):
     def __init__(self, gathering: Gathering, environments: Environments, language: Chats, bounds: Bounds) -> None:
         super().__init__(gathering, environments, language, bounds)
         self.chats = language
-        self.num_failures = 0
 
     async def run(self, task: Task) -> RolloutGroup:
         """All trajectories of one prompt. The caller has entered it in the gathering, as one.
@@ -48,11 +43,14 @@ class Driven(Episodes):
             ValueError: the program begins the samples of one prompt with different messages.
         """
         names = [f"{task.name}/{sample}" for sample in range(task.num_samples)]
-        instances = await asyncio.gather(*(self._acquire(task.row, task.seed, name) for name in names))
-        drives = [_Drive(self, task, *each) for each in zip(range(task.num_samples), names, instances, strict=True)]
+        drives: list[_Drive] = []
         try:
             try:
-                await asyncio.gather(*(drive.begin() for drive in drives))
+                instances = await together(self._acquire(task.row, task.seed, name) for name in names)
+                drives += [
+                    _Drive(self, task, sample, *each) for sample, each in enumerate(zip(names, instances, strict=True))
+                ]
+                await together(drive.begin() for drive in drives)
                 prompt, limit = self._first(task, [drive for drive in drives if drive.trajectory.ended_by is None])
                 ask = self.ask(task, prompt, Trajectory(context=prompt.tokens), 0, task.num_samples)
                 first = await self.gathering.sample(replace(ask, max_tokens=min(ask.max_tokens, limit)))
@@ -60,8 +58,7 @@ class Driven(Episodes):
                 self.gathering.leave()
                 raise
             self.gathering.enter(task.num_samples - 1)
-            runs = (drive.run(prompt, turn) for drive, turn in zip(drives, first, strict=True))
-            completions = await asyncio.gather(*runs)
+            completions = await together(drive.run(prompt, turn) for drive, turn in zip(drives, first, strict=True))
         finally:
             await asyncio.gather(*(drive.release() for drive in drives))
         return RolloutGroup(prompt=prompt, completions=tuple(completions))
@@ -80,12 +77,6 @@ class Driven(Episodes):
         if ids == task.prompt.tokens.tolist():
             return task.prompt, limit
         return replace(task.prompt, tokens=np.array(ids, np.int32), text=self.chats.written(ids)), limit
-
-    def note_failure(self, name: str, why: object) -> None:
-        """Tell the user of a program that has failed."""
-        self.num_failures += 1
-        if self.num_failures <= _LOGGED_FAILURES:
-            _log.warning("trajectory %s has no score, because its program has failed: %s", name, why)
 
 
 class _Drive:
@@ -106,7 +97,7 @@ class _Drive:
     async def begin(self) -> None:
         """Have the program run until it wants its first turn."""
         if self.instance is None:
-            self._fail("there was none that could begin")
+            self.trajectory.ended_by = "error"
             return
         await self._go_on(self.instance, {"begin": self.talk.opening})
         if self.trajectory.ended_by not in (None, "error"):
@@ -202,7 +193,7 @@ class _Drive:
 
     def _fail(self, why: object) -> None:
         self.trajectory.ended_by, self.reward = "error", None
-        self.driven.note_failure(self.name, why)
+        self.driven.losses.say("program", f"{self.name} has no score, because its program has failed: {why}")
 
     def _note_seconds(self, seconds: float) -> None:
         """How long the program took for the calls of the last turn, which share the time equally."""

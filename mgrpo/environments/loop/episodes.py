@@ -127,7 +127,7 @@ class Episodes:
         names = [f"{task.name}/{sample}" for sample in range(task.num_samples)]
         instances: list[Instance | None] = []
         try:
-            instances = await _together(self._acquire(task.row, task.seed, name) for name in names)
+            instances = await together(self._acquire(task.row, task.seed, name) for name in names)
             prompt = self._prompt(task, instances)
             trajectory = Trajectory(context=prompt.tokens)
             first = await self.gathering.sample(self.ask(task, prompt, trajectory, 0, task.num_samples))
@@ -137,7 +137,7 @@ class Episodes:
             raise
         self.gathering.enter(task.num_samples - 1)
         episodes = [_Episode(self, task, prompt, sample, instance) for sample, instance in enumerate(instances)]
-        completions = await _together(episode.run(turn) for episode, turn in zip(episodes, first, strict=True))
+        completions = await together(episode.run(turn) for episode, turn in zip(episodes, first, strict=True))
         return RolloutGroup(prompt=prompt, completions=tuple(completions))
 
     async def _acquire(self, row: Mapping[str, Any], seed: int, name: str) -> Instance | None:
@@ -345,7 +345,7 @@ class _Episode:
         )
 
 
-async def _together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """All results; at the first error the others are ended before it is raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:

@@ -16,13 +16,12 @@ import pytest
 
 from mgrpo.environments.catalog import PROGRAM
 from mgrpo.environments.environment import Call, Tool
-from mgrpo.environments.loop import driven as driven_module
 from mgrpo.environments.loop.driven import Driven
 from mgrpo.environments.loop.episodes import Bounds, Task
 from mgrpo.environments.loop.gathering import Ask, Gathering
 from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.environments.program import Model, Program, Refused
-from mgrpo.environments.workers import link
+from mgrpo.environments.workers import link, losses
 from mgrpo.environments.workers.pool import Environments, Limits, Spec, describe
 from mgrpo.types import Completion, RolloutGroup
 from tests.builders import prompt
@@ -389,7 +388,7 @@ def test_a_program_that_raises_has_no_score_and_its_line_is_told(turns: int, cap
 
 
 def test_failures_are_told_ten_times(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(driven_module, "_LOGGED_FAILURES", 2)
+    monkeypatch.setattr(losses, "_MOST_OF_A_KIND", 2)
     play(Engine(), "raises", num_samples=4)
     assert caplog.text.count("has no score") == 2
 
