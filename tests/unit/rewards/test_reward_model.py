@@ -30,6 +30,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _save(tmp_path_factory.mktemp("models") / "tiny-reward")
 
 
+def _environment(pid: int | None) -> bytes:
+    """The environment that a process was started with. Linux shows it a moment after the program has begun."""
+    for _ in range(200):
+        if shown := Path(f"/proc/{pid}/environ").read_bytes():
+            return shown
+        time.sleep(0.01)
+    return b""
+
+
 def _save(folder: Path, *, family: str = "Llama") -> Path:
     """A random model with a tokenizer of bytes, whose logits differ from text to text."""
     import transformers
@@ -149,7 +158,7 @@ def test_a_reward_model_may_have_a_gpu_and_threads_of_its_own(folder: Path) -> N
         with pytest.raises(RuntimeError, match=r"tiny-reward failed: .*CUDA"):
             model(["a"], ["b"])
         model.start()
-        assert b"CUDA_VISIBLE_DEVICES=3\0" in Path(f"/proc/{model.pid}/environ").read_bytes()
+        assert b"CUDA_VISIBLE_DEVICES=3\0" in _environment(model.pid)
     finally:
         model.close()
     threads = torch.get_num_threads()
