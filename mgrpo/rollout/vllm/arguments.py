@@ -42,11 +42,33 @@ OWNED = {
     "seed": "use seed",
     "skip_tokenizer_init": "stop_strings decides it",
     "trust_remote_code": "code that comes with a model is never run",
-    "quantization": "the weight sync writes weights in model_dtype",
-    "load_format": "the weight sync needs vLLM's own loader",
+    **dict.fromkeys(
+        ("quantization", "quantization_config", "allow_deprecated_quantization"),
+        "the weight sync writes weights in model_dtype",
+    ),
+    **dict.fromkeys(
+        ("load_format", "model_loader_extra_config", "model_weights", "model_impl", "model_class_overrides"),
+        "the weight sync needs vLLM's own model and loader",
+    ),
+    **dict.fromkeys(
+        ("hf_overrides", "hf_config_path", "config_format", "disable_sliding_window", "runner", "convert"),
+        "the engine samples from the model that is trained",
+    ),
+    **dict.fromkeys(
+        ("cpu_offload_gb", "offload_group_size", "offload_backend"),
+        "the weight sync writes weights where the engine computes with them",
+    ),
+    **dict.fromkeys(
+        ("enable_expert_parallel", "enable_eplb", "enable_elastic_ep"),
+        "the workers of an engine share the matrices of every expert; use vllm_tensor_parallel_size",
+    ),
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr"), "Ray places the workers of an engine; use ray_address"),
+    "enable_lora": "the weight sync writes whole matrices",
+    "logits_processors": "the trainer's log-probabilities are those of the model's own logits",
     "logprobs_mode": "the ratio of trainer to engine needs processed_logprobs",
     "distributed_executor_backend": "it follows from whether an engine fits on a node",
     "weight_transfer_config": "the weight sync is the trainer's",
+    "worker_cls": "the weight sync needs vLLM's own worker",
 }
 """Arguments of vLLM that vllm_extra_args cannot hold, and what to do instead."""
 WIDE_BYTES = 100 << 20
