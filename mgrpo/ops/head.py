@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of the logits that the compiled ops take."""
+
 # torch 2.13 renamed it, and warns about the old name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

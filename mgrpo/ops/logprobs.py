@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mgrpo.ops.head import check_index, check_index_values, describe, gather, inverse_temperature, op_cotangents
+from mgrpo.ops.head import DTYPES, check_index, check_index_values, describe, gather, inverse_temperature, op_cotangents
 from mgrpo.ops.kept import KeptSets, check_kept, check_kept_values, kept_logprobs, picked_logits
 from mgrpo.ops.library import ops_for
 
@@ -33,7 +33,7 @@ def token_logprobs(
     """Log-probability of each target token under vocabulary-sharded logits, and the entropy of its distribution.
 
     Args:
-        logits: `[tokens, vocab/tp]`, fp32 or bf16, unit column stride.
+        logits: `[tokens, vocab/tp]`, fp32, bf16 or fp16, unit column stride.
         targets: `[n]` int64, global token ids, equal on all ranks of `group`. A target that no rank holds is a
             ValueError on one CPU rank, and logprob -inf elsewhere.
         rows: `[n]` int64, the logits row of each target, no row twice; None: n = tokens, in order.
@@ -147,8 +147,8 @@ def _check_logits(logits: Tensor, valid_cols: int, inplace: bool) -> None:
             f"logits is {describe(logits)}, expected [tokens, vocab/tp]; flatten the token dimensions first, "
             f"logits.reshape(-1, logits.shape[-1])"
         )
-    if logits.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"logits is {logits.dtype}, expected torch.float32 or torch.bfloat16")
+    if logits.dtype not in DTYPES:
+        raise ValueError(f"logits is {logits.dtype}, expected one of {', '.join(map(str, DTYPES))}")
     if logits.stride(1) != 1 and logits.shape[1] > 1:
         raise ValueError(
             f"logits has column stride {logits.stride(1)}, expected 1: its rows are scattered in memory (a transposed "
