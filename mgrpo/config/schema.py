@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from mgrpo.config.adapter import Adapter
 from mgrpo.config.annotations import (
     BELOW_ONE,
     FINITE,
@@ -405,6 +406,7 @@ class Config:
 
     experiment: Experiment = field(default_factory=Experiment)
     model: Model = field(default_factory=Model)
+    adapter: Adapter = field(default_factory=Adapter)
     data: Data = field(default_factory=Data)
     rollout: Rollout = field(default_factory=Rollout)
     reward: Reward = field(default_factory=Reward)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from mgrpo.config.adapter_rules import ADAPTER_RULES, FIELDS, LARGE, adapter_model_problems, adapter_warnings
 from mgrpo.config.annotations import POSITIVE
 from mgrpo.config.derived import layout_of
 from mgrpo.config.errors import ConfigError
@@ -81,7 +82,7 @@ def problems(
     def sound(*names: str) -> bool:
         return not unsound & set(names)
 
-    for names, rule in (*RULES, *LOSS_RULES, *REWARD_RULES, *TOOL_RULES):
+    for names, rule in (*RULES, *ADAPTER_RULES, *LOSS_RULES, *REWARD_RULES, *TOOL_RULES):
         if sound(*names):
             found.extend(rule(config))
     if sound("reward_funcs"):
@@ -104,6 +105,8 @@ def problems(
             found.extend(_derived_problems(config, world_size))
     if hf_config is not None and sound(*LAYOUT_FIELDS, *MODEL_FIELDS):
         found.extend(model_problems(config, hf_config))
+    if hf_config is not None and sound(*LAYOUT_FIELDS, "use_peft", *FIELDS):
+        found.extend(adapter_model_problems(config, hf_config))
     return [*config.provenance.problems, *(_with_alias(sentence, config) for sentence in found)]
 
 
@@ -119,6 +122,7 @@ def warnings(
         *_idle(config, num_reward_funcs),
         *_layout_warnings(config, world_size),
         *_model_warnings(config, hf_config),
+        *adapter_warnings(config, hf_config),
     ]
     if config.optimizer.warmup_ratio > 0 and config.optimizer.warm_up_steps > 0:
         found.append(
@@ -385,8 +389,9 @@ def _layout_warnings(config: Config, world_size: int) -> Iterator[str]:
 def _model_warnings(config: Config, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
     if hf_config is None:
         return
-    if (size_of(hf_config, "hidden_size") or 0) >= 2048 and config.optimizer.learning_rate > 5e-6:
-        yield f"learning_rate={config.optimizer.learning_rate} is high for a model of this size; 5e-7 to 2e-6 is usual"
+    highest, usual = (5e-5, "5e-6 to 2e-5") if config.adapter.use_peft else (5e-6, "5e-7 to 2e-6")
+    if (size_of(hf_config, "hidden_size") or 0) >= LARGE and config.optimizer.learning_rate > highest:
+        yield f"learning_rate={config.optimizer.learning_rate} is high for a model of this size; {usual} is usual"
     if not num_experts(hf_config):
         if config.parallel.moe_enable_routing_replay:
             yield "moe_enable_routing_replay=true has no effect on a model without experts"

@@ -63,6 +63,8 @@ SPELLINGS: dict[str, dict[object, str]] = {
     "chat_template_kwargs": {None: "{}"},
     "vllm_extra_args": {None: "{}"},
     "vllm_server_base_url": {None: ""},
+    "lora_target_modules": {None: "all-linear"},
+    "init_lora_weights": {"True": "true"},
     "tools": {None: ""},
     "tool_call_names": {None: ""},
     "tool_configs": {None: ""},

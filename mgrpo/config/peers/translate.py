@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mgrpo.config.fields import BOOLEANS
+from mgrpo.config.peers import adapters as translate_adapters
 from mgrpo.config.peers import layout as translate_layout
 from mgrpo.config.peers.names import table
 from mgrpo.config.resolution import PRESET, Resolution
@@ -66,6 +67,7 @@ def apply(r: Resolution) -> None:
     reference(r)
     max_steps(r)
     tool_limits(r)
+    translate_adapters.apply(r)
 
 
 def renames(r: Resolution) -> None:

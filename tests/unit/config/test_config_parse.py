@@ -144,7 +144,7 @@ def test_the_error_lists_one_problem_a_line():
         (["--dataset", "a.jsonl"], "unknown setting --dataset (command line); use --dataset_mixer_list; pairs of"),
         (["--max-new-tokens", "9"], "unknown setting --max_new_tokens (command line); use --response_length"),
         (["--gpus", "8"], "use --num_learners_per_node and --vllm_num_engines"),
-        (["--lora_rank", "8"], "(command line); adapters are not implemented"),
+        (["--lora_rank", "8"], "unknown setting --lora_rank (command line); use --lora_r"),
         (["--versoin"], "unknown setting --versoin (command line); --help lists every setting"),
         (["actor_rollout_ref.rollout.n=5"], "use num_samples_per_prompt_rollout; settings are written --name value"),
         (["runs/first"], "unexpected 'runs/first': write settings as --name value, after a YAML file"),

@@ -413,11 +413,11 @@ def test_a_dataset_smaller_than_a_step_is_refused():
 
 def test_reading_and_judging_report_together(model):
     """A user would otherwise repair the flags first and meet the rules after."""
-    argv = f"--model_name_or_path {model} --dataset_mixer_list a 1.0 --use_peft --tempratur 1 --temperature x --beta -1"
+    argv = f"--model_name_or_path {model} --dataset_mixer_list a 1.0 --use_dora --tempratur 1 --temperature x --beta -1"
     config = parse([*argv.split(), "--tensor_model_parallel_size", "2"], defer=True)
     found = problems(config, world_size=1)
     assert [sentence.split(" ")[0] for sentence in found] == [
-        "unknown", "temperature", "use_peft=true", "beta=-0.1"[:4] + "=-1.0", "1",
+        "unknown", "temperature", "use_dora=true", "beta=-0.1"[:4] + "=-1.0", "1",
     ]  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         parse(argv.split())
