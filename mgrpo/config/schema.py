@@ -383,6 +383,13 @@ class Checkpoint:
     """Steps between exports of the model in Hugging Face format; 0 or less: none before the end."""
     save_final: bool = True
     """Export the trained model at the end."""
+    load_best_model_at_end: Annotated[bool, TRL] = False
+    """Know which export had the best evaluation: hf/best leads to it, and the run's end names it as the model. Every export must be
+    evaluated: save_freq a multiple of local_eval_every."""
+    metric_for_best_model: Annotated[str, TRL] = "eval/scores"
+    """The metric of an evaluation that load_best_model_at_end compares; the earlier of equal ones is the best."""
+    greater_is_better: Annotated[bool, TRL] = True
+    """Whether the greatest value of metric_for_best_model is the best one; false: the least."""
     checkpoint_state_freq: Annotated[int, FINITE, OPEN_INSTRUCT] = -1
     """Steps between checkpoints of the training state, which a run can resume from in any layout; 0 or less: none."""
     checkpoint_state_dir: Annotated[str | None, OPEN_INSTRUCT] = None

@@ -1,8 +1,8 @@
 """Whether a configuration can run: every problem in one list, each a sentence that says how to fix it.
 
 Changes nothing and never raises, whatever the fields hold. A rule between several fields is checked only if each of them
-is sound, so that one mistake makes one sentence. Ranges are in the schema, the rules in `rules`, `loss_rules`,
-`reward_rules`, `tool_rules` and `model_rules`.
+is sound, so that one mistake makes one sentence. Ranges are in the schema, the rules in `rules`, `best_rules`,
+`loss_rules`, `reward_rules`, `tool_rules` and `model_rules`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from mgrpo.config.adapter_rules import ADAPTER_RULES, FIELDS, LARGE, adapter_model_problems, adapter_warnings
 from mgrpo.config.annotations import POSITIVE
+from mgrpo.config.best_rules import BEST_RULES
 from mgrpo.config.derived import layout_of
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import describe, fits, flat, settings, shown
@@ -82,7 +83,7 @@ def problems(
     def sound(*names: str) -> bool:
         return not unsound & set(names)
 
-    for names, rule in (*RULES, *ADAPTER_RULES, *LOSS_RULES, *REWARD_RULES, *TOOL_RULES):
+    for names, rule in (*RULES, *ADAPTER_RULES, *BEST_RULES, *LOSS_RULES, *REWARD_RULES, *TOOL_RULES):
         if sound(*names):
             found.extend(rule(config))
     if sound("reward_funcs"):
@@ -259,6 +260,16 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "keep_last_n_checkpoints checkpoint_async",
         "checkpoint_state_freq above 0",
         lambda c: c.checkpoint.checkpoint_state_freq > 0,
+    ),
+    (
+        "metric_for_best_model greater_is_better",
+        "load_best_model_at_end=true",
+        lambda c: c.checkpoint.load_best_model_at_end,
+    ),
+    (
+        "load_best_model_at_end",
+        "a save_freq below the steps of the run: there is one export",
+        lambda c: c.checkpoint.save_freq < c.num_training_steps,
     ),
     ("alpha", "ref_policy_update_freq", lambda c: c.algorithm.ref_policy_update_freq is not None),
     ("reshuffle_mini_batches", "num_epochs above 1", lambda c: c.algorithm.num_epochs > 1),
