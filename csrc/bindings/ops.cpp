@@ -61,7 +61,7 @@ void run_segment_sums(const SegmentSumsArgs& args, int64_t n, const Tensor&) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY(mgrpo, m) {
-  // logits [tokens, vocab/tp] float32 or bfloat16, unit column stride, columns >= valid_cols never read.
+  // logits [tokens, vocab/tp] float32, bfloat16 or float16, unit column stride, columns >= valid_cols never read.
   // targets [n] int64 global ids; rows [n] int64, the logits row of each (None: n = tokens, row i).
   // inv_temp float32, [1] or [n]. Returns [4, n] float32: m, s, w, t of core/logprob.h; w = 0 unless `entropy`.
   m.def(

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from mgrpo.ops.library import ops_for
 from mgrpo.ops.logprobs import (
+    DTYPES,
     _check_index,
     _check_index_values,
     _cotangents,
@@ -45,12 +46,12 @@ def linear_logprobs(
 
     Backward computes the logits once more, chunk by chunk: one GEMM more than with logits kept. Memory beside operands,
     gradients and results: one `[n, logits_chunk]` buffer, and in backward the fp32 sum of hidden's gradient
-    `[n, hidden]` (for bf16 also one product of that size). Never materialising logits is the idea of Cut Cross-Entropy
+    `[n, hidden]` (in half precision also one product of that size). Never materialising logits is the idea of Cut Cross-Entropy
     (Wijmans et al. 2024) and of Liger Kernel (Hsu et al. 2024). Chunks are of the vocabulary and not of the tokens, so
     that each row of weight's gradient, the larger one, is written once.
 
     Args:
-        hidden: `[n, hidden]`, fp32 or bf16 (float64 runs the reference), equal on all ranks of `group`.
+        hidden: `[n, hidden]`, fp32, bf16 or fp16 (float64 runs the reference), equal on all ranks of `group`.
         weight: `[vocab/tp, hidden]`, this rank's rows of the LM head, hidden's dtype.
         targets: `[n]` int64, global token ids, equal on all ranks of `group`; see `token_logprobs`.
         temperature: what logits are divided by, one number or `[n]`. No gradient flows to it.
@@ -207,8 +208,8 @@ def _check_operands(hidden: Tensor, weight: Tensor, valid_cols: int) -> None:
             f"hidden is {_describe(hidden)}, expected [n, hidden]; flatten the token dimensions first, "
             f"hidden.reshape(-1, hidden.shape[-1])"
         )
-    if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float64):
-        raise ValueError(f"hidden is {hidden.dtype}, expected torch.float32 or torch.bfloat16")
+    if hidden.dtype not in (*DTYPES, torch.float64):
+        raise ValueError(f"hidden is {hidden.dtype}, expected one of {', '.join(map(str, DTYPES))}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype:
         raise ValueError(
             f"weight is {_describe(weight)}, expected [vocab/tp, {hidden.shape[1]}] {hidden.dtype}, as hidden is "

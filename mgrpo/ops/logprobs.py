@@ -17,6 +17,9 @@ from torch.distributed import ProcessGroup
 
 from mgrpo.ops.library import ops_for
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of the logits that the compiled ops take."""
+
 # torch 2.13 renamed it, and warns about the old name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -36,7 +39,7 @@ def token_logprobs(
     """Log-probability of each target token under vocabulary-sharded logits, and the entropy of its distribution.
 
     Args:
-        logits: `[tokens, vocab/tp]`, fp32 or bf16, unit column stride.
+        logits: `[tokens, vocab/tp]`, fp32, bf16 or fp16, unit column stride.
         targets: `[n]` int64, global token ids, equal on all ranks of `group`. A target that no rank holds is a
             ValueError on one CPU rank, and logprob -inf elsewhere.
         rows: `[n]` int64, the logits row of each target, no row twice; None: n = tokens, in order.
@@ -177,8 +180,8 @@ def _check_logits(logits: Tensor, valid_cols: int, inplace: bool) -> None:
             f"logits is {_describe(logits)}, expected [tokens, vocab/tp]; flatten the token dimensions first, "
             f"logits.reshape(-1, logits.shape[-1])"
         )
-    if logits.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"logits is {logits.dtype}, expected torch.float32 or torch.bfloat16")
+    if logits.dtype not in DTYPES:
+        raise ValueError(f"logits is {logits.dtype}, expected one of {', '.join(map(str, DTYPES))}")
     if logits.stride(1) != 1 and logits.shape[1] > 1:
         raise ValueError(
             f"logits has column stride {logits.stride(1)}, expected 1: its rows are scattered in memory (a transposed "
