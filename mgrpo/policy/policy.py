@@ -57,6 +57,7 @@ class Policy:
         temperature: float,
         settings: Parallel | None = None,
         logits_chunk: int = 0,
+        fp32_logits: bool = False,
         trains_entropy: bool = False,
         scores_entropy: bool = False,
     ) -> None:
@@ -75,6 +76,7 @@ class Policy:
             dtype,
             settings=self.parallel,
             logits_chunk=logits_chunk,
+            fp32_logits=fp32_logits,
             trains_entropy=trains_entropy,
             scores_entropy=scores_entropy,
         )

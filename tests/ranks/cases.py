@@ -43,6 +43,7 @@ def make_policy(
     layout: dict[str, Any],
     temperature: float = 0.8,
     logits_chunk: int = 0,
+    fp32_logits: bool = False,
     dtype: torch.dtype = torch.float32,
     settings: dict[str, Any] | None = None,
     checkpoint: tuple[Any, str] | None = None,
@@ -59,6 +60,7 @@ def make_policy(
         seed=1,
         temperature=temperature,
         logits_chunk=logits_chunk,
+        fp32_logits=fp32_logits,
         settings=Parallel(**(settings or {})),
     )
     policy.load(partial(checkpoint[0].read, checkpoint[1]) if checkpoint else hf_reader(model_dir, policy.shape))
@@ -91,10 +93,11 @@ def gradients(
     share_prompts: bool = True,
     pack_length: int = 64,
     logits_chunk: int = 0,
+    fp32_logits: bool = False,
     settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One training step: loss, logprobs by sample, gradient norm and every gradient as boxes of HF tensors."""
-    policy = make_policy(model_dir, layout, logits_chunk=logits_chunk, settings=settings)
+    policy = make_policy(model_dir, layout, logits_chunk=logits_chunk, fp32_logits=fp32_logits, settings=settings)
     dims_of_head, rows_of_head = [], []
 
     def watch(layer: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -267,6 +270,33 @@ def response_logits(model_dir: str, layout: dict[str, Any], samples: list[TrainS
         if captured
     }
     return {"logits": by_sample, "tensor_rank": policy.coordinate.tensor}
+
+
+def head_operands(
+    model_dir: str, layout: dict[str, Any], samples: list[TrainSample], **head: Any
+) -> dict[str, np.ndarray] | None:
+    """What this rank's LM head is given in bf16, its rows of the weight, and the logprobs; None before the last stage."""
+    policy = make_policy(model_dir, layout, temperature=1.0, dtype=torch.bfloat16, **head)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in policy.parameters.live.values())
+    packs, _ = own_packs(policy, samples, share_prompts=False, pack_length=4096)
+    (microbatch,) = policy.microbatches(packs)
+    given = []
+    if policy.is_last_stage:
+        policy.chunks[-1].output_layer.register_forward_pre_hook(lambda layer, args: given.append(args[0]))
+    policy.score([microbatch], "old")
+    if not given:
+        return None
+    model, rows = policy.chunks[-1], microbatch.response.indices
+    tied = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    logprobs, targets = microbatch.logprobs["old"], torch.from_numpy(microbatch.pack.targets).long()
+    return {
+        "hidden": given[0].reshape(-1, policy.shape.hidden).float().numpy(),
+        "weight": weight.detach().float().numpy()[: policy.chunks[-1].valid_cols],
+        "logprobs": (logprobs if rows is None else logprobs[rows]).numpy(),
+        "targets": (targets if rows is None else targets[rows]).numpy(),
+        "ranks": np.array([policy.coordinate.tensor, policy.coordinate.context]),
+    }
 
 
 def broadcast_messages(message: str) -> list[Any]:
