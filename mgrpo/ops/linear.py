@@ -14,15 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mgrpo.ops.head import DTYPES, check_index, check_index_values, describe, gather, inverse_temperature, op_cotangents
+from mgrpo.ops.kept import KeptSets, check_kept, check_kept_values, kept_logprobs, picked_dots
 from mgrpo.ops.library import ops_for
-from mgrpo.ops.logprobs import (
-    _check_index,
-    _check_index_values,
-    _cotangents,
-    _describe,
-    _gather,
-    _inverse_temperature,
-)
 
 
 def linear_logprobs(
@@ -36,17 +30,18 @@ def linear_logprobs(
     group: ProcessGroup | None = None,
     with_entropy: bool = False,
     logits_chunk: int,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`token_logprobs(hidden @ weight.T, targets)` that computes `logits_chunk` columns of the logits at a time.
 
     Backward computes the logits once more, chunk by chunk: one GEMM more than with logits kept. Memory beside operands,
     gradients and results: one `[n, logits_chunk]` buffer, and in backward the fp32 sum of hidden's gradient
-    `[n, hidden]` (for bf16 also one product of that size). Never materialising logits is the idea of Cut Cross-Entropy
+    `[n, hidden]` (in half precision also one product of that size). Never materialising logits is the idea of Cut Cross-Entropy
     (Wijmans et al. 2024) and of Liger Kernel (Hsu et al. 2024). Chunks are of the vocabulary and not of the tokens, so
     that each row of weight's gradient, the larger one, is written once.
 
     Args:
-        hidden: `[n, hidden]`, fp32 or bf16 (float64 runs the reference), equal on all ranks of `group`.
+        hidden: `[n, hidden]`, fp32, bf16 or fp16 (float64 runs the reference), equal on all ranks of `group`.
         weight: `[vocab/tp, hidden]`, this rank's rows of the LM head, hidden's dtype.
         targets: `[n]` int64, global token ids, equal on all ranks of `group`; see `token_logprobs`.
         temperature: what logits are divided by, one number or `[n]`. No gradient flows to it.
@@ -57,6 +52,8 @@ def linear_logprobs(
         with_entropy: also compute the entropy. It is differentiable; when the loss does not use it, backward takes
             the cheaper path by itself.
         logits_chunk: at least 1. Results depend on it by rounding only; it may differ between the ranks of `group`.
+        kept: the set of tokens that each target was sampled from, see `token_logprobs`. Then only these logits are
+            computed, each a dot product, and nothing in chunks: memory is that of the sets.
     Returns:
         Logprobs `[n]` and entropy `[n]` or None, fp32, bitwise equal on all ranks of `group`. Collective over `group`:
         one all-gather of 16 bytes per token, and in backward one all-reduce of hidden's gradient in fp32, which is then
@@ -65,18 +62,28 @@ def linear_logprobs(
     if valid_cols is None:
         valid_cols = weight.shape[0]
     _check_operands(hidden, weight, valid_cols, logits_chunk)
-    _check_index("targets", targets, hidden.shape[0], hidden)
+    check_index("targets", targets, hidden.shape[0], hidden)
+    if kept is not None:
+        check_kept(kept, targets)
     holds_vocabulary = group is None or group.size() == 1
     if holds_vocabulary and not torch.compiler.is_compiling() and hidden.device.type == "cpu":
-        _check_index_values(hidden, targets, None, (vocab_start, vocab_start + valid_cols))
+        vocab_range = (vocab_start, vocab_start + valid_cols)
+        check_index_values(hidden, targets, None, vocab_range)
+        if kept is not None:
+            check_kept_values(kept, targets, vocab_range)
+    inv_temp = inverse_temperature(temperature, hidden.shape[0], hidden)
+    group = None if holds_vocabulary else group
+    if kept is not None:
+        values = picked_dots(hidden, weight, kept, vocab_start=vocab_start, valid_cols=valid_cols, group=group)
+        return kept_logprobs(values, kept, targets, inv_temp, group, with_entropy)
     return _LinearLogprobs.apply(
         hidden,
         weight,
         targets.contiguous(),
-        _inverse_temperature(temperature, hidden.shape[0], hidden),
+        inv_temp,
         vocab_start,
         valid_cols,
-        None if holds_vocabulary else group,
+        group,
         with_entropy,
         logits_chunk,
     )
@@ -104,7 +111,7 @@ class _LinearLogprobs(torch.autograd.Function):
             for columns, logits in _chunks(hidden, weight, valid_cols, logits_chunk)
         ]
         _, _, own = ops.logprob_merge(torch.stack(parts), inv_temp)
-        logprobs, entropy, merged = ops.logprob_merge(_gather(own, group), inv_temp)
+        logprobs, entropy, merged = ops.logprob_merge(gather(own, group), inv_temp)
         ctx.save_for_backward(hidden, weight, targets, inv_temp, merged)
         ctx.vocab_start, ctx.valid_cols, ctx.group, ctx.logits_chunk = vocab_start, valid_cols, group, logits_chunk
         # An output that the loss does not use then arrives in backward as None and is skipped there.
@@ -118,7 +125,7 @@ class _LinearLogprobs(torch.autograd.Function):
             return (None,) * 9
         hidden, weight, targets, inv_temp, merged = ctx.saved_tensors
         ops = ops_for(hidden)
-        cotangents = _cotangents(g_logprobs, g_entropy, merged)
+        cotangents = op_cotangents(g_logprobs, g_entropy, merged)
         d_hidden = torch.zeros_like(hidden, dtype=merged.dtype) if ctx.needs_input_grad[0] else None
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for columns, logits in _chunks(hidden, weight, ctx.valid_cols, ctx.logits_chunk):
@@ -165,15 +172,15 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def _check_operands(hidden: Tensor, weight: Tensor, valid_cols: int, logits_chunk: int) -> None:
     if hidden.dim() != 2:
         raise ValueError(
-            f"hidden is {_describe(hidden)}, expected [n, hidden]; flatten the token dimensions first, "
+            f"hidden is {describe(hidden)}, expected [n, hidden]; flatten the token dimensions first, "
             f"hidden.reshape(-1, hidden.shape[-1])"
         )
-    if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float64):
-        raise ValueError(f"hidden is {hidden.dtype}, expected torch.float32 or torch.bfloat16")
+    if hidden.dtype not in (*DTYPES, torch.float64):
+        raise ValueError(f"hidden is {hidden.dtype}, expected one of {', '.join(map(str, DTYPES))}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype:
         raise ValueError(
-            f"weight is {_describe(weight)}, expected [vocab/tp, {hidden.shape[1]}] {hidden.dtype}, as hidden is "
-            f"{_describe(hidden)}"
+            f"weight is {describe(weight)}, expected [vocab/tp, {hidden.shape[1]}] {hidden.dtype}, as hidden is "
+            f"{describe(hidden)}"
         )
     if weight.device != hidden.device:
         raise ValueError(f"weight is on {weight.device}, hidden is on {hidden.device}; move one of them")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import mgrpo.ops
 from mgrpo.ops import LossSettings, linear_logprobs, policy_loss, reference, segment_mean, segment_sums
+from mgrpo.ops.logprobs import DTYPES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +55,7 @@ def run(case: Case, *, inplace: bool) -> tuple[Tensor, ...]:
     return on_own_stream(call)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
 @pytest.mark.parametrize("cols", [1, 1003, 32000, 50001])
 @pytest.mark.parametrize(("scale", "offset"), [(4.0, 0.0), (60.0, -500.0), (1e4, 0.0)])
 def test_cuda_equals_float64(dtype: torch.dtype, tolerance: float, cols: int, scale: float, offset: float) -> None:
@@ -68,7 +69,7 @@ def test_cuda_equals_float64(dtype: torch.dtype, tolerance: float, cols: int, sc
             assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_may_lie_beyond_32_bit_offsets(dtype: torch.dtype) -> None:
     """16k tokens of a 152k vocabulary are 2.5e9 logits: a 32-bit row offset would wrap to somebody else's memory."""
     cols, row_stride = 32003, 2**31 + 5
@@ -198,10 +199,11 @@ def test_operands_on_another_device_are_refused() -> None:
 
 
 # A bf16 logit near 8 is rounded by up to 2^-6 when it is stored, and is then divided by a temperature down to 0.5.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-2)])
+# fp16: an eighth of that.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-2), (torch.float16, 1e-2)])
 @pytest.mark.parametrize("logits_chunk", [64, 1000, 4096])
 def test_linear_logprobs_on_cuda_equals_float64(dtype: torch.dtype, tolerance: float, logits_chunk: int) -> None:
-    """On CUDA the chunks' GEMMs take another path, with fp32 sums of bf16 products; padding holds NaN."""
+    """On CUDA the chunks' GEMMs take another path, with fp32 sums of products in half precision; padding holds NaN."""
     n, hidden_size, cols = 37, 64, 2003
     hidden = torch.randn(n, hidden_size).to(dtype)
     weight = torch.randn(cols + 5, hidden_size).mul(2 / hidden_size**0.5).to(dtype)
