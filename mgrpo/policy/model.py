@@ -43,6 +43,8 @@ class ResponseRows:
     """`[local responses]` int64: which of the pack's responses these are; None: all of them, in order."""
     num_responses: int = 0
     """Number of responses of the whole pack; only with `indices`."""
+    kept: ops.KeptSets | None = None
+    """The set of each local response, over which it is scored; None: over the whole vocabulary."""
 
 
 class HeadOptions(TypedDict):
@@ -141,6 +143,7 @@ class ResponseModel(GPTModel):
             "valid_cols": self.valid_cols,
             "group": parallel_state.get_tensor_model_parallel_group(),
             "with_entropy": has_gradient or self.scores_entropy,
+            "kept": response.kept,
         }
         own_weight = head.weight if weight is None else weight
         if self.logits_chunk:
