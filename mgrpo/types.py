@@ -40,7 +40,7 @@ class Prompt:
 class KeptTokens:
     """Of each token, its set: what top_p, top_k, min_p or a grammar left of the vocabulary when it was sampled, itself included.
 
-    The set of a token that was not sampled is empty.
+    The set of a token that was not sampled is empty, and so is one that the engine does not know whole.
     """
 
     ids: np.ndarray
@@ -66,6 +66,12 @@ class KeptTokens:
             np.concatenate([empty.ids, *(part.ids for part in parts)]),
             np.concatenate([empty.sizes, *(part.sizes for part in parts)]),
         )
+
+    def filled(self, tokens: np.ndarray) -> KeptTokens:
+        """With the token itself where its set is empty; `tokens` `[len]`."""
+        is_empty = self.sizes == 0
+        ids = np.insert(self.ids, self.offsets[:-1][is_empty], tokens[is_empty])
+        return KeptTokens.of_sizes(ids, self.sizes + is_empty)
 
     @property
     def sizes(self) -> np.ndarray:
@@ -273,7 +279,7 @@ class TrainSample:
     tokens: np.ndarray
     """`[response]` int32, at least one."""
     loss_mask: np.ndarray
-    """`[response]` bool, false wherever `is_sampled` is."""
+    """`[response]` bool, false wherever `is_sampled` is, and where a set of `kept` is empty."""
     rollout_logprobs: np.ndarray
     """`[response]` float32."""
     advantage: float

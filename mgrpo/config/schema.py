@@ -22,6 +22,7 @@ from mgrpo.config.annotations import (
     POSITIVE,
     SHARE,
     TRL,
+    UP_TO_ONE,
     JSONObject,
     Range,
     Reason,
@@ -118,6 +119,10 @@ class Data:
     """Threads that tokenize; 0: one per core."""
 
 
+MOST_KEPT = 64
+"""Tokens that may be left to sample from, where the sampling is cut: each travels to the trainer with its token."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     num_unique_prompts_rollout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 16
@@ -128,6 +133,15 @@ class Rollout:
     """Maximum tokens of a completion."""
     temperature: Annotated[float, POSITIVE, Reason("the training logits are divided by it"), OPEN_INSTRUCT, TRL] = 1.0
     """Sampling temperature, also the divisor of the training logits."""
+    top_k: Annotated[int, NOT_NEGATIVE, TRL] = 0
+    """Sample from this many of the likeliest tokens; 0: from all. The trainer then computes with the same tokens that the
+    engine had left (docs/algorithms.md); at most 64, and all other cuts need it."""
+    top_p: Annotated[float, SHARE, TRL] = 1.0
+    """Sample from the likeliest tokens whose probabilities add up to this; below 1 with top_k."""
+    min_p: Annotated[float, UP_TO_ONE, TRL] = 0.0
+    """Sample from tokens that are at least this share as likely as the likeliest; above 0 with top_k."""
+    vllm_guided_decoding_regex: Annotated[str | None, TRL] = None
+    """Sample only what can become a text that this regular expression matches, turn by turn; with top_k."""
     async_steps: Annotated[int, NOT_NEGATIVE, OPEN_INSTRUCT] = 0
     """Steps that generation may run ahead of training; 0: they take turns, and a run repeats to the bit."""
     max_staleness: Annotated[int | None, NOT_NEGATIVE, TRL] = None
@@ -156,6 +170,11 @@ class Rollout:
     """Folder for completions; none: output_dir/rollouts."""
     rollout_timeout: Annotated[int, ONE_OR_MORE] = 3600
     """Seconds that a step, an evaluation or a pause of the engines may wait for completions before the run ends with an error."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether training samples from a part of the vocabulary; `top_k` bounds it then."""
+        return self.top_k > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

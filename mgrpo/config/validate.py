@@ -2,7 +2,7 @@
 
 Changes nothing and never raises, whatever the fields hold. A rule between several fields is checked only if each of them
 is sound, so that one mistake makes one sentence. Ranges are in the schema, the rules in `rules`, `loss_rules`,
-`reward_rules`, `tool_rules` and `model_rules`.
+`reward_rules`, `tool_rules`, `sampling_rules` and `model_rules`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mgrpo.config.loss_rules import LOSS_RULES, weight_problems
 from mgrpo.config.model_rules import longest_sequence, model_problems
 from mgrpo.config.reward_rules import REWARD_RULES
 from mgrpo.config.rules import REWARD_SWITCHES, RULES, pairs, reward_problems
+from mgrpo.config.sampling_rules import SAMPLING_RULES
 from mgrpo.config.schema import Config
 from mgrpo.config.tool_rules import TOOL_NEEDS, TOOL_RULES, tool_warnings
 from mgrpo.config.tools import SOURCES
@@ -81,7 +82,7 @@ def problems(
     def sound(*names: str) -> bool:
         return not unsound & set(names)
 
-    for names, rule in (*RULES, *LOSS_RULES, *REWARD_RULES, *TOOL_RULES):
+    for names, rule in (*RULES, *LOSS_RULES, *REWARD_RULES, *TOOL_RULES, *SAMPLING_RULES):
         if sound(*names):
             found.extend(rule(config))
     if sound("reward_funcs"):

@@ -68,6 +68,8 @@ SPELLINGS: dict[str, dict[object, str]] = {
     "tool_configs": {None: ""},
     "environment_factory": {None: ""},
     "eval_top_p": {None: "1.0"},
+    "top_k": {None: "0", "none": "0", "-1": "0"},
+    "min_p": {None: "0", "none": "0"},
     "kl_estimator": {"kl": "0", "kl1": "0", "kl2": "1", "kl3": "2", "kl4": "3"},
 }
 """What other trainers write for a value that is spelled differently here."""

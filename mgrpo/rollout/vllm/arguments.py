@@ -19,6 +19,7 @@ from typing import Any
 
 from mgrpo.config.kernels import kernel_problems
 from mgrpo.config.schema import Config
+from mgrpo.rollout.vllm.kept import num_logprobs
 from mgrpo.rollout.vllm.server_facts import address_problems as server_address_problems
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -41,6 +42,8 @@ OWNED = {
     "enforce_eager": "use vllm_enforce_eager",
     "seed": "use seed",
     "skip_tokenizer_init": "stop_strings decides it",
+    "max_logprobs": "use top_k",
+    "return_sampling_mask": "with top_k an engine returns what it samples from as log-probabilities",
     "trust_remote_code": "code that comes with a model is never run",
     "quantization": "the weight sync writes weights in model_dtype",
     "load_format": "the weight sync needs vLLM's own loader",
@@ -82,7 +85,11 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
     if starts_engines:
         found += server_address_problems(config)
         found += (
-            [] if has_servers else address_problems(settings.ray_address) + extra_problems(settings.vllm_extra_args)
+            []
+            if has_servers
+            else address_problems(settings.ray_address)
+            + extra_problems(settings.vllm_extra_args)
+            + _draft_problems(config)
         )
     if num_local_learners:
         found += kernel_problems(config, has_gpus=bool(gpus))
@@ -161,6 +168,15 @@ def extra_problems(text: str) -> list[str]:
     ]
 
 
+def _draft_problems(config: Config) -> list[str]:
+    if not config.rollout.is_cut or "speculative_config" not in config.engine.vllm_extra_args:
+        return []
+    return [
+        f"vllm_extra_args cannot hold speculative_config with top_k={config.rollout.top_k}: what the engine samples from is read "
+        "from the log-probabilities of tokens that it samples one by one; leave one of them out"
+    ]
+
+
 def _known_args() -> frozenset[str]:
     """Names of the fields of vLLM's AsyncEngineArgs, read from its source, because importing vllm takes ten seconds."""
     vllm = find_spec("vllm")
@@ -179,7 +195,8 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
     Args:
         spans_nodes: an engine's workers are on several nodes.
     """
-    settings, stop_strings = config.engine, config.rollout.stop_strings
+    settings, rollout = config.engine, config.rollout
+    reads_text = bool(rollout.stop_strings) or rollout.vllm_guided_decoding_regex is not None
     args: dict[str, Any] = {
         # An engine of a joined cluster has the working directory of `ray start`, in which vLLM would take a relative path for
         # the name of a model on the Hub.
@@ -193,11 +210,13 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         "enable_prefix_caching": settings.vllm_enable_prefix_caching,
         # The trainer's definition: log-softmax of the logits divided by the temperature.
         "logprobs_mode": "processed_logprobs",
-        "skip_tokenizer_init": not stop_strings,
+        "skip_tokenizer_init": not reads_text,
         "disable_log_stats": True,
         "seed": 0,  # each sync seeds the sampler anew
     }
-    if stop_strings:
+    if rollout.is_cut:
+        args["max_logprobs"] = num_logprobs(config)
+    if reads_text:
         args["tokenizer"] = str(Path(config.tokenizer_path).absolute())
     if settings.vllm_tensor_parallel_size > 1:
         # Inside a placement group vLLM would always choose Ray, which wants one GPU a bundle and cannot serve on a CPU.
