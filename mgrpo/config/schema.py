@@ -72,6 +72,9 @@ class Model:
         Literal["bfloat16", "float32"], Reason("float16 needs loss scaling, which does not exist here"), OPEN_INSTRUCT
     ] = "bfloat16"
     """Type of weights and activations in training and in the engines; the optimizer always keeps float32."""
+    cast_lm_head_to_fp32: Annotated[bool, TRL] = False
+    """Compute logits in float32, in training and in the engines, from a head and its input in model_dtype: nearly removes the
+    head's share of their mismatch, and takes twice the memory for logits."""
 
     @property
     def path(self) -> str:
@@ -352,6 +355,9 @@ class Engine:
     vllm_kv_cache_mb: Annotated[int, ONE_OR_MORE] = 64
     """KV cache of an engine's worker in MiB on CPU, and on GPU with vllm_mode=colocate; otherwise
     vllm_gpu_memory_utilization decides."""
+    vllm_kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head"] = "auto"
+    """Type of the engines' keys and values: auto: model_dtype; fp8 (fp8_e4m3) and fp8_e5m2: rounded to 8 bits without a scale;
+    fp8_per_token_head: on GPUs, with a scale for each token and head. All but auto need a correction, use_rho_correction."""
     vllm_max_num_seqs: Annotated[int, ONE_OR_MORE] = 256
     """Completions that an engine generates at once."""
     vllm_enforce_eager: Annotated[bool, OPEN_INSTRUCT] = False

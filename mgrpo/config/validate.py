@@ -238,6 +238,11 @@ def _loss_warnings(config: Config) -> Iterator[str]:
             f"policy_loss={own.policy_loss} is trained on tokens of policies up to {config.max_age} steps older and has to "
             "correct for that itself; rollout_logprobs are those of the policy that sampled"
         )
+    if own.is_own_function and config.engine.vllm_kv_cache_dtype != "auto":
+        yield (
+            f"policy_loss={own.policy_loss} is trained on tokens of engines that round keys and values (vllm_kv_cache_dtype="
+            f"{config.engine.vllm_kv_cache_dtype}) and has to correct for that itself by rollout_logprobs"
+        )
 
 
 def _state_warnings(config: Config) -> Iterator[str]:
@@ -297,6 +302,11 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "warm_up_steps warmup_ratio",
         "another lr_scheduler_type, for example constant_with_warmup",
         lambda c: c.optimizer.lr_scheduler_type != "constant",
+    ),
+    (
+        "cast_lm_head_to_fp32",
+        "a model_dtype of 16 bits: in a float32 model the head is in float32",
+        lambda c: c.model.model_dtype != "float32",
     ),
     ("vllm_enable_sleep_mode", "vllm_mode=colocate", lambda c: c.engine.shares_gpus),
     (

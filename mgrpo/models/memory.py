@@ -261,7 +261,11 @@ def whole_gradients(shape: ModelShape, layout: Layout, *, stage: int) -> WholeGr
 
 
 def logits_bytes(tokens: int, *, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
-    """Logits of `tokens` rows on one rank of the last stage; their gradient overwrites them."""
+    """Logits of `tokens` rows on one rank of the last stage; their gradient overwrites them.
+
+    Args:
+        dtype_bytes: of a logit.
+    """
     return tokens * (padded_vocab(shape) // layout.tensor) * dtype_bytes
 
 
@@ -280,6 +284,7 @@ def choose_logits_chunk(
     has_reference: bool,
     device_bytes: int,
     lora: LoraShape | None = None,
+    fp32_logits: bool = False,
 ) -> int:
     """Columns of the LM head to compute at a time; 0 computes all at once.
 
@@ -290,7 +295,7 @@ def choose_logits_chunk(
     recomputation can exceed in either case.
 
     Args:
-        dtype_bytes: of the model's weights and logits.
+        dtype_bytes: of the model's weights, and of its logits unless they are in fp32.
         pack_length: most tokens in a pack.
         has_reference: a reference model lies on the same device.
         device_bytes: memory of the device; the same number on all ranks, because a tensor-parallel group must agree.
@@ -303,7 +308,8 @@ def choose_logits_chunk(
         shape, layout, stage=layout.pipeline - 1, dtype_bytes=dtype_bytes, has_reference=has_reference, lora=lora
     )
     rows = -(-pack_length // layout.context)
-    logits = logits_bytes(rows, shape=shape, layout=layout, dtype_bytes=dtype_bytes)
+    logit_bytes = FP32_BYTES if fp32_logits else dtype_bytes
+    logits = logits_bytes(rows, shape=shape, layout=layout, dtype_bytes=logit_bytes)
     if 2 * logits <= device_bytes - states.total:
         return 0
     # Fewer than four chunks save little.

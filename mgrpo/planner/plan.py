@@ -297,6 +297,7 @@ def plan_run(config: Config, shape: ModelShape, hardware: Hardware, *, num_learn
         has_reference=has_reference(config),
         device_bytes=hardware.gpu.memory_bytes,
         lora=config.adapter.lora,
+        fp32_logits=config.model.cast_lm_head_to_fp32,
     )
     stages = tuple(
         stage_memory(config, shape, layout, hardware, work, stage=stage, logits_chunk=logits_chunk)
@@ -372,6 +373,7 @@ def stage_memory(
             parts=config.algorithm.num_mini_batches,
         ),
         logits_chunk=logits_chunk,
+        fp32_logits=config.model.cast_lm_head_to_fp32,
     )
     states = state_bytes(
         shape,

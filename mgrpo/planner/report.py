@@ -207,6 +207,7 @@ def _activations(plan: RunPlan, stage: int, recompute: Recompute) -> int:
         settings=settings,
         num_micro_batches=plan.learners.num_micro_batches,
         logits_chunk=plan.logits_chunk,
+        fp32_logits=plan.config.model.cast_lm_head_to_fp32,
     ).total
 
 

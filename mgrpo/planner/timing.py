@@ -81,6 +81,7 @@ def learner_time(
         tokens=work.trained_tokens / layout.data,
         responses=work.sequences * work.response_tokens / layout.data,
         dtype_bytes=dtype_bytes,
+        fp32_logits=config.model.cast_lm_head_to_fp32,
     )
     forward = forward_traffic(shape, layout, settings, passed, stage=stage)
     both_ways = forward + backward_traffic(shape, layout, settings, passed, stage=stage, logits_chunk=logits_chunk)

@@ -69,6 +69,7 @@ class Passed:
     responses: float
     """On which the LM head runs."""
     dtype_bytes: int
+    fp32_logits: bool = False
 
 
 def forward_traffic(shape: ModelShape, layout: Layout, settings: Parallel, passed: Passed, *, stage: int) -> Traffic:
@@ -98,7 +99,7 @@ def backward_traffic(
         tensor += _stream(shape, layout, passed)
     if stage == layout.pipeline - 1:
         rows = passed.responses / layout.context
-        tensor += 2 * rows * shape.hidden * (FP32_BYTES if logits_chunk else passed.dtype_bytes)
+        tensor += 2 * rows * shape.hidden * (FP32_BYTES if logits_chunk or passed.fp32_logits else passed.dtype_bytes)
     sends = layout.virtual_pipeline - (stage == 0)
     return layers + Traffic(tensor=_ring(layout.tensor) * tensor, pipeline=_messages(shape, layout, passed, sends))
 

@@ -167,6 +167,7 @@ class Learner:
             temperature=self.config.rollout.temperature,
             settings=settings,
             logits_chunk=self.logits_chunk,
+            fp32_logits=self.config.model.cast_lm_head_to_fp32,
             **entropy,
         )
 
@@ -179,6 +180,7 @@ class Learner:
             shape=self.shape,
             layout=self.layout,
             dtype_bytes=getattr(torch, self.config.model.model_dtype).itemsize,
+            fp32_logits=self.config.model.cast_lm_head_to_fp32,
             pack_length=self.layout.round_up(self.config.parallel.pack_length),
             has_reference=self.has_reference,
             device_bytes=int(device_bytes),

@@ -97,6 +97,27 @@ RULES = [
         {"active_sampling": True, "filter_zero_std_samples": False},
         "active_sampling=true replaces the groups that filter_zero_std_samples leaves out, but that is false",
     ),
+    (
+        "cache",
+        {"vllm_kv_cache_dtype": "fp8", "use_rho_correction": False},
+        "vllm_kv_cache_dtype=fp8 samples from a policy with rounded keys and values, which needs a correction: use_rho_corr",
+    ),
+    (
+        "cache",
+        {"use_fp8_kv_cache": True, "truncated_importance_sampling_ratio_cap": 0},
+        "vllm_kv_cache_dtype=fp8 samples from a policy with rounded keys and values, which needs a correction",
+    ),
+    ("cache", RHO | {"vllm_kv_cache_dtype": "fp8", "rho_clamp_upper_bound": 0}, "which needs a correction"),
+    (
+        "cache",
+        {"vllm_kv_cache_dtype": "fp8_e5m2", "use_vllm_logprobs": True, "policy_loss": "reinforce"},
+        "a correction, and policy_loss=reinforce has no ratio to which use_vllm_logprobs=true could matter; use use_rho",
+    ),
+    (
+        "cache",
+        {"vllm_kv_cache_dtype": "fp8", "async_steps": 1, "use_rho_correction": False},
+        "a step older and vllm_kv_cache_dtype=fp8 samples from a policy with rounded keys and values, which needs a corr",
+    ),
     ("async", {"async_steps": 2}, "async_steps=2 trains on tokens of policies up to 2 steps older, which needs a corr"),
     (
         "async",

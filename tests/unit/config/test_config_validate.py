@@ -315,6 +315,10 @@ def test_the_layout_follows_the_parallel_section():
             {"vllm_mode": "server", "vllm_server_base_url": ["http://a:1"], "vllm_kv_cache_mb": 9},
             "vllm_kv_cache_mb=9 has no effect without engines that the run starts (vllm_mode=ray or colocate)",
         ),
+        (
+            {"cast_lm_head_to_fp32": True, "model_dtype": "float32"},
+            "cast_lm_head_to_fp32=true has no effect without a model_dtype of 16 bits",
+        ),
         ({"inflight_kv": "keep"}, "inflight_kv=keep has no effect without inflight_updates=true"),
         (
             {"async_steps": 2, "policy_loss": "package.module:loss"},

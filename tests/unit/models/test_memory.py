@@ -103,6 +103,12 @@ def test_auto_computes_all_at_once_where_the_logits_fit() -> None:
     assert choose(pack_length=65_536) == LOGITS_CHUNK  # 19.9 GB
 
 
+def test_auto_counts_logits_in_fp32() -> None:
+    """9.97 GB of bf16 logits fit into half of what is left, 19.9 GB in fp32 do not."""
+    assert choose(pack_length=16_384, fp32_logits=True) == 0
+    assert choose(pack_length=32_768, fp32_logits=True) == LOGITS_CHUNK
+
+
 def test_auto_counts_the_reference_model() -> None:
     """15.2 GB of reference weights leave 13.6 GB: 9.97 GB of logits would meet the activations there."""
     assert choose(pack_length=16_384, has_reference=True) == 0
