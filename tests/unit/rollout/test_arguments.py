@@ -177,7 +177,6 @@ OWN_MODEL = "the engine samples from the model that is trained"
         ("enable_lora", True, OWN_WEIGHTS),
         ("cpu_offload_gb", 4, OWN_WEIGHTS),
         ("worker_cls", "a.B", OWN_WEIGHTS),
-        ("hf_overrides", {"rope_theta": 1}, OWN_MODEL),
         ("disable_sliding_window", True, OWN_MODEL),
         ("enable_expert_parallel", True, "share the matrices of every expert"),
         ("enable_eplb", True, "share the matrices of every expert"),
