@@ -110,6 +110,10 @@ class ResponseModel(GPTModel):
         embeddings, *rest = super()._preprocess(*args, **kwargs)
         if self.embedding_scale != 1 and embeddings is not None:
             embeddings = embeddings * self.embedding_scale
+        if embeddings is not None and torch.is_grad_enabled():
+            # They want none of themselves where only adapters are trained, and Megatron's recomputation makes gradients only
+            # if its input wants one.
+            embeddings.requires_grad_()
         return embeddings, *rest
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:

@@ -214,7 +214,12 @@ def _wrap(chunks: Sequence[ResponseModel], layout: Layout, parallel: Parallel) -
 def _buckets(chunks: Sequence[DistributedDataParallel]) -> list[BucketGroup]:
     """Megatron's buckets of weights in the order in which a forward pass needs them."""
     return list(
-        dict.fromkeys(chunk.param_to_bucket_group[parameter] for chunk in chunks for parameter in chunk.parameters())
+        dict.fromkeys(
+            chunk.param_to_bucket_group[parameter]
+            for chunk in chunks
+            for parameter in chunk.parameters()
+            if parameter.requires_grad
+        )
     )
 
 
@@ -224,7 +229,8 @@ def _wait_before_use(chunks: Sequence[DistributedDataParallel]) -> None:
         # Megatron's hooks also gather: before the first update, and after one that was skipped.
         chunk.disable_forward_pre_hook(param_sync=False)
         for module in chunk.module.modules():
-            if buckets := {chunk.param_to_bucket_group[own] for own in module.parameters(recurse=False)}:
+            trained = [own for own in module.parameters(recurse=False) if own.requires_grad]
+            if buckets := {chunk.param_to_bucket_group[own] for own in trained}:
                 module.register_forward_pre_hook(partial(_wait_for, buckets))
 
 

@@ -6,8 +6,10 @@ denominator, and Megatron is told not to divide again. Every method is collectiv
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic
 
@@ -17,10 +19,12 @@ from megatron.core import parallel_state
 from mgrpo.config.schema import Optimizer as OptimizerSettings
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
+from mgrpo.models.adapters import LoraShape
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box
 from mgrpo.parallel import axes, backend
 from mgrpo.policy import passes
+from mgrpo.policy.lora import Adapters, MergedSlice, made, settings_with_adapters
 from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported, collate
 from mgrpo.policy.model import ResponseModel, build
 from mgrpo.policy.offload import Offload
@@ -56,12 +60,19 @@ class Policy:
         seed: int,
         temperature: float,
         settings: Parallel | None = None,
+        lora: LoraShape | None = None,
         logits_chunk: int = 0,
         trains_entropy: bool = False,
         scores_entropy: bool = False,
     ) -> None:
+        """
+        Args:
+            lora: low-rank adapters, which are trained instead of the model's own weights.
+        """
         self.shape, self.layout, self.dtype, self.temperature = shape, layout, dtype, temperature
-        self.parallel = settings or Parallel()
+        self.parallel, self.lora = settings or Parallel(), lora
+        if lora:
+            self.parallel = settings_with_adapters(self.parallel, layout)
         if not parallel_state.model_parallel_is_initialized():
             axes.make_groups(layout, seed=seed)
         self.rank = torch.distributed.get_rank()
@@ -81,14 +92,23 @@ class Policy:
         self.chunks: Sequence[ResponseModel | WrappedChunk] = chunks
         self.routing = RoutingReplay(chunks)
         self.parameters = ShardedParameters(chunks, shape, layout, self.rank)
+        self.adapters = Adapters(chunks, self.parameters, lora, seed=seed) if lora else None
         self.optimizer: PolicyOptimizer | None = None
         self.optimizer_steps = self.num_updates = 0
         self._masters: dict[str, torch.Tensor] = {}
         self._offload = Offload()
 
     def load(self, read: Read) -> None:
-        """Fill this rank's weights with the values that `read` returns. Call before `prepare_training`."""
-        self.parameters.load(read)
+        """Fill the model's own weights on this rank with the values that `read` returns. Call before `prepare_training`."""
+        self.parameters.load(self.parameters.model, read)
+
+    def load_adapters(self, read: Read) -> None:
+        """Fill adapters, which otherwise start from those of the seed, with the values that `read` returns, in the same way."""
+        self.parameters.load(self.parameters.added, read)
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Within this the policy is the model without its adapters, if it has any. Not collective."""
+        return self.adapters.off() if self.adapters else nullcontext()
 
     def load_masters(self, read: Read) -> None:
         """As `load`, keeping the values in float32 as well, from where `move_towards` continues."""
@@ -129,18 +149,30 @@ class Policy:
         return self.optimizer.shards if self.optimizer else []
 
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Every box of an HF tensor that this rank holds, each with its live view.
+        """Every box of an HF tensor of the model that this rank holds, each with its live view.
 
-        Under ZeRO-2 and 3 these are the float32 masters of its shards.
+        Under ZeRO-2 and 3 these are the float32 masters of its shards. With adapters they are the merged weights that layers
+        compute with, made one at a time.
         """
-        if self.optimizer is None or self.layout.sharding < 2:
-            self.wait_for_weights()
-            yield from self.parameters.boxes()
-            return
-        for shard in self.optimizer.shards:
-            place = self.parameters.places[shard.name]
-            if not place.is_copy:
-                yield from shard.boxes(place, shard.main)
+        yield from made(self.live_boxes())
+
+    def live_boxes(self) -> Iterator[tuple[Box, torch.Tensor | MergedSlice]]:
+        """The same for a reader that comes back: merged weights are made when they are read."""
+        self.wait_for_weights()
+        if self.layout.sharding >= 2 and self.optimizer:
+            for shard in self.optimizer.shards:
+                place = self.parameters.places[shard.name]
+                if not place.is_copy:
+                    yield from shard.boxes(place, shard.main)
+        elif self.adapters:
+            yield from self.adapters.live_boxes()
+        else:
+            yield from self.parameters.boxes(self.parameters.model)
+
+    def adapter_boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Every box of an adapter tensor that this rank holds, each with its live view."""
+        self.wait_for_weights()
+        yield from self.parameters.boxes(self.parameters.added)
 
     def wait_for_weights(self) -> None:
         """Call before reading weights through views taken before the last update (`overlap_param_gather`). Not collective."""
@@ -155,8 +187,12 @@ class Policy:
         Returns:
             Bytes of the device that were given up.
         """
-        stay = [values for _, values in self.boxes()] if keep_boxes else []
         self.wait_for_weights()
+        stay: list[torch.Tensor] = []
+        if keep_boxes and self.layout.sharding >= 2 and self.optimizer:
+            stay = [shard.main for shard in self.optimizer.shards]
+        elif keep_boxes:
+            stay = [parameter.data for parameter in self.parameters.live.values()]
         states, dropped = list(self._masters.values()), []
         if self.optimizer is None:
             parameters = [parameter.data for parameter in self.parameters.live.values()]
@@ -174,15 +210,17 @@ class Policy:
     @torch.no_grad()
     def not_finite(self) -> list[str]:
         """HF tensors of which this rank holds a value that is not finite or whose square overflows float32. Not collective."""
-        boxes = [(box.name, values) for box, values in self.boxes()]
-        norms = [torch.linalg.vector_norm(values, dtype=torch.float32) for _, values in boxes]
+        names, norms = [], []
+        for box, values in itertools.chain(self.boxes(), self.adapter_boxes()):
+            names.append(box.name)
+            norms.append(torch.linalg.vector_norm(values, dtype=torch.float32))
         # One transfer from the device for all of them.
         is_finite = torch.stack(norms).isfinite().tolist() if norms else []
-        return [name for (name, _), good in zip(boxes, is_finite, strict=True) if not good]
+        return [name for name, good in zip(names, is_finite, strict=True) if not good]
 
     def holdings(self, group: torch.distributed.ProcessGroup) -> list[list[Box]]:
         """For each rank the boxes that its `boxes` gives. All ranks of `group`, on the CPU, must call."""
-        local = [(0, box) for box, _ in self.boxes()]
+        local = [(0, box) for box, _ in self.live_boxes()]
         return [[box for _, box in boxes] for boxes in gather_boxes(local, self.shape, group)]
 
     def microbatches(self, packs: Sequence[PackedBatch]) -> list[Microbatch]:

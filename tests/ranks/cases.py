@@ -17,7 +17,9 @@ from mgrpo import algo, packing
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.schema import Optimizer, Parallel
 from mgrpo.layout import Layout
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.adapters import LoraShape, adapter_tensors
+from mgrpo.models.family import ModelShape, read_hf_config, shape_of
+from mgrpo.models.table import Box
 from mgrpo.types import TrainSample
 
 
@@ -46,8 +48,13 @@ def make_policy(
     dtype: torch.dtype = torch.float32,
     settings: dict[str, Any] | None = None,
     checkpoint: tuple[Any, str] | None = None,
+    lora: dict[str, Any] | None = None,
 ):
-    """A policy on `layout`, in new groups; with the weights of `checkpoint`, a (checkpoint, kind), if given."""
+    """A policy on `layout`, in new groups; with the weights of `checkpoint`, a (checkpoint, kind), if given.
+
+    Args:
+        lora: fields of a `LoraShape`; its A and B are those of `random_adapters`.
+    """
     from mgrpo.policy.policy import Policy
     from mgrpo.policy.weights import hf_reader
 
@@ -60,9 +67,24 @@ def make_policy(
         temperature=temperature,
         logits_chunk=logits_chunk,
         settings=Parallel(**(settings or {})),
+        lora=lora and LoraShape(**lora),
     )
     policy.load(partial(checkpoint[0].read, checkpoint[1]) if checkpoint else hf_reader(model_dir, policy.shape))
+    if policy.lora:
+        tensors = random_adapters(policy.shape, policy.lora)
+        policy.load_adapters(lambda box: torch.from_numpy(tensors[box.name][region(box)]))
     return policy
+
+
+def random_adapters(shape: ModelShape, lora: LoraShape) -> dict[str, np.ndarray]:
+    """Every adapter tensor, none of which is 0, so that each has a gradient."""
+    random = np.random.default_rng(0)
+    return {name: random.normal(0, 0.1, size).astype(np.float32) for name, size in adapter_tensors(shape, lora).items()}
+
+
+def region(box: Box) -> tuple[slice, ...]:
+    """Where a box lies in its tensor."""
+    return tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
 
 
 def own_packs(policy, samples: list[TrainSample], *, share_prompts: bool, pack_length: int):
@@ -92,10 +114,14 @@ def gradients(
     pack_length: int = 64,
     logits_chunk: int = 0,
     settings: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One training step: loss, logprobs by sample, gradient norm and every gradient as boxes of HF tensors."""
-    policy = make_policy(model_dir, layout, logits_chunk=logits_chunk, settings=settings)
-    dims_of_head, rows_of_head = [], []
+    """One training step: loss, logprobs by sample, gradient norm and every gradient as boxes of HF tensors.
+
+    With adapters also the logprobs without them, and the merged weights as boxes.
+    """
+    policy = make_policy(model_dir, layout, logits_chunk=logits_chunk, settings=settings, lora=lora)
+    dims_of_head, rows_of_head, without = [], [], {}
 
     def watch(layer: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
         rows_of_head.append(len(inputs[0]))
@@ -106,6 +132,9 @@ def gradients(
     policy.prepare_training(Optimizer(learning_rate=0.0, max_grad_norm=0.0), num_optimizer_steps=1)
     packs, num_trained = own_packs(policy, samples, share_prompts=share_prompts, pack_length=pack_length)
     microbatches = policy.microbatches(packs)
+    if lora:
+        with policy.adapters_off():
+            policy.score(microbatches, "ref")
     settings = LossConfig(**loss)
     denominator = algo.loss_denominator(num_trained, settings)
 
@@ -126,6 +155,14 @@ def gradients(
             int(sample): (logprobs[a:b].tolist(), entropy[a:b].tolist())
             for sample, a, b in zip(batch.pack.samples, cuts[:-1], cuts[1:], strict=True)
         }
+        if lora:
+            reference = batch.logprobs["ref"]
+            without.update(
+                {
+                    int(n): reference[a:b].tolist()
+                    for n, a, b in zip(batch.pack.samples, cuts[:-1], cuts[1:], strict=True)
+                }
+            )
         return result.loss, (float(result.loss.detach()), by_sample)
 
     result = policy.train_step(microbatches, grpo_loss)
@@ -142,6 +179,8 @@ def gradients(
         "coordinate": policy.coordinate,
         "is_last_stage": policy.is_last_stage,
         "reports_metrics": policy.reports_metrics,
+        "without_adapters": without,
+        "merged": [(box, view.cpu().clone().numpy()) for box, view in policy.boxes()] if lora else [],
         "has_logits": any(dims > 1 for dims in dims_of_head),
         "rows_of_head": sum(rows_of_head),
     }

@@ -109,6 +109,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         not_yet("epoch", OI, "the sampler's epoch is not reported; Open Instruct: episode / samples / rows of the dataset"),
         logged("lr", OI, "1", "learning rate of the step's last update; of the next one where it had none"),
         logged("optim/grad_norm", OI, "1", "norm of the whole gradient of the step's last update, before clipping"),
+        logged("lora/update_ratio", OWN, "1", "with adapters: norm of scale B A / norm of W after the step, the mean over adapted layers. In bfloat16 an update below 1e-3 is mostly rounded away, in trainer and engines alike"),
         logged("optim/steps", OWN, "count", "updates of the step; a mini-batch without a trained token has none"),
         logged("optim/skipped_steps", OWN, "count", "of these, skipped because the gradient was not finite"),
         logged("sync/bytes", OWN, "bytes", "moved by the weight sync, over all learners and engines"),
