@@ -55,6 +55,12 @@ def _layers(config: Config) -> Iterator[str]:
         yield "use_peft=true has adapters on Megatron's own layers only, got transformer_impl=transformer_engine; use local or auto"
 
 
+def _optimizer(config: Config) -> Iterator[str]:
+    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+        if config.adapter.use_peft and getattr(config.parallel, name):
+            yield f"{name}=true cannot be combined with use_peft=true, whose optimizer states are small; leave {name} out"
+
+
 def _targets(config: Config) -> Iterator[str]:
     names = config.adapter.lora_target_modules
     if not names:
@@ -69,6 +75,7 @@ ADAPTER_RULES: tuple[Rule, ...] = (
     (("use_peft", "zero_stage"), _sharding),
     (("use_peft", "ref_policy_update_freq"), _reference),
     (("use_peft", "transformer_impl"), _layers),
+    (("use_peft", "optimizer_cpu_offload", "use_precision_aware_optimizer"), _optimizer),
     (("lora_target_modules",), _targets),
 )
 """Each rule with the fields that must be sound before it is checked."""

@@ -80,6 +80,8 @@ def found_in(model, values, hf_config=DENSE, *, world_size=1):
         (LORA | {"zero_stage": 2}, "use_peft=true cannot be combined with zero_stage=2, as Megatron-FSDP asks for"),
         (LORA | {"zero_stage": 3}, "use zero_stage=1 (states of adapters are small), and tensor_model_parallel_size"),
         (LORA | {"ref_policy_update_freq": 2}, "use_peft=true cannot be combined with ref_policy_update_freq=2: the"),
+        (LORA | {"optimizer_cpu_offload": True}, "optimizer_cpu_offload=true cannot be combined with use_peft=true"),
+        (LORA | {"use_precision_aware_optimizer": True}, "whose optimizer states are small; leave use_precision_aware"),
         (LORA | {"transformer_impl": "transformer_engine"}, "got transformer_impl=transformer_engine; use local or"),
         (LORA | {"lora_r": 0}, "lora_r=0 must be at least 1"),
         (LORA | {"lora_alpha": -1}, "lora_alpha=-1 must be at least 1"),
