@@ -68,10 +68,9 @@ class Experiment:
 class Model:
     model_name_or_path: Annotated[str | None, OPEN_INSTRUCT] = None
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer files), or the output of mgrpo convert."""
-    model_dtype: Annotated[
-        Literal["bfloat16", "float32"], Reason("float16 needs loss scaling, which does not exist here"), OPEN_INSTRUCT
-    ] = "bfloat16"
-    """Type of weights and activations in training and in the engines; the optimizer always keeps float32."""
+    model_dtype: Annotated[Literal["bfloat16", "float16", "float32"], OPEN_INSTRUCT] = "bfloat16"
+    """Type of weights and activations in training and in the engines; the optimizer always keeps float32. In float16 trainer and
+    engine differ less than in bfloat16, numbers above 65504 overflow, and the loss is scaled (policy/loss_scale)."""
     cast_lm_head_to_fp32: Annotated[bool, TRL] = False
     """Compute logits in float32, in training and in the engines, from a head and its input in model_dtype: nearly removes the
     head's share of their mismatch, and takes twice the memory for logits."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 from megatron.core import parallel_state
@@ -25,6 +25,7 @@ from mgrpo.models.table import Box
 from mgrpo.parallel import axes, backend
 from mgrpo.policy import passes
 from mgrpo.policy.lora import Adapters, MergedSlice, made, settings_with_adapters
+from mgrpo.policy.loss_scale import LossScale
 from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported, collate
 from mgrpo.policy.model import ResponseModel, build
 from mgrpo.policy.offload import Offload
@@ -46,6 +47,10 @@ class StepResult(Generic[Reported]):
     learning_rate: float
     is_finite: bool
     """False when the gradient was not finite and the step was skipped."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None except in float16."""
+    has_overflowed: bool = False
+    """Whether the step was skipped and the next one has a smaller loss scale."""
 
 
 class Policy:
@@ -144,6 +149,11 @@ class Policy:
             num_optimizer_steps=num_optimizer_steps,
         )
         self.chunks = self.optimizer.chunks
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """What the loss is multiplied by; only in float16, after `prepare_training`."""
+        return self.optimizer.loss_scale if self.optimizer else None
 
     @property
     def shards(self) -> list[Shard]:
@@ -254,6 +264,7 @@ class Policy:
         self.optimizer.zero_gradients()
         measured = passes.forward_backward(self.chunks, microbatches, loss, routing=self.routing)
         rate = self.optimizer.set_learning_rate(self.optimizer_steps)
+        loss_scale = self.loss_scale.value if self.loss_scale else None
         grad_norm = self.optimizer.update()
         is_finite = math.isfinite(grad_norm)
         self.optimizer_steps += 1
@@ -263,12 +274,28 @@ class Policy:
             grad_norm=grad_norm,
             learning_rate=rate,
             is_finite=is_finite,
+            loss_scale=loss_scale,
+            has_overflowed=self.loss_scale is not None and self.loss_scale.follow(is_finite=is_finite),
         )
 
     def learning_rate(self) -> float:
         """Of the next update. Not collective."""
         assert self.optimizer is not None, "call prepare_training first"
         return self.optimizer.learning_rate(self.optimizer_steps)
+
+    def counters(self) -> dict[str, Any]:
+        """What a state holds of training besides tensors, in JSON. Not collective."""
+        return {
+            "optimizer_steps": self.optimizer_steps,
+            "num_updates": self.num_updates,
+            "loss_scale": self.loss_scale and self.loss_scale.state(),
+        }
+
+    def restore_counters(self, saved: Mapping[str, Any]) -> None:
+        """Continue from `counters`; a state of another dtype has no loss scale. Not collective."""
+        self.optimizer_steps, self.num_updates = saved["optimizer_steps"], saved["num_updates"]
+        if self.loss_scale and saved.get("loss_scale"):
+            self.loss_scale.restore(saved["loss_scale"])
 
     def pass_over(self, optimizer_steps: int) -> None:
         """Count steps without anything to train on, so that the learning rate follows its schedule. Not collective."""

@@ -134,14 +134,13 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Counters, in JSON; the tensors are in `state`."""
         return {
-            "optimizer_steps": self.policy.optimizer_steps,
-            "num_updates": self.policy.num_updates,
+            **self.policy.counters(),
             "entropy_control": self.entropy_control and self.entropy_control.state(),
         }
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         saved = checkpoint.state["learner"]
-        self.policy.optimizer_steps, self.policy.num_updates = saved["optimizer_steps"], saved["num_updates"]
+        self.policy.restore_counters(saved)
         if self.entropy_control and saved["entropy_control"]:
             self.entropy_control = self.entropy_control.with_state(saved["entropy_control"])
         self.state.restore_optimizer(checkpoint, num_updates=self.policy.num_updates)

@@ -118,13 +118,20 @@ def gradients(
     fp32_logits: bool = False,
     settings: dict[str, Any] | None = None,
     lora: dict[str, Any] | None = None,
+    dtype: str = "float32",
 ) -> dict[str, Any]:
     """One training step: loss, logprobs by sample, gradient norm and every gradient as boxes of HF tensors.
 
     With adapters also the logprobs without them, and the merged weights as boxes.
     """
     policy = make_policy(
-        model_dir, layout, logits_chunk=logits_chunk, fp32_logits=fp32_logits, settings=settings, lora=lora
+        model_dir,
+        layout,
+        logits_chunk=logits_chunk,
+        fp32_logits=fp32_logits,
+        settings=settings,
+        lora=lora,
+        dtype=getattr(torch, dtype),
     )
     dims_of_head, rows_of_head, without = [], [], {}
 
@@ -479,18 +486,19 @@ def train_steps(
         own = -(logprobs * batch.loss_inputs.loss_mask).sum() / num_trained
         return own, float(own.detach())
 
-    losses, norms = [], []
+    losses, norms, scales = [], [], []
     for step in range(done, steps):
         result = policy.train_step(policy.microbatches(packs), loss)
         total = torch.tensor(sum(result.measured) if policy.reports_metrics else 0.0, dtype=torch.float64)
         dist.all_reduce(total, group=group)
         losses.append(float(total))
         norms.append(result.grad_norm)
+        scales.append(result.loss_scale)
         if save_to and step + 1 == save_after:
             saver = Saver(save_to, dist.get_rank(), dist.get_world_size(), keep_last_n=3)
             saver.save(step + 1, state.parts(), {"step": step + 1}, state.full_shapes(), "0123456789abcdef")
             dist.barrier()
-    return {"losses": losses, "grad_norms": norms, "bytes": held_bytes(policy)}
+    return {"losses": losses, "grad_norms": norms, "loss_scales": scales, "bytes": held_bytes(policy)}
 
 
 def held_bytes(policy) -> dict[str, int]:

@@ -139,7 +139,7 @@ def test_the_error_lists_one_problem_a_line():
         (["--save_final", "maybe"], "save_final must be true or false, got 'maybe'"),
         (["--sequence_parallel", "maybe"], "sequence_parallel must be true or false or auto"),
         (["--kl_estimator", "4"], "kl_estimator must be one of 0, 1, 2, 3, got '4'"),
-        (["--model_dtype", "float16"], "model_dtype must be one of bfloat16, float32, got 'float16'"),
+        (["--model_dtype", "fp16"], "model_dtype must be one of bfloat16, float16, float32, got 'fp16'"),
         (["--seed"], "--seed needs a value, a whole number"),
         (["--dataset", "a.jsonl"], "unknown setting --dataset (command line); use --dataset_mixer_list; pairs of"),
         (["--max-new-tokens", "9"], "unknown setting --max_new_tokens (command line); use --response_length"),

@@ -275,6 +275,11 @@ RULES = [
     ),
     (
         "precision",
+        {"use_precision_aware_optimizer": True, "model_dtype": "float16"},
+        "use_precision_aware_optimizer=true cannot be combined with model_dtype=float16",
+    ),
+    (
+        "precision",
         {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True},
         "use_precision_aware_optimizer=true cannot be combined with optimizer_cpu_offload=true",
     ),
