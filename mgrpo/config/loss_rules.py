@@ -90,6 +90,16 @@ def _groups(config: Config) -> Iterator[str]:
             "active_sampling=true replaces the groups that filter_zero_std_samples leaves out, but that is false; "
             "set both to true or both to false"
         )
+    if own.replay_buffer_size and not own.filter_zero_std_samples:
+        yield (
+            f"replay_buffer_size={own.replay_buffer_size} replaces the groups that filter_zero_std_samples leaves out, but that is "
+            "false; set it to true, or replay_buffer_size to 0"
+        )
+    if own.replay_buffer_size and own.active_sampling:
+        yield (
+            f"replay_buffer_size={own.replay_buffer_size} and active_sampling=true both replace the groups left out, one by old "
+            "groups and one by new ones; turn one of them off"
+        )
     if rollout.num_samples_per_prompt_rollout > 1:
         return
     if own.filter_zero_std_samples:
@@ -161,6 +171,7 @@ LOSS_RULES: tuple[Rule, ...] = (
         (
             "active_sampling",
             "filter_zero_std_samples",
+            "replay_buffer_size",
             "num_samples_per_prompt_rollout",
             "num_unique_prompts_rollout",
         ),

@@ -105,7 +105,12 @@ def _asynchrony(config: Config) -> Iterator[str]:
             "inflight_updates=true needs completions that are under way when the weights change, and async_steps=0 has none; "
             "set async_steps to 1 or more"
         )
-    if config.max_age and not config.loss.is_own_function:
+    if algorithm.replay_buffer_size and rollout.max_staleness == 0:
+        yield (
+            f"replay_buffer_size={algorithm.replay_buffer_size} replays groups of earlier steps, which max_staleness=0 forbids; "
+            "leave one of them out"
+        )
+    if config.is_off_policy and not config.loss.is_own_function:
         yield from _uncorrected(config)
 
 
@@ -114,11 +119,14 @@ def _uncorrected(config: Config) -> Iterator[str]:
     rollout, loss = config.rollout, config.loss
     if loss.use_rho_correction and (loss.rho_clamp_upper_bound or loss.rho_mask_upper_bound):
         return
+    replays = config.algorithm.replay_buffer_size
     cause = f"async_steps={rollout.async_steps}"
     if not rollout.async_steps:
         cause = f"active_sampling_oversample={config.algorithm.active_sampling_oversample:g}"
     age = "a step" if config.max_age == 1 else f"up to {config.max_age} steps"
     needs = f"{cause} trains on tokens of policies {age} older, which needs a correction"
+    if replays:
+        needs = f"replay_buffer_size={replays} trains on tokens of older policies, which needs a correction"
     by_rho = "use_rho_correction=true with rho_clamp_upper_bound above 1 (2.0 is usual), which weighs each token"
     if not config.algorithm.use_vllm_logprobs:
         yield f"{needs}: {by_rho}, or use_vllm_logprobs=true, which compares the policy with the one that sampled"
@@ -315,6 +323,7 @@ RULES: tuple[Rule, ...] = (
         (
             "async_steps",
             "max_staleness",
+            "replay_buffer_size",
             "inflight_updates",
             "active_sampling",
             "active_sampling_oversample",
