@@ -105,6 +105,11 @@ def _asynchrony(config: Config) -> Iterator[str]:
             "inflight_updates=true needs completions that are under way when the weights change, and async_steps=0 has none; "
             "set async_steps to 1 or more"
         )
+    if algorithm.replay_buffer_size and rollout.max_staleness == 0:
+        yield (
+            f"replay_buffer_size={algorithm.replay_buffer_size} replays groups of earlier steps, which max_staleness=0 forbids; "
+            "leave one of them out"
+        )
 
 
 def _servers(config: Config) -> Iterator[str]:
@@ -298,6 +303,7 @@ RULES: tuple[Rule, ...] = (
         (
             "async_steps",
             "max_staleness",
+            "replay_buffer_size",
             "inflight_updates",
             "active_sampling",
             "active_sampling_oversample",

@@ -149,7 +149,8 @@ class Rollout:
     """Steps that generation may run ahead of training; 0: they take turns, and a run repeats to the bit."""
     max_staleness: Annotated[int | None, NOT_NEGATIVE, TRL] = None
     """A group is trained on at most this many steps after its sampling has begun; what would become older is waited for,
-    never dropped. None: the least that is possible, async_steps, with which steps take groups in the order of their prompts.
+    never dropped. None: the least that is possible, async_steps, with which steps take groups in the order of their prompts; then
+    replay_buffer_size has no limit of age.
     More: a step takes what has finished, so that the longest answers do not hold it up. Given alone, it makes async_steps half
     of it."""
     inflight_updates: Annotated[bool, OPEN_INSTRUCT] = False
@@ -210,6 +211,9 @@ class Algorithm:
     what it has."""
     active_sampling_oversample: Annotated[float, NOT_NEGATIVE] = 0.0
     """Prompts that are sampled in addition, as a share of a step's, so that groups left out are replaced at once."""
+    replay_buffer_size: Annotated[int, NOT_NEGATIVE, TRL] = 0
+    """Groups of earlier steps to keep, those whose rewards differ most, which take the place of groups left out; 0: none. Their
+    tokens are of older policies, for which the loss needs a correction; max_staleness limits their age."""
     no_resampling_pass_rate: Annotated[float | None, SHARE, OPEN_INSTRUCT] = None
     """A prompt whose mean reward reaches this share of the highest one is never sampled again; none: off."""
     mask_truncated_completions: Annotated[bool, OPEN_INSTRUCT, TRL] = False
@@ -471,6 +475,11 @@ class Config:
         least = self.rollout.async_steps + math.ceil(self.algorithm.active_sampling_oversample)
         # Where nothing begins before its step, nothing ages.
         return least if self.rollout.max_staleness is None or not least else self.rollout.max_staleness
+
+    @property
+    def is_off_policy(self) -> bool:
+        """Whether steps train on tokens of older policies."""
+        return self.max_age > 0 or self.algorithm.replay_buffer_size > 0
 
     @property
     def num_extra_groups(self) -> int:

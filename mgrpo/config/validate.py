@@ -233,9 +233,15 @@ def _loss_warnings(config: Config) -> Iterator[str]:
         yield f"aggregation=luspo is meant for ratio_level=sequence, got {own.ratio_level}"
     if config.rollout.num_samples_per_prompt_rollout == 1:
         yield "num_samples_per_prompt_rollout=1: the baseline is the mean of the batch, as in REINFORCE"
-    if own.is_own_function and config.max_age:
+    if own.is_own_function and config.is_off_policy:
+        replays = config.algorithm.replay_buffer_size
+        older = (
+            f"older policies (replay_buffer_size={replays})"
+            if replays
+            else f"policies up to {config.max_age} steps older"
+        )
         yield (
-            f"policy_loss={own.policy_loss} is trained on tokens of policies up to {config.max_age} steps older and has to "
+            f"policy_loss={own.policy_loss} is trained on tokens of {older} and has to "
             "correct for that itself; rollout_logprobs are those of the policy that sampled"
         )
     if own.is_own_function and config.engine.vllm_kv_cache_dtype != "auto":
@@ -283,8 +289,8 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("active_sampling_max_rounds", "active_sampling=true", lambda c: c.algorithm.active_sampling),
     (
         "max_staleness",
-        "async_steps above 0 (or active_sampling_oversample)",
-        lambda c: c.rollout.async_steps + c.algorithm.active_sampling_oversample > 0,
+        "async_steps above 0 (or active_sampling_oversample, or replay_buffer_size)",
+        lambda c: c.rollout.async_steps + c.algorithm.active_sampling_oversample + c.algorithm.replay_buffer_size > 0,
     ),
     ("inflight_kv", "inflight_updates=true", lambda c: c.rollout.inflight_updates),
     (

@@ -152,6 +152,7 @@ class Reporter:
                 scale=self.scale,
             ),
             **self._asynchrony(batch, clock),
+            **rollouts.replay_metrics,
             **rollouts.engine_metrics,
             **rollouts.reward_metrics,
             **learned.metrics,

@@ -217,6 +217,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("async/engine_idle_share", OWN, "share", "of time/total, the part for which no engine had anything to sample"),
         logged("time/drain", OWN, "s", "waiting until the engines are paused, before they receive weights; without inflight_updates they finish their completions first"),
     ),
+    "Replay buffer": (
+        logged("replay/groups", OWN, "count", "groups of earlier steps that the step trains on, in place of some of batch/filtered_prompts; metrics of rewards, lengths and versions are of the step's own groups"),
+        logged("replay/age_mean", OWN, "steps", "since their sampling began, mean over them"),
+        logged("replay/age_max", OWN, "steps", "the largest; at most max_staleness, if that is set"),
+        logged("replay/stored", OWN, "count", "groups in the buffer, of at most replay_buffer_size"),
+    ),
     "Loss": (
         logged("loss/policy_avg", OI, "1", "policy term per trained token"),
         alias("objective/loss", OLD, "loss/policy_avg"),
