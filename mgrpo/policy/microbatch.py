@@ -83,7 +83,7 @@ def _response_rows(pack: PackedBatch, documents: PackedDocuments, temperature: f
             backend.to_device(rows, np.int64),
             backend.to_device(targets, np.int64),
             temperature,
-            kept=_sets(pack.kept),
+            kept=_kept_sets(pack.kept),
         )
     local_tokens = documents.local_queries.tokens
     local_row = np.full(len(pack.tokens), -1)
@@ -96,11 +96,11 @@ def _response_rows(pack: PackedBatch, documents: PackedDocuments, temperature: f
         temperature,
         indices=backend.to_device(indices, np.int64),
         num_responses=len(rows),
-        kept=_sets(pack.kept and pack.kept.where(is_local)),
+        kept=_kept_sets(pack.kept and pack.kept.where(is_local)),
     )
 
 
-def _sets(kept: KeptTokens | None) -> KeptSets | None:
+def _kept_sets(kept: KeptTokens | None) -> KeptSets | None:
     if kept is None:
         return None
     return KeptSets(backend.to_device(kept.ids, np.int32), backend.to_device(kept.offsets, np.int32))

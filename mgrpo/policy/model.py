@@ -44,7 +44,7 @@ class ResponseRows:
     num_responses: int = 0
     """Number of responses of the whole pack; only with `indices`."""
     kept: ops.KeptSets | None = None
-    """The set of each local response, over which it is scored; None: over the whole vocabulary."""
+    """The tokens that each of the targets was sampled from; None: from the whole vocabulary."""
 
 
 class HeadOptions(TypedDict):
@@ -59,6 +59,7 @@ class HeadOptions(TypedDict):
 class ResponseModel(GPTModel):
     """GPTModel whose last stage returns log-probability and entropy of response tokens: `[2, responses]` float32.
 
+    Both are over the tokens that a response token was sampled from, where sampling cut the vocabulary.
     Context-parallel ranks, each of which holds some of the tokens, all return the values of all responses.
 
     Hidden rows are gathered before the LM head, so that prompts never reach the vocabulary, and the vocabulary shard is

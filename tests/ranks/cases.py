@@ -20,7 +20,7 @@ from mgrpo.layout import Layout
 from mgrpo.models.adapters import LoraShape, adapter_tensors
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of
 from mgrpo.models.table import Box
-from mgrpo.types import TrainSample
+from mgrpo.types import KeptTokens, TrainSample
 
 
 def forget_groups() -> None:
@@ -292,6 +292,24 @@ def random_samples(
         _with_turns(sample, rng.random(len(sample.tokens)) < (0.6 if number else 0.0))
         for number, sample in enumerate(samples[with_turns:])
     ]
+
+
+def with_sets(samples: list[TrainSample], vocab: int = 125) -> list[TrainSample]:
+    """The samples as if each token had been sampled from a set of 1 to 8; tokens that were not sampled have none."""
+    rng = np.random.default_rng(11)
+
+    def from_sets(sample: TrainSample) -> TrainSample:
+        sizes = rng.integers(1, 9, len(sample.tokens)).astype(np.int32) * sample.is_predicted
+        others = [rng.permutation(vocab).astype(np.int32) for _ in sizes]
+        ids = [
+            np.concatenate(([token], ids[ids != token]))[:size]
+            for token, ids, size in zip(sample.tokens, others, sizes, strict=True)
+        ]
+        logprobs = (rng.normal(0, 0.3, len(sizes)) - np.log(np.maximum(sizes, 1))).astype(np.float32)
+        kept = KeptTokens.of_sizes(np.concatenate(ids).astype(np.int32), sizes)
+        return replace(sample, kept=kept, rollout_logprobs=np.where(sizes > 0, logprobs, sample.rollout_logprobs))
+
+    return [from_sets(sample) for sample in samples]
 
 
 def _with_turns(sample: TrainSample, is_sampled: np.ndarray) -> TrainSample:
