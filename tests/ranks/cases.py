@@ -224,7 +224,7 @@ def send_weights(
 
     policy = make_sharded_policy(model_dir, layout)
     sender = Sender(
-        policy.boxes(),
+        policy.live_boxes(),
         holdings=policy.holdings(host_group()),
         model=policy.shape,
         train_layout=policy.layout,
