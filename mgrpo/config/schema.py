@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from mgrpo.config.adapter import Adapter
 from mgrpo.config.annotations import (
     BELOW_ONE,
     FINITE,
@@ -67,10 +68,12 @@ class Experiment:
 class Model:
     model_name_or_path: Annotated[str | None, OPEN_INSTRUCT] = None
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer files), or the output of mgrpo convert."""
-    model_dtype: Annotated[
-        Literal["bfloat16", "float32"], Reason("float16 needs loss scaling, which does not exist here"), OPEN_INSTRUCT
-    ] = "bfloat16"
-    """Type of weights and activations in training and in the engines; the optimizer always keeps float32."""
+    model_dtype: Annotated[Literal["bfloat16", "float16", "float32"], OPEN_INSTRUCT] = "bfloat16"
+    """Type of weights and activations in training and in the engines; the optimizer always keeps float32. In float16 trainer and
+    engine differ less than in bfloat16, numbers above 65504 overflow, and the loss is scaled (policy/loss_scale)."""
+    cast_lm_head_to_fp32: Annotated[bool, TRL] = False
+    """Compute logits in float32, in training and in the engines, from a head and its input in model_dtype: nearly removes the
+    head's share of their mismatch, and takes twice the memory for logits."""
 
     @property
     def path(self) -> str:
@@ -146,7 +149,8 @@ class Rollout:
     """Steps that generation may run ahead of training; 0: they take turns, and a run repeats to the bit."""
     max_staleness: Annotated[int | None, NOT_NEGATIVE, TRL] = None
     """A group is trained on at most this many steps after its sampling has begun; what would become older is waited for,
-    never dropped. None: the least that is possible, async_steps, with which steps take groups in the order of their prompts.
+    never dropped. None: the least that is possible, async_steps, with which steps take groups in the order of their prompts; then
+    replay_buffer_size has no limit of age.
     More: a step takes what has finished, so that the longest answers do not hold it up. Given alone, it makes async_steps half
     of it."""
     inflight_updates: Annotated[bool, OPEN_INSTRUCT] = False
@@ -207,6 +211,9 @@ class Algorithm:
     what it has."""
     active_sampling_oversample: Annotated[float, NOT_NEGATIVE] = 0.0
     """Prompts that are sampled in addition, as a share of a step's, so that groups left out are replaced at once."""
+    replay_buffer_size: Annotated[int, NOT_NEGATIVE, TRL] = 0
+    """Groups of earlier steps to keep, those whose rewards differ most, which take the place of groups left out; 0: none. Their
+    tokens are of older policies, for which the loss needs a correction; max_staleness limits their age."""
     no_resampling_pass_rate: Annotated[float | None, SHARE, OPEN_INSTRUCT] = None
     """A prompt whose mean reward reaches this share of the highest one is never sampled again; none: off."""
     mask_truncated_completions: Annotated[bool, OPEN_INSTRUCT, TRL] = False
@@ -351,6 +358,9 @@ class Engine:
     vllm_kv_cache_mb: Annotated[int, ONE_OR_MORE] = 64
     """KV cache of an engine's worker in MiB on CPU, and on GPU with vllm_mode=colocate; otherwise
     vllm_gpu_memory_utilization decides."""
+    vllm_kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head"] = "auto"
+    """Type of the engines' keys and values: auto: model_dtype; fp8 (fp8_e4m3) and fp8_e5m2: rounded to 8 bits without a scale;
+    fp8_per_token_head: on GPUs, with a scale for each token and head. All but auto need a correction, use_rho_correction."""
     vllm_max_num_seqs: Annotated[int, ONE_OR_MORE] = 256
     """Completions that an engine generates at once."""
     vllm_enforce_eager: Annotated[bool, OPEN_INSTRUCT] = False
@@ -401,6 +411,13 @@ class Checkpoint:
     """Steps between exports of the model in Hugging Face format; 0 or less: none before the end."""
     save_final: bool = True
     """Export the trained model at the end."""
+    load_best_model_at_end: Annotated[bool, TRL] = False
+    """Know which export had the best evaluation: hf/best leads to it, and the run's end names it as the model. Every export must be
+    evaluated: save_freq a multiple of local_eval_every."""
+    metric_for_best_model: Annotated[str, TRL] = "eval/scores"
+    """The metric of an evaluation that load_best_model_at_end compares; the earlier of equal ones is the best."""
+    greater_is_better: Annotated[bool, TRL] = True
+    """Whether the greatest value of metric_for_best_model is the best one; false: the least."""
     checkpoint_state_freq: Annotated[int, FINITE, OPEN_INSTRUCT] = -1
     """Steps between checkpoints of the training state, which a run can resume from in any layout; 0 or less: none."""
     checkpoint_state_dir: Annotated[str | None, OPEN_INSTRUCT] = None
@@ -424,6 +441,7 @@ class Config:
 
     experiment: Experiment = field(default_factory=Experiment)
     model: Model = field(default_factory=Model)
+    adapter: Adapter = field(default_factory=Adapter)
     data: Data = field(default_factory=Data)
     rollout: Rollout = field(default_factory=Rollout)
     reward: Reward = field(default_factory=Reward)
@@ -457,6 +475,11 @@ class Config:
         least = self.rollout.async_steps + math.ceil(self.algorithm.active_sampling_oversample)
         # Where nothing begins before its step, nothing ages.
         return least if self.rollout.max_staleness is None or not least else self.rollout.max_staleness
+
+    @property
+    def is_off_policy(self) -> bool:
+        """Whether steps train on tokens of older policies."""
+        return self.max_age > 0 or self.algorithm.replay_buffer_size > 0
 
     @property
     def num_extra_groups(self) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mgrpo.types import Branch, Completion, KeptTokens, Prompt, RolloutGroup, TrajectoryRecord, Turn
+from mgrpo.types import Branch, Completion, KeptTokens, Prompt, RolloutGroup, Score, ScoredGroup, TrajectoryRecord, Turn
 
 _ARRAYS = ("tokens", "logprobs", "policy_versions")
 
@@ -77,6 +78,18 @@ def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.
             for (a, b), (c, d), reason, own in zip(cuts, text_cuts, reasons, trajectories, strict=True)
         ),
     )
+
+
+def plain_scores(scored: ScoredGroup) -> list[list[Any]]:
+    """The scores of a group in JSON; what reward functions have recorded may be anything."""
+    return [
+        [score.reward, score.parts, json.loads(json.dumps(dict(score.extras), default=str))] for score in scored.scores
+    ]
+
+
+def read_scores(plain: Sequence[Sequence[Any]]) -> tuple[Score, ...]:
+    """The scores from `plain_scores`."""
+    return tuple(Score(reward=reward, parts=parts, extras=extras) for reward, parts, extras in plain)
 
 
 def _branches(completion: Completion) -> tuple[Branch, ...]:

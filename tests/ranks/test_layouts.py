@@ -201,6 +201,13 @@ def test_gradient_does_not_depend_on_the_chunked_head(run_ranks, models, truth, 
             np.testing.assert_allclose(grad, whole, atol=3e-6 * np.abs(whole).max() + 1e-8, err_msg=box.name)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "llama-tied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_does_not_depend_on_the_head_with_fp32_logits(run_ranks, models, truth, name, layout):
+    """It is not Megatron's layer, and has a reduction of its own: with fp32 weights the two must be equal."""
+    check(run(run_ranks, models, name, 2, LAYOUTS[layout], fp32_logits=True), truth[name])
+
+
 def test_gradient_does_not_depend_on_an_empty_rank(run_ranks, models):
     """With less data than ranks, a rank that holds nothing must neither hang nor change the gradient."""
     samples = SAMPLES[:1]

@@ -45,13 +45,38 @@ OWNED = {
     "max_logprobs": "use top_k",
     "return_sampling_mask": "with top_k an engine returns what it samples from as log-probabilities",
     "trust_remote_code": "code that comes with a model is never run",
-    "quantization": "the weight sync writes weights in model_dtype",
-    "load_format": "the weight sync needs vLLM's own loader",
+    **dict.fromkeys(
+        ("quantization", "quantization_config", "allow_deprecated_quantization"),
+        "the weight sync writes weights in model_dtype",
+    ),
+    **dict.fromkeys(
+        ("load_format", "model_loader_extra_config", "model_weights", "model_impl", "model_class_overrides"),
+        "the weight sync needs vLLM's own model and loader",
+    ),
+    **dict.fromkeys(
+        ("hf_config_path", "config_format", "disable_sliding_window", "runner", "convert"),
+        "the engine samples from the model that is trained",
+    ),
+    **dict.fromkeys(
+        ("cpu_offload_gb", "offload_group_size", "offload_backend"),
+        "the weight sync writes weights where the engine computes with them",
+    ),
+    **dict.fromkeys(
+        ("enable_expert_parallel", "enable_eplb", "enable_elastic_ep"),
+        "the workers of an engine share the matrices of every expert; use vllm_tensor_parallel_size",
+    ),
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr"), "Ray places the workers of an engine; use ray_address"),
+    "enable_lora": "the weight sync writes whole matrices",
+    "logits_processors": "the trainer's log-probabilities are those of the model's own logits",
+    "kv_cache_dtype": "use vllm_kv_cache_dtype",
+    "hf_overrides": "the trainer reads the model's config.json as it is; for head_dtype use cast_lm_head_to_fp32",
     "logprobs_mode": "the ratio of trainer to engine needs processed_logprobs",
     "distributed_executor_backend": "it follows from whether an engine fits on a node",
     "weight_transfer_config": "the weight sync is the trainer's",
+    "worker_cls": "the weight sync needs vLLM's own worker",
 }
 """Arguments of vLLM that vllm_extra_args cannot hold, and what to do instead."""
+CPU_INFO = Path("/proc/cpuinfo")
 WIDE_BYTES = 100 << 20
 """Of the weights of a model whose matrix products are worth more than one thread."""
 CONNECT_S = 5.0
@@ -97,7 +122,7 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
         if head_dim not in CPU_HEAD_DIMS and not has_servers:
             known = ", ".join(map(str, CPU_HEAD_DIMS))
             found.append(f"the model's head_dim={head_dim} is not served by vLLM on a CPU, which supports {known}")
-        return found
+        return found + ([] if has_servers else _cpu_cache_problems(settings.vllm_kv_cache_dtype, head_dim))
     needed, left = settings.vllm_num_engines * settings.vllm_tensor_parallel_size, len(gpus) - num_local_learners
     shares = settings.shares_gpus and num_local_learners > 0
     if starts_engines and str(config.reward.reward_model_gpu) in gpus:
@@ -119,6 +144,20 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
             "start fewer learners or engines"
         )
     return found
+
+
+def _cpu_cache_problems(dtype: str, head_dim: int) -> list[str]:
+    """Why vLLM's attention on this machine's CPU cannot keep keys and values in `dtype`."""
+    if dtype == "auto":
+        return []
+    reasons = []
+    if dtype == "fp8_per_token_head":
+        reasons.append("is for GPUs; on a CPU use fp8, fp8_e5m2 or auto")
+    if head_dim % 32:
+        reasons.append(f"needs a model with a head_dim of a multiple of 32 on a CPU, this one has {head_dim}; use auto")
+    if not {"avx512f", "amx_tile"} & set(CPU_INFO.read_text().split()):
+        reasons.append("needs a CPU with AVX-512 or AMX, which this machine's is not; use auto")
+    return [f"vllm_kv_cache_dtype={dtype} {reason}" for reason in reasons]
 
 
 def _sharing_problems(config: Config, workers: int, learners: int) -> list[str]:
@@ -207,6 +246,7 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         "max_model_len": config.max_model_length,
         "max_num_seqs": settings.vllm_max_num_seqs,
         "tensor_parallel_size": settings.vllm_tensor_parallel_size,
+        "kv_cache_dtype": settings.vllm_kv_cache_dtype,
         "enable_prefix_caching": settings.vllm_enable_prefix_caching,
         # The trainer's definition: log-softmax of the logits divided by the temperature.
         "logprobs_mode": "processed_logprobs",
@@ -214,6 +254,8 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         "disable_log_stats": True,
         "seed": 0,  # each sync seeds the sampler anew
     }
+    if config.model.cast_lm_head_to_fp32:
+        args["hf_overrides"] = {"head_dtype": "float32"}
     if rollout.is_cut:
         args["max_logprobs"] = num_logprobs(config)
     if reads_text:

@@ -97,6 +97,27 @@ RULES = [
         {"active_sampling": True, "filter_zero_std_samples": False},
         "active_sampling=true replaces the groups that filter_zero_std_samples leaves out, but that is false",
     ),
+    (
+        "cache",
+        {"vllm_kv_cache_dtype": "fp8", "use_rho_correction": False},
+        "vllm_kv_cache_dtype=fp8 samples from a policy with rounded keys and values, which needs a correction: use_rho_corr",
+    ),
+    (
+        "cache",
+        {"use_fp8_kv_cache": True, "truncated_importance_sampling_ratio_cap": 0},
+        "vllm_kv_cache_dtype=fp8 samples from a policy with rounded keys and values, which needs a correction",
+    ),
+    ("cache", RHO | {"vllm_kv_cache_dtype": "fp8", "rho_clamp_upper_bound": 0}, "which needs a correction"),
+    (
+        "cache",
+        {"vllm_kv_cache_dtype": "fp8_e5m2", "use_vllm_logprobs": True, "policy_loss": "reinforce"},
+        "a correction, and policy_loss=reinforce has no ratio to which use_vllm_logprobs=true could matter; use use_rho",
+    ),
+    (
+        "cache",
+        {"vllm_kv_cache_dtype": "fp8", "async_steps": 1, "use_rho_correction": False},
+        "a step older and vllm_kv_cache_dtype=fp8 samples from a policy with rounded keys and values, which needs a corr",
+    ),
     ("async", {"async_steps": 2}, "async_steps=2 trains on tokens of policies up to 2 steps older, which needs a corr"),
     (
         "async",
@@ -251,6 +272,11 @@ RULES = [
         "precision",
         {"use_precision_aware_optimizer": True, "zero_stage": 0},
         "use_precision_aware_optimizer=true needs a zero_stage of at least 1, got 0",
+    ),
+    (
+        "precision",
+        {"use_precision_aware_optimizer": True, "model_dtype": "float16"},
+        "use_precision_aware_optimizer=true cannot be combined with model_dtype=float16",
     ),
     (
         "precision",
@@ -433,11 +459,11 @@ def test_a_dataset_smaller_than_a_step_is_refused():
 
 def test_reading_and_judging_report_together(model):
     """A user would otherwise repair the flags first and meet the rules after."""
-    argv = f"--model_name_or_path {model} --dataset_mixer_list a 1.0 --use_peft --tempratur 1 --temperature x --beta -1"
+    argv = f"--model_name_or_path {model} --dataset_mixer_list a 1.0 --use_dora --tempratur 1 --temperature x --beta -1"
     config = parse([*argv.split(), "--tensor_model_parallel_size", "2"], defer=True)
     found = problems(config, world_size=1)
     assert [sentence.split(" ")[0] for sentence in found] == [
-        "unknown", "temperature", "use_peft=true", "beta=-0.1"[:4] + "=-1.0", "1",
+        "unknown", "temperature", "use_dora=true", "beta=-0.1"[:4] + "=-1.0", "1",
     ]  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         parse(argv.split())
