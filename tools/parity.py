@@ -6,7 +6,7 @@
 
 A layout is its axes joined by x (tp, pp, vpp, cp, ep, dp), then options joined by +: sp, zero0 to zero3, shard2 (HSDP),
 first1 / last1 (layers of the first or last stage), a2a, full / selective (recompute), chunked (LM head by columns),
-unpacked, packs512. Ranks that no axis names are data parallel.
+unpacked, packs512, kept (tokens sampled from sets). Ranks that no axis names are data parallel.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tests.tiny_models import save_tiny
 
 LOSS = {"beta": 0.05, "kl_estimator": 2, "clip_lower": 0.2, "clip_higher": 0.28}
 SAMPLES = cases.random_samples(seed=0, groups_of_turns=2)
+CUT_SAMPLES = cases.with_sets(SAMPLES)
 LOGPROB_LIMIT, LOSS_LIMIT, GRADIENT_LIMIT = 2e-5, 2e-6, 3e-5
 """Largest absolute difference of a logprob and of the loss, and of a gradient relative to its tensor's largest element."""
 
@@ -68,6 +69,11 @@ MATRIX: dict[str, tuple[str, ...]] = {
     "tp2+chunked": ("qwen2",),
     "tp2+zero2": ("qwen2",),
     "pp2+zero3": ("llama, tied",),
+    "dp2+kept": ("qwen2",),
+    "tp2+sp+kept": _DENSE,
+    "pp2+kept": ("qwen2",),
+    "cp2xtp2+kept": _DENSE,
+    "cp2xtp2+sp+chunked+kept": _DENSE,
     "tp4": ("qwen2",),
     "tp4+sp": ("qwen2",),
     "pp4": _DENSE,
@@ -119,6 +125,11 @@ class Case:
     layout: dict[str, Any]
     options: dict[str, Any]
 
+    @property
+    def reference(self) -> str:
+        """The case of one rank that has the same samples."""
+        return "dp1+kept" if "samples" in self.options else "dp1"
+
 
 def parse(name: str) -> Case:
     """A layout from its name; a ValueError names the part that is not understood."""
@@ -168,6 +179,8 @@ def parse(name: str) -> Case:
                 options |= {"share_prompts": False, "pack_length": 16}
             case "packs":
                 options["pack_length"] = number
+            case "kept":
+                options["samples"] = CUT_SAMPLES
             case _:
                 raise ValueError(f"{name}: {mark!r} is not an option")
     return Case(name, model * data, layout, options | {"settings": settings})
@@ -293,10 +306,10 @@ def main() -> int:
                 continue
             folder = save_tiny(Path(scratch), **arguments)
             shapes = hf_tensors(shape_of(read_hf_config(folder)))
-            reference = run(pools, parse("dp1"), folder, shapes)
+            references = {name: run(pools, parse(name), folder, shapes) for name in {c.reference for c in chosen}}
             for case in chosen:
                 try:
-                    result: Difference | str = compare(run(pools, case, folder, shapes), reference)
+                    result: Difference | str = compare(run(pools, case, folder, shapes), references[case.reference])
                 except (AssertionError, ValueError, OSError, EOFError) as err:
                     result = str(err).strip().splitlines()[-1][:160]
                 rows.append((case.name, model, case.ranks, result))

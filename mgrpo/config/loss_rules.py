@@ -65,6 +65,8 @@ def _uncorrected(config: Config) -> Iterator[str]:
             cause = f"active_sampling_oversample={config.algorithm.active_sampling_oversample:g}"
         age = "a step" if config.max_age == 1 else f"up to {config.max_age} steps"
         causes.append(f"{cause} trains on tokens of policies {age} older")
+    if replays := config.algorithm.replay_buffer_size:
+        causes.append(f"replay_buffer_size={replays} trains on tokens of older policies")
     if config.engine.vllm_kv_cache_dtype != "auto":
         dtype = config.engine.vllm_kv_cache_dtype
         causes.append(f"vllm_kv_cache_dtype={dtype} samples from a policy with rounded keys and values")
@@ -118,6 +120,16 @@ def _groups(config: Config) -> Iterator[str]:
         yield (
             "active_sampling=true replaces the groups that filter_zero_std_samples leaves out, but that is false; "
             "set both to true or both to false"
+        )
+    if own.replay_buffer_size and not own.filter_zero_std_samples:
+        yield (
+            f"replay_buffer_size={own.replay_buffer_size} replaces the groups that filter_zero_std_samples leaves out, but that is "
+            "false; set it to true, or replay_buffer_size to 0"
+        )
+    if own.replay_buffer_size and own.active_sampling:
+        yield (
+            f"replay_buffer_size={own.replay_buffer_size} and active_sampling=true both replace the groups left out, one by old "
+            "groups and one by new ones; turn one of them off"
         )
     if rollout.num_samples_per_prompt_rollout > 1:
         return
@@ -179,6 +191,7 @@ LOSS_RULES: tuple[Rule, ...] = (
             "max_staleness",
             "active_sampling",
             "active_sampling_oversample",
+            "replay_buffer_size",
             "vllm_kv_cache_dtype",
             "use_vllm_logprobs",
             "use_rho_correction",
@@ -205,6 +218,7 @@ LOSS_RULES: tuple[Rule, ...] = (
         (
             "active_sampling",
             "filter_zero_std_samples",
+            "replay_buffer_size",
             "num_samples_per_prompt_rollout",
             "num_unique_prompts_rollout",
         ),

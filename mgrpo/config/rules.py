@@ -105,6 +105,11 @@ def _asynchrony(config: Config) -> Iterator[str]:
             "inflight_updates=true needs completions that are under way when the weights change, and async_steps=0 has none; "
             "set async_steps to 1 or more"
         )
+    if algorithm.replay_buffer_size and rollout.max_staleness == 0:
+        yield (
+            f"replay_buffer_size={algorithm.replay_buffer_size} replays groups of earlier steps, which max_staleness=0 forbids; "
+            "leave one of them out"
+        )
 
 
 def _servers(config: Config) -> Iterator[str]:
@@ -168,6 +173,11 @@ def _optimizer_memory(config: Config) -> Iterator[str]:
             )
     if is_precision_aware and stage == 0:
         yield "use_precision_aware_optimizer=true needs a zero_stage of at least 1, got 0"
+    if is_precision_aware and config.model.model_dtype == "float16":
+        yield (
+            "use_precision_aware_optimizer=true cannot be combined with model_dtype=float16, whose scaled gradients it keeps "
+            "where the loss scale does not reach them; use bfloat16, or leave it out"
+        )
     if is_precision_aware and config.parallel.optimizer_cpu_offload:
         yield (
             "use_precision_aware_optimizer=true cannot be combined with optimizer_cpu_offload=true, whose optimizer keeps "
@@ -293,6 +303,7 @@ RULES: tuple[Rule, ...] = (
         (
             "async_steps",
             "max_staleness",
+            "replay_buffer_size",
             "inflight_updates",
             "active_sampling",
             "active_sampling_oversample",
@@ -316,7 +327,13 @@ RULES: tuple[Rule, ...] = (
         _routing_replay,
     ),
     (
-        ("zero_stage", "optimizer_cpu_offload", "use_precision_aware_optimizer", "checkpoint_state_freq"),
+        (
+            "zero_stage",
+            "optimizer_cpu_offload",
+            "use_precision_aware_optimizer",
+            "checkpoint_state_freq",
+            "model_dtype",
+        ),
         _optimizer_memory,
     ),
     (("shared_prompt_packing", "context_parallel_size"), _shared_prompts),

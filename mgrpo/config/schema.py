@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from mgrpo.config.adapter import Adapter
 from mgrpo.config.annotations import (
     BELOW_ONE,
     FINITE,
@@ -22,6 +23,7 @@ from mgrpo.config.annotations import (
     POSITIVE,
     SHARE,
     TRL,
+    UP_TO_ONE,
     JSONObject,
     Range,
     Reason,
@@ -66,10 +68,9 @@ class Experiment:
 class Model:
     model_name_or_path: Annotated[str | None, OPEN_INSTRUCT] = None
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer files), or the output of mgrpo convert."""
-    model_dtype: Annotated[
-        Literal["bfloat16", "float32"], Reason("float16 needs loss scaling, which does not exist here"), OPEN_INSTRUCT
-    ] = "bfloat16"
-    """Type of weights and activations in training and in the engines; the optimizer always keeps float32."""
+    model_dtype: Annotated[Literal["bfloat16", "float16", "float32"], OPEN_INSTRUCT] = "bfloat16"
+    """Type of weights and activations in training and in the engines; the optimizer always keeps float32. In float16 trainer and
+    engine differ less than in bfloat16, numbers above 65504 overflow, and the loss is scaled (policy/loss_scale)."""
     cast_lm_head_to_fp32: Annotated[bool, TRL] = False
     """Compute logits in float32, in training and in the engines, from a head and its input in model_dtype: nearly removes the
     head's share of their mismatch, and takes twice the memory for logits."""
@@ -121,6 +122,10 @@ class Data:
     """Threads that tokenize; 0: one per core."""
 
 
+MOST_KEPT = 64
+"""Tokens that may be left to sample from, where the sampling is cut: each travels to the trainer with its token."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     num_unique_prompts_rollout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 16
@@ -131,11 +136,21 @@ class Rollout:
     """Maximum tokens of a completion."""
     temperature: Annotated[float, POSITIVE, Reason("the training logits are divided by it"), OPEN_INSTRUCT, TRL] = 1.0
     """Sampling temperature, also the divisor of the training logits."""
+    top_k: Annotated[int, NOT_NEGATIVE, TRL] = 0
+    """Sample from this many of the likeliest tokens; 0: from all. The trainer then computes with the same tokens that the
+    engine had left (docs/algorithms.md); at most 64, and all other cuts need it."""
+    top_p: Annotated[float, SHARE, TRL] = 1.0
+    """Sample from the likeliest tokens whose probabilities add up to this; below 1 with top_k."""
+    min_p: Annotated[float, UP_TO_ONE, TRL] = 0.0
+    """Sample from tokens that are at least this share as likely as the likeliest; above 0 with top_k."""
+    vllm_guided_decoding_regex: Annotated[str | None, TRL] = None
+    """Sample only what can become a text that this regular expression matches, turn by turn; with top_k."""
     async_steps: Annotated[int, NOT_NEGATIVE, OPEN_INSTRUCT] = 0
     """Steps that generation may run ahead of training; 0: they take turns, and a run repeats to the bit."""
     max_staleness: Annotated[int | None, NOT_NEGATIVE, TRL] = None
     """A group is trained on at most this many steps after its sampling has begun; what would become older is waited for,
-    never dropped. None: the least that is possible, async_steps, with which steps take groups in the order of their prompts.
+    never dropped. None: the least that is possible, async_steps, with which steps take groups in the order of their prompts; then
+    replay_buffer_size has no limit of age.
     More: a step takes what has finished, so that the longest answers do not hold it up. Given alone, it makes async_steps half
     of it."""
     inflight_updates: Annotated[bool, OPEN_INSTRUCT] = False
@@ -159,6 +174,11 @@ class Rollout:
     """Folder for completions; none: output_dir/rollouts."""
     rollout_timeout: Annotated[int, ONE_OR_MORE] = 3600
     """Seconds that a step, an evaluation or a pause of the engines may wait for completions before the run ends with an error."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether training samples from a part of the vocabulary; `top_k` bounds it then."""
+        return self.top_k > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +211,9 @@ class Algorithm:
     what it has."""
     active_sampling_oversample: Annotated[float, NOT_NEGATIVE] = 0.0
     """Prompts that are sampled in addition, as a share of a step's, so that groups left out are replaced at once."""
+    replay_buffer_size: Annotated[int, NOT_NEGATIVE, TRL] = 0
+    """Groups of earlier steps to keep, those whose rewards differ most, which take the place of groups left out; 0: none. Their
+    tokens are of older policies, for which the loss needs a correction; max_staleness limits their age."""
     no_resampling_pass_rate: Annotated[float | None, SHARE, OPEN_INSTRUCT] = None
     """A prompt whose mean reward reaches this share of the highest one is never sampled again; none: off."""
     mask_truncated_completions: Annotated[bool, OPEN_INSTRUCT, TRL] = False
@@ -388,6 +411,13 @@ class Checkpoint:
     """Steps between exports of the model in Hugging Face format; 0 or less: none before the end."""
     save_final: bool = True
     """Export the trained model at the end."""
+    load_best_model_at_end: Annotated[bool, TRL] = False
+    """Know which export had the best evaluation: hf/best leads to it, and the run's end names it as the model. Every export must be
+    evaluated: save_freq a multiple of local_eval_every."""
+    metric_for_best_model: Annotated[str, TRL] = "eval/scores"
+    """The metric of an evaluation that load_best_model_at_end compares; the earlier of equal ones is the best."""
+    greater_is_better: Annotated[bool, TRL] = True
+    """Whether the greatest value of metric_for_best_model is the best one; false: the least."""
     checkpoint_state_freq: Annotated[int, FINITE, OPEN_INSTRUCT] = -1
     """Steps between checkpoints of the training state, which a run can resume from in any layout; 0 or less: none."""
     checkpoint_state_dir: Annotated[str | None, OPEN_INSTRUCT] = None
@@ -411,6 +441,7 @@ class Config:
 
     experiment: Experiment = field(default_factory=Experiment)
     model: Model = field(default_factory=Model)
+    adapter: Adapter = field(default_factory=Adapter)
     data: Data = field(default_factory=Data)
     rollout: Rollout = field(default_factory=Rollout)
     reward: Reward = field(default_factory=Reward)
@@ -444,6 +475,11 @@ class Config:
         least = self.rollout.async_steps + math.ceil(self.algorithm.active_sampling_oversample)
         # Where nothing begins before its step, nothing ages.
         return least if self.rollout.max_staleness is None or not least else self.rollout.max_staleness
+
+    @property
+    def is_off_policy(self) -> bool:
+        """Whether steps train on tokens of older policies."""
+        return self.max_age > 0 or self.algorithm.replay_buffer_size > 0
 
     @property
     def num_extra_groups(self) -> int:

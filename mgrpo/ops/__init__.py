@@ -3,6 +3,7 @@
 Imports torch, and nothing from the rest of the project. Life of an op: csrc/README.md.
 """
 
+from mgrpo.ops.kept import KeptSets
 from mgrpo.ops.library import build_info
 from mgrpo.ops.linear import linear_logits, linear_logprobs
 from mgrpo.ops.logprobs import token_logprobs
@@ -12,6 +13,7 @@ from mgrpo.ops.settings import COLUMNS, LossSettings, SurrogateFunction
 
 __all__ = [
     "COLUMNS",
+    "KeptSets",
     "LossSettings",
     "SurrogateFunction",
     "build_info",

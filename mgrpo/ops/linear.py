@@ -13,16 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mgrpo.ops.head import DTYPES, check_index, check_index_values, describe, gather, inverse_temperature, op_cotangents
+from mgrpo.ops.kept import KeptSets, check_kept, check_kept_values, kept_logprobs, picked_dots
 from mgrpo.ops.library import ops_for
-from mgrpo.ops.logprobs import (
-    DTYPES,
-    _check_index,
-    _check_index_values,
-    _cotangents,
-    _describe,
-    _gather,
-    _inverse_temperature,
-)
 from mgrpo.ops.products import head_gradients, product
 
 GRADIENT_COLUMNS = 16384
@@ -41,6 +34,7 @@ def linear_logprobs(
     with_entropy: bool = False,
     logits_chunk: int,
     fp32_logits: bool = False,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`token_logprobs(hidden @ weight.T, targets)` that computes `logits_chunk` columns of the logits at a time.
 
@@ -64,6 +58,8 @@ def linear_logprobs(
         logits_chunk: at least 1. Results depend on it by rounding only; it may differ between the ranks of `group`.
         fp32_logits: as `linear_logits(..., dtype=torch.float32)`. A chunk of bf16 operands then takes three times the
             memory: itself, and its gradient in their type.
+        kept: the set of tokens that each target was sampled from, see `token_logprobs`. Then only these logits are
+            computed, each a dot product, and nothing in chunks: memory is that of the sets.
     Returns:
         Logprobs `[n]` and entropy `[n]` or None, fp32, bitwise equal on all ranks of `group`. Collective over `group`:
         one all-gather of 16 bytes per token, and in backward one all-reduce of hidden's gradient in fp32, which is then
@@ -76,18 +72,28 @@ def linear_logprobs(
         raise ValueError(
             f"logits_chunk={logits_chunk}, expected at least 1 column; for all columns at once use token_logprobs"
         )
-    _check_index("targets", targets, hidden.shape[0], hidden)
+    check_index("targets", targets, hidden.shape[0], hidden)
+    if kept is not None:
+        check_kept(kept, targets)
     holds_vocabulary = group is None or group.size() == 1
     if holds_vocabulary and not torch.compiler.is_compiling() and hidden.device.type == "cpu":
-        _check_index_values(hidden, targets, None, (vocab_start, vocab_start + valid_cols))
+        vocab_range = (vocab_start, vocab_start + valid_cols)
+        check_index_values(hidden, targets, None, vocab_range)
+        if kept is not None:
+            check_kept_values(kept, targets, vocab_range)
+    inv_temp = inverse_temperature(temperature, hidden.shape[0], hidden)
+    group = None if holds_vocabulary else group
+    if kept is not None:
+        values = picked_dots(hidden, weight, kept, vocab_start=vocab_start, valid_cols=valid_cols, group=group)
+        return kept_logprobs(values, kept, targets, inv_temp, group, with_entropy)
     return _LinearLogprobs.apply(
         hidden,
         weight,
         targets.contiguous(),
-        _inverse_temperature(temperature, hidden.shape[0], hidden),
+        inv_temp,
         vocab_start,
         valid_cols,
-        None if holds_vocabulary else group,
+        group,
         with_entropy,
         logits_chunk,
         torch.promote_types(hidden.dtype, torch.float32) if fp32_logits else hidden.dtype,
@@ -117,7 +123,7 @@ class _LinearLogprobs(torch.autograd.Function):
             for columns, logits in _chunks(hidden, weight, valid_cols, logits_chunk, logits_dtype)
         ]
         _, _, own = ops.logprob_merge(torch.stack(parts), inv_temp)
-        logprobs, entropy, merged = ops.logprob_merge(_gather(own, group), inv_temp)
+        logprobs, entropy, merged = ops.logprob_merge(gather(own, group), inv_temp)
         ctx.save_for_backward(hidden, weight, targets, inv_temp, merged)
         ctx.vocab_start, ctx.valid_cols, ctx.group = vocab_start, valid_cols, group
         ctx.logits_chunk, ctx.logits_dtype = logits_chunk, logits_dtype
@@ -132,7 +138,7 @@ class _LinearLogprobs(torch.autograd.Function):
             return (None,) * 10
         hidden, weight, targets, inv_temp, merged = ctx.saved_tensors
         ops = ops_for(hidden)
-        cotangents = _cotangents(g_logprobs, g_entropy, merged)
+        cotangents = op_cotangents(g_logprobs, g_entropy, merged)
 
         def gradients() -> Iterator[tuple[slice, Tensor]]:
             for columns, logits in _chunks(hidden, weight, ctx.valid_cols, ctx.logits_chunk, ctx.logits_dtype):
@@ -205,15 +211,15 @@ def _chunks(
 def _check_operands(hidden: Tensor, weight: Tensor, valid_cols: int) -> None:
     if hidden.dim() != 2:
         raise ValueError(
-            f"hidden is {_describe(hidden)}, expected [n, hidden]; flatten the token dimensions first, "
+            f"hidden is {describe(hidden)}, expected [n, hidden]; flatten the token dimensions first, "
             f"hidden.reshape(-1, hidden.shape[-1])"
         )
     if hidden.dtype not in (*DTYPES, torch.float64):
         raise ValueError(f"hidden is {hidden.dtype}, expected one of {', '.join(map(str, DTYPES))}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype:
         raise ValueError(
-            f"weight is {_describe(weight)}, expected [vocab/tp, {hidden.shape[1]}] {hidden.dtype}, as hidden is "
-            f"{_describe(hidden)}"
+            f"weight is {describe(weight)}, expected [vocab/tp, {hidden.shape[1]}] {hidden.dtype}, as hidden is "
+            f"{describe(hidden)}"
         )
     if weight.device != hidden.device:
         raise ValueError(f"weight is on {weight.device}, hidden is on {hidden.device}; move one of them")

@@ -141,7 +141,12 @@ def planned_traffic(plan: RunPlan, found: dict[str, Any]) -> Traffic:
         plan.shape, layout, settings, passed, stage=stage, logits_chunk=plan.logits_chunk
     )
     update = data_traffic(
-        plan.shape, layout, stage=stage, dtype_bytes=plan.dtype_bytes, num_micro_batches=found["packs"]
+        plan.shape,
+        layout,
+        stage=stage,
+        dtype_bytes=plan.dtype_bytes,
+        num_micro_batches=found["packs"],
+        lora=config.adapter.lora,
     )
     scoring = forward * (passes.reference + passes.old)
     return training * passes.train + scoring + update * passes.optimizer_steps

@@ -43,6 +43,8 @@ class ResponseRows:
     """`[local responses]` int64: which of the pack's responses these are; None: all of them, in order."""
     num_responses: int = 0
     """Number of responses of the whole pack; only with `indices`."""
+    kept: ops.KeptSets | None = None
+    """The tokens that each of the targets was sampled from; None: from the whole vocabulary."""
 
 
 class HeadOptions(TypedDict):
@@ -57,6 +59,7 @@ class HeadOptions(TypedDict):
 class ResponseModel(GPTModel):
     """GPTModel whose last stage returns log-probability and entropy of response tokens: `[2, responses]` float32.
 
+    Both are over the tokens that a response token was sampled from, where sampling cut the vocabulary.
     Context-parallel ranks, each of which holds some of the tokens, all return the values of all responses.
 
     Hidden rows are gathered before the LM head, so that prompts never reach the vocabulary, and the vocabulary shard is
@@ -115,6 +118,10 @@ class ResponseModel(GPTModel):
         embeddings, *rest = super()._preprocess(*args, **kwargs)
         if self.embedding_scale != 1 and embeddings is not None:
             embeddings = embeddings * self.embedding_scale
+        if embeddings is not None and torch.is_grad_enabled():
+            # They want none of themselves where only adapters are trained, and Megatron's recomputation makes gradients only
+            # if its input wants one.
+            embeddings.requires_grad_()
         return embeddings, *rest
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
@@ -141,6 +148,7 @@ class ResponseModel(GPTModel):
             "valid_cols": self.valid_cols,
             "group": parallel_state.get_tensor_model_parallel_group(),
             "with_entropy": has_gradient or self.scores_entropy,
+            "kept": response.kept,
         }
         own_weight = head.weight if weight is None else weight
         if self.logits_chunk:

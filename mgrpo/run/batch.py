@@ -67,7 +67,7 @@ def make_batch(
     """
     algorithm, parallel = config.algorithm, config.parallel
     samples = train_samples(
-        rollouts.groups,
+        [*rollouts.groups, *rollouts.replayed],
         dropped=rollouts.dropped,
         normalization=algorithm.advantage_normalization_type,
         ddof=algorithm.advantage_ddof,
@@ -76,7 +76,7 @@ def make_batch(
         mask_truncated=algorithm.mask_truncated_completions,
         mask_tool_use=config.tools.mask_tool_use,
         turn_credit=turn_credit(config),
-        policy_version=policy_version if config.max_age else None,
+        policy_version=policy_version if config.is_off_policy else None,
     )
     share_prompts = parallel.shared_prompt_packing
     if share_prompts == "auto" and not shared_prompts_pay():

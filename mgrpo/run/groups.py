@@ -6,7 +6,6 @@ Pure bookkeeping for one thread; `rollout.stream` has the rule that it follows.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,9 @@ from mgrpo.config import Config
 from mgrpo.data.sampler import Sampler
 from mgrpo.rollout.collect import seed_of
 from mgrpo.rollout.stream import Stream
-from mgrpo.run.saved_rollouts import packed, unpacked
-from mgrpo.types import Prompt, PromptId, RewardContext, RewardScale, RolloutGroup, Score, ScoredGroup
+from mgrpo.run.replay import ReplayBuffer
+from mgrpo.run.saved_rollouts import packed, plain_scores, read_scores, unpacked
+from mgrpo.types import Prompt, PromptId, RewardContext, RewardScale, RolloutGroup, ScoredGroup
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -98,6 +98,9 @@ class Groups:
         """Since the last step was taken."""
         self.num_reported = 0
         """Of those admitted, when `choose` found a step."""
+        self.buffer = ReplayBuffer(
+            algorithm.replay_buffer_size, bound=rollout.max_staleness, seed=config.experiment.seed
+        )
         self.before = self._state()
 
     @property
@@ -185,13 +188,19 @@ class Groups:
             return None
         self.chosen = self.returned | {number: self.out[number] for number in numbers}
         self.num_reported = self.num_admitted
+        num_dropped = sum(group.prompt is not None and not group.is_kept for group in self.chosen.values())
+        self.buffer.draw(num_dropped, steps=self.stream.steps)
         return [group for _, group in sorted(self.chosen.items())]
 
     def take(self) -> list[Group]:
         """The step has been given what `choose` gave, which is returned."""
         chosen = [group for _, group in sorted(self.chosen.items())]
         taken = self.out.keys() & self.chosen
+        kept = [
+            (own.scored, self.stream.born[n]) for n, own in sorted(self.chosen.items()) if own.is_kept and own.scored
+        ]
         self.stream.take(taken)
+        self.buffer.add(kept, steps=self.stream.steps)
         for number in taken:
             del self.out[number]
         self.returned = {number: group for number, group in self.returned.items() if number not in self.chosen}
@@ -206,7 +215,8 @@ class Groups:
 
         Where sampling and training take turns, the state before the step that is under way, which is sampled again as a whole.
         """
-        return self.before if self.takes_turns else self._state()
+        # The buffer changes only when a step is taken, as `before` does.
+        return self.buffer.add_to(self.before if self.takes_turns else self._state())
 
     def _state(self) -> dict[str, Any]:
         kept = {number: group for number, group in self.out.items() if self._lasts(number)}
@@ -227,7 +237,7 @@ class Groups:
                     "cohort": group.cohort.numbers[0],
                     "step": group.cohort.context.step,
                     "sampled": records.get(number),
-                    "scores": group.scored and [_plain(score) for score in group.scored.scores],
+                    "scores": group.scored and plain_scores(group.scored),
                     "is_kept": group.is_kept,
                     "excludes": group.excludes,
                 }
@@ -265,6 +275,7 @@ class Groups:
         cohorts: dict[int, Cohort] = {}
         for record in kept:
             self._restore(record, state["rollouts"], cohorts)
+        self.buffer.load_state_dict(state, self.prompt, self.config.rollout.num_samples_per_prompt_rollout)
         self.before = self._state()
         unscored: dict[int, Unscored] = {}
         for number, group in self.out.items():
@@ -290,12 +301,6 @@ class Groups:
             return
         group.sampled = unpacked(group.prompt, record["sampled"], arrays)
         if record["scores"] is not None:
-            scores = tuple(Score(reward=r, parts=parts, extras=extras) for r, parts, extras in record["scores"])
-            group.scored = ScoredGroup(group=group.sampled, scores=scores)
+            group.scored = ScoredGroup(group=group.sampled, scores=read_scores(record["scores"]))
             group.is_kept, group.excludes = record["is_kept"], record["excludes"]
             self.stream.finish(number)
-
-
-def _plain(score: Score) -> list[Any]:
-    """In JSON; what reward functions have recorded may be anything."""
-    return [score.reward, score.parts, json.loads(json.dumps(dict(score.extras), default=str))]

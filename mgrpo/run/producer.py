@@ -31,6 +31,10 @@ class Rollouts:
     """To train on."""
     dropped: list[ScoredGroup]
     """Sampled, but not worth training on."""
+    replayed: Sequence[ScoredGroup] = ()
+    """Of earlier steps, to train on in place of dropped ones."""
+    replay_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the replay buffer, if there is one."""
     generate_s: float = 0.0
     """Seconds for which the learners waited for engines."""
     score_s: float = 0.0
@@ -204,6 +208,8 @@ class Producer:
         return Rollouts(
             groups=[group for group, is_kept in scored if is_kept],
             dropped=[group for group, is_kept in scored if not is_kept],
+            replayed=[stored.scored for stored in self.groups.buffer.drawn],
+            replay_metrics=self.groups.buffer.metrics(),
             generate_s=generate_s,
             score_s=time.perf_counter() - self.asked_at - generate_s,
             engine_s=self.busy.seconds,

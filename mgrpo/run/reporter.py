@@ -10,10 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mgrpo.checkpoint.folder import abandon, lies_in
 from mgrpo.checkpoint.space import free_bytes, words
 from mgrpo.config import Config, to_yaml
 from mgrpo.config.derived import state_root
+from mgrpo.run.best import BestExport
 from mgrpo.telemetry.alerts import Watch
 from mgrpo.telemetry.batch import batch_metrics, staleness
 from mgrpo.telemetry.evaluation import correctness, evaluation_metrics
@@ -27,6 +30,7 @@ from mgrpo.types import RewardScale
 if TYPE_CHECKING:
     from mgrpo.run.batch import Batch
     from mgrpo.run.evaluator import Evaluation
+    from mgrpo.run.lead import Lead
     from mgrpo.run.learner import Learned
     from mgrpo.run.throughput import Throughput
 
@@ -92,6 +96,9 @@ class Reporter:
                 config.experiment.run_name,
                 resumed_after=resumed_after,
             )
+        self.best = BestExport(
+            self.output_dir / "hf", config.checkpoint, resumed=continued["head"].get("best") if continued else None
+        )
         self.samples = TrainSamples(
             self.output_dir / "rollouts", config.num_training_steps, resumed_after=resumed_after
         )
@@ -145,6 +152,7 @@ class Reporter:
                 scale=self.scale,
             ),
             **self._asynchrony(batch, clock),
+            **rollouts.replay_metrics,
             **rollouts.engine_metrics,
             **rollouts.reward_metrics,
             **learned.metrics,
@@ -153,6 +161,7 @@ class Reporter:
             "lr": learned.learning_rate,
             "optim/steps": len(results),
             "optim/skipped_steps": sum(not result.is_finite for result in results),
+            **({"policy/loss_scale": scale} if (scale := results and results[-1].loss_scale) else {}),
             "sync/bytes": sync_bytes,
             "time/learner_tokens_per_second_step": batch.lengths.responses / total,
             "time/generate": rollouts.generate_s,
@@ -219,7 +228,18 @@ class Reporter:
         self.write_report()
         if when:
             self.progress.evaluation(metrics, when=when, seconds=evaluation.total_s, before=before)
+        self.best.evaluate(step, metrics)
         return metrics
+
+    def exported(self, step: int) -> None:
+        """The model of training step `step`, which was evaluated if that was due, has been written."""
+        with self._writing():
+            self.best.export(step)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best export; None without `load_best_model_at_end`, or while there is none."""
+        return self.best.best.step if self.best.best else None
 
     def write_report(self) -> None:
         """Bring report.html up to date; a failed report must not end the run."""
@@ -237,10 +257,14 @@ class Reporter:
         with self._writing():
             self.writer.close()
         self.progress.finish(before=before or None, after=after or None)
+        if self.best.best:
+            self.say(f"best export: {self.best.best}")
+        elif self.config.checkpoint.load_best_model_at_end:
+            self.say(f"no export is the best one: {self.config.checkpoint.metric_for_best_model} was never a number")
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the files are, in JSON."""
-        return {"num_lines": self.writer.num_lines}
+        """How far the files are, and the best export, in JSON."""
+        return {"num_lines": self.writer.num_lines, "best": self.best.state_dict()}
 
     def close(self) -> None:
         """Close the files with a last report, however the run ended, and give the terminal back."""
@@ -248,6 +272,11 @@ class Reporter:
         with self._writing():
             self.writer.close()
         self.write_report()
+
+
+def shared_best(lead: Lead, reporter: Reporter | SilentReporter) -> int | None:
+    """Rank 0's `best_step`, on every rank. Collective."""
+    return int(lead.share(lambda: {"step": np.array([reporter.best_step or 0])})["step"][0]) or None
 
 
 class SilentReporter:
@@ -275,6 +304,14 @@ class SilentReporter:
     ) -> dict[str, float]:
         """No metrics."""
         return {}
+
+    def exported(self, step: int) -> None:
+        """Nothing."""
+
+    @property
+    def best_step(self) -> int | None:
+        """Rank 0 knows it."""
+        return None
 
     def finish(self, *, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """Nothing."""

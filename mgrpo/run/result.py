@@ -23,6 +23,8 @@ class TrainResult:
     """The same after training."""
     exported: Path | None
     """Folder of the trained model in Hugging Face format."""
+    best: Path | None = None
+    """With `load_best_model_at_end`: the export with the best evaluation."""
     has_trained: bool = True
     """Whether any step had a gradient; also true of a run that had no step to do."""
 
@@ -38,11 +40,13 @@ class TrainResult:
             f"metrics  {out / 'metrics.jsonl'} and {out / 'tensorboard'}",
             f"samples  {out / 'rollouts'}",
         ]
-        if self.exported is None:
+        model = self.best or self.exported
+        if model is None:
             return lines
+        last = [f"last     {self.exported}"] if self.exported not in (None, model) else []
         held_out = "" if has_held_out else " --dataset_mixer_eval_list HELDOUT.jsonl 1.0"
-        command = f"mgrpo eval --config {quote(f'{out}/config.yaml')} --model_name_or_path {quote(str(self.exported))}"
-        return [*lines, f"model    {self.exported}", f"evaluate it again: {command}{held_out}"]
+        command = f"mgrpo eval --config {quote(f'{out}/config.yaml')} --model_name_or_path {quote(str(model))}"
+        return [*lines, f"model    {model}", *last, f"evaluate it again: {command}{held_out}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

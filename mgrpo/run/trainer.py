@@ -28,7 +28,7 @@ from mgrpo.run.health import Health
 from mgrpo.run.lead import Lead, Stopped
 from mgrpo.run.learner import Learner
 from mgrpo.run.profile import Profiler
-from mgrpo.run.reporter import Clock, Reporter, SilentReporter
+from mgrpo.run.reporter import Clock, Reporter, SilentReporter, shared_best
 from mgrpo.run.result import TrainResult
 from mgrpo.run.resume import States
 from mgrpo.run.schedule import evaluates_after, is_due
@@ -107,6 +107,7 @@ class Trainer:
         after = self.evaluate("after training")
         exported = self.export() if self.config.checkpoint.save_final else None
         self.states.wait()
+        best = shared_best(self.lead, self.reporter)
         self.reporter.finish(before=self.before, after=after)
         return TrainResult(
             output_dir=self.output_dir,
@@ -114,6 +115,7 @@ class Trainer:
             before=self.before,
             after=after,
             exported=exported,
+            best=self._folder(best) if best else None,
             has_trained=self.health.has_trained or self.done == self.resumed_at,
         )
 
@@ -227,15 +229,20 @@ class Trainer:
         if self.done > self.saved:
             num_bytes, stop = export_bytes(self.learner.policy), self.lead.stop
             self.lead.run(partial(wait_for_room, self.output_dir, num_bytes, say=self.reporter.say, stop=stop))
-        return self._export()
+        folder = self._export()
+        self.reporter.exported(self.done)
+        return folder
 
     def _export(self) -> Path:
         if self.turns:
             self.turns.learners()
-        folder = self.output_dir / "hf" / f"step_{self.done}"
+        folder = self._folder(self.done)
         source, group = self.config.model.path, self.learner.host_group
         export_hf(self.learner.policy, source, folder, group=group, add=self.source.save_tokenizer)
         return folder
+
+    def _folder(self, step: int) -> Path:
+        return self.output_dir / "hf" / f"step_{step}"
 
     def save(self) -> None:
         """Write the state of the whole run."""

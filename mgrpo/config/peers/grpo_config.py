@@ -93,7 +93,7 @@ _SET_BY_TRANSFORMERS = (
 """Fields that TrainingArguments fills in itself."""
 
 
-_KEEPS_DEFAULT = ("use_bias_correction_kl", "gradient_checkpointing", "max_staleness")
+_KEEPS_DEFAULT = ("use_bias_correction_kl", "gradient_checkpointing", "max_staleness", "replay_buffer_size")
 """Fields whose default no preset has: it changed between versions, or belongs to TRL's asynchronous trainer alone."""
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mgrpo.config.fields import BOOLEANS
+from mgrpo.config.peers import adapters as translate_adapters
 from mgrpo.config.peers import corrections as translate_corrections
 from mgrpo.config.peers import layout as translate_layout
 from mgrpo.config.peers.names import table
@@ -32,7 +33,6 @@ CONVERT: dict[str, Callable[[Any], object]] = {
     "no_filter_zero_std_samples": lambda value: not value,
     "dtype": lambda value: value.removeprefix("torch."),
     "torch_dtype": lambda value: value.removeprefix("torch."),
-    "bf16": lambda value: "bfloat16" if value else "float32",
     "ddp_timeout": lambda value: -(-value // 60),
     "reward_model_name_or_path": lambda value: (value,),
     "cp_strategy": lambda value: "a2a" if value == "ulysses" else "all_gather",
@@ -52,6 +52,7 @@ OPEN_INSTRUCT_CALLS = 5
 def apply(r: Resolution) -> None:
     """All translations, each after those whose results it needs."""
     renames(r)
+    precision(r)
     loss(r)
     clip(r)
     advantages(r)
@@ -69,6 +70,7 @@ def apply(r: Resolution) -> None:
     reference(r)
     max_steps(r)
     tool_limits(r)
+    translate_adapters.apply(r)
 
 
 def renames(r: Resolution) -> None:
@@ -82,6 +84,15 @@ def renames(r: Resolution) -> None:
             f"num_generations={r.peer('num_generations')} must be at least 2, because completions are compared within "
             "their group; num_samples_per_prompt_rollout may be 1, which compares them within the whole batch"
         )
+
+
+def precision(r: Resolution) -> None:
+    """TRL's two switches, of which at most one may be on; without either, as TRL has it, float32 only where bf16 is false."""
+    half, brain = r.peer("fp16"), r.peer("bf16")
+    if half:
+        r.put("model_dtype", "float16", "fp16")
+    if brain or (brain is False and not half):
+        r.put("model_dtype", "bfloat16" if brain else "float32", "bf16")
 
 
 def loss(r: Resolution) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from mgrpo.config.kernels import kernel_problems
 from mgrpo.config.schema import Config
+from mgrpo.rollout.vllm.kept import num_logprobs
 from mgrpo.rollout.vllm.server_facts import address_problems as server_address_problems
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -41,14 +42,38 @@ OWNED = {
     "enforce_eager": "use vllm_enforce_eager",
     "seed": "use seed",
     "skip_tokenizer_init": "stop_strings decides it",
+    "max_logprobs": "use top_k",
+    "return_sampling_mask": "with top_k an engine returns what it samples from as log-probabilities",
     "trust_remote_code": "code that comes with a model is never run",
+    **dict.fromkeys(
+        ("quantization", "quantization_config", "allow_deprecated_quantization"),
+        "the weight sync writes weights in model_dtype",
+    ),
+    **dict.fromkeys(
+        ("load_format", "model_loader_extra_config", "model_weights", "model_impl", "model_class_overrides"),
+        "the weight sync needs vLLM's own model and loader",
+    ),
+    **dict.fromkeys(
+        ("hf_config_path", "config_format", "disable_sliding_window", "runner", "convert"),
+        "the engine samples from the model that is trained",
+    ),
+    **dict.fromkeys(
+        ("cpu_offload_gb", "offload_group_size", "offload_backend"),
+        "the weight sync writes weights where the engine computes with them",
+    ),
+    **dict.fromkeys(
+        ("enable_expert_parallel", "enable_eplb", "enable_elastic_ep"),
+        "the workers of an engine share the matrices of every expert; use vllm_tensor_parallel_size",
+    ),
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr"), "Ray places the workers of an engine; use ray_address"),
+    "enable_lora": "the weight sync writes whole matrices",
+    "logits_processors": "the trainer's log-probabilities are those of the model's own logits",
     "kv_cache_dtype": "use vllm_kv_cache_dtype",
     "hf_overrides": "the trainer reads the model's config.json as it is; for head_dtype use cast_lm_head_to_fp32",
-    "quantization": "the weight sync writes weights in model_dtype",
-    "load_format": "the weight sync needs vLLM's own loader",
     "logprobs_mode": "the ratio of trainer to engine needs processed_logprobs",
     "distributed_executor_backend": "it follows from whether an engine fits on a node",
     "weight_transfer_config": "the weight sync is the trainer's",
+    "worker_cls": "the weight sync needs vLLM's own worker",
 }
 """Arguments of vLLM that vllm_extra_args cannot hold, and what to do instead."""
 CPU_INFO = Path("/proc/cpuinfo")
@@ -85,7 +110,11 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
     if starts_engines:
         found += server_address_problems(config)
         found += (
-            [] if has_servers else address_problems(settings.ray_address) + extra_problems(settings.vllm_extra_args)
+            []
+            if has_servers
+            else address_problems(settings.ray_address)
+            + extra_problems(settings.vllm_extra_args)
+            + _draft_problems(config)
         )
     if num_local_learners:
         found += kernel_problems(config, has_gpus=bool(gpus))
@@ -178,6 +207,15 @@ def extra_problems(text: str) -> list[str]:
     ]
 
 
+def _draft_problems(config: Config) -> list[str]:
+    if not config.rollout.is_cut or "speculative_config" not in config.engine.vllm_extra_args:
+        return []
+    return [
+        f"vllm_extra_args cannot hold speculative_config with top_k={config.rollout.top_k}: what the engine samples from is read "
+        "from the log-probabilities of tokens that it samples one by one; leave one of them out"
+    ]
+
+
 def _known_args() -> frozenset[str]:
     """Names of the fields of vLLM's AsyncEngineArgs, read from its source, because importing vllm takes ten seconds."""
     vllm = find_spec("vllm")
@@ -196,7 +234,8 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
     Args:
         spans_nodes: an engine's workers are on several nodes.
     """
-    settings, stop_strings = config.engine, config.rollout.stop_strings
+    settings, rollout = config.engine, config.rollout
+    reads_text = bool(rollout.stop_strings) or rollout.vllm_guided_decoding_regex is not None
     args: dict[str, Any] = {
         # An engine of a joined cluster has the working directory of `ray start`, in which vLLM would take a relative path for
         # the name of a model on the Hub.
@@ -211,13 +250,15 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         "enable_prefix_caching": settings.vllm_enable_prefix_caching,
         # The trainer's definition: log-softmax of the logits divided by the temperature.
         "logprobs_mode": "processed_logprobs",
-        "skip_tokenizer_init": not stop_strings,
+        "skip_tokenizer_init": not reads_text,
         "disable_log_stats": True,
         "seed": 0,  # each sync seeds the sampler anew
     }
     if config.model.cast_lm_head_to_fp32:
         args["hf_overrides"] = {"head_dtype": "float32"}
-    if stop_strings:
+    if rollout.is_cut:
+        args["max_logprobs"] = num_logprobs(config)
+    if reads_text:
         args["tokenizer"] = str(Path(config.tokenizer_path).absolute())
     if settings.vllm_tensor_parallel_size > 1:
         # Inside a placement group vLLM would always choose Ray, which wants one GPU a bundle and cannot serve on a CPU.

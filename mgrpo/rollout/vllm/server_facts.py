@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from mgrpo.config.schema import Config
 from mgrpo.processes.address import own_address
+from mgrpo.rollout.vllm.kept import num_logprobs
 
 _SAME_CACHE = {"fp8_e4m3": "fp8"}
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -72,8 +73,14 @@ def _differences(found: Mapping[str, Any], config: Config) -> Iterator[str]:
             f"the server's max_num_seqs is {scheduler['max_num_seqs']}, expected at least the {samples} samples of a prompt; "
             f"start it with --max-num-seqs {config.engine.vllm_max_num_seqs}"
         )
-    if config.rollout.stop_strings and model["skip_tokenizer_init"]:
-        yield "the server has no tokenizer, which stop_strings need; start it without --skip-tokenizer-init"
+    for name in ("stop_strings", "vllm_guided_decoding_regex"):
+        if getattr(config.rollout, name) and model["skip_tokenizer_init"]:
+            yield f"the server has no tokenizer, needed for {name}; start it without --skip-tokenizer-init"
+    if config.rollout.is_cut and 0 <= model["max_logprobs"] < (least := num_logprobs(config)):
+        yield (
+            f"the server's max_logprobs is {model['max_logprobs']}, expected at least {least} for top_k={config.rollout.top_k}, "
+            f"so that it can say what it samples from; start it with --max-logprobs {least}, or lower top_k"
+        )
     if found["device_config"]["device"] == "cpu" and scheduler["enable_chunked_prefill"]:
         yield (
             "the server reads prompts in parts, after which vLLM cannot seed a request on a CPU; start it with "

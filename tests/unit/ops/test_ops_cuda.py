@@ -10,12 +10,13 @@ from collections.abc import Callable
 import policy_loss_cases
 import pytest
 import torch
+from kept_cases import GRAD_TOLERANCE, VALUE_TOLERANCE, Problem, make_problem
 from logprob_cases import Case, check_distant_rows, make_case, relative_error
 from policy_loss_cases import all_settings, check_close, chosen, make_operands, raw_arguments, to
 from torch import Tensor
 
 import mgrpo.ops
-from mgrpo.ops import LossSettings, linear_logprobs, policy_loss, reference, segment_mean, segment_sums
+from mgrpo.ops import KeptSets, LossSettings, linear_logprobs, policy_loss, reference, segment_mean, segment_sums
 from mgrpo.ops.logprobs import DTYPES
 
 pytestmark = [
@@ -233,3 +234,44 @@ def test_linear_logprobs_on_cuda_equals_float64(dtype: torch.dtype, tolerance: f
         assert torch.equal(result, repeated)
         assert relative_error(result.detach().cpu(), want.detach()) < tolerance
     assert got[3][cols:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("head", ["logits", "linear"])
+@pytest.mark.parametrize("dtype", list(VALUE_TOLERANCE))
+def test_kept_sets_on_cuda_equal_float64(head: str, dtype: torch.dtype) -> None:
+    """Sums of a set must not depend on the run: many sets share tokens, whose gradients meet in one row of the weight."""
+    sizes = torch.randint(1, 20, (300,))
+    sizes[:5] = torch.tensor([1, 32, 33, 500, 2003])
+    problem = make_problem(head, n=300, cols=2003, dtype=dtype, sizes=sizes)
+    moved = Problem(**{name: on_gpu(getattr(problem, name)) for name in Problem.__dataclass_fields__})
+    results, again = on_own_stream(moved.run), on_own_stream(moved.run)
+    if head == "logits":
+        again = on_own_stream(lambda: moved.run(inplace=True))
+    limits = [VALUE_TOLERANCE[dtype]] * 2 + [2 * GRAD_TOLERANCE[dtype]] * len(problem.operands)
+    for got, repeated, expected, limit in zip(results, again, problem.oracle(), limits, strict=True):
+        assert torch.equal(got, repeated)
+        assert relative_error(got, expected) < limit
+
+
+def on_gpu(value: object) -> object:
+    if isinstance(value, tuple):
+        parts = [on_gpu(part) for part in value]
+        return KeptSets(*parts) if isinstance(value, KeptSets) else tuple(parts)
+    return value.cuda() if isinstance(value, Tensor) else value
+
+
+def test_bad_kept_sets_on_cuda_give_minus_infinity_without_a_wait() -> None:
+    """The device is not asked whether sets are right; an id from nowhere must not be read from foreign memory."""
+    logits = torch.randn(3, 10, device="cuda", requires_grad=True)
+    ids = torch.tensor([1, 2, 2**31 - 1, 4, -5, 3], dtype=torch.int32, device="cuda")
+    kept = KeptSets(ids, torch.tensor([0, 2, 4, 6], dtype=torch.int32, device="cuda"))
+    targets = torch.tensor([7, 4, 3], device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logprobs, _ = mgrpo.ops.token_logprobs(logits, targets, kept=kept, with_entropy=True)
+        logprobs[1:].sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert logprobs[0] == -torch.inf and logprobs[1:].tolist() == [0.0, 0.0]
+    assert logits.grad.count_nonzero() == 0

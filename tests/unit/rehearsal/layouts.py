@@ -123,6 +123,8 @@ CASES: dict[str, Case] = {
     "chunked head": Case(learners=2, settings=TENSOR | {"logits_chunk": 4096}),
     "logits in fp32": Case(learners=2, settings=TENSOR | {"cast_lm_head_to_fp32": True, "logits_chunk": 0}),
     "logits in fp32, chunked": Case(learners=2, settings=TENSOR | {"cast_lm_head_to_fp32": True, "logits_chunk": 4096}),
+    "kept sets": Case(learners=2, settings=TENSOR | {"top_k": 8, "logits_chunk": 0}),
+    "kept sets, chunked head": Case(learners=4, settings=TENSOR | CONTEXT | {"top_k": 8, "logits_chunk": 4096}),
     "top entropy": Case(learners=2, settings={"top_entropy_quantile": 0.5}),
     "shared prompts": Case(learners=2, settings={"shared_prompt_packing": "true"}),
     "soft caps": Case(learners=2, settings={"logits_chunk": 0}, model=CAPPED),

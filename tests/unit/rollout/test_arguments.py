@@ -145,7 +145,7 @@ def test_engines_on_other_nodes_use_the_learners_network(monkeypatch, on_gpu):
             '{"max_num_batch_tokens": 1}',
             "has max_num_batch_tokens, which .* does not know; it knows max_num_batched_tokens",
         ),
-        ('{"zzz": 1}', "has zzz, .* it knows .*async_scheduling, .*, worker_cls"),
+        ('{"zzz": 1}', "has zzz, .* it knows .*async_scheduling, .*, worker_extension_cls"),
         ('{"seed": 1}', "cannot hold seed: use seed"),
         ('{"max_num_seqs": 1}', "cannot hold max_num_seqs: use vllm_max_num_seqs"),
         ("[1]", "expected a JSON object"),
@@ -158,6 +158,41 @@ def test_vllms_own_arguments_are_checked_before_an_engine_starts(text, words):
     found = arguments.extra_problems(text)
     assert len(found) == (words is not None) and all(re.search(words, sentence) for sentence in found)
     assert had_vllm or "vllm" not in sys.modules
+
+
+OWN_WEIGHTS = "the weight sync"
+OWN_MODEL = "the engine samples from the model that is trained"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("dtype", "float16", "use model_dtype"),
+        ("tensor_parallel_size", 2, "use vllm_tensor_parallel_size"),
+        ("logprobs_mode", "raw_logprobs", "needs processed_logprobs"),
+        ("quantization", "fp8", OWN_WEIGHTS),
+        ("quantization_config", {"linear": "fp8_per_block"}, OWN_WEIGHTS),
+        ("load_format", "dummy", OWN_WEIGHTS),
+        ("model_impl", "transformers", OWN_WEIGHTS),
+        ("enable_lora", True, OWN_WEIGHTS),
+        ("cpu_offload_gb", 4, OWN_WEIGHTS),
+        ("worker_cls", "a.B", OWN_WEIGHTS),
+        ("disable_sliding_window", True, OWN_MODEL),
+        ("enable_expert_parallel", True, "share the matrices of every expert"),
+        ("enable_eplb", True, "share the matrices of every expert"),
+        ("logits_processors", ["a:B"], "model's own logits"),
+        ("nnodes", 2, "use ray_address"),
+    ],
+)
+def test_an_argument_that_would_make_the_engine_another_policy_is_refused(name, value, reason):
+    """Weights would be written where nothing reads them, or the engine would sample from another distribution."""
+    (sentence,) = arguments.extra_problems(json.dumps({name: value}))
+    assert sentence.startswith(f"vllm_extra_args cannot hold {name}: ") and reason in sentence
+
+
+def test_only_arguments_that_vllm_has_are_refused_by_name():
+    """A misspelled one would let the real one pass."""
+    assert arguments.OWNED.keys() <= arguments._known_args()
 
 
 def test_vllms_own_arguments_take_the_place_of_defaults():

@@ -20,6 +20,7 @@ INFO: dict[str, Any] = {
             "logprobs_mode": "processed_logprobs",
             "quantization": None,
             "skip_tokenizer_init": True,
+            "max_logprobs": 20,
             "hf_overrides": {},
         },
         "cache_config": {"cache_dtype": "auto"},
@@ -162,3 +163,22 @@ def test_learners_and_servers_meet_on_the_way_between_them(monkeypatch):
     monkeypatch.setattr(server_facts, "own_address", lambda host: f"towards {host}")
     assert meeting_host(at("http://127.0.0.1:1", "http://localhost:2")) is None
     assert meeting_host(at("http://127.0.0.1:1", "http://10.0.0.7:2")) == "towards 10.0.0.7"
+
+
+def test_a_server_must_say_what_it_samples_from(tmp_path):
+    """It would refuse the first prompt: its limit of 20 is vLLM's own."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 1000}')
+    cut = {"model_name_or_path": str(tmp_path), "top_k": 20}
+    (found,) = problems({}, **cut)
+    assert "max_logprobs is 20, expected at least 36 for top_k=20" in found and "--max-logprobs 36" in found
+    for enough in (36, -1):
+        assert problems({"model_config/max_logprobs": enough}, **cut) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("stop_strings", ["x"]), ("vllm_guided_decoding_regex", "[0-9]+")]
+)  # fmt: skip
+def test_a_server_that_reads_text_has_a_tokenizer(name, value):
+    (found,) = problems({}, **{name: value})
+    assert f"no tokenizer, needed for {name}" in found
+    assert problems({"model_config/skip_tokenizer_init": False}, **{name: value}) == []

@@ -81,6 +81,18 @@ def test_the_end_says_where_everything_is_and_whether_anything_was_trained(
             launch.train(config)
 
 
+def test_the_best_export_is_the_model_that_is_named(tmp_path):
+    """The last one is named as well, where it is another one."""
+    hf = tmp_path / "hf"
+    for exported, last in ((hf / "step_8", [f"last     {hf}/step_8"]), (hf / "step_4", []), (None, [])):
+        result = TrainResult(
+            output_dir=tmp_path, steps=8, before={}, after={}, exported=exported, best=hf / "step_4", has_trained=True
+        )
+        *_, model, command = [line for line in result.where(has_held_out=True) if line not in last]
+        assert model == f"model    {hf}/step_4" and command.endswith(f"--model_name_or_path {hf}/step_4")
+        assert set(last) <= set(result.where(has_held_out=True))
+
+
 def test_a_checkpoint_that_is_not_there_is_a_problem_of_the_configuration(config, tmp_path):
     """Said with the others, before Ray, engines and torch are started; and nothing is turned away for it."""
     root = tmp_path / "out" / "checkpoints"

@@ -142,6 +142,22 @@ def test_an_evaluation_is_written_with_its_samples(tmp_path) -> None:
     assert np.isfinite(metrics["eval/scores"])
 
 
+def test_the_best_export_is_said_and_belongs_to_the_state_of_the_run(tmp_path, capsys) -> None:
+    """A resumed run compares with what it did before; the state of another run is of exports that lie elsewhere."""
+    own = from_values({"output_dir": str(tmp_path), "load_best_model_at_end": True, "total_episodes": 640})
+    reporter = Reporter(own, scale=None)
+    reporter.evaluation(evaluator().evaluate(0), step=0, policy_version=0)
+    reporter.exported(0)
+    reporter.finish(before={}, after={})
+    assert "best export: step 0, eval/scores 1\n" in capsys.readouterr().out
+    saved = {"step": 0, "head": json.loads(json.dumps(reporter.state_dict()))}
+    for root, expected in ((tmp_path, 0), (tmp_path / "elsewhere", None)):
+        resumed = Reporter(own, scale=None, resumed=saved, resume_from=str(root / "checkpoints" / "step_0"))
+        assert resumed.best_step == expected
+    resumed.finish(before={}, after={})
+    assert "no export is the best one: eval/scores was never a number" in capsys.readouterr().out
+
+
 def test_a_full_disk_is_remembered_with_its_path_and_ends_nothing(tmp_path, batch) -> None:
     """A line of metrics that cannot be written ended the run, and with it the steps since the last saved state."""
     reporter = report(tmp_path)
@@ -151,7 +167,7 @@ def test_a_full_disk_is_remembered_with_its_path_and_ends_nothing(tmp_path, batc
     step(reporter, 2, batch)
     message = f"{tmp_path}/out cannot be written to: No space left on device, "
     assert reporter.failure.startswith(message) and reporter.failure.endswith(" are free there")
-    assert reporter.state_dict() == {"num_lines": 1}
+    assert reporter.state_dict()["num_lines"] == 1
     reporter.close()
     assert [line["step"] for line in lines(tmp_path)] == [1]
 
