@@ -121,6 +121,8 @@ CASES: dict[str, Case] = {
     ),
     "reference": Case(learners=2, settings=TENSOR | {"beta": 0.1, "ref_policy_update_freq": 1}),
     "chunked head": Case(learners=2, settings=TENSOR | {"logits_chunk": 4096}),
+    "logits in fp32": Case(learners=2, settings=TENSOR | {"cast_lm_head_to_fp32": True, "logits_chunk": 0}),
+    "logits in fp32, chunked": Case(learners=2, settings=TENSOR | {"cast_lm_head_to_fp32": True, "logits_chunk": 4096}),
     "kept sets": Case(learners=2, settings=TENSOR | {"top_k": 8, "logits_chunk": 0}),
     "kept sets, chunked head": Case(learners=4, settings=TENSOR | CONTEXT | {"top_k": 8, "logits_chunk": 4096}),
     "top entropy": Case(learners=2, settings={"top_entropy_quantile": 0.5}),
