@@ -18,6 +18,9 @@ from torch.distributed import ProcessGroup
 from mgrpo.ops.head import describe, gather, op_cotangents
 from mgrpo.ops.library import ops_for
 
+WIDE_ENTRIES = 4096
+"""Entries whose factors exist in fp32 at a time, where their products are wider than these."""
+
 
 class KeptSets(NamedTuple):
     """For each of n targets the set of tokens that it was sampled from, itself among them, no token twice (CSR)."""
@@ -118,13 +121,16 @@ def picked_dots(
     vocab_start: int,
     valid_cols: int,
     group: ProcessGroup | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """The same as `picked_logits(hidden @ weight.T)`, without any other of these products.
 
-    hidden is `[n, hidden]`, weight `[vocab/tp, hidden]`. Backward all-reduces the gradient of hidden over group, in fp32.
+    hidden is `[n, hidden]`, weight `[vocab/tp, hidden]`; each product is rounded to dtype, theirs or a wider one. Backward all-reduces the gradient of hidden over group, in fp32.
     """
     columns, is_own = _columns(kept, vocab_start, valid_cols)
-    dots = _PickedDots.apply(hidden, weight, kept.offsets.long(), kept.entry_targets(), columns, valid_cols, group)
+    dots = _PickedDots.apply(
+        hidden, weight, kept.offsets.long(), kept.entry_targets(), columns, valid_cols, group, dtype
+    )
     return _widened(dots, is_own)
 
 
@@ -145,9 +151,13 @@ class _PickedDots(torch.autograd.Function):
         columns: Tensor,
         valid_cols: int,
         group: ProcessGroup | None,
+        dtype: torch.dtype,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, offsets, rows, columns)
         ctx.valid_cols, ctx.group = valid_cols, group
+        if dtype != hidden.dtype:
+            pieces = zip(rows.split(WIDE_ENTRIES), columns.split(WIDE_ENTRIES), strict=True)
+            return torch.cat([(hidden[i].to(dtype) * weight[j].to(dtype)).sum(1) for i, j in pieces])
         sum_mode = 0
         return torch.ops.aten._embedding_bag_per_sample_weights_backward(
             hidden, weight, columns, offsets, rows, sum_mode
@@ -157,6 +167,7 @@ class _PickedDots(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_dots: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, offsets, rows, columns = ctx.saved_tensors
+        g_dots = g_dots.to(hidden.dtype)
         d_hidden = d_weight = None
         if ctx.needs_input_grad[0]:
             # Without valid columns, what the entries point to is padding, and zero times that need not be zero.
@@ -170,7 +181,7 @@ class _PickedDots(torch.autograd.Function):
             columns, order = columns.sort(stable=True)
             each = torch.arange(weight.shape[0] + 1, device=weight.device)
             d_weight = _weighted_sums(g_dots[order], hidden, rows[order], torch.searchsorted(columns, each))
-        return (d_hidden, d_weight) + (None,) * 5
+        return (d_hidden, d_weight) + (None,) * 6
 
 
 def _weighted_sums(factors: Tensor, x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:

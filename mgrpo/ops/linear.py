@@ -83,8 +83,11 @@ def linear_logprobs(
             check_kept_values(kept, targets, vocab_range)
     inv_temp = inverse_temperature(temperature, hidden.shape[0], hidden)
     group = None if holds_vocabulary else group
+    dtype = torch.promote_types(hidden.dtype, torch.float32) if fp32_logits else hidden.dtype
     if kept is not None:
-        values = picked_dots(hidden, weight, kept, vocab_start=vocab_start, valid_cols=valid_cols, group=group)
+        values = picked_dots(
+            hidden, weight, kept, vocab_start=vocab_start, valid_cols=valid_cols, group=group, dtype=dtype
+        )
         return kept_logprobs(values, kept, targets, inv_temp, group, with_entropy)
     return _LinearLogprobs.apply(
         hidden,
@@ -96,7 +99,7 @@ def linear_logprobs(
         group,
         with_entropy,
         logits_chunk,
-        torch.promote_types(hidden.dtype, torch.float32) if fp32_logits else hidden.dtype,
+        dtype,
     )
 
 
