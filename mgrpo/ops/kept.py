@@ -18,6 +18,9 @@ from torch.distributed import ProcessGroup
 from mgrpo.ops.head import describe, gather, op_cotangents
 from mgrpo.ops.library import ops_for
 
+WIDE_ENTRIES = 4096
+"""Entries whose factors are widened at a time."""
+
 
 class KeptSets(NamedTuple):
     """For each of n targets the set of tokens that it was sampled from, itself among them, no token twice (CSR)."""
@@ -118,13 +121,16 @@ def picked_dots(
     vocab_start: int,
     valid_cols: int,
     group: ProcessGroup | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """The same as `picked_logits(hidden @ weight.T)`, without any other of these products.
+    """The same as `picked_logits(linear_logits(hidden, weight, dtype=dtype))`, without any other of these products.
 
     hidden is `[n, hidden]`, weight `[vocab/tp, hidden]`. Backward all-reduces the gradient of hidden over group, in fp32.
     """
     columns, is_own = _columns(kept, vocab_start, valid_cols)
-    dots = _PickedDots.apply(hidden, weight, kept.offsets.long(), kept.entry_targets(), columns, valid_cols, group)
+    dots = _PickedDots.apply(
+        hidden, weight, kept.offsets.long(), kept.entry_targets(), columns, valid_cols, group, dtype
+    )
     return _widened(dots, is_own)
 
 
@@ -145,9 +151,12 @@ class _PickedDots(torch.autograd.Function):
         columns: Tensor,
         valid_cols: int,
         group: ProcessGroup | None,
+        dtype: torch.dtype,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, offsets, rows, columns)
         ctx.valid_cols, ctx.group = valid_cols, group
+        if dtype != hidden.dtype:
+            return _wide_dots(hidden, weight, rows, columns, dtype)
         sum_mode = 0
         return torch.ops.aten._embedding_bag_per_sample_weights_backward(
             hidden, weight, columns, offsets, rows, sum_mode
@@ -158,6 +167,7 @@ class _PickedDots(torch.autograd.Function):
     def backward(ctx: Any, g_dots: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, offsets, rows, columns = ctx.saved_tensors
         d_hidden = d_weight = None
+        g_dots = g_dots.to(weight.dtype)
         if ctx.needs_input_grad[0]:
             # Without valid columns, what the entries point to is padding, and zero times that need not be zero.
             d_hidden = _weighted_sums(g_dots, weight, columns, offsets) if ctx.valid_cols else torch.zeros_like(hidden)
@@ -170,7 +180,16 @@ class _PickedDots(torch.autograd.Function):
             columns, order = columns.sort(stable=True)
             each = torch.arange(weight.shape[0] + 1, device=weight.device)
             d_weight = _weighted_sums(g_dots[order], hidden, rows[order], torch.searchsorted(columns, each))
-        return (d_hidden, d_weight) + (None,) * 5
+        return (d_hidden, d_weight) + (None,) * 6
+
+
+def _wide_dots(hidden: Tensor, weight: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """The dot product of each entry, in a wider type than that of its factors, which are widened some at a time."""
+    dots = hidden.new_empty(len(columns), dtype=dtype)
+    for start in range(0, len(columns), WIDE_ENTRIES):
+        part = slice(start, start + WIDE_ENTRIES)
+        dots[part] = (hidden[rows[part]].to(dtype) * weight[columns[part]]).sum(-1)
+    return dots
 
 
 def _weighted_sums(factors: Tensor, x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
