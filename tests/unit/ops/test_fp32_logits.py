@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mgrpo.ops import linear, linear_logits, linear_logprobs, reference, token_logprobs
+from mgrpo.ops import KeptSets, kept, linear, linear_logits, linear_logprobs, reference, token_logprobs
 
 N, HIDDEN, VOCAB = 64, 96, 500
 Head = Callable[..., tuple[Tensor, Tensor | None]]
@@ -64,6 +64,31 @@ def test_the_head_no_longer_rounds(head: Head) -> None:
         assert got.dtype == torch.bfloat16
         assert relative_error(got, expected) < 2e-2
         assert (got - expected).norm() < (other - expected).norm()
+
+
+@pytest.mark.parametrize("wide_entries", [7, 4096])
+def test_the_head_of_kept_sets_does_not_round(monkeypatch: pytest.MonkeyPatch, wide_entries: int) -> None:
+    """With top_k the chunked head computes single dot products, whose rounding is that of a logit."""
+    monkeypatch.setattr(kept, "WIDE_ENTRIES", wide_entries)
+    hidden, weight, targets = operands()
+    ids = torch.stack((targets, (targets + 7) % VOCAB, (targets + 130) % VOCAB), 1).sort(1).values
+    sets = KeptSets(ids=ids.flatten().int(), offsets=3 * torch.arange(N + 1, dtype=torch.int32))
+
+    def head(hidden: Tensor, weight: Tensor, targets: Tensor, *, fp32_logits: bool) -> tuple[Tensor, Tensor | None]:
+        return linear_logprobs(
+            hidden, weight, targets, with_entropy=True, logits_chunk=170, fp32_logits=fp32_logits, kept=sets
+        )
+
+    wide_operands = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    masked = torch.full((N, VOCAB), -torch.inf, dtype=torch.float64).scatter(1, ids, 0.0)
+    distribution = (wide_operands[0] @ wide_operands[1].t() + masked).log_softmax(-1)
+    exact = distribution.gather(1, targets[:, None])[:, 0]
+    entropy = -(distribution.exp() * distribution.masked_fill(masked < 0, 0.0)).sum(1)
+    grads = torch.autograd.grad(exact.sum() + 0.1 * entropy.sum(), wide_operands)
+    wide, narrow = (run(head, hidden, weight, targets, fp32_logits=on) for on in (True, False))
+    assert (wide[0] - exact).abs().max() < 1e-5 < 1e-3 < (narrow[0] - exact).abs().max()
+    for got, expected in zip(wide[2:], grads, strict=True):
+        assert got.dtype == torch.bfloat16 and relative_error(got, expected) < 2e-2
 
 
 @HEADS
