@@ -6,7 +6,7 @@ Ragged data is flat with cumulative lengths: `cu_seqlens [n + 1]` int32 starts a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +34,58 @@ class Prompt:
     """What the row's own `prompt` held, for reward functions: text, or messages."""
     columns: Mapping[str, object] = field(default_factory=dict)
     """The row's other columns, for reward functions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptTokens:
+    """Of each token, its set: what top_p, top_k, min_p or a grammar left of the vocabulary when it was sampled, itself included.
+
+    The set of a token that was not sampled is empty, and so is one that the engine does not know whole.
+    """
+
+    ids: np.ndarray
+    """`[kept]` int32, set after set; within one in no particular order."""
+    offsets: np.ndarray
+    """`[len + 1]` int32, where each token's set begins in `ids`, and its end."""
+
+    @classmethod
+    def of_sizes(cls, ids: np.ndarray, sizes: np.ndarray) -> KeptTokens:
+        """Sets of so many ids each."""
+        return cls(ids=ids, offsets=np.concatenate(([0], np.cumsum(sizes))).astype(np.int32))
+
+    @classmethod
+    def none(cls, num_tokens: int) -> KeptTokens:
+        """An empty set for each token."""
+        return cls(ids=np.zeros(0, np.int32), offsets=np.zeros(num_tokens + 1, np.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
+        """Those of tokens laid end to end."""
+        empty = cls.none(0)
+        return cls.of_sizes(
+            np.concatenate([empty.ids, *(part.ids for part in parts)]),
+            np.concatenate([empty.sizes, *(part.sizes for part in parts)]),
+        )
+
+    def filled(self, tokens: np.ndarray) -> KeptTokens:
+        """With the token itself where its set is empty; `tokens` `[len]`."""
+        is_empty = self.sizes == 0
+        ids = np.insert(self.ids, self.offsets[:-1][is_empty], tokens[is_empty])
+        return KeptTokens.of_sizes(ids, self.sizes + is_empty)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """`[len]` int32."""
+        return np.diff(self.offsets)
+
+    def part(self, start: int, end: int) -> KeptTokens:
+        """Those of the tokens from `start` to `end`, end excluded."""
+        first, last = self.offsets[start], self.offsets[end]
+        return KeptTokens(ids=self.ids[first:last], offsets=self.offsets[start : end + 1] - first)
+
+    def where(self, chosen: np.ndarray) -> KeptTokens:
+        """Those of the tokens that are `chosen`, `[len]` bool."""
+        return KeptTokens.of_sizes(self.ids[np.repeat(chosen, self.sizes)], self.sizes[chosen])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +161,8 @@ class Completion:
     """Decoded once, without special tokens."""
     trajectory: TrajectoryRecord | None = None
     """None: one turn, all of whose tokens were sampled."""
+    kept: KeptTokens | None = None
+    """What each token was sampled from, over which its logprob is normalised. None: from the whole vocabulary."""
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -225,7 +279,7 @@ class TrainSample:
     tokens: np.ndarray
     """`[response]` int32, at least one."""
     loss_mask: np.ndarray
-    """`[response]` bool, false wherever `is_sampled` is."""
+    """`[response]` bool, false wherever `is_sampled` is, and where a set of `kept` is empty."""
     rollout_logprobs: np.ndarray
     """`[response]` float32."""
     advantage: float
@@ -238,6 +292,8 @@ class TrainSample:
     """`[response]` bool: the tokens to predict; the others stand between turns and are inputs only. None: all."""
     token_advantages: np.ndarray | None = None
     """`[response]` float32, in place of `advantage`. All samples of a step have them, or none has."""
+    kept: KeptTokens | None = None
+    """Of the response. All samples of a step have it, or none has."""
     continues: bool = False
     """A further branch of the completion that the sample before it belongs to."""
 
@@ -290,6 +346,8 @@ class PackedBatch:
     """`[sequences]` float32, or `[responses]` where tokens have their own."""
     samples: np.ndarray
     """`[sequences]` int32: the sample each sequence came from."""
+    kept: KeptTokens | None = None
+    """Of the responses, each set with its target in it. None: logprobs are normalised over the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -10,6 +11,7 @@ import numpy as np
 from mgrpo.types import (
     Branch,
     Completion,
+    KeptTokens,
     Prompt,
     RolloutGroup,
     Score,
@@ -34,6 +36,7 @@ def completion(
     finish_reason: str = "stop",
     text: str = "",
     trajectory: TrajectoryRecord | None = None,
+    kept: KeptTokens | None = None,
 ) -> Completion:
     """A completion of the tokens 0, 1, .. if only their number is given; one log-probability or version may stand for all."""
     ids = np.arange(tokens) if isinstance(tokens, int) else np.asarray(tokens)
@@ -45,7 +48,21 @@ def completion(
         finish_reason=finish_reason,
         text=text,
         trajectory=trajectory,
+        kept=kept,
     )
+
+
+def kept_tokens(*sets: Sequence[int]) -> KeptTokens:
+    """The set of each token."""
+    ids = np.array([own for each in sets for own in each], np.int32)
+    return KeptTokens.of_sizes(ids, np.array([len(each) for each in sets], np.int32))
+
+
+def sets_of(kept: KeptTokens) -> list[list[int]]:
+    """The same back: what a test compares."""
+    assert kept.ids.dtype == kept.offsets.dtype == np.int32 and kept.offsets[0] == 0
+    assert kept.offsets[-1] == len(kept.ids)
+    return [kept.ids[a:b].tolist() for a, b in itertools.pairwise(kept.offsets.tolist())]
 
 
 def trajectory(mask: str, **fields: object) -> TrajectoryRecord:

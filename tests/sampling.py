@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mgrpo.rollout.engine import Completions, Engine, PromptBatch, Sampling
+from mgrpo.types import KeptTokens
 
 
 def prompt_batch(
@@ -46,9 +47,11 @@ def collected(engine: Engine, num_groups: int, timeout_s: float = 60) -> Complet
 def _groups(answer: Completions) -> list[Completions]:
     """Group by group, with `lengths` instead of `cu_seqlens`."""
     groups, first = [], 0
+    sets = KeptTokens.of_sizes(answer["kept_ids"], answer["kept_sizes"]) if "kept_ids" in answer else None
     for number, size in zip(answer["numbers"], answer["sizes"], strict=True):
         cuts = answer["cu_seqlens"][first : first + size + 1]
         tokens = slice(cuts[0], cuts[-1])
+        own = sets and sets.part(cuts[0], cuts[-1])
         groups.append(
             {
                 "numbers": np.array([number]),
@@ -56,6 +59,7 @@ def _groups(answer: Completions) -> list[Completions]:
                 **{name: answer[name][tokens] for name in ("tokens", "logprobs", "policy_versions")},
                 "finish_reasons": answer["finish_reasons"][first : first + size],
                 "lengths": np.diff(cuts),
+                **({"kept_ids": own.ids, "kept_sizes": own.sizes} if own else {}),
             }
         )
         first += size

@@ -32,7 +32,8 @@ def load_grouped(device: torch.device) -> Callable[..., tuple[Tensor]]:
     from mgrpo.parallel.experts import GroupedLinear
 
     config: Any = SimpleNamespace(params_dtype=torch.float32, expert_model_parallel_size=1)
-    layer = GroupedLinear(EXPERTS, 1, 1, config, split_dim=0)  # its own weight is not used
+    group: Any = None
+    layer = GroupedLinear(EXPERTS, 1, 1, config, group, split_dim=0)  # its own weight is not used
 
     def call(rows: Tensor, weights: Tensor, first: Tensor, second: Tensor, sizes: Tensor) -> tuple[Tensor]:
         def product(x: Tensor, weight: Tensor) -> Tensor:

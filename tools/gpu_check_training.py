@@ -64,6 +64,8 @@ class Mode:
 MODES: dict[str, Mode] = {
     "bf16": Mode(),
     "fp32": Mode(settings={"model_dtype": "float32"}, steps=2, equals=None),
+    # Its first steps may overflow.
+    "fp16": Mode(settings={"model_dtype": "float16"}, equals=None),
     "local layers": Mode(settings={"transformer_impl": "local"}),
     "recompute selective": Mode(settings={"recompute_granularity": "selective"}),
     "recompute full": Mode(settings={"recompute_granularity": "full"}),

@@ -29,10 +29,22 @@ inline void check_operand(const Tensor& x, const char* name, ScalarType dtype, i
   STD_TORCH_CHECK(same_device(x, logits), name, " must be on the device of the first argument");
 }
 
+inline DType dtype_of(const Tensor& x, const char* name) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    default:
+      STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16");
+  }
+}
+
 inline void check_logits(const Tensor& x, const char* name) {
   STD_TORCH_CHECK(x.dim() == 2, name, " must be [tokens, vocab/tp], got ", x.dim(), " dimensions");
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16, name,
-                  " must be float32 or bfloat16");
+  dtype_of(x, name);
   STD_TORCH_CHECK(x.stride(1) == 1 || x.size(1) <= 1, name, " must have unit column stride, got ", x.stride(1));
   constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
   STD_TORCH_CHECK(x.size(0) <= kMax && x.size(1) <= kMax, name, " has more than 2^31 - 1 rows or columns");
@@ -48,8 +60,8 @@ inline Slice slice_of(const Tensor& logits, int64_t vocab_start, int64_t valid_c
   check_logits(logits, "logits");
   STD_TORCH_CHECK(valid_cols >= 0 && valid_cols <= logits.size(1), "valid_cols=", valid_cols, " is outside [0, ",
                   logits.size(1), "]");
-  const DType dtype = logits.scalar_type() == ScalarType::Float ? DType::kFloat32 : DType::kBFloat16;
-  return {logits.const_data_ptr(), dtype, logits.size(0), logits.size(1), logits.stride(0), vocab_start, valid_cols};
+  return {logits.const_data_ptr(), dtype_of(logits, "logits"), logits.size(0), logits.size(1),
+          logits.stride(0),        vocab_start,                valid_cols};
 }
 
 // One value for all n entries, or n values.

@@ -1,5 +1,6 @@
 // The CUDA side of the ops declared in ops.cpp: device guard, current stream, launch. Compiled by the host compiler.
-// rows and inv_rows are not range-checked here, since that would wait for the device. Python checks what it can.
+// rows, inv_rows and offsets are not range-checked here, since that would wait for the device. Python checks what it
+// can.
 #define TORCH_TARGET_VERSION 0x020a000000000000ULL
 #ifndef USE_CUDA
 #define USE_CUDA  // declares aoti_torch_get_current_cuda_stream
@@ -9,8 +10,10 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
+#include "bindings/kept.h"
 #include "bindings/logprob.h"
 #include "bindings/policy_loss.h"
+#include "core/kept_cuda.h"
 #include "core/logprob_cuda.h"
 #include "core/policy_loss_cuda.h"
 
@@ -44,6 +47,16 @@ void run_grad(const GradArgs& args, const Tensor& logits) {
   check_launch(cuda::grad(args, current_stream(logits)), "logprob_grad");
 }
 
+void run_kept_stats(const KeptStatsArgs& args, const Tensor& values) {
+  const DeviceGuard guard(values.get_device_index());
+  check_launch(cuda::kept_stats(args, current_stream(values)), "kept_stats");
+}
+
+void run_kept_grad(const KeptGradArgs& args, const Tensor& values) {
+  const DeviceGuard guard(values.get_device_index());
+  check_launch(cuda::kept_grad(args, current_stream(values)), "kept_grad");
+}
+
 void run_policy_loss(const PolicyLossArgs& args, int64_t, const Tensor& logprobs) {
   const DeviceGuard guard(logprobs.get_device_index());
   check_launch(cuda::policy_loss(args, current_stream(logprobs)), "policy_loss");
@@ -61,6 +74,8 @@ STABLE_TORCH_LIBRARY_IMPL(mgrpo, CUDA, m) {
   m.impl("logprob_merge", TORCH_BOX(&logprob_merge<run_merge>));
   m.impl("logprob_grad_", TORCH_BOX(&logprob_grad_<run_grad>));
   m.impl("logprob_grad_out", TORCH_BOX(&logprob_grad_out<run_grad>));
+  m.impl("kept_stats", TORCH_BOX(&kept_stats<run_kept_stats>));
+  m.impl("kept_grad", TORCH_BOX(&kept_grad<run_kept_grad>));
   m.impl("policy_loss", TORCH_BOX(&policy_loss<run_policy_loss>));
   m.impl("segment_sums", TORCH_BOX(&segment_sums<run_segment_sums>));
 }

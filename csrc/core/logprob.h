@@ -26,7 +26,7 @@
 
 namespace mgrpo {
 
-enum class DType { kFloat32, kBFloat16 };
+enum class DType { kFloat32, kBFloat16, kFloat16 };
 
 // e^x is computed as 2^(x log2 e), the form both instruction sets have.
 constexpr float kLog2E = 1.4426950408889634f;

@@ -1,12 +1,14 @@
 #include "core/logprob_cuda.h"
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <math_constants.h>
 
 namespace mgrpo::cuda {
 namespace {
 
 using bf16 = __nv_bfloat16;
+using f16 = __half;
 
 // Loads in flight per thread. Four of 16 bytes cover the latency of HBM at the occupancy these kernels reach.
 constexpr int kUnroll = 4;
@@ -24,8 +26,15 @@ __device__ __forceinline__ float exp2_approx(float d) {
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(f16 x) { return __half2float(x); }
 __device__ __forceinline__ void store(float* y, float value) { *y = value; }
 __device__ __forceinline__ void store(bf16* y, float value) { *y = __float2bfloat16_rn(value); }
+__device__ __forceinline__ void store(f16* y, float value) { *y = __float2half_rn(value); }
+
+__device__ __forceinline__ float2 to_floats(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
+__device__ __forceinline__ float2 to_floats(__half2 pair) { return __half22float2(pair); }
+__device__ __forceinline__ void store(__nv_bfloat162* y, float a, float b) { *y = __floats2bfloat162_rn(a, b); }
+__device__ __forceinline__ void store(__half2* y, float a, float b) { *y = __floats2half2_rn(a, b); }
 
 // 16 bytes of a row.
 template <class T>
@@ -50,32 +59,37 @@ struct Pack<float> {
   }
 };
 
-template <>
-struct Pack<bf16> {
+// Of a type of 16 bits, which the hardware handles in pairs.
+template <class Pair>
+struct PackOfPairs {
   static constexpr int kSize = 8;
   static __device__ __forceinline__ void unpack(const uint4& bits, float (&x)[kSize]) {
-    const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+    const Pair* pairs = reinterpret_cast<const Pair*>(&bits);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // a bf16 is the upper half of its fp32
-      x[2 * i] = __uint_as_float(pairs[i] << 16);
-      x[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+    for (int i = 0; i < 4; ++i) {
+      const float2 two = to_floats(pairs[i]);
+      x[2 * i] = two.x;
+      x[2 * i + 1] = two.y;
     }
   }
   static __device__ __forceinline__ uint4 pack(const float (&x)[kSize]) {
-    uint32_t pairs[4];
+    uint4 bits;
+    Pair* pairs = reinterpret_cast<Pair*>(&bits);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-      pairs[i] = reinterpret_cast<const uint32_t&>(pair);
-    }
-    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    for (int i = 0; i < 4; ++i) store(pairs + i, x[2 * i], x[2 * i + 1]);
+    return bits;
   }
   static __device__ __forceinline__ float max(const uint4& bits) {
-    const __nv_bfloat162* pairs = reinterpret_cast<const __nv_bfloat162*>(&bits);
-    const __nv_bfloat162 m = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
-    return fmaxf(__low2float(m), __high2float(m));
+    const Pair* pairs = reinterpret_cast<const Pair*>(&bits);
+    const float2 m = to_floats(__hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3])));
+    return fmaxf(m.x, m.y);
   }
 };
+
+template <>
+struct Pack<bf16> : PackOfPairs<__nv_bfloat162> {};
+template <>
+struct Pack<f16> : PackOfPairs<__half2> {};
 
 // How a row is divided: scalars up to the first 16-byte boundary, packs, and the remaining scalars.
 struct Split {
@@ -315,9 +329,15 @@ cudaError_t launch_grad(const GradArgs& args, cudaStream_t stream) {
 
 cudaError_t stats(const StatsArgs& args, cudaStream_t stream) {
   if (args.n == 0) return cudaSuccess;
-  if (args.slice.dtype == DType::kFloat32)
-    return args.entropy ? launch_stats<float, true>(args, stream) : launch_stats<float, false>(args, stream);
-  return args.entropy ? launch_stats<bf16, true>(args, stream) : launch_stats<bf16, false>(args, stream);
+  switch (args.slice.dtype) {
+    case DType::kFloat32:
+      return args.entropy ? launch_stats<float, true>(args, stream) : launch_stats<float, false>(args, stream);
+    case DType::kBFloat16:
+      return args.entropy ? launch_stats<bf16, true>(args, stream) : launch_stats<bf16, false>(args, stream);
+    case DType::kFloat16:
+      return args.entropy ? launch_stats<f16, true>(args, stream) : launch_stats<f16, false>(args, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 cudaError_t merge(const MergeArgs& args, cudaStream_t stream) {
@@ -329,9 +349,15 @@ cudaError_t merge(const MergeArgs& args, cudaStream_t stream) {
 
 cudaError_t grad(const GradArgs& args, cudaStream_t stream) {
   if (args.slice.tokens == 0 || args.slice.cols == 0) return cudaSuccess;
-  if (args.slice.dtype == DType::kFloat32)
-    return args.g_entropy ? launch_grad<float, true>(args, stream) : launch_grad<float, false>(args, stream);
-  return args.g_entropy ? launch_grad<bf16, true>(args, stream) : launch_grad<bf16, false>(args, stream);
+  switch (args.slice.dtype) {
+    case DType::kFloat32:
+      return args.g_entropy ? launch_grad<float, true>(args, stream) : launch_grad<float, false>(args, stream);
+    case DType::kBFloat16:
+      return args.g_entropy ? launch_grad<bf16, true>(args, stream) : launch_grad<bf16, false>(args, stream);
+    case DType::kFloat16:
+      return args.g_entropy ? launch_grad<f16, true>(args, stream) : launch_grad<f16, false>(args, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace mgrpo::cuda

@@ -10,7 +10,7 @@ import torch
 
 from mgrpo.algo.advantage import advantages
 from mgrpo.algo.turn_credit import TurnCredit, token_advantages
-from mgrpo.types import Branch, Completion, Prompt, ScoredGroup, TrainSample
+from mgrpo.types import Branch, Completion, KeptTokens, Prompt, ScoredGroup, TrainSample
 
 OLDEST = 127
 """Tokens that are older count as that old."""
@@ -33,7 +33,8 @@ def train_samples(
 
     A completion without a score (NaN) stays in the list with advantage 0 and no trained token, so that every completion
     is counted. Under `mask_truncated` the same holds for a completion that did not stop by itself, but its reward still
-    counts in its group's mean and deviation. A completion without tokens has one in its sample, which is not trained.
+    counts in its group's mean and deviation. A completion without tokens has one in its sample, which is not trained. Where
+    the sampling was cut, a token whose set is not known is not trained either.
 
     Args:
         dropped: groups of the same batch that are not trained on; statistics over the batch include them.
@@ -62,6 +63,7 @@ def train_samples(
         )
     else:
         by_group = advantages(torch.from_numpy(rewards), normalization=normalization, ddof=ddof, eps=eps)
+    is_cut = any(c.kept is not None for scored in groups for c in scored.group.completions)
     samples = [
         _sample(
             scored.group.prompt,
@@ -70,6 +72,7 @@ def train_samples(
             group=number,
             is_trained=_trains(completion, reward, mask_truncated),
             mask_tool_use=mask_tool_use,
+            is_cut=is_cut,
             policy_version=policy_version,
         )
         for number, (scored, row, own) in enumerate(zip(groups, rewards, by_group.tolist(), strict=False))
@@ -113,6 +116,7 @@ def _branch(sample: TrainSample, branch: Branch, *, continues: bool) -> TrainSam
         ages=part(sample.ages),
         is_sampled=None if is_sampled is None or is_sampled.all() else is_sampled,
         token_advantages=part(sample.token_advantages),
+        kept=sample.kept and sample.kept.part(branch.start, branch.end),
         continues=continues,
     )
 
@@ -131,23 +135,30 @@ def _sample(
     group: int,
     is_trained: bool,
     mask_tool_use: bool,
+    is_cut: bool,
     policy_version: int | None,
 ) -> TrainSample:
     if not len(completion.tokens):
         completion, is_trained = _stand_in(prompt, completion), False
     is_sampled, logprobs = completion.loss_mask, completion.logprobs
+    kept = completion.kept
+    if is_cut and kept is None:
+        # It was sampled before a restart with other settings.
+        kept = KeptTokens.none(len(completion.tokens))
+    has_set = True if kept is None else kept.sizes > 0
     if not mask_tool_use:
         logprobs = np.where(is_sampled, logprobs, np.float32(np.nan))
         is_sampled = np.ones_like(is_sampled)
     return TrainSample(
         prompt_tokens=prompt.tokens,
         tokens=completion.tokens,
-        loss_mask=is_sampled & is_trained,
+        loss_mask=is_sampled & is_trained & has_set,
         rollout_logprobs=logprobs,
         advantage=advantage,
         group=group,
         ages=None if policy_version is None else _ages(completion, policy_version),
         is_sampled=None if is_sampled.all() else is_sampled,
+        kept=kept,
     )
 
 
@@ -160,6 +171,7 @@ def _stand_in(prompt: Prompt, completion: Completion) -> Completion:
         logprobs=np.zeros(1, np.float32),
         policy_versions=versions,
         trajectory=None,
+        kept=completion.kept and KeptTokens.none(1),
     )
 
 

@@ -1,7 +1,8 @@
 """What a learner rank puts into a checkpoint and takes out of it, in slices of HF tensors, independent of the layout.
 
 Every layout, ZeRO stage and number of ranks writes the same tensors, so each can continue from any other: masters and
-Adam's moments in float32, the reference model when it has moved, and one step count. Random states are kept by rank.
+Adam's moments in float32, the reference model when it has moved, and one step count. Random states are kept by rank. Of a
+policy with adapters these are the adapters' tensors: the model's own stay as they are in its folder.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from mgrpo.checkpoint.boxes import assign
 from mgrpo.checkpoint.reader import Checkpoint
 from mgrpo.checkpoint.shard import Part
+from mgrpo.models.adapters import adapter_tensors
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.parallel import backend
 from mgrpo.policy.parameters import gather_boxes
@@ -49,7 +51,8 @@ class TrainState:
 
     def full_shapes(self) -> dict[str, dict[str, Shape]]:
         """Shape of every tensor of the checkpoint, by kind and name. Not collective."""
-        tensors = hf_tensors(self.policy.shape)
+        shape, lora = self.policy.shape, self.policy.lora
+        tensors = adapter_tensors(shape, lora) if lora else hf_tensors(shape)
         kinds = (MASTER, *MOMENTS, *((REFERENCE,) if self._reference_moves else ()))
         random = {
             _random_name(rank, name): tuple(state.shape)

@@ -42,6 +42,7 @@ POSITIVE = Range(low=0, low_open=True)
 NOT_NEGATIVE = Range(low=0)
 ONE_OR_MORE = Range(low=1)
 BELOW_ONE = Range(low=0, high=1, high_open=True)
+UP_TO_ONE = Range(low=0, high=1)
 SHARE = Range(low=0, high=1, low_open=True)
 
 

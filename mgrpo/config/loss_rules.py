@@ -52,6 +52,37 @@ def _rho_bounds(config: Config) -> Iterator[str]:
         yield "rho_mask_tv_divergence=true needs a bound of the divergence: --rho_mask_upper_bound 0.1"
 
 
+def _uncorrected(config: Config) -> Iterator[str]:
+    """Tokens of other policies than the one that is trained, and nothing in the loss that knows it."""
+    rollout, loss = config.rollout, config.loss
+    has_rho = loss.use_rho_correction and (loss.rho_clamp_upper_bound or loss.rho_mask_upper_bound)
+    if has_rho or loss.is_own_function:
+        return
+    causes = []
+    if config.max_age and (rollout.async_steps or config.algorithm.active_sampling):
+        cause = f"async_steps={rollout.async_steps}"
+        if not rollout.async_steps:
+            cause = f"active_sampling_oversample={config.algorithm.active_sampling_oversample:g}"
+        age = "a step" if config.max_age == 1 else f"up to {config.max_age} steps"
+        causes.append(f"{cause} trains on tokens of policies {age} older")
+    if replays := config.algorithm.replay_buffer_size:
+        causes.append(f"replay_buffer_size={replays} trains on tokens of older policies")
+    if config.engine.vllm_kv_cache_dtype != "auto":
+        dtype = config.engine.vllm_kv_cache_dtype
+        causes.append(f"vllm_kv_cache_dtype={dtype} samples from a policy with rounded keys and values")
+    if not causes:
+        return
+    needs = f"{' and '.join(causes)}, which needs a correction"
+    by_rho = "use_rho_correction=true with rho_clamp_upper_bound above 1 (2.0 is usual), which weighs each token"
+    if not config.algorithm.use_vllm_logprobs:
+        yield f"{needs}: {by_rho}, or use_vllm_logprobs=true, which compares the policy with the one that sampled"
+    elif loss.policy_loss == "reinforce":
+        yield (
+            f"{needs}, and policy_loss=reinforce has no ratio to which use_vllm_logprobs=true could matter; use "
+            f"{by_rho}, in its place, or a policy_loss with a ratio"
+        )
+
+
 def _surrogate(config: Config) -> Iterator[str]:
     own = config.loss
     if own.is_own_function:
@@ -154,6 +185,22 @@ def weight_problems(config: Config, num_reward_funcs: int) -> Iterator[str]:
 LOSS_RULES: tuple[Rule, ...] = (
     (("beta", "log_ref_kl", "ref_policy_update_freq"), _reference),
     (("use_vllm_logprobs", "use_rho_correction"), _old_logprobs),
+    (
+        (
+            "async_steps",
+            "max_staleness",
+            "active_sampling",
+            "active_sampling_oversample",
+            "replay_buffer_size",
+            "vllm_kv_cache_dtype",
+            "use_vllm_logprobs",
+            "use_rho_correction",
+            "rho_clamp_upper_bound",
+            "rho_mask_upper_bound",
+            "policy_loss",
+        ),
+        _uncorrected,
+    ),
     (
         (
             "use_rho_correction",

@@ -38,6 +38,12 @@ def model_problems(config: Config, hf_config: HfConfig) -> Iterator[str]:
             f"logits_chunk={parallel.logits_chunk} cannot be combined with the model's final_logit_softcapping={cap}; "
             "use 0 or auto"
         )
+    family = str(hf_config.get("model_type", ""))
+    if config.model.model_dtype == "float16" and family.startswith("gemma"):
+        yield (
+            f"model_dtype=float16 with model_type={family}: activations of Gemma models exceed 65504, the largest number of "
+            "float16, and vLLM refuses it as well; use bfloat16"
+        )
     positions = size_of(hf_config, "max_position_embeddings")
     longest = config.max_model_length
     if positions and longest > positions:

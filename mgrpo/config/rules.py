@@ -110,31 +110,6 @@ def _asynchrony(config: Config) -> Iterator[str]:
             f"replay_buffer_size={algorithm.replay_buffer_size} replays groups of earlier steps, which max_staleness=0 forbids; "
             "leave one of them out"
         )
-    if config.is_off_policy and not config.loss.is_own_function:
-        yield from _uncorrected(config)
-
-
-def _uncorrected(config: Config) -> Iterator[str]:
-    """Tokens of older policies, and nothing in the loss that knows it."""
-    rollout, loss = config.rollout, config.loss
-    if loss.use_rho_correction and (loss.rho_clamp_upper_bound or loss.rho_mask_upper_bound):
-        return
-    replays = config.algorithm.replay_buffer_size
-    cause = f"async_steps={rollout.async_steps}"
-    if not rollout.async_steps:
-        cause = f"active_sampling_oversample={config.algorithm.active_sampling_oversample:g}"
-    age = "a step" if config.max_age == 1 else f"up to {config.max_age} steps"
-    needs = f"{cause} trains on tokens of policies {age} older, which needs a correction"
-    if replays:
-        needs = f"replay_buffer_size={replays} trains on tokens of older policies, which needs a correction"
-    by_rho = "use_rho_correction=true with rho_clamp_upper_bound above 1 (2.0 is usual), which weighs each token"
-    if not config.algorithm.use_vllm_logprobs:
-        yield f"{needs}: {by_rho}, or use_vllm_logprobs=true, which compares the policy with the one that sampled"
-    elif loss.policy_loss == "reinforce":
-        yield (
-            f"{needs}, and policy_loss=reinforce has no ratio to which use_vllm_logprobs=true could matter; use "
-            f"{by_rho}, in its place, or a policy_loss with a ratio"
-        )
 
 
 def _servers(config: Config) -> Iterator[str]:
@@ -198,6 +173,11 @@ def _optimizer_memory(config: Config) -> Iterator[str]:
             )
     if is_precision_aware and stage == 0:
         yield "use_precision_aware_optimizer=true needs a zero_stage of at least 1, got 0"
+    if is_precision_aware and config.model.model_dtype == "float16":
+        yield (
+            "use_precision_aware_optimizer=true cannot be combined with model_dtype=float16, whose scaled gradients it keeps "
+            "where the loss scale does not reach them; use bfloat16, or leave it out"
+        )
     if is_precision_aware and config.parallel.optimizer_cpu_offload:
         yield (
             "use_precision_aware_optimizer=true cannot be combined with optimizer_cpu_offload=true, whose optimizer keeps "
@@ -327,11 +307,6 @@ RULES: tuple[Rule, ...] = (
             "inflight_updates",
             "active_sampling",
             "active_sampling_oversample",
-            "use_vllm_logprobs",
-            "use_rho_correction",
-            "rho_clamp_upper_bound",
-            "rho_mask_upper_bound",
-            "policy_loss",
         ),
         _asynchrony,
     ),
@@ -352,7 +327,13 @@ RULES: tuple[Rule, ...] = (
         _routing_replay,
     ),
     (
-        ("zero_stage", "optimizer_cpu_offload", "use_precision_aware_optimizer", "checkpoint_state_freq"),
+        (
+            "zero_stage",
+            "optimizer_cpu_offload",
+            "use_precision_aware_optimizer",
+            "checkpoint_state_freq",
+            "model_dtype",
+        ),
         _optimizer_memory,
     ),
     (("shared_prompt_packing", "context_parallel_size"), _shared_prompts),

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from mgrpo.config.adapter import Adapter
 from mgrpo.config.annotations import (
     BELOW_ONE,
     FINITE,
@@ -22,6 +23,7 @@ from mgrpo.config.annotations import (
     POSITIVE,
     SHARE,
     TRL,
+    UP_TO_ONE,
     JSONObject,
     Range,
     Reason,
@@ -66,10 +68,12 @@ class Experiment:
 class Model:
     model_name_or_path: Annotated[str | None, OPEN_INSTRUCT] = None
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer files), or the output of mgrpo convert."""
-    model_dtype: Annotated[
-        Literal["bfloat16", "float32"], Reason("float16 needs loss scaling, which does not exist here"), OPEN_INSTRUCT
-    ] = "bfloat16"
-    """Type of weights and activations in training and in the engines; the optimizer always keeps float32."""
+    model_dtype: Annotated[Literal["bfloat16", "float16", "float32"], OPEN_INSTRUCT] = "bfloat16"
+    """Type of weights and activations in training and in the engines; the optimizer always keeps float32. In float16 trainer and
+    engine differ less than in bfloat16, numbers above 65504 overflow, and the loss is scaled (policy/loss_scale)."""
+    cast_lm_head_to_fp32: Annotated[bool, TRL] = False
+    """Compute logits in float32, in training and in the engines, from a head and its input in model_dtype: nearly removes the
+    head's share of their mismatch, and takes twice the memory for logits."""
 
     @property
     def path(self) -> str:
@@ -118,6 +122,10 @@ class Data:
     """Threads that tokenize; 0: one per core."""
 
 
+MOST_KEPT = 64
+"""Tokens that may be left to sample from, where the sampling is cut: each travels to the trainer with its token."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     num_unique_prompts_rollout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 16
@@ -128,6 +136,15 @@ class Rollout:
     """Maximum tokens of a completion."""
     temperature: Annotated[float, POSITIVE, Reason("the training logits are divided by it"), OPEN_INSTRUCT, TRL] = 1.0
     """Sampling temperature, also the divisor of the training logits."""
+    top_k: Annotated[int, NOT_NEGATIVE, TRL] = 0
+    """Sample from this many of the likeliest tokens; 0: from all. The trainer then computes with the same tokens that the
+    engine had left (docs/algorithms.md); at most 64, and all other cuts need it."""
+    top_p: Annotated[float, SHARE, TRL] = 1.0
+    """Sample from the likeliest tokens whose probabilities add up to this; below 1 with top_k."""
+    min_p: Annotated[float, UP_TO_ONE, TRL] = 0.0
+    """Sample from tokens that are at least this share as likely as the likeliest; above 0 with top_k."""
+    vllm_guided_decoding_regex: Annotated[str | None, TRL] = None
+    """Sample only what can become a text that this regular expression matches, turn by turn; with top_k."""
     async_steps: Annotated[int, NOT_NEGATIVE, OPEN_INSTRUCT] = 0
     """Steps that generation may run ahead of training; 0: they take turns, and a run repeats to the bit."""
     max_staleness: Annotated[int | None, NOT_NEGATIVE, TRL] = None
@@ -157,6 +174,11 @@ class Rollout:
     """Folder for completions; none: output_dir/rollouts."""
     rollout_timeout: Annotated[int, ONE_OR_MORE] = 3600
     """Seconds that a step, an evaluation or a pause of the engines may wait for completions before the run ends with an error."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether training samples from a part of the vocabulary; `top_k` bounds it then."""
+        return self.top_k > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +358,9 @@ class Engine:
     vllm_kv_cache_mb: Annotated[int, ONE_OR_MORE] = 64
     """KV cache of an engine's worker in MiB on CPU, and on GPU with vllm_mode=colocate; otherwise
     vllm_gpu_memory_utilization decides."""
+    vllm_kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head"] = "auto"
+    """Type of the engines' keys and values: auto: model_dtype; fp8 (fp8_e4m3) and fp8_e5m2: rounded to 8 bits without a scale;
+    fp8_per_token_head: on GPUs, with a scale for each token and head. All but auto need a correction, use_rho_correction."""
     vllm_max_num_seqs: Annotated[int, ONE_OR_MORE] = 256
     """Completions that an engine generates at once."""
     vllm_enforce_eager: Annotated[bool, OPEN_INSTRUCT] = False
@@ -416,6 +441,7 @@ class Config:
 
     experiment: Experiment = field(default_factory=Experiment)
     model: Model = field(default_factory=Model)
+    adapter: Adapter = field(default_factory=Adapter)
     data: Data = field(default_factory=Data)
     rollout: Rollout = field(default_factory=Rollout)
     reward: Reward = field(default_factory=Reward)

@@ -1,8 +1,8 @@
 """Whether a configuration can run: every problem in one list, each a sentence that says how to fix it.
 
 Changes nothing and never raises, whatever the fields hold. A rule between several fields is checked only if each of them
-is sound, so that one mistake makes one sentence. Ranges are in the schema, the rules in `rules`, `best_rules`,
-`loss_rules`, `reward_rules`, `tool_rules` and `model_rules`.
+is sound, so that one mistake makes one sentence. Ranges are in the schema, the rules in the modules whose tables are joined
+in `problems`, and in `model_rules`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from mgrpo.config.adapter_rules import ADAPTER_RULES, FIELDS, LARGE, adapter_model_problems, adapter_warnings
 from mgrpo.config.annotations import POSITIVE
 from mgrpo.config.best_rules import BEST_RULES
 from mgrpo.config.derived import layout_of
@@ -19,6 +20,7 @@ from mgrpo.config.loss_rules import LOSS_RULES, weight_problems
 from mgrpo.config.model_rules import longest_sequence, model_problems
 from mgrpo.config.reward_rules import REWARD_RULES
 from mgrpo.config.rules import REWARD_SWITCHES, RULES, pairs, reward_problems
+from mgrpo.config.sampling_rules import SAMPLING_RULES
 from mgrpo.config.schema import Config
 from mgrpo.config.tool_rules import TOOL_NEEDS, TOOL_RULES, tool_warnings
 from mgrpo.config.tools import SOURCES
@@ -82,7 +84,8 @@ def problems(
     def sound(*names: str) -> bool:
         return not unsound & set(names)
 
-    for names, rule in (*RULES, *BEST_RULES, *LOSS_RULES, *REWARD_RULES, *TOOL_RULES):
+    rules = (*RULES, *SAMPLING_RULES, *LOSS_RULES, *REWARD_RULES, *TOOL_RULES, *ADAPTER_RULES, *BEST_RULES)
+    for names, rule in rules:
         if sound(*names):
             found.extend(rule(config))
     if sound("reward_funcs"):
@@ -105,6 +108,8 @@ def problems(
             found.extend(_derived_problems(config, world_size))
     if hf_config is not None and sound(*LAYOUT_FIELDS, *MODEL_FIELDS):
         found.extend(model_problems(config, hf_config))
+    if hf_config is not None and sound(*LAYOUT_FIELDS, "use_peft", *FIELDS):
+        found.extend(adapter_model_problems(config, hf_config))
     return [*config.provenance.problems, *(_with_alias(sentence, config) for sentence in found)]
 
 
@@ -120,6 +125,7 @@ def warnings(
         *_idle(config, num_reward_funcs),
         *_layout_warnings(config, world_size),
         *_model_warnings(config, hf_config),
+        *adapter_warnings(config, hf_config),
     ]
     if config.optimizer.warmup_ratio > 0 and config.optimizer.warm_up_steps > 0:
         found.append(
@@ -238,6 +244,11 @@ def _loss_warnings(config: Config) -> Iterator[str]:
             f"policy_loss={own.policy_loss} is trained on tokens of {older} and has to "
             "correct for that itself; rollout_logprobs are those of the policy that sampled"
         )
+    if own.is_own_function and config.engine.vllm_kv_cache_dtype != "auto":
+        yield (
+            f"policy_loss={own.policy_loss} is trained on tokens of engines that round keys and values (vllm_kv_cache_dtype="
+            f"{config.engine.vllm_kv_cache_dtype}) and has to correct for that itself by rollout_logprobs"
+        )
 
 
 def _state_warnings(config: Config) -> Iterator[str]:
@@ -297,6 +308,11 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "warm_up_steps warmup_ratio",
         "another lr_scheduler_type, for example constant_with_warmup",
         lambda c: c.optimizer.lr_scheduler_type != "constant",
+    ),
+    (
+        "cast_lm_head_to_fp32",
+        "a model_dtype of 16 bits: in a float32 model the head is in float32",
+        lambda c: c.model.model_dtype != "float32",
     ),
     ("vllm_enable_sleep_mode", "vllm_mode=colocate", lambda c: c.engine.shares_gpus),
     (
@@ -402,8 +418,9 @@ def _layout_warnings(config: Config, world_size: int) -> Iterator[str]:
 def _model_warnings(config: Config, hf_config: Mapping[str, Any] | None) -> Iterator[str]:
     if hf_config is None:
         return
-    if (size_of(hf_config, "hidden_size") or 0) >= 2048 and config.optimizer.learning_rate > 5e-6:
-        yield f"learning_rate={config.optimizer.learning_rate} is high for a model of this size; 5e-7 to 2e-6 is usual"
+    highest, usual = (5e-5, "5e-6 to 2e-5") if config.adapter.use_peft else (5e-6, "5e-7 to 2e-6")
+    if (size_of(hf_config, "hidden_size") or 0) >= LARGE and config.optimizer.learning_rate > highest:
+        yield f"learning_rate={config.optimizer.learning_rate} is high for a model of this size; {usual} is usual"
     if not num_experts(hf_config):
         if config.parallel.moe_enable_routing_replay:
             yield "moe_enable_routing_replay=true has no effect on a model without experts"

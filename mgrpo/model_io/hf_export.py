@@ -1,14 +1,14 @@
-"""The trained model as a Hugging Face folder that transformers and vLLM load.
+"""The trained model as a Hugging Face folder that transformers and vLLM load, adapters merged into its weights.
 
 Tensors travel one by one from the ranks that hold them to rank 0, which writes each before it asks for the next: no rank
-holds more than one tensor beside its own weights.
+holds more than one tensor beside its own weights. Adapters are in a folder of their own as well, which peft and vLLM load.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,9 +16,16 @@ import torch.distributed as dist
 
 from mgrpo.checkpoint.space import OutputError, no_room, with_room
 from mgrpo.model_io.hf_folder import Header, carry, header_bytes, write_weights
+from mgrpo.model_io.peft_folder import write_peft
+from mgrpo.models.adapters import adapter_tensors
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.parallel.gather import gather_json
+from mgrpo.policy.lora import MergedSlice
+from mgrpo.policy.parameters import gather_boxes
 from mgrpo.policy.policy import Policy
+
+ADAPTER = "adapter"
+"""Folder of the adapters in an export of a policy that has them."""
 
 
 def export_hf(
@@ -38,35 +45,44 @@ def export_hf(
     Raises:
         OutputError: on all ranks, when the folder could not be written.
     """
-    folder = Path(folder)
-    shapes = hf_tensors(policy.shape)
-    held, owners = dict(policy.boxes()), _owners(policy.holdings(group))
+    folder, source = Path(folder), Path(source)
+    model = _Gathering(hf_tensors(policy.shape), policy.live_boxes(), policy, policy.dtype, group)
+    adapters = None
+    if policy.lora:
+        tensors = adapter_tensors(policy.shape, policy.lora)
+        adapters = _Gathering(tensors, policy.adapter_boxes(), policy, torch.float32, group)
+    gatherings = [model, adapters] if adapters else [model]
+
+    def add_more(partial: Path) -> None:
+        if adapters and policy.lora:
+            base = str(source.absolute())
+            write_peft(partial / ADAPTER, adapters.whole, policy.shape, policy.lora, base=base)
+        add(partial)
+
     problem, cause = None, None
     if dist.get_rank() == 0:
-        pending = iter(shapes)
-
-        def values(name: str) -> list[torch.Tensor]:
-            # All tensors are of one type, so that they are written in the order of `shapes`, in which the others send.
-            assert next(pending) == name
-            return [_gather(name, shapes[name], owners[name], held, policy.dtype, group)]
-
         try:
-            _write(folder, Path(source), {name: (policy.dtype, shape) for name, shape in shapes.items()}, values, add)
+            headers = {name: (policy.dtype, shape) for name, shape in model.shapes.items()}
+            _write(folder, source, headers, model.whole, add_more, num_bytes=export_bytes(policy))
         except Exception as err:
             problem, cause = f"the model could not be exported to {folder}: {err}", err
-        for name in pending:  # after an error: the others send everything
-            _gather(name, shapes[name], owners[name], held, policy.dtype, group)
+        for gathering in gatherings:
+            gathering.finish()
     else:
-        for name in shapes:
-            _send(owners[name], held, policy.dtype, group)
+        for gathering in gatherings:
+            gathering.send()
     problem = gather_json(problem, group)[0]
     if problem:
         raise OutputError(problem) from cause
 
 
 def export_bytes(policy: Policy) -> int:
-    """Size of the weights that `export_hf` writes."""
-    return sum(header_bytes((policy.dtype, shape)) for shape in hf_tensors(policy.shape).values())
+    """Size of the tensors that `export_hf` writes."""
+    lora = policy.lora
+    adapters = adapter_tensors(policy.shape, lora).values() if lora else ()
+    return sum(header_bytes((policy.dtype, shape)) for shape in hf_tensors(policy.shape).values()) + sum(
+        header_bytes((torch.float32, shape)) for shape in adapters
+    )
 
 
 def _write(
@@ -75,8 +91,9 @@ def _write(
     tensors: Mapping[str, Header],
     values: Callable[[str], list[torch.Tensor]],
     add: Callable[[Path], object],
+    *,
+    num_bytes: int,
 ) -> None:
-    num_bytes = sum(map(header_bytes, tensors.values()))
     if problem := no_room(folder, num_bytes):
         raise OSError(problem)
     partial = folder.with_name(folder.name + ".partial")
@@ -93,39 +110,62 @@ def _write(
         raise OSError(with_room(err, folder, num_bytes)) from err
 
 
-def _owners(boxes: list[list[Box]]) -> dict[str, dict[Box, int]]:
-    """For each tensor its boxes, each with the lowest rank that holds it."""
-    owners: dict[str, dict[Box, int]] = {}
-    for rank, held in enumerate(boxes):
-        for box in held:
-            owners.setdefault(box.name, {}).setdefault(box, rank)
-    return owners
+class _Gathering:
+    """Tensors that ranks hold in boxes, brought to rank 0 one by one, in the order of `shapes`. Every rank makes one."""
 
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        held: Iterable[tuple[Box, torch.Tensor | MergedSlice]],
+        policy: Policy,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.shapes, self.dtype, self.group = shapes, dtype, group
+        self._held = dict(held)
+        own = [(0, box) for box in self._held]
+        # For each tensor its boxes, each with the lowest rank that holds it.
+        self._owners: dict[str, dict[Box, int]] = {}
+        for rank, boxes in enumerate(gather_boxes(own, policy.shape, group)):
+            for _, box in boxes:
+                self._owners.setdefault(box.name, {}).setdefault(box, rank)
+        self._pending = iter(shapes)
+        self._merged: dict[Callable[[], torch.Tensor], torch.Tensor] = {}
 
-def _gather(
-    name: str,
-    shape: Shape,
-    owners: Mapping[Box, int],
-    held: Mapping[Box, torch.Tensor],
-    dtype: torch.dtype,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """Rank 0: the whole tensor."""
-    whole, everything = torch.empty(shape, dtype=dtype), Box(name, (0,) * len(shape), shape)
-    for box, owner in owners.items():
-        if owner == 0:
-            part = held[box].to("cpu", dtype)
-        else:
-            part = torch.empty(box.shape, dtype=dtype)
-            dist.recv(part, owner, group=group)
-        whole[box.within(everything)] = part
-    return whole
+    def whole(self, name: str) -> list[torch.Tensor]:
+        """Rank 0: the next tensor, in one block. All are of one type, so that files hold them in this order."""
+        assert next(self._pending) == name
+        return [self._gather(name)]
 
+    def finish(self) -> None:
+        """Rank 0, after an error: the others send everything."""
+        for name in self._pending:
+            self._gather(name)
 
-def _send(
-    owners: Mapping[Box, int], held: Mapping[Box, torch.Tensor], dtype: torch.dtype, group: dist.ProcessGroup
-) -> None:
-    """The other ranks: what this one owns of a tensor."""
-    for box, owner in owners.items():
-        if owner == dist.get_rank():
-            dist.send(held[box].to("cpu", dtype).contiguous(), 0, group=group)
+    def send(self) -> None:
+        """The other ranks: what this one owns of each tensor."""
+        for name in self.shapes:
+            for box, owner in self._owners[name].items():
+                if owner == dist.get_rank():
+                    dist.send(self._values(box).contiguous(), 0, group=self.group)
+
+    def _gather(self, name: str) -> torch.Tensor:
+        shape = self.shapes[name]
+        whole, everything = torch.empty(shape, dtype=self.dtype), Box(name, (0,) * len(shape), shape)
+        for box, owner in self._owners[name].items():
+            if owner == 0:
+                part = self._values(box)
+            else:
+                part = torch.empty(box.shape, dtype=self.dtype)
+                dist.recv(part, owner, group=self.group)
+            whole[box.within(everything)] = part
+        return whole
+
+    def _values(self, box: Box) -> torch.Tensor:
+        held = self._held[box]
+        if isinstance(held, MergedSlice):
+            if held.weight not in self._merged:
+                # An expert's matrices are of two weights, which all experts have in common.
+                self._merged = dict([*self._merged.items()][-1:]) | {held.weight: held.weight()}
+            held = self._merged[held.weight][held.region]
+        return held.to("cpu", self.dtype)

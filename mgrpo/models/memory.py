@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Literal
 
 from mgrpo.layout import VOCAB_MULTIPLE, Layout
+from mgrpo.models.adapters import LoraShape, adapter_places
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import local_parameters
 
@@ -110,6 +111,52 @@ def stage_elements(shape: ModelShape, layout: Layout, *, stage: int) -> Elements
     return found + Elements(ends, 0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterHoldings:
+    """What a rank would hold of adapters with a single pipeline stage, layer by layer."""
+
+    layers: tuple[Elements, ...]
+    adapted: tuple[Elements, ...]
+    """Weights that have an adapter."""
+    largest: tuple[int, ...]
+    """Elements of the largest of these."""
+
+
+@lru_cache(maxsize=256)
+def adapter_holdings(shape: ModelShape, lora: LoraShape, *, tensor: int, expert: int) -> AdapterHoldings:
+    """Counted by the rule table, as `holdings`."""
+    one_stage = Layout(world_size=tensor * expert, tensor=tensor, expert=expert)
+    layers, adapted = ([Elements(0, 0)] * shape.num_layers for _ in range(2))
+    largest = [0] * shape.num_layers
+    for name, parameter in local_parameters(shape, one_stage, 0).items():
+        places = adapter_places(parameter, lora)
+        if places is None:
+            continue
+        layer, is_expert = int(name.split(".")[2]), ".experts." in name
+        for counts, size in (
+            (layers, sum(math.prod(place.shape) for place in places)),
+            (adapted, math.prod(parameter.shape)),
+        ):
+            counts[layer] += Elements(0, size) if is_expert else Elements(size, 0)
+        largest[layer] = max(largest[layer], math.prod(parameter.shape))
+    return AdapterHoldings(layers=tuple(layers), adapted=tuple(adapted), largest=tuple(largest))
+
+
+def adapter_elements(shape: ModelShape, layout: Layout, lora: LoraShape, *, stage: int) -> Elements:
+    """Weights of adapters that one rank of a pipeline stage holds."""
+    held = adapter_holdings(shape, lora, tensor=layout.tensor, expert=layout.expert)
+    return sum((held.layers[layer] for layer in stage_layers(layout, shape.num_layers, stage)), Elements(0, 0))
+
+
+def merged_bytes(shape: ModelShape, layout: Layout, lora: LoraShape | None, *, stage: int, dtype_bytes: int) -> int:
+    """The largest weight merged with its adapter: made in float32, then rounded; one at a time is there."""
+    if lora is None:
+        return 0
+    held = adapter_holdings(shape, lora, tensor=layout.tensor, expert=layout.expert)
+    largest = max(held.largest[layer] for layer in stage_layers(layout, shape.num_layers, stage))
+    return largest * (FP32_BYTES + dtype_bytes * (dtype_bytes != FP32_BYTES))
+
+
 def num_parameters(shape: ModelShape, layout: Layout, *, stage: int) -> int:
     """Elements that one rank of a pipeline stage holds, vocabulary padding included; equal on the stage's ranks."""
     return stage_elements(shape, layout, stage=stage).total
@@ -125,6 +172,7 @@ def state_bytes(
     reference_moves: bool = False,
     moment_bytes: int = 2 * FP32_BYTES,
     offload_fraction: float = 0.0,
+    lora: LoraShape | None = None,
 ) -> StateBytes:
     """One rank of a pipeline stage under `layout.zero_stage` (ZeRO, arXiv:1910.02054).
 
@@ -136,13 +184,21 @@ def state_bytes(
         moment_bytes: of Adam's two moments, per weight.
         offload_fraction: share of the weights that the host updates. Megatron keeps their fp32 masters on the device as
             well.
+        lora: only adapters are trained, in float32, which is their own master; the model's own weights stay as they are,
+            and without adapters are the reference.
     """
     held = stage_elements(shape, layout, stage=stage)
+    if lora is not None:
+        own = adapter_elements(shape, layout, lora, stage=stage)
+        return StateBytes(
+            parameters=held.total * dtype_bytes + own.total * FP32_BYTES,
+            gradients=own.total * FP32_BYTES,
+            optimizer=_share(own, layout, is_shared=layout.sharding >= 1) * moment_bytes,
+            reference=0,
+        )
 
     def share(is_shared: bool) -> int:
-        if not is_shared:
-            return held.total
-        return -(-held.dense // layout.num_shards) - (-held.experts // layout.expert_data)
+        return _share(held, layout, is_shared=is_shared)
 
     stepped = share(layout.sharding >= 1)
     # Megatron-FSDP also keeps an fp32 master copy of fp32 weights.
@@ -156,6 +212,13 @@ def state_bytes(
         unsharded=_unsharded_bytes(shape, layout, stage=stage, dtype_bytes=dtype_bytes),
         host=on_host * 4 * FP32_BYTES,
     )
+
+
+def _share(held: Elements, layout: Layout, *, is_shared: bool) -> int:
+    """A rank's part of what it holds, where its data-parallel ranks share that."""
+    if not is_shared:
+        return held.total
+    return -(-held.dense // layout.num_shards) - (-held.experts // layout.expert_data)
 
 
 def _unsharded_bytes(shape: ModelShape, layout: Layout, *, stage: int, dtype_bytes: int) -> int:
@@ -198,7 +261,11 @@ def whole_gradients(shape: ModelShape, layout: Layout, *, stage: int) -> WholeGr
 
 
 def logits_bytes(tokens: int, *, shape: ModelShape, layout: Layout, dtype_bytes: int) -> int:
-    """Logits of `tokens` rows on one rank of the last stage; their gradient overwrites them."""
+    """Logits of `tokens` rows on one rank of the last stage; their gradient overwrites them.
+
+    Args:
+        dtype_bytes: of a logit.
+    """
     return tokens * (padded_vocab(shape) // layout.tensor) * dtype_bytes
 
 
@@ -216,6 +283,8 @@ def choose_logits_chunk(
     pack_length: int,
     has_reference: bool,
     device_bytes: int,
+    lora: LoraShape | None = None,
+    fp32_logits: bool = False,
 ) -> int:
     """Columns of the LM head to compute at a time; 0 computes all at once.
 
@@ -226,7 +295,7 @@ def choose_logits_chunk(
     recomputation can exceed in either case.
 
     Args:
-        dtype_bytes: of the model's weights and logits.
+        dtype_bytes: of the model's weights, and of its logits unless they are in fp32.
         pack_length: most tokens in a pack.
         has_reference: a reference model lies on the same device.
         device_bytes: memory of the device; the same number on all ranks, because a tensor-parallel group must agree.
@@ -235,9 +304,12 @@ def choose_logits_chunk(
         return setting
     if shape.logit_softcap is not None:
         return 0
-    states = state_bytes(shape, layout, stage=layout.pipeline - 1, dtype_bytes=dtype_bytes, has_reference=has_reference)
+    states = state_bytes(
+        shape, layout, stage=layout.pipeline - 1, dtype_bytes=dtype_bytes, has_reference=has_reference, lora=lora
+    )
     rows = -(-pack_length // layout.context)
-    logits = logits_bytes(rows, shape=shape, layout=layout, dtype_bytes=dtype_bytes)
+    logit_bytes = FP32_BYTES if fp32_logits else dtype_bytes
+    logits = logits_bytes(rows, shape=shape, layout=layout, dtype_bytes=logit_bytes)
     if 2 * logits <= device_bytes - states.total:
         return 0
     # Fewer than four chunks save little.

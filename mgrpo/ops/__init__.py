@@ -3,8 +3,9 @@
 Imports torch, and nothing from the rest of the project. Life of an op: csrc/README.md.
 """
 
+from mgrpo.ops.kept import KeptSets
 from mgrpo.ops.library import build_info
-from mgrpo.ops.linear import linear_logprobs
+from mgrpo.ops.linear import linear_logits, linear_logprobs
 from mgrpo.ops.logprobs import token_logprobs
 from mgrpo.ops.loss import policy_loss, segment_mean, segment_sums
 from mgrpo.ops.reference_loss import per_token
@@ -12,9 +13,11 @@ from mgrpo.ops.settings import COLUMNS, LossSettings, SurrogateFunction
 
 __all__ = [
     "COLUMNS",
+    "KeptSets",
     "LossSettings",
     "SurrogateFunction",
     "build_info",
+    "linear_logits",
     "linear_logprobs",
     "per_token",
     "policy_loss",

@@ -24,8 +24,8 @@ def _load() -> tuple[ModuleType | None, str | None]:
         from mgrpo import _C
     except ImportError as error:  # not built, or built for another Python or an older torch: the message says which
         return None, str(error)
-    # The settings of the loss travel as numbers without names.
-    if tuple(getattr(_C, "loss_settings", list)()) != SETTINGS:
+    # The settings of the loss travel as numbers without names. kept_stats is the newest op.
+    if tuple(getattr(_C, "loss_settings", list)()) != SETTINGS or not hasattr(torch.ops.mgrpo, "kept_stats"):
         return None, "it was built from other sources than this Python code"
     return _C, None
 
@@ -85,6 +85,14 @@ def _register_fakes() -> None:
     @torch.library.register_fake("mgrpo::logprob_grad_out")
     def _(logits, out, targets, inv_rows, vocab_start, valid_cols, inv_temp, stats, g_logprob, g_entropy):
         return None
+
+    @torch.library.register_fake("mgrpo::kept_stats")
+    def _(values, ids, offsets, targets, inv_temp, entropy):
+        return values.new_empty((4, targets.shape[0]))
+
+    @torch.library.register_fake("mgrpo::kept_grad")
+    def _(values, ids, offsets, targets, inv_temp, stats, g_logprob, g_entropy):
+        return torch.empty_like(values)
 
     @torch.library.register_fake("mgrpo::policy_loss")
     def _(logprobs, old_logprobs, ref, rollout, advantages, weights, keep, cu_seqlens, *others):

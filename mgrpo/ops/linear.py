@@ -1,6 +1,6 @@
-"""Owns `linear_logprobs`: an LM head and its log-probabilities in one op, so that full logits are never materialised.
+"""Owns the LM head: `linear_logprobs`, which never materialises full logits, and `linear_logits`, wide ones of narrow factors.
 
-The head's columns are taken in chunks. To the ops a chunk is what a tensor-parallel shard is, a slice of the vocabulary
+`linear_logprobs` takes the head's columns in chunks. To the ops a chunk is what a tensor-parallel shard is, a slice of the vocabulary
 that merges with the others (csrc/core/logprob.h has the formulas); the GEMMs around them are torch's.
 """
 
@@ -10,19 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mgrpo.ops.head import DTYPES, check_index, check_index_values, describe, gather, inverse_temperature, op_cotangents
+from mgrpo.ops.kept import KeptSets, check_kept, check_kept_values, kept_logprobs, picked_dots
 from mgrpo.ops.library import ops_for
-from mgrpo.ops.logprobs import (
-    _check_index,
-    _check_index_values,
-    _cotangents,
-    _describe,
-    _gather,
-    _inverse_temperature,
-)
+from mgrpo.ops.products import head_gradients, product
+
+GRADIENT_COLUMNS = 16384
+"""Columns of wide logits whose gradient exists in the factors' type at a time."""
 
 
 def linear_logprobs(
@@ -36,17 +33,19 @@ def linear_logprobs(
     group: ProcessGroup | None = None,
     with_entropy: bool = False,
     logits_chunk: int,
+    fp32_logits: bool = False,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`token_logprobs(hidden @ weight.T, targets)` that computes `logits_chunk` columns of the logits at a time.
 
     Backward computes the logits once more, chunk by chunk: one GEMM more than with logits kept. Memory beside operands,
     gradients and results: one `[n, logits_chunk]` buffer, and in backward the fp32 sum of hidden's gradient
-    `[n, hidden]` (for bf16 also one product of that size). Never materialising logits is the idea of Cut Cross-Entropy
+    `[n, hidden]` (in half precision also one product of that size). Never materialising logits is the idea of Cut Cross-Entropy
     (Wijmans et al. 2024) and of Liger Kernel (Hsu et al. 2024). Chunks are of the vocabulary and not of the tokens, so
     that each row of weight's gradient, the larger one, is written once.
 
     Args:
-        hidden: `[n, hidden]`, fp32 or bf16 (float64 runs the reference), equal on all ranks of `group`.
+        hidden: `[n, hidden]`, fp32, bf16 or fp16 (float64 runs the reference), equal on all ranks of `group`.
         weight: `[vocab/tp, hidden]`, this rank's rows of the LM head, hidden's dtype.
         targets: `[n]` int64, global token ids, equal on all ranks of `group`; see `token_logprobs`.
         temperature: what logits are divided by, one number or `[n]`. No gradient flows to it.
@@ -57,6 +56,10 @@ def linear_logprobs(
         with_entropy: also compute the entropy. It is differentiable; when the loss does not use it, backward takes
             the cheaper path by itself.
         logits_chunk: at least 1. Results depend on it by rounding only; it may differ between the ranks of `group`.
+        fp32_logits: as `linear_logits(..., dtype=torch.float32)`. A chunk of bf16 operands then takes three times the
+            memory: itself, and its gradient in their type.
+        kept: the set of tokens that each target was sampled from, see `token_logprobs`. Then only these logits are
+            computed, each a dot product, and nothing in chunks: memory is that of the sets.
     Returns:
         Logprobs `[n]` and entropy `[n]` or None, fp32, bitwise equal on all ranks of `group`. Collective over `group`:
         one all-gather of 16 bytes per token, and in backward one all-reduce of hidden's gradient in fp32, which is then
@@ -64,21 +67,36 @@ def linear_logprobs(
     """
     if valid_cols is None:
         valid_cols = weight.shape[0]
-    _check_operands(hidden, weight, valid_cols, logits_chunk)
-    _check_index("targets", targets, hidden.shape[0], hidden)
+    _check_operands(hidden, weight, valid_cols)
+    if logits_chunk < 1:
+        raise ValueError(
+            f"logits_chunk={logits_chunk}, expected at least 1 column; for all columns at once use token_logprobs"
+        )
+    check_index("targets", targets, hidden.shape[0], hidden)
+    if kept is not None:
+        check_kept(kept, targets)
     holds_vocabulary = group is None or group.size() == 1
     if holds_vocabulary and not torch.compiler.is_compiling() and hidden.device.type == "cpu":
-        _check_index_values(hidden, targets, None, (vocab_start, vocab_start + valid_cols))
+        vocab_range = (vocab_start, vocab_start + valid_cols)
+        check_index_values(hidden, targets, None, vocab_range)
+        if kept is not None:
+            check_kept_values(kept, targets, vocab_range)
+    inv_temp = inverse_temperature(temperature, hidden.shape[0], hidden)
+    group = None if holds_vocabulary else group
+    if kept is not None:
+        values = picked_dots(hidden, weight, kept, vocab_start=vocab_start, valid_cols=valid_cols, group=group)
+        return kept_logprobs(values, kept, targets, inv_temp, group, with_entropy)
     return _LinearLogprobs.apply(
         hidden,
         weight,
         targets.contiguous(),
-        _inverse_temperature(temperature, hidden.shape[0], hidden),
+        inv_temp,
         vocab_start,
         valid_cols,
-        None if holds_vocabulary else group,
+        group,
         with_entropy,
         logits_chunk,
+        torch.promote_types(hidden.dtype, torch.float32) if fp32_logits else hidden.dtype,
     )
 
 
@@ -95,18 +113,20 @@ class _LinearLogprobs(torch.autograd.Function):
         group: ProcessGroup | None,
         with_entropy: bool,
         logits_chunk: int,
+        logits_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor | None]:
         ops = ops_for(hidden)
         parts = [
             ops.logprob_stats(
                 logits, targets, None, vocab_start + columns.start, logits.shape[1], inv_temp, with_entropy
             )
-            for columns, logits in _chunks(hidden, weight, valid_cols, logits_chunk)
+            for columns, logits in _chunks(hidden, weight, valid_cols, logits_chunk, logits_dtype)
         ]
         _, _, own = ops.logprob_merge(torch.stack(parts), inv_temp)
-        logprobs, entropy, merged = ops.logprob_merge(_gather(own, group), inv_temp)
+        logprobs, entropy, merged = ops.logprob_merge(gather(own, group), inv_temp)
         ctx.save_for_backward(hidden, weight, targets, inv_temp, merged)
-        ctx.vocab_start, ctx.valid_cols, ctx.group, ctx.logits_chunk = vocab_start, valid_cols, group, logits_chunk
+        ctx.vocab_start, ctx.valid_cols, ctx.group = vocab_start, valid_cols, group
+        ctx.logits_chunk, ctx.logits_dtype = logits_chunk, logits_dtype
         # An output that the loss does not use then arrives in backward as None and is skipped there.
         ctx.set_materialize_grads(False)
         return logprobs, entropy if with_entropy else None
@@ -115,71 +135,93 @@ class _LinearLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_logprobs: Tensor | None, g_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if g_logprobs is None and g_entropy is None:
-            return (None,) * 9
+            return (None,) * 10
         hidden, weight, targets, inv_temp, merged = ctx.saved_tensors
         ops = ops_for(hidden)
-        cotangents = _cotangents(g_logprobs, g_entropy, merged)
-        d_hidden = torch.zeros_like(hidden, dtype=merged.dtype) if ctx.needs_input_grad[0] else None
-        d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for columns, logits in _chunks(hidden, weight, ctx.valid_cols, ctx.logits_chunk):
-            start, cols = ctx.vocab_start + columns.start, logits.shape[1]
-            ops.logprob_grad_(logits, targets, None, start, cols, inv_temp, merged, *cotangents)
-            if d_hidden is not None:
-                _add_product(d_hidden, logits, weight[columns])
-            if d_weight is not None:
-                torch.mm(logits.t(), hidden, out=d_weight[columns])
-        if d_weight is not None:
-            d_weight[ctx.valid_cols :].zero_()
-        if d_hidden is not None:
-            if ctx.group is not None:
-                dist.all_reduce(d_hidden, group=ctx.group)
-            d_hidden = d_hidden.to(hidden.dtype)
-        return (d_hidden, d_weight) + (None,) * 7
+        cotangents = op_cotangents(g_logprobs, g_entropy, merged)
+
+        def gradients() -> Iterator[tuple[slice, Tensor]]:
+            for columns, logits in _chunks(hidden, weight, ctx.valid_cols, ctx.logits_chunk, ctx.logits_dtype):
+                start, cols = ctx.vocab_start + columns.start, logits.shape[1]
+                ops.logprob_grad_(logits, targets, None, start, cols, inv_temp, merged, *cotangents)
+                yield columns, logits
+
+        wanted = head_gradients(
+            gradients(), hidden, weight, needs=ctx.needs_input_grad[:2], sum_dtype=merged.dtype, group=ctx.group
+        )
+        return (*wanted,) + (None,) * 8
 
 
-def _chunks(hidden: Tensor, weight: Tensor, valid_cols: int, logits_chunk: int) -> Iterator[tuple[slice, Tensor]]:
+def linear_logits(hidden: Tensor, weight: Tensor, *, dtype: torch.dtype, group: ProcessGroup | None = None) -> Tensor:
+    """`hidden @ weight.T` in a type that may be wider than the operands', which is exact but for the order of its sums.
+
+    The head in fp32 of MiniMax-M1 (arXiv 2506.13585) and ScaleRL (arXiv 2510.13786), without a copy of its weight. The
+    logits' gradient is rounded to the operands' type for the two products of backward, `GRADIENT_COLUMNS` at a time.
+
+    Args:
+        hidden: `[n, hidden]`, equal on all ranks of `group`.
+        weight: `[vocab/tp, hidden]`, this rank's rows of the LM head, hidden's dtype.
+        group: the tensor-parallel group, all of which must call. None: weight holds the whole vocabulary.
+    Returns:
+        Logits `[n, vocab/tp]`. Backward does not read them. Collective over `group` in backward: one all-reduce of
+        hidden's gradient in `dtype`, which is then that of the whole vocabulary.
+    """
+    _check_operands(hidden, weight, weight.shape[0])
+    return _LinearLogits.apply(hidden, weight, dtype, None if group is None or group.size() == 1 else group)
+
+
+class _LinearLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype, group: ProcessGroup | None) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.group = group
+        logits = hidden.new_empty((hidden.shape[0], weight.shape[0]), dtype=dtype)
+        return product(hidden, weight.t(), out=logits)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        starts = range(0, gradient.shape[1], GRADIENT_COLUMNS)
+        chunks = (
+            (columns, gradient[:, columns]) for columns in (slice(start, start + GRADIENT_COLUMNS) for start in starts)
+        )
+        wanted = head_gradients(
+            chunks, hidden, weight, needs=ctx.needs_input_grad[:2], sum_dtype=gradient.dtype, group=ctx.group
+        )
+        return *wanted, None, None
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, valid_cols: int, logits_chunk: int, dtype: torch.dtype
+) -> Iterator[tuple[slice, Tensor]]:
     """Columns and logits `[n, columns]` of each chunk, padding left out. The next chunk overwrites the logits.
 
     A rank that holds only padding has one chunk without columns: it must meet the others at the gather.
     """
     n, width = hidden.shape[0], min(logits_chunk, max(valid_cols, 1))
     # Flat, so that the last chunk's logits are also contiguous: torch.compile takes no other `out`.
-    buffer = hidden.new_empty(n * width)
+    buffer = hidden.new_empty(n * width, dtype=dtype)
     for start in range(0, max(valid_cols, 1), width):
         columns = slice(start, min(start + width, valid_cols))
         cols = columns.stop - columns.start
-        yield columns, torch.mm(hidden, weight[columns].t(), out=buffer[: n * cols].view(n, cols))
+        yield columns, product(hidden, weight[columns].t(), out=buffer[: n * cols].view(n, cols))
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where total may be wider than the factors, of which no wider copy is made."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.device.type == "cuda":
-        total += torch.mm(a, b, out_dtype=total.dtype)
-    else:
-        # No CPU GEMM has a wider result: each chunk's product is rounded once, their sum is not.
-        total += torch.mm(a, b)
-
-
-def _check_operands(hidden: Tensor, weight: Tensor, valid_cols: int, logits_chunk: int) -> None:
+def _check_operands(hidden: Tensor, weight: Tensor, valid_cols: int) -> None:
     if hidden.dim() != 2:
         raise ValueError(
-            f"hidden is {_describe(hidden)}, expected [n, hidden]; flatten the token dimensions first, "
+            f"hidden is {describe(hidden)}, expected [n, hidden]; flatten the token dimensions first, "
             f"hidden.reshape(-1, hidden.shape[-1])"
         )
-    if hidden.dtype not in (torch.float32, torch.bfloat16, torch.float64):
-        raise ValueError(f"hidden is {hidden.dtype}, expected torch.float32 or torch.bfloat16")
+    if hidden.dtype not in (*DTYPES, torch.float64):
+        raise ValueError(f"hidden is {hidden.dtype}, expected one of {', '.join(map(str, DTYPES))}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.dtype != hidden.dtype:
         raise ValueError(
-            f"weight is {_describe(weight)}, expected [vocab/tp, {hidden.shape[1]}] {hidden.dtype}, as hidden is "
-            f"{_describe(hidden)}"
+            f"weight is {describe(weight)}, expected [vocab/tp, {hidden.shape[1]}] {hidden.dtype}, as hidden is "
+            f"{describe(hidden)}"
         )
     if weight.device != hidden.device:
         raise ValueError(f"weight is on {weight.device}, hidden is on {hidden.device}; move one of them")
     if not 0 <= valid_cols <= weight.shape[0]:
         raise ValueError(f"valid_cols={valid_cols} is outside [0, {weight.shape[0]}], the rows of weight")
-    if logits_chunk < 1:
-        raise ValueError(
-            f"logits_chunk={logits_chunk}, expected at least 1 column; for all columns at once use token_logprobs"
-        )

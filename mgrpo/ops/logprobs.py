@@ -6,19 +6,15 @@ except the gradient when it is not written in place.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mgrpo.ops.head import DTYPES, check_index, check_index_values, describe, gather, inverse_temperature, op_cotangents
+from mgrpo.ops.kept import KeptSets, check_kept, check_kept_values, kept_logprobs, picked_logits
 from mgrpo.ops.library import ops_for
-
-# torch 2.13 renamed it, and warns about the old name.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def token_logprobs(
@@ -32,11 +28,12 @@ def token_logprobs(
     group: ProcessGroup | None = None,
     with_entropy: bool = False,
     inplace: bool = False,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target token under vocabulary-sharded logits, and the entropy of its distribution.
 
     Args:
-        logits: `[tokens, vocab/tp]`, fp32 or bf16, unit column stride.
+        logits: `[tokens, vocab/tp]`, fp32, bf16 or fp16, unit column stride.
         targets: `[n]` int64, global token ids, equal on all ranks of `group`. A target that no rank holds is a
             ValueError on one CPU rank, and logprob -inf elsewhere.
         rows: `[n]` int64, the logits row of each target, no row twice; None: n = tokens, in order.
@@ -49,6 +46,9 @@ def token_logprobs(
             the cheaper path by itself.
         inplace: backward overwrites the logits with their gradient and needs no second buffer. Then backward runs
             once, and the op that made the logits must not need them in its own backward (autograd reports it).
+        kept: the set of tokens that each target was sampled from, equal on all ranks of `group`; logprob and entropy
+            are then over that set. A target outside its set is a ValueError on one CPU rank, and logprob -inf elsewhere.
+            None: over the whole vocabulary.
     Returns:
         Logprobs `[n]` and entropy `[n]` or None, fp32, bitwise equal on all ranks of `group`. Collective over `group`:
         one all-gather of 16 bytes per token, none in backward: a rank's gradient is that of its own shard, given that
@@ -58,12 +58,19 @@ def token_logprobs(
         valid_cols = logits.shape[-1]
     _check_logits(logits, valid_cols, inplace)
     n = _check_indices(logits, targets, rows)
+    if kept is not None:
+        check_kept(kept, targets)
     holds_vocabulary = group is None or group.size() == 1
     if not torch.compiler.is_compiling() and logits.device.type == "cpu":
-        _check_index_values(
-            logits, targets, rows, (vocab_start, vocab_start + valid_cols) if holds_vocabulary else None
-        )
-    inv_temp = _inverse_temperature(temperature, n, logits)
+        vocab_range = (vocab_start, vocab_start + valid_cols)
+        check_index_values(logits, targets, rows, vocab_range if holds_vocabulary else None)
+        if kept is not None and holds_vocabulary:
+            check_kept_values(kept, targets, vocab_range)
+    inv_temp = inverse_temperature(temperature, n, logits)
+    group = None if holds_vocabulary else group
+    if kept is not None:
+        values = picked_logits(logits, rows, kept, vocab_start=vocab_start, valid_cols=valid_cols, inplace=inplace)
+        return kept_logprobs(values, kept, targets, inv_temp, group, with_entropy)
     return _TokenLogprobs.apply(
         logits,
         targets.contiguous(),
@@ -71,7 +78,7 @@ def token_logprobs(
         inv_temp,
         vocab_start,
         valid_cols,
-        None if holds_vocabulary else group,
+        group,
         with_entropy,
         inplace,
     )
@@ -93,7 +100,7 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ops = ops_for(logits)
         stats = ops.logprob_stats(logits, targets, rows, vocab_start, valid_cols, inv_temp, with_entropy)
-        logprobs, entropy, merged = ops.logprob_merge(_gather(stats, group), inv_temp)
+        logprobs, entropy, merged = ops.logprob_merge(gather(stats, group), inv_temp)
         ctx.save_for_backward(logits, targets, rows, inv_temp, merged)
         ctx.vocab_start, ctx.valid_cols, ctx.inplace = vocab_start, valid_cols, inplace
         ctx.is_consumed = False
@@ -113,7 +120,7 @@ class _TokenLogprobs(torch.autograd.Function):
             )
         logits, targets, rows, inv_temp, merged = ctx.saved_tensors
         ops = ops_for(logits)
-        g_logprobs, g_entropy = _cotangents(g_logprobs, g_entropy, merged)
+        g_logprobs, g_entropy = op_cotangents(g_logprobs, g_entropy, merged)
         inv_rows = None if rows is None else _inverse_rows(rows, logits.shape[0])
         rest = (targets, inv_rows, ctx.vocab_start, ctx.valid_cols, inv_temp, merged, g_logprobs, g_entropy)
         if ctx.inplace:
@@ -128,57 +135,20 @@ class _TokenLogprobs(torch.autograd.Function):
         return (grad,) + (None,) * 8
 
 
-def _gather(stats: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Stats `[4, n]` of every rank, in rank order: `[tp, 4, n]`."""
-    if group is None:
-        return stats[None]
-    # gloo and NCCL both take the ranks' tensors concatenated, not stacked.
-    gathered = stats.new_empty((group.size() * stats.shape[0], stats.shape[1]))
-    _all_gather(gathered, stats, group=group)
-    return gathered.view(group.size(), *stats.shape)
-
-
-def _cotangents(g_logprobs: Tensor | None, g_entropy: Tensor | None, merged: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What autograd passes to backward, in the form the ops take; the entropy's may be None, which is cheaper."""
-    g_logprobs = torch.zeros_like(merged[0]) if g_logprobs is None else g_logprobs.contiguous()
-    return g_logprobs, None if g_entropy is None else g_entropy.contiguous()
-
-
 def _inverse_rows(rows: Tensor, tokens: int) -> Tensor:
     """Entry of each logits row `[tokens]` int32, -1 for rows without one."""
     entries = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
     return torch.full((tokens,), -1, dtype=torch.int32, device=rows.device).index_copy_(0, rows, entries)
 
 
-def _inverse_temperature(temperature: float | Tensor, n: int, logits: Tensor) -> Tensor:
-    """1 / temperature on the logits' device, `[1]` or `[n]`."""
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    if not isinstance(temperature, Tensor):
-        if not (math.isfinite(temperature) and temperature > 0):
-            raise ValueError(f"temperature={temperature}, expected a finite number > 0")
-        return torch.full((1,), 1.0 / temperature, dtype=dtype, device=logits.device)
-    if temperature.shape != (n,) or not temperature.is_floating_point():
-        raise ValueError(
-            f"temperature is {_describe(temperature)}, expected a number or a floating-point tensor of shape [{n}], "
-            f"one value for each target"
-        )
-    if temperature.requires_grad:
-        raise ValueError("temperature requires grad, but no gradient flows to it; pass temperature.detach()")
-    if temperature.device != logits.device:
-        raise ValueError(f"temperature is on {temperature.device}, logits are on {logits.device}; move one of them")
-    if not torch.compiler.is_compiling() and temperature.device.type == "cpu" and not bool((temperature > 0).all()):
-        raise ValueError(f"temperature holds {float(temperature.min())}, expected values > 0")
-    return temperature.to(dtype).reciprocal().contiguous()
-
-
 def _check_logits(logits: Tensor, valid_cols: int, inplace: bool) -> None:
     if logits.dim() != 2:
         raise ValueError(
-            f"logits is {_describe(logits)}, expected [tokens, vocab/tp]; flatten the token dimensions first, "
+            f"logits is {describe(logits)}, expected [tokens, vocab/tp]; flatten the token dimensions first, "
             f"logits.reshape(-1, logits.shape[-1])"
         )
-    if logits.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"logits is {logits.dtype}, expected torch.float32 or torch.bfloat16")
+    if logits.dtype not in DTYPES:
+        raise ValueError(f"logits is {logits.dtype}, expected one of {', '.join(map(str, DTYPES))}")
     if logits.stride(1) != 1 and logits.shape[1] > 1:
         raise ValueError(
             f"logits has column stride {logits.stride(1)}, expected 1: its rows are scattered in memory (a transposed "
@@ -206,40 +176,8 @@ def _check_indices(logits: Tensor, targets: Tensor, rows: Tensor | None) -> int:
     """Dtypes, shapes and devices of targets and rows. Returns n."""
     n = logits.shape[0] if rows is None else rows.numel()
     if rows is not None:
-        _check_index("rows", rows, n, logits)
-    _check_index(
+        check_index("rows", rows, n, logits)
+    check_index(
         "targets", targets, n, logits, "; pass rows to score only some of the logits' rows" if rows is None else ""
     )
     return n
-
-
-def _check_index(name: str, index: Tensor, n: int, logits: Tensor, hint: str = "") -> None:
-    if index.dtype != torch.int64 or index.shape != (n,):
-        raise ValueError(f"{name} is {_describe(index)}, expected [{n}] torch.int64{hint}")
-    if index.device != logits.device:
-        raise ValueError(f"{name} is on {index.device}, logits are on {logits.device}; move one of them")
-
-
-def _check_index_values(
-    logits: Tensor, targets: Tensor, rows: Tensor | None, vocab_range: tuple[int, int] | None
-) -> None:
-    """Ranges of targets and rows, on the CPU only: elsewhere, reading them would synchronise with the device."""
-    if targets.numel() == 0:
-        return
-    if vocab_range is not None:
-        low, high = int(targets.min()), int(targets.max())
-        if low < vocab_range[0] or high >= vocab_range[1]:
-            raise ValueError(
-                f"targets reach from {low} to {high}, expected ids in [{vocab_range[0]}, {vocab_range[1]}); leave "
-                f"ignored tokens out (with rows, or before the call), and pass group when the vocabulary is sharded"
-            )
-    if rows is not None:
-        low, high = int(rows.min()), int(rows.max())
-        if low < 0 or high >= logits.shape[0]:
-            raise ValueError(f"rows reach from {low} to {high}, expected rows of logits, [0, {logits.shape[0]})")
-        if torch.bincount(rows, minlength=logits.shape[0]).max() > 1:
-            raise ValueError("rows names a row of logits twice, but a row can have only one target")
-
-
-def _describe(x: Tensor) -> str:
-    return f"{list(x.shape)} {x.dtype}"

@@ -13,6 +13,8 @@ from torch import Tensor
 from mgrpo.ops.reference_loss import policy_loss, segment_sums
 
 __all__ = [
+    "kept_grad",
+    "kept_stats",
     "logprob_grad_",
     "logprob_grad_out",
     "logprob_merge",
@@ -30,13 +32,19 @@ def token_logprobs(
     rows: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     valid_cols: int | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution, from whole rows `[tokens, vocab]`.
 
-    Differentiable by autograd. Targets index columns; there are no shards here.
+    Differentiable by autograd. Targets and the ids of kept sets index columns; there are no shards here.
     """
     x = logits if rows is None else logits[rows]
     x = x[:, :valid_cols].to(_compute_dtype(logits))
+    if kept is not None:
+        is_kept = torch.zeros_like(x, dtype=torch.bool)
+        row = torch.arange(x.shape[0], device=x.device).repeat_interleave(kept[1].diff())
+        is_kept[row, kept[0].long()] = True
+        x = x.masked_fill(~is_kept, -torch.inf)
     temperature = torch.as_tensor(temperature, dtype=x.dtype, device=x.device).reshape(-1, 1)
     logp = torch.log_softmax(x / temperature, dim=1)
     p = logp.exp()
@@ -134,6 +142,53 @@ def logprob_grad_(
 ) -> None:
     """`logprob_grad_out` over the logits themselves."""
     logprob_grad_out(logits, logits, targets, inv_rows, vocab_start, valid_cols, inv_temp, stats, g_logprob, g_entropy)
+
+
+def kept_stats(
+    values: Tensor, ids: Tensor, offsets: Tensor, targets: Tensor, inv_temp: Tensor, entropy: bool
+) -> Tensor:
+    """m, s, w, t `[4, n]` of one shard's part of kept sets."""
+    n = targets.shape[0]
+    row = torch.arange(n, device=values.device).repeat_interleave(offsets.diff(), output_size=values.shape[0])
+    lowest = values.new_full((n,), -torch.inf)
+    # A NaN is no maximum; s shows it.
+    m = lowest.scatter_reduce(0, row, values.masked_fill(values.isnan(), -torch.inf), "amax")
+    e, d = _kept_terms(values, row, m, inv_temp)
+    s = torch.zeros_like(m).index_add(0, row, e)
+    w = torch.zeros_like(m).index_add(0, row, e * d) if entropy else torch.zeros_like(m)
+    t = lowest.scatter_reduce(0, row, values.masked_fill(ids != targets[row], -torch.inf), "amax")
+    return torch.stack([m, s, w, t])
+
+
+def kept_grad(
+    values: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    targets: Tensor,
+    inv_temp: Tensor,
+    stats: Tensor,
+    g_logprob: Tensor,
+    g_entropy: Tensor | None,
+) -> Tensor:
+    """d sum(g_logprob * logprob + g_entropy * entropy) / d values `[m]`."""
+    n = targets.shape[0]
+    row = torch.arange(n, device=values.device).repeat_interleave(offsets.diff(), output_size=values.shape[0])
+    m, s, w, _ = stats
+    e, d = _kept_terms(values, row, m, inv_temp)
+    p, g = e / s[row], g_logprob[row]
+    is_live = g != 0
+    dv = g * ((ids == targets[row]).to(p.dtype) - p)
+    if g_entropy is not None:
+        is_live |= g_entropy[row] != 0
+        dv -= g_entropy[row] * p * (d - (w / s)[row])
+    return torch.where(is_live, inv_temp.expand(n)[row] * dv, 0.0)
+
+
+def _kept_terms(values: Tensor, row: Tensor, m: Tensor, inv_temp: Tensor) -> tuple[Tensor, Tensor]:
+    """e^d and d = b (v - m) of each value, d being 0 where e^d is."""
+    d = inv_temp.expand(m.shape[0])[row] * (values - torch.where(m > -torch.inf, m, 0.0)[row])
+    e = d.exp()
+    return e, torch.where(e == 0, 0.0, d)
 
 
 def _compute_dtype(logits: Tensor) -> torch.dtype:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mgrpo.packing.cost import Cost
 from mgrpo.packing.lengths import cumulative
-from mgrpo.types import PackedBatch, TrainSample
+from mgrpo.types import KeptTokens, PackedBatch, TrainSample
 
 
 def documents(
@@ -100,6 +100,7 @@ def assemble(
     positions, rows = _positions_and_rows(starts, response_lengths, np.array(branches, dtype=np.int32), prompts)
     is_predicted = _joined([sample.is_predicted for sample in chosen], np.bool_)
     by_token = [sample.token_advantages for sample in chosen if sample.token_advantages is not None]
+    targets = _joined([sample.tokens for sample in chosen], np.int32)[is_predicted]
     document_ends = [*starts[prompts], num_tokens, *([num_tokens + num_padding] if num_padding else [])]
     return PackedBatch(
         tokens=_joined([*segments, np.zeros_like(padding)], np.int32),
@@ -109,7 +110,7 @@ def assemble(
         ),
         cu_seqlens=np.array(document_ends, dtype=np.int32),
         rows=rows[is_predicted].astype(np.int32),
-        targets=_joined([sample.tokens for sample in chosen], np.int32)[is_predicted],
+        targets=targets,
         response_cu_seqlens=cumulative(is_predicted)[cumulative(response_lengths)].astype(np.int32),
         loss_mask=_joined([sample.loss_mask for sample in chosen], np.bool_)[is_predicted],
         rollout_logprobs=_joined([sample.rollout_logprobs for sample in chosen], np.float32)[is_predicted],
@@ -123,7 +124,15 @@ def assemble(
             else _joined(by_token, np.float32)[is_predicted]
         ),
         samples=np.array(order, dtype=np.int32),
+        kept=_kept(chosen, is_predicted, targets),
     )
+
+
+def _kept(samples: Sequence[TrainSample], is_predicted: np.ndarray, targets: np.ndarray) -> KeptTokens | None:
+    """What has no set is not trained; its own token gives it a logprob all the same."""
+    sets = [sample.kept for sample in samples if sample.kept is not None]
+    assert len(sets) in (0, len(samples)), "all samples of a step have sets, or none has"
+    return KeptTokens.joined(sets).where(is_predicted).filled(targets) if sets else None
 
 
 def _positions_and_rows(

@@ -1,7 +1,7 @@
 """A step's packs on their way to the learners: an index for every rank, and a slice of bytes for each data-parallel rank.
 
 A slice holds the samples that its rank trains on, 9 bytes for a response token and 4 for a prompt token or one between
-turns, and which of them form a document, which documents a pack. All else is a function of lengths: the receiver lays its
+turns; where the sampling was cut, 4 more for a response token and for each token of its set; and which of them form a document, which documents a pack. All else is a function of lengths: the receiver lays its
 packs out itself.
 
 The index: `multiples [2]` (of packs, of documents), `num_micro_batches`, `num_trained_tokens` and `num_sequences`, all
@@ -19,7 +19,7 @@ import numpy as np
 from mgrpo.packing.document import assemble
 from mgrpo.packing.lengths import Documents, completion_numbers, cumulative
 from mgrpo.packing.step import StepPlan
-from mgrpo.types import PackedBatch, TrainSample
+from mgrpo.types import KeptTokens, PackedBatch, TrainSample
 
 _COUNTS = (
     "samples",
@@ -27,6 +27,8 @@ _COUNTS = (
     "responses",
     "token_advantages",
     "mask_bytes",
+    "sets",
+    "kept",
     "prompts",
     "prompt_tokens",
     "packs",
@@ -48,6 +50,9 @@ _SECTIONS: dict[str, tuple[type, str]] = {
     "rollout_logprobs": (np.float32, "responses"),
     # Of the responses; none where sequences have one advantage.
     "token_advantages": (np.float32, "token_advantages"),
+    # Of the responses; none where the sampling was not cut.
+    "kept_sizes": (np.int32, "sets"),
+    "kept_ids": (np.int32, "kept"),
     "flags": (np.uint8, "responses"),
     # A bit for each token; none where all tokens are predicted.
     "is_predicted": (np.uint8, "mask_bytes"),
@@ -74,12 +79,15 @@ class Slice:
         self.prompts = {id(sample.prompt_tokens): sample.prompt_tokens for sample in self.samples}
         num_tokens = sum(len(sample.tokens) for sample in self.samples)
         num_responses = sum(sample.num_predicted for sample in self.samples)
+        self.sets = [sample.kept for sample in self.samples if sample.kept is not None]
         self.counts = {
             "samples": len(self.samples),
             "tokens": num_tokens,
             "responses": num_responses,
             "token_advantages": num_responses if any(s.token_advantages is not None for s in self.samples) else 0,
             "mask_bytes": -(-num_tokens // 8) if num_responses < num_tokens else 0,
+            "sets": num_responses if self.sets else 0,
+            "kept": sum(len(kept.ids) for kept in self.sets),
             "prompts": len(self.prompts),
             "prompt_tokens": sum(map(len, self.prompts.values())),
             "packs": len(packs),
@@ -113,6 +121,11 @@ class Slice:
         if self.counts["token_advantages"]:
             by_token = [(sample.token_advantages, own) for sample, own in each if sample.token_advantages is not None]
             np.concatenate([values[own] for values, own in by_token], out=part["token_advantages"])
+        if self.sets:
+            # What is not predicted has an empty set.
+            np.concatenate([kept.ids for kept in self.sets], out=part["kept_ids"])
+            by_set = zip(self.sets, each, strict=True)
+            np.concatenate([kept.sizes[own] for kept, (_, own) in by_set], out=part["kept_sizes"])
         np.concatenate([sample.loss_mask[own] for sample, own in each], out=part["flags"].view(np.bool_))
         ends = np.cumsum([sample.num_predicted for sample in samples]).tolist()
         for (sample, own), start, end in zip(each, [0, *ends], ends, strict=False):
@@ -175,6 +188,8 @@ def from_slice(index: dict[str, np.ndarray], data: np.ndarray) -> list[list[Pack
     rollout_logprobs = at_tokens(part["rollout_logprobs"])
     has_token_advantages = part["token_advantages"].size > 0
     token_advantages = at_tokens(part["token_advantages"]) if has_token_advantages else part["token_advantages"]
+    has_sets = part["kept_sizes"].size > 0
+    kept = KeptTokens.of_sizes(part["kept_ids"], at_tokens(part["kept_sizes"])) if has_sets else None
     samples = {
         number: TrainSample(
             prompt_tokens=part["prompt_tokens"][prompt_starts[prompt] : prompt_starts[prompt + 1]],
@@ -186,6 +201,7 @@ def from_slice(index: dict[str, np.ndarray], data: np.ndarray) -> list[list[Pack
             ages=ages[start:end],
             is_sampled=is_predicted[start:end] if has_turns else None,
             token_advantages=token_advantages[start:end] if has_token_advantages else None,
+            kept=kept and kept.part(start, end),
         )
         for number, prompt, advantage, start, end in zip(
             part["numbers"].tolist(),

@@ -46,7 +46,7 @@ def attention_remarks(dtype: torch.dtype, head_dim: int) -> list[str]:
     kind = str(dtype).removeprefix("torch.")
     return [
         f"attention: one padded call for all documents of a pack, slower and with more memory; flash attention takes "
-        f"bfloat16, a head_dim that divides by 8 up to 256, and GPUs from Ampere on, not {kind} with head_dim={head_dim} here"
+        f"bfloat16 or float16, a head_dim that divides by 8 up to 256, and GPUs from Ampere on, not {kind} with head_dim={head_dim} here"
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -67,9 +68,10 @@ class GroupedExperts(torch.nn.Module):
         super().__init__()
         install()
         assert config.activation_func is F.silu and config.gated_linear_unit and not config.add_bias_linear
-        ffn = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        self.linear_fc1 = GroupedLinear(num_local_experts, 2 * ffn, config.hidden_size, config, split_dim=0)
-        self.linear_fc2 = GroupedLinear(num_local_experts, config.hidden_size, ffn, config, split_dim=1)
+        group = pg_collection.expt_tp
+        ffn = config.moe_ffn_hidden_size // group.size()
+        self.linear_fc1 = GroupedLinear(num_local_experts, 2 * ffn, config.hidden_size, config, group, split_dim=0)
+        self.linear_fc2 = GroupedLinear(num_local_experts, config.hidden_size, ffn, config, group, split_dim=1)
 
     def forward(
         self, rows: torch.Tensor, rows_per_expert: torch.Tensor, weights: torch.Tensor
@@ -91,12 +93,21 @@ class GroupedLinear(torch.nn.Module):
     """Experts' matrices `[outputs, inputs]` one above the other in `weight [experts * outputs, inputs]`.
 
     Args:
-        split_dim: dimension of a matrix of which expert-tensor ranks hold shares.
+        split_dim: dimension of a matrix of which the expert-tensor ranks, `group`, hold shares.
     """
 
-    def __init__(self, experts: int, outputs: int, inputs: int, config: TransformerConfig, *, split_dim: int) -> None:
+    def __init__(
+        self,
+        experts: int,
+        outputs: int,
+        inputs: int,
+        config: TransformerConfig,
+        group: dist.ProcessGroup,
+        *,
+        split_dim: int,
+    ) -> None:
         super().__init__()
-        self.experts = experts
+        self.experts, self.group, self.split_dim = experts, group, split_dim
         self.weight = torch.nn.Parameter(
             torch.empty(experts * outputs, inputs, dtype=config.params_dtype, device=backend.device())
         )
@@ -107,6 +118,9 @@ class GroupedLinear(torch.nn.Module):
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """`[rows, inputs]` -> `[rows, outputs]`; expert i has the rows before `ends[i]`, `ends [experts]` int32."""
+        return self._forward_impl(rows, ends)
+
+    def _forward_impl(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         matrices = self.weight.view(self.experts, -1, rows.shape[1])
         if rows.shape[0] == 0:
             return rows @ matrices[0].T

@@ -24,7 +24,7 @@ from functools import cache
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.models.family import ModelShape
-from mgrpo.models.memory import FP32_BYTES, logits_bytes, padded_vocab, stage_layers
+from mgrpo.models.memory import FP32_BYTES, LOGITS_CHUNK, padded_vocab, stage_layers
 
 INDEX_BYTES = 8
 """int64."""
@@ -220,6 +220,7 @@ def stage_activations(
     settings: Parallel,
     num_micro_batches: int,
     logits_chunk: int = 0,
+    fp32_logits: bool = False,
     fused: bool = True,
 ) -> StageActivations:
     """Peak of one rank over a training step in which every token is a response, which none can exceed."""
@@ -254,7 +255,14 @@ def stage_activations(
         kept=total,
         kept_layer=kept // len(held),
         buffers=gathered * layout.sequence_parallel + stream * (layout.pipeline > 1),
-        loss=loss_bytes(rows, shape=shape, layout=layout, dtype_bytes=dtype_bytes, logits_chunk=logits_chunk)
+        loss=loss_bytes(
+            rows,
+            shape=shape,
+            layout=layout,
+            dtype_bytes=dtype_bytes,
+            logits_chunk=logits_chunk,
+            fp32_logits=fp32_logits,
+        )
         if is_last
         else 0,
         layer=2 * stream
@@ -284,16 +292,19 @@ def _mlp_backward(shape: ModelShape, layout: Layout, tokens: int, gathered: int,
     return max(f + weights + gathered * layout.sequence_parallel, 4 * f, 2 * weights + gathered - f)
 
 
-def loss_bytes(rows: int, *, shape: ModelShape, layout: Layout, dtype_bytes: int, logits_chunk: int) -> int:
+def loss_bytes(
+    rows: int, *, shape: ModelShape, layout: Layout, dtype_bytes: int, logits_chunk: int, fp32_logits: bool = False
+) -> int:
     """The LM head on the last stage: logits, their product with its input, the weights' gradient, and the input's.
 
-    Whole logits, which their gradient overwrites, or one chunk of columns, whose input's gradient is summed in fp32. A
-    cap of the logits keeps their tanh and makes a gradient of its own.
+    Whole logits, which their gradient overwrites, or one chunk of columns, whose input's gradient is summed in fp32, as
+    it is with fp32 logits; the gradient of these is rounded some columns at a time. A cap of the logits keeps their tanh
+    and makes a gradient of its own.
     """
     columns = padded_vocab(shape) // layout.tensor
-    weights = columns * shape.hidden * dtype_bytes
-    if not logits_chunk:
-        logits = logits_bytes(rows, shape=shape, layout=layout, dtype_bytes=dtype_bytes)
-        copies = 1 if shape.logit_softcap is None else 3
-        return copies * logits + weights + rows * shape.hidden * dtype_bytes
-    return weights + rows * (min(logits_chunk, columns) * dtype_bytes + 2 * shape.hidden * FP32_BYTES)
+    logit_bytes = FP32_BYTES if fp32_logits else dtype_bytes
+    is_rounded, copies = logit_bytes > dtype_bytes, 1 if shape.logit_softcap is None else 3
+    a_row = (min(logits_chunk, columns) if logits_chunk else copies * columns) * logit_bytes
+    a_row += min(logits_chunk or LOGITS_CHUNK, columns) * dtype_bytes * is_rounded
+    a_row += shape.hidden * (2 * FP32_BYTES if logits_chunk or is_rounded else dtype_bytes)
+    return columns * shape.hidden * dtype_bytes + rows * a_row

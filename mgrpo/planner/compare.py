@@ -130,13 +130,23 @@ def planned_traffic(plan: RunPlan, found: dict[str, Any]) -> Traffic:
     tokens = found["packs"] * config.algorithm.num_mini_batches * layout.round_up(settings.pack_length)
     work = _rehearsed_work(plan, found)
     responses = work.sequences * work.response_tokens
-    passed = Passed(tokens=tokens, responses=responses, dtype_bytes=plan.dtype_bytes)
+    passed = Passed(
+        tokens=tokens,
+        responses=responses,
+        dtype_bytes=plan.dtype_bytes,
+        fp32_logits=plan.config.model.cast_lm_head_to_fp32,
+    )
     forward = forward_traffic(plan.shape, layout, settings, passed, stage=stage)
     training = forward + backward_traffic(
         plan.shape, layout, settings, passed, stage=stage, logits_chunk=plan.logits_chunk
     )
     update = data_traffic(
-        plan.shape, layout, stage=stage, dtype_bytes=plan.dtype_bytes, num_micro_batches=found["packs"]
+        plan.shape,
+        layout,
+        stage=stage,
+        dtype_bytes=plan.dtype_bytes,
+        num_micro_batches=found["packs"],
+        lora=config.adapter.lora,
     )
     scoring = forward * (passes.reference + passes.old)
     return training * passes.train + scoring + update * passes.optimizer_steps

@@ -79,6 +79,7 @@ def engine_memory(
     workers = settings.vllm_tensor_parallel_size
     weights = worker_weights(shape, workers) * dtype_bytes
     workspace = int(hardware.assumed.engine_workspace_gib * GIB)
+    element_bytes = dtype_bytes if settings.vllm_kv_cache_dtype == "auto" else 1
     # With fewer key-value heads than workers, neighbours hold copies of one head.
     kv_heads = max(shape.kv_heads // workers, 1)
     left = int(hardware.gpu.memory_bytes * settings.vllm_gpu_memory_utilization) - weights - workspace
@@ -86,7 +87,7 @@ def engine_memory(
         weights=weights,
         workspace=workspace,
         cache=settings.vllm_kv_cache_mb << 20 if settings.shares_gpus else left,
-        cache_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * dtype_bytes,
+        cache_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * element_bytes,
         longest=longest,
     )
 

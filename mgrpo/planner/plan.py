@@ -15,8 +15,10 @@ from mgrpo.models.memory import (
     FP32_BYTES,
     StateBytes,
     WholeGradients,
+    adapter_elements,
     choose_logits_chunk,
     holdings,
+    merged_bytes,
     num_parameters,
     state_bytes,
     whole_gradients,
@@ -63,10 +65,12 @@ class StageMemory:
     built: int
     """Beyond `states` while the model is built and loaded, before there are activations; 0 where it takes less."""
     sync: int
-    """Buckets in flight during a weight sync, while there are no activations."""
+    """Buckets in flight during a weight sync, and a merged weight, while there are no activations."""
     reserved: int
     waste: float
     """Share of what comes and goes with each micro-batch that the allocator wastes."""
+    merged: int = 0
+    """A layer's weight merged with its adapter, in a forward or backward pass."""
 
     @property
     def loss(self) -> int:
@@ -86,7 +90,7 @@ class StageMemory:
     @property
     def passes(self) -> int:
         """Peak of forward and backward passes."""
-        return self.activations.kept + self.activations.buffers + max(self.loss, self.layer)
+        return self.activations.kept + self.activations.buffers + max(self.loss, self.layer + self.merged)
 
     @property
     def fragmentation(self) -> int:
@@ -292,6 +296,8 @@ def plan_run(config: Config, shape: ModelShape, hardware: Hardware, *, num_learn
         pack_length=settings.pack_length,
         has_reference=has_reference(config),
         device_bytes=hardware.gpu.memory_bytes,
+        lora=config.adapter.lora,
+        fp32_logits=config.model.cast_lm_head_to_fp32,
     )
     stages = tuple(
         stage_memory(config, shape, layout, hardware, work, stage=stage, logits_chunk=logits_chunk)
@@ -367,6 +373,7 @@ def stage_memory(
             parts=config.algorithm.num_mini_batches,
         ),
         logits_chunk=logits_chunk,
+        fp32_logits=config.model.cast_lm_head_to_fp32,
     )
     states = state_bytes(
         shape,
@@ -377,25 +384,33 @@ def stage_memory(
         reference_moves=config.algorithm.ref_policy_update_freq is not None,
         moment_bytes=_moment_bytes(settings),
         offload_fraction=settings.optimizer_offload_fraction if settings.optimizer_cpu_offload else 0.0,
+        lora=config.adapter.lora,
     )
+    merged = merged_bytes(shape, layout, config.adapter.lora, stage=stage, dtype_bytes=dtype_bytes)
     return StageMemory(
         stage=stage,
         states=states,
-        built=max(_start(shape, layout, states, stage=stage, dtype_bytes=dtype_bytes) - states.total, 0),
+        built=max(_start(config, shape, layout, states, stage=stage, dtype_bytes=dtype_bytes) - states.total, 0),
         activations=activations,
         gradients=whole_gradients(shape, layout, stage=stage),
-        sync=_sync_bytes(config, shape, layout, dtype_bytes),
+        merged=merged,
+        sync=_sync_bytes(config, shape, layout, dtype_bytes) + merged,
         reserved=int(assumed.reserved_gib * GIB),
         waste=assumed.fragmentation,
     )
 
 
-def _start(shape: ModelShape, layout: Layout, states: StateBytes, *, stage: int, dtype_bytes: int) -> int:
+def _start(
+    config: Config, shape: ModelShape, layout: Layout, states: StateBytes, *, stage: int, dtype_bytes: int
+) -> int:
     """Whole weights, as a model is built with, and what they are moved into, before there is an optimizer.
 
     Up to ZeRO-1 that is Megatron's buffers of weights and gradients. Megatron-FSDP shards them in ZeRO-3, one layer or
-    embedding after the other, and keeps them in ZeRO-2.
+    embedding after the other, and keeps them in ZeRO-2. Of adapters only they are moved.
     """
+    if lora := config.adapter.lora:
+        adapters = adapter_elements(shape, layout, lora, stage=stage).total * FP32_BYTES
+        return states.parameters + adapters + states.gradients
     weights = num_parameters(shape, layout, stage=stage) * dtype_bytes
     if layout.sharding == 2:
         return states.total

@@ -41,6 +41,7 @@ CAUSES = {
         "context": "context-parallel exchange",
         "expert": "expert all-to-all",
         "pipeline": "messages between stages",
+        "adapters": "merging adapters into the weights",
         "data": "gradient and parameter collectives",
         "optimizer": "optimizer update",
     },
@@ -189,6 +190,7 @@ def _temporary(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]
     yield "             buffers", [stage.activations.buffers for stage in stages]
     yield "             larger of: LM head and loss", [stage.loss for stage in stages]
     yield "                        a layer's backward pass", [stage.layer for stage in stages]
+    yield "                        with a merged weight (adapters)", [stage.merged for stage in stages]
     yield "             fragmentation (assumed)", [stage.fragmentation for stage in stages]
     yield "           weight sync (buckets)", [stage.sync for stage in stages]
     yield "           weights, when the model is built", [stage.built for stage in stages]
@@ -205,6 +207,7 @@ def _activations(plan: RunPlan, stage: int, recompute: Recompute) -> int:
         settings=settings,
         num_micro_batches=plan.learners.num_micro_batches,
         logits_chunk=plan.logits_chunk,
+        fp32_logits=plan.config.model.cast_lm_head_to_fp32,
     ).total
 
 

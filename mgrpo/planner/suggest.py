@@ -18,7 +18,7 @@ from mgrpo.planner.plan import RunPlan, plan_run
 Recompute = Literal["none", "selective", "full"]
 ZeroStage = Literal[1, 2, 3]
 
-# The sizes that are tried.
+# The sizes that are tried; of ZeRO stages only the first where adapters are trained.
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 LARGEST_CONTEXT = 8
 CHUNKS = (1, 2, 4)
@@ -38,6 +38,7 @@ CAUSES = {
     "context": "CP",
     "expert": "EP",
     "pipeline": "PP messages",
+    "adapters": "adapters",
     "data": "DP",
     "optimizer": "optimizer",
 }
@@ -174,7 +175,7 @@ def _fitting(
                 hardware,
                 num_learners=num_learners,
             )
-            for zero in ZERO_STAGES
+            for zero in (ZERO_STAGES if config.adapter.lora is None else ZERO_STAGES[:1])
         ]
         plans = [plan for plan in plans if plan.worst.total <= hardware.gpu.memory_bytes]
         if not plans:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from mgrpo.config.schema import Config, Parallel
 from mgrpo.layout import Layout
+from mgrpo.models.adapters import LoraShape
 from mgrpo.models.family import ModelShape
-from mgrpo.models.memory import FP32_BYTES, StateBytes
-from mgrpo.planner.hardware import Hardware
+from mgrpo.models.memory import FP32_BYTES, StateBytes, adapter_holdings, stage_layers
+from mgrpo.planner.hardware import Flops, Hardware
 from mgrpo.planner.traffic import (
     AXES,
     Passed,
@@ -80,16 +81,20 @@ def learner_time(
         tokens=work.trained_tokens / layout.data,
         responses=work.sequences * work.response_tokens / layout.data,
         dtype_bytes=dtype_bytes,
+        fp32_logits=config.model.cast_lm_head_to_fp32,
     )
     forward = forward_traffic(shape, layout, settings, passed, stage=stage)
     both_ways = forward + backward_traffic(shape, layout, settings, passed, stage=stage, logits_chunk=logits_chunk)
-    update = data_traffic(shape, layout, stage=stage, dtype_bytes=dtype_bytes, num_micro_batches=count)
+    lora = config.adapter.lora
+    update = data_traffic(shape, layout, stage=stage, dtype_bytes=dtype_bytes, num_micro_batches=count, lora=lora)
+    merge = _merge_seconds(shape, layout, lora, hardware, stage=stage, dtype_bytes=dtype_bytes) * count * parts
 
     training = {
-        "compute": hardware.compute_seconds(flops.forward * 3 * passes.train, gpus=gpus),
+        "compute": hardware.compute_seconds(flops.forward * (1 + passes.backward) * passes.train, gpus=gpus),
         "recompute": hardware.compute_seconds(flops.repeated * passes.train, gpus=gpus),
     }
     training |= _link_seconds(both_ways * passes.train, layout, hardware)
+    training["adapters"] = merge * passes.train * (3 if settings.recomputes("projections") else 2)
     training["bubble"] = bubble * sum(training.values())
     shared = _link_seconds(update * passes.optimizer_steps, layout, hardware).get("data", 0.0)
     # Megatron-FSDP (ZeRO-2 and 3) sends while it computes; only the excess over the computation costs time.
@@ -100,6 +105,7 @@ def learner_time(
     num_forward = passes.reference + passes.old
     logprobs = {"compute": hardware.compute_seconds(flops.forward * num_forward, gpus=gpus)}
     logprobs |= _link_seconds(forward * num_forward, layout, hardware)
+    logprobs["adapters"] = merge * passes.old  # the reference is the model without them
     logprobs["bubble"] = bubble * sum(logprobs.values())
     return LearnerTime(
         training={cause: seconds for cause, seconds in training.items() if seconds},
@@ -107,6 +113,18 @@ def learner_time(
         traffic=both_ways * passes.train + forward * num_forward + update * passes.optimizer_steps,
         num_micro_batches=count,
     )
+
+
+def _merge_seconds(
+    shape: ModelShape, layout: Layout, lora: LoraShape | None, hardware: Hardware, *, stage: int, dtype_bytes: int
+) -> float:
+    """Seconds in which a rank merges all its adapters once: 2 x rank operations a weight, which is read and written."""
+    if lora is None:
+        return 0.0
+    held = adapter_holdings(shape, lora, tensor=layout.tensor, expert=layout.expert).adapted
+    weights = sum(held[layer].total for layer in stage_layers(layout, shape.num_layers, stage))
+    products = hardware.compute_seconds(Flops(2 * lora.rank * weights), gpus=1)
+    return products + 2 * weights * dtype_bytes / hardware.hbm_bytes_s
 
 
 def _slowest_stage(

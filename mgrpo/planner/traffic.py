@@ -15,7 +15,8 @@ that. Each axis sends (tokens: those of one rank's micro-batches, h = hidden, k 
                layers' parameters as well, in every micro-batch
 
 What is recomputed sends again what its forward pass sent. Left out are messages of a few bytes per token or parameter:
-sums of log-probabilities, routing probabilities, gradients of norms, shapes, metrics.
+sums of log-probabilities, routing probabilities, gradients of norms, shapes, metrics, and of adapters their rank for each
+token and matrix.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from dataclasses import dataclass, replace
 
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
+from mgrpo.models.adapters import LoraShape
 from mgrpo.models.family import ModelShape
-from mgrpo.models.memory import FP32_BYTES, Elements, holdings, stage_elements, stage_layers
+from mgrpo.models.memory import FP32_BYTES, Elements, adapter_elements, holdings, stage_elements, stage_layers
 
 AXES = ("tensor", "context", "expert", "pipeline", "data")
 
@@ -67,6 +69,7 @@ class Passed:
     responses: float
     """On which the LM head runs."""
     dtype_bytes: int
+    fp32_logits: bool = False
 
 
 def forward_traffic(shape: ModelShape, layout: Layout, settings: Parallel, passed: Passed, *, stage: int) -> Traffic:
@@ -96,7 +99,7 @@ def backward_traffic(
         tensor += _stream(shape, layout, passed)
     if stage == layout.pipeline - 1:
         rows = passed.responses / layout.context
-        tensor += 2 * rows * shape.hidden * (FP32_BYTES if logits_chunk else passed.dtype_bytes)
+        tensor += 2 * rows * shape.hidden * (FP32_BYTES if logits_chunk or passed.fp32_logits else passed.dtype_bytes)
     sends = layout.virtual_pipeline - (stage == 0)
     return layers + Traffic(tensor=_ring(layout.tensor) * tensor, pipeline=_messages(shape, layout, passed, sends))
 
@@ -152,8 +155,19 @@ def _context_elements(shape: ModelShape, layout: Layout, settings: Parallel, own
     return _ring(layout.context) * own_tokens * (2 * query + 2 * key)
 
 
-def data_traffic(shape: ModelShape, layout: Layout, *, stage: int, dtype_bytes: int, num_micro_batches: int) -> Traffic:
+def data_traffic(
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    stage: int,
+    dtype_bytes: int,
+    num_micro_batches: int,
+    lora: LoraShape | None = None,
+) -> Traffic:
     """Traffic of one optimizer step, not the first, before which Megatron-FSDP gathers the parameters once more."""
+    if lora is not None:
+        shared = FP32_BYTES * _shared(adapter_elements(shape, layout, lora, stage=stage), layout)
+        return Traffic(data=2 * shared)  # gradients and parameters, both float32
     held = stage_elements(shape, layout, stage=stage)
     gradients, parameters = FP32_BYTES * _shared(held, layout), dtype_bytes * _shared(held, layout)
     match layout.zero_stage:

@@ -56,11 +56,16 @@ class Passes:
     old: int
     """Forward, for the policy's logprobs before its first update."""
     optimizer_steps: int
+    backward: int = 2
+    """Forward passes with as many operations as a backward pass: one for the gradients of inputs, one for those of weights.
+
+    Weights that only have adapters need none of the second; what adapters add is a few numbers for each token.
+    """
 
     @property
     def in_forward(self) -> int:
-        """Number of forward passes with as many operations: a backward pass counts as two."""
-        return 3 * self.train + self.reference + self.old
+        """Number of forward passes with as many operations."""
+        return (1 + self.backward) * self.train + self.reference + self.old
 
 
 def workload_of(config: Config, assumed: Assumptions) -> Workload:
@@ -85,11 +90,12 @@ def passes_of(config: Config) -> Passes:
         reference=int(has_reference(config)),
         old=int(computes_old),
         optimizer_steps=updates,
+        backward=1 if config.adapter.use_peft else 2,
     )
 
 
 def has_reference(config: Config) -> bool:
-    """Whether a reference model is loaded."""
+    """Whether a reference model scores the batch."""
     return config.loss.beta != 0 or config.algorithm.log_ref_kl
 
 

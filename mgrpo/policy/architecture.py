@@ -47,6 +47,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
         autocast_dtype=None,
         enable_autocast=False,
         perform_initialization=False,

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from mgrpo.layout import Layout
+from mgrpo.ops import KeptSets
 from mgrpo.parallel import backend
 from mgrpo.parallel.packs import PackedDocuments, describe
 from mgrpo.policy.model import ResponseRows
 from mgrpo.policy.routing import Routing
-from mgrpo.types import PackedBatch
+from mgrpo.types import KeptTokens, PackedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +79,28 @@ def collate(pack: PackedBatch, layout: Layout, *, context_rank: int, temperature
 def _response_rows(pack: PackedBatch, documents: PackedDocuments, temperature: float) -> ResponseRows:
     rows, targets = pack.rows.astype(np.int64), pack.targets.astype(np.int64)
     if documents.gathered_rows is None:
-        return ResponseRows(backend.to_device(rows, np.int64), backend.to_device(targets, np.int64), temperature)
+        return ResponseRows(
+            backend.to_device(rows, np.int64),
+            backend.to_device(targets, np.int64),
+            temperature,
+            kept=_kept_sets(pack.kept),
+        )
     local_tokens = documents.local_queries.tokens
     local_row = np.full(len(pack.tokens), -1)
     local_row[local_tokens] = np.arange(len(local_tokens))
-    indices = np.flatnonzero(local_row[rows] >= 0)
+    is_local = local_row[rows] >= 0
+    indices = np.flatnonzero(is_local)
     return ResponseRows(
         backend.to_device(local_row[rows[indices]], np.int64),
         backend.to_device(targets[indices], np.int64),
         temperature,
         indices=backend.to_device(indices, np.int64),
         num_responses=len(rows),
+        kept=_kept_sets(pack.kept and pack.kept.where(is_local)),
     )
+
+
+def _kept_sets(kept: KeptTokens | None) -> KeptSets | None:
+    if kept is None:
+        return None
+    return KeptSets(backend.to_device(kept.ids, np.int32), backend.to_device(kept.offsets, np.int32))

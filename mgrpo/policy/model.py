@@ -43,12 +43,15 @@ class ResponseRows:
     """`[local responses]` int64: which of the pack's responses these are; None: all of them, in order."""
     num_responses: int = 0
     """Number of responses of the whole pack; only with `indices`."""
+    kept: ops.KeptSets | None = None
+    """The tokens that each of the targets was sampled from; None: from the whole vocabulary."""
 
 
 class HeadOptions(TypedDict):
     """How the LM head works, see `ResponseModel`."""
 
     logits_chunk: int
+    fp32_logits: bool
     trains_entropy: bool
     scores_entropy: bool
 
@@ -56,6 +59,7 @@ class HeadOptions(TypedDict):
 class ResponseModel(GPTModel):
     """GPTModel whose last stage returns log-probability and entropy of response tokens: `[2, responses]` float32.
 
+    Both are over the tokens that a response token was sampled from, where sampling cut the vocabulary.
     Context-parallel ranks, each of which holds some of the tokens, all return the values of all responses.
 
     Hidden rows are gathered before the LM head, so that prompts never reach the vocabulary, and the vocabulary shard is
@@ -64,6 +68,7 @@ class ResponseModel(GPTModel):
     Args:
         logits_chunk: above 0 the head runs on this many columns at a time, so that not even its own output is
             materialised.
+        fp32_logits: its logits are those of its weight and input in fp32, without being rounded to their type.
         trains_entropy: whether the entropy has a gradient, which costs time.
         scores_entropy: whether there is an entropy without gradients (in scoring); if not the result is `[1, responses]`.
     """
@@ -73,6 +78,7 @@ class ResponseModel(GPTModel):
         *args: Any,
         shape: ModelShape,
         logits_chunk: int,
+        fp32_logits: bool,
         trains_entropy: bool,
         scores_entropy: bool,
         **kwargs: Any,
@@ -83,10 +89,12 @@ class ResponseModel(GPTModel):
                 f"logits_chunk={logits_chunk} needs a model without final_logit_softcapping, this one has "
                 f"{shape.logit_softcap:g}; use 0"
             )
-        self.shape, self.logits_chunk = shape, logits_chunk
+        self.shape, self.logits_chunk, self.fp32_logits = shape, logits_chunk, fp32_logits
+        # The head is called as a module in all cases: hooks before its forward pass make its weight ready.
         if logits_chunk and self.post_process:
-            # The head is called as a module in both cases: hooks before its forward pass make its weight ready.
             self.output_layer.forward = ops.linear_logprobs
+        elif fp32_logits and self.post_process:
+            self.output_layer.forward = ops.linear_logits
         # Rounded to the model's type, as in training of the models that have it.
         self.embedding_scale = torch.tensor(shape.embedding_scale, dtype=self.config.params_dtype, device="cpu").item()
         self.trains_entropy, self.scores_entropy = trains_entropy, scores_entropy
@@ -110,6 +118,10 @@ class ResponseModel(GPTModel):
         embeddings, *rest = super()._preprocess(*args, **kwargs)
         if self.embedding_scale != 1 and embeddings is not None:
             embeddings = embeddings * self.embedding_scale
+        if embeddings is not None and torch.is_grad_enabled():
+            # They want none of themselves where only adapters are trained, and Megatron's recomputation makes gradients only
+            # if its input wants one.
+            embeddings.requires_grad_()
         return embeddings, *rest
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
@@ -136,20 +148,26 @@ class ResponseModel(GPTModel):
             "valid_cols": self.valid_cols,
             "group": parallel_state.get_tensor_model_parallel_group(),
             "with_entropy": has_gradient or self.scores_entropy,
+            "kept": response.kept,
         }
+        own_weight = head.weight if weight is None else weight
         if self.logits_chunk:
             logprobs, entropy = head(
                 hidden_states.squeeze(1),
-                head.weight if weight is None else weight,
+                own_weight,
                 response.targets,
                 logits_chunk=self.logits_chunk,
+                fp32_logits=self.fp32_logits,
                 **options,
             )
         else:
-            head.sequence_parallel = False
-            logits, _ = head(hidden_states, weight=weight)
-            head.sequence_parallel = sequence_parallel
-            logits = self.capped(logits.squeeze(1))
+            if self.fp32_logits:
+                logits = head(hidden_states.squeeze(1), own_weight, dtype=torch.float32, group=options["group"])
+            else:
+                head.sequence_parallel = False
+                logits = head(hidden_states, weight=weight)[0].squeeze(1)
+                head.sequence_parallel = sequence_parallel
+            logits = self.capped(logits)
             logprobs, entropy = ops.token_logprobs(logits, response.targets, inplace=has_gradient, **options)
         if entropy is None:
             values = logprobs[None]

@@ -25,6 +25,7 @@ from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.parallel import backend, fsdp, gradients
 from mgrpo.parallel.gather import gather_values
+from mgrpo.policy.loss_scale import LossScale
 from mgrpo.policy.model import ResponseModel
 from mgrpo.policy.parameters import ShardedParameters
 from mgrpo.policy.schedule import learning_rate
@@ -62,6 +63,7 @@ class PolicyOptimizer:
         self._buckets = _buckets(self.chunks) if self.layout.sharding == 1 else []
         self._megatron = _make_adam(self.chunks, self.layout, dtype, settings, parallel, is_offloaded=self.is_offloaded)
         self.shards = local_shards(self._megatron, self.chunks, names)
+        self.loss_scale = LossScale.of(self._megatron, self.chunks[0].config) if dtype is torch.float16 else None
 
     def zero_gradients(self) -> None:
         """Discard the gradients of the previous step."""
@@ -87,6 +89,8 @@ class PolicyOptimizer:
     def update(self) -> float:
         """Clip and step, unless the global gradient norm, which is returned, is not finite."""
         self._megatron.prepare_grads()
+        if self.loss_scale and self.loss_scale.unscale([shard.gradient for shard in self.shards]):
+            return math.inf
         self._sum_tied_gradients()
         grad_norm = float(self._megatron.get_grad_norm())
         if math.isfinite(grad_norm):
@@ -214,7 +218,12 @@ def _wrap(chunks: Sequence[ResponseModel], layout: Layout, parallel: Parallel) -
 def _buckets(chunks: Sequence[DistributedDataParallel]) -> list[BucketGroup]:
     """Megatron's buckets of weights in the order in which a forward pass needs them."""
     return list(
-        dict.fromkeys(chunk.param_to_bucket_group[parameter] for chunk in chunks for parameter in chunk.parameters())
+        dict.fromkeys(
+            chunk.param_to_bucket_group[parameter]
+            for chunk in chunks
+            for parameter in chunk.parameters()
+            if parameter.requires_grad
+        )
     )
 
 
@@ -224,7 +233,8 @@ def _wait_before_use(chunks: Sequence[DistributedDataParallel]) -> None:
         # Megatron's hooks also gather: before the first update, and after one that was skipped.
         chunk.disable_forward_pre_hook(param_sync=False)
         for module in chunk.module.modules():
-            if buckets := {chunk.param_to_bucket_group[own] for own in module.parameters(recurse=False)}:
+            trained = [own for own in module.parameters(recurse=False) if own.requires_grad]
+            if buckets := {chunk.param_to_bucket_group[own] for own in trained}:
                 module.register_forward_pre_hook(partial(_wait_for, buckets))
 
 
@@ -275,6 +285,7 @@ def _make_adam(
             adam_eps=settings.adam_epsilon,
             clip_grad=settings.max_grad_norm,
             bf16=dtype is torch.bfloat16,
+            fp16=dtype is torch.float16,
             params_dtype=dtype,
             use_distributed_optimizer=layout.sharding > 0,
             optimizer_cpu_offload=is_offloaded,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from mgrpo.layout import Layout
+from mgrpo.models.adapters import LoraShape, adapter_tensors
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import FUSED_NORMS, Box, LocalParameter, hf_tensors, local_parameters
 from mgrpo.parallel.gather import gather_values
@@ -37,16 +38,27 @@ class ShardedParameters:
         for name, place in self.places.items():
             assert tuple(self.live[name].shape) == place.shape, (name, tuple(self.live[name].shape), place.shape)
 
-    def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Every box that this rank holds, each with a view of the live parameter."""
-        for name, place in self.places.items():
-            for piece in place.pieces:
+        self.model = tuple(self.places)
+        """Names of the model's own parameters; `added` are those of adapters."""
+        self.added: list[str] = []
+
+    def add(self, name: str, parameter: torch.nn.Parameter, place: LocalParameter) -> None:
+        """A parameter beside the model's own, which holds boxes of other tensors."""
+        assert tuple(parameter.shape) == place.shape, (name, tuple(parameter.shape), place.shape)
+        self.live[name], self.places[name] = parameter, place
+        self.added.append(name)
+
+    def boxes(self, names: Iterable[str]) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Every box that these parameters hold on this rank, each with its live view."""
+        for name in names:
+            for piece in self.places[name].pieces:
                 yield piece.box, self.live[name].data[piece.region]
 
     @torch.no_grad()
-    def load(self, read: Read) -> None:
-        """Fill this rank's parameters with the values that `read` returns for their boxes; padding rows become 0."""
-        for name, place in self.places.items():
+    def load(self, names: Iterable[str], read: Read) -> None:
+        """Fill these parameters with the values that `read` returns for their boxes; padding rows become 0."""
+        for name in names:
+            place = self.places[name]
             if sum(piece.box.size for piece in place.pieces) < self.live[name].numel():
                 self.live[name].data.zero_()
             for piece in place.pieces:
@@ -67,7 +79,8 @@ def gather_boxes(boxes: Sequence[KindAndBox], shape: ModelShape, group: dist.Pro
 
     They are exchanged, because ZeRO shards follow Megatron's buckets and not a formula.
     """
-    names = list(hf_tensors(shape))
+    # The names of adapters do not depend on their rank.
+    names = [*hf_tensors(shape), *adapter_tensors(shape, LoraShape(rank=1, alpha=1))]
     index_of_name = {name: index for index, name in enumerate(names)}
     # Rank, kind, tensor, then start and shape, each of one or two dimensions; -1 fills up.
     rows = np.full((len(boxes), 7), -1, dtype=np.int64)

@@ -6,10 +6,12 @@ denominator, and Megatron is told not to divide again. Every method is collectiv
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 from megatron.core import parallel_state
@@ -17,10 +19,13 @@ from megatron.core import parallel_state
 from mgrpo.config.schema import Optimizer as OptimizerSettings
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
+from mgrpo.models.adapters import LoraShape
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box
 from mgrpo.parallel import axes, backend
 from mgrpo.policy import passes
+from mgrpo.policy.lora import Adapters, MergedSlice, made, settings_with_adapters
+from mgrpo.policy.loss_scale import LossScale
 from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported, collate
 from mgrpo.policy.model import ResponseModel, build
 from mgrpo.policy.offload import Offload
@@ -42,6 +47,10 @@ class StepResult(Generic[Reported]):
     learning_rate: float
     is_finite: bool
     """False when the gradient was not finite and the step was skipped."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None except in float16."""
+    has_overflowed: bool = False
+    """Whether the step was skipped and the next one has a smaller loss scale."""
 
 
 class Policy:
@@ -56,12 +65,20 @@ class Policy:
         seed: int,
         temperature: float,
         settings: Parallel | None = None,
+        lora: LoraShape | None = None,
         logits_chunk: int = 0,
+        fp32_logits: bool = False,
         trains_entropy: bool = False,
         scores_entropy: bool = False,
     ) -> None:
+        """
+        Args:
+            lora: low-rank adapters, which are trained instead of the model's own weights.
+        """
         self.shape, self.layout, self.dtype, self.temperature = shape, layout, dtype, temperature
-        self.parallel = settings or Parallel()
+        self.parallel, self.lora = settings or Parallel(), lora
+        if lora:
+            self.parallel = settings_with_adapters(self.parallel, layout)
         if not parallel_state.model_parallel_is_initialized():
             axes.make_groups(layout, seed=seed)
         self.rank = torch.distributed.get_rank()
@@ -75,20 +92,30 @@ class Policy:
             dtype,
             settings=self.parallel,
             logits_chunk=logits_chunk,
+            fp32_logits=fp32_logits,
             trains_entropy=trains_entropy,
             scores_entropy=scores_entropy,
         )
         self.chunks: Sequence[ResponseModel | WrappedChunk] = chunks
         self.routing = RoutingReplay(chunks)
         self.parameters = ShardedParameters(chunks, shape, layout, self.rank)
+        self.adapters = Adapters(chunks, self.parameters, lora, seed=seed) if lora else None
         self.optimizer: PolicyOptimizer | None = None
         self.optimizer_steps = self.num_updates = 0
         self._masters: dict[str, torch.Tensor] = {}
         self._offload = Offload()
 
     def load(self, read: Read) -> None:
-        """Fill this rank's weights with the values that `read` returns. Call before `prepare_training`."""
-        self.parameters.load(read)
+        """Fill the model's own weights on this rank with the values that `read` returns. Call before `prepare_training`."""
+        self.parameters.load(self.parameters.model, read)
+
+    def load_adapters(self, read: Read) -> None:
+        """Fill adapters, which otherwise start from those of the seed, with the values that `read` returns, in the same way."""
+        self.parameters.load(self.parameters.added, read)
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Within this the policy is the model without its adapters, if it has any. Not collective."""
+        return self.adapters.off() if self.adapters else nullcontext()
 
     def load_masters(self, read: Read) -> None:
         """As `load`, keeping the values in float32 as well, from where `move_towards` continues."""
@@ -124,23 +151,40 @@ class Policy:
         self.chunks = self.optimizer.chunks
 
     @property
+    def loss_scale(self) -> LossScale | None:
+        """What the loss is multiplied by; only in float16, after `prepare_training`."""
+        return self.optimizer.loss_scale if self.optimizer else None
+
+    @property
     def shards(self) -> list[Shard]:
         """What this rank's optimizer updates; empty before `prepare_training`."""
         return self.optimizer.shards if self.optimizer else []
 
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Every box of an HF tensor that this rank holds, each with its live view.
+        """Every box of an HF tensor of the model that this rank holds, each with its live view.
 
-        Under ZeRO-2 and 3 these are the float32 masters of its shards.
+        Under ZeRO-2 and 3 these are the float32 masters of its shards. With adapters they are the merged weights that layers
+        compute with, made one at a time.
         """
-        if self.optimizer is None or self.layout.sharding < 2:
-            self.wait_for_weights()
-            yield from self.parameters.boxes()
-            return
-        for shard in self.optimizer.shards:
-            place = self.parameters.places[shard.name]
-            if not place.is_copy:
-                yield from shard.boxes(place, shard.main)
+        yield from made(self.live_boxes())
+
+    def live_boxes(self) -> Iterator[tuple[Box, torch.Tensor | MergedSlice]]:
+        """The same for a reader that comes back: merged weights are made when they are read."""
+        self.wait_for_weights()
+        if self.layout.sharding >= 2 and self.optimizer:
+            for shard in self.optimizer.shards:
+                place = self.parameters.places[shard.name]
+                if not place.is_copy:
+                    yield from shard.boxes(place, shard.main)
+        elif self.adapters:
+            yield from self.adapters.live_boxes()
+        else:
+            yield from self.parameters.boxes(self.parameters.model)
+
+    def adapter_boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Every box of an adapter tensor that this rank holds, each with its live view."""
+        self.wait_for_weights()
+        yield from self.parameters.boxes(self.parameters.added)
 
     def wait_for_weights(self) -> None:
         """Call before reading weights through views taken before the last update (`overlap_param_gather`). Not collective."""
@@ -155,8 +199,12 @@ class Policy:
         Returns:
             Bytes of the device that were given up.
         """
-        stay = [values for _, values in self.boxes()] if keep_boxes else []
         self.wait_for_weights()
+        stay: list[torch.Tensor] = []
+        if keep_boxes and self.layout.sharding >= 2 and self.optimizer:
+            stay = [shard.main for shard in self.optimizer.shards]
+        elif keep_boxes:
+            stay = [parameter.data for parameter in self.parameters.live.values()]
         states, dropped = list(self._masters.values()), []
         if self.optimizer is None:
             parameters = [parameter.data for parameter in self.parameters.live.values()]
@@ -174,15 +222,17 @@ class Policy:
     @torch.no_grad()
     def not_finite(self) -> list[str]:
         """HF tensors of which this rank holds a value that is not finite or whose square overflows float32. Not collective."""
-        boxes = [(box.name, values) for box, values in self.boxes()]
-        norms = [torch.linalg.vector_norm(values, dtype=torch.float32) for _, values in boxes]
+        names, norms = [], []
+        for box, values in itertools.chain(self.boxes(), self.adapter_boxes()):
+            names.append(box.name)
+            norms.append(torch.linalg.vector_norm(values, dtype=torch.float32))
         # One transfer from the device for all of them.
         is_finite = torch.stack(norms).isfinite().tolist() if norms else []
-        return [name for (name, _), good in zip(boxes, is_finite, strict=True) if not good]
+        return [name for name, good in zip(names, is_finite, strict=True) if not good]
 
     def holdings(self, group: torch.distributed.ProcessGroup) -> list[list[Box]]:
         """For each rank the boxes that its `boxes` gives. All ranks of `group`, on the CPU, must call."""
-        local = [(0, box) for box, _ in self.boxes()]
+        local = [(0, box) for box, _ in self.live_boxes()]
         return [[box for _, box in boxes] for boxes in gather_boxes(local, self.shape, group)]
 
     def microbatches(self, packs: Sequence[PackedBatch]) -> list[Microbatch]:
@@ -214,6 +264,7 @@ class Policy:
         self.optimizer.zero_gradients()
         measured = passes.forward_backward(self.chunks, microbatches, loss, routing=self.routing)
         rate = self.optimizer.set_learning_rate(self.optimizer_steps)
+        loss_scale = self.loss_scale.value if self.loss_scale else None
         grad_norm = self.optimizer.update()
         is_finite = math.isfinite(grad_norm)
         self.optimizer_steps += 1
@@ -223,12 +274,28 @@ class Policy:
             grad_norm=grad_norm,
             learning_rate=rate,
             is_finite=is_finite,
+            loss_scale=loss_scale,
+            has_overflowed=self.loss_scale is not None and self.loss_scale.follow(is_finite=is_finite),
         )
 
     def learning_rate(self) -> float:
         """Of the next update. Not collective."""
         assert self.optimizer is not None, "call prepare_training first"
         return self.optimizer.learning_rate(self.optimizer_steps)
+
+    def counters(self) -> dict[str, Any]:
+        """What a state holds of training besides tensors, in JSON. Not collective."""
+        return {
+            "optimizer_steps": self.optimizer_steps,
+            "num_updates": self.num_updates,
+            "loss_scale": self.loss_scale and self.loss_scale.state(),
+        }
+
+    def restore_counters(self, saved: Mapping[str, Any]) -> None:
+        """Continue from `counters`; a state of another dtype has no loss scale. Not collective."""
+        self.optimizer_steps, self.num_updates = saved["optimizer_steps"], saved["num_updates"]
+        if self.loss_scale and saved.get("loss_scale"):
+            self.loss_scale.restore(saved["loss_scale"])
 
     def pass_over(self, optimizer_steps: int) -> None:
         """Count steps without anything to train on, so that the learning rate follows its schedule. Not collective."""

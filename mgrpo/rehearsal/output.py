@@ -108,7 +108,7 @@ def send_weights(
     engines = config.engine
     with _transfers(recorder):
         sender = Sender(
-            policy.boxes(),
+            policy.live_boxes(),
             holdings=_holdings(policy, shape, layout),
             model=shape,
             train_layout=layout,

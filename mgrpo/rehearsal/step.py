@@ -33,7 +33,7 @@ from mgrpo.rehearsal.recorder import Recorder, site
 from mgrpo.rehearsal.restore import checkpoint_of
 from mgrpo.rehearsal.world import rank_of
 from mgrpo.run.learner import Learner
-from mgrpo.types import TrainSample
+from mgrpo.types import KeptTokens, TrainSample
 
 SMALL = 1 << 28
 """Bytes of a rank whose weights are also checked and whose state is also written, which copies them to the host."""
@@ -133,6 +133,9 @@ def _packs(job: Job) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
     limit = layout.round_up(config.parallel.pack_length)
     parts = config.algorithm.num_mini_batches
     prompt, response = document_lengths(config, layout)
+    # Every token is sampled from the same set of top_k, itself among them.
+    sizes = np.full(response, config.rollout.top_k)
+    kept = KeptTokens.of_sizes(np.arange(sizes.sum(), dtype=np.int32) % sizes[0], sizes) if sizes[0] else None
     samples = [
         TrainSample(
             prompt_tokens=np.ones(prompt, np.int32),
@@ -141,6 +144,7 @@ def _packs(job: Job) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
             rollout_logprobs=np.zeros(response, np.float32),
             advantage=float(number % 2),
             group=number // 2,
+            kept=kept,
         )
         for number in range(2 * job.packs * layout.data * parts)
     ]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mgrpo.rollout.engine import FINISH_REASONS, Completions
-from mgrpo.types import Completion, Prompt, RolloutGroup
+from mgrpo.types import Completion, KeptTokens, Prompt, RolloutGroup
 
 Decode = Callable[[Sequence[np.ndarray]], list[str]]
 """Token arrays -> texts."""
@@ -41,9 +41,14 @@ def to_arrays(tokens: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([np.zeros(0, dtype=np.int32), *tokens]).astype(np.int32), cu_seqlens
 
 
+def _kept(arrays: Completions) -> KeptTokens | None:
+    return KeptTokens.of_sizes(arrays["kept_ids"], arrays["kept_sizes"]) if "kept_ids" in arrays else None
+
+
 def to_groups(prompts: Sequence[Prompt], arrays: Completions, decode: Decode) -> list[RolloutGroup]:
     """Cut what an engine returned for `prompts` into groups, and decode each completion once."""
     cuts = list(itertools.pairwise(arrays["cu_seqlens"].tolist()))
+    sets = _kept(arrays)
     texts = decode([arrays["tokens"][a:b] for a, b in cuts])
     completions = iter(
         Completion(
@@ -52,6 +57,7 @@ def to_groups(prompts: Sequence[Prompt], arrays: Completions, decode: Decode) ->
             policy_versions=arrays["policy_versions"][a:b],
             finish_reason=FINISH_REASONS[reason],
             text=text,
+            kept=sets and sets.part(a, b),
         )
         for (a, b), text, reason in zip(cuts, texts, arrays["finish_reasons"].tolist(), strict=True)
     )

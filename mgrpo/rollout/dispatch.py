@@ -251,7 +251,7 @@ class Dispatcher:
         # What is sampled beside an evaluation must not change it, nor the moment at which a tool answers another trajectory.
         is_beside_training = stream == EVALUATION and self.fleet.pauses != "drain"
         is_free = self.interaction is not None and not self.interaction.in_rounds
-        seeds = self.fleet.seeds_prompts or bool(sampling.stop_strings) or is_beside_training or is_free
+        seeds = self.fleet.seeds_prompts or sampling.is_timed or is_beside_training or is_free
         return prompt_batch(numbered, sampling, run_seed=self.run_seed if seeds else None)
 
     def _poll(self, number: int, engine: Engine) -> None:

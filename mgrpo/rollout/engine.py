@@ -20,7 +20,10 @@ UNSYNCED = -1
 Completions = dict[str, np.ndarray]
 """The completions of finished groups, group by group, sample by sample: `numbers [groups]` int64 are those that the prompts
 were given, `sizes [groups]` int64 counts samples. `tokens` int32, `logprobs` float32 and `policy_versions` int32
-`[sum(len)]` are cut by `cu_seqlens [samples + 1]` int64; `finish_reasons [samples]` int8 indexes FINISH_REASONS."""
+`[sum(len)]` are cut by `cu_seqlens [samples + 1]` int64; `finish_reasons [samples]` int8 indexes FINISH_REASONS.
+
+Under `Sampling.top_k` also the sets of `Completion.kept`: `kept_ids` int32, and how many each token has, `kept_sizes [sum(len)]`
+int32, 0 where the engine does not know the whole set."""
 
 Pause = Literal["drain", "recompute", "keep"]
 """What becomes of completions that have begun: drain samples them to their end before the engine pauses. Otherwise they go
@@ -46,8 +49,18 @@ class Sampling:
     """0 is greedy."""
     stop_token_ids: tuple[int, ...]
     top_p: float = 1.0
+    top_k: int = 0
+    """Above 0: what is sampled from is kept, see `Completion.kept`."""
+    min_p: float = 0.0
+    regex: str | None = None
+    """What completions match; only for engines that were started with a tokenizer."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion, and stay in it; only for engines that were started with a tokenizer."""
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether an engine's batches depend on moments: when a text is found, or the grammar of an expression is ready."""
+        return bool(self.stop_strings) or self.regex is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,6 +210,7 @@ class Interaction:
                     logprobs=completion.logprobs,
                     policy_versions=completion.policy_versions,
                     finish_reason=completion.finish_reason,
+                    kept=completion.kept,
                 )
                 for completion in group.completions
             ]

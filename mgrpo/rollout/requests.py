@@ -131,6 +131,10 @@ def training_sampling(rollout: Rollout, stop_token_ids: Sequence[int]) -> Sampli
         max_tokens=rollout.response_length,
         temperature=rollout.temperature,
         stop_token_ids=tuple(stop_token_ids),
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        regex=rollout.vllm_guided_decoding_regex,
         stop_strings=rollout.stop_strings,
     )
 
@@ -143,6 +147,7 @@ def evaluation_sampling(rollout: Rollout, stop_token_ids: Sequence[int]) -> Samp
         temperature=rollout.temperature if rollout.eval_temperature is None else rollout.eval_temperature,
         stop_token_ids=tuple(stop_token_ids),
         top_p=rollout.eval_top_p,
+        regex=rollout.vllm_guided_decoding_regex,
         stop_strings=rollout.stop_strings,
     )
 

@@ -16,7 +16,7 @@ from mgrpo.models.cuts import size_of
 from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
 from mgrpo.models.files import MEGATRON, files_beside, weight_problems
 from mgrpo.rollout.start import machine_problems
-from mgrpo.run.continuing import changes, find_state, resume_problems
+from mgrpo.run.continuing import changes, find_state, resume_problems, saved_adapters
 from mgrpo.run.environment import num_local_learners, prepare_environment, rank, world_size
 from mgrpo.run.inputs import Inputs, read_inputs
 from mgrpo.run.output import output_problems, room_notes
@@ -124,8 +124,26 @@ def _state_problems(config: Config, shape: ModelShape | None, inputs: Inputs | N
         return [str(err)], []
     if stored is None:
         return [], remarks
-    problems = resume_problems(config, stored, shape=shape, data=inputs.train.content if inputs else None)
+    problems = resume_problems(
+        config,
+        stored,
+        shape=shape,
+        data=inputs.train.content if inputs else None,
+        base=_base(config, shape) if shape and config.adapter.lora and saved_adapters(stored) else None,
+    )
     return list(problems), [*remarks, *changes(config, stored)]
+
+
+def _base(config: Config, shape: ModelShape) -> str | None:
+    """Fingerprint of the weights that adapters belong to; None where they cannot be read, which is reported elsewhere."""
+    prepare_environment(config)
+    from mgrpo.model_io.fingerprint import fingerprint
+    from mgrpo.model_io.megatron_folder import model_reader
+
+    try:
+        return fingerprint(model_reader(config.model.path, shape), shape)
+    except ValueError:
+        return None
 
 
 def _loss_problems(config: Config, loss: LossFunction | None) -> list[str]:

@@ -15,7 +15,9 @@ from mgrpo.checkpoint.stored import Stored
 from mgrpo.config import Config
 from mgrpo.config.derived import state_root
 from mgrpo.config.fields import flat, settings, shown
+from mgrpo.models.adapters import LoraShape
 from mgrpo.models.family import ModelShape
+from mgrpo.models.peft import target_names
 
 PLACES = ("output_dir", "dataset_local_cache_dir")
 """Settings besides those of the checkpoint section that say where something is kept."""
@@ -53,13 +55,19 @@ def find_state(config: Config) -> tuple[Stored | None, list[str]]:
 
 
 def resume_problems(
-    config: Config, stored: Stored, *, shape: ModelShape | None, data: Sequence[Mapping[str, Any]] | None
+    config: Config,
+    stored: Stored,
+    *,
+    shape: ModelShape | None,
+    data: Sequence[Mapping[str, Any]] | None,
+    base: str | None = None,
 ) -> Iterator[str]:
     """Why the state at `stored` cannot be continued, one sentence each.
 
     Args:
         shape: of the configuration's model; None when that could not be read.
         data: `Mixture.content` of the training data; the same.
+        base: `fingerprint` of the model's weights, which a run with adapters leaves as they are; None: not compared.
     """
     state, path = stored.state, stored.path
     order = state["head"]["sampler"]
@@ -76,6 +84,7 @@ def resume_problems(
             f"{path} is of another model than {config.model.model_name_or_path}; it was saved from "
             f"{state['model_name_or_path']}: name that one, {AFRESH}"
         )
+    yield from _adapter_problems(config, stored, shape=shape, base=base)
     if data is not None and "data" in state["head"]:
         yield from _data_problems(path, state["head"]["data"], data)
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
@@ -86,6 +95,42 @@ def resume_problems(
             f"{path} is step {stored.step}, but the run has {config.num_training_steps} training steps; raise "
             f"total_episodes, {AFRESH}"
         )
+
+
+def saved_adapters(stored: Stored) -> dict[str, Any] | None:
+    """What the state says of its adapters and their model; None where all weights were trained."""
+    return stored.state.get("learner", {}).get("adapters")
+
+
+def adapter_record(lora: LoraShape, shape: ModelShape) -> dict[str, Any]:
+    """The settings that adapters were trained with, by name, in JSON."""
+    return {
+        "lora_r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.use_rslora,
+        "lora_target_modules": sorted(lora.targets or target_names(shape)),
+    }
+
+
+def _adapter_problems(config: Config, stored: Stored, *, shape: ModelShape | None, base: str | None) -> Iterator[str]:
+    """Whether the state holds the adapters that the run is to train, of the same model."""
+    saved, lora, path = saved_adapters(stored), config.adapter.lora, stored.path
+    if saved is None and lora is None:
+        return
+    if saved is None:
+        yield f"use_peft=true, but {path} was saved by a run that trained all weights; set use_peft=false, {AFRESH}"
+    elif lora is None:
+        yield f"use_peft=false, but {path} holds adapters, not the model; set use_peft=true, {AFRESH}"
+    elif shape is not None:
+        for name, value in adapter_record(lora, shape).items():
+            was = saved["settings"][name]
+            if was != value:
+                yield f"{name}={_shown(value)}, but {path} was saved with {_shown(was)}; set {name} {_shown(was)}, {AFRESH}"
+        if base is not None and base != saved["base"]:
+            yield (
+                f"{path} holds adapters of other weights than those in model_name_or_path={config.model.path}; it was saved from "
+                f"{stored.state['model_name_or_path']}: name that one as it was, {AFRESH}"
+            )
 
 
 def changes(config: Config, stored: Stored) -> Iterator[str]:

@@ -92,7 +92,7 @@ class EngineWeights:
         host, port = place["host"].item(), place["port"].item()
         store = served[0] if served else connect_store(host, port, settings.weight_sync_timeout)
         self.sender = Sender(
-            self.policy.boxes(),
+            self.policy.live_boxes(),
             holdings=self.policy.holdings(self.host_group),
             model=self.shape,
             train_layout=self.layout,

@@ -20,7 +20,7 @@ class Health:
     def __init__(self, config: Config, states: States) -> None:
         self.learning_rate, self.states = config.optimizer.learning_rate, states
         self.skipped = 0
-        """Steps in a row with a gradient that is not finite."""
+        """Steps in a row with a gradient that is not finite, whatever the loss scale."""
         self.has_trained = False
         """Whether any step had something to learn from."""
 
@@ -33,11 +33,13 @@ class Health:
                 f"{self.learning_rate:g}; {self.states.last_good()}"
             )
         if learned.results:
-            self.skipped = 0 if all(result.is_finite for result in learned.results) else self.skipped + 1
+            # A gradient that overflowed in float16 may be finite with the next, smaller loss scale.
+            is_sound = all(result.is_finite or result.has_overflowed for result in learned.results)
+            self.skipped = 0 if is_sound else self.skipped + 1
         if self.skipped >= MAX_SKIPPED:
             raise RuntimeError(
-                f"{MAX_SKIPPED} steps in a row had a gradient that is not finite, and were skipped; lower learning_rate="
-                f"{self.learning_rate:g} or look at the rewards; {self.states.last_good()}"
+                f"{MAX_SKIPPED} steps in a row had a gradient that is not finite{_at_scale(learned)}, and were skipped; "
+                f"lower learning_rate={self.learning_rate:g} or look at the rewards; {self.states.last_good()}"
             )
 
     @contextmanager
@@ -47,3 +49,8 @@ class Health:
             yield
         except NotFiniteError as err:
             raise RuntimeError(f"{err}; {self.states.last_good()}") from err
+
+
+def _at_scale(learned: Learned) -> str:
+    scale = learned.results[-1].loss_scale
+    return "" if scale is None else f" even with loss scale {scale:g} (float16; model_dtype=bfloat16 has a wider range)"

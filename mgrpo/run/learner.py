@@ -22,7 +22,9 @@ from mgrpo.checkpoint.train_state import MASTER, REFERENCE, TrainState
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
+from mgrpo.model_io.fingerprint import fingerprint
 from mgrpo.model_io.megatron_folder import model_reader
+from mgrpo.model_io.peft_folder import peft_reader
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend
@@ -30,6 +32,7 @@ from mgrpo.parallel.attention import attention_remarks
 from mgrpo.parallel.gather import gather_json, gather_values
 from mgrpo.policy.policy import Microbatch, MicrobatchLoss, Policy, StepResult
 from mgrpo.policy.weights import Read
+from mgrpo.run.continuing import adapter_record
 from mgrpo.run.schedule import is_due
 
 Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -104,14 +107,17 @@ class Learner:
         self.shape, self.layout = shape, layout
         algorithm = config.algorithm
         self.has_reference = config.loss.beta != 0 or algorithm.log_ref_kl
-        self.logits_chunk = self._choose_logits_chunk()
+        self.logits_chunk = common_logits_chunk(config, shape, layout, host_group, has_reference=self.has_reference)
         self.policy = self._make_policy(
             config.parallel,
             trains_entropy=algorithm.entropy_coef != 0 or algorithm.use_adaptive_entropy,
             scores_entropy=algorithm.top_entropy_quantile < 1,
         )
+        # Without its adapters the policy is the reference.
         self.reference = (
-            self._make_policy(replace(config.parallel, moe_enable_routing_replay=False)) if self.has_reference else None
+            self._make_policy(replace(config.parallel, moe_enable_routing_replay=False))
+            if self.has_reference and not self.policy.lora
+            else None
         )
         self._load(checkpoint, weights)
         self.policy.prepare_training(config.optimizer, num_optimizer_steps=config.num_optimizer_steps)
@@ -131,14 +137,14 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Counters, in JSON; the tensors are in `state`."""
         return {
-            "optimizer_steps": self.policy.optimizer_steps,
-            "num_updates": self.policy.num_updates,
+            **self.policy.counters(),
             "entropy_control": self.entropy_control and self.entropy_control.state(),
+            "adapters": self._adapters,
         }
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         saved = checkpoint.state["learner"]
-        self.policy.optimizer_steps, self.policy.num_updates = saved["optimizer_steps"], saved["num_updates"]
+        self.policy.restore_counters(saved)
         if self.entropy_control and saved["entropy_control"]:
             self.entropy_control = self.entropy_control.with_state(saved["entropy_control"])
         self.state.restore_optimizer(checkpoint, num_updates=self.policy.num_updates)
@@ -147,7 +153,9 @@ class Learner:
     def _load(self, checkpoint: Checkpoint | None, weights: Read | None) -> None:
         """Weights from the checkpoint; those that it does not hold, and all without one, are the model's."""
         read = weights or model_reader(self.config.model.path, self.shape)
-        self.policy.load(partial(checkpoint.read, MASTER) if checkpoint else read)
+        trained = partial(checkpoint.read, MASTER) if checkpoint else None
+        self.policy.load(read if self.policy.lora else trained or read)
+        self._adapters = load_adapters(self.policy, self.config, base=read, trained=trained)
         if names := self.not_finite():
             place = f"resume={checkpoint.path}" if checkpoint else f"model_name_or_path={self.config.model.path}"
             raise ConfigError(
@@ -166,22 +174,10 @@ class Learner:
             seed=self.config.experiment.seed,
             temperature=self.config.rollout.temperature,
             settings=settings,
+            lora=self.config.adapter.lora,
             logits_chunk=self.logits_chunk,
+            fp32_logits=self.config.model.cast_lm_head_to_fp32,
             **entropy,
-        )
-
-    def _choose_logits_chunk(self) -> int:
-        # The smallest device decides for all: ranks that differ would meet in different collectives.
-        device_bytes = torch.tensor(backend.device_bytes())
-        dist.all_reduce(device_bytes, dist.ReduceOp.MIN, group=self.host_group)
-        return choose_logits_chunk(
-            self.config.parallel.logits_chunk,
-            shape=self.shape,
-            layout=self.layout,
-            dtype_bytes=getattr(torch, self.config.model.model_dtype).itemsize,
-            pack_length=self.layout.round_up(self.config.parallel.pack_length),
-            has_reference=self.has_reference,
-            device_bytes=int(device_bytes),
         )
 
     def remarks(self) -> list[str]:
@@ -200,6 +196,8 @@ class Learner:
         """
         results = self._optimize(index, own)
         metrics = self._reduce(results, maxima=backend.peak_memory())
+        if self.policy.adapters:
+            metrics["lora/update_ratio"] = self.policy.adapters.update_ratio(self.host_group)
         if self.reference and is_due(step, self.config.algorithm.ref_policy_update_freq or 0):
             self.reference.move_towards(self.policy, self.config.algorithm.alpha)
         return Learned(
@@ -222,6 +220,9 @@ class Learner:
         for mini_batch in mini_batches:
             if self.reference:
                 self.reference.score(mini_batch.microbatches, "ref")
+            elif self.has_reference:
+                with self.policy.adapters_off():
+                    self.policy.score(mini_batch.microbatches, "ref")
             if self.scores_itself:
                 self.policy.score(mini_batch.microbatches, "old", records_routing=True)
             if algorithm.top_entropy_quantile < 1:
@@ -344,6 +345,44 @@ def agreement(logprobs: torch.Tensor, batch: Microbatch, *, is_left_to_loss: boo
         pack.loss_mask,
         ages=pack.ages,
         oldest=int(batch.pack.ages.max(initial=0)),
+    )
+
+
+def load_adapters(policy: Policy, config: Config, *, base: Read, trained: Read | None) -> dict[str, Any] | None:
+    """Fill the policy's adapters, if it has any; what a state says of them on rank 0. Not collective.
+
+    Args:
+        base: gives the model's own weights.
+        trained: gives the adapters of a state; else they are those of lora_adapter_path, or begin as the seed says.
+    """
+    if (lora := policy.lora) is None:
+        return None
+    path = config.adapter.lora_adapter_path
+    read = trained or (peft_reader(path, policy.shape, lora) if path else None)
+    if read:
+        policy.load_adapters(read)
+    if policy.rank:
+        return None
+    return {"settings": adapter_record(lora, policy.shape), "base": fingerprint(base, policy.shape)}
+
+
+def common_logits_chunk(
+    config: Config, shape: ModelShape, layout: Layout, host_group: dist.ProcessGroup, *, has_reference: bool
+) -> int:
+    """Columns at a time of all ranks' LM heads; 0: all. All ranks must call."""
+    # The smallest device decides for all: ranks that differ would meet in different collectives.
+    device_bytes = torch.tensor(backend.device_bytes())
+    dist.all_reduce(device_bytes, dist.ReduceOp.MIN, group=host_group)
+    return choose_logits_chunk(
+        config.parallel.logits_chunk,
+        shape=shape,
+        layout=layout,
+        dtype_bytes=getattr(torch, config.model.model_dtype).itemsize,
+        pack_length=layout.round_up(config.parallel.pack_length),
+        has_reference=has_reference,
+        device_bytes=int(device_bytes),
+        lora=config.adapter.lora,
+        fp32_logits=config.model.cast_lm_head_to_fp32,
     )
 
 

@@ -11,6 +11,7 @@ from mgrpo.checkpoint.folder import LocalFolder, check_root, open_folder, unwrit
 from mgrpo.checkpoint.space import free_bytes, nearest_folder, words
 from mgrpo.config import Config
 from mgrpo.config.derived import state_root
+from mgrpo.models.adapters import adapter_tensors
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import DTYPE_BYTES, FP32_BYTES
 from mgrpo.models.table import hf_tensors
@@ -83,9 +84,10 @@ def _room_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 def _needed(config: Config, shape: ModelShape, *, exports: int, states: int) -> dict[str, tuple[int, str]]:
     """Bytes, and what they are for, by folder; folders on one file system are one."""
-    num_weights = sum(map(math.prod, hf_tensors(shape).values()))
-    export = num_weights * DTYPE_BYTES[config.model.model_dtype]
-    state = num_weights * FP32_BYTES * (MASTER_AND_MOMENTS + (config.algorithm.ref_policy_update_freq is not None))
+    lora, num_weights = config.adapter.lora, sum(map(math.prod, hf_tensors(shape).values()))
+    num_trained = sum(map(math.prod, adapter_tensors(shape, lora).values())) if lora else num_weights
+    export = num_weights * DTYPE_BYTES[config.model.model_dtype] + (num_trained * FP32_BYTES if lora else 0)
+    state = num_trained * FP32_BYTES * (MASTER_AND_MOMENTS + (config.algorithm.ref_policy_update_freq is not None))
     found: dict[str, tuple[int, str]] = {}
     by_device: dict[int, str] = {}
     for place, num_bytes, what in (

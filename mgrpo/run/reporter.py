@@ -161,6 +161,7 @@ class Reporter:
             "lr": learned.learning_rate,
             "optim/steps": len(results),
             "optim/skipped_steps": sum(not result.is_finite for result in results),
+            **({"policy/loss_scale": scale} if (scale := results and results[-1].loss_scale) else {}),
             "sync/bytes": sync_bytes,
             "time/learner_tokens_per_second_step": batch.lengths.responses / total,
             "time/generate": rollouts.generate_s,

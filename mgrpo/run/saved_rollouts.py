@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mgrpo.types import Branch, Completion, Prompt, RolloutGroup, Score, ScoredGroup, TrajectoryRecord, Turn
+from mgrpo.types import Branch, Completion, KeptTokens, Prompt, RolloutGroup, Score, ScoredGroup, TrajectoryRecord, Turn
 
 _ARRAYS = ("tokens", "logprobs", "policy_versions")
 
@@ -22,8 +22,8 @@ _ARRAYS = ("tokens", "logprobs", "policy_versions")
 def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]], dict[str, np.ndarray]]:
     """For each group a record in JSON of where its completions lie in the arrays, end to end.
 
-    The arrays are those of `Completion` by name, `texts` uint8, in UTF-8, `is_sampled` uint8 if there are trajectories, and
-    `contexts` int32 if these have branches.
+    The arrays are those of `Completion` by name, `texts` uint8, in UTF-8, `is_sampled` uint8 if there are trajectories,
+    `contexts` int32 if these have branches, and `kept_ids` and `kept_sizes`, both int32, if the sampling was cut.
     """
     records: dict[int, dict[str, Any]] = {}
     completions = [completion for group in groups.values() for completion in group.completions]
@@ -45,6 +45,9 @@ def packed(groups: Mapping[int, RolloutGroup]) -> tuple[dict[int, dict[str, Any]
     arrays = {name: np.concatenate([getattr(c, name) for c in completions]) for name in _ARRAYS if completions}
     if any(completion.trajectory for completion in completions):
         arrays["is_sampled"] = np.concatenate([completion.loss_mask for completion in completions]).astype(np.uint8)
+    if any(completion.kept for completion in completions):
+        kept = KeptTokens.joined([c.kept or KeptTokens.none(len(c.tokens)) for c in completions])
+        arrays |= {"kept_ids": kept.ids, "kept_sizes": kept.sizes}
     if contexts:
         arrays["contexts"] = np.concatenate(contexts)
     return records, arrays | ({"texts": np.array(bytearray(b"".join(texts)))} if completions else {})
@@ -58,6 +61,8 @@ def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.
     trajectories = record.get("trajectories", [None] * len(reasons))
     is_sampled = arrays.get("is_sampled", np.zeros(0, np.uint8)).astype(np.bool_)
     contexts = arrays.get("contexts", np.zeros(0, np.int32))
+    sizes = arrays.get("kept_sizes")
+    kept = None if sizes is None else KeptTokens.of_sizes(arrays.get("kept_ids", np.zeros(0, np.int32)), sizes)
     return RolloutGroup(
         prompt=prompt,
         completions=tuple(
@@ -68,6 +73,7 @@ def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.
                 finish_reason=reason,
                 text=texts[c:d].tobytes().decode(),
                 trajectory=own and _trajectory(own, is_sampled[a:b], contexts),
+                kept=kept and kept.part(a, b),
             )
             for (a, b), (c, d), reason, own in zip(cuts, text_cuts, reasons, trajectories, strict=True)
         ),

@@ -22,14 +22,11 @@ from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, hf_tensors
 from mgrpo.sync.digest import digests
 from mgrpo.sync.group import another_connection, connect_store
+from mgrpo.sync.live import Held, LiveBoxes, Message, View
 from mgrpo.sync.meeting import Members, meet
 from mgrpo.sync.plan import Incoming, ReshardPlan, messages, plan, rounds
 from mgrpo.sync.shared import BUCKET_BYTES
 from mgrpo.sync.transport import Round, Transport
-
-Held = Iterable[tuple[Box, torch.Tensor]]
-"""Boxes with the live view of each."""
-
 
 Work = Iterator[bool]
 """What is done for one engine, part by part. False after the last part that begins something; what follows waits for it."""
@@ -45,7 +42,7 @@ class Sender:
     """A training rank's end of all channels. Every learner rank makes one and calls the same methods in the same order.
 
     Args:
-        boxes: every box this rank holds with the live view of it (`policy.boxes()`).
+        boxes: every box this rank holds with the live view of it (`policy.live_boxes()`).
         holdings: for each training rank the boxes it holds (`policy.holdings(group)`).
         dtype: the engines' weight type; weights are cast to it on the way.
         store: the key-value server of `open_store` / `connect_store`.
@@ -55,7 +52,7 @@ class Sender:
 
     def __init__(
         self,
-        boxes: Held,
+        boxes: Iterable[tuple[Box, View]],
         *,
         holdings: Sequence[Sequence[Box]],
         model: ModelShape,
@@ -152,7 +149,10 @@ class Sender:
         that were waited for, after `timeout_s`.
         """
         mine = [engine for engine in engines if engine in self.channels]
-        return self._apart({engine: self._sending(version, engine) for engine in mine})
+        try:
+            return self._apart({engine: self._sending(version, engine) for engine in mine})
+        finally:
+            self.live.forget()
 
     def _sending(self, version: int, engine: int) -> Work:
         """Send to one engine, a round at a time."""
@@ -219,8 +219,10 @@ class Sender:
         table = torch.zeros(len(engines), self.infer_layout.tensor, len(shapes), dtype=torch.int64)
         for place, engine in enumerate(engines):
             for worker, incoming in enumerate(self.incoming(engine)):
-                held = ((box, self.live.view(box).to(self.dtype)) for box in incoming.get(self.rank, ()))
+                boxes = incoming.get(self.rank, ())
+                held = ((box, self.live.values(self.live.view(box)).to(self.dtype)) for box in boxes)
                 table[place, worker] = digests(held, shapes)
+        self.live.forget()
         return table
 
     def compare(self, version: int, truth: torch.Tensor, engines: Sequence[int]) -> None:
@@ -332,7 +334,7 @@ class Receiver:
 
     def report_digests(self, version: int) -> None:
         """Tell rank 0 the digest of every tensor's part that this worker holds now."""
-        held = (pair for pairs in self.live.by_name.values() for pair in pairs)
+        held = ((box, self.live.values(view)) for pairs in self.live.by_name.values() for box, view in pairs)
         sums = digests(held, hf_tensors(self.model)).tolist()
         self.store.set(digest_key(self.engine, self.generation, self.worker, version), json.dumps(sums))
 
@@ -373,9 +375,9 @@ class Channel:
             host=host,
             timeout_s=timeout_s,
         )
-        self.rounds: list[dict[int, list[torch.Tensor]]] = rounds(
+        self.rounds: list[dict[int, Message]] = rounds(
             {
-                peer: [[live.view(box) for box in boxes] for boxes in cut(limit=self.transport.bucket_limit(peer))]
+                peer: [Message(live, boxes) for boxes in cut(limit=self.transport.bucket_limit(peer))]
                 for peer, cut in pairs.items()
             }
         )
@@ -384,30 +386,6 @@ class Channel:
         """Members that wait for this one learn that it has left."""
         self.is_open = False
         self.transport.close()
-
-
-class LiveBoxes:
-    """Boxes that a process holds, with the live view of each."""
-
-    def __init__(self, boxes: Held) -> None:
-        self.by_name: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-        for box, view in boxes:
-            self.by_name.setdefault(box.name, []).append((box, view))
-        view = next(iter(self.by_name.values()))[0][1]
-        self.dtype, self.device = view.dtype, view.device
-
-    def find(self, box: Box) -> torch.Tensor | None:
-        """The live view of `box`; None where no held box contains it."""
-        for held, view in self.by_name.get(box.name, ()):
-            if held.intersect(box) == box:
-                return view[box.within(held)]
-        return None
-
-    def view(self, box: Box) -> torch.Tensor:
-        """The live view of a box that is held."""
-        view = self.find(box)
-        assert view is not None, f"{box} is not held"
-        return view
 
 
 def senders(workers: Iterable[Incoming]) -> list[int]:

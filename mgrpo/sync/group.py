@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mgrpo.processes.address import LOOPBACK, own_address
+from mgrpo.sync.live import Message
 from mgrpo.sync.transport import Lost, Messages, named
 
 _POLL_S = 0.001
@@ -94,14 +95,25 @@ class ProcessGroup:
 
     def send(self, messages: Messages, *, lost: Lost) -> Transfer:
         """See `Transport`."""
-        buckets = [torch.cat([view.reshape(-1) for view in views]).to(self.dtype) for views in messages.values()]
+        buckets = [self._filled(message) for message in messages.values()]
         return self._begin(self.backend.send, messages, buckets, lost)
 
     def recv(self, messages: Messages, *, lost: Lost) -> Transfer:
         """See `Transport`."""
-        sizes = [sum(view.numel() for view in views) for views in messages.values()]
-        buckets = [torch.empty(size, dtype=self.dtype, device=self.device) for size in sizes]
-        return self._begin(self.backend.recv, messages, buckets, lost, into=list(messages.values()))
+        buckets = [self._empty(message) for message in messages.values()]
+        into = [[view for part in message for view in part] for message in messages.values()]
+        return self._begin(self.backend.recv, messages, buckets, lost, into=into)
+
+    def _empty(self, message: Message) -> torch.Tensor:
+        return torch.empty(message.size, dtype=self.dtype, device=self.device)
+
+    def _filled(self, message: Message) -> torch.Tensor:
+        bucket, start = self._empty(message), 0
+        for part in message:
+            stop = start + sum(view.numel() for view in part)
+            torch.cat([view.reshape(-1) for view in part], out=bucket[start:stop])
+            start = stop
+        return bucket
 
     def _begin(
         self,

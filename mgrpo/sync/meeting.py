@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from mgrpo.sync import shared
 from mgrpo.sync.group import join_group
+from mgrpo.sync.live import Message
 from mgrpo.sync.transport import Lost, Messages, Round, Transport, named
 
 
@@ -149,9 +150,9 @@ class Mixed:
         return MixedRound([each.recv(own, lost=lost) for each, own in self._parts(messages)])
 
     def _parts(self, messages: Messages) -> list[tuple[Transport, Messages]]:
-        found: dict[Transport, dict[int, Sequence[torch.Tensor]]] = {}
-        for peer, views in messages.items():
-            found.setdefault(self.by_peer[peer], {})[peer] = views
+        found: dict[Transport, dict[int, Message]] = {}
+        for peer, message in messages.items():
+            found.setdefault(self.by_peer[peer], {})[peer] = message
         return list(found.items())
 
     def bucket_limit(self, peer: int) -> int | None:

@@ -13,12 +13,13 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from mgrpo.processes import local_socket
 from mgrpo.sync import device_memory
+from mgrpo.sync.live import Message
 from mgrpo.sync.transport import Lost, Messages, named
 
 BUCKET_BYTES = 16 << 20
@@ -45,16 +46,18 @@ class Link:
         self.heard = 0
         """Messages that the other end has taken out, or put in."""
 
-    def put(self, views: Sequence[torch.Tensor]) -> None:
+    def put(self, message: Message) -> None:
         """Write a message into the next slot, as soon as that is free."""
         self.wait(self.count - SLOTS + 1)
-        torch._foreach_copy_(self._parts(views), list(views))
+        for views, places in self._places(message):
+            torch._foreach_copy_(places, views)
         self._tell()
 
-    def take(self, views: Sequence[torch.Tensor]) -> None:
-        """Read the next message into `views`, as soon as it is there."""
+    def take(self, message: Message) -> None:
+        """Read the next message into its slices, as soon as it is there."""
         self.wait(self.count + 1)
-        torch._foreach_copy_(list(views), self._parts(views))
+        for views, places in self._places(message):
+            torch._foreach_copy_(views, places)
         self._tell()
 
     def wait(self, count: int) -> None:
@@ -74,11 +77,14 @@ class Link:
         """The other end no longer waits for this one."""
         self._socket.close()
 
-    def _parts(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        slot = self._slots[self.count % SLOTS]
-        sizes = [view.numel() for view in views]
-        parts = slot[: sum(sizes)].split(sizes)
-        return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]
+    def _places(self, message: Message) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """The message part by part: its slices, and where each lies in the slot."""
+        rest = self._slots[self.count % SLOTS]
+        for views in message:
+            sizes = [view.numel() for view in views]
+            places = rest[: sum(sizes)].split(sizes)
+            yield views, [place.view(view.shape) for place, view in zip(places, views, strict=True)]
+            rest = rest[sum(sizes) :]
 
     def _tell(self) -> None:
         if self._slots.is_cuda:
@@ -97,9 +103,9 @@ class SharedMemory:
 
     def send(self, messages: Messages, *, lost: Lost) -> Sent:
         """See `Transport`. When it returns, the views may change."""
-        for peer, views in messages.items():
+        for peer, message in messages.items():
             with named([peer], lost):
-                self.links[peer].put(views)
+                self.links[peer].put(message)
         return Sent({peer: self.links[peer] for peer in messages}, lost)
 
     def recv(self, messages: Messages, *, lost: Lost) -> Received:
@@ -141,9 +147,9 @@ class Received:
 
     def settle(self) -> None:
         """See `Round`."""
-        for peer, views in self._messages.items():
+        for peer, message in self._messages.items():
             with named([peer], self._lost):
-                self._links[peer].take(views)
+                self._links[peer].take(message)
 
     def finish(self) -> None:
         """See `Round`; `settle` has waited."""

@@ -1,7 +1,7 @@
 """What moves slices between training ranks and the workers of one engine: the interface of all transports.
 
 A transport joins one member of an engine's transfer (`mgrpo.sync.meeting`) to the others. Messages between two members
-arrive in the order in which they were begun, and each end is given views of the same sizes in the same order.
+arrive in the order in which they were begun, and each end is given slices of the same sizes in the same order.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-import torch
+from mgrpo.sync.live import Message
 
-Messages = Mapping[int, Sequence[torch.Tensor]]
-"""For each of some members the live views that are sent to it, or that its values are written to."""
+Messages = Mapping[int, Message]
+"""For each of some members the slices that are sent to it, or that its values are written to."""
 
 Lost = Callable[[Sequence[int], Exception], Exception]
 """Makes the error from the members that were waited for and the cause."""
@@ -36,10 +36,10 @@ class Transport(Protocol):
     """One member's end. A member that does not answer within the time raises what `lost` makes, from any method of a round."""
 
     def send(self, messages: Messages, *, lost: Lost) -> Round:
-        """Begin to send these views, cast to the engine's dtype; at most one round before it may be unsettled."""
+        """Begin to send these slices, cast to the engine's dtype; at most one round before it may be unsettled."""
 
     def recv(self, messages: Messages, *, lost: Lost) -> Round:
-        """Begin to receive into these views, which are of the engine's dtype."""
+        """Begin to receive into these slices, which are of the engine's dtype."""
 
     def bucket_limit(self, peer: int) -> int | None:
         """Most bytes that a message with this member should have (one row may have more); None: any number."""

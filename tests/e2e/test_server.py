@@ -90,6 +90,19 @@ def test_a_run_trains_with_a_server(server, tmp_path):
     assert server.says("/is_paused") == {"is_paused": False}
 
 
+def test_a_servers_sets_are_whole(server, tmp_path):
+    """It allows 20 log-probabilities, enough for 4 and ties; it gives them as JSON, where minus infinity has a number."""
+    run = start(server, tmp_path / "cut", "--top_k", "4", "--top_p", "0.9")
+    assert run.wait(120) == 0, run.text()[-3000:]
+    for line in metrics(run):
+        assert line["debug/vllm_vs_local_logprob_diff_max"] < 1e-5
+        assert line["rollout/kept_unknown_share"] == 0 and 1 < line["rollout/kept_tokens_avg"] < 4
+    engine = HttpEngine(server.url, config_of(server, top_k=5))
+    with pytest.raises(ServerError, match="max_logprobs is 20, expected at least 21 for top_k=5"):
+        engine.ready.result(60)
+    engine.close()
+
+
 def test_a_run_that_lives_keeps_its_server_and_one_that_is_killed_does_not(server, tmp_path):
     """Two runs would take turns to overwrite the weights; one that has died cannot say that it has gone."""
     run = start(server, tmp_path / "lives", steps=10_000)

@@ -10,12 +10,13 @@ namespace {
 
 using namespace mgrpo;
 
-template <class T>
+template <class Format>
 void check_width(int64_t valid, int64_t padding) {
-  constexpr DType dtype = sizeof(T) == 4 ? DType::kFloat32 : DType::kBFloat16;
+  using T = typename Format::Stored;
+  constexpr DType dtype = Format::dtype;
   constexpr int64_t tokens = 3, n = 2;
   const int64_t cols = valid + padding;
-  std::vector<T> logits = random_logits<T>(tokens * cols, static_cast<uint32_t>(valid));
+  std::vector<T> logits = random_logits<Format>(tokens * cols, static_cast<uint32_t>(valid));
   const std::vector<int64_t> rows = {2, 0}, targets = {valid / 2, valid - 1};
   const std::vector<int32_t> inv_rows = {1, -1, 0};
   const std::vector<float> inv_temps = {1.f, 1 / 0.7f}, g_logprob = {1.5f, -0.5f}, g_entropy = {0.25f, 2.f};
@@ -52,18 +53,17 @@ void check_width(int64_t valid, int64_t padding) {
   grad.out_row_stride = cols;
   cpu::grad(grad, 0, tokens);
 
-  // Relative; half a unit in the last place of bf16.
-  const double grad_tolerance = dtype == DType::kFloat32 ? 2e-6 : 4e-3;
+  const double grad_tolerance = 2e-6 + Format::half_ulp;
   for (int64_t i = 0; i < n; ++i) {
     std::vector<double> x;
-    for (int64_t v = 0; v < valid; ++v) x.push_back(float_of(logits[rows[i] * cols + v]));
+    for (int64_t v = 0; v < valid; ++v) x.push_back(Format::load(logits[rows[i] * cols + v]));
     const RowOracle expected = row_oracle(x, targets[i], inv_temps[i], g_logprob[i], g_entropy[i]);
     EXPECT(std::fabs(logprob[i] - expected.logprob) < 1e-5, "width %ld: %g and %g", valid, logprob[i],
            expected.logprob);
     EXPECT(std::fabs(entropy[i] - expected.entropy) < 1e-5, "width %ld: %g and %g", valid, entropy[i],
            expected.entropy);
     for (int64_t v = 0; v < cols; ++v) {
-      const double got = float_of(out[rows[i] * cols + v]), want = v < valid ? expected.grad[v] : 0;
+      const double got = Format::load(out[rows[i] * cols + v]), want = v < valid ? expected.grad[v] : 0;
       EXPECT(std::fabs(got - want) <= 1e-6 + grad_tolerance * std::fabs(want), "width %ld column %ld: %g and %g", valid,
              v, got, want);
     }
@@ -127,9 +127,10 @@ void check_without_entropy(int64_t width) {
 
 int main() {
   for (int64_t width : {1, 2, 7, 16, 33, 2047, 2048, 2049, 32001}) {
-    check_width<float>(width, 0);
-    check_width<float>(width, 5);
-    check_width<uint16_t>(width, 3);
+    check_width<F32>(width, 0);
+    check_width<F32>(width, 5);
+    check_width<BF16>(width, 3);
+    check_width<F16>(width, 3);
   }
   check_minus_infinity();
   for (int64_t width : {2048, 4096, 32001}) check_without_entropy(width);

@@ -15,12 +15,13 @@ void expect_close(const std::vector<float>& got, const std::vector<float>& want,
   }
 }
 
-template <class T>
+template <class Format>
 void check_width(int64_t valid, int64_t padding, int64_t offset, bool with_entropy) {
-  constexpr DType dtype = sizeof(T) == 4 ? DType::kFloat32 : DType::kBFloat16;
+  using T = typename Format::Stored;
+  constexpr DType dtype = Format::dtype;
   constexpr int64_t tokens = 5, n = 3;
   const int64_t cols = valid + padding;
-  std::vector<T> logits = random_logits<T>(tokens * cols, static_cast<uint32_t>(valid));
+  std::vector<T> logits = random_logits<Format>(tokens * cols, static_cast<uint32_t>(valid));
   const std::vector<int64_t> rows = {4, 0, 2}, targets = {valid / 2, valid - 1, valid + 1000};
   const std::vector<int32_t> inv_rows = {1, -1, 2, -1, 0};
   const std::vector<float> inv_temps = {1.f, 1 / 0.7f, 1 / 1.3f}, g_logprob = {1.5f, -0.5f, 0.f};
@@ -87,10 +88,10 @@ void check_width(int64_t valid, int64_t padding, int64_t offset, bool with_entro
   require(cuda::grad(d_grad_args, nullptr));
 
   const std::vector<T> got = d_out.host();
-  const float tolerance = dtype == DType::kFloat32 ? 1e-5f : 1e-2f;  // bf16: the two may round to neighbours
+  const double tolerance = 1e-5 + 2.5 * Format::half_ulp;  // the two may round to neighbours
   for (size_t i = 0; i < out.size(); ++i)
-    EXPECT(std::fabs(float_of(got[i]) - float_of(out[i])) <= 1e-6f + tolerance * std::fabs(float_of(out[i])),
-           "grad[%zu] of width %ld: %g and %g", i, valid, float_of(got[i]), float_of(out[i]));
+    EXPECT(std::fabs(Format::load(got[i]) - Format::load(out[i])) <= 1e-6f + tolerance * std::fabs(Format::load(out[i])),
+           "grad[%zu] of width %ld: %g and %g", i, valid, Format::load(got[i]), Format::load(out[i]));
   EXPECT(d_logits.host() == got, "width %ld: in place differs", valid);
   EXPECT(d_shifted.host() == got, "width %ld: a buffer on another 16-byte grid differs", valid);
 }
@@ -102,9 +103,10 @@ int main() {
   for (int64_t width : {1, 7, 1023, 4096, 32001, 50000}) {
     for (int64_t offset : {0, 1, 3}) {
       for (bool with_entropy : {false, true}) {
-        check_width<float>(width, 0, offset, with_entropy);
-        check_width<float>(width, 5, offset, with_entropy);
-        check_width<uint16_t>(width, 37, offset, with_entropy);
+        check_width<F32>(width, 0, offset, with_entropy);
+        check_width<F32>(width, 5, offset, with_entropy);
+        check_width<BF16>(width, 37, offset, with_entropy);
+        check_width<F16>(width, 37, offset, with_entropy);
       }
     }
   }

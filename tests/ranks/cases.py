@@ -17,8 +17,10 @@ from mgrpo import algo, packing
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.schema import Optimizer, Parallel
 from mgrpo.layout import Layout
-from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.types import TrainSample
+from mgrpo.models.adapters import LoraShape, adapter_tensors
+from mgrpo.models.family import ModelShape, read_hf_config, shape_of
+from mgrpo.models.table import Box
+from mgrpo.types import KeptTokens, TrainSample
 
 
 def forget_groups() -> None:
@@ -43,11 +45,17 @@ def make_policy(
     layout: dict[str, Any],
     temperature: float = 0.8,
     logits_chunk: int = 0,
+    fp32_logits: bool = False,
     dtype: torch.dtype = torch.float32,
     settings: dict[str, Any] | None = None,
     checkpoint: tuple[Any, str] | None = None,
+    lora: dict[str, Any] | None = None,
 ):
-    """A policy on `layout`, in new groups; with the weights of `checkpoint`, a (checkpoint, kind), if given."""
+    """A policy on `layout`, in new groups; with the weights of `checkpoint`, a (checkpoint, kind), if given.
+
+    Args:
+        lora: fields of a `LoraShape`; its A and B are those of `random_adapters`.
+    """
     from mgrpo.policy.policy import Policy
     from mgrpo.policy.weights import hf_reader
 
@@ -59,10 +67,26 @@ def make_policy(
         seed=1,
         temperature=temperature,
         logits_chunk=logits_chunk,
+        fp32_logits=fp32_logits,
         settings=Parallel(**(settings or {})),
+        lora=lora and LoraShape(**lora),
     )
     policy.load(partial(checkpoint[0].read, checkpoint[1]) if checkpoint else hf_reader(model_dir, policy.shape))
+    if policy.lora:
+        tensors = random_adapters(policy.shape, policy.lora)
+        policy.load_adapters(lambda box: torch.from_numpy(tensors[box.name][region(box)]))
     return policy
+
+
+def random_adapters(shape: ModelShape, lora: LoraShape) -> dict[str, np.ndarray]:
+    """Every adapter tensor, none of which is 0, so that each has a gradient."""
+    random = np.random.default_rng(0)
+    return {name: random.normal(0, 0.1, size).astype(np.float32) for name, size in adapter_tensors(shape, lora).items()}
+
+
+def region(box: Box) -> tuple[slice, ...]:
+    """Where a box lies in its tensor."""
+    return tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
 
 
 def own_packs(policy, samples: list[TrainSample], *, share_prompts: bool, pack_length: int):
@@ -91,11 +115,25 @@ def gradients(
     share_prompts: bool = True,
     pack_length: int = 64,
     logits_chunk: int = 0,
+    fp32_logits: bool = False,
     settings: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
+    dtype: str = "float32",
 ) -> dict[str, Any]:
-    """One training step: loss, logprobs by sample, gradient norm and every gradient as boxes of HF tensors."""
-    policy = make_policy(model_dir, layout, logits_chunk=logits_chunk, settings=settings)
-    dims_of_head, rows_of_head = [], []
+    """One training step: loss, logprobs by sample, gradient norm and every gradient as boxes of HF tensors.
+
+    With adapters also the logprobs without them, and the merged weights as boxes.
+    """
+    policy = make_policy(
+        model_dir,
+        layout,
+        logits_chunk=logits_chunk,
+        fp32_logits=fp32_logits,
+        settings=settings,
+        lora=lora,
+        dtype=getattr(torch, dtype),
+    )
+    dims_of_head, rows_of_head, without = [], [], {}
 
     def watch(layer: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
         rows_of_head.append(len(inputs[0]))
@@ -106,6 +144,9 @@ def gradients(
     policy.prepare_training(Optimizer(learning_rate=0.0, max_grad_norm=0.0), num_optimizer_steps=1)
     packs, num_trained = own_packs(policy, samples, share_prompts=share_prompts, pack_length=pack_length)
     microbatches = policy.microbatches(packs)
+    if lora:
+        with policy.adapters_off():
+            policy.score(microbatches, "ref")
     settings = LossConfig(**loss)
     denominator = algo.loss_denominator(num_trained, settings)
 
@@ -126,6 +167,14 @@ def gradients(
             int(sample): (logprobs[a:b].tolist(), entropy[a:b].tolist())
             for sample, a, b in zip(batch.pack.samples, cuts[:-1], cuts[1:], strict=True)
         }
+        if lora:
+            reference = batch.logprobs["ref"]
+            without.update(
+                {
+                    int(n): reference[a:b].tolist()
+                    for n, a, b in zip(batch.pack.samples, cuts[:-1], cuts[1:], strict=True)
+                }
+            )
         return result.loss, (float(result.loss.detach()), by_sample)
 
     result = policy.train_step(microbatches, grpo_loss)
@@ -142,6 +191,8 @@ def gradients(
         "coordinate": policy.coordinate,
         "is_last_stage": policy.is_last_stage,
         "reports_metrics": policy.reports_metrics,
+        "without_adapters": without,
+        "merged": [(box, view.cpu().clone().numpy()) for box, view in policy.boxes()] if lora else [],
         "has_logits": any(dims > 1 for dims in dims_of_head),
         "rows_of_head": sum(rows_of_head),
     }
@@ -185,7 +236,7 @@ def send_weights(
 
     policy = make_sharded_policy(model_dir, layout)
     sender = Sender(
-        policy.boxes(),
+        policy.live_boxes(),
         holdings=policy.holdings(host_group()),
         model=policy.shape,
         train_layout=policy.layout,
@@ -243,6 +294,24 @@ def random_samples(
     ]
 
 
+def with_sets(samples: list[TrainSample], vocab: int = 125) -> list[TrainSample]:
+    """The samples as if each token had been sampled from a set of 1 to 8; tokens that were not sampled have none."""
+    rng = np.random.default_rng(11)
+
+    def from_sets(sample: TrainSample) -> TrainSample:
+        sizes = rng.integers(1, 9, len(sample.tokens)).astype(np.int32) * sample.is_predicted
+        others = [rng.permutation(vocab).astype(np.int32) for _ in sizes]
+        ids = [
+            np.concatenate(([token], ids[ids != token]))[:size]
+            for token, ids, size in zip(sample.tokens, others, sizes, strict=True)
+        ]
+        logprobs = (rng.normal(0, 0.3, len(sizes)) - np.log(np.maximum(sizes, 1))).astype(np.float32)
+        kept = KeptTokens.of_sizes(np.concatenate(ids).astype(np.int32), sizes)
+        return replace(sample, kept=kept, rollout_logprobs=np.where(sizes > 0, logprobs, sample.rollout_logprobs))
+
+    return [from_sets(sample) for sample in samples]
+
+
 def _with_turns(sample: TrainSample, is_sampled: np.ndarray) -> TrainSample:
     logprobs = np.where(is_sampled, sample.rollout_logprobs, np.float32(0))
     return replace(sample, is_sampled=is_sampled, loss_mask=sample.loss_mask & is_sampled, rollout_logprobs=logprobs)
@@ -267,6 +336,33 @@ def response_logits(model_dir: str, layout: dict[str, Any], samples: list[TrainS
         if captured
     }
     return {"logits": by_sample, "tensor_rank": policy.coordinate.tensor}
+
+
+def head_operands(
+    model_dir: str, layout: dict[str, Any], samples: list[TrainSample], **head: Any
+) -> dict[str, np.ndarray] | None:
+    """What this rank's LM head is given in bf16, its rows of the weight, and the logprobs; None before the last stage."""
+    policy = make_policy(model_dir, layout, temperature=1.0, dtype=torch.bfloat16, **head)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in policy.parameters.live.values())
+    packs, _ = own_packs(policy, samples, share_prompts=False, pack_length=4096)
+    (microbatch,) = policy.microbatches(packs)
+    given = []
+    if policy.is_last_stage:
+        policy.chunks[-1].output_layer.register_forward_pre_hook(lambda layer, args: given.append(args[0]))
+    policy.score([microbatch], "old")
+    if not given:
+        return None
+    model, rows = policy.chunks[-1], microbatch.response.indices
+    tied = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    logprobs, targets = microbatch.logprobs["old"], torch.from_numpy(microbatch.pack.targets).long()
+    return {
+        "hidden": given[0].reshape(-1, policy.shape.hidden).float().numpy(),
+        "weight": weight.detach().float().numpy()[: policy.chunks[-1].valid_cols],
+        "logprobs": (logprobs if rows is None else logprobs[rows]).numpy(),
+        "targets": (targets if rows is None else targets[rows]).numpy(),
+        "ranks": np.array([policy.coordinate.tensor, policy.coordinate.context]),
+    }
 
 
 def broadcast_messages(message: str) -> list[Any]:
@@ -408,18 +504,19 @@ def train_steps(
         own = -(logprobs * batch.loss_inputs.loss_mask).sum() / num_trained
         return own, float(own.detach())
 
-    losses, norms = [], []
+    losses, norms, scales = [], [], []
     for step in range(done, steps):
         result = policy.train_step(policy.microbatches(packs), loss)
         total = torch.tensor(sum(result.measured) if policy.reports_metrics else 0.0, dtype=torch.float64)
         dist.all_reduce(total, group=group)
         losses.append(float(total))
         norms.append(result.grad_norm)
+        scales.append(result.loss_scale)
         if save_to and step + 1 == save_after:
             saver = Saver(save_to, dist.get_rank(), dist.get_world_size(), keep_last_n=3)
             saver.save(step + 1, state.parts(), {"step": step + 1}, state.full_shapes(), "0123456789abcdef")
             dist.barrier()
-    return {"losses": losses, "grad_norms": norms, "bytes": held_bytes(policy)}
+    return {"losses": losses, "grad_norms": norms, "loss_scales": scales, "bytes": held_bytes(policy)}
 
 
 def held_bytes(policy) -> dict[str, int]:

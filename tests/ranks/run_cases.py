@@ -147,7 +147,7 @@ def trainer_of(model_dir: str, settings: dict[str, Any], groups: list, resume_fr
     from mgrpo.run.trainer import Trainer
 
     forget_groups()
-    config = from_values(settings | {"model_name_or_path": model_dir, "model_dtype": "float32"})
+    config = from_values({"model_dtype": "float32"} | settings | {"model_name_or_path": model_dir})
     host_group = dist.new_group(backend="gloo")
     layout, shape = layout_of(config, dist.get_world_size()), shape_of(read_hf_config(model_dir))
     lead = Lead()
@@ -311,7 +311,7 @@ def largest_figures(figures: list[dict[str, float]]) -> dict[str, float]:
 
 
 def hidden_state(learner: Any) -> dict[str, Any]:
-    """Random states, Adam's step counts, and the reference's weights and float32 copies on this rank, as digests."""
+    """Random states, Adam's step counts, the loss scale, and the reference's weights and float32 copies on this rank, as digests."""
     from mgrpo.parallel import backend
 
     def digest(tensor: torch.Tensor) -> str:
@@ -323,6 +323,7 @@ def hidden_state(learner: Any) -> dict[str, Any]:
         "adam": sorted(
             {float(shard.optimizer.state[shard.parameter].get("step", 0)) for shard in learner.policy.shards}
         ),
+        "loss_scale": learner.policy.loss_scale and learner.policy.loss_scale.state(),
         "reference": {name: digest(p.data) for name, p in reference.parameters.live.items()} if reference else {},
         "masters": {str(box): digest(view) for box, view in reference.master_boxes()}
         if reference and reference.has_moved
@@ -342,3 +343,11 @@ def rates(model_dir: str, settings: dict[str, Any], is_empty: list[int]) -> list
             result.learning_rate for result in trainer.learner.learn(batch.index, batch.slice, step=step).results[:1]
         ]
     return found
+
+
+def export_at_once(model_dir: str, settings: dict[str, Any], folder: str) -> None:
+    """The model as a learner has it before the first step, in `folder`."""
+    from mgrpo.model_io.hf_export import export_hf
+
+    learner = trainer_of(model_dir, settings, []).learner
+    export_hf(learner.policy, model_dir, folder, group=learner.host_group)

@@ -31,6 +31,12 @@ def oracle(model_dir, samples, loss):
         ids = torch.from_numpy(np.concatenate((sample.prompt_tokens, sample.tokens))).long()[None]
         first = len(sample.prompt_tokens) - 1
         logits = model(ids).logits[0, first:-1].double() / TEMPERATURE
+        if sample.kept is not None:
+            is_kept = torch.zeros_like(logits, dtype=torch.bool)
+            sets = np.split(sample.kept.ids, sample.kept.offsets[1:-1])
+            for row, token, kept in zip(is_kept, sample.tokens, sets, strict=True):
+                row[[token, *kept]] = True
+            logits = logits.masked_fill(~is_kept, -torch.inf)
         every = torch.log_softmax(logits, -1)
         logprobs = every.gather(1, ids[0, first + 1 :, None])[:, 0]
         old = torch.from_numpy(sample.rollout_logprobs).double()
@@ -51,7 +57,10 @@ def oracle(model_dir, samples, loss):
         )
         sampled = range(len(old)) if sample.is_sampled is None else np.flatnonzero(sample.is_sampled)
         own = list(sampled) or [0]
-        by_sample[number] = (logprobs.detach()[own].numpy(), -(every.exp() * every).sum(-1).detach()[own].numpy())
+        by_sample[number] = (
+            logprobs.detach()[own].numpy(),
+            -(every.exp() * every.clamp(min=-1e9)).sum(-1).detach()[own].numpy(),
+        )
     total.backward()
     grads = {name: grad.numpy() for name, grad in saved_gradients(model).items()}
     return {"loss": float(total.detach()), "samples": by_sample, "gradients": grads}
@@ -150,6 +159,21 @@ def test_tokens_may_have_advantages_of_their_own(run_ranks, models, layout):
     check(run_ranks(2, cases.gradients, **arguments), oracle(models["qwen2"], samples, LOSS))
 
 
+@pytest.mark.parametrize("logits_chunk", [0, 17])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"tensor": 2, "sequence_parallel": True}, {"context": 2}, {"pipeline": 2}],
+    ids=["dp2", "tp2+sp", "cp2", "pp2"],
+)
+def test_kept_sets_go_with_their_tokens(run_ranks, models, layout, logits_chunk):
+    """A set beside another token, or a shard's part counted as the whole, is another policy's probability."""
+    samples = cases.with_sets(SAMPLES)
+    arguments = {"model_dir": str(models["llama-tied"]), "layout": layout, "samples": samples, "loss": LOSS}
+    ranks = run_ranks(2, cases.gradients, logits_chunk=logits_chunk, **arguments)
+    check(ranks, oracle(models["llama-tied"], samples, LOSS))
+    assert any(rank["has_logits"] for rank in ranks) == (logits_chunk == 0)
+
+
 def test_fewer_key_value_heads_than_tensor_ranks(run_ranks, models, truth):
     """One key-value head over two ranks: the rows of a group are cut in two."""
     check(run(run_ranks, models, "qwen2-1kv", 2, {"tensor": 2}), truth["qwen2-1kv"])
@@ -175,6 +199,13 @@ def test_gradient_does_not_depend_on_the_chunked_head(run_ranks, models, truth, 
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
         for (box, grad), (_, whole) in zip(a["gradients"], b["gradients"], strict=True):
             np.testing.assert_allclose(grad, whole, atol=3e-6 * np.abs(whole).max() + 1e-8, err_msg=box.name)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama-tied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradient_does_not_depend_on_the_head_with_fp32_logits(run_ranks, models, truth, name, layout):
+    """It is not Megatron's layer, and has a reduction of its own: with fp32 weights the two must be equal."""
+    check(run(run_ranks, models, name, 2, LAYOUTS[layout], fp32_logits=True), truth[name])
 
 
 def test_gradient_does_not_depend_on_an_empty_rank(run_ranks, models):

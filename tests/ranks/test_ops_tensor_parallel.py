@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgrpo.ops import reference, token_logprobs
+from mgrpo.ops import KeptSets, reference, token_logprobs
 
 TOKENS, VOCAB, PADDED, TEMPERATURE = 9, 509, 512, 0.7
 
@@ -19,12 +19,25 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return logits, rows, torch.randint(0, VOCAB, (6,), generator=generator)
 
 
+def sets_of(targets: torch.Tensor) -> KeptSets:
+    """Of 1 to 8 tokens for each target, which some shards hold none of."""
+    generator = torch.Generator().manual_seed(4)
+    sizes = torch.arange(len(targets)) % 8 + 1
+    others = [torch.randperm(VOCAB, generator=generator) for _ in targets]
+    sets = [
+        torch.cat((y[None], ids[ids != y][: size - 1]))
+        for y, ids, size in zip(targets, others, sizes.tolist(), strict=True)
+    ]
+    ids = torch.cat([targets[:0], *sets]).int()
+    return KeptSets(ids, torch.cat((torch.zeros(1), sizes.cumsum(0))).int())
+
+
 def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     weight = torch.arange(1.0, logprobs.shape[0] + 1, dtype=logprobs.dtype)
     return (weight * logprobs).sum() + 0.1 * (entropy / weight).sum()
 
 
-def score_shard(dtype: str, shard_cols: list[int], inplace: bool) -> dict:
+def score_shard(dtype: str, shard_cols: list[int], inplace: bool, is_cut: bool = False) -> dict:
     """This rank's results on its own columns, of which those that pad the vocabulary hold NaN."""
     rank = dist.get_rank()
     start = sum(shard_cols[:rank])
@@ -37,11 +50,18 @@ def score_shard(dtype: str, shard_cols: list[int], inplace: bool) -> dict:
         "group": dist.new_group(backend="gloo"),
     }
     logprobs, entropy = token_logprobs(
-        shard * 1, targets, rows=rows, temperature=TEMPERATURE, with_entropy=True, inplace=inplace, **arguments
+        shard * 1,
+        targets,
+        rows=rows,
+        temperature=TEMPERATURE,
+        with_entropy=True,
+        inplace=inplace,
+        kept=sets_of(targets) if is_cut else None,
+        **arguments,
     )
     loss_of(logprobs, entropy).backward()
     none = torch.empty(0, dtype=torch.int64)
-    empty, _ = token_logprobs(shard, none, rows=none, **arguments)
+    empty, _ = token_logprobs(shard, none, rows=none, kept=sets_of(none) if is_cut else None, **arguments)
     return {
         "logprobs": logprobs.detach().numpy(),
         "entropy": entropy.detach().numpy(),
@@ -51,7 +71,7 @@ def score_shard(dtype: str, shard_cols: list[int], inplace: bool) -> dict:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 4e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 4e-3), ("float16", 5e-4)])
 @pytest.mark.parametrize(
     "shard_cols",
     # Halves, one of padding only, uneven; the same on four ranks.
@@ -82,3 +102,24 @@ def test_sharded_vocabulary_equals_the_whole(
     torch.testing.assert_close(grad.double(), whole.grad, rtol=tolerance, atol=2e-6)
     torch.testing.assert_close(grad, alone.grad.float(), rtol=2 * tolerance, atol=2e-6)
     assert grad[:, VOCAB:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("shard_cols", [[256, 256], [509, 3], [200, 300, 9, 3]], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("float16", 1e-3)])
+def test_kept_sets_over_a_sharded_vocabulary_equal_a_masked_softmax(
+    run_ranks, dtype: str, tolerance: float, shard_cols: list[int]
+) -> None:
+    """Each rank sums over its own ids of a set, and may own none: also then all must agree to the bit."""
+    logits, rows, targets = inputs(getattr(torch, dtype))
+    whole = logits.double().requires_grad_()
+    expected = reference.token_logprobs(
+        whole, targets, rows=rows, temperature=TEMPERATURE, valid_cols=VOCAB, kept=sets_of(targets)
+    )
+    loss_of(*expected).backward()
+    ranks = run_ranks(len(shard_cols), score_shard, dtype=dtype, shard_cols=shard_cols, inplace=True, is_cut=True)
+    assert all(rank["empty"] == 0 for rank in ranks)
+    for name, values in zip(("logprobs", "entropy"), expected, strict=True):
+        assert len({rank[name].tobytes() for rank in ranks}) == 1
+        torch.testing.assert_close(torch.from_numpy(ranks[0][name]).double(), values, rtol=1e-6, atol=1e-6)
+    grad = torch.cat([torch.from_numpy(rank["grad"]) for rank in ranks], 1)
+    torch.testing.assert_close(grad.double(), whole.grad, rtol=tolerance, atol=2e-6)

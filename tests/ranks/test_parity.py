@@ -24,8 +24,9 @@ SUBSET = {
         "tp2+zero2",
         "pp2xdp2+zero2+selective",
         "pp2xdp2+zero3+selective",
+        "cp2xtp2+sp+chunked+kept",
     ),
-    "qwen3 (QK norm)": ("tp2", "tp2+sp", "cp2xpp2", "dp2+zero2", "dp1+selective"),
+    "qwen3 (QK norm)": ("tp2", "tp2+sp", "tp2+sp+kept", "cp2xpp2", "dp2+zero2", "dp1+selective"),
     "llama, tied": (
         "pp2xvpp2",
         "tp2xpp2xvpp2+sp",
@@ -58,9 +59,10 @@ def measure(run_ranks, folders):
         return parity.collect(ranks, hf_tensors(shape_of(read_hf_config(folders[model]))))
 
     def difference(model, name, **extra):
-        if model not in references:
-            references[model] = outcome(model, "dp1")
-        return parity.compare(outcome(model, name, **extra), references[model])
+        reference = parity.parse(name).reference
+        if (model, reference) not in references:
+            references[model, reference] = outcome(model, reference)
+        return parity.compare(outcome(model, name, **extra), references[model, reference])
 
     return difference
 

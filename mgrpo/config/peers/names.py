@@ -63,6 +63,8 @@ SPELLINGS: dict[str, dict[object, str]] = {
     "chat_template_kwargs": {None: "{}"},
     "vllm_extra_args": {None: "{}"},
     "vllm_server_base_url": {None: ""},
+    "lora_target_modules": {None: "all-linear"},
+    "init_lora_weights": {"True": "true"},
     "tools": {None: ""},
     "tool_call_names": {None: ""},
     "tool_configs": {None: ""},
@@ -70,6 +72,8 @@ SPELLINGS: dict[str, dict[object, str]] = {
     "eval_top_p": {None: "1.0"},
     "metric_for_best_model": {None: "eval/scores"},
     "greater_is_better": {None: "true"},
+    "top_k": {None: "0", "none": "0", "-1": "0"},
+    "min_p": {None: "0", "none": "0"},
     "kl_estimator": {"kl": "0", "kl1": "0", "kl2": "1", "kl3": "2", "kl4": "3"},
 }
 """What other trainers write for a value that is spelled differently here."""

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mgrpo.config.fields import BOOLEANS
+from mgrpo.config.peers import adapters as translate_adapters
+from mgrpo.config.peers import corrections as translate_corrections
 from mgrpo.config.peers import layout as translate_layout
 from mgrpo.config.peers.names import table
 from mgrpo.config.resolution import PRESET, Resolution
@@ -31,10 +33,10 @@ CONVERT: dict[str, Callable[[Any], object]] = {
     "no_filter_zero_std_samples": lambda value: not value,
     "dtype": lambda value: value.removeprefix("torch."),
     "torch_dtype": lambda value: value.removeprefix("torch."),
-    "bf16": lambda value: "bfloat16" if value else "float32",
     "ddp_timeout": lambda value: -(-value // 60),
     "reward_model_name_or_path": lambda value: (value,),
     "cp_strategy": lambda value: "a2a" if value == "ulysses" else "all_gather",
+    "use_fp8_kv_cache": lambda value: "fp8" if value else "auto",
     "inflight_updates_recompute_kv_cache": lambda value: "recompute" if value else "keep",
 }
 """Value of the target, for renames that change it."""
@@ -50,11 +52,13 @@ OPEN_INSTRUCT_CALLS = 5
 def apply(r: Resolution) -> None:
     """All translations, each after those whose results it needs."""
     renames(r)
+    precision(r)
     loss(r)
     clip(r)
     advantages(r)
-    corrections(r)
+    translate_corrections.apply(r)
     asynchrony(r)
+    translate_corrections.of_rounded_cache(r)
     warm_up(r)
     translate_layout.apply(r)
     lengths(r)
@@ -66,6 +70,7 @@ def apply(r: Resolution) -> None:
     reference(r)
     max_steps(r)
     tool_limits(r)
+    translate_adapters.apply(r)
 
 
 def renames(r: Resolution) -> None:
@@ -79,6 +84,15 @@ def renames(r: Resolution) -> None:
             f"num_generations={r.peer('num_generations')} must be at least 2, because completions are compared within "
             "their group; num_samples_per_prompt_rollout may be 1, which compares them within the whole batch"
         )
+
+
+def precision(r: Resolution) -> None:
+    """TRL's two switches, of which at most one may be on; without either, as TRL has it, float32 only where bf16 is false."""
+    half, brain = r.peer("fp16"), r.peer("bf16")
+    if half:
+        r.put("model_dtype", "float16", "fp16")
+    if brain or (brain is False and not half):
+        r.put("model_dtype", "bfloat16" if brain else "float32", "bf16")
 
 
 def loss(r: Resolution) -> None:
@@ -131,54 +145,6 @@ def advantages(r: Resolution) -> None:
     r.put("advantage_normalization_type", kind, alias)
     r.put("advantage_ddof", 1, alias)
     r.put("advantage_eps", 1e-4, alias)
-
-
-def corrections(r: Resolution) -> None:
-    """Truncated importance sampling, and TRL's four modes of it."""
-    cap = "truncated_importance_sampling_ratio_cap"
-    if cap in r.peers:
-        r.put("use_rho_correction", r.peer(cap) > 0, cap)
-        if r.peer(cap) > 0:
-            r.put("rho_clamp_upper_bound", r.peer(cap), cap)
-    if "rho_mask_sequence_level" in r.peers:
-        level = "sequence_mean" if r.peer("rho_mask_sequence_level") else "token"
-        # Despite its name it also decides which rho multiplies the loss.
-        r.put("rho_level", level, "rho_mask_sequence_level")
-        r.put("rho_mask_level", level, "rho_mask_sequence_level")
-    prefix = "vllm_importance_sampling_"
-    names = [prefix + ending for ending in ("correction", "mode", "clip_max", "clip_min", "cap")]
-    given = [name for name in names if name in r.peers]
-    if not given:
-        return
-    if not r.peer(names[0], True):
-        r.put("use_rho_correction", False, names[0])
-        return
-    old, new = r.peer(f"{prefix}cap"), r.peer(f"{prefix}clip_max")
-    if old is not None and new is not None and old != new:
-        r.problems.append(
-            f"{prefix}cap={old:g} and {prefix}clip_max={new:g} are the same setting; give only {prefix}clip_max"
-        )
-        return
-    default = None if f"{prefix}clip_max" in given else 3.0
-    _put_bounds(r, given, mode=r.peer(f"{prefix}mode", "sequence_mask"), low=r.peer(f"{prefix}clip_min"), high=new or old or default)  # fmt: skip
-
-
-def _put_bounds(r: Resolution, given: list[str], *, mode: str, low: float | None, high: float | None) -> None:
-    prefix = "vllm_importance_sampling_"
-    if low is not None and high is not None and low >= high:
-        r.problems.append(f"{prefix}clip_min={low:g} must be below {prefix}clip_max={high:g}")
-        return
-    unit, action = mode.split("_")
-    if action == "truncate" and low is None and high is None:
-        r.problems.append(f"{prefix}mode={mode} needs a bound: --{prefix}clip_max 3.0")
-        return
-    level = "token" if unit == "token" else "sequence_sum"
-    r.put("use_rho_correction", True, *given)
-    r.put("rho_level", level, *given)
-    r.put("rho_mask_level", level, *given)
-    for target, wanted in (("clamp", "truncate"), ("mask", "mask")):
-        r.put(f"rho_{target}_lower_bound", (low or 0.0) if action == wanted else 0.0, *given)
-        r.put(f"rho_{target}_upper_bound", (high or 0.0) if action == wanted else 0.0, *given)
 
 
 def asynchrony(r: Resolution) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from mgrpo.types import Branch, Completion, TrajectoryRecord, Turn
+from mgrpo.types import Branch, Completion, KeptTokens, TrajectoryRecord, Turn
 
 ScoredText = Literal["final", "assistant", "all"]
 EndedBy = Literal["stop", "done", "length", "max_calls", "error"]
@@ -32,6 +32,8 @@ class Sampled:
     """`[len]` int32."""
     finish_reason: str
     """"stop": by itself, or by a stop string."""
+    kept: KeptTokens | None = None
+    """Of each token, see `Completion.kept`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +135,7 @@ class Trajectory:
             policy_versions=np.concatenate([part.policy_versions for part in self.parts]),
             finish_reason="stop" if self.ended_by == "done" else self.ended_by,
             text=text,
+            kept=self._kept(),
             trajectory=TrajectoryRecord(
                 is_sampled=np.concatenate([np.full(len(p.tokens), bool(p.finish_reason)) for p in self.parts]),
                 turns=tuple(self.turns),
@@ -146,6 +149,12 @@ class Trajectory:
                 branches=(*self.branches, self._branch()) if self.branches else (),
             ),
         )
+
+    def _kept(self) -> KeptTokens | None:
+        """What stands between turns was sampled from nothing."""
+        if all(part.kept is None for part in self.parts):
+            return None
+        return KeptTokens.joined([part.kept or KeptTokens.none(len(part.tokens)) for part in self.parts])
 
     def _answer(self) -> str:
         """ "" where the last turn waits for an answer."""

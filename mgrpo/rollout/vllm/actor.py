@@ -12,8 +12,12 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from mgrpo.rollout.engine import Completions, PromptBatch
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, own_settings, salts, sampling_settings
+from mgrpo.rollout.vllm.kept import kept_tokens
+from mgrpo.types import KeptTokens
 
 
 class EngineActor(EngineCalls):
@@ -48,6 +52,7 @@ class EngineActor(EngineCalls):
             from mgrpo.rollout.vllm import local_core
 
             local_core.install()
+        self.num_logprobs = args.get("max_logprobs", 0)
         gc.freeze()
         gc.enable()
         transfer = WeightTransferConfig(backend="mgrpo")
@@ -120,15 +125,17 @@ class EngineActor(EngineCalls):
     async def _add(self, batch: PromptBatch, prompts: Sequence[list[int]]) -> None:
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         settings = {
-            **sampling_settings(batch.sampling),
+            **sampling_settings(batch.sampling, num_logprobs=self.num_logprobs),
             # Lists of numbers instead of a dict for each token: a fifth of the engine's time for them.
             "flat_logprobs": True,
             "skip_clone": True,
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
+        if constraint := settings.get("structured_outputs"):
+            settings["structured_outputs"] = StructuredOutputsParams(**constraint)
         if batch.seeds is None and batch.max_tokens is None:
             params = [SamplingParams(**settings)] * len(prompts)
         else:
@@ -136,19 +143,32 @@ class EngineActor(EngineCalls):
         for number, prompt, salt, own in zip(batch.numbers.tolist(), prompts, salts(batch), params, strict=True):
             salted = tokens_input(prompt, cache_salt=str(salt))
             request = await self.engine.add_request(str(number), salted, own)
-            self._expect(number, request.request_id, _group(number, request))
+            self._expect(number, request.request_id, _group(number, request, num_logprobs=settings["logprobs"]))
 
 
-async def _group(number: int, request: Any) -> Completions:
-    """The group of a request, from its last output."""
+async def _group(number: int, request: Any, *, num_logprobs: int = 0) -> Completions:
+    """The group of a request, from its last output.
+
+    Args:
+        num_logprobs: of each position, beside the sampled token's.
+    """
     while not (output := await request.get()).finished:
         pass
     completions = sorted(output.outputs, key=lambda c: c.index)
-    return flattened(number, completions, [_logprobs(completion) for completion in completions])
+    step = num_logprobs + 1
+    logprobs = [_logprobs(completion, step) for completion in completions]
+    return flattened(number, completions, logprobs, [_kept(c, step) for c in completions] if num_logprobs else None)
 
 
-def _logprobs(completion: Any) -> list[float]:
-    """Of each token of a completion."""
+def _logprobs(completion: Any, step: int) -> list[float]:
+    """Of each token of a completion; the sampled token is the first of the `step` ones of each position."""
     found = completion.logprobs
-    assert found.token_ids == list(completion.token_ids), "one per position, the sampled token's"
-    return found.logprobs
+    assert found.token_ids[::step] == list(completion.token_ids), "one per position, the sampled token's"
+    return found.logprobs[::step]
+
+
+def _kept(completion: Any, step: int) -> KeptTokens:
+    found = completion.logprobs
+    ids, logprobs = np.array(found.token_ids, np.int32), np.array(found.logprobs, np.float32)
+    ids, logprobs = ids.reshape(-1, step), logprobs.reshape(-1, step)
+    return kept_tokens(ids[:, 0], ids[:, 1:], logprobs[:, 1:])

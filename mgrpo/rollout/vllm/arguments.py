@@ -19,6 +19,7 @@ from typing import Any
 
 from mgrpo.config.kernels import kernel_problems
 from mgrpo.config.schema import Config
+from mgrpo.rollout.vllm.kept import num_logprobs
 from mgrpo.rollout.vllm.server_facts import address_problems as server_address_problems
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -41,6 +42,8 @@ OWNED = {
     "enforce_eager": "use vllm_enforce_eager",
     "seed": "use seed",
     "skip_tokenizer_init": "stop_strings decides it",
+    "max_logprobs": "use top_k",
+    "return_sampling_mask": "with top_k an engine returns what it samples from as log-probabilities",
     "trust_remote_code": "code that comes with a model is never run",
     **dict.fromkeys(
         ("quantization", "quantization_config", "allow_deprecated_quantization"),
@@ -51,7 +54,7 @@ OWNED = {
         "the weight sync needs vLLM's own model and loader",
     ),
     **dict.fromkeys(
-        ("hf_overrides", "hf_config_path", "config_format", "disable_sliding_window", "runner", "convert"),
+        ("hf_config_path", "config_format", "disable_sliding_window", "runner", "convert"),
         "the engine samples from the model that is trained",
     ),
     **dict.fromkeys(
@@ -65,12 +68,15 @@ OWNED = {
     **dict.fromkeys(("nnodes", "node_rank", "master_addr"), "Ray places the workers of an engine; use ray_address"),
     "enable_lora": "the weight sync writes whole matrices",
     "logits_processors": "the trainer's log-probabilities are those of the model's own logits",
+    "kv_cache_dtype": "use vllm_kv_cache_dtype",
+    "hf_overrides": "the trainer reads the model's config.json as it is; for head_dtype use cast_lm_head_to_fp32",
     "logprobs_mode": "the ratio of trainer to engine needs processed_logprobs",
     "distributed_executor_backend": "it follows from whether an engine fits on a node",
     "weight_transfer_config": "the weight sync is the trainer's",
     "worker_cls": "the weight sync needs vLLM's own worker",
 }
 """Arguments of vLLM that vllm_extra_args cannot hold, and what to do instead."""
+CPU_INFO = Path("/proc/cpuinfo")
 WIDE_BYTES = 100 << 20
 """Of the weights of a model whose matrix products are worth more than one thread."""
 CONNECT_S = 5.0
@@ -104,7 +110,11 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
     if starts_engines:
         found += server_address_problems(config)
         found += (
-            [] if has_servers else address_problems(settings.ray_address) + extra_problems(settings.vllm_extra_args)
+            []
+            if has_servers
+            else address_problems(settings.ray_address)
+            + extra_problems(settings.vllm_extra_args)
+            + _draft_problems(config)
         )
     if num_local_learners:
         found += kernel_problems(config, has_gpus=bool(gpus))
@@ -112,7 +122,7 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
         if head_dim not in CPU_HEAD_DIMS and not has_servers:
             known = ", ".join(map(str, CPU_HEAD_DIMS))
             found.append(f"the model's head_dim={head_dim} is not served by vLLM on a CPU, which supports {known}")
-        return found
+        return found + ([] if has_servers else _cpu_cache_problems(settings.vllm_kv_cache_dtype, head_dim))
     needed, left = settings.vllm_num_engines * settings.vllm_tensor_parallel_size, len(gpus) - num_local_learners
     shares = settings.shares_gpus and num_local_learners > 0
     if starts_engines and str(config.reward.reward_model_gpu) in gpus:
@@ -134,6 +144,20 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
             "start fewer learners or engines"
         )
     return found
+
+
+def _cpu_cache_problems(dtype: str, head_dim: int) -> list[str]:
+    """Why vLLM's attention on this machine's CPU cannot keep keys and values in `dtype`."""
+    if dtype == "auto":
+        return []
+    reasons = []
+    if dtype == "fp8_per_token_head":
+        reasons.append("is for GPUs; on a CPU use fp8, fp8_e5m2 or auto")
+    if head_dim % 32:
+        reasons.append(f"needs a model with a head_dim of a multiple of 32 on a CPU, this one has {head_dim}; use auto")
+    if not {"avx512f", "amx_tile"} & set(CPU_INFO.read_text().split()):
+        reasons.append("needs a CPU with AVX-512 or AMX, which this machine's is not; use auto")
+    return [f"vllm_kv_cache_dtype={dtype} {reason}" for reason in reasons]
 
 
 def _sharing_problems(config: Config, workers: int, learners: int) -> list[str]:
@@ -183,6 +207,15 @@ def extra_problems(text: str) -> list[str]:
     ]
 
 
+def _draft_problems(config: Config) -> list[str]:
+    if not config.rollout.is_cut or "speculative_config" not in config.engine.vllm_extra_args:
+        return []
+    return [
+        f"vllm_extra_args cannot hold speculative_config with top_k={config.rollout.top_k}: what the engine samples from is read "
+        "from the log-probabilities of tokens that it samples one by one; leave one of them out"
+    ]
+
+
 def _known_args() -> frozenset[str]:
     """Names of the fields of vLLM's AsyncEngineArgs, read from its source, because importing vllm takes ten seconds."""
     vllm = find_spec("vllm")
@@ -201,7 +234,8 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
     Args:
         spans_nodes: an engine's workers are on several nodes.
     """
-    settings, stop_strings = config.engine, config.rollout.stop_strings
+    settings, rollout = config.engine, config.rollout
+    reads_text = bool(rollout.stop_strings) or rollout.vllm_guided_decoding_regex is not None
     args: dict[str, Any] = {
         # An engine of a joined cluster has the working directory of `ray start`, in which vLLM would take a relative path for
         # the name of a model on the Hub.
@@ -212,14 +246,19 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         "max_model_len": config.max_model_length,
         "max_num_seqs": settings.vllm_max_num_seqs,
         "tensor_parallel_size": settings.vllm_tensor_parallel_size,
+        "kv_cache_dtype": settings.vllm_kv_cache_dtype,
         "enable_prefix_caching": settings.vllm_enable_prefix_caching,
         # The trainer's definition: log-softmax of the logits divided by the temperature.
         "logprobs_mode": "processed_logprobs",
-        "skip_tokenizer_init": not stop_strings,
+        "skip_tokenizer_init": not reads_text,
         "disable_log_stats": True,
         "seed": 0,  # each sync seeds the sampler anew
     }
-    if stop_strings:
+    if config.model.cast_lm_head_to_fp32:
+        args["hf_overrides"] = {"head_dtype": "float32"}
+    if rollout.is_cut:
+        args["max_logprobs"] = num_logprobs(config)
+    if reads_text:
         args["tokenizer"] = str(Path(config.tokenizer_path).absolute())
     if settings.vllm_tensor_parallel_size > 1:
         # Inside a placement group vLLM would always choose Ray, which wants one GPU a bundle and cannot serve on a CPU.

@@ -15,12 +15,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from mgrpo.rollout.engine import FINISH_REASONS, GATHER_S, UNSYNCED, Completions, Pause, PromptBatch, Sampling
+from mgrpo.types import KeptTokens
 
 
 class EngineCalls(ABC):
     """One vLLM engine. All methods are coroutines of one event loop."""
 
     def __init__(self) -> None:
+        self.num_logprobs = 0
+        """Of each position, the likeliest tokens that are asked for where what is sampled from is kept."""
         self.is_stale = False
         self.version = UNSYNCED
         self.turn = asyncio.Condition()
@@ -194,16 +197,25 @@ class Output(Protocol):
         """Spans of tokens, `start` to `end`, each of one `version`; or None."""
 
 
-def sampling_settings(sampling: Sampling) -> dict[str, Any]:
-    """Values of vLLM's SamplingParams, in JSON."""
+def sampling_settings(sampling: Sampling, *, num_logprobs: int = 0) -> dict[str, Any]:
+    """Values of vLLM's SamplingParams, in JSON.
+
+    Args:
+        num_logprobs: see `EngineCalls`.
+    """
     settings = {
         "n": sampling.num_samples,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "max_tokens": sampling.max_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "logprobs": 0,
+        "logprobs": num_logprobs if sampling.top_k else 0,
     }
+    if sampling.regex is not None:
+        # With a tokenizer, and the grammar of an answer that is complete lets nothing but the tokenizer's eos follow.
+        settings |= {"structured_outputs": {"regex": sampling.regex}}
     if not sampling.stop_strings:
         return settings | {"detokenize": False}
     return settings | {
@@ -212,7 +224,7 @@ def sampling_settings(sampling: Sampling) -> dict[str, Any]:
         # "<|im_end|>" may be a special token.
         "skip_special_tokens": False,
         # With a tokenizer vLLM would also end at the tokenizer's eos; stop_token_ids alone decide.
-        "ignore_eos": True,
+        "ignore_eos": sampling.regex is None,
     }
 
 
@@ -232,11 +244,16 @@ def salts(batch: PromptBatch) -> list[int]:
     return (batch.numbers if batch.salts is None else batch.salts).tolist()
 
 
-def flattened(number: int, completions: Sequence[Output], logprobs: Sequence[Sequence[float]]) -> Completions:
+def flattened(
+    number: int,
+    completions: Sequence[Output],
+    logprobs: Sequence[Sequence[float]],
+    kept: Sequence[KeptTokens] | None = None,
+) -> Completions:
     """One group, with `lengths [samples]` instead of `cu_seqlens`.
 
     Args:
-        logprobs: of each completion's tokens.
+        logprobs, kept: of each completion's tokens.
     """
     lengths = [len(completion.token_ids) for completion in completions]
     assert lengths == [len(found) for found in logprobs], "one per position, the sampled token's"
@@ -247,6 +264,7 @@ def flattened(number: int, completions: Sequence[Output], logprobs: Sequence[Seq
             version = UNSYNCED if span.version == "default" else int(span.version)
             versions[start + span.start : start + span.end] = version
         start += length
+    sets = None if kept is None else KeptTokens.joined(kept)
     return {
         "numbers": np.array([number], dtype=np.int64),
         "sizes": np.array([len(completions)], dtype=np.int64),
@@ -255,11 +273,20 @@ def flattened(number: int, completions: Sequence[Output], logprobs: Sequence[Seq
         "policy_versions": versions,
         "lengths": np.array(lengths, dtype=np.int64),
         "finish_reasons": np.array([FINISH_REASONS.index(c.finish_reason or "") for c in completions], dtype=np.int8),
+        **({"kept_ids": sets.ids, "kept_sizes": sets.sizes} if sets else {}),
     }
 
 
 def joined(groups: Sequence[Completions]) -> Completions:
     """Several groups of `flattened`."""
+    if any("kept_ids" in group for group in groups):
+        groups = [_with_sets(group) for group in groups]
     whole = {name: np.concatenate([group[name] for group in groups]) for name in groups[0]}
     lengths = whole.pop("lengths")
     return {**whole, "cu_seqlens": np.concatenate(([0], np.cumsum(lengths)))}
+
+
+def _with_sets(group: Completions) -> Completions:
+    """An evaluation's group has none, and may finish together with others."""
+    none = KeptTokens.none(len(group["tokens"]))
+    return {"kept_ids": none.ids, "kept_sizes": none.sizes} | group

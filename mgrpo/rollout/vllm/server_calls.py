@@ -21,7 +21,9 @@ from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.rollout.engine import UNSYNCED, Completions, EngineError, PromptBatch
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.connection import TOKEN, Connection, Refusal
+from mgrpo.rollout.vllm.kept import kept_tokens, num_logprobs
 from mgrpo.rollout.vllm.server_facts import config_problems
+from mgrpo.types import KeptTokens
 
 REQUESTS = 512
 """Prompts that a server is given at once, each over a connection of its own: several times what it samples at once."""
@@ -75,6 +77,7 @@ class ServerCalls(EngineCalls):
         Raises:
             ServerError: it does not answer within `vllm_server_timeout` seconds, or cannot.
         """
+        self.num_logprobs = num_logprobs(config)
         self.health_timeout_s = max(HEALTH_TIMEOUT_S, config.engine.engine_heartbeat_timeout)
         if before is not None:
             self.place = before.place
@@ -223,7 +226,8 @@ class ServerCalls(EngineCalls):
 
     async def _add(self, batch: PromptBatch, prompts: Sequence[list[int]]) -> None:
         # The server may have a tokenizer although no stop strings are looked for, and would end at its eos as well.
-        settings = sampling_settings(batch.sampling) | {"ignore_eos": True}
+        settings = sampling_settings(batch.sampling, num_logprobs=self.num_logprobs)
+        settings["ignore_eos"] = batch.sampling.regex is None
         prompts_of = zip(batch.numbers.tolist(), prompts, salts(batch), own_settings(batch), strict=True)
         for number, prompt, salt, own in prompts_of:
             request = f"{self.name}-{number}"
@@ -242,14 +246,22 @@ class ServerCalls(EngineCalls):
                 return flattened(number, nothing, [[]] * len(nothing))
             answer = await self.connection.post("/inference/v1/generate", body)
         choices = sorted(DECODER.decode(answer).choices, key=lambda choice: choice.index)
-        return flattened(number, choices, [choice.sampled() for choice in choices])
+        has_sets = body["sampling_params"]["logprobs"] > 0
+        kept = [choice.kept() for choice in choices] if has_sets else None
+        return flattened(number, choices, [choice.sampled() for choice in choices], kept)
 
 
-class SampledToken(msgspec.Struct):
+class Candidate(msgspec.Struct):
     """The rest of what the server says of a token is skipped."""
 
     token_id: int
     logprob: float
+
+
+class SampledToken(Candidate):
+    """With the likeliest ones at its position, the sampled one among them."""
+
+    top_logprobs: list[Candidate] = []
 
 
 class Logprobs(msgspec.Struct):
@@ -280,6 +292,18 @@ class Choice(msgspec.Struct):
         content = (self.logprobs and self.logprobs.content) or []
         assert [token.token_id for token in content] == self.token_ids, "one per position, the sampled token's"
         return [token.logprob if token.logprob > LEAST_LOGPROB else -np.inf for token in content]
+
+    def kept(self) -> KeptTokens:
+        """What each token was sampled from."""
+        content = (self.logprobs and self.logprobs.content) or []
+        shape = len(content), max((len(token.top_logprobs) for token in content), default=0)
+        ids, logprobs = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)
+        for row, token in enumerate(content):
+            for column, candidate in enumerate(token.top_logprobs):
+                ids[row, column] = candidate.token_id
+                if candidate.logprob > LEAST_LOGPROB:
+                    logprobs[row, column] = candidate.logprob
+        return kept_tokens(np.array(self.token_ids, np.int32), ids, logprobs)
 
 
 class Answer(msgspec.Struct):

@@ -10,7 +10,9 @@ from urllib.parse import urlsplit
 
 from mgrpo.config.schema import Config
 from mgrpo.processes.address import own_address
+from mgrpo.rollout.vllm.kept import num_logprobs
 
+_SAME_CACHE = {"fp8_e4m3": "fp8"}
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -42,6 +44,7 @@ def _differences(found: Mapping[str, Any], config: Config) -> Iterator[str]:
     dtype, wanted = str(model["dtype"]).removeprefix("torch."), config.model.model_dtype
     if dtype != wanted:
         yield f"the server computes in {dtype}, expected model_dtype={wanted}; start it with --dtype {wanted}, or change model_dtype"
+    yield from _rounding(found, config)
     if model["max_model_len"] < config.max_model_length:
         yield (
             f"the server's max_model_len is {model['max_model_len']}, expected at least max_prompt_token_length + response_length "
@@ -70,12 +73,44 @@ def _differences(found: Mapping[str, Any], config: Config) -> Iterator[str]:
             f"the server's max_num_seqs is {scheduler['max_num_seqs']}, expected at least the {samples} samples of a prompt; "
             f"start it with --max-num-seqs {config.engine.vllm_max_num_seqs}"
         )
-    if config.rollout.stop_strings and model["skip_tokenizer_init"]:
-        yield "the server has no tokenizer, which stop_strings need; start it without --skip-tokenizer-init"
+    for name in ("stop_strings", "vllm_guided_decoding_regex"):
+        if getattr(config.rollout, name) and model["skip_tokenizer_init"]:
+            yield f"the server has no tokenizer, needed for {name}; start it without --skip-tokenizer-init"
+    if config.rollout.is_cut and 0 <= model["max_logprobs"] < (least := num_logprobs(config)):
+        yield (
+            f"the server's max_logprobs is {model['max_logprobs']}, expected at least {least} for top_k={config.rollout.top_k}, "
+            f"so that it can say what it samples from; start it with --max-logprobs {least}, or lower top_k"
+        )
     if found["device_config"]["device"] == "cpu" and scheduler["enable_chunked_prefill"]:
         yield (
             "the server reads prompts in parts, after which vLLM cannot seed a request on a CPU; start it with "
             f"--no-enable-chunked-prefill --max-num-batched-tokens {max(4096, model['max_model_len'])}"
+        )
+
+
+def _rounding(found: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Of logits, keys and values."""
+    overrides, dtype = found["model_config"]["hf_overrides"], config.model.model_dtype
+    head = overrides.get("head_dtype") if isinstance(overrides, dict) else None
+    if head in (None, "model"):
+        head = dtype
+    wanted = "float32" if config.model.cast_lm_head_to_fp32 else dtype
+    if head != wanted:
+        is_wide = wanted != dtype
+        yield (
+            f"the server computes logits in {head}, expected {wanted}; start it "
+            + (
+                """with --hf-overrides '{"head_dtype": "float32"}'"""
+                if is_wide
+                else "without head_dtype in --hf-overrides"
+            )
+            + f", or set cast_lm_head_to_fp32 {str(not is_wide).lower()}"
+        )
+    cache, asked = found["cache_config"]["cache_dtype"], config.engine.vllm_kv_cache_dtype
+    if _SAME_CACHE.get(cache, cache) != _SAME_CACHE.get(asked, asked):
+        yield (
+            f"the server keeps keys and values in {cache}, expected vllm_kv_cache_dtype={asked}; start it with "
+            f"--kv-cache-dtype {asked}, or change vllm_kv_cache_dtype"
         )
 
 

@@ -114,3 +114,28 @@ def test_a_completion_that_never_began_is_a_sample_that_trains_nothing():
         lost.tokens.tolist() == lost.prompt_tokens[-1:].tolist() and len(lost.ages) == len(lost.rollout_logprobs) == 1
     )
     assert not lost.loss_mask.any() and lost.advantage == 0.0 and other.loss_mask.all()
+
+
+def test_sets_stay_with_their_tokens_in_every_branch():
+    """The ratio of a token whose set is another's is that of two distributions with nothing in common."""
+    sets = builders.kept_tokens([0, 9], [1], [], [3, 8, 7], [4])
+    branches = (builders.branch(0, 2), builders.branch(3, 5, [7, 7]))
+    turns = builders.completion(5, trajectory=builders.trajectory("11011", branches=branches), kept=sets)
+    group = builders.scored_group(
+        [1.0, 0.0], completions=[turns, builders.completion(1, kept=builders.kept_tokens([0, 2]))]
+    )
+    samples = samples_of([group], normalization="centered")
+    assert [builders.sets_of(sample.kept) for sample in samples] == [[[0, 9], [1]], [[3, 8, 7], [4]], [[0, 2]]]
+
+
+def test_a_token_whose_set_is_not_known_is_not_trained():
+    """Its logprob would be taken over another set than the engine's, and its ratio be wrong by what is missing."""
+    sets = builders.kept_tokens([0, 9], [], [2])
+    group = builders.scored_group([1.0, 0.0], completions=[builders.completion(3, kept=sets), builders.completion(2)])
+    known, uncut = samples_of([group], normalization="centered")
+    assert known.loss_mask.tolist() == [True, False, True] and known.is_sampled is None
+    # Sampled before a restart that has cut the sampling.
+    assert builders.sets_of(uncut.kept) == [[], []] and not uncut.loss_mask.any()
+    empty = builders.completion(0, kept=builders.kept_tokens())
+    lost, _ = samples_of([builders.scored_group([NAN, 1.0], completions=[empty, empty])], normalization="centered")
+    assert builders.sets_of(lost.kept) == [[]] and not lost.loss_mask.any()

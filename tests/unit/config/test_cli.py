@@ -35,9 +35,9 @@ def test_show_config_prints_what_would_run_and_stops(tmp_path, capsys):
 
 def test_show_config_reports_what_is_refused(capsys):
     """Showing values next to flags that cannot be had would look like consent."""
-    assert cli.train_command(["--show_config", "--use_peft"]) == 2
+    assert cli.train_command(["--show_config", "--use_dora"]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and "use_peft=true is refused" in captured.err
+    assert captured.out == "" and "use_dora=true is refused" in captured.err
 
 
 def test_rank_0_speaks_first(monkeypatch, capsys):

@@ -187,6 +187,28 @@ def test_how_far_ahead_and_how_old_follow_from_either_number(given, expected, no
     assert [line.startswith(note or "nothing") for line in derived] == [True] * (note is not None)
 
 
+@pytest.mark.parametrize(
+    ("given", "is_corrected", "is_derived"),
+    [
+        ({"vllm_kv_cache_dtype": "fp8"}, True, True),
+        ({"use_fp8_kv_cache": True}, True, True),
+        ({"use_fp8_kv_cache": False}, False, False),
+        ({"vllm_kv_cache_dtype": "fp8", "use_rho_correction": True}, True, False),
+        ({"vllm_kv_cache_dtype": "fp8", "use_vllm_logprobs": True}, False, False),
+        ({"vllm_kv_cache_dtype": "fp8", "policy_loss": "mine.py:loss"}, False, False),
+        ({"vllm_kv_cache_dtype": "fp8", "preset": "trl_main"}, True, False),
+    ],
+)
+def test_rounded_keys_and_values_are_corrected_without_being_asked(given, is_corrected, is_derived):
+    """Without a correction the ratio compares the trained policy with one that did not sample."""
+    config = from_values(given)
+    assert config.loss.use_rho_correction == is_corrected
+    assert (
+        any(note.startswith("use_rho_correction is true: with vllm_kv_cache_dtype=fp8") for note in config.notes)
+        == is_derived
+    )
+
+
 @pytest.mark.parametrize("preset", ["open_instruct_main", "mgrpo"])
 def test_updates_in_flight_of_a_preset_are_for_asynchronous_runs(preset):
     """A script that only sets `--async_steps 0` would be refused for a flag that it does not have."""

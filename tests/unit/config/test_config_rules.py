@@ -97,6 +97,27 @@ RULES = [
         {"active_sampling": True, "filter_zero_std_samples": False},
         "active_sampling=true replaces the groups that filter_zero_std_samples leaves out, but that is false",
     ),
+    (
+        "cache",
+        {"vllm_kv_cache_dtype": "fp8", "use_rho_correction": False},
+        "vllm_kv_cache_dtype=fp8 samples from a policy with rounded keys and values, which needs a correction: use_rho_corr",
+    ),
+    (
+        "cache",
+        {"use_fp8_kv_cache": True, "truncated_importance_sampling_ratio_cap": 0},
+        "vllm_kv_cache_dtype=fp8 samples from a policy with rounded keys and values, which needs a correction",
+    ),
+    ("cache", RHO | {"vllm_kv_cache_dtype": "fp8", "rho_clamp_upper_bound": 0}, "which needs a correction"),
+    (
+        "cache",
+        {"vllm_kv_cache_dtype": "fp8_e5m2", "use_vllm_logprobs": True, "policy_loss": "reinforce"},
+        "a correction, and policy_loss=reinforce has no ratio to which use_vllm_logprobs=true could matter; use use_rho",
+    ),
+    (
+        "cache",
+        {"vllm_kv_cache_dtype": "fp8", "async_steps": 1, "use_rho_correction": False},
+        "a step older and vllm_kv_cache_dtype=fp8 samples from a policy with rounded keys and values, which needs a corr",
+    ),
     ("async", {"async_steps": 2}, "async_steps=2 trains on tokens of policies up to 2 steps older, which needs a corr"),
     (
         "async",
@@ -189,10 +210,25 @@ RULES = [
         "num_nodes=3 differs from the 1 entries of num_learners_per_node",
     ),
     ("R21", {"temperature": 0}, "temperature=0.0 must be above 0"),
-    ("R22", {"vllm_top_p": 0.9}, "vllm_top_p=0.9 is refused: the engine samples from the whole distribution"),
-    ("R22", {"top_k": 50}, "top_k=50 is refused"),
+    ("R22", {"vllm_top_p": 0.9}, "top_p=0.9 leaves a part of the vocabulary to sample from"),
+    ("R22", {"min_p": 0.1}, "min_p=0.1 leaves a part of the vocabulary to sample from"),
+    ("R22", {"vllm_structured_outputs_regex": "a*"}, "vllm_guided_decoding_regex leaves a part of the vocabulary"),
+    ("R22", {"top_k": 1, "top_p": 0.9}, "top_k=1 leaves one token to sample"),
+    ("R22", {"top_k": 65, "min_p": 0.1}, "top_k=65 must be at most 64"),
+    ("R22", {"top_k": 8, "top_p": 0}, "top_p=0.0 must be in (0, 1]"),
+    ("R22", {"top_k": 8, "min_p": 1.5}, "min_p=1.5 must be in [0, 1]"),
+    (
+        "R22",
+        {"top_k": 8, "vllm_guided_decoding_regex": "("},
+        "vllm_guided_decoding_regex=( is not a regular expression",
+    ),
+    ("R22", {"top_k": 8, "vllm_guided_decoding_regex": ""}, "vllm_guided_decoding_regex is empty"),
+    (
+        "R22",
+        {"top_k": 8, "tools": ["search"], "mask_tool_use": False},
+        "mask_tool_use=false trains on tokens that were not",
+    ),
     ("R22", {"repetition_penalty": 1.1}, "repetition_penalty=1.1 is refused"),
-    ("R22", {"vllm_structured_outputs_regex": "a*"}, "vllm_structured_outputs_regex=a* is refused"),
     (
         "R24",
         {"single_gpu_mode": True, "vllm_num_engines": 2},
@@ -236,6 +272,11 @@ RULES = [
         "precision",
         {"use_precision_aware_optimizer": True, "zero_stage": 0},
         "use_precision_aware_optimizer=true needs a zero_stage of at least 1, got 0",
+    ),
+    (
+        "precision",
+        {"use_precision_aware_optimizer": True, "model_dtype": "float16"},
+        "use_precision_aware_optimizer=true cannot be combined with model_dtype=float16",
     ),
     (
         "precision",
@@ -347,6 +388,11 @@ def test_a_rule_fires_on_its_mistake_alone(model, rule, values, words):
         {"preset": "seed", "async_steps": 4, "use_vllm_logprobs": True},
         {"r1_style_format_reward": 0.5, "apply_r1_style_format_reward": True},
         {"eval_top_p": 1.0, "top_k": 0, "min_p": None, "use_vllm": True, "deepspeed_zpg": 8},
+        {"top_k": None, "top_p": 1.0, "min_p": 0},
+        {"top_k": -1},
+        {"top_k": 20, "vllm_top_p": 0.95, "min_p": 0.02, "vllm_structured_outputs_regex": "[0-9]+"},
+        {"top_k": 2, "use_vllm_logprobs": True},
+        {"top_k": 64, "eval_top_p": 0.5, "eval_temperature": 0},
         {"zero_stage": 0},
         {"zero_stage": 2, "gradient_checkpointing": True},
         {"deepspeed_stage": 3, "deepspeed_zpg": 8, "router_aux_loss_coef": 0.001},
@@ -413,11 +459,11 @@ def test_a_dataset_smaller_than_a_step_is_refused():
 
 def test_reading_and_judging_report_together(model):
     """A user would otherwise repair the flags first and meet the rules after."""
-    argv = f"--model_name_or_path {model} --dataset_mixer_list a 1.0 --use_peft --tempratur 1 --temperature x --beta -1"
+    argv = f"--model_name_or_path {model} --dataset_mixer_list a 1.0 --use_dora --tempratur 1 --temperature x --beta -1"
     config = parse([*argv.split(), "--tensor_model_parallel_size", "2"], defer=True)
     found = problems(config, world_size=1)
     assert [sentence.split(" ")[0] for sentence in found] == [
-        "unknown", "temperature", "use_peft=true", "beta=-0.1"[:4] + "=-1.0", "1",
+        "unknown", "temperature", "use_dora=true", "beta=-0.1"[:4] + "=-1.0", "1",
     ]  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         parse(argv.split())

@@ -156,13 +156,17 @@ def test_what_trl_does_and_we_do_not_is_refused_together():
     """One start for each field that does not exist here would be many."""
     with pytest.raises(ConfigError) as caught:
         mgrpo.GRPOConfig.from_trl(
-            TrlConfig(model_init_kwargs={"dtype": "float32"}), use_vllm=False, top_p=0.9, num_train_epochs=1, no_such=1
+            TrlConfig(model_init_kwargs={"dtype": "float32"}),
+            use_vllm=False,
+            repetition_penalty=1.1,
+            num_train_epochs=1,
+            no_such=1,
         )
     assert [sentence.split("=")[0] for sentence in caught.value.problems] == [
         "unknown setting no_such (a Python value); --help lists every setting",
         "model_init_kwargs",
         "use_vllm",
-        "top_p",
+        "repetition_penalty",
         "num_train_epochs",
     ]
     with pytest.raises(TypeError, match="expected a dataclass object"):

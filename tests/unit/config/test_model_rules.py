@@ -118,6 +118,12 @@ def found(hf_config, **values):
             {"logits_chunk": 4096},
             "logits_chunk=4096 cannot be combined with the model's final_logit_softcapping=30.0; use 0 or auto",
         ),
+        (
+            DENSE | {"model_type": "gemma3_text"},
+            {"model_dtype": "float16"},
+            "model_dtype=float16 with model_type=gemma3_text: activations of Gemma models exceed 65504, the largest number of "
+            "float16, and vLLM refuses it as well; use bfloat16",
+        ),
     ],
 )
 def test_an_impossible_cut_is_named_with_the_possible_ones(hf_config, values, sentence):

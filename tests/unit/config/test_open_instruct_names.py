@@ -67,6 +67,7 @@ from mgrpo.config.validate import problems
         ({"warm_up_steps": 7}, {"warm_up_steps": 7}),
         ({"max_grad_norm": None}, {"max_grad_norm": 0.0}),
         ({"dtype": "torch.float32"}, {"model_dtype": "float32"}),
+        ({"torch_dtype": "float16"}, {"model_dtype": "float16"}),
         ({"chat_template": "none"}, {"chat_template_name": "none"}),
         ({"chat_template_name": None}, {}),
         ({"add_r1_style_format_reward": True}, {"apply_r1_style_format_reward": True}),

@@ -104,6 +104,11 @@ TRL_RHO = {
         ({"warmup_steps": 20}, {"warm_up_steps": 20}),
         ({"warmup_steps": 0.1}, {"warmup_ratio": 0.1}),
         ({"bf16": False}, {"model_dtype": "float32"}),
+        ({"fp16": True}, {"model_dtype": "float16"}),
+        ({"bf16": False, "fp16": True}, {"model_dtype": "float16"}),
+        ({"bf16": True, "fp16": False}, {"model_dtype": "bfloat16"}),
+        ({"bf16": False, "fp16": False}, {"model_dtype": "float32"}),
+        ({"fp16": False}, {}),
         ({"bf16": None, "dtype": None, "num_generations": None}, {}),
         ({"save_steps": 50, "num_mini_batches": 4}, {"save_freq": 13, "num_mini_batches": 4}),
         ({"save_strategy": "no"}, {"save_freq": -1}),
@@ -258,6 +263,10 @@ def test_flags_with_trl_batch_names_win_over_a_saved_file(tmp_path):
         ),
         ({"vllm_mode": "colocated"}, "vllm_mode must be one of ray, server, colocate, got 'colocated'"),
         ({"importance_sampling_level": "word"}, "importance_sampling_level must be one of token, sequence"),
+        (
+            {"bf16": True, "fp16": True},
+            "bf16 means model_dtype=bfloat16, but fp16 means float16 (",
+        ),
     ],
 )
 def test_what_trl_refuses_is_refused_in_its_words(given, words):

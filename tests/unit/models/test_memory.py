@@ -8,11 +8,14 @@ import math
 import pytest
 
 from mgrpo.layout import Layout
+from mgrpo.models.adapters import LoraShape, adapter_places, adapter_tensors
 from mgrpo.models.family import Experts, shape_of
 from mgrpo.models.memory import (
     LOGITS_CHUNK,
+    adapter_elements,
     choose_logits_chunk,
     logits_bytes,
+    merged_bytes,
     num_parameters,
     stage_elements,
     state_bytes,
@@ -98,6 +101,12 @@ def test_auto_computes_all_at_once_where_the_logits_fit() -> None:
     assert choose(pack_length=16_384) == 0  # 4.98 GB
     assert choose(pack_length=32_768) == 0  # 9.97 GB
     assert choose(pack_length=65_536) == LOGITS_CHUNK  # 19.9 GB
+
+
+def test_auto_counts_logits_in_fp32() -> None:
+    """9.97 GB of bf16 logits fit into half of what is left, 19.9 GB in fp32 do not."""
+    assert choose(pack_length=16_384, fp32_logits=True) == 0
+    assert choose(pack_length=32_768, fp32_logits=True) == LOGITS_CHUNK
 
 
 def test_auto_counts_the_reference_model() -> None:
@@ -207,3 +216,52 @@ def test_experts_are_shared_by_those_who_hold_the_same() -> None:
     optimizer = state_bytes(shape, layout, stage=0, dtype_bytes=2).optimizer
     assert held.experts == 26 * 3 * 3584 * 1280 * 16 // 8 and layout.expert_data == 1
     assert optimizer == 12 * (-(-held.dense // 8) + held.experts)
+
+
+LORA = LoraShape(rank=16, alpha=32)
+# A layer at rank 16: inputs 3584 of q, k, v, o, gate and up, 18944 of down; outputs 3584, 512, 512, 3584, 18944, 18944, 3584.
+ADAPTERS = 28 * 16 * (6 * 3584 + 18944 + 3 * 3584 + 2 * 512 + 2 * 18944)
+
+
+def test_adapters_are_trained_in_float32_beside_frozen_weights() -> None:
+    """2 bytes a weight, and 16 an adapter: parameter, gradient and two moments; no master, no reference."""
+    p = 7_615_616_512
+    assert ADAPTERS == 40_370_176
+    assert adapter_elements(QWEN_7B, ONE, LORA, stage=0).total == ADAPTERS
+    found = state_bytes(QWEN_7B, ONE, stage=0, dtype_bytes=2, has_reference=True, lora=LORA)
+    assert found.parameters == 2 * p + 4 * ADAPTERS
+    assert (found.gradients, found.optimizer, found.reference) == (4 * ADAPTERS, 8 * ADAPTERS, 0)
+    shared = state_bytes(QWEN_7B, Layout(world_size=8), stage=0, dtype_bytes=2, lora=LORA)
+    assert (shared.gradients, shared.optimizer) == (4 * ADAPTERS, ADAPTERS)
+    # The MLP's gate and up are one weight, merged in float32 and rounded.
+    assert merged_bytes(QWEN_7B, ONE, LORA, stage=0, dtype_bytes=2) == 2 * 18944 * 3584 * (4 + 2)
+    attention = LoraShape(rank=16, alpha=32, targets=("q_proj", "o_proj"))
+    assert merged_bytes(QWEN_7B, ONE, attention, stage=0, dtype_bytes=4) == (3584 + 2 * 512) * 3584 * 4
+    assert merged_bytes(QWEN_7B, ONE, None, stage=0, dtype_bytes=2) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout"),
+    [
+        ({}, {"world_size": 8, "tensor": 2, "pipeline": 4}),
+        ({"kv_heads": 2}, {"world_size": 4, "tensor": 4}),
+        ({}, {"world_size": 4, "pipeline": 4, "first_stage_layers": 5, "last_stage_layers": 7}),
+        ({"experts": EXPERTS}, {"world_size": 8, "pipeline": 2, "expert": 4, "tensor": 2}),
+    ],
+)
+def test_every_stage_holds_the_adapters_that_the_rule_table_gives_it(changes: dict, layout: dict) -> None:
+    """The count by layers is the table's on every rank; on one rank it is that of the tensors."""
+    shape, layout = dataclasses.replace(QWEN_7B, **changes), Layout(**layout)
+    for rank in range(layout.world_size):
+        places = [adapter_places(place, LORA) for place in local_parameters(shape, layout, rank).values()]
+        table = sum(math.prod(place.shape) for pair in places if pair for place in pair)
+        stage = rank // (layout.world_size // layout.pipeline)
+        assert adapter_elements(shape, layout, LORA, stage=stage).total == table
+    whole = sum(map(math.prod, adapter_tensors(shape, LORA).values()))
+    assert adapter_elements(shape, ONE, LORA, stage=0).total == whole
+
+
+def test_what_frozen_weights_leave_free_goes_to_the_logits() -> None:
+    """The chunk follows from what is left: without adapters' saving the head would run in chunks for nothing."""
+    assert choose(device_bytes=70 * GIB, layout=ONE) == LOGITS_CHUNK
+    assert choose(device_bytes=70 * GIB, layout=ONE, lora=LORA) == 0

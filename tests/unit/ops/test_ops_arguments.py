@@ -15,7 +15,7 @@ Y = torch.arange(4)
     ("arguments", "message"),
     [
         ({"logits": X[0]}, r"logits is \[10\] torch.float32, expected \[tokens, vocab/tp\]"),
-        ({"logits": X.half()}, "logits is torch.float16, expected torch.float32 or torch.bfloat16"),
+        ({"logits": X.int()}, "logits is torch.int32, expected one of torch.float32, torch.bfloat16, torch.float16"),
         ({"logits": torch.randn(10, 4).t()}, r"column stride 4, expected 1.*\.contiguous\(\)"),
         ({"targets": Y[:3]}, r"targets is \[3\] torch.int64, expected \[4\] torch.int64; pass rows"),
         ({"targets": Y.int()}, r"targets is \[4\] torch.int32, expected \[4\] torch.int64"),

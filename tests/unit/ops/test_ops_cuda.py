@@ -10,12 +10,14 @@ from collections.abc import Callable
 import policy_loss_cases
 import pytest
 import torch
+from kept_cases import GRAD_TOLERANCE, VALUE_TOLERANCE, Problem, make_problem
 from logprob_cases import Case, check_distant_rows, make_case, relative_error
 from policy_loss_cases import all_settings, check_close, chosen, make_operands, raw_arguments, to
 from torch import Tensor
 
 import mgrpo.ops
-from mgrpo.ops import LossSettings, linear_logprobs, policy_loss, reference, segment_mean, segment_sums
+from mgrpo.ops import KeptSets, LossSettings, linear_logprobs, policy_loss, reference, segment_mean, segment_sums
+from mgrpo.ops.logprobs import DTYPES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +56,7 @@ def run(case: Case, *, inplace: bool) -> tuple[Tensor, ...]:
     return on_own_stream(call)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
 @pytest.mark.parametrize("cols", [1, 1003, 32000, 50001])
 @pytest.mark.parametrize(("scale", "offset"), [(4.0, 0.0), (60.0, -500.0), (1e4, 0.0)])
 def test_cuda_equals_float64(dtype: torch.dtype, tolerance: float, cols: int, scale: float, offset: float) -> None:
@@ -68,7 +70,7 @@ def test_cuda_equals_float64(dtype: torch.dtype, tolerance: float, cols: int, sc
             assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_may_lie_beyond_32_bit_offsets(dtype: torch.dtype) -> None:
     """16k tokens of a 152k vocabulary are 2.5e9 logits: a 32-bit row offset would wrap to somebody else's memory."""
     cols, row_stride = 32003, 2**31 + 5
@@ -198,10 +200,11 @@ def test_operands_on_another_device_are_refused() -> None:
 
 
 # A bf16 logit near 8 is rounded by up to 2^-6 when it is stored, and is then divided by a temperature down to 0.5.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-2)])
+# fp16: an eighth of that.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-2), (torch.float16, 1e-2)])
 @pytest.mark.parametrize("logits_chunk", [64, 1000, 4096])
 def test_linear_logprobs_on_cuda_equals_float64(dtype: torch.dtype, tolerance: float, logits_chunk: int) -> None:
-    """On CUDA the chunks' GEMMs take another path, with fp32 sums of bf16 products; padding holds NaN."""
+    """On CUDA the chunks' GEMMs take another path, with fp32 sums of products in half precision; padding holds NaN."""
     n, hidden_size, cols = 37, 64, 2003
     hidden = torch.randn(n, hidden_size).to(dtype)
     weight = torch.randn(cols + 5, hidden_size).mul(2 / hidden_size**0.5).to(dtype)
@@ -231,3 +234,44 @@ def test_linear_logprobs_on_cuda_equals_float64(dtype: torch.dtype, tolerance: f
         assert torch.equal(result, repeated)
         assert relative_error(result.detach().cpu(), want.detach()) < tolerance
     assert got[3][cols:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("head", ["logits", "linear"])
+@pytest.mark.parametrize("dtype", list(VALUE_TOLERANCE))
+def test_kept_sets_on_cuda_equal_float64(head: str, dtype: torch.dtype) -> None:
+    """Sums of a set must not depend on the run: many sets share tokens, whose gradients meet in one row of the weight."""
+    sizes = torch.randint(1, 20, (300,))
+    sizes[:5] = torch.tensor([1, 32, 33, 500, 2003])
+    problem = make_problem(head, n=300, cols=2003, dtype=dtype, sizes=sizes)
+    moved = Problem(**{name: on_gpu(getattr(problem, name)) for name in Problem.__dataclass_fields__})
+    results, again = on_own_stream(moved.run), on_own_stream(moved.run)
+    if head == "logits":
+        again = on_own_stream(lambda: moved.run(inplace=True))
+    limits = [VALUE_TOLERANCE[dtype]] * 2 + [2 * GRAD_TOLERANCE[dtype]] * len(problem.operands)
+    for got, repeated, expected, limit in zip(results, again, problem.oracle(), limits, strict=True):
+        assert torch.equal(got, repeated)
+        assert relative_error(got, expected) < limit
+
+
+def on_gpu(value: object) -> object:
+    if isinstance(value, tuple):
+        parts = [on_gpu(part) for part in value]
+        return KeptSets(*parts) if isinstance(value, KeptSets) else tuple(parts)
+    return value.cuda() if isinstance(value, Tensor) else value
+
+
+def test_bad_kept_sets_on_cuda_give_minus_infinity_without_a_wait() -> None:
+    """The device is not asked whether sets are right; an id from nowhere must not be read from foreign memory."""
+    logits = torch.randn(3, 10, device="cuda", requires_grad=True)
+    ids = torch.tensor([1, 2, 2**31 - 1, 4, -5, 3], dtype=torch.int32, device="cuda")
+    kept = KeptSets(ids, torch.tensor([0, 2, 4, 6], dtype=torch.int32, device="cuda"))
+    targets = torch.tensor([7, 4, 3], device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logprobs, _ = mgrpo.ops.token_logprobs(logits, targets, kept=kept, with_entropy=True)
+        logprobs[1:].sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert logprobs[0] == -torch.inf and logprobs[1:].tolist() == [0.0, 0.0]
+    assert logits.grad.count_nonzero() == 0

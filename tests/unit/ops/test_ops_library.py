@@ -24,8 +24,8 @@ ARCHS = ("sm_80", "sm_90")
 GENCODE = [f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}" for arch in ARCHS]
 NVCC_COMMAND = [NVCC, "-O3", "-std=c++17", *GENCODE, "-Werror=all-warnings", "-Xptxas", "-v", f"-I{ROOT}/csrc"]
 # Registers a thread may take. The logprob kernels are bound by memory: 40 keep three blocks of 512 threads on a
-# multiprocessor. The loss is bound by its launch: 64 keep four blocks of 256.
-MAX_REGISTERS = {"logprob_cuda.cu": 40, "policy_loss_cuda.cu": 64}
+# multiprocessor. The loss and the kept sets are bound by their launch: 64 keep four blocks of 256.
+MAX_REGISTERS = {"logprob_cuda.cu": 40, "kept_cuda.cu": 64, "policy_loss_cuda.cu": 64}
 
 
 def listed_sources() -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ from logprob_cases import check_distant_rows, make_case, relative_error
 
 import mgrpo.ops
 from mgrpo.ops import reference
-from mgrpo.ops.logprobs import _TokenLogprobs
+from mgrpo.ops.logprobs import DTYPES, _TokenLogprobs
 
 ONE = torch.ones(1)
 
@@ -33,10 +33,11 @@ def grad_arguments(dtype: torch.dtype = torch.float32) -> tuple:
     return case.logits, rest
 
 
-def test_opcheck_accepts_every_op(compiled: None) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck_accepts_every_op(compiled: None, dtype: torch.dtype) -> None:
     """A wrong schema or fake shows up as a wrong graph under torch.compile, far from its cause."""
     op = torch.ops.mgrpo
-    logits, rest = grad_arguments()
+    logits, rest = grad_arguments(dtype)
     targets, _, _, valid_cols, inv_temp, merged, _, _ = rest
     rows = torch.randperm(logits.shape[0])[: targets.shape[0]]
     torch.library.opcheck(op.logprob_stats.default, (logits, targets, rows, 0, valid_cols, inv_temp, True))
@@ -46,7 +47,7 @@ def test_opcheck_accepts_every_op(compiled: None) -> None:
     torch.library.opcheck(op.logprob_grad_out.default, (logits, torch.empty_like(logits), *rest))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_ops_equal_the_reference(compiled: None, dtype: torch.dtype) -> None:
     """A run on a machine without a compiler must be the same run."""
     logits, rest = grad_arguments(dtype)
@@ -63,7 +64,8 @@ def test_compiled_ops_equal_the_reference(compiled: None, dtype: torch.dtype) ->
         results[implementation] = (stats, *implementation.logprob_merge(stats[None], inv_temp), out)
     for got, expected in zip(results[torch.ops.mgrpo], results[reference], strict=True):
         assert got.shape == expected.shape and got.dtype == expected.dtype
-        assert relative_error(got, expected.double()) < (4e-3 if got.dtype == torch.bfloat16 else 1e-5)
+        limit = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}[got.dtype]
+        assert relative_error(got, expected.double()) < limit
 
 
 @pytest.mark.parametrize("cuts", [(0, 334, 668, 1008), (0, 1, 1002, 1008), (0, 1003, 1005, 1008), (0, 0, 500, 1008)])
@@ -111,7 +113,7 @@ def test_targets_beyond_32_bits_have_one_owner(target: int) -> None:
                 assert op.logprob_stats(logits, targets, None, start, 10, ONE, False)[3].item() == -torch.inf
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_may_lie_beyond_32_bit_offsets(compiled: None, tmp_path: Path, dtype: torch.dtype) -> None:
     """16k tokens of a 152k vocabulary are 2.5e9 logits: a 32-bit row offset would wrap to foreign memory."""
     numbers = itertools.count()

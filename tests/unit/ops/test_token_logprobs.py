@@ -9,10 +9,11 @@ import torch
 from logprob_cases import Case, make_case, relative_error
 
 from mgrpo.ops import token_logprobs
+from mgrpo.ops.logprobs import DTYPES
 
-# Forward accumulates in fp32 whatever the logits are; a bf16 gradient is rounded once, when it is stored.
+# Forward accumulates in fp32 whatever the logits are; a gradient is rounded to their type once, when it is stored.
 VALUE_TOLERANCE = 1e-6
-GRAD_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
+GRAD_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
 def run(case: Case, *, inplace: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -33,7 +34,7 @@ def check_against_float64(case: Case) -> None:
     assert relative_error(grad, expected_grad) < GRAD_TOLERANCE[case.logits.dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("all_rows", [True, False])
 @pytest.mark.parametrize("cols", [1, 2, 7, 64, 1003, 2048, 5001])
 def test_values_and_gradient_equal_float64(dtype: torch.dtype, all_rows: bool, cols: int) -> None:
@@ -41,14 +42,14 @@ def test_values_and_gradient_equal_float64(dtype: torch.dtype, all_rows: bool, c
     check_against_float64(make_case(cols=cols, dtype=dtype, all_rows=all_rows))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("scale", "offset"), [(60.0, -500.0), (1.0, 1e4), (1e4, 0.0), (1.0, -1e4)])
 def test_extreme_logits_lose_no_accuracy(dtype: torch.dtype, scale: float, offset: float) -> None:
     """A model early in training, or a large one late, has logits far from zero; log-sum-exp must not cancel there."""
     check_against_float64(make_case(dtype=dtype, scale=scale, offset=offset))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_minus_infinity_logits_have_no_mass_and_no_gradient(dtype: torch.dtype) -> None:
     """Masked tokens arrive as -inf; 0 * inf inside the entropy would make the whole step NaN."""
     case = make_case(cols=5001, dtype=dtype)
@@ -67,7 +68,12 @@ def test_nan_and_inf_logits_show_in_the_result() -> None:
         logprobs, entropy = token_logprobs(logits, torch.full((4,), 4000), with_entropy=True)
         assert torch.isnan(logprobs).tolist() == [False, True, False, False]
         assert torch.isnan(entropy).tolist() == [False, True, False, False]
-    logits = torch.randn(2, 300, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_in_logits_and_in_cotangents_shows_in_the_gradient(dtype: torch.dtype) -> None:
+    """A NaN that rounding turns into a number is a step on garbage."""
+    logits = torch.randn(2, 300, dtype=dtype)
     logits[1, 7] = torch.nan
     logits.requires_grad_()
     token_logprobs(logits, torch.tensor([1, 2]))[0].sum().backward()
@@ -75,9 +81,28 @@ def test_nan_and_inf_logits_show_in_the_result() -> None:
 
     # A NaN whose bits are all ones turns into -0 when it is rounded to bf16 like a number.
     nan = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
-    logits = torch.randn(1, 300, dtype=torch.bfloat16, requires_grad=True)
+    logits = torch.randn(1, 300, dtype=dtype, requires_grad=True)
     token_logprobs(logits, torch.tensor([1]))[0].backward(nan)
     assert torch.isnan(logits.grad).all()
+
+
+def test_every_float16_is_read_and_rounded_as_torch_does(compiled: None) -> None:
+    """Loss scaling lives off the edges: subnormal gradients must survive, and those too large must become infinite."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    one = torch.ones(1)
+    # The statistics of one column hold it as it was read.
+    column, first = every[:, None].contiguous(), torch.zeros(2**16, dtype=torch.int64)
+    read = torch.ops.mgrpo.logprob_stats(column, first, None, 0, 1, one, False)[3]
+    assert torch.equal(read.view(torch.int32)[~every.isnan()], every.float().view(torch.int32)[~every.isnan()])
+    assert read[every.isnan()].isnan().all()
+
+    # Two equal logits: each column's gradient is half of the cotangent, which is any float32 between its neighbours.
+    finite = every[every.isfinite()].float()
+    halves = torch.cat([finite, (finite + finite.roll(1)) / 2, finite * 1.0003, torch.tensor([65519.9, 65520.0, 1e30])])
+    logits = torch.zeros(len(halves), 2, dtype=torch.float16, requires_grad=True)
+    logprobs, _ = token_logprobs(logits, torch.zeros(len(halves), dtype=torch.int64))
+    (grad,) = torch.autograd.grad(logprobs, logits, 2 * halves)
+    assert torch.equal(grad, torch.stack((halves, -halves), 1).half())
 
 
 @pytest.mark.parametrize("n", [0, 1])
@@ -95,7 +120,7 @@ def test_no_token_and_one_token_are_legal(n: int) -> None:
     assert empty.grad.shape == (0, 17)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_may_start_anywhere_in_memory(dtype: torch.dtype) -> None:
     """Logits may be a slice of a wider buffer, so that rows start on odd addresses and the new gradient does not."""
     case = make_case(cols=777, dtype=dtype)
@@ -149,7 +174,7 @@ def test_one_temperature_for_all_equals_the_same_for_each(temperature: float) ->
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_in_place_equals_a_new_buffer_bitwise(dtype: torch.dtype) -> None:
     """In place saves memory; it must not be another training run."""
     case = make_case(dtype=dtype, cols=2500)
@@ -263,7 +288,7 @@ def test_token_ids_may_lie_beyond_32_bits(with_entropy: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_compiled_graph_equals_eager(compiled: None, with_entropy: bool, dtype: torch.dtype) -> None:
     """The op must not break a compiled loss into pieces, and its gradient must be the same to the bit."""

@@ -17,27 +17,37 @@ from mgrpo.packing import (
     plan_step,
 )
 from mgrpo.types import PackedBatch, TrainSample
+from tests.builders import kept_tokens, sets_of
 
 # No deadline: a shared machine is slow now and then. No database: a test leaves no files.
 property_test = settings(database=None, deadline=None, max_examples=100)
 
 
-def make_samples(groups: list[tuple[int, list[int]]], seed: int = 0, *, has_turns: bool = False) -> list[TrainSample]:
+def make_samples(
+    groups: list[tuple[int, list[int]]], seed: int = 0, *, has_turns: bool = False, is_cut: bool = False
+) -> list[TrainSample]:
     """One group for each (prompt length, response lengths).
 
     Args:
+        is_cut: tokens have sets, one in five of them an empty one.
         has_turns: of two samples in three some tokens were not sampled, or none was; each token has its own advantage.
     """
-    rng, masks = np.random.default_rng(seed), np.random.default_rng(seed)
+    rng, masks, cuts = np.random.default_rng(seed), np.random.default_rng(seed), np.random.default_rng(seed)
     samples = []
     for number, (prompt_length, response_lengths) in enumerate(groups):
         prompt = rng.integers(1, 1000, prompt_length).astype(np.int32)
         for length in response_lengths:
             is_sampled = masks.random(length) < 0.5 if has_turns and masks.random() < 2 / 3 else None
+            tokens = rng.integers(1, 1000, length).astype(np.int32)
+            has_set = (cuts.random(length) < 0.8) & (True if is_sampled is None else is_sampled)
+            sets = [
+                [*cuts.integers(1000, 2000, cuts.integers(4)), token] if has_own else []
+                for token, has_own in zip(tokens, has_set, strict=True)
+            ]
             samples.append(
                 TrainSample(
                     prompt_tokens=prompt.copy(),
-                    tokens=rng.integers(1, 1000, length).astype(np.int32),
+                    tokens=tokens,
                     loss_mask=(rng.random(length) < 0.7) & (True if is_sampled is None else is_sampled),
                     is_sampled=is_sampled,
                     token_advantages=masks.random(length).astype(np.float32) if has_turns else None,
@@ -45,6 +55,7 @@ def make_samples(groups: list[tuple[int, list[int]]], seed: int = 0, *, has_turn
                     advantage=float(rng.normal()),
                     group=number,
                     ages=rng.integers(0, 128, length, dtype=np.uint8),
+                    kept=kept_tokens(*sets) if is_cut else None,
                 )
             )
     return samples
@@ -92,6 +103,11 @@ def check_pack(pack: PackedBatch, samples: list[TrainSample]) -> None:
             assert pack.advantages[i] == np.float32(sample.advantage) and len(pack.advantages) == len(pack.samples)
         else:
             np.testing.assert_array_equal(pack.advantages[span], sample.token_advantages[own])
+        if sample.kept is None:
+            assert pack.kept is None
+        else:
+            sets = [sets_of(sample.kept)[place] or [sample.tokens[place]] for place in own]
+            assert pack.kept is not None and sets_of(pack.kept.part(span.start, span.stop)) == sets
         text = np.concatenate([sample.prompt_tokens, sample.tokens])
         for j, row in zip(own, pack.rows[span], strict=True):
             seen = np.flatnonzero(mask[row])
@@ -102,20 +118,30 @@ def check_pack(pack: PackedBatch, samples: list[TrainSample]) -> None:
 
 
 def equal_packs(left: PackedBatch, right: PackedBatch) -> bool:
-    return all(
-        getattr(left, f.name).dtype == getattr(right, f.name).dtype
-        and np.array_equal(getattr(left, f.name), getattr(right, f.name))
-        for f in dataclasses.fields(PackedBatch)
+    names = [field.name for field in dataclasses.fields(PackedBatch) if field.name != "kept"]
+    sets = [pack.kept and sets_of(pack.kept) for pack in (left, right)]
+    return sets[0] == sets[1] and all(
+        getattr(left, name).dtype == getattr(right, name).dtype
+        and np.array_equal(getattr(left, name), getattr(right, name))
+        for name in names
     )
 
 
 @property_test
-@given(groups_of_samples, share, st.sampled_from([1, 2, 4, 8]), st.integers(1, 3), st.integers(1, 2), st.booleans())
+@given(
+    groups_of_samples,
+    share,
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.booleans(),
+    st.booleans(),
+)
 def test_packs_of_a_step_reproduce_every_sample_exactly_once(
-    groups, share_prompts, multiple_of, dp, num_mini_batches, has_turns
+    groups, share_prompts, multiple_of, dp, num_mini_batches, has_turns, is_cut
 ):
     """A row that sees another completion, or predicts a shifted token, trains on text nobody sampled; loss still falls."""
-    samples = make_samples(groups, has_turns=has_turns)
+    samples = make_samples(groups, has_turns=has_turns, is_cut=is_cut)
     packs = pack_step(
         samples,
         pack_length=32,

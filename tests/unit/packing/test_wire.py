@@ -8,16 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgrpo.packing import assemble, from_slice, plan_step, to_slices
+from tests.builders import kept_tokens
 from tests.unit.packing.test_document import equal_packs, groups_of_samples, make_samples, property_test, share
 
 PADDINGS = st.sampled_from([(1, 1), (2, 1), (4, 4), (6, 2)])
 
 
 @property_test
-@given(groups_of_samples, share, PADDINGS, st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.booleans())
-def test_packs_survive_the_wire(groups, share_prompts, multiples, dp, num_mini_batches, passes, has_turns):
+@given(
+    groups_of_samples,
+    share,
+    PADDINGS,
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.booleans(),
+    st.booleans(),
+)
+def test_packs_survive_the_wire(groups, share_prompts, multiples, dp, num_mini_batches, passes, has_turns, is_cut):
     """Ranks would train on each other's packs, or divide by a denominator of their own."""
-    samples = make_samples(groups, has_turns=has_turns)
+    samples = make_samples(groups, has_turns=has_turns, is_cut=is_cut)
     padding = dict(zip(("multiple_of", "document_multiple_of"), multiples, strict=True))
     choices = {"pack_length": 36, "dp": dp, "num_mini_batches": num_mini_batches} | padding
     plan = [
@@ -90,6 +100,17 @@ def test_a_token_between_turns_takes_four_bytes_and_a_bit():
     assert bytes_of([turns], [[[[[0]]]]]) - bytes_of([sample], [[[[[0]]]]]) == 1000 // 8 - 5 * 600
     credited = dataclasses.replace(turns, token_advantages=np.ones(1000, np.float32))
     assert bytes_of([credited], [[[[[0]]]]]) - bytes_of([turns], [[[[[0]]]]]) == 4 * 400
+
+
+def test_a_set_takes_four_bytes_a_token_and_nothing_where_there_is_none():
+    """With top_k of 64 sets are most of what is sent; tokens between turns have none."""
+    (sample,) = make_samples([(50, [1000])])
+    sets = kept_tokens(*([[7, 8, 9]] * 400 + [[]] * 600))
+    cut = dataclasses.replace(sample, kept=sets)
+    assert bytes_of([cut], [[[[[0]]]]]) - bytes_of([sample], [[[[[0]]]]]) == 4 * 1000 + 4 * 3 * 400
+    turns = {"is_sampled": np.arange(1000) < 400, "loss_mask": np.arange(1000) < 400}
+    plain, cut = (dataclasses.replace(each, **turns) for each in (sample, cut))
+    assert bytes_of([cut], [[[[[0]]]]]) - bytes_of([plain], [[[[[0]]]]]) == 4 * 400 + 4 * 3 * 400
 
 
 def test_mask_and_age_of_a_token_share_a_byte():

@@ -123,6 +123,12 @@ def test_the_loss_has_logits_and_two_gradients() -> None:
     weights = 6400 * 12288 * 2
     assert loss_bytes(100, logits_chunk=0, **options) == weights + 100 * (6400 * 2 + 12288 * 2)
     assert loss_bytes(100, logits_chunk=1600, **options) == weights + 100 * (1600 * 2 + 12288 * 8)
+    # In fp32, beside the rounded gradient of all columns or of a chunk, and with both gradients of the input.
+    wide = options | {"fp32_logits": True}
+    assert loss_bytes(100, logits_chunk=0, **wide) == weights + 100 * (6400 * (4 + 2) + 12288 * 8)
+    assert loss_bytes(100, logits_chunk=1600, **wide) == weights + 100 * (1600 * (4 + 2) + 12288 * 8)
+    in_fp32 = options | {"dtype_bytes": 4}
+    assert loss_bytes(100, logits_chunk=0, **in_fp32) == loss_bytes(100, logits_chunk=0, **in_fp32, fp32_logits=True)
     capped = options | {"shape": dataclasses.replace(GPT_175B, logit_softcap=30.0)}
     assert loss_bytes(100, logits_chunk=0, **capped) == weights + 100 * (3 * 6400 * 2 + 12288 * 2)
 

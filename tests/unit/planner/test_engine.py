@@ -46,6 +46,12 @@ def test_heads_are_copied_where_workers_are_more() -> None:
     assert memory_of(16).cache_bytes_per_token == memory_of(8).cache_bytes_per_token == 32 << 10
 
 
+def test_an_8_bit_cache_holds_twice_the_tokens() -> None:
+    """One byte a value, without what few scales take."""
+    assert memory_of(4, vllm_kv_cache_dtype="fp8").cache_bytes_per_token == 32 << 10
+    assert memory_of(4, vllm_kv_cache_dtype="fp8").cache == memory_of(4).cache
+
+
 def test_an_engine_without_room_for_a_sequence_has_no_time() -> None:
     """61 GiB of weights, 4 of workspace: 7 GiB remain of 72, 256 KiB a token; of 48 not even the weights fit."""
     assert memory_of(1).longest_sequences == 2

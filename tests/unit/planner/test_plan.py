@@ -261,3 +261,40 @@ def test_a_better_division_between_learners_and_engines_is_found() -> None:
     best, *others = other_splits(alone, suggest(alone, count=3, hf_config=hf_config), hf_config=hf_config)
     assert best.plan.split.engines > 1 and best.plan.fits and best.plan.step_s < 0.8 * alone.step_s
     assert all(best.plan.step_s <= 1.02 * other.plan.step_s for other in others)
+
+
+LORA = {"use_peft": True, "lora_r": 32, "learning_rate": 1e-5}
+
+
+def test_adapters_take_the_place_of_states_and_reference() -> None:
+    """16 bytes an adapter in place of 16 a weight, two forward passes' work in place of three, and their merging."""
+    full, _ = shipped_plan("7b_8gpu")
+    lora = plan_run(
+        dataclasses.replace(full.config, adapter=from_values(LORA).adapter),
+        full.shape,
+        full.hardware,
+        num_learners=4,
+    )
+    weights = full.worst.states.parameters
+    assert full.worst.states.reference == weights and lora.worst.states.reference == 0
+    assert weights < lora.worst.states.parameters < 1.05 * weights
+    assert lora.worst.states.total < 1.1 * weights < full.worst.states.total / 4
+    assert lora.worst.activations == full.worst.activations
+    assert lora.worst.passes == lora.worst.activations.kept + lora.worst.activations.buffers + max(
+        lora.worst.loss, lora.worst.layer + lora.worst.merged
+    )
+    assert lora.learners.training["compute"] == pytest.approx(full.learners.training["compute"] * 2 / 3)
+    assert lora.learners.traffic.data < 0.02 * full.learners.traffic.data
+    assert 0 < lora.learners.training["adapters"] < 0.1 * lora.learners.training["compute"]
+    assert "adapters" not in full.learners.training and "adapters" not in lora.learners.logprobs
+    assert lora.sync_s == full.sync_s
+    assert lora.worst.start < full.worst.start
+
+
+def test_layouts_of_adapters_are_those_that_a_run_accepts() -> None:
+    """ZeRO 2 and 3 are refused with adapters."""
+    full, hf_config = shipped_plan("7b_8gpu")
+    config = dataclasses.replace(full.config, adapter=from_values(LORA).adapter)
+    plan = plan_run(config, full.shape, full.hardware, num_learners=4)
+    found = suggest(plan, count=5, hf_config=hf_config)
+    assert found and {suggestion.plan.layout.zero_stage for suggestion in found} == {1}

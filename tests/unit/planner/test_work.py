@@ -116,9 +116,9 @@ def test_recomputation_repeats_what_it_names() -> None:
 def test_passes_follow_the_algorithm() -> None:
     """A pass over the batch too many or too few is a quarter of the training time."""
     base = {"num_unique_prompts_rollout": 8, "beta": 0.0}
-    assert dataclasses.astuple(passes_of(from_values(base))) == (1, 0, 0, 1)
+    assert dataclasses.astuple(passes_of(from_values(base))) == (1, 0, 0, 1, 2)
     several = from_values(base | {"beta": 0.1, "num_epochs": 2, "num_mini_batches": 4})
-    assert dataclasses.astuple(passes_of(several)) == (2, 1, 1, 8)
+    assert dataclasses.astuple(passes_of(several)) == (2, 1, 1, 8, 2)
     assert passes_of(several).in_forward == 2 * 3 + 1 + 1
     engine = from_values(base | {"num_mini_batches": 4, "use_vllm_logprobs": True})
     assert passes_of(engine).old == 0

@@ -138,7 +138,9 @@ def test_engines_on_other_nodes_use_the_learners_network(monkeypatch, on_gpu):
     ("text", "words"),
     [
         ("{}", None),
-        ('{"max_num_batched_tokens": 8192, "kv_cache_dtype": "fp8"}', None),
+        ('{"max_num_batched_tokens": 8192, "attention_backend": "FLASH_ATTN"}', None),
+        ('{"kv_cache_dtype": "fp8"}', "cannot hold kv_cache_dtype: use vllm_kv_cache_dtype"),
+        ('{"hf_overrides": {"head_dtype": "float32"}}', "for head_dtype use cast_lm_head_to_fp32"),
         (
             '{"max_num_batch_tokens": 1}',
             "has max_num_batch_tokens, which .* does not know; it knows max_num_batched_tokens",
@@ -175,7 +177,6 @@ OWN_MODEL = "the engine samples from the model that is trained"
         ("enable_lora", True, OWN_WEIGHTS),
         ("cpu_offload_gb", 4, OWN_WEIGHTS),
         ("worker_cls", "a.B", OWN_WEIGHTS),
-        ("hf_overrides", {"rope_theta": 1}, OWN_MODEL),
         ("disable_sliding_window", True, OWN_MODEL),
         ("enable_expert_parallel", True, "share the matrices of every expert"),
         ("enable_eplb", True, "share the matrices of every expert"),
@@ -212,6 +213,36 @@ def test_an_engine_finds_the_model_from_any_working_directory(monkeypatch, tmp_p
     args = arguments.engine_args(from_values(values), on_gpu=False)
     monkeypatch.chdir("/")
     assert (args["model"], args["tokenizer"]) == (f"{tmp_path}/models/m", f"{tmp_path}/models/t")
+
+
+def test_an_engine_rounds_as_the_settings_say():
+    """Logits in fp32 on one side only, or an 8-bit cache that is not asked for, make two policies of one."""
+    plain = arguments.engine_args(from_values({"model_name_or_path": "m"}), on_gpu=True)
+    assert plain["kv_cache_dtype"] == "auto" and "hf_overrides" not in plain
+    given = {"model_name_or_path": "m", "cast_lm_head_to_fp32": True, "use_fp8_kv_cache": True}
+    args = arguments.engine_args(from_values(given), on_gpu=True)
+    assert args["kv_cache_dtype"] == "fp8" and args["hf_overrides"] == {"head_dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "head_dim", "dtype", "words"),
+    [
+        ("fpu avx512f", 64, "fp8", None),
+        ("fpu amx_tile", 32, "fp8_e5m2", None),
+        ("fpu avx2", 80, "auto", None),
+        ("fpu avx2", 64, "fp8", "vllm_kv_cache_dtype=fp8 needs a CPU with AVX-512 or AMX, which this machine's is not"),
+        ("fpu avx512f", 80, "fp8", "needs a model with a head_dim of a multiple of 32 on a CPU, this one has 80; use auto"),
+        ("fpu avx512f", 64, "fp8_per_token_head", "is for GPUs; on a CPU use fp8, fp8_e5m2 or auto"),
+    ],
+)  # fmt: skip
+def test_an_8_bit_cache_needs_a_kernel_of_this_cpu(monkeypatch, tmp_path, flags, head_dim, dtype, words):
+    """vLLM says so only when the engine has loaded the model, or at the first prompt."""
+    (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
+    monkeypatch.setattr(arguments, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(arguments, "serving_gpus", list)
+    config = from_values({"vllm_kv_cache_dtype": dtype})
+    found = arguments.machine_problems(config, num_local_learners=0, head_dim=head_dim, starts_engines=True)
+    assert len(found) == (words is not None) and all(words in sentence for sentence in found)
 
 
 def test_an_engine_has_a_tokenizer_only_for_stop_strings():

@@ -222,6 +222,13 @@ def test_without_stop_strings_engines_draw_from_one_stream() -> None:
     assert own.fleet.engines[0].batches[0].seeds is None
 
 
+def test_with_a_grammar_every_prompt_has_its_own_seed() -> None:
+    """It is ready at some moment: were all rows drawn from one stream, the others' samples would depend on it."""
+    own = dispatcher(vllm_guided_decoding_regex="[0-9]+", top_k=8)
+    train(own, [numbered(0)])
+    assert own.fleet.engines[0].batches[0].seeds is not None
+
+
 @pytest.mark.parametrize("stop_strings", [(), ("</answer>",)])
 def test_on_gpus_or_with_stop_strings_every_prompt_has_its_own_seed_wherever_it_is_sampled(stop_strings) -> None:
     """On GPUs engines would share their noise; an ended row stays in the batch for a moment, and must not change others.

@@ -20,7 +20,10 @@ INFO: dict[str, Any] = {
             "logprobs_mode": "processed_logprobs",
             "quantization": None,
             "skip_tokenizer_init": True,
+            "max_logprobs": 20,
+            "hf_overrides": {},
         },
+        "cache_config": {"cache_dtype": "auto"},
         "parallel_config": {
             "tensor_parallel_size": 1,
             "pipeline_parallel_size": 1,
@@ -64,6 +67,8 @@ def test_a_server_as_it_should_be_has_no_problem():
         ("parallel_config/data_parallel_size", 2, "runs with --data-parallel-size 2, expected 1"),
         ("parallel_config/_api_process_count", 2, "runs with --api-server-count 2, expected 1"),
         ("model_config/quantization", "fp8", "quantizes weights (fp8)"),
+        ("model_config/hf_overrides", {"head_dtype": "bfloat16"}, "computes logits in bfloat16, expected float32"),
+        ("cache_config/cache_dtype", "fp8", "keeps keys and values in fp8, expected vllm_kv_cache_dtype=auto; start it with --kv"),
         ("speculative_config", {"method": "ngram"}, "leave --speculative-config out"),
         ("scheduler_config/max_num_seqs", 3, "max_num_seqs is 3, expected at least the 16 samples of a prompt"),
         ("scheduler_config/enable_chunked_prefill", True, "start it with --no-enable-chunked-prefill"),
@@ -75,6 +80,25 @@ def test_each_difference_is_one_sentence_with_a_remedy(name, value, sentence):
     """Without it the run would fail steps later, or train on log-probabilities that are not the trainer's."""
     (found,) = problems({name: value}, num_samples_per_prompt_rollout=16)
     assert sentence in found and ("start" in found or "leave" in found)
+
+
+def test_a_server_rounds_as_the_run_expects():
+    """An 8-bit cache that the run does not know of is not corrected; logits of another type are another policy."""
+    half = {"model_config/dtype": "torch.bfloat16"}
+    wide = half | {"model_config/hf_overrides": {"head_dtype": "float32"}}
+    cast = {"model_dtype": "bfloat16", "cast_lm_head_to_fp32": True}
+    assert problems(wide, **cast) == problems(half, model_dtype="bfloat16") == []
+    (found,) = problems(half, **cast)
+    assert "computes logits in bfloat16, expected float32; start it with --hf-overrides" in found
+    (found,) = problems(wide, model_dtype="bfloat16")
+    assert "start it without head_dtype in --hf-overrides, or set cast_lm_head_to_fp32 true" in found
+    for cache in ("fp8", "fp8_e4m3"):
+        assert problems({"cache_config/cache_dtype": cache}, vllm_kv_cache_dtype="fp8") == []
+    (found,) = problems({"cache_config/cache_dtype": "fp8_e5m2"}, vllm_kv_cache_dtype="fp8")
+    assert (
+        "keeps keys and values in fp8_e5m2, expected vllm_kv_cache_dtype=fp8; start it with --kv-cache-dtype fp8"
+        in found
+    )
 
 
 def test_a_gpu_reads_prompts_in_parts():
@@ -139,3 +163,22 @@ def test_learners_and_servers_meet_on_the_way_between_them(monkeypatch):
     monkeypatch.setattr(server_facts, "own_address", lambda host: f"towards {host}")
     assert meeting_host(at("http://127.0.0.1:1", "http://localhost:2")) is None
     assert meeting_host(at("http://127.0.0.1:1", "http://10.0.0.7:2")) == "towards 10.0.0.7"
+
+
+def test_a_server_must_say_what_it_samples_from(tmp_path):
+    """It would refuse the first prompt: its limit of 20 is vLLM's own."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 1000}')
+    cut = {"model_name_or_path": str(tmp_path), "top_k": 20}
+    (found,) = problems({}, **cut)
+    assert "max_logprobs is 20, expected at least 36 for top_k=20" in found and "--max-logprobs 36" in found
+    for enough in (36, -1):
+        assert problems({"model_config/max_logprobs": enough}, **cut) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("stop_strings", ["x"]), ("vllm_guided_decoding_regex", "[0-9]+")]
+)  # fmt: skip
+def test_a_server_that_reads_text_has_a_tokenizer(name, value):
+    (found,) = problems({}, **{name: value})
+    assert f"no tokenizer, needed for {name}" in found
+    assert problems({"model_config/skip_tokenizer_init": False}, **{name: value}) == []

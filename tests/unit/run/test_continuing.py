@@ -12,7 +12,7 @@ from mgrpo.config import from_values
 from mgrpo.config.fields import flat
 from mgrpo.data.mixture import open_data
 from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.run.continuing import changes, find_state, resume_problems
+from mgrpo.run.continuing import adapter_record, changes, find_state, resume_problems
 from tests.unit.checkpoint.states import make_values, save
 
 MODEL = str(Path(__file__).parents[3] / "examples/quickstart/model")
@@ -96,6 +96,45 @@ def test_what_would_be_another_run_is_refused(folder, shape):
     (number,), _ = found(folder, shape)
     assert f"the training data are 2 of 2 rows of {folder}/rows.jsonl, but " in number
     assert "was saved with 3 of 3 rows" in number
+
+
+ADAPTERS = {"use_peft": True, "lora_r": 8, "learning_rate": 2e-3, "seed": 1}
+
+
+def test_adapters_go_on_only_as_they_were_trained_on_the_model_that_they_were_trained_on(tmp_path, shape):
+    """The state has no weights of the model: adapters of another shape, or beside other weights, are another policy."""
+    write_rows(tmp_path, 1, 2, 3)
+    run = config(tmp_path, **ADAPTERS)
+    record = {"settings": adapter_record(run.adapter.lora, shape), "base": "a" * 64}
+    save_state(run, shape, 2, learner={"adapters": json.loads(json.dumps(record))})
+    assert found(tmp_path, shape, **ADAPTERS) == ([], [])
+    everything = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert found(tmp_path, shape, **ADAPTERS, lora_target_modules=everything)[0] == []
+    (full,), _ = found(tmp_path, shape)
+    assert (
+        full.startswith("use_peft=false, but ") and "/step_2 holds adapters, not the model; set use_peft=true" in full
+    )
+    for changed, words in (
+        ({"lora_r": 4}, "lora_r=4, but {}/step_2 was saved with 8; set lora_r 8, or start afresh"),
+        ({"lora_alpha": 16}, "lora_alpha=16, but {}/step_2 was saved with 32; set lora_alpha 32"),
+        ({"use_rslora": True}, "use_rslora=true, but {}/step_2 was saved with false"),
+        (
+            {"lora_target_modules": ["o_proj"]},
+            "lora_target_modules=o_proj, but {}/step_2 was saved with down_proj gate",
+        ),
+    ):
+        (problem,), _ = found(tmp_path, shape, **ADAPTERS | changed)
+        assert problem.startswith(words.format(tmp_path / "out/checkpoints"))
+    own = config(tmp_path, **ADAPTERS)
+    stored, _ = find_state(own)
+    (base,) = resume_problems(own, stored, shape=shape, data=None, base="b" * 64)
+    assert f"adapters of other weights than those in model_name_or_path={MODEL}; it was saved from {MODEL}" in base
+
+
+def test_a_state_of_all_weights_is_not_continued_with_adapters(folder, shape):
+    """Its weights are no longer those of the model's folder."""
+    (problem,), _ = found(folder, shape, use_peft=True)
+    assert problem.startswith("use_peft=true, but ") and "saved by a run that trained all weights" in problem
 
 
 def test_settings_that_changed_are_listed(folder, shape):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import numpy as np
+import pytest
 
 from mgrpo.run.saved_rollouts import packed, unpacked
 from mgrpo.types import Completion, RolloutGroup, Turn
@@ -49,6 +50,7 @@ def assert_equal(found: Completion, expected: Completion) -> None:
     for name in ("tokens", "logprobs", "policy_versions", "loss_mask"):
         ours, theirs = getattr(found, name), getattr(expected, name)
         assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist(), name
+    assert (found.kept and builders.sets_of(found.kept)) == (expected.kept and builders.sets_of(expected.kept))
     assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
     assert (found.trajectory is None) == (expected.trajectory is None)
     if found.trajectory and expected.trajectory:
@@ -95,9 +97,22 @@ def test_branches_come_back_with_their_contexts():
             assert_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("sets", [[[7, 0], [1], []], [[], [], []]])
+def test_sets_come_back_with_their_tokens(sets):
+    """A resumed run would train what was under way over other sets than it was sampled from."""
+    groups = {
+        1: group(builders.completion(3, kept=builders.kept_tokens(*sets)), builders.completion(0, kept=builders.kept_tokens())),
+        2: group(builders.completion(2, kept=builders.kept_tokens([0], [5, 1, 4]))),
+    }  # fmt: skip
+    found = through_a_state(groups)
+    for number, own in groups.items():
+        for ours, theirs in zip(found[number].completions, own.completions, strict=True):
+            assert_equal(ours, theirs)
+
+
 def test_without_trajectories_nothing_is_added():
     """States of earlier versions have neither the masks nor the records, and are read all the same."""
     records, arrays = packed({0: group(builders.completion(2), builders.completion(1))})
-    assert "is_sampled" not in arrays and "trajectories" not in records[0]
+    assert not {"is_sampled", "kept_ids", "kept_sizes"} & arrays.keys() and "trajectories" not in records[0]
     (first, second) = unpacked(builders.prompt(), records[0], arrays).completions
     assert len(first.tokens) == 2 and second.trajectory is None

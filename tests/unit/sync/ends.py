@@ -91,10 +91,8 @@ def make_receiver(
 
 def sent_bytes(sender: Sender) -> int:
     """By one sync."""
-    views = (
-        view for own in sender.channels.values() for each in own.rounds for views in each.values() for view in views
-    )
-    return sum(view.numel() for view in views) * sender.dtype.itemsize
+    messages = (each for own in sender.channels.values() for round_ in own.rounds for each in round_.values())
+    return sum(message.size for message in messages) * sender.dtype.itemsize
 
 
 def die_after_messages(role: str, port: int, number: int) -> None:

@@ -10,18 +10,22 @@ import re
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import shape_of
-from mgrpo.models.table import hf_tensors
+from mgrpo.models.table import Box, hf_tensors, training_boxes
 from mgrpo.sync import channel, shared
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import ProcessGroup, open_store
+from mgrpo.sync.live import LiveBoxes
 from mgrpo.sync.meeting import Members
 from mgrpo.sync.plan import plan
 from mgrpo.sync.shared import Listener, SharedMemory
@@ -123,6 +127,67 @@ def test_every_worker_holds_the_trainers_weights_bit_for_bit(case, transport):
     truth[0, 0, 1] += 1
     with pytest.raises(RuntimeError, match="worker 0 of engine 0 does not hold the trainer's weights; 1 of"):
         senders[0].compare(2, truth, range(infer.engines))
+
+
+@dataclasses.dataclass
+class Made:
+    """A slice of twice a tensor, made when it is read."""
+
+    weight: Callable[[], torch.Tensor]
+    region: tuple[slice, ...]
+
+    def __getitem__(self, region: tuple[slice, ...]) -> Made:
+        pairs = zip(self.region, region, strict=True)
+        return Made(self.weight, tuple(slice(a.start + b.start, a.start + b.stop) for a, b in pairs))
+
+
+def test_weights_that_are_made_when_they_are_sent(transport):
+    """A merged weight that is kept sends yesterday's; all of them at once need the memory of a second model."""
+    model, train, infer = shape_of(MODELS["qwen3"]), Layout(world_size=1), InferLayout(tensor=2)
+    tensors, alive, most = whole(model, torch.float32, seed=0), weakref.WeakSet(), []
+
+    def make(tensor: torch.Tensor) -> torch.Tensor:
+        memory = np.empty(tensor.shape, dtype=np.float32).view(Memory)
+        alive.add(memory)
+        most.append(len(alive))
+        return torch.from_numpy(memory).copy_(2 * tensor)
+
+    class Memory(np.ndarray):
+        """An array that can be in a set."""
+
+        __hash__ = object.__hash__
+
+    _store, port = open_store(HOST, 20)
+    (sender,) = make_senders(model, train, infer, tensors, **settings(port, timeout_s=20, bucket_bytes=1 << 14))
+    held = [(box, view(tensors, box)) for box in training_boxes(model, train)[0]]
+    makers = {name: partial(make, tensor) for name, tensor in tensors.items() if "proj" in name}
+    sender.live = LiveBoxes(
+        (box, Made(makers[box.name], box.within(Box(box.name, (0, 0), hf_tensors(model)[box.name]))))
+        if box.name in makers
+        else (box, values)
+        for box, values in held
+    )
+
+    def receive(worker: int) -> Any:
+        live, receiver = make_receiver(model, infer, worker, torch.float32, sender)
+        for version in (1, 2):
+            receiver.receive(version)
+            receiver.report_digests(version)
+        return live
+
+    with ThreadPoolExecutor(2) as threads:
+        workers = [threads.submit(receive, worker) for worker in range(2)]
+        assert sender.join({0: 0}) | sender.send(1, [0]) == {}
+        for tensor in tensors.values():
+            tensor.neg_()
+        assert sender.send(2, [0]) == {}
+        for worker in workers:
+            for box, values in worker.result(60):
+                assert torch.equal(values, (2 if box.name in makers else 1) * view(tensors, box)), box
+    sender.compare(2, sender.digests([0]), [0])
+    # Those whose slices are copied, and the next.
+    assert len(most) > len(makers) and max(most) <= 2
+    assert not alive, "a weight was kept"
 
 
 def test_a_member_that_does_not_come_is_named():

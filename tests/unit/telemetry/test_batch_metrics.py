@@ -483,3 +483,18 @@ def test_advantage_bins():
     expected = [2, 1, 0, 0, 0, 1, 1, 2, 1, 1, 1, 1, 1, 1, 1]
     assert advantage_histogram(np.array(values)) == expected
     assert advantage_histogram(-np.array(values)) == expected[::-1]
+
+
+def test_sizes_of_sets_are_those_of_sampled_tokens_alone():
+    """What stands between turns has an empty set, and would halve the mean; a set that is not known has no size."""
+    first = builders.completion(
+        5,
+        trajectory=builders.trajectory("11011"),
+        kept=builders.kept_tokens([0, 7, 8], [1], [], [3, 4], []),
+    )
+    second = builders.completion(1, kept=builders.kept_tokens([0, 5]))
+    metrics = measure([builders.scored_group([10.0, 0.0], completions=[first, second])])
+    assert metrics["rollout/kept_tokens_avg"] == pytest.approx((3 + 1 + 2 + 2) / 4)
+    assert metrics["rollout/kept_single_share"] == pytest.approx(1 / 4)
+    assert metrics["rollout/kept_unknown_share"] == pytest.approx(1 / 5)
+    assert not [name for name in measure([group([10.0], lengths=[4])]) if name.startswith("rollout/kept")]

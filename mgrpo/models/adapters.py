@@ -1,0 +1,97 @@
+"""Low-rank adapters (LoRA): which matrices have one, under which names, and where each rank holds it. Pure.
+
+A matrix W computes with W + scale B A (Hu et al., arXiv 2106.09685). Every Hugging Face matrix has an A and a B of its own,
+as `peft` stores them. A layer of which W is fused from several matrices holds two parameters:
+    a  `[matrices * rank, inputs]`  their A's one below the other, cut along the columns as the layer's weight is
+    b  `[rows, rank]`               the rows of the layer's weight, each with its row of B
+So B follows the rule of the weight that it adapts, whatever is interleaved or stacked there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mgrpo.models.family import ModelShape
+from mgrpo.models.table import EXPERT_MATRICES, Box, LocalParameter, Piece, Shape, hf_tensors
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+LINEAR_LAYERS = tuple(dict.fromkeys((*_QKV, "o_proj", *(name for names in EXPERT_MATRICES.values() for name in names))))
+"""Short names of the matrices that can have an adapter. Embeddings, the LM head and routers cannot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraShape:
+    """The adapters of a model."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank) (Kalajdzievski, arXiv 2312.03732)."""
+    targets: tuple[str, ...] = ()
+    """Those of `LINEAR_LAYERS` that have an adapter; empty: all."""
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    def adapts(self, hf_tensor: str) -> bool:
+        """Whether this tensor of a Hugging Face checkpoint has an adapter."""
+        *_, layer, kind = hf_tensor.split(".")
+        return kind == "weight" and layer in (self.targets or LINEAR_LAYERS) and layer in LINEAR_LAYERS
+
+
+def lora_a(matrix: str) -> str:
+    """Name of the A `[rank, inputs]` of an HF tensor `matrix`, which ends in ".weight"."""
+    return matrix.removesuffix("weight") + "lora_A.weight"
+
+
+def lora_b(matrix: str) -> str:
+    """Name of the B `[outputs, rank]`; see `lora_a`."""
+    return matrix.removesuffix("weight") + "lora_B.weight"
+
+
+def adapter_tensors(model: ModelShape, lora: LoraShape) -> dict[str, Shape]:
+    """Name and shape of every adapter tensor, in the order of `hf_tensors`, A before B."""
+    tensors: dict[str, Shape] = {}
+    for name, shape in hf_tensors(model).items():
+        if lora.adapts(name):
+            tensors[lora_a(name)] = (lora.rank, shape[1])
+            tensors[lora_b(name)] = (shape[0], lora.rank)
+    return tensors
+
+
+def adapter_places(place: LocalParameter, lora: LoraShape) -> tuple[LocalParameter, LocalParameter] | None:
+    """What a and b of the layer whose weight lies at `place` hold; None where none of its matrices has an adapter.
+
+    Rows of b that no piece covers belong to matrices without an adapter.
+    """
+    matrices = [name for name in _matrices(place) if lora.adapts(name)]
+    if not matrices:
+        return None
+    first_column, columns, rank = place.pieces[0].box.start[1], place.shape[1], lora.rank
+    a = tuple(
+        Piece(Box(lora_a(matrix), (0, first_column), (rank, columns)), (number * rank, 0))
+        for number, matrix in enumerate(matrices)
+    )
+    b = tuple(
+        Piece(
+            Box(lora_b(piece.box.name), (piece.box.start[0], 0), (piece.box.shape[0], rank)),
+            (piece.local[0], 0),
+        )
+        for piece in place.pieces
+        if piece.box.name in matrices
+    )
+    return LocalParameter((len(matrices) * rank, columns), a), LocalParameter((place.shape[0], rank), b)
+
+
+def _matrices(place: LocalParameter) -> Sequence[str]:
+    """All matrices that the layer is fused of, in its order.
+
+    A rank may hold no row of some: query, key and value of few key-value heads on many ranks. It holds their A all the same.
+    """
+    names = list(dict.fromkeys(piece.box.name for piece in place.pieces))
+    stem, _, layer = names[0].removesuffix(".weight").rpartition(".") if names else ("", "", "")
+    return [f"{stem}.{name}.weight" for name in _QKV] if layer in _QKV else names

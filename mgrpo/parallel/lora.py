@@ -1,0 +1,201 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) in Megatron's linear layers and in grouped experts, on every layout.
+
+An adapted layer computes with W' = round(W + scale B A) in W's own dtype: with exactly the weights that engines are sent.
+Rounded only there, an update of less than half a step of bfloat16 would exist in the trainer and not in the engines. W' is
+made anew in the forward and in the backward pass, so at most one layer's exists at a time. With h = x A^T and u = dy B,
+    dB = scale dy^T h     dA = scale u^T x     dx = dy W'
+where the rounding counts as the identity. What tensor ranks exchange for A and B is rank wide, never hidden wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+from mgrpo.parallel.experts import GroupedLinear, without_idle
+
+_ALIGNMENT = 8
+"""Grouped products on CUDA want rows of a multiple of 16 bytes."""
+
+
+class Adapter(torch.nn.Module):
+    """A and B of one linear layer; its `forward` is the product with W'.
+
+    a: `[experts * parts * rank, inputs]` float32, b: `[experts * outputs, rank]` float32, of a layer of
+    `[experts * outputs, inputs]`; see `mgrpo.models.adapters`. Megatron's own layers are one expert.
+
+    Args:
+        parts: number of matrices of an expert that have an A.
+        part_of_row: `[outputs]` int64: to which of them a row of an expert belongs; -1: to none.
+    """
+
+    of_part: torch.Tensor
+    """`[outputs, parts, 1]` float32: 1 where a row belongs to a part."""
+
+    def __init__(self, layer: Any, *, rank: int, scale: float, parts: int, part_of_row: torch.Tensor) -> None:
+        super().__init__()
+        weight, is_grouped = layer.weight, isinstance(layer, GroupedLinear)
+        self.experts = layer.experts if is_grouped else 1
+        self.rank, self.scale = rank, scale
+        self.group: dist.ProcessGroup = layer.group if is_grouped else layer.tp_group
+        """Ranks that hold shares of the same matrices."""
+        self.splits_inputs = layer.split_dim == 1 if is_grouped else isinstance(layer, RowParallelLinear)
+        self.is_enabled = True
+        options: dict[str, Any] = {"dtype": torch.float32, "device": weight.device}
+        self.a = torch.nn.Parameter(torch.zeros(self.experts * parts * rank, weight.shape[1], **options))
+        self.b = torch.nn.Parameter(torch.zeros(weight.shape[0], rank, **options))
+        of_part = part_of_row.to(weight.device)[:, None] == torch.arange(parts, device=weight.device)
+        self.register_buffer("of_part", of_part.to(torch.float32)[:, :, None], persistent=False)
+        # Megatron's gradient norm counts what is marked as split on all tensor ranks, and other weights on the first.
+        holds_whole_experts = is_grouped and self.group.size() == 1
+        if self.splits_inputs or holds_whole_experts:
+            set_tensor_model_parallel_attributes(self.a, True, 1, 1)
+        if not self.splits_inputs or holds_whole_experts:
+            set_tensor_model_parallel_attributes(self.b, True, 0, 1)
+        for own in (self.a, self.b):
+            marked: Any = own
+            marked.allreduce = weight.allreduce
+        # From this rank's own tokens alone: Megatron adds it up over tensor ranks.
+        marked = self.a
+        marked.sequence_parallel = not self.splits_inputs and not is_grouped and layer.sequence_parallel
+
+    def matrices_a(self) -> torch.Tensor:
+        """`[experts, parts * rank, inputs]`."""
+        return self.a.view(self.experts, -1, self.a.shape[1])
+
+    def matrices_b(self) -> torch.Tensor:
+        """`[experts, outputs, parts * rank]`: b, and 0 where a row does not belong to the part."""
+        return (self.b.view(self.experts, -1, 1, self.rank) * self.of_part).flatten(2)
+
+    @torch.no_grad()
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """W', of the shape and dtype of the layer's own `weight`. Not collective."""
+        delta = torch.bmm(self.matrices_b(), self.matrices_a()).view_as(weight)
+        return delta.mul_(self.scale).add_(weight).to(weight.dtype)
+
+    @torch.no_grad()
+    def squares(self, weight: torch.Tensor) -> torch.Tensor:
+        """`[2]` float64: the squared norms of scale B A and of `weight`, in the rows of adapted matrices. Not collective."""
+        a, b = self.matrices_a().double(), self.matrices_b().double()
+        # |B A|^2 = tr(B^T B A A^T): nothing as large as the weight is made.
+        update = self.scale**2 * (b.mT @ b * (a @ a.mT)).sum()
+        rows = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).view(self.experts, -1)
+        return torch.stack((update, (rows.double().square() * self.of_part.sum((1, 2))).sum()))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        ends: torch.Tensor | None = None,
+        reduces_dgrad: bool = False,
+        sequence_parallel: bool = False,
+    ) -> torch.Tensor:
+        """x W'^T: `[..., inputs]` -> `[..., outputs]`; see `GroupedLinear` and Megatron's layers for the arguments."""
+        return _Product.apply(x, weight, self.a, self.b, self, ends, reduces_dgrad, sequence_parallel)
+
+    def adapt(self, layer: Any) -> None:
+        """Become a part of the layer, which from now on computes with W' as long as this is enabled."""
+        layer.adapter = self
+        layer._forward_impl = _grouped(layer) if isinstance(layer, GroupedLinear) else _parallel(layer)
+
+
+def _parallel(layer: Any) -> Callable[..., torch.Tensor]:
+    plain = layer._forward_impl
+
+    def forward(input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        if not layer.adapter.is_enabled:
+            return plain(input, weight, **options)
+        product = layer.adapter(
+            input,
+            weight,
+            reduces_dgrad=options["allreduce_dgrad"],
+            sequence_parallel=options["sequence_parallel"],
+        )
+        return product if options["bias"] is None else product + options["bias"]
+
+    return forward
+
+
+def _grouped(layer: Any) -> Callable[..., torch.Tensor]:
+    plain = layer._forward_impl
+
+    def forward(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return layer.adapter(rows, layer.weight, ends=ends) if layer.adapter.is_enabled else plain(rows, ends)
+
+    return forward
+
+
+class _Product(torch.autograd.Function):
+    """See `Adapter.forward`. Messages for A and B: in the backward pass, one all-reduce of `[tokens, parts * rank]`; under
+    sequence parallelism an all-gather and a reduce-scatter of it instead."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        adapter: Adapter,
+        ends: torch.Tensor | None,
+        reduces_dgrad: bool,
+        sequence_parallel: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, a, b, ends)
+        ctx.adapter, ctx.reduces_dgrad, ctx.sequence_parallel = adapter, reduces_dgrad, sequence_parallel
+        if sequence_parallel:
+            x = gather_from_sequence_parallel_region(x, group=adapter.group)
+        matrices = adapter.merged(weight).view(adapter.experts, -1, weight.shape[1])
+        rows = _times(x.flatten(0, -2), matrices.mT, ends)
+        return rows.view(*x.shape[:-1], rows.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, *_, ends = ctx.saved_tensors
+        adapter: Adapter = ctx.adapter
+        group, is_shared = adapter.group, adapter.group.size() > 1
+        rows, dy = x.flatten(0, -2), gradients[0].flatten(0, -2)
+        dx = _times(dy, adapter.merged(weight).view(adapter.experts, -1, weight.shape[1]), ends)
+        summed = dist.all_reduce(dx, group=group, async_op=True) if ctx.reduces_dgrad else None
+        if ctx.sequence_parallel:
+            dx = reduce_scatter_to_sequence_parallel_region(dx, group=group)
+        a, b = adapter.matrices_a().to(x.dtype), adapter.matrices_b().to(x.dtype)
+        width = a.shape[1]
+        if ends is not None:
+            a, b = F.pad(a, (0, 0, 0, -width % _ALIGNMENT)), F.pad(b, (0, -width % _ALIGNMENT))
+        h, u = _times(rows, a.mT, ends), _times(dy, b, ends)
+        if ctx.sequence_parallel:
+            h = gather_from_sequence_parallel_region(h, group=group)
+            u = reduce_scatter_to_sequence_parallel_region(u, group=group)
+        elif is_shared:
+            dist.all_reduce(h if adapter.splits_inputs else u, group=group)
+        da = _outer(u, rows, ends, adapter.experts)[:, :width].float() * adapter.scale
+        db = _outer(dy, h, ends, adapter.experts)[..., :width].float() * adapter.scale
+        db = (db.unflatten(2, (-1, adapter.rank)) * adapter.of_part).sum(2)
+        if summed is not None:
+            summed.wait()
+        return dx.view_as(x), None, da.flatten(0, 1), db.flatten(0, 1), None, None, None, None
+
+
+def _times(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+    """`[rows, n]` times the `[experts, n, m]` matrix of its expert; those of expert i lie before row `ends[i]`."""
+    return rows @ matrices[0] if ends is None or len(rows) == 0 else F.grouped_mm(rows, matrices, offs=ends)
+
+
+def _outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor | None, experts: int) -> torch.Tensor:
+    """`[experts, n, m]`: the sum over each expert's rows of x `[rows, n]` times y `[rows, m]`."""
+    if ends is None:
+        return (x.T @ y)[None]
+    if len(x) == 0:
+        return x.new_zeros(experts, x.shape[1], y.shape[1])
+    return without_idle(F.grouped_mm(x.T, y, offs=ends), ends)

@@ -1,0 +1,159 @@
+"""Cut sampling on a real engine: its sets against the model's own distribution, and a run whose ratios are exact."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from mgrpo.config import from_values
+from mgrpo.rollout.collect import to_groups
+from mgrpo.rollout.engine import Sampling
+from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.requests import prompt_seeds
+from mgrpo.rollout.vllm.cluster import Cluster
+from mgrpo.types import Completion, Prompt
+from tests import builders
+from tests.e2e.launching import ROOT, Run
+from tests.sampling import prompt_batch, sampled
+
+MODEL = ROOT / "examples/quickstart/model"
+DIGITS = "[0-4]{1,3}"
+CUTS = [
+    {"top_k": 8},
+    {"top_k": 8, "top_p": 0.9},
+    {"top_k": 20, "min_p": 0.1, "temperature": 0.7},
+    {"top_k": 64, "regex": DIGITS},
+    {"top_k": 8, "top_p": 0.9, "min_p": 0.05, "regex": DIGITS},
+]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory):
+    """One engine, with the weights that it loads by itself; the expression has it load a tokenizer."""
+    values = {
+        "model_name_or_path": str(MODEL),
+        "model_dtype": "float32",
+        "max_prompt_token_length": 16,
+        "response_length": 16,
+        "vllm_kv_cache_mb": 16,
+        "top_k": 64,
+        "output_dir": str(tmp_path_factory.mktemp("engine")),
+        "vllm_guided_decoding_regex": DIGITS,
+    }
+    cluster = Cluster(from_values(values), num_local_learners=0)
+    try:
+        fleet = Fleet(cluster.engines, cluster.settings, seed=1, keep_logs=cluster.keep_logs)
+        fleet.wait_ready()
+        yield fleet
+    finally:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from mgrpo.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(MODEL)
+
+
+@pytest.fixture(scope="module")
+def model():
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer) -> list[Prompt]:
+    texts = [f"{a}+{b}=" for a in range(3, 19, 3) for b in range(4, 20, 4)]
+    return [
+        builders.prompt(tokenizer(text, add_special_tokens=False)["input_ids"], id=(0, number))
+        for number, text in enumerate(texts)
+    ]
+
+
+def sample(fleet, prompts: list[Prompt], **settings) -> list[tuple[Prompt, Completion]]:
+    """Some completions of each."""
+    sampling = Sampling(**{"num_samples": 4, "max_tokens": 8, "temperature": 1.0, "stop_token_ids": (1,), **settings})
+    fleet.reseed(-1)
+    (engine,) = fleet.engines
+    batch = prompt_batch([prompt.tokens for prompt in prompts], sampling, seeds=prompt_seeds(1, prompts, 0))
+    groups = to_groups(prompts, sampled(engine, batch), lambda tokens: [""] * len(tokens))
+    return [(group.prompt, completion) for group in groups for completion in group.completions]
+
+
+@torch.no_grad()
+def model_logprobs(model, prompt: Prompt, completion: Completion, temperature: float) -> np.ndarray:
+    """`[len, vocab]` float64, of the whole distribution at each token."""
+    ids = torch.from_numpy(np.concatenate([prompt.tokens, completion.tokens]).astype(np.int64))
+    logits = model(ids[None]).logits[0, len(prompt.tokens) - 1 : -1].double() / temperature
+    return logits.log_softmax(-1).numpy()
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_the_engines_logprobs_are_the_models_over_the_sets(fleet, model, tokenizer, prompts, cut):
+    """The whole point: over the sets the ratio is 1 before the first update. Without them it is off by the mass that was left."""
+    gaps, masses, sizes = [], [], []
+    for prompt, completion in sample(fleet, prompts, **cut):
+        whole = model_logprobs(model, prompt, completion, cut.get("temperature", 1.0))
+        sets = builders.sets_of(completion.kept)
+        assert len(sets) == len(completion.tokens)
+        for token, own, logprob, row in zip(completion.tokens, sets, completion.logprobs, whole, strict=True):
+            assert token in own and len(own) == len(set(own)) <= cut["top_k"]
+            if "regex" not in cut:
+                likeliest = np.sort(row)[::-1][: len(own)]
+                np.testing.assert_allclose(np.sort(row[own])[::-1], likeliest, atol=1e-5)
+            mass = np.logaddexp.reduce(row[own])
+            gaps.append(row[token] - mass - logprob)
+            masses.append(mass)
+            sizes.append(len(own))
+        if "regex" in cut and completion.finish_reason == "stop":
+            assert re.fullmatch(DIGITS, tokenizer.decode(completion.tokens, skip_special_tokens=True))
+    assert np.abs(gaps).max() < 1e-5
+    assert np.abs(masses).max() > 0.01, "nothing was cut: the test would pass without sets"
+    if cut == {"top_k": 8}:
+        assert set(sizes) == {8}
+
+
+def test_what_is_not_cut_has_the_models_logprobs_and_no_sets(fleet, model, prompts):
+    """As an evaluation on the engine of a run that cuts."""
+    for prompt, completion in sample(fleet, prompts[:4]):
+        assert completion.kept is None
+        whole = model_logprobs(model, prompt, completion, 1.0)
+        np.testing.assert_allclose(completion.logprobs, np.take_along_axis(whole, completion.tokens[:, None].astype(int), 1)[:, 0], atol=1e-5)  # fmt: skip
+
+
+def test_a_cut_repeats(fleet, prompts):
+    """A grammar is ready at some moment, which must not choose the samples."""
+    first, second = (sample(fleet, prompts, **CUTS[-1]) for _ in range(2))
+    for (_, ours), (_, theirs) in itertools.zip_longest(first, second):
+        assert ours.tokens.tolist() == theirs.tokens.tolist()
+        assert builders.sets_of(ours.kept) == builders.sets_of(theirs.kept)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [{"num_mini_batches": 2}, {"context_parallel_size": 2, "tensor_model_parallel_size": 1}],
+    ids=["tp", "cp"],
+)
+def test_trainer_and_engine_agree_in_every_step_of_a_run(tmp_path, layout):
+    """Two ranks, each of which has half of the vocabulary, or of the tokens; old logprobs and those of the reference."""
+    flags = ["--top_k", "8", "--top_p", "0.9", "--min_p", "0.02", "--total_episodes", "768", "--warm_up_steps", "0"]
+    flags += ["--beta", "0.01"]
+    flags += [word for name, value in layout.items() for word in (f"--{name}", str(value))]
+    run = Run(tmp_path, flags)
+    assert run.wait(300) == 0, run.text()[-3000:]
+    steps = [json.loads(line) for line in (run.output_dir / "metrics.jsonl").read_text().splitlines()]
+    trained = [step for step in steps if "rollout/kept_tokens_avg" in step]
+    assert len(trained) == 3
+    for step in trained:
+        assert step["debug/vllm_vs_local_logprob_diff_max"] < 1e-5
+        assert step["rollout/kept_unknown_share"] == 0 and 1 < step["rollout/kept_tokens_avg"] < 8
+    if "num_mini_batches" not in layout:
+        assert trained[0]["objective/kl0_avg"] == pytest.approx(0, abs=1e-6), "the policy is still the reference"
