@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mgrpo.config import ConfigError
-from mgrpo.config.schema import Checkpoint
+from mgrpo.config.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mgrpo.config import ConfigError
-from mgrpo.config.schema import Checkpoint
+from mgrpo.config.checkpoint import Checkpoint
 from mgrpo.run.best import BestExport
 
 NAN = float("nan")
