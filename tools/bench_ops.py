@@ -1,9 +1,9 @@
 """Compares time, memory and accuracy of the ops with their alternatives: one process, the same inputs, in turns.
 
-    python tools/bench_ops.py [--device cpu|cuda] [--groups logits head loss experts] [--tokens N] [--vocab N] [--hidden N]
+    python tools/bench_ops.py [--device cpu|cuda] [--groups logits head kept loss experts] [--tokens N] [--vocab N] [--hidden N]
     python tools/bench_ops.py --markdown        # measures nothing; writes the JSON files' figures into benchmarks/README.md
 
-bench_ops_methods.py and bench_ops_experts.py hold what is compared. Writes benchmarks/ops-<device>.json, for single groups
+bench_ops_methods.py, bench_ops_kept.py and bench_ops_experts.py hold what is compared. Writes benchmarks/ops-<device>.json, for single groups
 benchmarks/<groups>-<device>.json. benchmarks/README.md describes how it is measured and how to install the other libraries.
 """
 
@@ -25,12 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_ops_experts import EXPERT_LAYER
+from bench_ops_kept import KEPT
 from bench_ops_methods import HEAD, LOGITS, LOGITS_CHUNK, LOSS, Case, Group, Shape
 from torch import Tensor
 
 from mgrpo.ops import build_info
 
-GROUPS = {group.name: group for group in (LOGITS, HEAD, LOSS, EXPERT_LAYER)}
+GROUPS = {group.name: group for group in (LOGITS, HEAD, KEPT, LOSS, EXPERT_LAYER)}
 PEER_PACKAGES = ("megatron-core", "trl", "liger-kernel", "triton", "transformers")
 COPY_GOAL = 0.85
 README_START = "<!-- figures: written by `python tools/bench_ops.py --markdown` -->"
@@ -140,6 +141,9 @@ def run_case(
                 raise
             del calls[method.name]
             absent[method.name] = reason(error)
+        else:
+            if not method.has_accuracy:
+                found[method.name] |= dict.fromkeys(("logprob_error", "entropy_error", "gradient_error"))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in found}
     for _ in range(rounds):
         for name in found:
@@ -362,7 +366,7 @@ def sync_markdown(report: dict[str, Any]) -> list[str]:
 def figures_markdown(folder: Path) -> str:
     """The figures of all JSON files of a folder."""
     lines: list[str] = []
-    ops = [(f"{name}-{device}", ops_markdown) for name in ("ops", "experts") for device in ("cpu", "cuda")]
+    ops = [(f"{name}-{device}", ops_markdown) for name in ("ops", "kept", "experts") for device in ("cpu", "cuda")]
     for name, render in (
         *ops,
         ("loop-quickstart", loop_markdown),

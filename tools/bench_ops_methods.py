@@ -39,13 +39,14 @@ class Method:
     """A row of the table. `load` imports what the method needs and returns it; `call(*arguments)` gives its outputs.
 
     An output is `[tokens]`, or a scalar for a method that only returns a loss. A peer that cannot be loaded or fails is
-    reported and left out; one of ours ends the benchmark.
+    reported and left out; one of ours ends the benchmark. A method without accuracy solves another problem.
     """
 
     name: str
     load: Callable[[torch.device], Callable[..., tuple[Tensor | None, ...]]]
     is_peer: bool = False
     has_entropy: bool = True
+    has_accuracy: bool = True
     note: str = ""
 
 
@@ -400,7 +401,7 @@ def loss_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
     )
 
 
-def _given(call: Callable[..., Scores]) -> Callable[[torch.device], Callable[..., Scores]]:
+def given(call: Callable[..., Scores]) -> Callable[[torch.device], Callable[..., Scores]]:
     """A loader of what needs no import."""
     return lambda device: call
 
@@ -409,8 +410,8 @@ LOGITS = Group(
     name="logits",
     title="from logits",
     methods=[
-        Method(name="log_softmax + gather", load=_given(by_log_softmax)),
-        Method(name="gather - logsumexp", load=_given(by_logsumexp)),
+        Method(name="log_softmax + gather", load=given(by_log_softmax)),
+        Method(name="gather - logsumexp", load=given(by_logsumexp)),
         Method(
             name="Megatron cross entropy",
             load=load_megatron,
@@ -431,8 +432,8 @@ LOGITS = Group(
             is_peer=True,
             note="with entropy selective_log_softmax_and_entropy; on a CPU bfloat16 logits are computed in bfloat16",
         ),
-        Method(name="mgrpo, new buffer", load=_given(functools.partial(ours, inplace=False))),
-        Method(name="mgrpo, in place", load=_given(functools.partial(ours, inplace=True))),
+        Method(name="mgrpo, new buffer", load=given(functools.partial(ours, inplace=False))),
+        Method(name="mgrpo, in place", load=given(functools.partial(ours, inplace=True))),
     ],
     cases=logits_cases,
     shapes={
@@ -445,7 +446,7 @@ HEAD = Group(
     name="head",
     title="from hidden states and the LM head's weight",
     methods=[
-        Method(name="matmul, log_softmax", load=_given(head_by_log_softmax)),
+        Method(name="matmul, log_softmax", load=given(head_by_log_softmax)),
         Method(
             name="torch linear_cross_entropy",
             load=functools.partial(load_torch_head, is_chunked=False),
@@ -481,7 +482,7 @@ HEAD = Group(
             has_entropy=False,
             note="LigerFusedLinearCrossEntropyLoss(reduction='none'), Triton",
         ),
-        Method(name="mgrpo, matmul + in place", load=_given(our_head)),
+        Method(name="mgrpo, matmul + in place", load=given(our_head)),
         Method(name="mgrpo linear_logprobs", load=load_our_fused_head, note="logits_chunk={logits_chunk}"),
     ],
     cases=head_cases,
@@ -497,13 +498,13 @@ LOSS = Group(
     methods=[
         Method(
             name="PyTorch formulas",
-            load=_given(loss_by_formula),
+            load=given(loss_by_formula),
             has_entropy=False,
             note="the loss alone, nothing is measured for metrics",
         ),
         Method(
             name="mgrpo policy_loss",
-            load=_given(our_loss),
+            load=given(our_loss),
             has_entropy=False,
             note="also the 24 sums of each sequence that metrics are made of",
         ),

@@ -6,7 +6,8 @@
 
 A layout is its axes joined by x (tp, pp, vpp, cp, ep, dp), then options joined by +: sp, zero0 to zero3, shard2 (HSDP),
 first1 / last1 (layers of the first or last stage), a2a, full / selective (recompute), chunked (LM head by columns),
-unpacked, packs512, kept (tokens sampled from sets). Ranks that no axis names are data parallel.
+unpacked, packs512, kept (tokens sampled from sets), lora (adapters are trained). Ranks that no axis names are data
+parallel.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.ranks import cases
+from tests.ranks.lora_oracle import LORA, lora_oracle
 from tests.ranks.rank_pool import RankPool
 from tests.tiny_models import save_tiny
 
@@ -112,6 +114,19 @@ MATRIX: dict[str, tuple[str, ...]] = {
     "ep2xdp4": _MOE,
     "ep2xdp4+zero3": _MOE,
     "ep4xdp4": _MOE,
+    "dp1+lora": ("qwen2", "llama, tied", "qwen3-moe"),
+    "dp1+lora+full": ("qwen2", "qwen3-moe"),
+    "tp2+lora": ("qwen2",),
+    "tp2+sp+lora": (*_DENSE, *_MOE, *_OTHERS),
+    "pp2+lora+full": ("qwen2", "llama, tied"),
+    "pp2xvpp2+lora": ("qwen2",),
+    "cp2+lora": ("qwen2", "qwen3-moe"),
+    "dp2+lora+zero0": ("qwen2", "qwen3-moe"),
+    "dp2+lora": ("qwen2",),
+    "tp4+sp+lora": ("qwen2",),
+    "tp2xpp2+sp+lora": ("qwen2", "llama, tied", "qwen3-moe"),
+    "ep2+lora": _MOE,
+    "ep2xtp2+sp+lora": _MOE,
 }
 """The published matrix: the models that each layout is compared on."""
 
@@ -127,8 +142,8 @@ class Case:
 
     @property
     def reference(self) -> str:
-        """The case of one rank that has the same samples."""
-        return "dp1+kept" if "samples" in self.options else "dp1"
+        """The case of one rank that trains the same samples and parameters."""
+        return "dp1+kept" if "samples" in self.options else "dp1+lora" if "lora" in self.options else "dp1"
 
 
 def parse(name: str) -> Case:
@@ -177,6 +192,8 @@ def parse(name: str) -> Case:
                 options["logits_chunk"] = 17
             case "unpacked":
                 options |= {"share_prompts": False, "pack_length": 16}
+            case "lora":
+                options["lora"] = LORA
             case "packs":
                 options["pack_length"] = number
             case "kept":
@@ -208,7 +225,8 @@ class Outcome:
     """Loss, logprobs by sample, and whole gradients, collected from all ranks."""
 
     loss: float
-    logprobs: dict[int, np.ndarray]
+    logprobs: dict[Any, np.ndarray]
+    """By sample; those without adapters by (sample, "without")."""
     gradients: dict[str, np.ndarray]
     grad_norms: list[float]
     """Global gradient norm that each rank reports."""
@@ -234,7 +252,8 @@ def collect(ranks: list[dict[str, Any]], shapes: dict[str, tuple[int, ...]]) -> 
     last = [rank for rank in ranks if rank["reports_metrics"]]
     return Outcome(
         loss=sum(rank["loss"] for rank in last),
-        logprobs={n: np.array(values) for rank in last for n, (values, _) in rank["samples"].items()},
+        logprobs={n: np.array(values) for rank in last for n, (values, _) in rank["samples"].items()}
+        | {(n, "without"): np.array(values) for rank in last for n, values in rank["without_adapters"].items()},
         gradients=whole,
         grad_norms=[rank["grad_norm"] for rank in ranks],
         spread=spread,
@@ -266,6 +285,20 @@ def run(pools: dict[int, RankPool], case: Case, folder: Path, shapes: dict[str, 
     return collect(pools[case.ranks].start(cases.gradients, **arguments).results(), shapes)
 
 
+def adapters_of_transformers(folder: Path, merged: Path) -> Outcome:
+    """What one rank with adapters must compute, from transformers; the merged model is written to `merged`."""
+    truth = lora_oracle(folder, SAMPLES, LOSS, merged)
+    squares = sum((gradient.astype(np.float64) ** 2).sum() for gradient in truth["gradients"].values())
+    return Outcome(
+        loss=truth["loss"],
+        logprobs={n: values for n, (values, _) in truth["samples"].items()}
+        | {(n, "without"): values for n, values in truth["without_adapters"].items()},
+        gradients=truth["gradients"],
+        grad_norms=[float(np.sqrt(squares))],
+        spread=0.0,
+    )
+
+
 def report(rows: Iterable[tuple[str, str, int, Difference | str]]) -> str:
     """The table in Markdown."""
     lines = [
@@ -286,6 +319,7 @@ def report(rows: Iterable[tuple[str, str, int, Difference | str]]) -> str:
 
 
 def main() -> int:
+    from mgrpo.models.adapters import LoraShape, adapter_tensors
     from mgrpo.models.family import read_hf_config, shape_of
     from mgrpo.models.table import hf_tensors
 
@@ -305,11 +339,19 @@ def main() -> int:
             if not chosen or (options.models and model not in options.models):
                 continue
             folder = save_tiny(Path(scratch), **arguments)
-            shapes = hf_tensors(shape_of(read_hf_config(folder)))
-            references = {name: run(pools, parse(name), folder, shapes) for name in {c.reference for c in chosen}}
+            shape = shape_of(read_hf_config(folder))
+            tensors = {False: hf_tensors(shape), True: adapter_tensors(shape, LoraShape(**LORA))}
+            references: dict[str, Outcome] = {}
             for case in chosen:
+                has_adapters = "lora" in case.options
+                against = case.reference
                 try:
-                    result: Difference | str = compare(run(pools, case, folder, shapes), references[case.reference])
+                    if against not in references:
+                        references[against] = run(pools, parse(against), folder, tensors[has_adapters])
+                    outcome, reference = run(pools, case, folder, tensors[has_adapters]), references[against]
+                    if case.name == "dp1+lora":
+                        reference = adapters_of_transformers(folder, Path(scratch) / "merged" / folder.name)
+                    result: Difference | str = compare(outcome, reference)
                 except (AssertionError, ValueError, OSError, EOFError) as err:
                     result = str(err).strip().splitlines()[-1][:160]
                 rows.append((case.name, model, case.ranks, result))

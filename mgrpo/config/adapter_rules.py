@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mgrpo.config.adapter import ALL_LINEAR, Adapter
-from mgrpo.config.derived import layout_of
 from mgrpo.config.fields import settings, shown
 from mgrpo.config.peers.presets import PRESETS
 from mgrpo.config.rules import Rule
 from mgrpo.config.schema import Config
 from mgrpo.models.adapters import LINEAR_LAYERS
-from mgrpo.models.cuts import num_experts, size_of
+from mgrpo.models.cuts import size_of
 from mgrpo.models.family import HfConfig, shape_of
 from mgrpo.models.peft import peft_problems, target_names
 
@@ -97,14 +96,6 @@ def adapter_model_problems(config: Config, hf_config: HfConfig) -> Iterator[str]
         yield f"lora_target_modules: {name} must be of this model's {', '.join(names)}, or {ALL_LINEAR}{reason}"
     if unknown:
         return
-    layout = layout_of(config, world_size=1)
-    mlp = [name for name in lora.targets or names if name not in ATTENTION]
-    if num_experts(hf_config) and layout.expert_tensor > 1 and mlp:
-        yield (
-            f"use_peft=true cannot train adapters of experts that tensor_model_parallel_size={layout.expert_tensor} ranks share; "
-            "give each rank whole experts with expert_model_parallel_size above 1, or leave experts without: "
-            f"--lora_target_modules {' '.join(ATTENTION)}"
-        )
     if config.adapter.lora_adapter_path is not None:
         for problem in peft_problems(config.adapter.lora_adapter_path, shape, lora):
             yield f"lora_adapter_path={problem}"

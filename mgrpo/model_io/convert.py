@@ -140,6 +140,10 @@ def _run_source(path: str | Path, hf: str | Path | None) -> _Source:
         raise
     except ValueError as err:
         raise ValueError(f"{path} is neither a Megatron folder (no {MEGATRON}) nor a run's checkpoint: {err}") from err
+    if checkpoint.state.get("learner", {}).get("adapters"):
+        raise ValueError(
+            f"{path} holds adapters, not the model; continue the run, which exports the merged model and the adapter to hf/step_N"
+        )
     beside = hf or checkpoint.state.get("model_name_or_path")
     if not beside or not Path(beside).is_dir():
         where = (

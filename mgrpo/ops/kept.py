@@ -19,7 +19,7 @@ from mgrpo.ops.head import describe, gather, op_cotangents
 from mgrpo.ops.library import ops_for
 
 WIDE_ENTRIES = 4096
-"""Entries whose factors are widened at a time."""
+"""Entries whose factors exist in fp32 at a time, where their products are wider than these."""
 
 
 class KeptSets(NamedTuple):
@@ -123,9 +123,9 @@ def picked_dots(
     group: ProcessGroup | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The same as `picked_logits(linear_logits(hidden, weight, dtype=dtype))`, without any other of these products.
+    """The same as `picked_logits(hidden @ weight.T)`, without any other of these products.
 
-    hidden is `[n, hidden]`, weight `[vocab/tp, hidden]`. Backward all-reduces the gradient of hidden over group, in fp32.
+    hidden is `[n, hidden]`, weight `[vocab/tp, hidden]`; each product is rounded to dtype, theirs or a wider one. Backward all-reduces the gradient of hidden over group, in fp32.
     """
     columns, is_own = _columns(kept, vocab_start, valid_cols)
     dots = _PickedDots.apply(
@@ -156,7 +156,8 @@ class _PickedDots(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, offsets, rows, columns)
         ctx.valid_cols, ctx.group = valid_cols, group
         if dtype != hidden.dtype:
-            return _wide_dots(hidden, weight, rows, columns, dtype)
+            pieces = zip(rows.split(WIDE_ENTRIES), columns.split(WIDE_ENTRIES), strict=True)
+            return torch.cat([(hidden[i].to(dtype) * weight[j].to(dtype)).sum(1) for i, j in pieces])
         sum_mode = 0
         return torch.ops.aten._embedding_bag_per_sample_weights_backward(
             hidden, weight, columns, offsets, rows, sum_mode
@@ -166,8 +167,8 @@ class _PickedDots(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g_dots: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, offsets, rows, columns = ctx.saved_tensors
+        g_dots = g_dots.to(hidden.dtype)
         d_hidden = d_weight = None
-        g_dots = g_dots.to(weight.dtype)
         if ctx.needs_input_grad[0]:
             # Without valid columns, what the entries point to is padding, and zero times that need not be zero.
             d_hidden = _weighted_sums(g_dots, weight, columns, offsets) if ctx.valid_cols else torch.zeros_like(hidden)
@@ -181,15 +182,6 @@ class _PickedDots(torch.autograd.Function):
             each = torch.arange(weight.shape[0] + 1, device=weight.device)
             d_weight = _weighted_sums(g_dots[order], hidden, rows[order], torch.searchsorted(columns, each))
         return (d_hidden, d_weight) + (None,) * 6
-
-
-def _wide_dots(hidden: Tensor, weight: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """The dot product of each entry, in a wider type than that of its factors, which are widened some at a time."""
-    dots = hidden.new_empty(len(columns), dtype=dtype)
-    for start in range(0, len(columns), WIDE_ENTRIES):
-        part = slice(start, start + WIDE_ENTRIES)
-        dots[part] = (hidden[rows[part]].to(dtype) * weight[columns[part]]).sum(-1)
-    return dots
 
 
 def _weighted_sums(factors: Tensor, x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:

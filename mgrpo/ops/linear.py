@@ -56,7 +56,7 @@ def linear_logprobs(
         with_entropy: also compute the entropy. It is differentiable; when the loss does not use it, backward takes
             the cheaper path by itself.
         logits_chunk: at least 1. Results depend on it by rounding only; it may differ between the ranks of `group`.
-        fp32_logits: as `linear_logits(..., dtype=torch.float32)`. A chunk of 16-bit operands then takes three times the
+        fp32_logits: as `linear_logits(..., dtype=torch.float32)`. A chunk of bf16 operands then takes three times the
             memory: itself, and its gradient in their type.
         kept: the set of tokens that each target was sampled from, see `token_logprobs`. Then only these logits are
             computed, each a dot product, and nothing in chunks: memory is that of the sets.
@@ -83,10 +83,10 @@ def linear_logprobs(
             check_kept_values(kept, targets, vocab_range)
     inv_temp = inverse_temperature(temperature, hidden.shape[0], hidden)
     group = None if holds_vocabulary else group
-    logits_dtype = torch.promote_types(hidden.dtype, torch.float32) if fp32_logits else hidden.dtype
+    dtype = torch.promote_types(hidden.dtype, torch.float32) if fp32_logits else hidden.dtype
     if kept is not None:
         values = picked_dots(
-            hidden, weight, kept, vocab_start=vocab_start, valid_cols=valid_cols, group=group, dtype=logits_dtype
+            hidden, weight, kept, vocab_start=vocab_start, valid_cols=valid_cols, group=group, dtype=dtype
         )
         return kept_logprobs(values, kept, targets, inv_temp, group, with_entropy)
     return _LinearLogprobs.apply(
@@ -99,7 +99,7 @@ def linear_logprobs(
         group,
         with_entropy,
         logits_chunk,
-        logits_dtype,
+        dtype,
     )
 
 

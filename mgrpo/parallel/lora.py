@@ -157,7 +157,7 @@ class _Product(torch.autograd.Function):
             x = gather_from_sequence_parallel_region(x, group=adapter.group)
         matrices = adapter.merged(weight).view(adapter.experts, -1, weight.shape[1])
         rows = _times(x.flatten(0, -2), matrices.mT, ends)
-        return rows.view(*x.shape[:-1], -1)
+        return rows.view(*x.shape[:-1], rows.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -119,7 +119,7 @@ def make_trainer(
         *remarks,
         package_versions(
             is_extension_compiled=ops.build_info()["compiled"],
-            kernels=kernel_line(config.parallel, has_cuda=backend.has_cuda()),
+            kernels=kernel_line(learner.policy.parallel, has_cuda=backend.has_cuda()),
         ),
         *learner.remarks(),
         f"weight sync: {weights.plan.num_slices} slices, {weights.plan.bytes_moved / 1e6:.2f} MB per step "

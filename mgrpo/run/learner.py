@@ -22,7 +22,9 @@ from mgrpo.checkpoint.train_state import MASTER, REFERENCE, TrainState
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
+from mgrpo.model_io.fingerprint import fingerprint
 from mgrpo.model_io.megatron_folder import model_reader
+from mgrpo.model_io.peft_folder import peft_reader
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend
@@ -30,6 +32,7 @@ from mgrpo.parallel.attention import attention_remarks
 from mgrpo.parallel.gather import gather_json, gather_values
 from mgrpo.policy.policy import Microbatch, MicrobatchLoss, Policy, StepResult
 from mgrpo.policy.weights import Read
+from mgrpo.run.continuing import adapter_record
 from mgrpo.run.schedule import is_due
 
 Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -136,6 +139,7 @@ class Learner:
         return {
             **self.policy.counters(),
             "entropy_control": self.entropy_control and self.entropy_control.state(),
+            "adapters": self._adapters,
         }
 
     def _restore(self, checkpoint: Checkpoint) -> None:
@@ -150,12 +154,8 @@ class Learner:
         """Weights from the checkpoint; those that it does not hold, and all without one, are the model's."""
         read = weights or model_reader(self.config.model.path, self.shape)
         trained = partial(checkpoint.read, MASTER) if checkpoint else None
-        if self.policy.lora:
-            self.policy.load(read)
-            if trained:
-                self.policy.load_adapters(trained)
-        else:
-            self.policy.load(trained or read)
+        self.policy.load(read if self.policy.lora else trained or read)
+        self._adapters = load_adapters(self.policy, self.config, base=read, trained=trained)
         if names := self.not_finite():
             place = f"resume={checkpoint.path}" if checkpoint else f"model_name_or_path={self.config.model.path}"
             raise ConfigError(
@@ -346,6 +346,24 @@ def agreement(logprobs: torch.Tensor, batch: Microbatch, *, is_left_to_loss: boo
         ages=pack.ages,
         oldest=int(batch.pack.ages.max(initial=0)),
     )
+
+
+def load_adapters(policy: Policy, config: Config, *, base: Read, trained: Read | None) -> dict[str, Any] | None:
+    """Fill the policy's adapters, if it has any; what a state says of them on rank 0. Not collective.
+
+    Args:
+        base: gives the model's own weights.
+        trained: gives the adapters of a state; else they are those of lora_adapter_path, or begin as the seed says.
+    """
+    if (lora := policy.lora) is None:
+        return None
+    path = config.adapter.lora_adapter_path
+    read = trained or (peft_reader(path, policy.shape, lora) if path else None)
+    if read:
+        policy.load_adapters(read)
+    if policy.rank:
+        return None
+    return {"settings": adapter_record(lora, policy.shape), "base": fingerprint(base, policy.shape)}
 
 
 def common_logits_chunk(

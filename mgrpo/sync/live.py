@@ -44,9 +44,10 @@ class LiveBoxes:
             self.by_name.setdefault(box.name, []).append((box, view))
         self._lock = threading.Lock()
         self._made: tuple[Callable[[], torch.Tensor], torch.Tensor] | None = None
-        values = self.values(next(iter(self.by_name.values()))[0][1])
-        self.dtype, self.device = values.dtype, values.device
-        self.forget()
+        # Nothing is made yet: its memory may have been given up. Norms are never made.
+        views = (view for held in self.by_name.values() for _, view in held)
+        first = next(view for view in views if isinstance(view, torch.Tensor))
+        self.dtype, self.device = first.dtype, first.device
 
     def find(self, box: Box) -> View | None:
         """The live view of `box`; None where no held box contains it."""

@@ -138,12 +138,14 @@ def test_a_cut_repeats(fleet, prompts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [{}, {"context_parallel_size": 2, "tensor_model_parallel_size": 1}], ids=["tp", "cp"]
+    "layout",
+    [{"num_mini_batches": 2}, {"context_parallel_size": 2, "tensor_model_parallel_size": 1}],
+    ids=["tp", "cp"],
 )
 def test_trainer_and_engine_agree_in_every_step_of_a_run(tmp_path, layout):
-    """Two ranks, each of which has half of the vocabulary, or of the tokens; several optimizer steps and old logprobs."""
+    """Two ranks, each of which has half of the vocabulary, or of the tokens; old logprobs and those of the reference."""
     flags = ["--top_k", "8", "--top_p", "0.9", "--min_p", "0.02", "--total_episodes", "768", "--warm_up_steps", "0"]
-    flags += ["--num_mini_batches", "2", "--beta", "0.01"]
+    flags += ["--beta", "0.01"]
     flags += [word for name, value in layout.items() for word in (f"--{name}", str(value))]
     run = Run(tmp_path, flags)
     assert run.wait(300) == 0, run.text()[-3000:]
@@ -153,4 +155,5 @@ def test_trainer_and_engine_agree_in_every_step_of_a_run(tmp_path, layout):
     for step in trained:
         assert step["debug/vllm_vs_local_logprob_diff_max"] < 1e-5
         assert step["rollout/kept_unknown_share"] == 0 and 1 < step["rollout/kept_tokens_avg"] < 8
-    assert trained[0]["objective/kl0_avg"] == pytest.approx(0, abs=1e-2)
+    if "num_mini_batches" not in layout:
+        assert trained[0]["objective/kl0_avg"] == pytest.approx(0, abs=1e-6), "the policy is still the reference"

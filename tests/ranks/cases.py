@@ -471,6 +471,7 @@ def train_steps(
     save_to: str | None = None,
     save_after: int = 0,
     resume_from: str | None = None,
+    lora: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Losses and gradient norms of several optimizer steps, and the bytes this rank holds after them.
 
@@ -487,6 +488,7 @@ def train_steps(
         dtype=getattr(torch, dtype),
         settings=settings,
         checkpoint=checkpoint and (checkpoint, MASTER),
+        lora=lora,
     )
     # A large epsilon keeps Adam from blowing up the rounding of gradients near 0.
     policy.prepare_training(Optimizer(learning_rate=1e-2, adam_epsilon=1e-2), num_optimizer_steps=steps)

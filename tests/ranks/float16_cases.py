@@ -8,19 +8,21 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from mgrpo.policy import loss_scale, optimizer
-from mgrpo.policy.loss_scale import LossScale
 from tests.ranks import cases, run_cases
 
 
 def learn(initial: float, growth_interval: int, **arguments: Any) -> dict[str, Any]:
     """`run_cases.learn` from another loss scale, which grows sooner."""
+    from mgrpo.policy import loss_scale
+
     with _begins_with(initial), patch.object(loss_scale, "GROWTH_INTERVAL", growth_interval):
         return run_cases.learn(**arguments)
 
 
 def trained(initial: float, **arguments: Any) -> dict[str, Any]:
     """`cases.train_steps` from another loss scale, all steps at one learning rate."""
+    from mgrpo.policy import optimizer
+
     with _begins_with(initial), patch.object(optimizer, "learning_rate", lambda *schedule: 1e-2):
         return cases.train_steps(**arguments)
 
@@ -31,6 +33,8 @@ def trained_with_an_overflow(rank: int, number: int, step: int, **arguments: Any
     Args:
         number: of the rank's parameter, in the order of their names.
     """
+    from mgrpo.policy.loss_scale import LossScale
+
     steps, unscale = iter(range(arguments["steps"])), LossScale.unscale
 
     def with_an_overflow(scale: LossScale, gradients: list[torch.Tensor]) -> bool:
@@ -44,11 +48,15 @@ def trained_with_an_overflow(rank: int, number: int, step: int, **arguments: Any
 
 def without_unscaling(**arguments: Any) -> dict[str, Any]:
     """Sabotage: gradients in units of the scale."""
+    from mgrpo.policy.loss_scale import LossScale
+
     with patch.object(LossScale, "unscale", lambda scale, gradients: False):
         return cases.gradients(**arguments)
 
 
 def _begins_with(initial: float) -> Any:
+    from mgrpo.policy.loss_scale import LossScale
+
     make = LossScale.of
 
     def of(*args: Any) -> LossScale:

@@ -69,6 +69,7 @@ def trained(
     settings: dict[str, Any],
     dtype: str = "float32",
     logits_chunk: int = 0,
+    lora: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Four optimizer steps, the second of which is skipped and the third followed by a score.
 
@@ -92,6 +93,7 @@ def trained(
             dtype=getattr(torch, dtype),
             settings=settings | {"overlap_param_gather": overlaps},
             logits_chunk=logits_chunk,
+            lora=lora,
         )
         for chunk in policy.chunks:
             for layer in chunk.decoder.layers:

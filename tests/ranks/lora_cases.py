@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
@@ -138,3 +139,55 @@ def refused(model_dir: str, layout: dict[str, Any], lora: dict[str, Any], settin
     except ValueError as err:
         return str(err)
     return ""
+
+
+def sent(model_dir: str, layout: dict[str, Any], lora: dict[str, Any], samples: list[Any]) -> dict[str, Any]:
+    """In bfloat16: what an engine's worker holds after updates, and the merged boxes of each rank; rank 0 is the worker as well."""
+    from mgrpo.layout import InferLayout
+    from mgrpo.models.table import engine_boxes
+    from mgrpo.sync.channel import Receiver, Sender
+    from mgrpo.sync.group import connect_store, open_store
+
+    policy = cases.make_policy(model_dir, layout, dtype=torch.bfloat16, lora=lora)
+    policy.prepare_training(Optimizer(learning_rate=3e-2, adam_epsilon=1e-2), num_optimizer_steps=2)
+    group, place = cases.host_group(), [0]
+    store, place[0] = open_store("127.0.0.1", 30) if policy.rank == 0 else (None, 0)
+    torch.distributed.broadcast_object_list(place, group=group)
+    sender = Sender(
+        policy.live_boxes(),
+        holdings=policy.holdings(group),
+        model=policy.shape,
+        train_layout=policy.layout,
+        infer_layout=InferLayout(),
+        rank=policy.rank,
+        dtype=torch.bfloat16,
+        store=store or connect_store("127.0.0.1", place[0], 30),
+        host="127.0.0.1",
+        port=place[0],
+        bucket_bytes=1 << 14,
+        timeout_s=30,
+    )
+    live = [(box, torch.zeros(box.shape, dtype=torch.bfloat16)) for box in engine_boxes(policy.shape, InferLayout())[0]]
+    packs, num_trained = cases.own_packs(policy, samples, share_prompts=True, pack_length=64)
+
+    def receive() -> None:
+        receiver = Receiver(live, worker=0, invitation=sender.invitation(0))
+        for version in (1, 2):
+            receiver.receive(version)
+            receiver.report_digests(version)
+
+    with ThreadPoolExecutor(1) as threads:
+        worker = threads.submit(receive) if policy.rank == 0 else None
+        failures = sender.join({0: 0})
+        for version in (1, 2):
+            policy.train_step(policy.microbatches(packs), lambda *values: (-values[0].sum() / num_trained, None))
+            policy.wait_for_weights()
+            failures |= sender.send(version, [0])
+        assert not failures, failures
+        if worker:
+            worker.result(30)
+    digests = sender.digests([0])
+    torch.distributed.all_reduce(digests, group=group)
+    if policy.rank == 0:
+        sender.compare(2, digests, [0])
+    return {"worker": held(live) if policy.rank == 0 else [], "policy": held(policy.boxes())}

@@ -130,6 +130,7 @@ def offloaded(in_parts: bool | None, **arguments: Any) -> dict[str, Any]:
     "left" says for each time after an update how many bytes of parameters, gradients and states this rank still had.
     `in_parts`: it first keeps what the weight sync reads; None: it keeps all. Memory that is taken again comes with other values, as on a machine that used it meanwhile.
     """
+    from mgrpo.policy.lora import made
     from mgrpo.policy.policy import Policy
 
     step, resize, left, policies = Policy.train_step, torch.UntypedStorage.resize_, [], []
@@ -142,10 +143,10 @@ def offloaded(in_parts: bool | None, **arguments: Any) -> dict[str, Any]:
     def between_steps(policy: Policy) -> None:
         with patch.object(torch.UntypedStorage, "resize_", resized):
             if in_parts:
-                views = [values for _, values in policy.boxes()]
-                before = [values.clone() for values in views]
+                views = list(policy.live_boxes())
+                before = [values.clone() for _, values in made(views)]
                 policy.offload(keep_boxes=True)
-                assert all(map(torch.equal, views, before))
+                assert all(map(torch.equal, (values for _, values in made(views)), before))
             policy.offload()
             if policy.num_updates:
                 left.append(cases.held_bytes(policy))

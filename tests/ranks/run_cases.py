@@ -343,3 +343,11 @@ def rates(model_dir: str, settings: dict[str, Any], is_empty: list[int]) -> list
             result.learning_rate for result in trainer.learner.learn(batch.index, batch.slice, step=step).results[:1]
         ]
     return found
+
+
+def export_at_once(model_dir: str, settings: dict[str, Any], folder: str) -> None:
+    """The model as a learner has it before the first step, in `folder`."""
+    from mgrpo.model_io.hf_export import export_hf
+
+    learner = trainer_of(model_dir, settings, []).learner
+    export_hf(learner.policy, model_dir, folder, group=learner.host_group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks import gather_cases as cases
+from tests.ranks.lora_oracle import LORA
 from tests.ranks.test_learning import scored_groups
 from tests.tiny_models import save_tiny
 from tools import parity
@@ -27,6 +28,8 @@ LAYOUTS = [
     ("qwen2", "pp2xvpp2xdp2", {}),
     ("qwen3-moe", "ep2", {}),
     ("qwen3-moe", "ep2xdp4", {}),
+    ("qwen2", "dp2", {"lora": LORA}),
+    ("qwen3-moe", "dp2", {"lora": LORA}),
 ]
 
 
@@ -50,7 +53,9 @@ def test_late_weights_teach_the_same(run_ranks, folders, model, layout, options)
         for forward in (skipped, score):
             assert sorted(forward) == sorted(("waited for", bucket) for bucket in buckets)
             # Within a layer modules are called in another order than they are made.
-            assert (forward[0][1], forward[-1][1]) == (buckets[0], buckets[-1])
+            # In parts of layers, which adapters are, they may be the first.
+            if "lora" not in options:
+                assert (forward[0][1], forward[-1][1]) == (buckets[0], buckets[-1])
     # A layer does not wait for what only those after it need.
     assert late[0]["late_after_layers"] > 0
 

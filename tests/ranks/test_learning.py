@@ -270,3 +270,20 @@ def test_the_rank_with_the_largest_figure_counts(run_ranks):
     """The fullest GPU decides whether a run fits; a rank may have none."""
     figures = [{"memory": 3.0, "other": 1.0}, {"memory": 5.0}]
     assert run_ranks(2, run_cases.largest_figures, figures=figures) == [{"memory": 5.0, "other": 1.0}] * 2
+
+
+def test_adapters_learn_against_the_model_without_them(run_ranks, model, tmp_path):
+    """A reference that has the adapters too never pulls back; one rank's size of the update is not the model's."""
+    settings = SETTINGS | {"use_peft": True, "lora_r": 3, "lora_alpha": 6, "num_mini_batches": 2}
+    arguments = {"model_dir": str(model), "groups": scored_groups()}
+    (expected,) = run_ranks(1, run_cases.learn, settings=settings, folder=str(tmp_path / "one"), **arguments)
+    assert expected["objective/kl2_avg"] > 0 and expected["lora/update_ratio"] > 0
+    assert expected["loss/kl_avg"] == pytest.approx(0.1 * expected["objective/kl2_avg"])
+    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    for rank in run_ranks(2, run_cases.learn, settings=settings | layout, folder=str(tmp_path / "two"), **arguments):
+        assert measured(rank) == pytest.approx(measured(expected), rel=2e-3, abs=2e-5)
+    one, two = load_hf(tmp_path / "one"), load_hf(tmp_path / "two")
+    start = dict(load_hf(model).named_parameters())
+    for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=5e-4, rtol=0)
+        assert ("_proj.weight" in name) == (not torch.equal(a, start[name])), name

@@ -164,6 +164,18 @@ def joined(ranks, kind, shapes):
     return whole
 
 
+@pytest.mark.parametrize(("model", "layout"), [("qwen2", "tp2xpp2+sp"), ("qwen3-moe", "ep2xtp2+sp")])
+def test_engines_get_the_merged_weights_after_an_update(run_ranks, folders, model, layout):
+    """Slices that are rounded by themselves, or those of before the update, are another policy than the trainer's."""
+    case = parity.parse(layout)
+    arguments = {"model_dir": str(folders[model]), "lora": LORA, "samples": SAMPLES}
+    ranks = run_ranks(case.ranks, lora_cases.sent, layout=case.layout, **arguments)
+    shapes = hf_tensors(shape_of(read_hf_config(folders[model])))
+    engine, trainer = joined(ranks, "worker", shapes), joined(ranks, "policy", shapes)
+    for name in shapes:
+        np.testing.assert_array_equal(engine[name], trainer[name], err_msg=name)
+
+
 def test_states_exist_for_adapters_only(run_ranks, folders):
     """Buffers and moments of weights that are never updated are most of the memory that adapters save."""
     arguments = {"model_dir": str(folders["qwen2"]), "samples": SAMPLES, "layout": {}, "dtype": "bfloat16"}

@@ -18,6 +18,8 @@ from tools import parity
         ("qwen2", "dp2+zero3"),
         ("llama, tied", "pp2xdp2+zero3"),
         ("qwen3-moe", "ep2"),
+        ("qwen2", "dp2+lora"),
+        ("qwen3-moe", "ep2+lora+zero0"),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -26,7 +28,7 @@ def test_a_policy_that_was_offloaded_learns_the_same(run_ranks, tmp_path, model,
     case = parity.parse(layout)
     folder = str(save_tiny(tmp_path, **parity.MODELS[model]))
     arguments = {"model_dir": folder, "layout": case.layout, "samples": parity.SAMPLES, "steps": 3, "dtype": dtype}
-    arguments["settings"] = case.options["settings"]
+    arguments |= case.options
     run = optimizer_cases.offloaded
     truth = run_ranks(case.ranks, run, in_parts=None, **arguments)
     for in_parts in (True, False):

@@ -111,15 +111,8 @@ def test_what_adapters_can_be_combined_with_is_not_refused(model):
     """A rule that is too wide takes a layout away."""
     for values, ranks in (({}, 1), ({"zero_stage": 0}, 2), ({"tensor_model_parallel_size": 2}, 2)):
         assert found_in(model, LORA | values, world_size=ranks) == []
-    assert found_in(model, LORA | {"expert_model_parallel_size": 2}, EXPERTS, world_size=2) == []
-
-
-def test_experts_that_tensor_ranks_share_are_refused(model):
-    """Their gradients would be partial sums."""
-    (problem,) = found_in(model, LORA | {"tensor_model_parallel_size": 2}, EXPERTS, world_size=2)
-    assert "adapters of experts that tensor_model_parallel_size=2 ranks share" in problem
-    for given in ({"lora_target_modules": ["q_proj", "o_proj"]}, {"expert_model_parallel_size": 2}):
-        assert found_in(model, LORA | given | {"tensor_model_parallel_size": 2}, EXPERTS, world_size=2) == []
+    for axis in ("expert_model_parallel_size", "tensor_model_parallel_size"):
+        assert found_in(model, LORA | {axis: 2}, EXPERTS, world_size=2) == []
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from mgrpo.model_io.hf_folder import same_bits, write_hf
 from mgrpo.model_io.megatron_folder import MegatronFolder, megatron_reader, write_megatron
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.models.table import Box, hf_tensors
+from tests.unit.checkpoint.states import make_values, save
 
 
 def test_large_models_become_many_files_with_an_index(model, tmp_path):
@@ -325,3 +326,11 @@ def test_every_bit_of_smollm2_comes_back(tmp_path):
         lambda: hf_to_megatron(source, tmp_path / "out", layout_of(2)),
         "tensor_model_parallel_size=2 does not divide num_attention_heads=9; choose from {1, 3}",
     )
+
+
+def test_a_state_of_adapters_is_not_taken_for_a_model(tmp_path):
+    """Its tensors are not the model's, which a message about missing tensors would leave to guess."""
+    adapters = {"settings": {"lora_r": 2}, "base": "a" * 64}
+    save(tmp_path / "states", 3, make_values(3), state={"learner": {"adapters": adapters}, "model_name_or_path": "m"})
+    with pytest.raises(ValueError, match="step_3 holds adapters, not the model; continue the run, which exports"):
+        megatron_to_hf(tmp_path / "states" / "step_3", tmp_path / "hf")

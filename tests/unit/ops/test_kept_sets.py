@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import mgrpo.ops
 from mgrpo.ops import KeptSets, linear_logprobs, reference, token_logprobs
-from mgrpo.ops.kept import picked_logits
+from mgrpo.ops.kept import WIDE_ENTRIES, picked_logits
 
 HEADS = ("logits", "linear")
 DTYPES = tuple(VALUE_TOLERANCE)
@@ -38,6 +38,18 @@ def check_against_float64(problem: Problem) -> None:
 def test_values_and_gradients_equal_a_masked_softmax(head: str, dtype: torch.dtype, cols: int) -> None:
     """A ratio is of two probabilities over the tokens that could be sampled: one over others is another policy's."""
     check_against_float64(make_problem(head, dtype=dtype, cols=cols))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_in_float32_are_not_rounded_to_the_type_of_their_factors(dtype: torch.dtype) -> None:
+    """Rounding of a logit is the largest difference between trainer and engine; more entries than fit in one piece."""
+    n = WIDE_ENTRIES // 10
+    problem = make_problem("linear", n=n, dtype=dtype, sizes=torch.randint(10, 20, (n,)))
+    results, expected = problem.run(fp32_logits=True), problem.oracle()
+    for got, want in zip(results[:2], expected[:2], strict=True):
+        assert relative_error(got, want) < VALUE_TOLERANCE[torch.float32]
+    for got, want in zip(results[2:], expected[2:], strict=True):
+        assert relative_error(got, want) < GRAD_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("head", HEADS)

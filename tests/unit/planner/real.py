@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from mgrpo.config.schema import Optimizer, Parallel  # noqa: E402
 from mgrpo.layout import Layout  # noqa: E402
+from mgrpo.models.adapters import LoraShape  # noqa: E402
 from mgrpo.models.family import shape_of  # noqa: E402
 from mgrpo.models.table import local_parameters  # noqa: E402
 from mgrpo.policy.policy import Policy  # noqa: E402
@@ -72,12 +73,17 @@ def meta(hf_file: str, layout: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def states(
-    hf: dict[str, Any], layout: dict[str, Any], rank: int, dtype: str, parallel: dict[str, Any]
+    hf: dict[str, Any],
+    layout: dict[str, Any],
+    rank: int,
+    dtype: str,
+    parallel: dict[str, Any],
+    lora: dict[str, Any] | None = None,
 ) -> dict[str, int]:
     """Bytes of parameters, gradient buffers and optimizer states after one update."""
     layout_, settings = Layout(**layout), Parallel(**parallel)
     with rank_of(layout_, rank):
-        policy = policy_on(hf, layout_, getattr(torch, dtype), settings)
+        policy = policy_on(hf, layout_, getattr(torch, dtype), settings, lora=lora and LoraShape(**lora))
         policy.prepare_training(Optimizer(), num_optimizer_steps=1)
         moments = [shard.moment(kind) for shard in policy.shards for kind in ("exp_avg", "exp_avg_sq")]
         masters = [shard.main for shard in policy.shards]
@@ -86,7 +92,8 @@ def states(
             buffers = [buffer for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
             gradients = [buffer.grad_data for buffer in buffers]
             if layout_.zero_stage == 1:
-                parameters = [buffer.param_data for buffer in buffers]
+                frozen = [own.data for own in policy.parameters.live.values() if not own.requires_grad]
+                parameters = [*frozen, *(buffer.param_data for buffer in buffers)]
         else:
             groups = [group for chunk in policy.chunks for group in chunk.param_and_grad_buffer.parameter_groups]
             gradients = [group.main_grad_buffer.data for group in groups]

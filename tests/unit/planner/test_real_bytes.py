@@ -19,6 +19,7 @@ from mgrpo.config import load_file
 from mgrpo.config.derived import layout_of
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
+from mgrpo.models.adapters import LoraShape
 from mgrpo.models.family import shape_of
 from mgrpo.models.memory import DTYPE_BYTES, logits_bytes, num_parameters, state_bytes
 from mgrpo.planner.activations import stage_activations
@@ -81,6 +82,13 @@ STATES: dict[str, dict[str, Any]] = {
         "rank": 3,
     },
     "chunks": {"layout": {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2}, "rank": 1},
+}
+LORA = {"rank": 8, "alpha": 16}
+STATES |= {
+    "adapters": {"layout": {"world_size": 2, "tensor": 2}, "lora": LORA},
+    "adapters, ZeRO 0, fp32": {"layout": {"world_size": 2, "zero_stage": 0}, "dtype": "float32", "lora": LORA},
+    "adapters, ZeRO 1": {"layout": {"world_size": 2}, "lora": LORA},
+    "adapters of experts": {"hf": tiny("qwen3_moe"), "layout": {"world_size": 4, "expert": 2}, "lora": LORA},
 }
 SHARED_STATES: dict[str, dict[str, Any]] = {
     "ZeRO 2": {"layout": {"world_size": 2, "zero_stage": 2}},
@@ -171,7 +179,8 @@ def compare_states(case: dict[str, Any], result: dict[str, Any]) -> None:
     assert "error" not in result, result
     layout, shape = Layout(**case["layout"]), shape_of(case["hf"])
     stage = case["rank"] // (layout.world_size // layout.pipeline)
-    planned = state_bytes(shape, layout, stage=stage, dtype_bytes=DTYPE_BYTES[case["dtype"]])
+    lora = LoraShape(**case["lora"]) if "lora" in case else None
+    planned = state_bytes(shape, layout, stage=stage, dtype_bytes=DTYPE_BYTES[case["dtype"]], lora=lora)
     for part in ("parameters", "gradients", "optimizer"):
         assert getattr(planned, part) == pytest.approx(result[part], rel=0.05), part
 

@@ -52,8 +52,8 @@ def batch():
     )
 
 
-def step(reporter: Reporter, number: int, batch, *, trains: bool = True) -> None:
-    results = [SimpleNamespace(grad_norm=2.0, is_finite=True)] if trains else []
+def step(reporter: Reporter, number: int, batch, *, trains: bool = True, loss_scale: float | None = None) -> None:
+    results = [SimpleNamespace(grad_norm=2.0, is_finite=True, loss_scale=loss_scale)] if trains else []
     learned = SimpleNamespace(results=results, metrics={"loss/policy_avg": 0.25}, learning_rate=1e-3)
     clock = SimpleNamespace(seconds=SECONDS)
     reporter.step(batch, learned, step=number, version=5, sync_bytes=100, clock=clock)
@@ -68,6 +68,10 @@ def test_the_times_of_a_step_add_up(tmp_path, batch) -> None:
     assert line["time/train"] == 2.5
     assert line["policy_version"] == 5 and line["sync/bytes"] == 100 and line["loss/policy_avg"] == 0.25
     assert line["judge/requests"] == 2.0
+    assert "policy/loss_scale" not in line
+    step(reporter, 2, batch, loss_scale=2.0**15)
+    step(reporter, 3, batch, trains=False)
+    assert [line.get("policy/loss_scale") for line in lines(tmp_path)[1:]] == [2.0**15, None]
     assert line["lr"] == 1e-3 and abs(line["time/unix"] - time.time()) < 60
 
 

@@ -50,6 +50,7 @@ CASES = {
     "one engine, two workers": ("mixtral", Layout(world_size=2, expert=2), InferLayout(tensor=2), torch.bfloat16),
     "stages": ("gemma2-tied", Layout(world_size=2, pipeline=2), InferLayout(engines=2), torch.float32),
     "an idle learner": ("llama-1kv", Layout(world_size=3), InferLayout(), torch.float32),
+    "half precision": ("qwen3", Layout(world_size=2, tensor=2), InferLayout(), torch.float16),
     "masters": ("qwen3", Layout(world_size=2, zero_stage=3), InferLayout(tensor=2), torch.bfloat16),
 }
 

@@ -10,7 +10,7 @@ from mgrpo.sync import digest as module
 from mgrpo.sync.digest import digest, digests
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_shards_add_up_to_the_whole(dtype, monkeypatch):
     """Trainer and engine cut tensors differently: their sums must still be equal."""
     monkeypatch.setattr(module, "_CHUNK", 64)
