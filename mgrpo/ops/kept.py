@@ -123,7 +123,7 @@ def picked_dots(
     group: ProcessGroup | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The same as `picked_logits(linear_logits(hidden, weight, dtype=dtype))`, without any other of these products.
+    """The same as `picked_logits(hidden @ weight.T)`, without any other of these products.
 
     hidden is `[n, hidden]`, weight `[vocab/tp, hidden]`; each product is rounded to dtype, theirs or a wider one. Backward
     all-reduces the gradient of hidden over group, in fp32.

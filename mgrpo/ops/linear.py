@@ -56,7 +56,7 @@ def linear_logprobs(
         with_entropy: also compute the entropy. It is differentiable; when the loss does not use it, backward takes
             the cheaper path by itself.
         logits_chunk: at least 1. Results depend on it by rounding only; it may differ between the ranks of `group`.
-        fp32_logits: as `linear_logits(..., dtype=torch.float32)`. A chunk of 16-bit operands then takes three times the
+        fp32_logits: as `linear_logits(..., dtype=torch.float32)`. A chunk of bf16 operands then takes three times the
             memory: itself, and its gradient in their type.
         kept: the set of tokens that each target was sampled from, see `token_logprobs`. Then only these logits are
             computed, each a dot product, and nothing in chunks: memory is that of the sets.
