@@ -20,6 +20,7 @@ from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.parallel import backend
 from mgrpo.policy.parameters import gather_boxes
 from mgrpo.policy.policy import Policy
+from mgrpo.policy.reference import Reference
 from mgrpo.policy.shards import MOMENTS, Shard
 
 MASTER, REFERENCE, RANDOM = "master", "reference", "random"
@@ -29,7 +30,7 @@ KINDS = (MASTER, *MOMENTS, REFERENCE)
 class TrainState:
     """The tensors of a run's state on this rank: those of the policy and of a reference that is updated."""
 
-    def __init__(self, policy: Policy, reference: Policy | None, *, group: dist.ProcessGroup) -> None:
+    def __init__(self, policy: Policy, reference: Reference | None, *, group: dist.ProcessGroup) -> None:
         self.policy, self.reference, self.group = policy, reference, group
         self.rank = dist.get_rank()
 

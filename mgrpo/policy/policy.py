@@ -22,7 +22,7 @@ from mgrpo.layout import Layout
 from mgrpo.models.adapters import LoraShape
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box
-from mgrpo.parallel import axes, backend
+from mgrpo.parallel import axes
 from mgrpo.policy import passes
 from mgrpo.policy.lora import Adapters, MergedSlice, made, settings_with_adapters
 from mgrpo.policy.loss_scale import LossScale
@@ -102,7 +102,6 @@ class Policy:
         self.adapters = Adapters(chunks, self.parameters, lora, seed=seed) if lora else None
         self.optimizer: PolicyOptimizer | None = None
         self.optimizer_steps = self.num_updates = 0
-        self._masters: dict[str, torch.Tensor] = {}
         self._offload = Offload()
 
     def load(self, read: Read) -> None:
@@ -116,26 +115,6 @@ class Policy:
     def adapters_off(self) -> AbstractContextManager[None]:
         """Within this the policy is the model without its adapters, if it has any. Not collective."""
         return self.adapters.off() if self.adapters else nullcontext()
-
-    def load_masters(self, read: Read) -> None:
-        """As `load`, keeping the values in float32 as well, from where `move_towards` continues."""
-        self.load(read)
-        for name, place in self.parameters.places.items():
-            master = self._masters[name] = torch.zeros(place.shape, device=backend.device())
-            for piece in place.pieces:
-                master[piece.region] = read(piece.box).to(master)
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether there are float32 copies: `move_towards` was called, in this run or before the state that was loaded."""
-        return bool(self._masters)
-
-    def master_boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Every box of the float32 copies that `move_towards` keeps, except a tied head's copy of the embedding."""
-        for name, place in self.parameters.places.items():
-            if not place.is_copy:
-                for piece in place.pieces:
-                    yield piece.box, self._masters[name][piece.region]
 
     def prepare_training(self, settings: OptimizerSettings, *, num_optimizer_steps: int) -> None:
         """Make gradient buffers and the optimizer, sharded as `layout.zero_stage` says."""
@@ -205,15 +184,16 @@ class Policy:
             stay = [shard.main for shard in self.optimizer.shards]
         elif keep_boxes:
             stay = [parameter.data for parameter in self.parameters.live.values()]
-        states, dropped = list(self._masters.values()), []
-        if self.optimizer is None:
-            parameters = [parameter.data for parameter in self.parameters.live.values()]
-        else:
+        parameters, dropped = [parameter.data for parameter in self.parameters.live.values()], []
+        if self.optimizer:
             if not self._offload.is_offloaded:
                 self.optimizer.discard_transients()
             parameters, dropped = self.optimizer.parameter_memory(), self.optimizer.gradient_memory()
-            states += self.optimizer.state_memory()
-        return self._offload.offload(states + parameters, but=stay, dropped=dropped)
+        return self._offload.offload(self.state_memory() + parameters, but=stay, dropped=dropped)
+
+    def state_memory(self) -> list[torch.Tensor]:
+        """Tensors over all memory of what is kept besides parameters and gradients. Not collective."""
+        return self.optimizer.state_memory() if self.optimizer else []
 
     def restore(self) -> None:
         """Take the memory of the last `offload`, if any, with the same values. Not collective."""
@@ -300,19 +280,6 @@ class Policy:
     def pass_over(self, optimizer_steps: int) -> None:
         """Count steps without anything to train on, so that the learning rate follows its schedule. Not collective."""
         self.optimizer_steps += optimizer_steps
-
-    @torch.no_grad()
-    def move_towards(self, other: Policy, alpha: float) -> None:
-        """These weights <- alpha x the other's + (1 - alpha) x these, each rank for the shards it holds.
-
-        Kept in fp32 between calls: in bf16 a small alpha would be rounded away.
-        """
-        for name, parameter in self.parameters.live.items():
-            if name not in self._masters:
-                self._masters[name] = parameter.data.float()
-            master = self._masters[name]
-            master.lerp_(other.parameter(name).float(), alpha)
-            parameter.data.copy_(master)
 
     def parameter(self, name: str) -> torch.Tensor:
         """One local parameter, whole; under ZeRO-2 and 3 all ranks that share it must call."""

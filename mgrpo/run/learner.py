@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,12 +31,15 @@ from mgrpo.parallel import backend
 from mgrpo.parallel.attention import attention_remarks
 from mgrpo.parallel.gather import gather_json, gather_values
 from mgrpo.policy.policy import Microbatch, MicrobatchLoss, Policy, StepResult
+from mgrpo.policy.reference import Reference
 from mgrpo.policy.weights import Read
 from mgrpo.run.continuing import adapter_record
 from mgrpo.run.schedule import is_due
 
 Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
 """What a micro-batch reports, see `algo.PolicyLoss`: metrics as (sum, count), and maxima."""
+
+Kind = TypeVar("Kind", bound=Policy)
 
 ENTROPY = "policy/entropy_avg"
 
@@ -108,14 +111,15 @@ class Learner:
         algorithm = config.algorithm
         self.has_reference = config.loss.beta != 0 or algorithm.log_ref_kl
         self.logits_chunk = common_logits_chunk(config, shape, layout, host_group, has_reference=self.has_reference)
-        self.policy = self._make_policy(
+        self.policy = self._make(
+            Policy,
             config.parallel,
             trains_entropy=algorithm.entropy_coef != 0 or algorithm.use_adaptive_entropy,
             scores_entropy=algorithm.top_entropy_quantile < 1,
         )
         # Without its adapters the policy is the reference.
         self.reference = (
-            self._make_policy(replace(config.parallel, moe_enable_routing_replay=False))
+            self._make(Reference, replace(config.parallel, moe_enable_routing_replay=False))
             if self.has_reference and not self.policy.lora
             else None
         )
@@ -166,8 +170,8 @@ class Learner:
         elif self.reference:
             self.reference.load(read)
 
-    def _make_policy(self, settings: Parallel, **entropy: bool) -> Policy:
-        return Policy(
+    def _make(self, kind: type[Kind], settings: Parallel, **entropy: bool) -> Kind:
+        return kind(
             self.shape,
             self.layout,
             dtype=getattr(torch, self.config.model.model_dtype),

@@ -430,8 +430,11 @@ def wait_for_a_rank_0_that_died() -> str:
 
 def blended(model_dir: str, dtype: str, alpha: float, times: int) -> dict[str, float]:
     """A policy moved towards one that is 1 larger everywhere, a little at a time: how far, and how far from the formula."""
-    policies = [make_policy(model_dir, {"tensor": 2}, dtype=getattr(torch, dtype)) for _ in range(2)]
-    reference, policy = policies
+    from mgrpo.policy.reference import Reference
+
+    policy = make_policy(model_dir, {"tensor": 2}, dtype=getattr(torch, dtype))
+    reference = Reference(policy.shape, policy.layout, dtype=policy.dtype, seed=1, temperature=policy.temperature)
+    reference.load({box: values for box, values in policy.boxes()}.__getitem__)
     start = {name: parameter.detach().float().clone() for name, parameter in reference.parameters.live.items()}
     for parameter in policy.parameters.live.values():
         parameter.data.add_(1)

@@ -1,0 +1,58 @@
+"""The reference model: a policy that is never trained, and may follow the one that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mgrpo.models.table import Box
+from mgrpo.parallel import backend
+from mgrpo.policy.policy import Policy
+from mgrpo.policy.weights import Read
+
+
+class Reference(Policy):
+    """A policy whose weights move towards another's; arguments as for `Policy`.
+
+    Once they have moved they are kept in float32 as well: in bfloat16 a small step would be rounded away.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._masters: dict[str, torch.Tensor] = {}
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether there are float32 copies: it has moved in this run or before the state that was loaded."""
+        return bool(self._masters)
+
+    def load_masters(self, read: Read) -> None:
+        """As `load`, keeping the values in float32 as well, from where `move_towards` continues."""
+        self.load(read)
+        for name, place in self.parameters.places.items():
+            master = self._masters[name] = torch.zeros(place.shape, device=backend.device())
+            for piece in place.pieces:
+                master[piece.region] = read(piece.box).to(master)
+
+    def master_boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Every box of the float32 copies, except a tied head's copy of the embedding."""
+        for name, place in self.parameters.places.items():
+            if not place.is_copy:
+                for piece in place.pieces:
+                    yield piece.box, self._masters[name][piece.region]
+
+    @torch.no_grad()
+    def move_towards(self, other: Policy, alpha: float) -> None:
+        """These weights <- alpha x the other's + (1 - alpha) x these. All ranks must call."""
+        for name, parameter in self.parameters.live.items():
+            if name not in self._masters:
+                self._masters[name] = parameter.data.float()
+            master = self._masters[name]
+            master.lerp_(other.parameter(name).float(), alpha)
+            parameter.data.copy_(master)
+
+    def state_memory(self) -> list[torch.Tensor]:
+        """See `Policy`."""
+        return list(self._masters.values())
