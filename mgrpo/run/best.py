@@ -41,7 +41,7 @@ class BestExport:
 
         Args:
             folder: of the exports.
-            resumed: `state_dict` of that state.
+            resumed: `state_dict` of that state. An export that has been deleted since is the best one no more.
         """
         self.folder, self.settings = folder, settings
         self.evaluated: tuple[int, float] | None = None
@@ -50,7 +50,8 @@ class BestExport:
         own = settings.metric_for_best_model, settings.greater_is_better
         if settings.load_best_model_at_end and resumed:
             before = Best(**resumed)
-            self.best = before if (before.metric, before.greater_is_better) == own else None
+            is_there = (folder / f"step_{before.step}").is_dir()
+            self.best = before if is_there and (before.metric, before.greater_is_better) == own else None
         if self.best:
             self._point()
         else:

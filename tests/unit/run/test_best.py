@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,6 +102,17 @@ def test_a_resumed_run_knows_the_best_of_its_state(tmp_path) -> None:
     assert pointer(tmp_path)["step"] == 2 and (tmp_path / "best").readlink() == Path("step_2")
     export(resumed, 4, 0.5)
     assert resumed.state_dict() == state
+
+
+def test_a_resumed_run_does_not_point_to_an_export_that_was_deleted(tmp_path) -> None:
+    """hf/best would lead nowhere, and no later export could take its place unless it were better still."""
+    best = BestExport(tmp_path, ON)
+    export(best, 2, 0.5)
+    shutil.rmtree(tmp_path / "step_2")
+    resumed = BestExport(tmp_path, ON, resumed=best.state_dict())
+    assert resumed.best is None and not (tmp_path / "best").is_symlink() and not (tmp_path / "best.json").exists()
+    export(resumed, 4, 0.3)
+    assert pointer(tmp_path)["step"] == 4
 
 
 @pytest.mark.parametrize(
