@@ -46,17 +46,17 @@ class KeptTokens:
     ids: np.ndarray
     """`[kept]` int32, set after set; within one in no particular order."""
     offsets: np.ndarray
-    """`[len + 1]` int32, where each token's set begins in `ids`, and its end."""
+    """`[len + 1]` int64, where each token's set begins in `ids`, and its end: the sets of a large step have billions of ids."""
 
     @classmethod
     def of_sizes(cls, ids: np.ndarray, sizes: np.ndarray) -> KeptTokens:
         """Sets of so many ids each."""
-        return cls(ids=ids, offsets=np.concatenate(([0], np.cumsum(sizes))).astype(np.int32))
+        return cls(ids=ids, offsets=np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))))
 
     @classmethod
     def none(cls, num_tokens: int) -> KeptTokens:
         """An empty set for each token."""
-        return cls(ids=np.zeros(0, np.int32), offsets=np.zeros(num_tokens + 1, np.int32))
+        return cls(ids=np.zeros(0, np.int32), offsets=np.zeros(num_tokens + 1, np.int64))
 
     @classmethod
     def joined(cls, parts: Sequence[KeptTokens]) -> KeptTokens:
@@ -76,7 +76,7 @@ class KeptTokens:
     @property
     def sizes(self) -> np.ndarray:
         """`[len]` int32."""
-        return np.diff(self.offsets)
+        return np.diff(self.offsets).astype(np.int32)
 
     def part(self, start: int, end: int) -> KeptTokens:
         """Those of the tokens from `start` to `end`, end excluded."""

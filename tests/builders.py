@@ -60,7 +60,7 @@ def kept_tokens(*sets: Sequence[int]) -> KeptTokens:
 
 def sets_of(kept: KeptTokens) -> list[list[int]]:
     """The same back: what a test compares."""
-    assert kept.ids.dtype == kept.offsets.dtype == np.int32 and kept.offsets[0] == 0
+    assert kept.ids.dtype == kept.sizes.dtype == np.int32 and kept.offsets[0] == 0
     assert kept.offsets[-1] == len(kept.ids)
     return [kept.ids[a:b].tolist() for a, b in itertools.pairwise(kept.offsets.tolist())]
 

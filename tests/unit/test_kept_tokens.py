@@ -52,3 +52,9 @@ def test_a_token_without_a_set_is_its_own(sets):
 def test_no_sets_at_all():
     """Between turns, and in a batch of evaluations."""
     assert sets_of(KeptTokens.none(3)) == [[], [], []] and sets_of(KeptTokens.joined([])) == []
+
+
+def test_a_large_step_has_more_ids_than_32_bits_count():
+    """64 of each of 50 million tokens: an offset that wraps around gives tokens the sets of others."""
+    sizes = np.full(3, 2**30, np.int32)
+    assert KeptTokens.of_sizes(np.zeros(0, np.int32), sizes).offsets.tolist() == [0, 2**30, 2**31, 3 * 2**30]
