@@ -143,7 +143,7 @@ def _sample(
     is_sampled, logprobs = completion.loss_mask, completion.logprobs
     kept = completion.kept
     if is_cut and kept is None:
-        # It was sampled before a restart with other settings.
+        # Nothing of it was sampled.
         kept = KeptTokens.none(len(completion.tokens))
     has_set = True if kept is None else kept.sizes > 0
     if not mask_tool_use:

@@ -15,7 +15,7 @@ from mgrpo.data.sampler import Sampler
 from mgrpo.rollout.collect import seed_of
 from mgrpo.rollout.stream import Stream
 from mgrpo.run.replay import ReplayBuffer
-from mgrpo.run.saved_rollouts import packed, plain_scores, read_scores, unpacked
+from mgrpo.run.saved_rollouts import fits, packed, plain_scores, read_scores, unpacked
 from mgrpo.types import Prompt, PromptId, RewardContext, RewardScale, RolloutGroup, ScoredGroup
 
 
@@ -259,13 +259,14 @@ class Groups:
     def load_state_dict(self, state: Mapping[str, Any]) -> list[Unscored]:
         """Continue where `state_dict` was taken, with engines that have the weights of its last step; what is to be scored.
 
-        Groups that the settings of this run do not allow, because they would be too old or have another size, are sampled again.
+        Groups that the settings of this run do not allow, because they would be too old or have another size, or because only one
+        of the two runs cuts what is sampled from, are sampled again.
         """
         self.sampler.load_state_dict(state["sampler"])
         # States of earlier versions end where a step does.
         self.stream.steps = self.stream.updates = state.get("steps", state.get("step", 0))
         records = state.get("groups", ())
-        kept = [record for place, record in enumerate(records) if self._allows(record, place)]
+        kept = [record for place, record in enumerate(records) if self._allows(record, state["rollouts"], place)]
         again = [tuple(record["prompt"]) for record in records if record["prompt"] and record not in kept]
         self.left_over = again + [tuple(prompt_id) for prompt_id in state.get("left_over", ())]
         # Those that are sampled again get their numbers again, if they are the last ones.
@@ -275,7 +276,7 @@ class Groups:
         cohorts: dict[int, Cohort] = {}
         for record in kept:
             self._restore(record, state["rollouts"], cohorts)
-        self.buffer.load_state_dict(state, self.prompt, self.config.rollout.num_samples_per_prompt_rollout)
+        self.buffer.load_state_dict(state, self.prompt, self.config.rollout)
         self.before = self._state()
         unscored: dict[int, Unscored] = {}
         for number, group in self.out.items():
@@ -283,12 +284,11 @@ class Groups:
                 unscored[part.numbers[0]] = part
         return list(unscored.values())
 
-    def _allows(self, record: Mapping[str, Any], place: int) -> bool:
+    def _allows(self, record: Mapping[str, Any], arrays: Mapping[str, Any], place: int) -> bool:
         """Whether a saved group, the so manieth by age, may be trained on in this run."""
-        own, size = self.stream, self.config.rollout.num_samples_per_prompt_rollout
+        own, sampled = self.stream, record["sampled"]
         is_in_time = record["born"] + own.bound >= own.steps + place // own.group_count
-        has_size = record["sampled"] is None or len(record["sampled"]["finish_reasons"]) == size
-        return not self.takes_turns and is_in_time and has_size
+        return not self.takes_turns and is_in_time and (sampled is None or fits(sampled, arrays, self.config.rollout))
 
     def _restore(self, record: Mapping[str, Any], arrays: Mapping[str, Any], cohorts: dict[int, Cohort]) -> None:
         number, prompt_id, first = record["number"], record["prompt"], record["cohort"]

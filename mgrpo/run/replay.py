@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from mgrpo.config.schema import Rollout
 from mgrpo.rollout.collect import seed_of
-from mgrpo.run.saved_rollouts import packed, plain_scores, read_scores, unpacked
+from mgrpo.run.saved_rollouts import fits, packed, plain_scores, read_scores, unpacked
 from mgrpo.types import Prompt, PromptId, ScoredGroup
 
 PREFIX = "replay_"
@@ -104,13 +105,13 @@ class ReplayBuffer:
         arrays = {PREFIX + name: array for name, array in arrays.items()}
         return {**state, "replay": records, "rollouts": {**state["rollouts"], **arrays}}
 
-    def load_state_dict(self, state: Mapping[str, Any], prompt: Callable[[PromptId], Prompt], group_size: int) -> None:
-        """Continue where `add_to` was asked, without groups of another size than `group_size`."""
+    def load_state_dict(self, state: Mapping[str, Any], prompt: Callable[[PromptId], Prompt], rollout: Rollout) -> None:
+        """Continue where `add_to` was asked, without groups that these settings do not allow."""
         saved = state.get("rollouts", {}).items()
         arrays = {name.removeprefix(PREFIX): array for name, array in saved if name.startswith(PREFIX)}
         groups = []
         for record in state.get("replay", ()):
-            group = unpacked(prompt(tuple(record["prompt"])), record["sampled"], arrays)
-            if len(group.completions) == group_size:
+            if fits(record["sampled"], arrays, rollout):
+                group = unpacked(prompt(tuple(record["prompt"])), record["sampled"], arrays)
                 groups.append((ScoredGroup(group=group, scores=read_scores(record["scores"])), record["born"]))
         self.add(groups, steps=state.get("steps", 0))

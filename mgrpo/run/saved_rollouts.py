@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mgrpo.config.schema import Rollout
 from mgrpo.types import Branch, Completion, KeptTokens, Prompt, RolloutGroup, Score, ScoredGroup, TrajectoryRecord, Turn
 
 _ARRAYS = ("tokens", "logprobs", "policy_versions")
@@ -78,6 +79,12 @@ def unpacked(prompt: Prompt, record: Mapping[str, Any], arrays: Mapping[str, np.
             for (a, b), (c, d), reason, own in zip(cuts, text_cuts, reasons, trajectories, strict=True)
         ),
     )
+
+
+def fits(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray], rollout: Rollout) -> bool:
+    """Whether a run with these settings may train on the group: it has another size, or its logprobs another meaning, if not."""
+    has_size = len(record["finish_reasons"]) == rollout.num_samples_per_prompt_rollout
+    return has_size and ("kept_sizes" in arrays) == rollout.is_cut
 
 
 def plain_scores(scored: ScoredGroup) -> list[list[Any]]:

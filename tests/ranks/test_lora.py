@@ -65,7 +65,13 @@ def test_adapters_learn_as_transformers_does(measure, model, layout):
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [("qwen2", "dp2+zero0"), ("qwen2", "dp2"), ("qwen2-1kv", "tp4+sp"), ("llama-tied", "tp2xpp2+sp"), ("qwen3-moe", "ep2")],
+    [
+        ("qwen2", "dp2+zero0"),
+        ("qwen2", "dp2"),
+        ("qwen2-1kv", "tp4+sp"),
+        ("llama-tied", "tp2xpp2+sp"),
+        ("qwen3-moe", "ep2"),
+    ],
 )
 def test_gradients_in_float16_come_back_in_the_units_of_the_loss(measure, model, layout):
     """Adapters are float32 beside weights in float16: Megatron keeps their gradients elsewhere, and Adam hides a factor."""

@@ -384,9 +384,11 @@ def sampled_ahead(**settings):
 @pytest.mark.parametrize(
     ("settings", "sampled_again"),
     [
-        # Fewer prompts a step, for which the deadlines of some have passed; groups of another size; no asynchrony any more.
+        # Fewer prompts a step, for which the deadlines of some have passed; groups of another size, or that were not sampled from
+        # sets; no asynchrony any more.
         ({"async_steps": 1, "max_staleness": 2, "num_unique_prompts_rollout": 1}, None),
         ({"async_steps": 2, "max_staleness": 4, "num_samples_per_prompt_rollout": 3}, 12),
+        ({"async_steps": 2, "max_staleness": 4, "top_k": 4}, 12),
         ({"async_steps": 0}, 4),
         ({"async_steps": 1}, 0),
     ],

@@ -212,13 +212,24 @@ def test_a_state_taken_while_a_batch_is_under_way_has_the_buffer_of_before() -> 
 
 
 def test_a_resumed_run_with_other_settings_takes_what_it_can_use() -> None:
-    """Groups of another size cannot be in a batch; a smaller buffer keeps fewer; states of older versions have none."""
+    """Groups of another size cannot be in a batch; a smaller buffer keeps fewer; states of older versions have none.
+
+    Where one of two runs cuts what is sampled from, a group of the other has no meaning in its loss.
+    """
     own = producer(later_ones_are_equal, **ON)
     collect(own)
     state = saved(own)
     old = {name: value for name, value in state.items() if name != "replay"}
     three = {"num_samples_per_prompt_rollout": 3}
-    for settings, given, expected in (({"replay_buffer_size": 2}, state, 2), (three, state, 0), ({}, old, 0)):
+    num_tokens = len(state["rollouts"]["replay_tokens"])
+    sets = {
+        "replay_kept_ids": np.arange(num_tokens, dtype=np.int32),
+        "replay_kept_sizes": np.ones(num_tokens, np.int32),
+    }
+    cut, top_k = state | {"rollouts": state["rollouts"] | sets}, {"top_k": 4}
+    smaller = {"replay_buffer_size": 2}
+    of_runs = ((smaller, state, 2), (three, state, 0), ({}, old, 0), ({}, cut, 0), (top_k, state, 0))
+    for settings, given, expected in (*of_runs, (top_k | smaller, cut, 2)):
         again = producer(later_ones_are_equal, **ON | settings)
         again.load_state_dict(given)
         assert len(again.groups.buffer.stored) == expected
