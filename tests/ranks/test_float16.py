@@ -21,6 +21,8 @@ LAYOUTS = [
     ("qwen2", "dp2+zero2"),
     ("qwen2", "dp2+zero3"),
     ("qwen2", "tp2+chunked"),
+    ("qwen2", "tp2+sp+kept"),
+    ("qwen2", "cp2xtp2+sp+chunked+kept"),
     ("llama, tied", "pp2"),
     ("llama, tied", "pp2xvpp2"),
     ("llama, tied", "pp2xdp2+zero3"),
@@ -62,9 +64,19 @@ def outcome(run, folders):
 def test_every_layout_agrees_with_one_rank_and_with_float32(outcome, model, layout):
     """Gradients must come back in the loss's own units, from all optimizers and both copies of a tied embedding."""
     own = outcome(model, layout, "float16")
-    alone = parity.compare(own, outcome(model, "dp1", "float16"))
+    reference = parity.parse(layout).reference
+    alone = parity.compare(own, outcome(model, reference, "float16"))
     assert alone.logprob < 1e-2 and alone.loss < 1e-3 and alone.gradient < 1e-2, alone
-    exact = parity.compare(own, outcome(model, "dp1", "float32"))
+    exact = parity.compare(own, outcome(model, reference, "float32"))
+    assert exact.logprob < 1e-2 and exact.loss < 1e-3 and exact.gradient < 1e-2, exact
+
+
+@pytest.mark.parametrize("layout", ["tp2+sp", "tp2+chunked", "cp2xtp2+sp+chunked+kept"])
+def test_a_head_in_fp32_takes_scaled_gradients(outcome, run, folders, layout):
+    """Its logits' gradient is in float32, in units of the scale, and is rounded to float16 for the products behind it."""
+    ranks = run("qwen2", layout, cases.gradients, loss=parity.LOSS, dtype="float16", fp32_logits=True)
+    own = parity.collect(ranks, hf_tensors(shape_of(read_hf_config(folders["qwen2"]))))
+    exact = parity.compare(own, outcome("qwen2", parity.parse(layout).reference, "float32"))
     assert exact.logprob < 1e-2 and exact.loss < 1e-3 and exact.gradient < 1e-2, exact
 
 
