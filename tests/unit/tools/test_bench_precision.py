@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tools.bench_precision import CASES, compared
+from tools.bench_precision import CASES, before, compared
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -26,6 +26,15 @@ def test_differences_of_two_completions():
     assert found["sequence_kl"] == pytest.approx(sum(kl) / 2)
     assert found["sequence_kl_error"] == pytest.approx(abs(kl[0] - kl[1]) / 2)
     assert found["ratio_outside"] == pytest.approx(1 / 3)
+
+
+def test_rows_that_are_not_measured_again_stay_if_they_were_measured_alike(tmp_path):
+    """`--only` would leave a table of one row, or one whose rows cannot be compared."""
+    path, text = tmp_path / "precision.json", {"protocol": "16 completions", "versions": {"torch": "2.13"}}
+    assert before(path, text) == {}
+    path.write_text(json.dumps(text | {"cases": {"float16": {"tokens": 3}}}))
+    assert before(path, text) == {"float16": {"tokens": 3}}
+    assert before(path, text | {"protocol": "32 completions"}) == {}
 
 
 def test_the_page_holds_the_figures_of_the_file():
