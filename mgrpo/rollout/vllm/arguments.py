@@ -34,6 +34,7 @@ OWNED = {
     "max_num_seqs": "use vllm_max_num_seqs",
     "tensor_parallel_size": "use vllm_tensor_parallel_size",
     "pipeline_parallel_size": "use vllm_tensor_parallel_size",
+    "prefill_context_parallel_size": "use vllm_tensor_parallel_size",
     "data_parallel_size": "use vllm_num_engines",
     "enable_prefix_caching": "use vllm_enable_prefix_caching",
     "gpu_memory_utilization": "use vllm_gpu_memory_utilization",
@@ -67,7 +68,9 @@ OWNED = {
     ),
     **dict.fromkeys(("nnodes", "node_rank", "master_addr"), "Ray places the workers of an engine; use ray_address"),
     "enable_lora": "the weight sync writes whole matrices",
-    "logits_processors": "the trainer's log-probabilities are those of the model's own logits",
+    **dict.fromkeys(
+        ("logits_processors", "watermark_config"), "the trainer's log-probabilities are those of the model's own logits"
+    ),
     "kv_cache_dtype": "use vllm_kv_cache_dtype",
     "hf_overrides": "the trainer reads the model's config.json as it is; for head_dtype use cast_lm_head_to_fp32",
     "logprobs_mode": "the ratio of trainer to engine needs processed_logprobs",
@@ -76,6 +79,8 @@ OWNED = {
     "worker_cls": "the weight sync needs vLLM's own worker",
 }
 """Arguments of vLLM that vllm_extra_args cannot hold, and what to do instead."""
+DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+"""Arguments of vLLM that turn speculative decoding on."""
 CPU_INFO = Path("/proc/cpuinfo")
 WIDE_BYTES = 100 << 20
 """Of the weights of a model whose matrix products are worth more than one thread."""
@@ -208,10 +213,11 @@ def extra_problems(text: str) -> list[str]:
 
 
 def _draft_problems(config: Config) -> list[str]:
-    if not config.rollout.is_cut or "speculative_config" not in config.engine.vllm_extra_args:
+    names = [name for name in DRAFTS if f'"{name}"' in config.engine.vllm_extra_args]
+    if not config.rollout.is_cut or not names:
         return []
     return [
-        f"vllm_extra_args cannot hold speculative_config with top_k={config.rollout.top_k}: what the engine samples from is read "
+        f"vllm_extra_args cannot hold {' or '.join(names)} with top_k={config.rollout.top_k}: what the engine samples from is read "
         "from the log-probabilities of tokens that it samples one by one; leave one of them out"
     ]
 

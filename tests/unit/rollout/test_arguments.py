@@ -181,6 +181,8 @@ OWN_MODEL = "the engine samples from the model that is trained"
         ("enable_expert_parallel", True, "share the matrices of every expert"),
         ("enable_eplb", True, "share the matrices of every expert"),
         ("logits_processors", ["a:B"], "model's own logits"),
+        ("watermark_config", {}, "model's own logits"),
+        ("prefill_context_parallel_size", 2, "use vllm_tensor_parallel_size"),
         ("nnodes", 2, "use ray_address"),
     ],
 )
@@ -192,7 +194,7 @@ def test_an_argument_that_would_make_the_engine_another_policy_is_refused(name, 
 
 def test_only_arguments_that_vllm_has_are_refused_by_name():
     """A misspelled one would let the real one pass."""
-    assert arguments.OWNED.keys() <= arguments._known_args()
+    assert {*arguments.OWNED, *arguments.DRAFTS} <= arguments._known_args()
 
 
 def test_vllms_own_arguments_take_the_place_of_defaults():

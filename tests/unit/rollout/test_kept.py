@@ -151,13 +151,21 @@ def test_an_engine_returns_more_logprobs_than_are_kept_but_never_more_than_there
     assert "max_logprobs" not in arguments.engine_args(from_values({"model_name_or_path": str(tmp_path)}), on_gpu=False)
 
 
-def test_drafts_are_refused_where_sets_are_asked_for(monkeypatch):
+@pytest.mark.parametrize(
+    ("extra", "names"),
+    [
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
+        ({"spec_method": "ngram", "spec_tokens": 3}, "spec_method or spec_tokens"),
+    ],
+)
+def test_drafts_are_refused_where_sets_are_asked_for(monkeypatch, extra, names):
+    """vLLM has two ways to ask for them."""
     monkeypatch.setattr(arguments, "serving_gpus", list)
-    values = {"vllm_extra_args": '{"speculative_config": {"method": "ngram"}}', "model_dtype": "float32"}
+    values = {"vllm_extra_args": json.dumps(extra), "model_dtype": "float32"}
     for top_k, count in ((0, 0), (4, 1)):
         config = from_values(values | {"top_k": top_k})
         problems = arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
-        assert len(problems) == count and all("speculative_config with top_k=4" in problem for problem in problems)
+        assert len(problems) == count and all(f"cannot hold {names} with top_k=4" in problem for problem in problems)
 
 
 def sampled(tokens: list[int], kept=None) -> Sampled:
