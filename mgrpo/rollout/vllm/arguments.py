@@ -19,7 +19,7 @@ from typing import Any
 
 from mgrpo.config.kernels import kernel_problems
 from mgrpo.config.schema import Config
-from mgrpo.rollout.vllm.kept import num_logprobs
+from mgrpo.rollout.vllm.kept import kept_args, kept_problems
 from mgrpo.rollout.vllm.server_facts import address_problems as server_address_problems
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -43,7 +43,7 @@ OWNED = {
     "seed": "use seed",
     "skip_tokenizer_init": "stop_strings decides it",
     "max_logprobs": "use top_k",
-    "return_sampling_mask": "with top_k an engine returns what it samples from as log-probabilities",
+    "return_sampling_mask": "use top_k",
     "trust_remote_code": "code that comes with a model is never run",
     **dict.fromkeys(
         ("quantization", "quantization_config", "allow_deprecated_quantization"),
@@ -114,7 +114,7 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
             if has_servers
             else address_problems(settings.ray_address)
             + extra_problems(settings.vllm_extra_args)
-            + _draft_problems(config)
+            + list(kept_problems(config, on_gpu=bool(gpus)))
         )
     if num_local_learners:
         found += kernel_problems(config, has_gpus=bool(gpus))
@@ -207,15 +207,6 @@ def extra_problems(text: str) -> list[str]:
     ]
 
 
-def _draft_problems(config: Config) -> list[str]:
-    if not config.rollout.is_cut or "speculative_config" not in config.engine.vllm_extra_args:
-        return []
-    return [
-        f"vllm_extra_args cannot hold speculative_config with top_k={config.rollout.top_k}: what the engine samples from is read "
-        "from the log-probabilities of tokens that it samples one by one; leave one of them out"
-    ]
-
-
 def _known_args() -> frozenset[str]:
     """Names of the fields of vLLM's AsyncEngineArgs, read from its source, because importing vllm takes ten seconds."""
     vllm = find_spec("vllm")
@@ -253,11 +244,10 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         "skip_tokenizer_init": not reads_text,
         "disable_log_stats": True,
         "seed": 0,  # each sync seeds the sampler anew
+        **kept_args(config),
     }
     if config.model.cast_lm_head_to_fp32:
         args["hf_overrides"] = {"head_dtype": "float32"}
-    if rollout.is_cut:
-        args["max_logprobs"] = num_logprobs(config)
     if reads_text:
         args["tokenizer"] = str(Path(config.tokenizer_path).absolute())
     if settings.vllm_tensor_parallel_size > 1:
