@@ -27,9 +27,9 @@ class Job:
         program = ("tests/e2e/faulty.py", fault, str(step)) if fault else ("examples/train_grpo.py",)
         return Run(folder, [*self.flags, *flags], program=program, config=self.config)
 
-    def finish(self, folder: Path, flags: Sequence[str] = ()) -> Run:
-        """A run to its end."""
-        run = self.launch(folder, flags)
+    def finish(self, folder: Path, flags: Sequence[str] = (), *, fault: str = "", step: int = 0) -> Run:
+        """A run to its end, which the fault does not prevent."""
+        run = self.launch(folder, flags, fault=fault, step=step)
         try:
             assert run.wait(LIMIT_S) == 0, run.text()[-3000:]
         finally:

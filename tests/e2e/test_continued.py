@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from mgrpo.checkpoint.folder import complete
-from tests.e2e.interrupted import Job, assert_equal, metrics, origins
+from tests.e2e.interrupted import LIMIT_S, Job, assert_equal, metrics, origins
 from tests.e2e.launching import Run
 from tests.tiny_models import load_hf
 
@@ -19,21 +18,20 @@ FLAGS = [
     *("--num_unique_prompts_rollout", "16", "--num_samples_per_prompt_rollout", "8", "--total_episodes", str(STEPS * 128)),
     *("--warm_up_steps", "0", "--eval_pass_at_k", "2", "--checkpoint_state_freq", "3"),
 ]  # fmt: skip
-BEST = ["--load_best_model_at_end", "true", "--save_freq", "1", "--local_eval_every", "1"]
+BEST = [
+    *("--load_best_model_at_end", "true", "--greater_is_better", "false", "--save_freq", "1", "--local_eval_every", "1"),
+]  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def whole_and_continued(job: Job, folder: Path, *, fault: str, step: int) -> tuple[Run, Run]:
-    """A run that does not die, and one that did and went on from step 3."""
-    whole_folder, dying_folder = folder / "whole", folder / "dies"
-    whole_folder.mkdir()
-    dying_folder.mkdir()
-    whole = job.finish(whole_folder)
-    job.fail(dying_folder, fault=fault, step=step)
-    run = job.finish(dying_folder)
-    assert origins(run) == [3]
-    return whole, run
+@pytest.fixture
+def folders(tmp_path):
+    """One for a run that does not die, and one for a run that does."""
+    whole, dying = tmp_path / "whole", tmp_path / "dies"
+    whole.mkdir()
+    dying.mkdir()
+    return whole, dying
 
 
 def stored(run: Run) -> dict[str, torch.Tensor]:
@@ -47,22 +45,27 @@ def stored(run: Run) -> dict[str, torch.Tensor]:
 
 
 def assert_points_at_the_best(run: Run) -> None:
-    """The earliest of the best evaluations after training began; what it points at is a whole model."""
+    """The earliest of the least evaluations after training began, so one of before the death; it is a whole model."""
     scores = {line["step"]: line["eval/scores"] for line in metrics(run) if "eval/scores" in line and line["step"]}
     assert set(scores) == set(range(1, STEPS + 1))
-    best = max(scores, key=lambda step: (scores[step], -step))
+    best = min(scores, key=lambda step: (scores[step], step))
+    assert best <= 3
     folder = run.output_dir / "hf"
-    assert json.loads((folder / "best.json").read_text())["value"] == scores[best]
+    pointer = json.loads((folder / "best.json").read_text())
+    assert (pointer["step"], pointer["value"]) == (best, scores[best])
     found, truth = load_hf(folder / "best"), load_hf(folder / f"step_{best}")
     for own, their in zip(found.parameters(), truth.parameters(), strict=True):
         assert torch.equal(own, their)
     assert f"best export: step {best}," in run.text()
 
 
-def test_a_replay_buffer_and_sets_of_cut_sampling(tmp_path):
+def test_a_replay_buffer_and_sets_of_cut_sampling(folders):
     """Groups that wait in the buffer without their sets would be trained on with other ratios."""
     job = Job(flags=[*FLAGS, "--top_k", "8", "--replay_buffer_size", "32"])
-    whole, run = whole_and_continued(job, tmp_path, fault="kill forward", step=5)
+    whole = job.finish(folders[0])
+    job.fail(folders[1], fault="kill forward", step=5)
+    run = job.finish(folders[1])
+    assert origins(run) == [3]
     assert_equal(run, whole)
     trained = [line for line in metrics(run) if "reward" in line]
     assert any(line["replay/groups"] for line in trained[3:]), "nothing was replayed after the death"
@@ -71,13 +74,21 @@ def test_a_replay_buffer_and_sets_of_cut_sampling(tmp_path):
     assert kept and all(int(value.max()) == 8 for value in kept.values())
 
 
-def test_a_loss_scale_and_the_best_export(tmp_path):
-    """The scale moves in steps that the state must know; the best export may be one of before the death."""
+def test_a_loss_scale_and_the_best_export(folders):
+    """The scale falls once, before the state that is continued. The run dies between two steps."""
     flags = ["--model_dtype", "float16", "--weight_sync_check_every", "1", "--learning_rate", "0.001"]
     job = Job(flags=[*FLAGS, *BEST, *flags])
-    whole, run = whole_and_continued(job, tmp_path, fault="kill forward", step=5)
+    whole = job.finish(folders[0], fault="nan once", step=2)
+    dead = job.launch(folders[1], fault="nan once", step=2)
+    try:
+        dead.wait_for("\nevaluation step 4", LIMIT_S)
+        dead.find("rank 1").kill()
+        assert dead.wait(LIMIT_S) != 0
+    finally:
+        dead.end()
+    run = job.finish(folders[1])
+    assert origins(run) == [3]
     assert_equal(run, whole)
+    assert [line["policy/loss_scale"] for line in metrics(run) if "reward" in line] == [65536] * 2 + [32768] * 4
     for each in (whole, run):
         assert_points_at_the_best(each)
-    trained = [line for line in metrics(run) if "reward" in line]
-    assert all(line["policy/loss_scale"] >= 1 for line in trained)
