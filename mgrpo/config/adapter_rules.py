@@ -96,6 +96,11 @@ def adapter_model_problems(config: Config, hf_config: HfConfig) -> Iterator[str]
         yield f"lora_target_modules: {name} must be of this model's {', '.join(names)}, or {ALL_LINEAR}{reason}"
     if unknown:
         return
+    if lora.rank > shape.hidden:
+        yield (
+            f"lora_r={lora.rank} is more than the model's hidden_size={shape.hidden}, the highest rank that a matrix can have; "
+            "8 to 64 is usual"
+        )
     if config.adapter.lora_adapter_path is not None:
         for problem in peft_problems(config.adapter.lora_adapter_path, shape, lora):
             yield f"lora_adapter_path={problem}"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from mgrpo.config.rules import Rule
-from mgrpo.config.schema import MOST_KEPT, Config
+from mgrpo.config.schema import MOST_KEPT, MOST_MASKED, Config
 
 
 def _cuts(config: Config) -> Iterator[str]:
@@ -23,23 +23,32 @@ def _cuts(config: Config) -> Iterator[str]:
     if given and not rollout.top_k:
         yield (
             f"{' and '.join(given)} leaves a part of the vocabulary to sample from, in which the trainer must compute as well, and "
-            f"without top_k nothing bounds it: an engine returns up to {MOST_KEPT} tokens of it; give top_k <= {MOST_KEPT} with "
-            "it"
+            f"without top_k nothing bounds it; give top_k with it: at most {MOST_KEPT} with engines on a CPU; on GPUs for example "
+            "512, which is more than other cuts mostly leave"
         )
     if rollout.top_k == 1:
         yield (
             "top_k=1 leaves one token to sample, whose probability is 1 whatever the model learns: nothing could be learned; use "
             f"2 to {MOST_KEPT}, or 0 to sample from all"
         )
-    elif rollout.top_k > MOST_KEPT:
+    elif rollout.top_k > MOST_MASKED:
         yield (
-            f"top_k={rollout.top_k} must be at most {MOST_KEPT}: an engine returns no more tokens of what it samples from, in "
-            "which the trainer must compute as well; lower it, or set it to 0 to sample from all"
+            f"top_k={rollout.top_k} must be at most {MOST_MASKED}, and {MOST_KEPT} on a CPU: an engine returns no more tokens of "
+            "what it samples from, in which the trainer must compute as well; lower it, or set it to 0 to sample from all"
         )
     if rollout.is_cut and config.tools.is_on and not config.tools.mask_tool_use:
         yield (
             f"mask_tool_use=false trains on tokens that were not sampled, which top_k={rollout.top_k} has left no set of tokens "
             "to compute in; set mask_tool_use to true, or top_k to 0"
+        )
+
+
+def _greedy(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.needs_masks and rollout.eval_temperature == 0:
+        yield (
+            "eval_temperature=0 is greedy, which an engine that returns sampling masks refuses, and "
+            f"top_k={rollout.top_k} needs them; use an eval_temperature above 0, or top_k <= {MOST_KEPT}"
         )
 
 
@@ -56,6 +65,7 @@ def _regex(config: Config) -> Iterator[str]:
 
 SAMPLING_RULES: tuple[Rule, ...] = (
     (("top_k", "top_p", "min_p", "mask_tool_use"), _cuts),
+    (("top_k", "eval_temperature"), _greedy),
     (("vllm_guided_decoding_regex",), _regex),
 )
 """Each rule with the fields that must be sound before it is checked."""

@@ -125,6 +125,8 @@ class Data:
 
 MOST_KEPT = 64
 """Tokens that may be left to sample from, where the sampling is cut: each travels to the trainer with its token."""
+MOST_MASKED = 2048
+"""The same with engines that return masks, see `Rollout.needs_masks`: of more vLLM itself makes no lists on the GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +141,8 @@ class Rollout:
     """Sampling temperature, also the divisor of the training logits."""
     top_k: Annotated[int, NOT_NEGATIVE, TRL] = 0
     """Sample from this many of the likeliest tokens; 0: from all. The trainer then computes with the same tokens that the
-    engine had left (docs/algorithms.md); at most 64, and all other cuts need it."""
+    engine had left (docs/algorithms.md). At most 64; with engines on GPUs 2048, where more than 64 bound evaluations as well. All
+    other cuts need it."""
     top_p: Annotated[float, SHARE, TRL] = 1.0
     """Sample from the likeliest tokens whose probabilities add up to this; below 1 with top_k."""
     min_p: Annotated[float, UP_TO_ONE, TRL] = 0.0
@@ -180,6 +183,11 @@ class Rollout:
     def is_cut(self) -> bool:
         """Whether training samples from a part of the vocabulary; `top_k` bounds it then."""
         return self.top_k > 0
+
+    @property
+    def needs_masks(self) -> bool:
+        """Whether that may be so many tokens that only vLLM's sampling masks say which, which engines on GPUs have."""
+        return self.top_k > MOST_KEPT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

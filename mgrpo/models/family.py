@@ -266,6 +266,8 @@ def no_model(model_dir: str | Path) -> str:
         if exports:
             newest = max(exports, key=lambda path: int("0" + "".join(filter(str.isdecimal, path.name))))
             return f"{name} has no config.json; did you mean {newest}?"
+        if (folder / "adapter_config.json").is_file():
+            return f"{name} is an adapter without its model; give the model, and this folder as lora_adapter_path"
         return f"{name} has no config.json; give the folder of a Hugging Face checkpoint"
     if is_hub_name(name):
         return (

@@ -31,6 +31,10 @@ _UNSUPPORTED: Mapping[str, str] = {
     "target_parameters": "experts have adapters of their own, expert by expert",
     "trainable_token_indices": "embeddings are not trained",
     "layer_replication": "the model's layers are as in its checkpoint",
+    "use_qalora": "A is of the whole input",
+    "use_bdlora": "A and B have no blocks",
+    "alora_invocation_tokens": "adapters are on for every token",
+    "kasa_config": "B A is scaled by numbers alone, and the model's own weights stay as they are",
 }
 """Fields of adapter_config.json that must be empty or false, and why."""
 
@@ -142,7 +146,7 @@ def _config_problems(folder: str | Path, config: Mapping[str, Any]) -> Iterator[
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         yield f"{folder} has r={rank!r}; expected a whole number above 0"
-    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not alpha > 0 or int(alpha) != alpha:
+    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not alpha > 0 or alpha % 1:
         yield f"{folder} has lora_alpha={alpha!r}; expected a whole number above 0"
     for field, reason in _UNSUPPORTED.items():
         if config.get(field):

@@ -22,7 +22,7 @@ Completions = dict[str, np.ndarray]
 were given, `sizes [groups]` int64 counts samples. `tokens` int32, `logprobs` float32 and `policy_versions` int32
 `[sum(len)]` are cut by `cu_seqlens [samples + 1]` int64; `finish_reasons [samples]` int8 indexes FINISH_REASONS.
 
-Under `Sampling.top_k` also the sets of `Completion.kept`: `kept_ids` int32, and how many each token has, `kept_sizes [sum(len)]`
+Under `Sampling.has_sets` also the sets of `Completion.kept`: `kept_ids` int32, and how many each token has, `kept_sizes [sum(len)]`
 int32, 0 where the engine does not know the whole set."""
 
 Pause = Literal["drain", "recompute", "keep"]
@@ -50,12 +50,18 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     top_p: float = 1.0
     top_k: int = 0
-    """Above 0: what is sampled from is kept, see `Completion.kept`."""
+    keeps_sets: bool = True
+    """With `top_k`: what is sampled from is kept, see `Completion.kept`."""
     min_p: float = 0.0
     regex: str | None = None
     """What completions match; only for engines that were started with a tokenizer."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion, and stay in it; only for engines that were started with a tokenizer."""
+
+    @property
+    def has_sets(self) -> bool:
+        """Whether completions say what their tokens were sampled from."""
+        return self.keeps_sets and self.top_k > 0
 
     @property
     def is_timed(self) -> bool:

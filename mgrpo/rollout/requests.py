@@ -140,13 +140,19 @@ def training_sampling(rollout: Rollout, stop_token_ids: Sequence[int]) -> Sampli
 
 
 def evaluation_sampling(rollout: Rollout, stop_token_ids: Sequence[int]) -> Sampling:
-    """How held-out prompts are sampled."""
+    """How held-out prompts are sampled.
+
+    An engine that returns masks does so for every token: of one that was sampled from the whole vocabulary this would be all
+    of it, so that `top_k` bounds evaluations there as well.
+    """
     return Sampling(
         num_samples=rollout.eval_pass_at_k,
         max_tokens=rollout.eval_response_length or rollout.response_length,
         temperature=rollout.temperature if rollout.eval_temperature is None else rollout.eval_temperature,
         stop_token_ids=tuple(stop_token_ids),
         top_p=rollout.eval_top_p,
+        top_k=rollout.top_k if rollout.needs_masks else 0,
+        keeps_sets=False,
         regex=rollout.vllm_guided_decoding_regex,
         stop_strings=rollout.stop_strings,
     )

@@ -201,6 +201,7 @@ class Learner:
         results = self._optimize(index, own)
         metrics = self._reduce(results, maxima=backend.peak_memory())
         if self.policy.adapters:
+            self.policy.wait_for_weights()
             metrics["lora/update_ratio"] = self.policy.adapters.update_ratio(self.host_group)
         if self.reference and is_due(step, self.config.algorithm.ref_policy_update_freq or 0):
             self.reference.move_towards(self.policy, self.config.algorithm.alpha)

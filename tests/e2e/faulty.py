@@ -1,7 +1,7 @@
 """`faulty.py FAULT STEP FLAG ...`: the train command, in which one fault is planted in one training step.
 
 What can be planted: `kill PLACE`, a rank kills itself there as `kill -9` would; `stop PLACE`, torchrun gets SIGTERM;
-`stop twice PLACE`, it gets two, and the rank stays where it is; `nan`, gradients are NaN from this step on; `none`.
+`stop twice PLACE`, it gets two, and the rank stays where it is; `nan`, gradients are NaN from this step on, `nan once`, in this step; `none`.
 fsspec also knows `shared://PATH` here, a remote storage that is a folder of this machine.
 """
 
@@ -53,7 +53,7 @@ class Fault:
         if self.name == "none":
             return
         replace("mgrpo.run.trainer:Trainer.step", self.counted)
-        if self.name == "nan":
+        if self.name in ("nan", "nan once"):
             replace("mgrpo.policy.optimizer:PolicyOptimizer.update", self.with_nan)
             return
         place = max((place for place in PLACES if self.name.endswith(f" {place}")), key=len)
@@ -80,7 +80,7 @@ class Fault:
 
     def with_nan(self, original: Callable) -> Callable:
         def update(optimizer: Any) -> float:
-            if self.now >= self.step:
+            if self.now == self.step or (self.now > self.step and self.name == "nan"):
                 optimizer.chunks[0].buffers[0].grad_data[0] = float("nan")
             return original(optimizer)
 

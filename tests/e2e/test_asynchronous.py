@@ -5,24 +5,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-import pytest
-
-from tests.e2e import test_resume
+from tests.e2e.interrupted import Job, metrics, origins, weights
 from tests.e2e.launching import Run
 
-STEPS = test_resume.STEPS
+STEPS = 8
 FLAGS = [
     *("--num_unique_prompts_rollout", "16", "--num_samples_per_prompt_rollout", "8", "--total_episodes", str(STEPS * 128)),
     *("--use_rho_correction", "true", "--local_eval_every", "4", "--eval_pass_at_k", "2", "--checkpoint_state_freq", "3"),
     *("--save_traces", "true", "--num_mini_batches", "2"),
 ]  # fmt: skip
+JOB = Job(flags=FLAGS)
 TIMES = ("async/learner_waited_s", "async/engine_idle_share", "async/admitted")
-
-
-@pytest.fixture(autouse=True)
-def asynchronous(monkeypatch):
-    """The runs of `test_resume` with these flags."""
-    monkeypatch.setattr(test_resume, "FLAGS", FLAGS)
 
 
 def prompts(run: Run) -> Counter[str]:
@@ -38,15 +31,14 @@ def test_a_drained_run_that_dies_goes_on_as_if_it_had_not(tmp_path):
     (whole_folder := tmp_path / "whole").mkdir()
     (folder := tmp_path / "dies").mkdir()
     flags = ["--async_steps", "1"]
-    whole = test_resume.finish(whole_folder, flags)
-    test_resume.fail(folder, flags, fault="kill sync", step=5)
-    run = test_resume.finish(folder, flags)
-    assert test_resume.origins(run) == [3]
+    whole = JOB.finish(whole_folder, flags)
+    JOB.fail(folder, flags, fault="kill sync", step=5)
+    run = JOB.finish(folder, flags)
+    assert origins(run) == [3]
     ours, theirs = (
-        [{k: v for k, v in line.items() if k not in TIMES} for line in test_resume.metrics(each)]
-        for each in (run, whole)
+        [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(each)] for each in (run, whole)
     )
-    assert ours == theirs and test_resume.weights(run) == test_resume.weights(whole)
+    assert ours == theirs and weights(run) == weights(whole)
     ages = [line["async/age_max"] for line in ours if "async/age_max" in line]
     assert ages == [0, *([1] * (STEPS - 1))]
 
@@ -55,9 +47,9 @@ def test_with_updates_in_flight_no_prompt_is_lost_or_trained_on_twice(tmp_path):
     """Whatever was under way when the run died."""
     flags = ["--async_steps", "2", "--max_staleness", "3", "--inflight_updates", "true"]
     for place, step in (("generate", 4), ("sync", 6)):
-        test_resume.fail(tmp_path, flags, fault=f"kill {place}", step=step)
-    run = test_resume.finish(tmp_path, flags)
-    assert test_resume.origins(run) == [3, 3]
+        JOB.fail(tmp_path, flags, fault=f"kill {place}", step=step)
+    run = JOB.finish(tmp_path, flags)
+    assert origins(run) == [3, 3]
     counted = prompts(run)
     assert set(counted.values()) == {1} and len(counted) == 16 * STEPS
-    assert all(line["async/age_max"] <= 3 for line in test_resume.metrics(run) if "async/age_max" in line)
+    assert all(line["async/age_max"] <= 3 for line in metrics(run) if "async/age_max" in line)

@@ -13,6 +13,7 @@ import torch
 
 from mgrpo.config import from_values
 from mgrpo.rollout.vllm import arguments
+from tests.e2e.interrupted import Job, metrics
 from tests.ranks.conftest import run_ranks  # noqa: F401  (a fixture)
 from tests.tiny_models import load_hf, save_tiny
 from tools.bench_precision import Row, Side, compared, sampled, scored
@@ -70,3 +71,18 @@ def test_an_8_bit_cache_is_another_policy(run_ranks, tmp_path):  # noqa: F811
     rows = engines(folder, FP32, FP8_CACHE)
     assert difference(run_ranks, folder, rows[FP32], FP32)["diff_max"] < 1e-4
     assert 1e-4 < difference(run_ranks, folder, rows[FP8_CACHE], FP32)["diff_mean"] < 0.5
+
+
+@pytest.mark.slow
+def test_float16_logits_in_fp32_cut_sampling_and_adapters_in_one_run(tmp_path):
+    """Each changes what the head computes, or from what; digests show that the engine holds the merged weights."""
+    flags = ["--model_dtype", "float16", "--cast_lm_head_to_fp32", "true", "--top_k", "8", "--beta", "0.01"]
+    flags += ["--weight_sync_check_every", "1", "--warm_up_steps", "0", "--total_episodes", "1024"]
+    run = Job(config="quickstart_lora", flags=flags).finish(tmp_path)
+    trained = [line for line in metrics(run) if "reward" in line]
+    assert [line["policy_version"] for line in trained] == [1, 2, 3, 4], "an update was skipped"
+    print([line["debug/vllm_vs_local_logprob_diff_mean"] for line in trained])
+    for line in trained:
+        assert line["debug/vllm_vs_local_logprob_diff_mean"] < 2e-3
+        assert 1 < line["rollout/kept_tokens_avg"] <= 8 and line["policy/loss_scale"] >= 1
+    assert trained[-1]["lora/update_ratio"] > trained[0]["lora/update_ratio"] > 0

@@ -5,19 +5,15 @@ One death belongs to every test run, the others to `make test-all`.
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 import signal
 import time
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 
 from mgrpo.checkpoint.folder import ABANDONED, complete
-from tests.e2e.launching import Run, survivors
+from tests.e2e.interrupted import LIMIT_S, Job, assert_equal, metrics, origins, weights
+from tests.e2e.launching import survivors
 
 STEPS = 8
 FLAGS = [
@@ -27,61 +23,8 @@ FLAGS = [
     *("--active_sampling", "true", "--no_resampling_pass_rate", "0.7"),
     *("--local_eval_every", "4", "--eval_pass_at_k", "2", "--checkpoint_state_freq", "3"),
 ]  # fmt: skip
-LIMIT_S = 200
-
-
-def launch(folder: Path, flags: Sequence[str] = (), *, fault: str = "", step: int = 0) -> Run:
-    """The run, with a fault in one step."""
-    program = ("tests/e2e/faulty.py", fault, str(step)) if fault else ("examples/train_grpo.py",)
-    return Run(folder, [*FLAGS, *flags], program=program)
-
-
-def finish(folder: Path, flags: Sequence[str] = ()) -> Run:
-    """A run to its end."""
-    run = launch(folder, flags)
-    try:
-        assert run.wait(LIMIT_S) == 0, run.text()[-3000:]
-    finally:
-        run.end()
-    return run
-
-
-def fail(folder: Path, flags: Sequence[str] = (), *, fault: str = "", step: int = 0) -> Run:
-    """A run that does not come to its end, and leaves no process."""
-    run = launch(folder, flags, fault=fault, step=step)
-    try:
-        status, family = run.end_of_all(LIMIT_S)
-        assert status != 0, run.text()[-3000:]
-    finally:
-        run.end()
-    assert survivors(family, 40) == []
-    return run
-
-
-def origins(run: Run) -> list[int]:
-    """The steps from which the runs in this folder went on, in turn."""
-    return [int(step) for step in re.findall(r"continues from \S*, (\d+) of", run.text())]
-
-
-def metrics(run: Run) -> list[dict]:
-    """Every line, clock readings apart."""
-    lines = (run.output_dir / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in lines]
-
-
-def weights(run: Run) -> dict[str, bytes]:
-    """The exported model's tensors, bit for bit."""
-    with safe_open(run.output_dir / "hf" / f"step_{STEPS}" / "model.safetensors", "pt") as file:
-        return {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}  # noqa: SIM118
-
-
-def assert_equal(run: Run, reference: Run) -> None:
-    """Nothing tells the two runs apart but their clocks."""
-    ours, theirs = metrics(run), metrics(reference)
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
-    for own, their in zip(ours, theirs, strict=True):
-        assert own == their, {key: (own.get(key), value) for key, value in their.items() if own.get(key) != value}
-    assert weights(run) == weights(reference)
+JOB = Job(flags=FLAGS)
+launch, finish, fail = JOB.launch, JOB.finish, JOB.fail
 
 
 @pytest.fixture(scope="module")

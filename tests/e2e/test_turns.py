@@ -17,8 +17,8 @@ import pytest
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from tests.e2e.interrupted import origins
 from tests.e2e.launching import Run, survivors
-from tests.e2e.test_resume import origins
 
 STEPS, BATCH, SHORT = 20, 256, 4
 LIMIT_S = 300

@@ -173,3 +173,11 @@ def read(model_dir: str, settings: dict[str, Any], groups: list, folder: str) ->
             learner._optimize(batch.index, batch.slice)
             found[name] = {"had_come": finite(policy.parameters.live.values()), "are_read_whole": reader()}
     return found
+
+
+def update_ratio(model_dir: str, settings: dict[str, Any], groups: list) -> float:
+    """What a step with adapters reports of them."""
+    with late_gathers():
+        trainer = run_cases.trainer_of(model_dir, settings | {"use_peft": True}, groups)
+        batch = trainer.source.next(1, 0)
+        return trainer.learner.learn(batch.index, batch.slice, step=1).metrics["lora/update_ratio"]

@@ -202,6 +202,13 @@ def learn(
     return learned.metrics | {"steps": len(learned.results), "grad_norm": grad_norm, "state": state}
 
 
+def save_again(model_dir: str, settings: dict[str, Any], groups: list, resume_from: str) -> None:
+    """Load a state and save it at once, in the config's `output_dir`."""
+    trainer = trainer_of(model_dir, settings, groups, resume_from)
+    trainer.save()
+    trainer.states.wait()
+
+
 def run_out_of_room(model_dir: str, settings: dict[str, Any], groups: list) -> dict[str, Any]:
     """Exports and saves of a trainer after one step that fail, and what it says and keeps, on this rank."""
     from mgrpo.checkpoint import space

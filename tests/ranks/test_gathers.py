@@ -66,3 +66,10 @@ def test_each_reader_waits(run_ranks, folders, tmp_path):
     arguments = {"model_dir": str(folders["qwen2"]), "groups": scored_groups(), "folder": str(tmp_path / "hf")}
     for readers in run_ranks(2, cases.read, settings=settings, **arguments):
         assert readers == {name: {"had_come": False, "are_read_whole": True} for name in readers}
+
+
+def test_the_size_of_adapters_is_measured_when_they_have_come(run_ranks, folders):
+    """Half of it would be that of the step before, in a metric that nothing else is compared with."""
+    arguments = {"model_dir": str(folders["qwen2"]), "groups": scored_groups(), "settings": {"learning_rate": 1e-2}}
+    ratios = run_ranks(2, cases.update_ratio, **arguments)
+    assert 0 < ratios[0] < 1 and ratios[0] == ratios[1]

@@ -13,7 +13,7 @@ from mgrpo.model_io.hf_export import ADAPTER
 from mgrpo.models.adapters import LoraShape, adapter_tensors, lora_a, lora_b
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.models.peft import PREFIX, peft_problems
-from mgrpo.models.table import hf_tensors
+from mgrpo.models.table import Box, hf_tensors
 from tests.ranks import run_cases
 from tests.ranks.test_learning import SETTINGS, scored_groups
 from tests.tiny_models import save_tiny
@@ -25,18 +25,20 @@ SETTINGS = SETTINGS | {
     "use_peft": True,
     "lora_r": 3,
     "lora_alpha": 6,
+    # At 0.2 uninterrupted runs in two layouts already part: four steps make 0.4 of a difference of 1e-7.
     "learning_rate": 0.02,
     "sequence_parallel": "auto",
 }
 TENSOR, PIPELINE, DATA = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {"zero_stage": 1}
-EXPERTS = {"expert_model_parallel_size": 2}
+CONTEXT, EXPERTS = {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}
 ATTENTION = {"lora_target_modules": ["q_proj", "v_proj", "o_proj"]}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return {
-        name: save_tiny(tmp_path_factory.mktemp("models"), **parity.MODELS[name]) for name in ("qwen2", "qwen3-moe")
+        name: save_tiny(tmp_path_factory.mktemp("models"), **parity.MODELS[name])
+        for name in ("qwen2", "qwen3-moe", "llama, tied")
     }
 
 
@@ -81,6 +83,7 @@ CHANGES = [
     ("qwen2", TENSOR, DATA),
     ("qwen2", DATA, TENSOR),
     ("qwen2", PIPELINE, {"zero_stage": 0}),
+    ("llama, tied", PIPELINE, CONTEXT),
     ("qwen3-moe", EXPERTS, DATA),
     ("qwen3-moe", DATA, TENSOR | EXPERTS),
 ]
@@ -104,6 +107,25 @@ def test_the_same_layout_goes_on_exactly(run_ranks, folders, learned, tmp_path):
     assert go(run_ranks, folders["qwen2"], tmp_path, resume_from=checkpoint, **TENSOR) == whole
     for name, value in tensors_of(export).items():
         assert torch.equal(tensors_of(tmp_path / "hf")[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [("qwen2", TENSOR, PIPELINE), ("llama, tied", PIPELINE, CONTEXT), ("qwen3-moe", EXPERTS, TENSOR)],
+    ids=str,
+)
+def test_another_layout_has_the_same_state_bit_for_bit(run_ranks, folders, learned, tmp_path, model, before, after):
+    """Two layouts round differently in the steps after it, which hides a state that was only nearly taken over."""
+    _, path, _ = learned(model, **before)
+    values = SETTINGS | after | {"output_dir": str(tmp_path), "resume": path}
+    arguments = {"model_dir": str(folders[model]), "groups": scored_groups(), "resume_from": path}
+    run_ranks(2, run_cases.save_again, settings=values, **arguments)
+    own, truth = open_checkpoint(str(tmp_path / "checkpoints" / f"step_{SAVED}")), open_checkpoint(path)
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        assert own.names(kind) and set(own.names(kind)) == set(truth.names(kind))
+        for name in truth.names(kind):
+            whole = Box(name, (0, 0), truth.shape(kind, name))
+            assert torch.equal(own.read(kind, whole), truth.read(kind, whole)), (kind, name)
 
 
 def test_a_state_holds_adapters_and_not_the_model(learned, folders):

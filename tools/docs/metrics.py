@@ -246,7 +246,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("policy/entropy_avg", OI, "nats", "entropy of the distribution that a token is drawn from, at the sampling temperature and after its cuts (top_k, top_p, min_p)"),
         logged("rollout/kept_tokens_avg", OWN, "count", "tokens that were left to sample from, where the sampling is cut; mean over the sampled tokens"),
         logged("rollout/kept_single_share", OWN, "share", "sampled tokens that were the only one left: they teach nothing"),
-        logged("rollout/kept_unknown_share", OWN, "share", "sampled tokens that are not trained, because more equally likely ones were left than the engine says"),
+        logged("rollout/kept_unknown_share", OWN, "share", "sampled tokens that are not trained, because the engine did not say all that was left to sample them from"),
         alias("objective/entropy", OLD, "policy/entropy_avg", f"-log probability of the sampled tokens; {_SUM}"),
         alias("entropy", TRL, "policy/entropy_avg"),
         not_yet("entropy_coef", TRL, "the weight of the entropy bonus is not reported"),

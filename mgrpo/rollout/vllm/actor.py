@@ -16,7 +16,7 @@ import numpy as np
 
 from mgrpo.rollout.engine import Completions, PromptBatch
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, own_settings, salts, sampling_settings
-from mgrpo.rollout.vllm.kept import kept_tokens
+from mgrpo.rollout.vllm.kept import kept_tokens, masked_tokens
 from mgrpo.types import KeptTokens
 
 
@@ -53,6 +53,7 @@ class EngineActor(EngineCalls):
 
             local_core.install()
         self.num_logprobs = args.get("max_logprobs", 0)
+        self.has_masks = args.get("return_sampling_mask", False)
         gc.freeze()
         gc.enable()
         transfer = WeightTransferConfig(backend="mgrpo")
@@ -140,24 +141,31 @@ class EngineActor(EngineCalls):
             params = [SamplingParams(**settings)] * len(prompts)
         else:
             params = [SamplingParams(**(settings | own)) for own in own_settings(batch)]
+        reading = {"num_logprobs": settings["logprobs"], "has_masks": self.has_masks and batch.sampling.has_sets}
         for number, prompt, salt, own in zip(batch.numbers.tolist(), prompts, salts(batch), params, strict=True):
             salted = tokens_input(prompt, cache_salt=str(salt))
             request = await self.engine.add_request(str(number), salted, own)
-            self._expect(number, request.request_id, _group(number, request, num_logprobs=settings["logprobs"]))
+            self._expect(number, request.request_id, _group(number, request, **reading))
 
 
-async def _group(number: int, request: Any, *, num_logprobs: int = 0) -> Completions:
+async def _group(number: int, request: Any, *, num_logprobs: int = 0, has_masks: bool = False) -> Completions:
     """The group of a request, from its last output.
 
     Args:
-        num_logprobs: of each position, beside the sampled token's.
+        num_logprobs: of each position, beside the sampled token's; above 0 they say what was sampled from.
+        has_masks: the masks say it.
     """
     while not (output := await request.get()).finished:
         pass
     completions = sorted(output.outputs, key=lambda c: c.index)
     step = num_logprobs + 1
     logprobs = [_logprobs(completion, step) for completion in completions]
-    return flattened(number, completions, logprobs, [_kept(c, step) for c in completions] if num_logprobs else None)
+    kept = None
+    if has_masks:
+        kept = [masked_tokens(c.token_ids, c.sampling_mask and c.sampling_mask.token_ids) for c in completions]
+    elif num_logprobs:
+        kept = [_kept(completion, step) for completion in completions]
+    return flattened(number, completions, logprobs, kept)
 
 
 def _logprobs(completion: Any, step: int) -> list[float]:

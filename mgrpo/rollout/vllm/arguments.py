@@ -19,7 +19,7 @@ from typing import Any
 
 from mgrpo.config.kernels import kernel_problems
 from mgrpo.config.schema import Config
-from mgrpo.rollout.vllm.kept import num_logprobs
+from mgrpo.rollout.vllm.kept import kept_args, kept_problems
 from mgrpo.rollout.vllm.server_facts import address_problems as server_address_problems
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -44,7 +44,7 @@ OWNED = {
     "seed": "use seed",
     "skip_tokenizer_init": "stop_strings decides it",
     "max_logprobs": "use top_k",
-    "return_sampling_mask": "with top_k an engine returns what it samples from as log-probabilities",
+    "return_sampling_mask": "use top_k",
     "trust_remote_code": "code that comes with a model is never run",
     **dict.fromkeys(
         ("quantization", "quantization_config", "allow_deprecated_quantization"),
@@ -79,8 +79,6 @@ OWNED = {
     "worker_cls": "the weight sync needs vLLM's own worker",
 }
 """Arguments of vLLM that vllm_extra_args cannot hold, and what to do instead."""
-DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-"""Arguments of vLLM that turn speculative decoding on."""
 CPU_INFO = Path("/proc/cpuinfo")
 WIDE_BYTES = 100 << 20
 """Of the weights of a model whose matrix products are worth more than one thread."""
@@ -119,7 +117,7 @@ def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, 
             if has_servers
             else address_problems(settings.ray_address)
             + extra_problems(settings.vllm_extra_args)
-            + _draft_problems(config)
+            + list(kept_problems(config, on_gpu=bool(gpus)))
         )
     if num_local_learners:
         found += kernel_problems(config, has_gpus=bool(gpus))
@@ -212,16 +210,6 @@ def extra_problems(text: str) -> list[str]:
     ]
 
 
-def _draft_problems(config: Config) -> list[str]:
-    names = [name for name in DRAFTS if f'"{name}"' in config.engine.vllm_extra_args]
-    if not config.rollout.is_cut or not names:
-        return []
-    return [
-        f"vllm_extra_args cannot hold {' or '.join(names)} with top_k={config.rollout.top_k}: what the engine samples from is read "
-        "from the log-probabilities of tokens that it samples one by one; leave one of them out"
-    ]
-
-
 def _known_args() -> frozenset[str]:
     """Names of the fields of vLLM's AsyncEngineArgs, read from its source, because importing vllm takes ten seconds."""
     vllm = find_spec("vllm")
@@ -259,11 +247,10 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
         "skip_tokenizer_init": not reads_text,
         "disable_log_stats": True,
         "seed": 0,  # each sync seeds the sampler anew
+        **kept_args(config),
     }
     if config.model.cast_lm_head_to_fp32:
         args["hf_overrides"] = {"head_dtype": "float32"}
-    if rollout.is_cut:
-        args["max_logprobs"] = num_logprobs(config)
     if reads_text:
         args["tokenizer"] = str(Path(config.tokenizer_path).absolute())
     if settings.vllm_tensor_parallel_size > 1:

@@ -24,6 +24,8 @@ class EngineCalls(ABC):
     def __init__(self) -> None:
         self.num_logprobs = 0
         """Of each position, the likeliest tokens that are asked for where what is sampled from is kept."""
+        self.has_masks = False
+        """Whether the engine returns what it samples from as masks instead."""
         self.is_stale = False
         self.version = UNSYNCED
         self.turn = asyncio.Condition()
@@ -211,7 +213,7 @@ def sampling_settings(sampling: Sampling, *, num_logprobs: int = 0) -> dict[str,
         "min_p": sampling.min_p,
         "max_tokens": sampling.max_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "logprobs": num_logprobs if sampling.top_k else 0,
+        "logprobs": num_logprobs if sampling.has_sets else 0,
     }
     if sampling.regex is not None:
         # With a tokenizer, and the grammar of an answer that is complete lets nothing but the tokenizer's eos follow.

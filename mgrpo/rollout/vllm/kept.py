@@ -1,30 +1,86 @@
-"""The sets of tokens that vLLM sampled from, read off the log-probabilities of the likeliest tokens.
+"""The sets of tokens that vLLM sampled from, read off the log-probabilities of the likeliest tokens, or off its sampling masks.
 
-vLLM normalises them over what its cuts have left (`processed_logprobs`), all else has -inf: those of a position that are finite
-are its set, if they are all of them, that is if their probabilities add up to 1.
+vLLM normalises log-probabilities over what its cuts have left (`processed_logprobs`), all else has -inf: those of a position that
+are finite are its set, if they are all of them, that is if their probabilities add up to 1.
+
+Above `MOST_KEPT` tokens they would be too many, and vLLM is asked for masks (`return_sampling_mask`), the finite logits of each
+position. Only its V2 model runner has them, which needs a GPU: what concerns masks is written against the types and the source of
+vLLM 0.32.0, and has not run on a GPU.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
 import numpy as np
 
-from mgrpo.config.schema import Config
+from mgrpo.config.schema import MOST_KEPT, Config
 from mgrpo.models.family import read_hf_config
 from mgrpo.types import KeptTokens
 
 TIES = 16
 """Log-probabilities that are asked for beyond top_k: on a CPU vLLM keeps all tokens that are as likely as the last of the top k,
 and half-precision logits of different tokens are often equal."""
+DRAFTS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+"""Arguments of vLLM that turn speculative decoding on."""
 MISSING = 1e-4
 """Probability that a set may lack: more than rounding, and less than anything that a ratio of policies would show."""
 
 
 def num_logprobs(config: Config) -> int:
     """Of each position, what an engine is asked for beside the sampled token's."""
-    if not config.rollout.is_cut:
+    if not config.rollout.is_cut or config.rollout.needs_masks:
         return 0
     # vLLM cannot look for more than there are.
     return int(min(config.rollout.top_k + TIES, read_hf_config(config.model.path)["vocab_size"]))
+
+
+def kept_args(config: Config) -> dict[str, Any]:
+    """Arguments of vLLM with which an engine says what it samples from."""
+    if config.rollout.needs_masks:
+        return {"return_sampling_mask": True}
+    return {"max_logprobs": num_logprobs(config)} if config.rollout.is_cut else {}
+
+
+def kept_problems(config: Config, *, on_gpu: bool) -> Iterator[str]:
+    """Why engines that a run starts cannot say it, one sentence each."""
+    rollout = config.rollout
+    drafts = [name for name in DRAFTS if f'"{name}"' in config.engine.vllm_extra_args]
+    if rollout.is_cut and drafts:
+        yield (
+            f"vllm_extra_args cannot hold {' or '.join(drafts)} with top_k={rollout.top_k}: what the engine samples from is known of "
+            "tokens that it samples one by one; leave one of them out"
+        )
+    if rollout.needs_masks and not on_gpu:
+        yield (
+            f"top_k={rollout.top_k} must be at most {MOST_KEPT} with engines on a CPU: of more tokens only engines on GPUs say "
+            f"which they sample from; use top_k <= {MOST_KEPT}, 0 to sample from all, or engines on GPUs"
+        )
+    elif rollout.needs_masks and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0":
+        yield (
+            f"VLLM_USE_V2_MODEL_RUNNER=0 chooses the model runner of vLLM without sampling masks, which top_k={rollout.top_k} "
+            f"needs; unset it, or use top_k <= {MOST_KEPT}"
+        )
+
+
+def masked_tokens(sampled: Sequence[int], masks: Sequence[Sequence[int]] | None) -> KeptTokens:
+    """The set of each position, with the sampled token in it; empty where the masks do not say it.
+
+    Args:
+        sampled: `[len]`.
+        masks: of each position the tokens that were left, in any order, each once; None: vLLM returned none.
+    """
+    if masks is None or len(masks) != len(sampled):
+        return KeptTokens.none(len(sampled))
+    sizes = np.fromiter(map(len, masks), np.int64, len(masks))
+    ids = np.fromiter(chain.from_iterable(masks), np.int32, sizes.sum())
+    position = np.repeat(np.arange(len(masks)), sizes)
+    is_whole = np.zeros(len(masks), np.bool_)
+    is_whole[position[ids == np.asarray(sampled, np.int32)[position]]] = True
+    return KeptTokens.of_sizes(ids[is_whole[position]], sizes * is_whole)
 
 
 def kept_tokens(sampled: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> KeptTokens:

@@ -21,7 +21,7 @@ from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.rollout.engine import UNSYNCED, Completions, EngineError, PromptBatch
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.connection import TOKEN, Connection, Refusal
-from mgrpo.rollout.vllm.kept import kept_tokens, num_logprobs
+from mgrpo.rollout.vllm.kept import kept_tokens, masked_tokens, num_logprobs
 from mgrpo.rollout.vllm.server_facts import config_problems
 from mgrpo.types import KeptTokens
 
@@ -78,6 +78,7 @@ class ServerCalls(EngineCalls):
             ServerError: it does not answer within `vllm_server_timeout` seconds, or cannot.
         """
         self.num_logprobs = num_logprobs(config)
+        self.has_masks = config.rollout.needs_masks
         self.health_timeout_s = max(HEALTH_TIMEOUT_S, config.engine.engine_heartbeat_timeout)
         if before is not None:
             self.place = before.place
@@ -237,17 +238,16 @@ class ServerCalls(EngineCalls):
                 "sampling_params": settings | own,
                 "cache_salt": f"{self.name}-{salt}",
             }
-            self._expect(number, request, self._group(number, body))
+            self._expect(number, request, self._group(number, body, has_sets=batch.sampling.has_sets))
 
-    async def _group(self, number: int, body: Mapping[str, Any]) -> Completions:
+    async def _group(self, number: int, body: Mapping[str, Any], *, has_sets: bool) -> Completions:
         async with self.room:
             if body["request_id"] in self.aborted:
                 nothing = [Choice(index=index, token_ids=[], finish_reason="abort") for index in range(body["sampling_params"]["n"])]  # fmt: skip
                 return flattened(number, nothing, [[]] * len(nothing))
             answer = await self.connection.post("/inference/v1/generate", body)
         choices = sorted(DECODER.decode(answer).choices, key=lambda choice: choice.index)
-        has_sets = body["sampling_params"]["logprobs"] > 0
-        kept = [choice.kept() for choice in choices] if has_sets else None
+        kept = [choice.kept(has_masks=self.has_masks) for choice in choices] if has_sets else None
         return flattened(number, choices, [choice.sampled() for choice in choices], kept)
 
 
@@ -286,6 +286,7 @@ class Choice(msgspec.Struct):
     finish_reason: str
     logprobs: Logprobs | None = None
     weight_versions: list[VersionSpan] | None = None
+    sampling_mask: list[list[int]] | None = None
 
     def sampled(self) -> list[float]:
         """Log-probability of each token."""
@@ -293,8 +294,10 @@ class Choice(msgspec.Struct):
         assert [token.token_id for token in content] == self.token_ids, "one per position, the sampled token's"
         return [token.logprob if token.logprob > LEAST_LOGPROB else -np.inf for token in content]
 
-    def kept(self) -> KeptTokens:
-        """What each token was sampled from."""
+    def kept(self, *, has_masks: bool = False) -> KeptTokens:
+        """What each token was sampled from, as masks or log-probabilities say."""
+        if has_masks:
+            return masked_tokens(self.token_ids, self.sampling_mask)
         content = (self.logprobs and self.logprobs.content) or []
         shape = len(content), max((len(token.top_logprobs) for token in content), default=0)
         ids, logprobs = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from mgrpo.config.schema import Config
+from mgrpo.config.schema import MOST_KEPT, Config
 from mgrpo.processes.address import own_address
 from mgrpo.rollout.vllm.kept import num_logprobs
 
@@ -80,6 +80,14 @@ def _differences(found: Mapping[str, Any], config: Config) -> Iterator[str]:
         yield (
             f"the server's max_logprobs is {model['max_logprobs']}, expected at least {least} for top_k={config.rollout.top_k}, "
             f"so that it can say what it samples from; start it with --max-logprobs {least}, or lower top_k"
+        )
+    if model["return_sampling_mask"] != config.rollout.needs_masks:
+        yield (
+            f"the server returns no sampling masks, which say what it samples from, and top_k={config.rollout.top_k} needs them; "
+            f"start it with --return-sampling-mask, on GPUs, or use top_k <= {MOST_KEPT}"
+            if config.rollout.needs_masks
+            else "the server returns sampling masks, and refuses what is sampled without top_k or greedily; start it without "
+            "--return-sampling-mask"
         )
     if found["device_config"]["device"] == "cpu" and scheduler["enable_chunked_prefill"]:
         yield (

@@ -84,6 +84,10 @@ def found_in(model, values, hf_config=DENSE, *, world_size=1):
         (LORA | {"use_precision_aware_optimizer": True}, "whose optimizer states are small; leave use_precision_aware"),
         (LORA | {"transformer_impl": "transformer_engine"}, "got transformer_impl=transformer_engine; use local or"),
         (LORA | {"lora_r": 0}, "lora_r=0 must be at least 1"),
+        (
+            LORA | {"lora_r": 65},
+            "lora_r=65 is more than the model's hidden_size=64, the highest rank that a matrix can",
+        ),
         (LORA | {"lora_alpha": -1}, "lora_alpha=-1 must be at least 1"),
         ({"lora_r": 8}, "lora_r=8 needs use_peft=true, without which all weights are trained; set it, or leave lora_r"),
         (

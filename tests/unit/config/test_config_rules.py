@@ -214,7 +214,13 @@ RULES = [
     ("R22", {"min_p": 0.1}, "min_p=0.1 leaves a part of the vocabulary to sample from"),
     ("R22", {"vllm_structured_outputs_regex": "a*"}, "vllm_guided_decoding_regex leaves a part of the vocabulary"),
     ("R22", {"top_k": 1, "top_p": 0.9}, "top_k=1 leaves one token to sample"),
-    ("R22", {"top_k": 65, "min_p": 0.1}, "top_k=65 must be at most 64"),
+    ("R22", {"top_p": 0.9}, "give top_k with it: at most 64 with engines on a CPU; on GPUs for example 512"),
+    ("R22", {"top_k": 2049, "min_p": 0.1}, "top_k=2049 must be at most 2048, and 64 on a CPU"),
+    (
+        "R22",
+        {"top_k": 65, "eval_temperature": 0},
+        "eval_temperature=0 is greedy, which an engine that returns sampling",
+    ),
     ("R22", {"top_k": 8, "top_p": 0}, "top_p=0.0 must be in (0, 1]"),
     ("R22", {"top_k": 8, "min_p": 1.5}, "min_p=1.5 must be in [0, 1]"),
     (
@@ -393,6 +399,8 @@ def test_a_rule_fires_on_its_mistake_alone(model, rule, values, words):
         {"top_k": 20, "vllm_top_p": 0.95, "min_p": 0.02, "vllm_structured_outputs_regex": "[0-9]+"},
         {"top_k": 2, "use_vllm_logprobs": True},
         {"top_k": 64, "eval_top_p": 0.5, "eval_temperature": 0},
+        {"top_k": 65, "eval_top_p": 0.5, "eval_temperature": 1e-6},
+        {"top_k": 2048, "top_p": 0.9, "vllm_structured_outputs_regex": "[0-9]+"},
         {"zero_stage": 0},
         {"zero_stage": 2, "gradient_checkpointing": True},
         {"deepspeed_stage": 3, "deepspeed_zpg": 8, "router_aux_loss_coef": 0.001},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mgrpo.config.derived import layout_of
 from mgrpo.config.validate import problems, warnings
 from mgrpo.models.family import shape_of
 from mgrpo.models.memory import holdings, state_bytes
-from mgrpo.planner.command import shipped_config
+from mgrpo.planner.command import plan_command, shipped_config
 from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.planner.suggest import other_splits, suggest
@@ -298,3 +299,22 @@ def test_layouts_of_adapters_are_those_that_a_run_accepts() -> None:
     plan = plan_run(config, full.shape, full.hardware, num_learners=4)
     found = suggest(plan, count=5, hf_config=hf_config)
     assert found and {suggestion.plan.layout.zero_stage for suggestion in found} == {1}
+
+
+def test_the_memory_in_docs_lora_is_what_its_commands_print(capsys, monkeypatch) -> None:
+    """With adapters, and the same commands without them."""
+    monkeypatch.chdir(CONFIGS.parents[1])
+    text = Path("docs/lora.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    table = {row[0].split(",")[0]: row[1:] for row in rows if len(row) == 5}
+    commands = [shlex.split(line) for line in text.replace("\\\n", "").splitlines() if line.startswith("mgrpo plan")]
+    assert len(commands) == 2
+    for column, flags in enumerate(commands):
+        assert flags[flags.index("--use_peft") :] == ["--use_peft", "--lora_r", "32", "--learning_rate", "1e-5"]
+        for place, own in enumerate((flags, flags[: flags.index("--use_peft")])):
+            assert plan_command([*own[2:], "--suggest", "0"]) == 0
+            printed = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines()]
+            found = {cells[1].split(" (")[0]: cells[2] for cells in reversed(printed) if len(cells) > 3}
+            for name in ("parameters", "gradients", "optimizer", "peak"):
+                assert found[name] == table[name][2 * column + place], (own, name)
+            assert found.get("reference model", "0") == table["reference model"][2 * column + place].split(" ")[0]

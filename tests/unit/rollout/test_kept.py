@@ -17,7 +17,7 @@ from mgrpo.rollout.requests import evaluation_sampling, training_sampling
 from mgrpo.rollout.vllm import arguments
 from mgrpo.rollout.vllm.actor import _group
 from mgrpo.rollout.vllm.calls import flattened, joined, sampling_settings
-from mgrpo.rollout.vllm.kept import TIES, kept_tokens
+from mgrpo.rollout.vllm.kept import TIES, kept_tokens, masked_tokens
 from mgrpo.rollout.vllm.server_calls import Choice
 from tests.builders import kept_tokens as sets
 from tests.builders import prompt, sets_of
@@ -67,6 +67,16 @@ def test_sets_are_those_of_a_softmax_cut_by_hand(seed):
     sampled = np.array([rng.choice(vocab, p=row / row.sum()) for row in probs])
     expected = [np.flatnonzero(row).tolist() if np.count_nonzero(row) <= top_k + TIES else [] for row in probs]
     assert [sorted(own) for own in sets_of(kept_tokens(sampled, order, shares))] == expected
+
+
+def test_a_mask_is_a_set():
+    """Worked by hand; a set that does not hold its token is not what it was sampled from."""
+    assert sets_of(masked_tokens([5, 2, 7], [[3, 5, 9], [2], [1, 8]])) == [[3, 5, 9], [2], []]
+    assert sets_of(masked_tokens([5, 2], [[3, 9], [5, 2]])) == [[], [5, 2]], "its own token, not another's"
+    assert sets_of(masked_tokens([5, 2], [[], [2]])) == [[], [2]]
+    assert sets_of(masked_tokens([], [])) == sets_of(masked_tokens([], None)) == []
+    for unknown in (None, [], [[5]], [[5], [2], [2]]):
+        assert sets_of(masked_tokens([5, 2], unknown)) == [[], []]
 
 
 def actors_group(number: int, tokens: list[int], ids: list[list[int]], shares: list[list[float]]):
@@ -124,6 +134,9 @@ def test_a_servers_sets_are_read_from_its_candidates():
     assert sets_of(choice.kept()) == [[4, 6], [6]]
     assert choice.sampled() == [half, 0.0]
     assert sets_of(Choice(index=0, token_ids=[], finish_reason="abort").kept()) == []
+    masked = msgspec.json.decode(json.dumps(answer | {"sampling_mask": [[2, 4], [6]]}), type=Choice)
+    assert sets_of(masked.kept(has_masks=True)) == [[2, 4], [6]] and sets_of(masked.kept()) == [[4, 6], [6]]
+    assert sets_of(choice.kept(has_masks=True)) == [[], []]
 
 
 def test_only_training_is_cut_and_asks_for_sets():
@@ -137,6 +150,12 @@ def test_only_training_is_cut_and_asks_for_sets():
     names = ("top_k", "top_p", "min_p", "logprobs", "structured_outputs")
     assert [train[name] for name in names] == [5, 0.9, 0.1, 21, {"regex": "[0-9]+"}]
     assert [held_out[name] for name in names] == [0, 0.5, 0.0, 0, {"regex": "[0-9]+"}]
+    rollout = from_values(values | {"top_k": 512}).rollout
+    masked = [sampling(rollout, [1]) for sampling in (training_sampling, evaluation_sampling)]
+    assert [sampling.has_sets for sampling in masked] == [True, False]
+    names = ("top_k", "top_p", "min_p", "logprobs")
+    asked = [sampling_settings(sampling) for sampling in masked]
+    assert [[own[name] for name in names] for own in asked] == [[512, 0.9, 0.1, 0], [512, 0.5, 0.0, 0]]
     uncut = sampling_settings(training_sampling(from_values({}).rollout, [1]))
     assert uncut["logprobs"] == 0 and "structured_outputs" not in uncut
 
@@ -149,6 +168,42 @@ def test_an_engine_returns_more_logprobs_than_are_kept_but_never_more_than_there
     args = arguments.engine_args(from_values(values), on_gpu=False)
     assert args["max_logprobs"] == expected and not args["skip_tokenizer_init"] and "tokenizer" in args
     assert "max_logprobs" not in arguments.engine_args(from_values({"model_name_or_path": str(tmp_path)}), on_gpu=False)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize(("top_k", "has_masks"), [(0, False), (64, False), (65, True), (2048, True)])
+def test_many_tokens_are_returned_as_masks(tmp_path, on_gpu, top_k, has_masks):
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 1000}))
+    args = arguments.engine_args(from_values({"model_name_or_path": str(tmp_path), "top_k": top_k}), on_gpu=on_gpu)
+    assert args.get("return_sampling_mask", False) == has_masks
+    assert ("max_logprobs" in args) == (0 < top_k <= 64) and args["logprobs_mode"] == "processed_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "runner", "words"),
+    [
+        ([], None, "top_k=512 must be at most 64 with engines on a CPU"),
+        ("01", None, None),
+        ("01", "1", None),
+        (
+            "01",
+            "0",
+            "VLLM_USE_V2_MODEL_RUNNER=0 chooses the model runner of vLLM without sampling masks, which top_k=512",
+        ),
+    ],
+)
+def test_masks_are_asked_for_only_where_engines_have_them(monkeypatch, gpus, runner, words):
+    """Servers say it themselves."""
+    monkeypatch.setattr(arguments, "serving_gpus", lambda: list(gpus))
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if runner is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    server = {"vllm_mode": "server", "vllm_server_base_url": ["http://127.0.0.1:1"]}
+    for values, is_asked in (({"top_k": 512}, True), ({"top_k": 64}, False), ({"top_k": 512, **server}, False)):
+        config = from_values({"model_dtype": "float32", **values})
+        problems = arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
+        expected = [words] if words and is_asked else []
+        assert len(problems) == len(expected) and all(w in p for w, p in zip(expected, problems, strict=True))
 
 
 @pytest.mark.parametrize(

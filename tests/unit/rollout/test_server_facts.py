@@ -21,6 +21,7 @@ INFO: dict[str, Any] = {
             "quantization": None,
             "skip_tokenizer_init": True,
             "max_logprobs": 20,
+            "return_sampling_mask": False,
             "hf_overrides": {},
         },
         "cache_config": {"cache_dtype": "auto"},
@@ -173,6 +174,19 @@ def test_a_server_must_say_what_it_samples_from(tmp_path):
     assert "max_logprobs is 20, expected at least 36 for top_k=20" in found and "--max-logprobs 36" in found
     for enough in (36, -1):
         assert problems({"model_config/max_logprobs": enough}, **cut) == []
+
+
+def test_a_server_must_return_masks_exactly_where_they_are_read(tmp_path):
+    """One that does so refuses evaluations without top_k, one by one."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 1000}')
+    model = {"model_name_or_path": str(tmp_path)}
+    has_masks = {"model_config/return_sampling_mask": True}
+    assert problems(has_masks, top_k=512, **model) == problems({}, top_k=4, **model) == []
+    (found,) = problems({}, top_k=512, **model)
+    assert "no sampling masks" in found and "top_k=512 needs them; start it with --return-sampling-mask" in found
+    for values in ({}, {"top_k": 4}):
+        (found,) = problems(has_masks, **values, **model)
+        assert "start it without --return-sampling-mask" in found
 
 
 @pytest.mark.parametrize(

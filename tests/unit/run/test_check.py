@@ -235,3 +235,11 @@ def test_an_evaluation_checks_the_same_and_proposes_the_export(bench):
             (problem,) = bench.problems("--model_name_or_path", str(path), command=command)
             assert problem.startswith(f"model_name_or_path={path} has no config.json; did you mean {path}")
             assert problem.strip().endswith("hf/step_20?")
+
+
+def test_an_adapter_in_the_models_place_is_named_as_one(bench):
+    """An export has its adapter in a folder of its own, which looks like what a run with adapters should be given."""
+    (bench.folder / "adapter").mkdir()
+    (bench.folder / "adapter" / "adapter_config.json").write_text("{}")
+    (problem,) = bench.problems("--model_name_or_path", str(bench.folder / "adapter"))
+    assert "is an adapter without its model; give the model, and this folder as lora_adapter_path" in problem
