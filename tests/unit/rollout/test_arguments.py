@@ -12,6 +12,7 @@ import pytest
 from mgrpo.config import from_values
 from mgrpo.rollout.vllm import arguments
 from mgrpo.rollout.vllm.cluster import engine_bundles
+from mgrpo.rollout.vllm.kept import DRAFTS
 
 
 def test_kernels_of_gpus_are_asked_for_where_learners_are(monkeypatch):
@@ -194,7 +195,7 @@ def test_an_argument_that_would_make_the_engine_another_policy_is_refused(name, 
 
 def test_only_arguments_that_vllm_has_are_refused_by_name():
     """A misspelled one would let the real one pass."""
-    assert {*arguments.OWNED, *arguments.DRAFTS} <= arguments._known_args()
+    assert {*arguments.OWNED, *DRAFTS} <= arguments._known_args()
 
 
 def test_vllms_own_arguments_take_the_place_of_defaults():
