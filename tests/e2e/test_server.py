@@ -181,7 +181,7 @@ def test_what_the_server_is_not_is_said_at_the_start(server, tmp_path, monkeypat
             "vllm_tensor_parallel_size": 2
         },
         r"max_model_len is 256, expected at least .*= 308; start it with --max-model-len 308": {"response_length": 300},
-        "no tokenizer, which stop_strings need; start it without --skip-tokenizer-init": {"stop_strings": ["x"]},
+        "no tokenizer, needed for stop_strings; start it without --skip-tokenizer-init": {"stop_strings": ["x"]},
     }
     for words, values in wrong.items():
         engine = HttpEngine(server.url, config_of(server, **values))
