@@ -18,14 +18,12 @@ from mgrpo.checkpoint.space import OutputError, no_room, with_room
 from mgrpo.model_io.hf_folder import Header, carry, header_bytes, write_weights
 from mgrpo.model_io.peft_folder import write_peft
 from mgrpo.models.adapters import adapter_tensors
+from mgrpo.models.peft import ADAPTER
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.parallel.gather import gather_json
 from mgrpo.policy.lora import MergedSlice
 from mgrpo.policy.parameters import gather_boxes
 from mgrpo.policy.policy import Policy
-
-ADAPTER = "adapter"
-"""Folder of the adapters in an export of a policy that has them."""
 
 
 def export_hf(

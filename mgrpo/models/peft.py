@@ -16,6 +16,8 @@ from mgrpo.models.files import FLOATS, read_header, some
 from mgrpo.models.table import Shape, hf_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER = "adapter"
+"""Folder of the adapters in an export of a policy that has them."""
 PREFIX = "base_model.model."
 """Of every tensor's name: peft's wrapper around the model, and the model in it."""
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")

@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from mgrpo.checkpoint.reader import open_checkpoint
-from mgrpo.model_io.hf_export import ADAPTER
 from mgrpo.models.adapters import LoraShape, adapter_tensors, lora_a, lora_b
 from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.models.peft import PREFIX, peft_problems
+from mgrpo.models.peft import ADAPTER, PREFIX, peft_problems
 from mgrpo.models.table import Box, hf_tensors
 from tests.ranks import run_cases
 from tests.ranks.test_learning import SETTINGS, scored_groups
