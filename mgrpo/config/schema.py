@@ -137,7 +137,13 @@ class Rollout:
     """Completions sampled for each prompt, which form its group."""
     response_length: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 256
     """Maximum tokens of a completion."""
-    temperature: Annotated[float, POSITIVE, Reason("the training logits are divided by it"), OPEN_INSTRUCT, TRL] = 1.0
+    temperature: Annotated[
+        float,
+        Range(low=0.01),
+        Reason("the training logits are divided by it, and vLLM samples at 0.01 where less is asked for"),
+        OPEN_INSTRUCT,
+        TRL,
+    ] = 1.0
     """Sampling temperature, also the divisor of the training logits."""
     top_k: Annotated[int, NOT_NEGATIVE, TRL] = 0
     """Sample from this many of the likeliest tokens; 0: from all. The trainer then computes with the same tokens that the

@@ -1,8 +1,8 @@
 """A step's packs on their way to the learners: an index for every rank, and a slice of bytes for each data-parallel rank.
 
 A slice holds the samples that its rank trains on, 9 bytes for a response token and 4 for a prompt token or one between
-turns; where the sampling was cut, 4 more for a response token and for each token of its set; and which of them form a document, which documents a pack. All else is a function of lengths: the receiver lays its
-packs out itself.
+turns; where the sampling was cut, 4 more for a response token and for each token of its set; and which of them form a
+document, which documents a pack. All else is a function of lengths: the receiver lays its packs out itself.
 
 The index: `multiples [2]` (of packs, of documents), `num_micro_batches`, `num_trained_tokens` and `num_sequences`, all
 `[mini-batches]`, the last two over all ranks, so that each knows the loss's denominator without the others' packs; and

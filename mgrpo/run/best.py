@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import math
 import os
@@ -52,6 +53,7 @@ class BestExport:
             before = Best(**resumed)
             is_there = (folder / f"step_{before.step}").is_dir()
             self.best = before if is_there and (before.metric, before.greater_is_better) == own else None
+        self._set_copy_aside()
         if self.best:
             self._point()
         else:
@@ -91,6 +93,13 @@ class BestExport:
         """In JSON; empty while there is none."""
         best = self.best
         return {name: getattr(best, name) for name in Best.__dataclass_fields__} if best else {}
+
+    def _set_copy_aside(self) -> None:
+        """Whoever copies a folder and follows links has a model where the link was, which would go stale."""
+        copy = self.folder / "best"
+        if copy.is_dir() and not copy.is_symlink():
+            number = next(n for n in itertools.count(1) if not (self.folder / f"best_copy_{n}").exists())
+            copy.rename(self.folder / f"best_copy_{number}")
 
     def _point(self) -> None:
         """Each of the two is replaced in one step: a reader finds the old pointer or the new one."""

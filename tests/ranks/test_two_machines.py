@@ -35,10 +35,12 @@ wait $!
 RANK = """
 import torch, torch.distributed as dist
 from mgrpo.config import from_values
+from mgrpo.models.table import Box
 from mgrpo.run.environment import rank
 from mgrpo.run.launch import _meet
 from mgrpo.run.watch import Watch
 from mgrpo.sync.group import connect_store, open_store
+from mgrpo.sync.live import LiveBoxes, Message
 from mgrpo.sync.meeting import Members, meet
 
 watch = Watch(rank=rank(), world_size=2, timeout_s=30, on_failure=print, on_goodbye=lambda: None)
@@ -56,8 +58,9 @@ if rank() == 1:
 own, other = rank(), 1 - rank()
 members = Members(names=["a learner", "an engine"], rank=own, peers={other: 64}, is_worker=own == 1)
 transport = meet(store, members, dtype=torch.float32, device=torch.device("cpu"), host=place[0][0], timeout_s=30)
-value = torch.tensor([42.0 * (1 - own)])
-(transport.send if own == 0 else transport.recv)({other: [value]}, lost=lambda peers, err: err).settle()
+box, value = Box("weight", (0,), (1,)), torch.tensor([42.0 * (1 - own)])
+message = Message(LiveBoxes([(box, value)]), [box])
+(transport.send if own == 0 else transport.recv)({other: message}, lost=lambda peers, err: err).settle()
 print(f"rank {rank()} at {host}: {total.item():g}, {value.item():g}\\n", end="", flush=True)
 watch.leave(is_failing=False)
 """

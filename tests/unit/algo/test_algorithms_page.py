@@ -18,7 +18,11 @@ def test_every_test_that_the_page_names_exists():
     named = set(re.findall(r"`(test_\w+)`", PAGE))
     files = [
         *(ROOT / "tests/unit/algo").glob("*.py"),
-        ROOT / "tests/unit/rewards/test_overlong.py",
+        *(
+            ROOT / "tests/unit" / name
+            for name in ("rewards/test_overlong.py", "rollout/test_kept.py", "rollout/test_masks_vllm.py")
+        ),
+        ROOT / "tests/e2e/test_kept_sets.py",
         *(ROOT / "tests/ranks" / f"{name}.py" for name in ("test_loss_invariance", "test_own_loss")),
     ]
     existing = {name for path in files for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)}

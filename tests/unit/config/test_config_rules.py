@@ -209,7 +209,7 @@ RULES = [
         {"num_nodes": 3, "num_learners_per_node": [1]},
         "num_nodes=3 differs from the 1 entries of num_learners_per_node",
     ),
-    ("R21", {"temperature": 0}, "temperature=0.0 must be above 0"),
+    ("R21", {"temperature": 0}, "temperature=0.0 must be at least 0.01"),
     ("R22", {"vllm_top_p": 0.9}, "top_p=0.9 leaves a part of the vocabulary to sample from"),
     ("R22", {"min_p": 0.1}, "min_p=0.1 leaves a part of the vocabulary to sample from"),
     ("R22", {"vllm_structured_outputs_regex": "a*"}, "vllm_guided_decoding_regex leaves a part of the vocabulary"),

@@ -137,3 +137,15 @@ def test_a_metric_that_the_first_evaluation_lacks_ends_the_run_before_its_first_
     best.evaluate(0, {"eval/by_source/a/scores": 0.5})
     export(best, 2, 0.9)
     assert best.best is None
+
+
+def test_a_copy_that_followed_the_link_is_set_aside(tmp_path) -> None:
+    """Object storage has no links: the copied model would stay the best one for ever, or end the run."""
+    for resumed in (None, {"step": 7, "metric": "eval/scores", "value": 0.5, "greater_is_better": True}):
+        (tmp_path / "step_7").mkdir(exist_ok=True)
+        (tmp_path / "best").mkdir()
+        (tmp_path / "best" / "config.json").write_text("{}")
+        BestExport(tmp_path, ON, resumed)
+        assert (tmp_path / "best").exists() == (resumed is not None)
+    assert (tmp_path / "best").is_symlink()
+    assert [path.name for path in sorted(tmp_path.glob("best_copy_*/config.json"))] == ["config.json"] * 2
