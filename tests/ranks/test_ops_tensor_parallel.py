@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgrpo.ops import KeptSets, reference, token_logprobs
-
-TOKENS, VOCAB, PADDED, TEMPERATURE = 9, 509, 512, 0.7
+from mgrpo.ops import reference, token_logprobs
+from tests.ranks.ops_cases import PADDED, TEMPERATURE, TOKENS, VOCAB, loss_of, sets_of
 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -17,24 +16,6 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     logits = (torch.randn(TOKENS, PADDED, generator=generator) * 5).to(dtype)
     rows = torch.randperm(TOKENS, generator=generator)[:6]
     return logits, rows, torch.randint(0, VOCAB, (6,), generator=generator)
-
-
-def sets_of(targets: torch.Tensor) -> KeptSets:
-    """Of 1 to 8 tokens for each target, which some shards hold none of."""
-    generator = torch.Generator().manual_seed(4)
-    sizes = torch.arange(len(targets)) % 8 + 1
-    others = [torch.randperm(VOCAB, generator=generator) for _ in targets]
-    sets = [
-        torch.cat((y[None], ids[ids != y][: size - 1]))
-        for y, ids, size in zip(targets, others, sizes.tolist(), strict=True)
-    ]
-    ids = torch.cat([targets[:0], *sets]).int()
-    return KeptSets(ids, torch.cat((torch.zeros(1), sizes.cumsum(0))).int())
-
-
-def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-    weight = torch.arange(1.0, logprobs.shape[0] + 1, dtype=logprobs.dtype)
-    return (weight * logprobs).sum() + 0.1 * (entropy / weight).sum()
 
 
 def score_shard(dtype: str, shard_cols: list[int], inplace: bool, is_cut: bool = False) -> dict:
