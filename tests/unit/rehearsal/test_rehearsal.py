@@ -48,7 +48,7 @@ UNREACHED = {
     "attention.py shared_prompts_pay": "is asked by rank 0, which makes the packs",
     "group.py finish": "a peer does not answer",
     "library.py ops_for": "kernels for CUDA are taken to be built",
-    "linear.py _add_product": "runs in autograd's own thread, whose lines are not recorded",
+    "products.py _add_product": "runs in autograd's own thread, whose lines are not recorded",
     "head.py inverse_temperature": "a temperature for each row, which the learner does not have",
     "vllm_plugin.py": "runs in an engine, not in a learner",
     "offload.py _copy": "learners that take turns with engines on their GPU; tests with the mark `gpu`",
