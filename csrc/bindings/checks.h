@@ -60,8 +60,13 @@ inline Slice slice_of(const Tensor& logits, int64_t vocab_start, int64_t valid_c
   check_logits(logits, "logits");
   STD_TORCH_CHECK(valid_cols >= 0 && valid_cols <= logits.size(1), "valid_cols=", valid_cols, " is outside [0, ",
                   logits.size(1), "]");
-  return {logits.const_data_ptr(), dtype_of(logits, "logits"), logits.size(0), logits.size(1),
-          logits.stride(0),        vocab_start,                valid_cols};
+  return {logits.const_data_ptr(),
+          dtype_of(logits, "logits"),
+          logits.size(0),
+          logits.size(1),
+          logits.stride(0),
+          vocab_start,
+          valid_cols};
 }
 
 // One value for all n entries, or n values.

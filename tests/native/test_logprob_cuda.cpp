@@ -90,8 +90,9 @@ void check_width(int64_t valid, int64_t padding, int64_t offset, bool with_entro
   const std::vector<T> got = d_out.host();
   const double tolerance = 1e-5 + 2.5 * Format::half_ulp;  // the two may round to neighbours
   for (size_t i = 0; i < out.size(); ++i)
-    EXPECT(std::fabs(Format::load(got[i]) - Format::load(out[i])) <= 1e-6f + tolerance * std::fabs(Format::load(out[i])),
-           "grad[%zu] of width %ld: %g and %g", i, valid, Format::load(got[i]), Format::load(out[i]));
+    EXPECT(
+        std::fabs(Format::load(got[i]) - Format::load(out[i])) <= 1e-6f + tolerance * std::fabs(Format::load(out[i])),
+        "grad[%zu] of width %ld: %g and %g", i, valid, Format::load(got[i]), Format::load(out[i]));
   EXPECT(d_logits.host() == got, "width %ld: in place differs", valid);
   EXPECT(d_shifted.host() == got, "width %ld: a buffer on another 16-byte grid differs", valid);
 }

@@ -155,6 +155,7 @@ def test_the_best_export_is_said_and_belongs_to_the_state_of_the_run(tmp_path, c
     reporter.finish(before={}, after={})
     assert "best export: step 0, eval/scores 1\n" in capsys.readouterr().out
     saved = {"step": 0, "head": json.loads(json.dumps(reporter.state_dict()))}
+    (tmp_path / "hf" / "step_0").mkdir(parents=True)
     for root, expected in ((tmp_path, 0), (tmp_path / "elsewhere", None)):
         resumed = Reporter(own, scale=None, resumed=saved, resume_from=str(root / "checkpoints" / "step_0"))
         assert resumed.best_step == expected
