@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,18 @@ def record(file: str) -> None:
 
     def called(engine: RayEngine, method: str, *args: object) -> Any:
         say(f"begin {method}")
-        answer = call(engine, method, *args)
-        answer.add_done_callback(lambda done: say(f"end {method}"))
-        return answer
+        recorded: Future[Any] = Future()
+
+        def finished(answer: Future[Any]) -> None:
+            # Before whoever waits for the answer goes on.
+            say(f"end {method}")
+            if error := answer.exception():
+                recorded.set_exception(error)
+            else:
+                recorded.set_result(answer.result())
+
+        call(engine, method, *args).add_done_callback(finished)
+        return recorded
 
     offload, restore = Policy.offload, Policy.restore
 
