@@ -13,14 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mgrpo.config import from_values
 from mgrpo.rollout.engine import FINISH_REASONS, UNSYNCED, Sampling
-from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.requests import prompt_seeds
-from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.telemetry.samples import read_records, tables
 from mgrpo.types import Prompt
 from tests.e2e.launching import ROOT, Run
+from tests.e2e.lone_engine import lone_engine
 from tests.sampling import prompt_batch, sampled
 
 STEPS, BATCH = 2, 256
@@ -191,13 +189,8 @@ def fleet(tmp_path_factory):
         "stop_strings": ["1"],
         "output_dir": str(tmp_path_factory.mktemp("engine")),
     }
-    cluster = Cluster(from_values(values), num_local_learners=0)
-    try:
-        fleet = Fleet(cluster.engines, cluster.settings, seed=1, keep_logs=cluster.keep_logs)
-        fleet.wait_ready()
+    with lone_engine(values) as fleet:
         yield fleet
-    finally:
-        cluster.close()
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from mgrpo.config import from_values
 from mgrpo.rollout.collect import to_groups
 from mgrpo.rollout.engine import Sampling
-from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.requests import prompt_seeds
-from mgrpo.rollout.vllm.cluster import Cluster
 from mgrpo.types import Completion, Prompt
 from tests import builders
 from tests.e2e.launching import ROOT, Run
+from tests.e2e.lone_engine import lone_engine
 from tests.sampling import prompt_batch, sampled
 
 MODEL = ROOT / "examples/quickstart/model"
@@ -45,13 +43,8 @@ def fleet(tmp_path_factory):
         "output_dir": str(tmp_path_factory.mktemp("engine")),
         "vllm_guided_decoding_regex": DIGITS,
     }
-    cluster = Cluster(from_values(values), num_local_learners=0)
-    try:
-        fleet = Fleet(cluster.engines, cluster.settings, seed=1, keep_logs=cluster.keep_logs)
-        fleet.wait_ready()
+    with lone_engine(values) as fleet:
         yield fleet
-    finally:
-        cluster.close()
 
 
 @pytest.fixture(scope="module")

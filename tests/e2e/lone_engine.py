@@ -1,0 +1,23 @@
+"""An engine without learners, which has the weights that it loads by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from mgrpo.config import from_values
+from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.vllm.cluster import Cluster
+
+
+@contextmanager
+def lone_engine(values: Mapping[str, Any]) -> Iterator[Fleet]:
+    """The fleet of it, ready; settings as in a file."""
+    cluster = Cluster(from_values(values), num_local_learners=0)
+    try:
+        fleet = Fleet(cluster.engines, cluster.settings, seed=1, keep_logs=cluster.keep_logs)
+        fleet.wait_ready()
+        yield fleet
+    finally:
+        cluster.close()
