@@ -18,7 +18,7 @@ from bench_ops_methods import (
     cotangents,
     expected,
     given,
-    largest_errors,
+    head_case,
 )
 from torch import Tensor
 
@@ -52,17 +52,7 @@ def cases(shape: Shape, device: torch.device) -> Iterator[Case]:
         exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
         oracle = expected(masked(exact[0] @ exact[1].T, targets, kept, with_entropy), weights, exact)
 
-        def arguments(given: tuple = (hidden, weight, targets, kept, with_entropy)) -> tuple:
-            hidden, weight, *rest = given
-            return hidden.detach().requires_grad_(), weight.detach().requires_grad_(), *rest
-
-        yield Case(
-            labels={"dtype": str(dtype).removeprefix("torch."), "entropy": with_entropy},
-            arguments=arguments,
-            cotangents=weights,
-            errors=functools.partial(largest_errors, oracle=oracle),
-            logits_bytes=shape.tokens * shape.vocab * hidden.element_size(),
-        )
+        yield head_case(hidden, weight, targets, kept, with_entropy, cotangents=weights, oracle=oracle)
 
 
 def by_masked_softmax(hidden: Tensor, weight: Tensor, targets: Tensor, kept: KeptSets, with_entropy: bool) -> Scores:

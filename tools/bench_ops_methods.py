@@ -166,17 +166,18 @@ def head_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
         weights = cotangents(shape.tokens, with_entropy, device)
         oracle = head_oracle(hidden, weight, targets, with_entropy, weights)
 
-        def arguments(given: tuple = (hidden, weight, targets, with_entropy)) -> tuple:
-            hidden, weight, *rest = given
-            return hidden.detach().requires_grad_(), weight.detach().requires_grad_(), *rest
+        yield head_case(hidden, weight, targets, with_entropy, cotangents=weights, oracle=oracle)
 
-        yield Case(
-            labels={"dtype": str(dtype).removeprefix("torch."), "entropy": with_entropy},
-            arguments=arguments,
-            cotangents=weights,
-            errors=functools.partial(largest_errors, oracle=oracle),
-            logits_bytes=shape.tokens * shape.vocab * hidden.element_size(),
-        )
+
+def head_case(hidden: Tensor, weight: Tensor, *rest: Any, cotangents: tuple[Tensor, ...], oracle: Any) -> Case:
+    """Of an LM head, both of whose operands are differentiated; the last of `rest` is whether there is an entropy."""
+    return Case(
+        labels={"dtype": str(hidden.dtype).removeprefix("torch."), "entropy": rest[-1]},
+        arguments=lambda: (hidden.detach().requires_grad_(), weight.detach().requires_grad_(), *rest),
+        cotangents=cotangents,
+        errors=functools.partial(largest_errors, oracle=oracle),
+        logits_bytes=hidden.shape[0] * weight.shape[0] * hidden.element_size(),
+    )
 
 
 def head_oracle(
