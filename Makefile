@@ -3,7 +3,7 @@
 # make test         the tests, on all cores, and the quickstart with its checks (installs what is missing)
 # make test-e2e     more runs and engines than make test starts; make test-all adds the slow ones
 # make dev          install into .venv what tests and linters need as well
-# make lint         ruff, mypy and clang-format
+# make lint         ruff, mypy, clang-format, hadolint and shellcheck
 # make parity       every parallel layout against one rank, into docs/parity.md
 VENV ?= .venv
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.txt csrc/*/*)
@@ -44,6 +44,8 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/clang-format --dry-run -Werror csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h tests/native/*.cpp
+	$(VENV)/bin/hadolint Dockerfile
+	$(VENV)/bin/shellcheck .ci/run requirements/install.sh examples/cluster/slurm.sbatch
 
 bench: $(VENV)/.installed
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(VENV)/bin/python tools/bench_ops.py

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Install mgrpo into the virtual environment VENV (created if missing): sh requirements/install.sh VENV [dev]
+# Install mgrpo into the virtual environment VENV (created if missing): sh requirements/install.sh VENV [dev | packages]
+# dev: also what tests and linters need; packages: everything but mgrpo itself.
 # With an NVIDIA driver the GPU packages, otherwise the CPU packages; MGRPO_CUDA=0 or 1 overrides this.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -9,10 +10,15 @@ torch_cpu=torch==2.13.0+cpu
 oldest_driver=580 # of CUDA 13, for which gpu.txt's torch is built
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 
-"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || {
-    echo "mgrpo: the pinned packages are tested with Python 3.11, but $python is $("$python" -V); set PYTHON=/path/to/python3.11" >&2
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+case $version in
+3.11) ;;
+3.12 | 3.13) echo "mgrpo: all pinned packages exist for Python $version, but they are tested together with 3.11 only" >&2 ;;
+*)
+    echo "mgrpo: the pinned packages are tested with Python 3.11 and exist for 3.11 to 3.13, but $python is $version; set PYTHON=/path/to/python3.11" >&2
     exit 1
-}
+    ;;
+esac
 cuda=${MGRPO_CUDA:-auto}
 has_driver=0
 if command -v nvidia-smi >/dev/null 2>&1; then has_driver=1; fi
@@ -52,5 +58,6 @@ if [ "${2:-}" = dev ]; then
     # The tests use vLLM's own server as a judge; on a GPU machine vllm has installed all that it needs.
     if [ "$cuda" = 0 ]; then pip install --no-deps -r "$here/judge.txt"; fi
 fi
+if [ "${2:-}" = packages ]; then exit; fi
 echo "mgrpo: building the extension"
 MGRPO_CUDA=$cuda pip install --no-deps --no-build-isolation -e "$here/.."

@@ -80,6 +80,23 @@ def test_the_driver_chooses_the_packages(tmp_path, smi, environment, packages):
     assert [name for name in ("cpu.txt", "gpu.txt") if any(line.endswith(f"/{name}") for line in asked)] == [packages]
 
 
+@pytest.mark.parametrize(
+    ("version", "status", "said"),
+    [
+        ("3.10", 1, "tested with Python 3.11 and exist for 3.11 to 3.13, but"),
+        ("3.14", 1, "is 3.14; set PYTHON=/path/to/python3.11"),
+        ("3.13", 0, "all pinned packages exist for Python 3.13, but they are tested together with 3.11 only"),
+        ("3.11", 0, ""),
+    ],
+)
+def test_the_version_of_python_decides_first(tmp_path, version, status, said):
+    """Megatron-core and vLLM have wheels for some versions of Python; pip says so only after gigabytes of others."""
+    program(tmp_path / "python", f"case $1 in -c) echo {version};; esac")
+    found, output, asked = install(tmp_path, None, PYTHON=str(tmp_path / "python"))
+    assert found == status and said in output
+    assert bool(asked) == (status == 0)
+
+
 # ---- setup.py
 
 TORCH = """
