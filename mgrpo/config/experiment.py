@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from mgrpo.config.annotations import FINITE, MEGATRON, ONE_OR_MORE, OPEN_INSTRUCT, TRL, Range
+from mgrpo.config.annotations import FINITE, MEGATRON, ONE_OR_MORE, OPEN_INSTRUCT, POSITIVE, TRL, Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,9 @@ class Experiment:
     """Folder for everything that the run writes; used as given."""
     total_episodes: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 100_000
     """Completions to train on; the number of steps is total_episodes / (prompts x samples per step), rounded down."""
+    num_train_epochs: Annotated[float | None, POSITIVE, TRL] = None
+    """Passes over the training prompts, instead of total_episodes, which is worked out when the data have been read:
+    passes x prompts x samples. Steps go on from one pass into the next; a part of a step at the end is left out."""
     local_eval_every: Annotated[int, FINITE, OPEN_INSTRUCT] = 100
     """Steps between evaluations on the held-out prompts; 0 or less evaluates only before and after training."""
     backend_timeout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 120

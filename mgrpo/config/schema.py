@@ -420,8 +420,14 @@ class Config:
         return -(-self.batch_size // self.algorithm.num_mini_batches)
 
     @property
+    def has_length(self) -> bool:
+        """Whether the number of steps is known; with num_train_epochs it is when `counted` has been told of the data."""
+        return self.experiment.num_train_epochs is None
+
+    @property
     def num_training_steps(self) -> int:
         """Rollout batches of the run."""
+        assert self.has_length, "the training prompts have not been counted"
         return self.experiment.total_episodes // self.batch_size
 
     @property

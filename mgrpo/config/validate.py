@@ -189,7 +189,7 @@ def _derived_problems(config: Config, world_size: int) -> Iterator[str]:
     if nodes and expected.get("num_nodes", nodes) not in (1, nodes):
         yield f"num_nodes={expected['num_nodes']} differs from the {nodes} entries of num_learners_per_node; leave it out"
     for name, value in (
-        ("num_training_steps", config.num_training_steps),
+        *([("num_training_steps", config.num_training_steps)] if config.has_length else ()),
         ("max_possible_score", config.reward.max_possible_score),
     ):
         if expected.get(name, value) != value:

@@ -159,7 +159,6 @@ def test_what_trl_does_and_we_do_not_is_refused_together():
             TrlConfig(model_init_kwargs={"dtype": "float32"}),
             use_vllm=False,
             repetition_penalty=1.1,
-            num_train_epochs=1,
             no_such=1,
         )
     assert [sentence.split("=")[0] for sentence in caught.value.problems] == [
@@ -167,7 +166,6 @@ def test_what_trl_does_and_we_do_not_is_refused_together():
         "model_init_kwargs",
         "use_vllm",
         "repetition_penalty",
-        "num_train_epochs",
     ]
     with pytest.raises(TypeError, match="expected a dataclass object"):
         mgrpo.GRPOConfig.from_trl(["beta", 0.1])
