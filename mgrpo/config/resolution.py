@@ -168,7 +168,9 @@ class Resolution:
     def put_per_pass(self, target: str, alias: str) -> None:
         """Let `target` be due after each pass over the data."""
         self.put(target, 1, alias)
-        self.per_pass.add(target)
+        if self.given[target].via == alias:
+            self.per_pass.add(target)
+            self.used[alias] = [f"{target} (the steps of a pass over the data)"]
 
     def derive(self, target: str, value: object, note: str) -> None:
         """Set a setting that was not given."""
@@ -186,7 +188,7 @@ class Resolution:
             notes=tuple(dict.fromkeys(self.notes)),
             problems=tuple(dict.fromkeys(self.problems)),
             unsound=frozenset(self.unsound),
-            per_pass=frozenset(name for name in self.per_pass if self.value(name) == 1),
+            per_pass=frozenset(self.per_pass),
             expected=self.expected,
         )
         values = {name: given.value for name, given in self.given.items() if name not in self.unsound}

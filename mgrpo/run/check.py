@@ -34,6 +34,7 @@ def check_run(
     *,
     functions: list[str | Callable],
     dataset: Iterable[Mapping] | None,
+    eval_dataset: Iterable[Mapping] | None,
     loss: LossFunction | None,
 ) -> tuple[Config, Inputs | None]:
     """Check the configuration on every rank; on rank 0 read and check data and rewards as well, and return them.
@@ -60,6 +61,7 @@ def check_run(
         world_size=ranks,
         hf_config=hf_config,
         has_dataset=dataset is not None,
+        has_eval_dataset=eval_dataset is not None,
         num_reward_funcs=len(functions),
     )
     problems = find(config)
@@ -70,7 +72,7 @@ def check_run(
     if rank() == 0:
         # What follows from several settings can be worked out only if each is sound.
         is_sound = not problems
-        inputs, found = read_inputs(config, functions=functions, dataset=dataset)
+        inputs, found = read_inputs(config, functions=functions, dataset=dataset, eval_dataset=eval_dataset)
         problems += [problem for problem in found if problem not in problems]
         problems += too_few_prompts(config, len(inputs.train)) if inputs and len(inputs.train) else []
         if hf_config:

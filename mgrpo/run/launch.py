@@ -63,6 +63,7 @@ def train(
     *,
     reward_funcs: Sequence[str | Callable] | str | Callable | None = None,
     dataset: Iterable[Mapping] | None = None,
+    eval_dataset: Iterable[Mapping] | None = None,
     loss: LossFunction | None = None,
     tools: Sequence[str | Callable] | Callable | None = None,
     environment_factory: Callable | Mapping[str, Callable] | None = None,
@@ -76,6 +77,7 @@ def train(
             `f(prompts, completions, completion_ids, **columns) -> list[float | None]` as in TRL; several are added up,
             each times its entry of `reward_weights`.
         dataset: rows in the form of a JSONL file, or a `datasets.Dataset`, instead of `dataset_mixer_list`.
+        eval_dataset: held-out rows in the same form, instead of `dataset_mixer_eval_list`.
         loss: called on every rank in place of the configuration's `policy_loss`, see `mgrpo.algo.LossFunction`.
         tools: functions and environments that the model may call, in place of the configuration's; as in TRL. Other processes
             import them, so they stand at the top of a module, or of a script that does its work under `__name__ == "__main__"`.
@@ -89,7 +91,7 @@ def train(
     own = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
     config = with_tools(as_config(config), own)
     functions = as_functions(reward_funcs)
-    config, inputs = check_run(config, functions=functions, dataset=dataset, loss=loss)
+    config, inputs = check_run(config, functions=functions, dataset=dataset, eval_dataset=eval_dataset, loss=loss)
     if config.experiment.cache_dataset_only:
         _show_data(config, inputs)
         return None
@@ -109,7 +111,7 @@ def try_out(config: Config) -> None:
 
     All data are read and checked; there is no evaluation.
     """
-    config, inputs = check_run(config, functions=[], dataset=None, loss=None)
+    config, inputs = check_run(config, functions=[], dataset=None, eval_dataset=None, loss=None)
     leads = rank() == 0
     with tempfile.TemporaryDirectory(prefix="mgrpo-dry-run-") if leads else nullcontext("unused") as folder:
         one_step = dataclasses.replace(

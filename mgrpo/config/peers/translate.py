@@ -15,6 +15,7 @@ from mgrpo.config.peers import adapters as translate_adapters
 from mgrpo.config.peers import corrections as translate_corrections
 from mgrpo.config.peers import layout as translate_layout
 from mgrpo.config.peers import length as translate_length
+from mgrpo.config.peers import trl as translate_trl
 from mgrpo.config.peers.length import training_steps
 from mgrpo.config.peers.names import table
 from mgrpo.config.resolution import PRESET, Resolution
@@ -61,6 +62,7 @@ def apply(r: Resolution) -> None:
     translate_corrections.of_rounded_cache(r)
     warm_up(r)
     translate_layout.apply(r)
+    translate_trl.apply(r)
     lengths(r)
     engines(r)
     batch(r)
