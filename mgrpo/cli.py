@@ -164,6 +164,10 @@ def show(config: Config) -> str:
     world_size = started_ranks()
     found = problems(config, world_size=world_size, has_dataset=True)
     is_sound = all(problem.startswith("model_name_or_path") for problem in found)
+    if is_sound and not config.has_length:
+        from mgrpo.run.check import with_length
+
+        config = with_length(config)
     notes = "".join(f"# {note}\n" for note in config.notes)
     return to_yaml(config) + (derived_lines(config, world_size=world_size) if is_sound else "") + notes
 

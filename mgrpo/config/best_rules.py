@@ -14,16 +14,20 @@ BY_NAME = ("by_source", "by_verifier", "custom", "env", "objective", "rewards", 
 """Metrics of what the rows, the rewards and the environments are called; the first evaluation shows which there are."""
 
 
-def _exports(config: Config) -> Iterator[str]:
-    if not config.checkpoint.load_best_model_at_end:
-        return
-    save, evaluate = config.checkpoint.save_freq, config.experiment.local_eval_every
-    if not config.data.dataset_mixer_eval_list:
+def held_out_problems(config: Config) -> Iterator[str]:
+    """Whether there are evaluations to compare, where the caller passes no held-out data."""
+    if config.checkpoint.load_best_model_at_end and not config.data.dataset_mixer_eval_list:
         yield (
             "load_best_model_at_end=true compares evaluations, and dataset_mixer_eval_list is empty; name held-out data: "
             "--dataset_mixer_eval_list PATH 1.0"
         )
-    elif save <= 0 or evaluate <= 0:
+
+
+def _exports(config: Config) -> Iterator[str]:
+    if not config.checkpoint.load_best_model_at_end:
+        return
+    save, evaluate = config.checkpoint.save_freq, config.experiment.local_eval_every
+    if save <= 0 or evaluate <= 0:
         yield (
             "load_best_model_at_end=true compares the exports of a run by their evaluations, which needs save_freq and "
             f"local_eval_every above 0, got {save} and {evaluate}"
@@ -51,7 +55,7 @@ def _metric(config: Config) -> Iterator[str]:
 
 
 BEST_RULES: tuple[Rule, ...] = (
-    (("load_best_model_at_end", "save_freq", "local_eval_every", "dataset_mixer_eval_list"), _exports),
+    (("load_best_model_at_end", "save_freq", "local_eval_every"), _exports),
     (("load_best_model_at_end", "metric_for_best_model", "eval_pass_at_k"), _metric),
 )
 """Each rule with the fields that must be sound before it is checked."""

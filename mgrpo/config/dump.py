@@ -11,11 +11,12 @@ from mgrpo.config.schema import Config
 DERIVED = (
     "batch_size",
     "completions_per_optimizer_step",
-    "num_training_steps",
-    "num_optimizer_steps",
     "max_model_length",
 )
 """Properties of `Config` to print."""
+LENGTHS = ("num_training_steps", "num_optimizer_steps")
+"""Those that may depend on the data."""
+UNCOUNTED = "num_train_epochs decides, when the data can be read"
 
 
 def to_yaml(config: Config) -> str:
@@ -40,6 +41,7 @@ def derived_lines(config: Config, *, world_size: int) -> str:
         "world_size": world_size,
         "data_parallel_size": layout_of(config, world_size).data,
         **{name: getattr(config, name) for name in DERIVED},
+        **{name: getattr(config, name) if config.has_length else UNCOUNTED for name in LENGTHS},
         "max_possible_score": config.reward.max_possible_score,
     }
     return "\n".join(["", "# derived", *(f"# {name}: {value}" for name, value in values.items())]) + "\n"

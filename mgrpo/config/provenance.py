@@ -21,5 +21,7 @@ class Provenance:
     """Mistakes found while reading; `validate` lists them before its own."""
     unsound: frozenset[str] = frozenset()
     """Settings whose value could not be read; they hold defaults and are not checked."""
+    per_pass: frozenset[str] = frozenset()
+    """Settings whose value is the steps of a pass over the data, which `counted` works out; until then they hold 1."""
     expected: Mapping[str, Any] = field(default_factory=dict)
     """Values that were given although they follow from others; `validate` compares."""

@@ -27,8 +27,8 @@ EXPLAINED = (
 )
 """Aliases whose sentence is repeated in every run: the same word means something else elsewhere."""
 
-TRL_TOOLS = ("environment_factory", "rollout_func", "max_tool_calling_iterations")
-"""Settings for tools that Open Instruct does not have."""
+OF_TRL_ALONE = ("environment_factory", "rollout_func", "max_tool_calling_iterations", "num_train_epochs")
+"""Settings that a configuration of Open Instruct does not have."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,6 +77,7 @@ class Resolution:
         self.used: dict[str, list[str]] = {}
         self.unsound: set[str] = set()
         self.expected: dict[str, Any] = {}
+        self.per_pass: set[str] = set()
 
     def add(self, layer: Layer) -> None:
         """Add a layer of higher rank than those before."""
@@ -110,7 +111,7 @@ class Resolution:
     def has_trl_names(self) -> bool:
         """Whether a name that Open Instruct and TRL use differently has TRL's meaning."""
         has_name = any(table()[name].trainer == TRL.value for name in self.peers)
-        return self.has_trl_defaults or has_name or self.rank(*TRL_TOOLS) > PRESET
+        return self.has_trl_defaults or has_name or self.rank(*OF_TRL_ALONE) > PRESET
 
     @property
     def world_size(self) -> int:
@@ -164,6 +165,13 @@ class Resolution:
         if via:
             self.used.setdefault(via, []).append(f"{target} ({shown(value)})")
 
+    def put_per_pass(self, target: str, alias: str) -> None:
+        """Let `target` be due after each pass over the data."""
+        self.put(target, 1, alias)
+        if self.given[target].via == alias:
+            self.per_pass.add(target)
+            self.used[alias] = [f"{target} (the steps of a pass over the data)"]
+
     def derive(self, target: str, value: object, note: str) -> None:
         """Set a setting that was not given."""
         self.given[target] = Given(value=value, rank=PRESET, origin="derived")
@@ -180,6 +188,7 @@ class Resolution:
             notes=tuple(dict.fromkeys(self.notes)),
             problems=tuple(dict.fromkeys(self.problems)),
             unsound=frozenset(self.unsound),
+            per_pass=frozenset(self.per_pass),
             expected=self.expected,
         )
         values = {name: given.value for name, given in self.given.items() if name not in self.unsound}

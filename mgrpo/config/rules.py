@@ -194,6 +194,8 @@ def _shared_prompts(config: Config) -> Iterator[str]:
 
 
 def _num_steps(config: Config) -> Iterator[str]:
+    if not config.has_length:
+        return
     if config.num_training_steps < 1:
         yield (
             f"total_episodes={config.experiment.total_episodes} is less than one step of "
@@ -208,6 +210,8 @@ def _num_steps(config: Config) -> Iterator[str]:
 
 
 def _profile_steps(config: Config) -> Iterator[str]:
+    if not config.has_length:
+        return
     last = config.num_training_steps
     outside = [step for step in config.experiment.profile_steps if not 1 <= step <= last]
     if outside and last >= 1:
@@ -247,7 +251,7 @@ def _resume(config: Config) -> Iterator[str]:
         yield f"resume={path} must be auto, intact, never, or the path of a training state, .../checkpoints/step_N"
     elif "://" not in path and not os.path.isdir(path):
         yield f"resume={path} is not a folder; check the path (it is used as given, ~ is not expanded)"
-    elif int(step[1]) > config.num_training_steps:
+    elif config.has_length and int(step[1]) > config.num_training_steps:
         yield (
             f"resume={path} is step {int(step[1])}, but the run has {config.num_training_steps} training steps; "
             "raise total_episodes"
@@ -346,10 +350,21 @@ RULES: tuple[Rule, ...] = (
         ),
         _colocation,
     ),
-    ((*BATCH_FIELDS, "total_episodes", "num_epochs", "num_mini_batches", "warm_up_steps", "warmup_ratio"), _num_steps),
-    ((*BATCH_FIELDS, "total_episodes", "profile_steps"), _profile_steps),
+    (
+        (
+            *BATCH_FIELDS,
+            "total_episodes",
+            "num_train_epochs",
+            "num_epochs",
+            "num_mini_batches",
+            "warm_up_steps",
+            "warmup_ratio",
+        ),
+        _num_steps,
+    ),
+    ((*BATCH_FIELDS, "total_episodes", "num_train_epochs", "profile_steps"), _profile_steps),
     ((*BATCH_FIELDS, "num_mini_batches"), _mini_batches),
     (STATE_FIELDS, _states),
-    ((*BATCH_FIELDS, "total_episodes", "resume"), _resume),
+    ((*BATCH_FIELDS, "total_episodes", "num_train_epochs", "resume"), _resume),
 )
 """Each rule with the fields that must be sound before it is checked."""

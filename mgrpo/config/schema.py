@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 from mgrpo.config.adapter import Adapter
 from mgrpo.config.annotations import (
     BELOW_ONE,
-    FINITE,
     MEGATRON,
     NO_ENTRIES,
     NOT_NEGATIVE,
@@ -29,40 +28,11 @@ from mgrpo.config.annotations import (
     Reason,
 )
 from mgrpo.config.checkpoint import Checkpoint
+from mgrpo.config.experiment import Experiment
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.provenance import Provenance
 from mgrpo.config.reward import Reward
 from mgrpo.config.tools import Tools
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experiment:
-    exp_name: Annotated[str, OPEN_INSTRUCT] = "grpo"
-    """Name of the experiment in logs."""
-    seed: Annotated[int, Range(low=0, high=2**32 - 1), OPEN_INSTRUCT, TRL] = 1
-    """Seed of the data order, of sampling and of every other random state."""
-    output_dir: Annotated[str, OPEN_INSTRUCT, TRL] = "output"
-    """Folder for everything that the run writes; used as given."""
-    total_episodes: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 100_000
-    """Completions to train on; the number of steps is total_episodes / (prompts x samples per step), rounded down."""
-    local_eval_every: Annotated[int, FINITE, OPEN_INSTRUCT] = 100
-    """Steps between evaluations on the held-out prompts; 0 or less evaluates only before and after training."""
-    backend_timeout: Annotated[int, ONE_OR_MORE, OPEN_INSTRUCT] = 120
-    """Minutes that a collective between learners may take; one of the training itself at most 15."""
-    learner_timeout: Annotated[int, ONE_OR_MORE] = 1800
-    """Seconds that a learner may stay in one part of a step, such as an optimizer step, an export or a saved state, before
-    the run ends with its rank, process and place; one whose process has stopped is named after 50 s, or this if less."""
-    profile_steps: tuple[int, ...] = ()
-    """Training steps (from 1) whose training and weight sync are profiled: traces in output_dir/profile, or nsys ranges."""
-    profile_ranks: Annotated[tuple[int, ...], MEGATRON] = (0,)
-    """Learner ranks that are profiled."""
-    cache_dataset_only: Annotated[bool, OPEN_INSTRUCT] = False
-    """Prepare the data, print a summary and exit."""
-
-    @property
-    def run_name(self) -> str:
-        """exp_name__seed."""
-        return f"{self.exp_name}__{self.seed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -450,8 +420,14 @@ class Config:
         return -(-self.batch_size // self.algorithm.num_mini_batches)
 
     @property
+    def has_length(self) -> bool:
+        """Whether the number of steps is known; with num_train_epochs it is when `counted` has been told of the data."""
+        return self.experiment.num_train_epochs is None
+
+    @property
     def num_training_steps(self) -> int:
         """Rollout batches of the run."""
+        assert self.has_length, "the training prompts have not been counted"
         return self.experiment.total_episodes // self.batch_size
 
     @property

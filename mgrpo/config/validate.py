@@ -12,7 +12,7 @@ from typing import Any
 
 from mgrpo.config.adapter_rules import ADAPTER_RULES, FIELDS, LARGE, adapter_model_problems, adapter_warnings
 from mgrpo.config.annotations import POSITIVE
-from mgrpo.config.best_rules import BEST_RULES
+from mgrpo.config.best_rules import BEST_RULES, held_out_problems
 from mgrpo.config.derived import layout_of
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import describe, fits, flat, settings, shown
@@ -47,6 +47,7 @@ def check(
     world_size: int,
     hf_config: Mapping[str, Any] | None = None,
     has_dataset: bool = False,
+    has_eval_dataset: bool = False,
     num_reward_funcs: int = 0,
 ) -> None:
     """Raise ConfigError with everything that `problems` finds."""
@@ -55,6 +56,7 @@ def check(
         world_size=world_size,
         hf_config=hf_config,
         has_dataset=has_dataset,
+        has_eval_dataset=has_eval_dataset,
         num_reward_funcs=num_reward_funcs,
     )
     if found:
@@ -67,6 +69,7 @@ def problems(
     world_size: int,
     hf_config: Mapping[str, Any] | None = None,
     has_dataset: bool = False,
+    has_eval_dataset: bool = False,
     num_reward_funcs: int = 0,
 ) -> list[str]:
     """Everything that prevents this run, one sentence each; problems found while reading come first.
@@ -75,6 +78,7 @@ def problems(
         world_size: learner ranks, torchrun's WORLD_SIZE.
         hf_config: the model's config.json; without it the model is not checked.
         has_dataset: the caller passes training data, so `dataset_mixer_list` may be empty.
+        has_eval_dataset: the caller passes held-out data.
         num_reward_funcs: reward functions that the caller passes in place of reward_funcs.
     """
     by_field = _field_problems(config)
@@ -92,6 +96,8 @@ def problems(
         num_reward_funcs = num_reward_funcs or len(config.reward.reward_funcs)
     if sound("dataset_mixer_list") and not config.data.dataset_mixer_list and not has_dataset:
         found.append("dataset_mixer_list is empty; name the training data: --dataset_mixer_list PATH 1.0")
+    if sound("dataset_mixer_eval_list", "load_best_model_at_end") and not has_eval_dataset:
+        found.extend(held_out_problems(config))
     # An environment may reward by itself.
     if sound(*REWARD_SWITCHES, *SOURCES) and not num_reward_funcs and not config.tools.is_on:
         found.extend(reward_problems(config))
@@ -189,7 +195,7 @@ def _derived_problems(config: Config, world_size: int) -> Iterator[str]:
     if nodes and expected.get("num_nodes", nodes) not in (1, nodes):
         yield f"num_nodes={expected['num_nodes']} differs from the {nodes} entries of num_learners_per_node; leave it out"
     for name, value in (
-        ("num_training_steps", config.num_training_steps),
+        *([("num_training_steps", config.num_training_steps)] if config.has_length else ()),
         ("max_possible_score", config.reward.max_possible_score),
     ):
         if expected.get(name, value) != value:

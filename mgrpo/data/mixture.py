@@ -39,12 +39,14 @@ def open_data(
     *,
     need_verifiers: bool = True,
     dataset: Iterable[Mapping[str, object]] | None = None,
+    eval_dataset: Iterable[Mapping[str, object]] | None = None,
 ) -> tuple[Mixture, Mixture]:
     """The training mix and the held-out mix, with every row read and checked; a mix that is not configured is empty.
 
     Args:
         need_verifiers: False for runs without verifiers, which ignore `dataset` and need no ground truth.
         dataset: rows to train on, in place of `dataset_mixer_list`.
+        eval_dataset: held-out rows, in place of `dataset_mixer_eval_list`.
     Raises:
         BadData: everything that is wrong; of bad rows the first 20, by file and line.
     """
@@ -52,8 +54,11 @@ def open_data(
     if dataset is None:
         train = opening.read("data mix", data.dataset_mixer_list, data.dataset_mixer_list_splits)
     else:
-        train = opening.take(dataset)
-    held_out = opening.read("held-out mix", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits)
+        train = opening.take("dataset", dataset)
+    if eval_dataset is None:
+        held_out = opening.read("held-out mix", data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits)
+    else:
+        held_out = opening.take("eval_dataset", eval_dataset)
     opening.finish()
     return Mixture(train, data, opening.reader), Mixture(held_out, data, opening.reader)
 
@@ -237,10 +242,10 @@ class _Opening:
             self._failures.append(f"the {what} {words} selects no rows; ask for more")
         return selection
 
-    def take(self, dataset: Iterable[Mapping]) -> Selection:
-        """The rows that the caller passed."""
-        line = Entry(source="dataset", amount="1.0", split="")
-        return self._select([line], lambda line: self.reader.given(dataset))
+    def take(self, name: str, rows: Iterable[Mapping]) -> Selection:
+        """The rows that the caller passed under `name`."""
+        line = Entry(source=name, amount="1.0", split="")
+        return self._select([line], lambda line: self.reader.given(name, rows))
 
     def finish(self) -> None:
         """Raise everything that is wrong, in one error."""

@@ -88,21 +88,21 @@ class SourceReader:
             ) from err
         return self._arrow(name, dataset)
 
-    def given(self, dataset: Iterable[Mapping[str, object]]) -> Source:
+    def given(self, name: str, dataset: Iterable[Mapping[str, object]]) -> Source:
         """Rows from Python: a `Dataset`, or any iterable of dicts, whose rows are then held in memory."""
         if isinstance(dataset, Mapping):
-            names = ", ".join(map(str, dataset)) or "nothing"
-            raise ValueError(f"dataset is a mapping of {names}, expected rows; pass one split, or a list of dicts")
+            columns = ", ".join(map(str, dataset)) or "nothing"
+            raise ValueError(f"{name} is a mapping of {columns}, expected rows; pass one split, or a list of dicts")
         if isinstance(dataset, (str, bytes)) or not isinstance(dataset, Iterable):
-            raise ValueError(f"dataset is {type(dataset).__name__}, expected a list of dicts or a Dataset")
+            raise ValueError(f"{name} is {type(dataset).__name__}, expected a list of dicts or a Dataset")
         if _is_arrow(dataset):
-            return self._arrow("dataset", dataset)
+            return self._arrow(name, dataset)
         summary, digest = Summary(), hashlib.sha256()
         rows = list(summary.good(rows_of_records(dataset, self.contract), self.contract))
         for row in rows:
             digest.update(row.text.encode() + b"\n")
         key = self._key({"rows": digest.hexdigest()})
-        return Source(name="dataset", key=key, summary=summary, rows=lambda: rows)
+        return Source(name=name, key=key, summary=summary, rows=lambda: rows)
 
     def _local(self, path: Path, name: str, split: str) -> Source:
         stamp = _stamp(path)

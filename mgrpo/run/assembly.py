@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from mgrpo import ops
@@ -110,6 +111,7 @@ def make_trainer(
         reporter=reporter,
         states=states,
         turns=turns,
+        has_held_out=_has_held_out(lead, started),
     )
     if checkpoint:
         rollouts = saved_rollouts(checkpoint) if started else {}
@@ -131,6 +133,12 @@ def make_trainer(
         steps = config.num_training_steps
         reporter.say(f"continues from {resume_from}, {trainer.done} of {steps} steps are done")
     return trainer
+
+
+def _has_held_out(lead: Lead, started: Started | None) -> bool:
+    """Whether rank 0 has prompts to evaluate with. Collective."""
+    own = lead.share(lambda: {"held_out": np.array(started is not None and len(started.inputs.held_out) > 0)})
+    return bool(own["held_out"])
 
 
 def _wait_for_engines(started: Started | None, *, sleep: bool) -> None:

@@ -6,12 +6,15 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config, ConfigError
+from mgrpo.config.counting import counted
 from mgrpo.config.rules import too_few_prompts
-from mgrpo.config.validate import check, warnings
+from mgrpo.config.validate import problems as found_problems
+from mgrpo.config.validate import warnings
 from mgrpo.models.cuts import size_of
 from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
 from mgrpo.models.files import MEGATRON, files_beside, weight_problems
@@ -31,15 +34,17 @@ def check_run(
     *,
     functions: list[str | Callable],
     dataset: Iterable[Mapping] | None,
+    eval_dataset: Iterable[Mapping] | None,
     loss: LossFunction | None,
-) -> Inputs | None:
+) -> tuple[Config, Inputs | None]:
     """Check the configuration on every rank; on rank 0 read and check data and rewards as well, and return them.
 
+    Returns:
+        On rank 0 the configuration with its length, which the other ranks do not know if it follows from the data.
     Raises:
         ConfigError: every problem at once.
     """
     ranks = world_size()
-    problems: list[str] = []
     hf_config: HfConfig | None = None
     shape: ModelShape | None = None
     try:
@@ -51,16 +56,15 @@ def check_run(
     except ValueError as err:
         about_model = [str(err) if hf_config else f"model_name_or_path={err}"]
     inputs = None
-    try:
-        check(
-            config,
-            world_size=ranks,
-            hf_config=hf_config,
-            has_dataset=dataset is not None,
-            num_reward_funcs=len(functions),
-        )
-    except ConfigError as err:
-        problems = list(err.problems)
+    find = partial(
+        found_problems,
+        world_size=ranks,
+        hf_config=hf_config,
+        has_dataset=dataset is not None,
+        has_eval_dataset=eval_dataset is not None,
+        num_reward_funcs=len(functions),
+    )
+    problems = find(config)
     if not any("model_name_or_path" in problem for problem in problems):
         problems += about_model
     problems += _loss_problems(config, loss)
@@ -68,23 +72,42 @@ def check_run(
     if rank() == 0:
         # What follows from several settings can be worked out only if each is sound.
         is_sound = not problems
-        inputs, found = read_inputs(config, functions=functions, dataset=dataset)
+        inputs, found = read_inputs(config, functions=functions, dataset=dataset, eval_dataset=eval_dataset)
         problems += [problem for problem in found if problem not in problems]
         problems += too_few_prompts(config, len(inputs.train)) if inputs and len(inputs.train) else []
-        problems += output_problems(config, shape if is_sound else None)
-        if is_sound:
-            found, remarks = _state_problems(config, shape, inputs)
-            problems += [problem for problem in found if problem not in problems]
         if hf_config:
             problems += file_problems(config, shape)
             inputs = with_prompts(config, inputs, hf_config, problems)
+        if not problems:
+            config = _counted(config, inputs)
+            problems = find(config)
+        problems += output_problems(config, shape if is_sound and config.has_length else None)
+        if is_sound:
+            found, remarks = _state_problems(config, shape, inputs)
+            problems += [problem for problem in found if problem not in problems]
     if problems:
         raise ConfigError(problems)
     if inputs is not None and shape is not None:
         found = warnings(config, world_size=ranks, hf_config=hf_config, num_reward_funcs=len(functions))
         for sentence in (*config.notes, *found, *inputs.notes(config), *room_notes(config, shape), *remarks):
             print(f"mgrpo: {sentence}", file=sys.stderr)
-    return inputs
+    return config, inputs
+
+
+def with_length(config: Config) -> Config:
+    """`config` with the number of its steps, if its data and its tokenizer can be read; else as it is."""
+    inputs, problems = read_inputs(config)
+    try:
+        hf_config = read_hf_config(config.model.model_name_or_path or "")
+    except ValueError:
+        return config
+    inputs = with_prompts(config, inputs, hf_config, problems) if not problems else None
+    return _counted(config, inputs)
+
+
+def _counted(config: Config, inputs: Inputs | None) -> Config:
+    prompts = inputs.prompts.train if inputs and inputs.prompts else None
+    return counted(config, len(prompts)) if prompts is not None else config
 
 
 def file_problems(config: Config, shape: ModelShape | None) -> list[str]:

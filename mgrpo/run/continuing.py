@@ -90,7 +90,7 @@ def resume_problems(
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if getattr(config.parallel, name):
             yield f"{name}=true cannot continue a training state yet, here {path}; turn it off, {AFRESH}"
-    if stored.step > config.num_training_steps and config.checkpoint.resume in ("auto", "intact"):
+    if config.has_length and stored.step > config.num_training_steps and config.checkpoint.resume in ("auto", "intact"):
         yield (
             f"{path} is step {stored.step}, but the run has {config.num_training_steps} training steps; raise "
             f"total_episodes, {AFRESH}"

@@ -112,6 +112,7 @@ def for_evaluation(config: Config) -> Config:
         experiment=dataclasses.replace(
             config.experiment,
             total_episodes=config.batch_size,
+            num_train_epochs=None,
             output_dir=str(Path(config.experiment.output_dir) / "eval" / _name(config)),
         ),
         data=dataclasses.replace(config.data, dataset_mixer_list=(), dataset_mixer_list_splits=("train",)),

@@ -54,13 +54,17 @@ def as_functions(given: Sequence[str | Callable] | str | Callable | None) -> lis
 
 
 def read_inputs(
-    config: Config, *, functions: Sequence[str | Callable] = (), dataset: Iterable[Mapping] | None = None
+    config: Config,
+    *,
+    functions: Sequence[str | Callable] = (),
+    dataset: Iterable[Mapping] | None = None,
+    eval_dataset: Iterable[Mapping] | None = None,
 ) -> tuple[Inputs | None, list[str]]:
     """The inputs, and every problem with them, one sentence each; None where the data cannot be read.
 
     Args:
         functions: what the caller brings in place of the configuration's `reward_funcs`.
-        dataset: training rows that the caller brings.
+        dataset, eval_dataset: training rows and held-out rows that the caller brings.
     """
     reward, problems = config.reward, []
     for check in (
@@ -85,7 +89,7 @@ def read_inputs(
     problems += about_tools
     try:
         data = replace(config.data, **malformed)
-        train, held_out = open_data(data, need_verifiers=verifies, dataset=dataset)
+        train, held_out = open_data(data, need_verifiers=verifies, dataset=dataset, eval_dataset=eval_dataset)
     except BadData as err:
         asked = _replaced(err.verifiers, config)
         about_verifiers = _verifier_problems(asked, config) if verifies and not problems else []

@@ -20,7 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mgrpo.config import Config, ConfigError
+from mgrpo.config.counting import counts_of, same_counts
 from mgrpo.config.load import as_config, with_tools
 from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.rollout.start import serving_gpus
@@ -50,6 +53,7 @@ _NUMBERS = itertools.count()
 if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
     from mgrpo.run.inputs import Inputs
+    from mgrpo.run.lead import Lead
     from mgrpo.run.production import Started
     from mgrpo.run.result import TrainResult
 
@@ -59,6 +63,7 @@ def train(
     *,
     reward_funcs: Sequence[str | Callable] | str | Callable | None = None,
     dataset: Iterable[Mapping] | None = None,
+    eval_dataset: Iterable[Mapping] | None = None,
     loss: LossFunction | None = None,
     tools: Sequence[str | Callable] | Callable | None = None,
     environment_factory: Callable | Mapping[str, Callable] | None = None,
@@ -72,6 +77,7 @@ def train(
             `f(prompts, completions, completion_ids, **columns) -> list[float | None]` as in TRL; several are added up,
             each times its entry of `reward_weights`.
         dataset: rows in the form of a JSONL file, or a `datasets.Dataset`, instead of `dataset_mixer_list`.
+        eval_dataset: held-out rows in the same form, instead of `dataset_mixer_eval_list`.
         loss: called on every rank in place of the configuration's `policy_loss`, see `mgrpo.algo.LossFunction`.
         tools: functions and environments that the model may call, in place of the configuration's; as in TRL. Other processes
             import them, so they stand at the top of a module, or of a script that does its work under `__name__ == "__main__"`.
@@ -85,7 +91,7 @@ def train(
     own = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
     config = with_tools(as_config(config), own)
     functions = as_functions(reward_funcs)
-    inputs = check_run(config, functions=functions, dataset=dataset, loss=loss)
+    config, inputs = check_run(config, functions=functions, dataset=dataset, eval_dataset=eval_dataset, loss=loss)
     if config.experiment.cache_dataset_only:
         _show_data(config, inputs)
         return None
@@ -105,13 +111,17 @@ def try_out(config: Config) -> None:
 
     All data are read and checked; there is no evaluation.
     """
-    inputs = check_run(config, functions=[], dataset=None, loss=None)
+    config, inputs = check_run(config, functions=[], dataset=None, eval_dataset=None, loss=None)
     leads = rank() == 0
     with tempfile.TemporaryDirectory(prefix="mgrpo-dry-run-") if leads else nullcontext("unused") as folder:
         one_step = dataclasses.replace(
             config,
             experiment=dataclasses.replace(
-                config.experiment, total_episodes=config.batch_size, output_dir=folder, local_eval_every=-1
+                config.experiment,
+                total_episodes=config.batch_size,
+                num_train_epochs=None,
+                output_dir=folder,
+                local_eval_every=-1,
             ),
             data=dataclasses.replace(config.data, dataset_mixer_eval_list=(), dataset_mixer_eval_list_splits=("test",)),
             rollout=dataclasses.replace(config.rollout, save_traces=False),
@@ -258,6 +268,7 @@ def _run(
     lead = Lead(stop.event, watch.pulse)
     trainer = None
     try:
+        config = _same_counts(config, lead)
         resume_from = state_path(config) if parts else None
         trainer = make_trainer(config, lead, parts, host=host, resume_from=resume_from, loss=loss)
         stop.is_polled = True
@@ -287,6 +298,12 @@ def _run(
     trainer.close()
     watch.leave(is_failing=False)
     return result
+
+
+def _same_counts(config: Config, lead: Lead) -> Config:
+    """`config` with what rank 0 has found by counting the prompts. Collective."""
+    counts = lead.share(lambda: {"counts": np.array(counts_of(config))})["counts"]
+    return same_counts(config, counts.tolist())
 
 
 def _check_gpus() -> None:

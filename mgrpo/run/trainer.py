@@ -50,13 +50,15 @@ class Trainer:
         reporter: Reporter | SilentReporter,
         states: States,
         turns: Turns | None = None,
+        has_held_out: bool,
     ) -> None:
         """
         Args:
             turns: whose it is to have the devices; None: learners and engines have memory of their own.
         """
         self.config, self.lead, self.learner, self.source = config, lead, learner, source
-        self.weights, self.reporter, self.states, self.turns = weights, reporter, states, turns
+        self.weights, self.reporter, self.states = weights, reporter, states
+        self.turns, self.has_held_out = turns, has_held_out
         self.health = Health(config, states)
         self.profiler = Profiler(config, rank=dist.get_rank(), say=reporter.say)
         self.output_dir = Path(config.experiment.output_dir)
@@ -209,7 +211,7 @@ class Trainer:
 
     def evaluate(self, when: str) -> dict[str, float]:
         """Sample the held-out prompts; metrics on rank 0, nothing elsewhere or without held-out data."""
-        if not self.config.data.dataset_mixer_eval_list:
+        if not self.has_held_out:
             return {}
         if self.turns:
             self.send_weights()

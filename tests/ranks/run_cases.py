@@ -163,6 +163,7 @@ def trainer_of(model_dir: str, settings: dict[str, Any], groups: list, resume_fr
         weights=None,
         reporter=SilentReporter(),
         states=states,
+        has_held_out=False,
     )
     if checkpoint:
         trainer.load_state_dict(checkpoint.state)

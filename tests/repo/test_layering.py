@@ -33,7 +33,7 @@ ROOMS = {
     "model_io": {"checkpoint", "policy", "parallel", "packing", "models", "layout", "types"},
 }
 """What each room imports of the others; an import that is missing here is a decision, not an accident."""
-APPLICATION = {"run", "cli", "__init__", "__main__", "rehearsal"}
+APPLICATION = {"run", "cli", "__init__", "__main__", "rehearsal", "trl"}
 """May import every room. A rehearsal is the application itself, in a process of its own."""
 HEAVY = {
     "megatron": {"parallel", "policy", "rehearsal"},

@@ -34,13 +34,10 @@ class GRPOConfig:
         """
         if isinstance(config, Mapping):
             return from_values({**config, **fields}, preset=preset or "trl_main")
-        given = _changed_fields(config) if config is not None else {}
-        # TRL stores both in the object and computes one from the other.
-        if {"generation_batch_size", "steps_per_generation"} <= given.keys():
-            del given["generation_batch_size"]
+        given = given_fields(config) if config is not None else {}
         ranks = getattr(config, "world_size", None)
         return from_values(
-            given | fields, preset=preset or _version(config), world_size=ranks if isinstance(ranks, int) else None
+            given | fields, preset=preset or preset_of(config), world_size=ranks if isinstance(ranks, int) else None
         )
 
     @staticmethod
@@ -56,7 +53,7 @@ class GRPOConfig:
             settings = shlex.split(settings.replace("\\\n", " "))
         if isinstance(settings, Sequence):
             return parse(_flags(settings), preset=preset)
-        given = settings if isinstance(settings, Mapping) else _changed_fields(settings)
+        given = settings if isinstance(settings, Mapping) else changed_fields(settings)
         return from_values(given, preset=preset)
 
 
@@ -68,7 +65,16 @@ def _flags(words: Sequence[str]) -> list[str]:
     return list(words[next(starts, len(words)) :])
 
 
-def _changed_fields(config: Any) -> dict[str, object]:
+def given_fields(config: object) -> dict[str, object]:
+    """Fields of an object of TRL that differ from their defaults."""
+    given = changed_fields(config)
+    # TRL stores both in the object and computes one from the other.
+    if {"generation_batch_size", "steps_per_generation"} <= given.keys():
+        del given["generation_batch_size"]
+    return given
+
+
+def changed_fields(config: Any) -> dict[str, object]:
     """Fields of a dataclass object that differ from its class's defaults, except for those that the machine decides."""
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
         raise TypeError(f"expected a dataclass object, such as trl.GRPOConfig(...), got {type(config).__name__}")
@@ -97,7 +103,9 @@ _KEEPS_DEFAULT = ("use_bias_correction_kl", "gradient_checkpointing", "max_stale
 """Fields whose default no preset has: it changed between versions, or belongs to TRL's asynchronous trainer alone."""
 
 
-def _version(config: Any) -> str:
+def preset_of(config: Any) -> str:
     """The preset for the version of TRL that made `config`: the default of loss_type was bnpo first, and is dapo now."""
-    fields = {field.name: field.default for field in dataclasses.fields(config)} if config is not None else {}
+    fields = (
+        {field.name: field.default for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else {}
+    )
     return "trl_seed" if fields.get("loss_type") == "bnpo" else "trl_main"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 _TRL_COMMON: dict[str, object] = {
     "seed": 42,
+    "num_train_epochs": 3.0,
     "num_samples_per_prompt_rollout": 8,
     "learning_rate": 1e-6,
     "beta": 0.0,
@@ -54,13 +55,7 @@ PRESET_NOTES: dict[str, tuple[str, ...]] = {
     "open_instruct_main": (
         "preset open_instruct_main: a step waits for what would become older than async_steps, where Open Instruct drops it",
     ),
-    "trl_seed": (
-        "preset trl_seed: a run is total_episodes completions long, where TRL makes 3 passes over the data; "
-        "longer prompts are left out, where TRL cuts them",
-    ),
-    "trl_main": (
-        "preset trl_main: a run is total_episodes completions long, where TRL makes 3 passes over the data; "
-        "prompts beyond max_prompt_token_length are left out, where TRL has no limit",
-    ),
+    "trl_seed": ("preset trl_seed: prompts beyond max_prompt_token_length are left out, where TRL cuts them",),
+    "trl_main": ("preset trl_main: prompts beyond max_prompt_token_length are left out, where TRL has no limit",),
 }
 """Where a preset differs from its trainer."""

@@ -14,6 +14,9 @@ from mgrpo.config.fields import BOOLEANS
 from mgrpo.config.peers import adapters as translate_adapters
 from mgrpo.config.peers import corrections as translate_corrections
 from mgrpo.config.peers import layout as translate_layout
+from mgrpo.config.peers import length as translate_length
+from mgrpo.config.peers import trl as translate_trl
+from mgrpo.config.peers.length import training_steps
 from mgrpo.config.peers.names import table
 from mgrpo.config.resolution import PRESET, Resolution
 
@@ -45,8 +48,6 @@ TRL_MICRO_BATCH = 8
 """TRL's per_device_train_batch_size when it is not given."""
 TRL_SYNC_STEPS = 512
 TRL_EVAL_STEPS = 10
-OPEN_INSTRUCT_CALLS = 5
-"""Its max_steps when it is not given."""
 
 
 def apply(r: Resolution) -> None:
@@ -61,6 +62,7 @@ def apply(r: Resolution) -> None:
     translate_corrections.of_rounded_cache(r)
     warm_up(r)
     translate_layout.apply(r)
+    translate_trl.apply(r)
     lengths(r)
     engines(r)
     batch(r)
@@ -68,7 +70,7 @@ def apply(r: Resolution) -> None:
     states(r)
     evaluations(r)
     reference(r)
-    max_steps(r)
+    translate_length.apply(r)
     tool_limits(r)
     translate_adapters.apply(r)
 
@@ -309,14 +311,16 @@ def _open_instruct_batch(r: Resolution, own: int | None, accumulated: int | None
 def exports(r: Resolution) -> None:
     """When the model is exported."""
     strategy, steps = r.peer("save_strategy"), _finite(r, "save_steps")
-    if strategy in ("epoch", "best"):
-        r.problems.append(f"save_strategy={strategy} does not exist; use steps with save_freq")
+    if strategy == "best":
+        r.problems.append("save_strategy=best does not exist; use steps with save_freq, and load_best_model_at_end")
+    elif strategy == "epoch":
+        r.put_per_pass("save_freq", "save_strategy")
     elif strategy == "no":
         r.put("save_freq", -1, "save_strategy")
     elif steps is not None and 0 < steps < 1:
         r.problems.append(f"save_steps={steps:g} is a share of the run; give save_freq in training steps")
     elif steps is not None:
-        r.put("save_freq", _training_steps(r, int(steps)), "save_steps")
+        r.put("save_freq", training_steps(r, int(steps)), "save_steps")
 
 
 def states(r: Resolution) -> None:
@@ -349,16 +353,16 @@ def evaluations(r: Resolution) -> None:
     """When the held-out prompts are sampled."""
     strategy, steps = r.peer("eval_strategy"), _finite(r, "eval_steps")
     if strategy == "epoch":
-        r.problems.append("eval_strategy=epoch does not exist; use steps with local_eval_every")
+        r.put_per_pass("local_eval_every", "eval_strategy")
     elif strategy == "no":
         r.put("local_eval_every", -1, "eval_strategy")
     elif steps is not None and 0 < steps < 1:
         r.problems.append(f"eval_steps={steps:g} is a share of the run; give local_eval_every in training steps")
     elif steps is not None:
-        r.put("local_eval_every", _training_steps(r, int(steps)), "eval_steps")
+        r.put("local_eval_every", training_steps(r, int(steps)), "eval_steps")
     elif strategy == "steps":
         r.put(
-            "local_eval_every", _training_steps(r, int(_finite(r, "logging_steps") or TRL_EVAL_STEPS)), "eval_strategy"
+            "local_eval_every", training_steps(r, int(_finite(r, "logging_steps") or TRL_EVAL_STEPS)), "eval_strategy"
         )
     if strategy in ("steps", "epoch") and r.data_parallel:
         size = r.peer("per_device_eval_batch_size", 8) * r.data_parallel
@@ -383,34 +387,11 @@ def reference(r: Resolution) -> None:
     """When the reference model is updated."""
     sync, steps = r.peer("sync_ref_model"), r.peer("ref_model_sync_steps")
     if sync:
-        r.put("ref_policy_update_freq", _training_steps(r, steps or TRL_SYNC_STEPS), "sync_ref_model", "ref_model_sync_steps")  # fmt: skip
+        r.put("ref_policy_update_freq", training_steps(r, steps or TRL_SYNC_STEPS), "sync_ref_model", "ref_model_sync_steps")  # fmt: skip
     elif sync is not None:
         r.put("ref_policy_update_freq", None, "sync_ref_model")
     elif steps is not None:
         r.notes.append("ref_model_sync_steps has no effect without sync_ref_model=true")
-
-
-def max_steps(r: Resolution) -> None:
-    """TRL counts optimizer steps; in Open Instruct the same name limits the calls of tools."""
-    steps, has_tools = r.peer("max_steps"), bool(r.value("tools"))
-    if steps is None:
-        return
-    if has_tools and r.has_trl_names and not r.has_trl_defaults:
-        r.problems.append(
-            f"max_steps={steps} beside tools and names of TRL could be either: max_tool_calls={steps} limits the calls of a "
-            f"completion (Open Instruct's meaning), total_episodes the run (TRL's: {steps} optimizer steps); give one of them"
-        )
-    elif r.has_trl_names:
-        if steps > 0:
-            batch_size = r.value("num_unique_prompts_rollout") * r.value("num_samples_per_prompt_rollout")
-            r.put("total_episodes", _training_steps(r, steps) * batch_size, "max_steps")
-    elif has_tools:
-        r.put("max_tool_calls", steps, "max_steps")
-    elif steps != OPEN_INSTRUCT_CALLS:
-        r.problems.append(
-            f"max_steps={steps} is refused: without tools there are no calls to limit (Open Instruct's meaning); the length of "
-            "a run is total_episodes"
-        )
 
 
 def tool_limits(r: Resolution) -> None:
@@ -424,8 +405,6 @@ def tool_limits(r: Resolution) -> None:
 
 def is_excused(r: Resolution, name: str) -> bool:
     """Whether a refused name is not reported as such: another name overrides it, or `apply` reports it better."""
-    if name == "num_train_epochs":
-        return r.peer("max_steps", 0) > 0
     return name == "eval_top_p" and not _is_share(r.peer(name))
 
 
@@ -440,15 +419,3 @@ def _finite(r: Resolution, name: str) -> float | None:
         return value
     r.problems.append(f"{name}={value:g} must be a finite number of steps")
     return None
-
-
-def _training_steps(r: Resolution, optimizer_steps: int) -> int:
-    """Training steps with this many optimizer steps, rounded up; 0 and less, which turn something off, are kept."""
-    if optimizer_steps <= 0:
-        return optimizer_steps
-    if optimizer_steps % r.optimizer_steps_per_step:
-        r.notes.append(
-            f"{optimizer_steps} optimizer steps are not a whole number of training steps of {r.optimizer_steps_per_step} each; "
-            "rounded up"
-        )
-    return -(-optimizer_steps // r.optimizer_steps_per_step)

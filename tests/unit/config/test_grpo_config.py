@@ -94,7 +94,7 @@ def test_trl_fields_give_trl_defaults_and_what_was_asked():
 
 
 def test_a_trl_object_counts_what_differs_from_its_defaults():
-    """Every field of the object is set; taken literally `use_vllm=False` would refuse them all."""
+    """Every field of the object is set; taken literally they would override every preset."""
     given = TrlConfig(
         output_dir="out",
         per_device_train_batch_size=4,
@@ -156,18 +156,15 @@ def test_what_trl_does_and_we_do_not_is_refused_together():
     """One start for each field that does not exist here would be many."""
     with pytest.raises(ConfigError) as caught:
         mgrpo.GRPOConfig.from_trl(
-            TrlConfig(model_init_kwargs={"dtype": "float32"}),
-            use_vllm=False,
+            TrlConfig(model_init_kwargs={"dtype": "int8", "subfolder": "a"}),
             repetition_penalty=1.1,
-            num_train_epochs=1,
             no_such=1,
         )
     assert [sentence.split("=")[0] for sentence in caught.value.problems] == [
         "unknown setting no_such (a Python value); --help lists every setting",
-        "model_init_kwargs",
-        "use_vllm",
         "repetition_penalty",
-        "num_train_epochs",
+        "model_init_kwargs: dtype",
+        "model_init_kwargs: subfolder",
     ]
     with pytest.raises(TypeError, match="expected a dataclass object"):
         mgrpo.GRPOConfig.from_trl(["beta", 0.1])

@@ -227,8 +227,11 @@ def test_flags_with_trl_batch_names_win_over_a_saved_file(tmp_path):
             {"eval_strategy": "steps", "num_generations": 3},
             "per_device_eval_batch_size x data-parallel ranks = 8 must be a multiple of the 3 completions",
         ),
-        ({"eval_strategy": "epoch"}, "eval_strategy=epoch does not exist; use steps with local_eval_every"),
-        ({"save_strategy": "epoch"}, "save_strategy=epoch does not exist; use steps with save_freq"),
+        ({"save_strategy": "best"}, "save_strategy=best does not exist; use steps with save_freq"),
+        (
+            {"num_train_epochs": 2, "total_episodes": 640},
+            "num_train_epochs=2 and total_episodes (argument) both say how long the run is; keep one of them",
+        ),
         ({"save_steps": 0.1}, "save_steps=0.1 is a share of the run; give save_freq"),
         ({"eval_steps": "inf"}, "eval_steps=inf must be a finite number of steps"),
         (
@@ -248,7 +251,6 @@ def test_flags_with_trl_batch_names_win_over_a_saved_file(tmp_path):
         ({"loss_type": "cispo"}, "loss_type=cispo needs epsilon_high"),
         ({"loss_type": "cispo", "epsilon": 0.2}, "--epsilon_high 5.0"),
         ({"max_prompt_length": None}, "max_prompt_length=none is refused: a length needs a limit here"),
-        ({"num_train_epochs": 3}, "set total_episodes to passes x rows x num_samples_per_prompt_rollout"),
         (
             {"vllm_importance_sampling_clip_min": 3, "vllm_importance_sampling_clip_max": 3},
             "vllm_importance_sampling_clip_min=3 must be below vllm_importance_sampling_clip_max=3",

@@ -35,7 +35,7 @@ def read(name: object, split: str = "train", *, cache: Path, need_verifiers: boo
 
 
 def given(dataset: object, *, cache: Path) -> Source:
-    return SourceReader(contract=Contract(), cache=Cache(cache)).given(dataset)
+    return SourceReader(contract=Contract(), cache=Cache(cache)).given("dataset", dataset)
 
 
 def records(source: Source) -> list[dict]:

@@ -192,6 +192,11 @@ ONE = {
         ("--dataset_mixer_list", "ROWS"),
         r"dataset_mixer_list has 1 word \(.*expected pairs",
     ),
+    "passes too few for the warm-up": (
+        lambda b: None,
+        ("--num_train_epochs", "2", "--warm_up_steps", "9"),
+        "warm_up_steps=9 is more than the run's 2 optimizer steps",
+    ),
     "amount 0": (lambda b: None, ("--dataset_mixer_list", "ROWS", "0"), "amount '0' of .* must be a share"),
 }
 """Name: how the inputs are spoiled, flags, and the one problem that is reported."""
@@ -206,6 +211,22 @@ def test_one_mistake_is_one_sentence_before_anything_starts(bench, monkeypatch, 
     problems = bench.problems(*flags)
     assert len(problems) == 1
     assert re.search(words, problems[0]), problems[0]
+
+
+def test_show_config_counts_the_rows(bench, capsys):
+    """The number of steps is the first thing to look at, and the default's would be another."""
+    words = [
+        "--config",
+        str(ROOT / "examples/configs/quickstart.yaml"),
+        "--dataset_local_cache_dir",
+        f"{bench.folder}/cache",
+    ]
+    words += ["--model_name_or_path", str(bench.model), "--show_config", "--num_train_epochs", "2.5"]
+    assert cli.main(["train", *words, "--dataset_mixer_list", f"{bench.folder}/rows.jsonl", "1.0"]) == 0
+    shown = capsys.readouterr().out
+    assert "# num_training_steps: 2\n" in shown and "\ntotal_episodes: 640  # alias num_train_epochs (flag)\n" in shown
+    assert cli.main(["train", *words, "--dataset_mixer_list", "missing.jsonl", "1.0"]) == 0
+    assert "# num_training_steps: num_train_epochs decides" in capsys.readouterr().out
 
 
 def test_all_of_them_are_one_list(bench):

@@ -34,7 +34,7 @@ def with_checkpoint(config, **settings):
 def test_a_dry_run_keeps_away_from_the_runs_checkpoints(config, tmp_path, monkeypatch):
     """It starts anew, which turns older checkpoints away: those of the real run would never be found again."""
     started = []
-    monkeypatch.setattr(launch, "check_run", lambda *args, **kwargs: None)
+    monkeypatch.setattr(launch, "check_run", lambda config, **kwargs: (config, None))
     monkeypatch.setattr(launch, "_start", lambda config, *rest: started.append(config))
     for settings in ({}, {"checkpoint_state_dir": str(tmp_path / "a")}, {"gs_checkpoint_state_dir": "gs://bucket/run"}):
         real = with_checkpoint(config, **settings)
@@ -64,7 +64,7 @@ def test_the_end_says_where_everything_is_and_whether_anything_was_trained(
     result = TrainResult(
         output_dir=out, steps=4, before={}, after={}, exported=out / "hf" / "step_4", has_trained=has_trained
     )
-    monkeypatch.setattr(launch, "check_run", lambda *args, **kwargs: None)
+    monkeypatch.setattr(launch, "check_run", lambda config, **kwargs: (config, None))
     monkeypatch.setattr(launch, "_start", lambda *args: result)
     monkeypatch.setattr(cli, "parse", lambda *args, **kwargs: config)
     assert cli.train_command([]) == (0 if has_trained else 1)

@@ -1,0 +1,187 @@
+"""`mgrpo.trl`: what a script of TRL hands over, and what it becomes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import mgrpo
+from mgrpo.config import ConfigError
+from mgrpo.run.result import TrainResult
+from mgrpo.trl import GRPOConfig, GRPOTrainer
+
+SCRIPTS = {
+    "the shortest": {},
+    "one GPU": {
+        "output_dir": "out",
+        "num_train_epochs": 1,
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3,
+        "report_to": "none",
+        "log_completions": True,
+        "num_completions_to_print": 2,
+        "top_p": 0.95,
+        "optim": "adamw_8bit",
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "logging_steps": 10,
+        "logging_strategy": "steps",
+        "save_strategy": "epoch",
+    },
+    "an old one": {
+        "use_vllm": False,
+        "model_init_kwargs": {
+            "torch_dtype": "bfloat16",
+            "attn_implementation": "flash_attention_2",
+            "use_cache": False,
+        },
+        "warmup_ratio": 0.1,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.99,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.1,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 4,
+        "num_generations": 8,
+        "max_prompt_length": 256,
+        "max_completion_length": 786,
+        "save_strategy": "steps",
+        "save_steps": 100,
+        "save_total_limit": 1,
+        "do_eval": True,
+        "eval_strategy": "epoch",
+        "seed": 42,
+        "remove_unused_columns": False,
+        "overwrite_output_dir": True,
+        "log_level": "info",
+    },
+}
+
+
+@dataclasses.dataclass
+class LoraConfig:
+    """A part of peft's class."""
+
+    r: int = 8
+    lora_alpha: int = 8
+    lora_dropout: float = 0.0
+    target_modules: list[str] | str | set[str] | None = None
+    bias: str = "none"
+    task_type: str | None = None
+    layers_to_transform: list[int] | None = None
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_taken_as_they_are(name):
+    """Every field that has to be removed by hand is one more reason not to try."""
+    trainer = GRPOTrainer(model="owner/model", reward_funcs=len, args=GRPOConfig(**SCRIPTS[name]))
+    assert trainer.config.model.model_name_or_path == "owner/model"
+    assert trainer.config.experiment.num_train_epochs == SCRIPTS[name].get("num_train_epochs", 3.0)
+
+
+def test_what_the_fields_of_a_script_become():
+    """A field that is accepted and lost trains something else."""
+    old = GRPOTrainer("m", args=GRPOConfig(**SCRIPTS["an old one"])).config
+    assert old.model.model_dtype == "bfloat16" and old.provenance.per_pass == {"local_eval_every"}
+    assert (old.rollout.num_unique_prompts_rollout, old.algorithm.num_mini_batches) == (4, 1)
+    assert any(note.startswith("use_vllm has no effect") for note in old.notes)
+    one = GRPOTrainer("m", args=GRPOConfig(**SCRIPTS["one GPU"])).config
+    assert (one.rollout.top_p, one.rollout.top_k, one.engine.vllm_mode) == (0.95, 64, "colocate")
+    assert GRPOTrainer("org/Name-1B").config.experiment.output_dir == "Name-1B-GRPO"
+    limited = GRPOTrainer("m", args={"max_steps": 10, "num_train_epochs": 3}).config
+    assert limited.has_length and limited.num_optimizer_steps == 10
+    for dtype, bf16, expected in (
+        ("float32", True, "bfloat16"),
+        ("bfloat16", False, "bfloat16"),
+        ("float32", False, "float32"),
+    ):
+        args = {"bf16": bf16, "model_init_kwargs": {"dtype": dtype}}
+        assert GRPOTrainer("m", args=args).config.model.model_dtype == expected
+
+
+def test_fields_that_were_given_are_attributes():
+    """Scripts read them again, and change some after the fact."""
+    args = GRPOConfig("out", beta=0.1)
+    args.learning_rate = 3e-6
+    assert (args.output_dir, args.beta) == ("out", 0.1)
+    assert GRPOTrainer("m", args=args).config.optimizer.learning_rate == 3e-6
+    with pytest.raises(ConfigError, match="repetition_penalty"):
+        GRPOConfig(repetition_penalty=1.1)
+
+
+def test_everything_that_cannot_be_done_is_one_error():
+    """One start for each would be many."""
+    with pytest.raises(ConfigError) as caught:
+        GRPOTrainer(
+            model=object(),
+            args={"repetition_penalty": 1.1},
+            reward_processing_classes=["a"],
+            callbacks=[object()],
+            optimizers=(object(), None),
+            quantization_config=object(),
+            peft_config=LoraConfig(bias="all", layers_to_transform=[1]),
+        )
+    begins = [problem.split(" ")[0] for problem in caught.value.problems]
+    assert begins == [
+        "model", "reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config:", "peft_config:",
+        "repetition_penalty=1.1",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="peft_config is str; adapters are LoRA"):
+        GRPOTrainer("m", peft_config="lora")
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"), [(None, ("q_proj", "v_proj")), ("all-linear", ("all-linear",)), ({"b", "a"}, ("a", "b"))]
+)
+def test_adapters_are_those_of_peft(targets, expected):
+    """peft adapts two matrices of each layer where none are named, this project all of them."""
+    config = GRPOTrainer(
+        "m", peft_config=LoraConfig(r=4, lora_alpha=12, lora_dropout=0.05, target_modules=targets)
+    ).config
+    adapter = config.adapter
+    assert (adapter.use_peft, adapter.lora_r, adapter.lora_alpha) == (True, 4, 12)
+    assert adapter.lora_target_modules == expected
+
+
+def test_train_hands_everything_over_and_the_model_is_saved(tmp_path, monkeypatch):
+    """Data, functions and the tokenizer are the script's; what is saved is the export."""
+    exported = tmp_path / "hf" / "step_3"
+    exported.mkdir(parents=True)
+    (exported / "config.json").write_text("{}")
+    calls = []
+
+    def train(config, **brought):
+        calls.append((config, brought))
+        return TrainResult(output_dir=tmp_path, steps=3, before={}, after={"eval/scores": 1.0}, exported=exported)
+
+    class Tokenizer:
+        def save_pretrained(self, folder):
+            Path(folder).mkdir(parents=True)
+            (Path(folder) / "tokenizer.json").write_text("{}")
+
+    monkeypatch.setattr(mgrpo, "train", train, raising=False)
+    trainer = GRPOTrainer(
+        "m", len, GRPOConfig(str(tmp_path / "out")), [{"prompt": "a"}], [{"prompt": "b"}], processing_class=Tokenizer()
+    )
+    with pytest.raises(RuntimeError, match="call train"):
+        trainer.save_model()
+    assert trainer.train(resume_from_checkpoint=True).steps == 3
+    config, brought = calls[0]
+    assert (
+        config.checkpoint.resume == "auto" and (Path(config.data.tokenizer_name_or_path) / "tokenizer.json").is_file()
+    )
+    assert (brought["reward_funcs"], brought["dataset"], brought["eval_dataset"]) == (
+        len,
+        [{"prompt": "a"}],
+        [{"prompt": "b"}],
+    )
+    trainer.save_model(str(tmp_path / "final"))
+    assert (tmp_path / "final" / "config.json").is_file() and trainer.evaluate() == {"eval/scores": 1.0}
+    with pytest.raises(NotImplementedError, match="push_to_hub"):
+        trainer.push_to_hub()
+    with pytest.raises(AttributeError, match="has no accelerator; it has"):
+        trainer.accelerator  # noqa: B018
