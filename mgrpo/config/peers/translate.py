@@ -170,7 +170,7 @@ def asynchrony(r: Resolution) -> None:
         )
     if r.value("async_steps"):
         return
-    if r.rank("inflight_updates") == PRESET:
+    if r.rank("inflight_updates") == PRESET and r.value("inflight_updates"):
         r.derive("inflight_updates", False, "inflight_updates is false, because async_steps is 0")
     elif r.value("inflight_updates") and not r.rank("async_steps"):
         note = "async_steps is 1: inflight_updates needs completions that are under way when the weights change"
