@@ -5,6 +5,7 @@ The translations of `peers` read and write it; `resolve` drives them.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,6 +97,18 @@ class Resolution:
         """Value given under a name of the table; `default` when none was."""
         given = self.peers.get(name)
         return default if given is None or given.value is None else given.value
+
+    def peer_object(self, name: str) -> dict[str, Any]:
+        """The JSON object given under a name of the table; empty where none was given, or something else, which is a problem."""
+        text = self.peer(name, "{}")
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        if isinstance(found, dict):
+            return found
+        self.problems.append(f"{name}={text} must be a JSON object; a file of that name is not read")
+        return {}
 
     def rank(self, *names: str) -> int:
         """Highest rank at which one of `names` was given; 0 where none was."""

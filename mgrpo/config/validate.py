@@ -194,12 +194,9 @@ def _derived_problems(config: Config, world_size: int) -> Iterator[str]:
     nodes = len(config.parallel.num_learners_per_node)
     if nodes and expected.get("num_nodes", nodes) not in (1, nodes):
         yield f"num_nodes={expected['num_nodes']} differs from the {nodes} entries of num_learners_per_node; leave it out"
-    for name, value in (
-        *([("num_training_steps", config.num_training_steps)] if config.has_length else ()),
-        ("max_possible_score", config.reward.max_possible_score),
-    ):
-        if expected.get(name, value) != value:
-            yield f"{name}={expected[name]} follows from other settings and is {value}; leave it out"
+    highest = config.reward.max_possible_score
+    if expected.get("max_possible_score", highest) != highest:
+        yield f"max_possible_score={expected['max_possible_score']} follows from other settings and is {highest}; leave it out"
     if expected.get("vllm_max_model_length", config.max_model_length) < config.max_model_length:
         yield (
             f"vllm_max_model_length={expected['vllm_max_model_length']} is less than "

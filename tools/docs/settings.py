@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import shlex
 import sys
+from pathlib import Path
+
+import yaml
 
 from mgrpo.config.fields import section_types, settings, shown
 from mgrpo.config.help import field_docs, metavar, shown_default
@@ -10,7 +15,11 @@ from mgrpo.config.peers.hints import hints
 from mgrpo.config.peers.names import Name, sections, table, trainers_of
 from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
 from mgrpo.config.peers.translate import LOSS_TYPES
+from mgrpo.environments.catalog import NAMES
 from tools.docs import markdown
+
+SCRIPTS = Path(__file__).parents[2] / "tests/unit/config/open_instruct_scripts.yaml"
+"""Flags of Open Instruct's launch scripts, and which of them are refused."""
 
 INTRODUCTION = """# Settings
 
@@ -51,7 +60,15 @@ other two. Otherwise per_device_train_batch_size and gradient_accumulation_steps
 
 def to_markdown() -> str:
     """The whole page."""
-    parts = [INTRODUCTION, *(_section(section) for section in sections()), BATCH, _losses(), _presets(), _words()]
+    parts = [
+        INTRODUCTION,
+        *(_section(section) for section in sections()),
+        BATCH,
+        _losses(),
+        _presets(),
+        _scripts(),
+        _words(),
+    ]
     return "\n".join(parts)
 
 
@@ -131,6 +148,36 @@ def _presets() -> str:
         *notes,
     ]
     return "\n".join(lines) + "\n"
+
+
+def _scripts() -> str:
+    file = yaml.safe_load(SCRIPTS.read_text())
+    flags = {path: shlex.split(text) for path, text in file["scripts"].items()}
+    refused = ((f"`{path}`", f"`{setting}`", reason) for path, (setting, reason) in file["refused"].items())
+    tools = ((f"`{path}`", " ".join(f"`{tool}`" for tool in missing)) for path in flags if (missing := _missing_tools(flags[path])))  # fmt: skip
+    lines = [
+        "## Open Instruct's launch scripts",
+        "",
+        f"Of the {len(flags)} GRPO launch scripts in Open Instruct's repository (August 2026), with another model and other data,",
+        f"{len(flags) - len(file['refused'])} pass the checks at the start of a run as they are; `--preset open_instruct_main` adds",
+        "Open Instruct's own defaults. The notes at the start say what is done differently. These do not pass:",
+        "",
+        *markdown.table(("script", "setting", "reason"), refused),
+        "",
+        "These name tools that are not built in. `--tools` takes a class of Open Instruct as `package.module:Class`",
+        "([environments.md](environments.md)):",
+        "",
+        *markdown.table(("script", "tools"), tools),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _missing_tools(words: list[str]) -> list[str]:
+    """Tools of a command that only Open Instruct has."""
+    if "--tools" not in words:
+        return []
+    given = itertools.takewhile(lambda word: not word.startswith("--"), words[words.index("--tools") + 1 :])
+    return [tool for tool in given if tool not in NAMES]
 
 
 def _words() -> str:

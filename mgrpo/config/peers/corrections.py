@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mgrpo.config.fields import shown
 from mgrpo.config.resolution import PRESET, Resolution
 
 
@@ -53,11 +54,32 @@ def _put_bounds(r: Resolution, given: list[str], *, mode: str, low: float | None
         r.put(f"rho_{target}_upper_bound", (high or 0.0) if action == wanted else 0.0, *given)
 
 
+def of_older_tokens(r: Resolution) -> None:
+    """Steps that train on tokens of older policies: without a choice, the correction is on."""
+    ahead, extra = r.value("async_steps"), r.value("active_sampling") and r.value("active_sampling_oversample")
+    replays, limit = r.value("replay_buffer_size"), r.value("max_staleness")
+    if not (ahead > 0 or extra or replays) or (limit == 0 and not ahead) or _is_corrected(r):
+        return
+    if r.rank("use_rho_correction") <= PRESET:
+        names = ("async_steps", ahead), ("active_sampling_oversample", extra), ("replay_buffer_size", replays)
+        given = " and ".join(f"{name}={shown(value)}" for name, value in names if value)
+        r.derive(
+            "use_rho_correction",
+            True,
+            f"use_rho_correction is true: {given} trains on tokens of older policies, which needs a correction; "
+            "use_vllm_logprobs=true is another one",
+        )
+
+
+def _is_corrected(r: Resolution) -> bool:
+    is_own = ":" in r.value("policy_loss")
+    return bool(r.value("use_rho_correction") or r.value("use_vllm_logprobs") or is_own)
+
+
 def of_rounded_cache(r: Resolution) -> None:
     """Engines that round keys and values sample from another policy: without a choice, the correction is on."""
-    dtype, is_own = r.value("vllm_kv_cache_dtype"), ":" in r.value("policy_loss")
-    is_corrected = r.value("use_rho_correction") or r.value("use_vllm_logprobs") or is_own
-    if dtype != "auto" and not is_corrected and r.rank("use_rho_correction") <= PRESET:
+    dtype = r.value("vllm_kv_cache_dtype")
+    if dtype != "auto" and not _is_corrected(r) and r.rank("use_rho_correction") <= PRESET:
         r.derive(
             "use_rho_correction",
             True,

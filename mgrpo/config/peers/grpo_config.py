@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mgrpo.config.load import from_values, parse
+from mgrpo.config.peers.command_line import flags_of, words_of
 from mgrpo.config.schema import Config
 
 
@@ -47,22 +47,15 @@ class GRPOConfig:
         """Config of the flags of an Open Instruct script: a command line, its words, a mapping, or a dataclass object.
 
         Args:
+            settings: a command line may be a whole script with launchers, comments and other commands around the trainer's.
             preset: the defaults to take; `seed` has those of February 2026.
         """
         if isinstance(settings, str):
-            settings = shlex.split(settings.replace("\\\n", " "))
+            return parse(words_of(settings), preset=preset)
         if isinstance(settings, Sequence):
-            return parse(_flags(settings), preset=preset)
+            return parse(flags_of(settings), preset=preset)
         given = settings if isinstance(settings, Mapping) else changed_fields(settings)
         return from_values(given, preset=preset)
-
-
-def _flags(words: Sequence[str]) -> list[str]:
-    """The words after the program and its launcher's arguments, from the first flag or YAML file on."""
-    scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
-    words = words[scripts[-1] + 1 :] if scripts else words
-    starts = (i for i, word in enumerate(words) if word.startswith("--") or word.endswith((".yaml", ".yml")))
-    return list(words[next(starts, len(words)) :])
 
 
 def given_fields(config: object) -> dict[str, object]:

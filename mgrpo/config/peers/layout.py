@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 from mgrpo.config.resolution import Resolution
 
 OPEN_INSTRUCT_ZPG = 8
@@ -44,7 +41,9 @@ def recomputation(r: Resolution) -> None:
     """Whole layers, or what a memory budget allows; names that ask for no recomputation give way to the others."""
     whole, budget = r.peer("gradient_checkpointing"), r.peer("activation_memory_budget")
     mode = r.peer("activation_checkpointing_mode", "budget")
-    if whole is not None:
+    if whole and budget is not None and 0 <= budget < 1:
+        r.notes.append("gradient_checkpointing has no effect beside activation_memory_budget, as in Open Instruct")
+    elif whole is not None:
         r.put("recompute_granularity", "full" if whole else "none", "gradient_checkpointing", weak=not whole)
     if mode == "full":
         r.put("recompute_granularity", "full", "activation_checkpointing_mode")
@@ -63,7 +62,7 @@ def recomputation(r: Resolution) -> None:
 def fsdp(r: Resolution) -> None:
     """TRL's names for what data-parallel ranks shard; in transformers 5 fsdp is true, and a JSON object has the rest."""
     words = " ".join(r.peer("fsdp", ())).lower().split()
-    details = _json(r, "fsdp_config")
+    details = {key.removeprefix("fsdp_"): value for key, value in r.peer_object("fsdp_config").items()}
     if details and not set(words) - {"false"}:
         r.notes.append("fsdp_config has no effect without fsdp")
         details = {}
@@ -93,19 +92,6 @@ def shards(r: Resolution) -> None:
     is_asked = any(r.value(name) if name in r.given else r.peer(name) for name in names if r.rank(name))
     if is_asked and not r.rank("zero_stage", "deepspeed_stage", "fsdp"):
         r.derive("zero_stage", 3, "zero_stage is 3, because fsdp_shard_degree ranks share each parameter")
-
-
-def _json(r: Resolution, name: str) -> dict[str, Any]:
-    """The object given under `name`, without the optional prefix fsdp_ of its keys; empty where none was given."""
-    text = r.peer(name, "{}")
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if isinstance(found, dict):
-        return {key.removeprefix("fsdp_"): value for key, value in found.items()}
-    r.problems.append(f"{name}={text} must be a JSON object; a file of that name is not read")
-    return {}
 
 
 def _instead_of(word: str) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from mgrpo.config.fields import shown
+from mgrpo.config.peers import open_instruct
 from mgrpo.config.resolution import PRESET, Resolution
-
-OPEN_INSTRUCT_CALLS = 5
-"""Its max_steps when it is not given."""
 
 
 def apply(r: Resolution) -> None:
@@ -29,13 +27,8 @@ def max_steps(r: Resolution) -> None:
         if steps > 0:
             batch_size = r.value("num_unique_prompts_rollout") * r.value("num_samples_per_prompt_rollout")
             r.put("total_episodes", training_steps(r, steps) * batch_size, "max_steps")
-    elif has_tools:
-        r.put("max_tool_calls", steps, "max_steps")
-    elif steps != OPEN_INSTRUCT_CALLS:
-        r.problems.append(
-            f"max_steps={steps} is refused: without tools there are no calls to limit (Open Instruct's meaning); the length of "
-            "a run is total_episodes"
-        )
+    else:
+        open_instruct.max_steps(r)
 
 
 def passes(r: Resolution) -> None:

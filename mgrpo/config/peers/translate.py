@@ -15,6 +15,7 @@ from mgrpo.config.peers import adapters as translate_adapters
 from mgrpo.config.peers import corrections as translate_corrections
 from mgrpo.config.peers import layout as translate_layout
 from mgrpo.config.peers import length as translate_length
+from mgrpo.config.peers import open_instruct
 from mgrpo.config.peers import trl as translate_trl
 from mgrpo.config.peers.length import training_steps
 from mgrpo.config.peers.names import table
@@ -41,6 +42,8 @@ CONVERT: dict[str, Callable[[Any], object]] = {
     "cp_strategy": lambda value: "a2a" if value == "ulysses" else "all_gather",
     "use_fp8_kv_cache": lambda value: "fp8" if value else "auto",
     "inflight_updates_recompute_kv_cache": lambda value: "recompute" if value else "keep",
+    "masked_mean_denominator": str,
+    "accumulate_inference_batches_timeout": math.ceil,
 }
 """Value of the target, for renames that change it."""
 
@@ -53,22 +56,30 @@ TRL_EVAL_STEPS = 10
 def apply(r: Resolution) -> None:
     """All translations, each after those whose results it needs."""
     renames(r)
+    open_instruct.data(r)
     precision(r)
     loss(r)
     clip(r)
     advantages(r)
     translate_corrections.apply(r)
+    open_instruct.asynchrony(r)
+    open_instruct.one_gpu(r)
     asynchrony(r)
+    translate_corrections.of_older_tokens(r)
     translate_corrections.of_rounded_cache(r)
     warm_up(r)
     translate_layout.apply(r)
     translate_trl.apply(r)
     lengths(r)
     engines(r)
+    open_instruct.batch(r)
     batch(r)
     exports(r)
+    open_instruct.exports(r)
     states(r)
     evaluations(r)
+    open_instruct.evaluations(r)
+    open_instruct.reward_model(r)
     reference(r)
     translate_length.apply(r)
     tool_limits(r)
@@ -117,6 +128,7 @@ def loss(r: Resolution) -> None:
 
 def clip(r: Resolution) -> None:
     """TRL's epsilons; its CISPO has an absolute cap where ours is 1 + clip_higher."""
+    open_instruct.clip(r)
     low, high = r.peer("epsilon"), r.peer("epsilon_high")
     if low is not None:
         r.put("clip_lower", low, "epsilon")
@@ -160,16 +172,13 @@ def asynchrony(r: Resolution) -> None:
             f"async_steps is {half}, half of max_staleness={oldest}: steps then take what has finished first, where "
             f"async_steps={oldest} would take groups in order and wait for the slowest",
         )
-    if not r.value("async_steps"):
-        if r.rank("inflight_updates") == PRESET:
-            r.derive("inflight_updates", False, "inflight_updates is false, because async_steps is 0")
-    elif r.preset == "seed" and not (r.value("use_vllm_logprobs") or r.rank("use_rho_correction")):
-        r.derive(
-            "use_rho_correction",
-            True,
-            f"use_rho_correction is true: preset seed trains on older tokens (async_steps={r.value('async_steps')}) without "
-            "a correction, which is refused here",
-        )
+    if r.value("async_steps"):
+        return
+    if r.rank("inflight_updates") == PRESET and r.value("inflight_updates"):
+        r.derive("inflight_updates", False, "inflight_updates is false, because async_steps is 0")
+    elif r.value("inflight_updates") and not r.rank("async_steps"):
+        note = "async_steps is 1: inflight_updates needs completions that are under way when the weights change"
+        r.derive("async_steps", 1, note)
 
 
 def warm_up(r: Resolution) -> None:
@@ -198,16 +207,7 @@ def lengths(r: Resolution) -> None:
 
 
 def engines(r: Resolution) -> None:
-    """One GPU for all; servers; and copies of the model within one engine, which `model_rules` refuses for experts."""
-    if r.peer("single_gpu_mode"):
-        r.put("vllm_mode", "colocate", "single_gpu_mode")
-        r.put("vllm_enable_sleep_mode", True, "single_gpu_mode", weak=True)
-        r.expected["world_size"] = 1
-        for name in ("vllm_num_engines", "vllm_tensor_parallel_size"):
-            if r.value(name) != 1:
-                r.problems.append(
-                    f"single_gpu_mode=true has one GPU, for one learner and one engine; {name}={r.value(name)} must be 1"
-                )
+    """Servers, and copies of the model within one engine, which `model_rules` refuses for experts."""
     place = [name for name in ("vllm_server_host", "vllm_server_port") if name in r.peers]
     if r.value("vllm_mode") != "server":
         idle = [name for name in place if r.peer(name) not in (None, *table()[name].neutral)]
@@ -297,11 +297,7 @@ def batch(r: Resolution) -> None:
 
 
 def _open_instruct_batch(r: Resolution, own: int | None, accumulated: int | None) -> None:
-    if own not in (None, 1):
-        r.problems.append(
-            f"per_device_train_batch_size={own} is refused: a micro-batch is one pack of pack_length tokens (Open "
-            "Instruct's meaning); for TRL's meaning, sequences, also give num_generations or choose a trl preset; leave it out or give 1"
-        )
+    open_instruct.packs_per_micro_batch(r, own)
     if accumulated not in (None, 1):
         r.notes.append(
             "gradient_accumulation_steps has no effect, as in Open Instruct: micro-batches follow from the packs"
@@ -405,6 +401,8 @@ def tool_limits(r: Resolution) -> None:
 
 def is_excused(r: Resolution, name: str) -> bool:
     """Whether a refused name is not reported as such: another name overrides it, or `apply` reports it better."""
+    if name in ("reward_model_path", "reward_model_revision"):
+        return open_instruct.is_unrewarded(r)
     return name == "eval_top_p" and not _is_share(r.peer(name))
 
 

@@ -32,10 +32,6 @@ def test_a_preset_that_does_not_exist_is_refused():
         ({"deepspeed_stage": 2, "zero_stage": 1}, "deepspeed_stage means zero_stage=2"),
         ({"deepspeed_stage": 2, "fsdp": "full_shard"}, "fsdp means zero_stage=3, but deepspeed_stage means 2"),
         (
-            {"gradient_checkpointing": True, "activation_memory_budget": 0.5},
-            "activation_memory_budget means recompute_granularity=selective, but gradient_checkpointing means full",
-        ),
-        (
             {"gradient_checkpointing": True, "recompute_granularity": "selective"},
             "gradient_checkpointing means recompute_granularity=full",
         ),
@@ -147,28 +143,21 @@ def test_presets_differ_where_the_trainers_do(preset, expected):
 @pytest.mark.parametrize(
     ("given", "expected", "note"),
     [
-        (
-            {"max_staleness": 4},
-            (2, 4, False),
-            "async_steps is 2, half of max_staleness=4: steps then take what has fin",
-        ),
+        ({"max_staleness": 4}, (2, 4, True), "async_steps is 2, half of max_staleness=4: steps then take what has fin"),
         ({"max_staleness": 5, "preset": "trl_main"}, (3, 5, True), "async_steps is 3, half of max_staleness=5"),
-        ({"max_staleness": 1}, (1, 1, False), "async_steps is 1, half of max_staleness=1"),
-        ({"max_staleness": 4, "async_steps": 1}, (1, 4, False), None),
+        ({"max_staleness": 1}, (1, 1, True), "async_steps is 1, half of max_staleness=1"),
+        ({"max_staleness": 4, "async_steps": 1}, (1, 4, True), None),
         ({"max_staleness": 4, "async_steps": 0}, (0, 0, False), None),
         ({"max_staleness": 0}, (0, 0, False), None),
         ({"max_staleness": None}, (0, 0, False), None),
-        ({"async_steps": 3}, (3, 3, False), None),
+        ({"async_steps": 3}, (3, 3, True), None),
         (
-            {"preset": "seed"},
+            {"inflight_updates": True},
             (1, 1, True),
-            "use_rho_correction is true: preset seed trains on older tokens (async_steps=1)",
+            "async_steps is 1: inflight_updates needs completions that are under",
         ),
-        (
-            {"preset": "seed", "async_steps": 4, "max_staleness": 6},
-            (4, 6, True),
-            "use_rho_correction is true: preset s",
-        ),
+        ({"preset": "seed"}, (1, 1, True), None),
+        ({"preset": "seed", "async_steps": 4, "max_staleness": 6}, (4, 6, True), None),
         ({"preset": "seed", "async_steps": 0}, (0, 0, False), None),
         ({"preset": "seed", "use_vllm_logprobs": True}, (1, 1, False), None),
         ({"preset": "seed", "truncated_importance_sampling_ratio_cap": 0}, (1, 1, False), None),
@@ -183,8 +172,37 @@ def test_how_far_ahead_and_how_old_follow_from_either_number(given, expected, no
     """TRL gives one number and Open Instruct the other; a run that took turns in their place would be twice as slow."""
     config = from_values(given)
     assert (config.rollout.async_steps, config.max_age, config.loss.use_rho_correction) == expected
-    derived = [line for line in config.notes if line.startswith(("async_steps", "use_rho_correction", "preset open"))]
+    derived = [line for line in config.notes if line.startswith(("async_steps", "preset open"))]
     assert [line.startswith(note or "nothing") for line in derived] == [True] * (note is not None)
+
+
+@pytest.mark.parametrize(
+    ("given", "cause"),
+    [
+        ({"async_steps": 3}, "async_steps=3"),
+        ({"async_steps": 3, "max_staleness": 6}, "async_steps=3"),
+        ({"max_staleness": 4}, "async_steps=2"),
+        ({"replay_buffer_size": 64}, "replay_buffer_size=64"),
+        ({"async_steps": 2, "replay_buffer_size": 64}, "async_steps=2 and replay_buffer_size=64"),
+        ({"active_sampling": True, "active_sampling_oversample": 0.5}, "active_sampling_oversample=0.5"),
+        ({"preset": "seed"}, "async_steps=1"),
+        ({"preset": "open_instruct_main"}, None),
+        ({"async_steps": 3, "use_rho_correction": True}, None),
+        ({"async_steps": 3, "use_vllm_logprobs": True}, None),
+        ({"async_steps": 3, "policy_loss": "mine.py:loss"}, None),
+        ({"active_sampling": True}, None),
+        ({}, None),
+    ],
+)
+def test_tokens_of_older_policies_are_corrected_without_being_asked(given, cause):
+    """Scripts of other trainers say how far to run ahead and no more; uncorrected, the ratio would be that of other policies."""
+    found = [note for note in from_values(given).notes if note.startswith("use_rho_correction is true")]
+    assert [note.partition(" trains on tokens of older policies, which")[0] for note in found] == (
+        [f"use_rho_correction is true: {cause}"] if cause else []
+    )
+    if cause:
+        assert from_values(given).loss.use_rho_correction
+        assert not from_values(given | {"use_rho_correction": False}).loss.use_rho_correction
 
 
 @pytest.mark.parametrize(

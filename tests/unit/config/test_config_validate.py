@@ -124,13 +124,13 @@ def test_an_output_dir_that_is_a_file_is_refused(model):
 
 def test_all_problems_come_in_one_list(model):
     """A user would otherwise start the run once for each mistake."""
-    values = {"temperature": -1, "beta": 0.1, "load_ref_policy": False, "pack_length": 10, "async_steps": 4}
+    values = {"temperature": -1, "beta": 0.1, "load_ref_policy": False, "pack_length": 10, "top_p": 0.9}
     config = from_values({"model_name_or_path": model} | values)
     with pytest.raises(ConfigError) as caught:
         check(config, world_size=3, hf_config=SMALL | {"num_hidden_layers": 4})
     text = str(caught.value)
     assert text.startswith("5 problems in the configuration:")
-    for word in ("temperature", "load_ref_policy", "pack_length", "async_steps", "dataset_mixer_list is empty"):
+    for word in ("temperature", "load_ref_policy", "pack_length", "top_p", "dataset_mixer_list is empty"):
         assert word in text
 
 

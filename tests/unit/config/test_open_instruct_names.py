@@ -53,6 +53,7 @@ from mgrpo.config.validate import problems
         ),
         ({"gradient_checkpointing": True, "activation_memory_budget": 1}, {"recompute_granularity": "full"}),
         ({"gradient_checkpointing": False, "activation_memory_budget": 0.5}, {"recompute_granularity": "selective"}),
+        ({"gradient_checkpointing": True, "activation_memory_budget": 0.5}, {"recompute_granularity": "selective"}),
         ({"activation_memory_budget": 1}, {}),
         ({"activation_memory_budget": 0.99}, {"recompute_granularity": "selective"}),
         ({"activation_memory_budget": 0.5}, {"recompute_granularity": "selective"}),
@@ -73,6 +74,48 @@ from mgrpo.config.validate import problems
         ({"add_r1_style_format_reward": True}, {"apply_r1_style_format_reward": True}),
         ({"penalty_reward_value": -10}, {"non_stop_penalty_value": -10.0}),
         ({"beaker_eval_freq": 50}, {"save_freq": 50}),
+        ({"beaker_eval_freq": 50, "save_freq": 25}, {"save_freq": 25}),
+        ({"kl_estimator": "kl3"}, {"kl_estimator": 2}),
+        ({"kl_estimator": "kl1"}, {"kl_estimator": 0}),
+        ({"active_fill_completions": True}, {"active_sampling": True}),
+        ({"no_resample_solve_rate": 0.9}, {"no_resampling_pass_rate": 0.9}),
+        ({"cliprange": 0.1}, {"clip_lower": 0.1, "clip_higher": 0.1}),
+        ({"cliprange": 0.1, "clip_higher": 0.3}, {"clip_lower": 0.1, "clip_higher": 0.3}),
+        ({"masked_mean_denominator": 1000}, {"loss_denominator": "1000.0"}),
+        ({"masked_mean_denominator": None}, {}),
+        ({"accumulate_inference_batches_timeout": 1800.5}, {"rollout_timeout": 1801}),
+        ({"eps": 1e-5}, {"adam_epsilon": 1e-5}),
+        ({"num_evals": 10}, {"local_eval_every": 156}),
+        ({"num_evals": 10, "total_episodes": 64}, {"local_eval_every": 1, "total_episodes": 64}),
+        ({"async_mode": True}, {"async_steps": 1, "use_rho_correction": True}),
+        ({"async_mode": False}, {}),
+        ({"async_mode": True, "async_steps": 0}, {}),
+        (
+            {"dataset_mixer": '{"a": 1.0, "b": 200}', "dataset_train_splits": ["train", "dev"]},
+            {"dataset_mixer_list": ("a", "1.0", "b", "200"), "dataset_mixer_list_splits": ("train", "dev")},
+        ),
+        (
+            {"dataset_eval_mixer": '{"a": 1.0}', "dataset_eval_splits": ["dev"]},
+            {"dataset_mixer_eval_list": ("a", "1.0"), "dataset_mixer_eval_list_splits": ("dev",)},
+        ),
+        ({"local_rollout_batch_size": 16}, {}),
+        (
+            {"local_rollout_batch_size": 12, "number_samples_per_prompt": 8, "actor_num_gpus_per_node": [8, 8]},
+            {
+                "num_unique_prompts_rollout": 192,
+                "num_samples_per_prompt_rollout": 8,
+                "num_learners_per_node": (8, 8),
+            },
+        ),
+        ({"local_rollout_batch_size": 16, "local_mini_batch_size": 16}, {"num_mini_batches": 4}),
+        ({"local_rollout_batch_size": 8, "per_device_train_batch_size": 4}, {"num_unique_prompts_rollout": 8}),
+        ({"num_unique_prompts_rollout": 8, "per_device_train_batch_size": 4}, {"num_unique_prompts_rollout": 8}),
+        ({"total_episodes": 6400, "max_steps": 10}, {"total_episodes": 6400, "max_tool_calls": 10}),
+        (
+            {"single_gpu_mode": True, "async_steps": 8, "inflight_updates": True},
+            {"vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
+        ),
+        ({"reward_model_path": "owner/rm", "reward_model_multiplier": 0.0}, {}),
     ],
 )
 def test_open_instruct_names_mean_what_they_mean_there(given, expected):
@@ -141,6 +184,57 @@ def test_a_share_that_cannot_be_had_is_told(model):
     assert from_values({"fsdp_config": {"version": 2}}).notes == ("fsdp_config has no effect without fsdp",)
 
 
+@pytest.mark.parametrize(
+    ("given", "note"),
+    [
+        (
+            {"single_gpu_mode": True, "async_steps": 4},
+            "async_steps is 0 in place of 4: with single_gpu_mode learner and engine take turns",
+        ),
+        (
+            {"single_gpu_mode": True, "inflight_updates": True},
+            "inflight_updates is false: with single_gpu_mode weights change between steps",
+        ),
+        (
+            {"dataset_mixer_list": ["a", "1.0"], "dataset_mixer_list_splits": ["dev", "dev"]},
+            "dataset_mixer_list_splits is dev for each dataset: it is given 2 times for 1",
+        ),
+        (
+            {"num_unique_prompts_rollout": 8, "per_device_train_batch_size": 4},
+            "per_device_train_batch_size has no effect: beside num_unique_prompts_rollout it counts packs, and a micro-batch is "
+            "always one pack of pack_length tokens; the gradient is the same",
+        ),
+        (
+            {"gradient_checkpointing": True, "activation_memory_budget": 0.5},
+            "gradient_checkpointing has no effect beside activation_memory_budget, as in Open Instruct",
+        ),
+        (
+            {"beaker_eval_freq": 50, "save_freq": 25},
+            "beaker_eval_freq has no effect beside save_freq: nothing is evaluated on Beaker",
+        ),
+        (
+            {"num_training_steps": 20000},
+            "num_training_steps has no effect: total_episodes / (prompts x samples), which Open Instruct also computes, "
+            "whatever is given",
+        ),
+        (
+            {"reward_model_path": "owner/rm", "reward_model_multiplier": 0.0},
+            "reward_model_path has no effect with reward_model_multiplier=0",
+        ),
+    ],
+)
+def test_what_is_not_done_as_the_script_says_is_told(given, note):
+    """A script that runs differently without a line about it is misunderstood by its owner."""
+    assert note in from_values(given).notes
+
+
+def test_datasets_of_several_splits_need_one_for_each(model):
+    """Only where all are the same does it not matter how often a split is named."""
+    config = from_values(model | {"dataset_mixer_list_splits": ["train", "dev"]})
+    (found,) = problems(config, world_size=1)
+    assert found.startswith("dataset_mixer_list_splits has 2 entries, expected 1 or one for each of 1 datasets")
+
+
 def test_an_open_instruct_denominator_wins_over_a_trl_preset():
     """`--loss_denominator` under a preset whose aggregation is fixed would otherwise be ignored."""
     for given in ({"loss_denominator": "token"}, {"loss_fn": "dapo"}):
@@ -174,6 +268,22 @@ def test_an_open_instruct_denominator_wins_over_a_trl_preset():
         ),
         ({"max_steps": 10}, "max_steps=10 is refused: without tools there are no calls to limit"),
         ({"masked_mean_axis": 0}, "masked_mean_axis must be 1 or none, got"),
+        (
+            {"local_mini_batch_size": 8},
+            "local_mini_batch_size=8 is a part of local_rollout_batch_size, which is not given",
+        ),
+        (
+            {"local_rollout_batch_size": 6, "local_mini_batch_size": 16},
+            "local_mini_batch_size=16 must divide the 24 completions of a rank, local_rollout_batch_size=6 prompts x 4",
+        ),
+        ({"local_rollout_batch_size": 0}, "local_rollout_batch_size=0 must be at least 1"),
+        ({"num_evals": 0}, "num_evals=0 must be at least 1; local_eval_every=-1 evaluates only before and after"),
+        ({"dataset_mixer": "rows.json"}, "dataset_mixer=rows.json must be a JSON object"),
+        (
+            {"reward_model_path": "owner/rm"},
+            "reward_model_path=owner/rm is refused: give the reward model in reward_funcs",
+        ),
+        ({"fill_completions": True}, "active_sampling samples others in place of those left out"),
     ],
 )
 def test_what_open_instruct_refuses_is_refused_in_its_words(given, words):
