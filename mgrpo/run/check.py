@@ -43,7 +43,7 @@ def check_run(
     hf_config: HfConfig | None = None
     shape: ModelShape | None = None
     try:
-        hf_config = read_hf_config(config.model.model_name_or_path or "")
+        hf_config = read_hf_config(config.model_path)
         shape = shape_of(hf_config)
         about_model = machine_problems(
             config, num_local_learners=num_local_learners(), head_dim=shape.head_dim, starts_engines=rank() == 0
@@ -93,10 +93,10 @@ def file_problems(config: Config, shape: ModelShape | None) -> list[str]:
     Args:
         shape: None for a model that vLLM may serve but that cannot be built here.
     """
-    folder = Path(config.model.path)
+    folder = Path(config.model_path)
     if (folder / MEGATRON).is_file():
         return []
-    found = list(weight_problems(config.model.path, shape))
+    found = list(weight_problems(config.model_path, shape))
     try:
         files_beside(folder)
     except ValueError as err:
@@ -141,7 +141,7 @@ def _base(config: Config, shape: ModelShape) -> str | None:
     from mgrpo.model_io.megatron_folder import model_reader
 
     try:
-        return fingerprint(model_reader(config.model.path, shape), shape)
+        return fingerprint(model_reader(config.model_path, shape), shape)
     except ValueError:
         return None
 
