@@ -263,6 +263,8 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.hub.objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
         repository.branches[revision] = files
         commit = repository.commit(revision)
         url = f"{self.hub.url}/{name}/commit/{commit}"

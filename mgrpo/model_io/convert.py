@@ -154,7 +154,7 @@ def _run_source(path: str | Path, hf: str | Path | None) -> _Source:
         )
     beside = hf or checkpoint.state.get("model_name_or_path")
     if not hf and (commit := checkpoint.state.get("commits", {}).get("model_name_or_path")):
-        beside = fetch(beside, revision=commit, part="tokenizer").folder
+        beside = fetch(str(beside), revision=commit, part="tokenizer").folder
     if not beside or not Path(beside).is_dir():
         where = (
             f"started from {beside}, which is not a folder" if beside else "does not say which model it started from"

@@ -21,6 +21,7 @@ from mgrpo.run.environment import num_local_learners, prepare_environment, rank,
 from mgrpo.run.inputs import Inputs, read_inputs
 from mgrpo.run.output import output_problems, room_notes
 from mgrpo.run.prompts import make_prompts
+from mgrpo.run.upload import token_warning
 
 if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
@@ -82,6 +83,8 @@ def check_run(
         raise ConfigError(problems)
     if inputs is not None and shape is not None:
         found = warnings(config, world_size=ranks, hf_config=hf_config, num_reward_funcs=len(functions))
+        token = token_warning(config)
+        remarks += [token] if token else []
         for sentence in (*config.notes, *found, *inputs.notes(config), *room_notes(config, shape), *remarks):
             print(f"mgrpo: {sentence}", file=sys.stderr)
     return inputs

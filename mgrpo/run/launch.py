@@ -95,6 +95,10 @@ def train(
     result = _start(config, inputs, loss)
     if rank() == 0:
         print("", *result.where(has_held_out=bool(config.data.dataset_mixer_eval_list)), sep="\n", flush=True)
+        if inputs is not None:
+            from mgrpo.run.publish import publish
+
+            publish(config, inputs, result)
     if not result.has_trained:
         raise NothingTrained(
             f"nothing was trained: none of {result.steps} steps changed the weights; the warnings above and "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import TypeGuard
 
 from mgrpo.config import Config
 from mgrpo.config.fields import flat
@@ -21,9 +22,9 @@ def located(config: Config) -> Config:
     """`config`, which knows the folders of the models that it names; names that lead to none are among its problems."""
     found: dict[str, Snapshot] = {}
     problems: list[str] = []
-    named = {setting: rest for setting, *rest in _named(config)}
+    named = list(_named(config))
     commits = _commits(config) if named else {}
-    for setting, (name, revision, part) in named.items():
+    for setting, name, revision, part in named:
         try:
             found[setting] = fetch(name, revision=commits.get(setting) or revision, part=part)
         except HubError as err:
@@ -53,8 +54,8 @@ def _named(config: Config) -> Iterator[tuple[str, str, str | None, Part]]:
         yield "lora_adapter_path", adapter, None, "adapter"
 
 
-def _is_name(value: str | None) -> bool:
-    return bool(value) and is_hub_name(value) and not os.path.exists(value)
+def _is_name(value: str | None) -> TypeGuard[str]:
+    return value is not None and is_hub_name(value) and not os.path.exists(value)
 
 
 def _commits(config: Config) -> Mapping[str, str]:
