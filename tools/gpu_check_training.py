@@ -187,7 +187,7 @@ def train(mode: Mode, folder: Path, work: Work, device: torch.device) -> dict[st
         ValueError: a loss or gradient is not finite, or a step changed nothing.
     """
     config = config_of(mode, folder, work)
-    shape = shape_of(read_hf_config(config.model.path))
+    shape = shape_of(read_hf_config(config.model_path))
     samples = made_up_samples(work, shape.vocab)
     index, own, lengths = packed(samples, config)
     before = reset_memory(device)

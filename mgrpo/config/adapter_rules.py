@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from mgrpo.config.adapter import ALL_LINEAR, Adapter
@@ -11,7 +12,7 @@ from mgrpo.config.rules import Rule
 from mgrpo.config.schema import Config
 from mgrpo.models.adapters import LINEAR_LAYERS
 from mgrpo.models.cuts import size_of
-from mgrpo.models.family import HfConfig, shape_of
+from mgrpo.models.family import HfConfig, is_hub_name, shape_of
 from mgrpo.models.peft import peft_problems, target_names
 
 FIELDS = tuple(name for name in Adapter.__dataclass_fields__ if name != "use_peft")
@@ -101,8 +102,9 @@ def adapter_model_problems(config: Config, hf_config: HfConfig) -> Iterator[str]
             f"lora_r={lora.rank} is more than the model's hidden_size={shape.hidden}, the highest rank that a matrix can have; "
             "8 to 64 is usual"
         )
-    if config.adapter.lora_adapter_path is not None:
-        for problem in peft_problems(config.adapter.lora_adapter_path, shape, lora):
+    path = config.provenance.folder("lora_adapter_path", config.adapter.lora_adapter_path)
+    if path is not None and (os.path.isdir(path) or not is_hub_name(path)):
+        for problem in peft_problems(path, shape, lora):
             yield f"lora_adapter_path={problem}"
 
 

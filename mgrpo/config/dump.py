@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import yaml
 
 from mgrpo.config.derived import layout_of
@@ -30,7 +32,7 @@ def to_yaml(config: Config) -> str:
         if settings()[name].section != section:
             section = settings()[name].section
             lines += ["", f"# {section}"]
-        lines.append(_line(name, value) + _comment(config.provenance.sources.get(name)))
+        lines.append(_line(name, value) + _comment(*_origin(config, name)))
     return "\n".join(lines) + "\n"
 
 
@@ -54,6 +56,14 @@ def _line(name: str, value: object) -> str:
     return text.rstrip("\n")
 
 
-def _comment(source: str | None) -> str:
+def _origin(config: Config, name: str) -> Iterator[str]:
+    """Where a value comes from, and which commit a name on the Hub has led to."""
+    if source := config.provenance.sources.get(name):
+        yield source
+    if snapshot := config.provenance.snapshots.get(name):
+        yield f"commit {snapshot.commit}"
+
+
+def _comment(*words: str) -> str:
     # A path may contain line breaks, which would end the comment.
-    return f"  # {source.encode('unicode_escape').decode()}" if source else ""
+    return f"  # {', '.join(words).encode('unicode_escape').decode()}" if words else ""

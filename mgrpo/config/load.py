@@ -20,7 +20,7 @@ import yaml
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import Setting, Text, describe, mismatch, read
 from mgrpo.config.peers.hints import unknown
-from mgrpo.config.peers.names import SPELLINGS, setting_of
+from mgrpo.config.peers.names import HIDDEN, SECRETS, SPELLINGS, setting_of
 from mgrpo.config.resolution import FILE, FLAG, Layer
 from mgrpo.config.resolve import resolve
 from mgrpo.config.schema import Config
@@ -144,6 +144,8 @@ def _take(name: str, text: Text, where: str, layer: Layer, problems: list[str]) 
     if setting is None:
         problems.append(unknown(name, where))
         return
+    if name in SECRETS and text is not None:
+        text = HIDDEN
     if not isinstance(text, tuple):
         text = SPELLINGS.get(name, {}).get(text, text)
     try:
@@ -205,7 +207,7 @@ def _read_flags(flags: Iterable[tuple[str, list[str]]], problems: list[str]) -> 
     layer = Layer(rank=FLAG, origin="flag")
     given: dict[str, list[list[str]]] = {}
     for name, words in flags:
-        given.setdefault(name, []).append(words)
+        given.setdefault(name, []).append([HIDDEN] if name in SECRETS and words else words)
     for name, values in given.items():
         setting = setting_of(name)
         if setting is None:

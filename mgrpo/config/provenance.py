@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mgrpo.models.hub import Snapshot
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
@@ -25,3 +27,10 @@ class Provenance:
     """Settings whose value is the steps of a pass over the data, which `counted` works out; until then they hold 1."""
     expected: Mapping[str, Any] = field(default_factory=dict)
     """Values that were given although they follow from others; `validate` compares."""
+    snapshots: Mapping[str, Snapshot] = field(default_factory=dict)
+    """What the settings that hold a name on the Hub lead to on this machine."""
+
+    def folder(self, setting: str, value: str | None) -> str | None:
+        """Where the model lies that `value` of a setting names."""
+        found = self.snapshots.get(setting)
+        return str(found.folder) if found else value

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from mgrpo.config.rules import Rule
 from mgrpo.config.schema import Config
+from mgrpo.models.family import is_hub_name
 
 
 def _verifiers(config: Config) -> Iterator[str]:
@@ -20,8 +21,8 @@ def _verifiers(config: Config) -> Iterator[str]:
 
 def _tokenizer(config: Config) -> Iterator[str]:
     path = config.data.tokenizer_name_or_path
-    if path is not None and not os.path.isdir(path):
-        yield f"tokenizer_name_or_path={path} is not a folder; give the folder of the tokenizer's files"
+    if path is not None and not os.path.isdir(path) and not is_hub_name(path):
+        yield f"tokenizer_name_or_path={path} is not a folder; give the folder of the tokenizer's files, or a name on the Hub"
 
 
 def _stop_strings(config: Config) -> Iterator[str]:

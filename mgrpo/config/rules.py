@@ -26,7 +26,7 @@ def _output_dir(config: Config) -> Iterator[str]:
 def _model_path(config: Config) -> Iterator[str]:
     name = config.model.model_name_or_path
     if not name:
-        yield "model_name_or_path is not set; give the folder of a Hugging Face checkpoint"
+        yield "model_name_or_path is not set; give the folder of a Hugging Face checkpoint, or a name on the Hub"
     elif not os.path.isfile(os.path.join(name, "config.json")) and (os.path.isdir(name) or not is_hub_name(name)):
         # What a plan is made for need not be here.
         yield f"model_name_or_path={no_model(name)}"

@@ -29,6 +29,7 @@ from mgrpo.config.annotations import (
 )
 from mgrpo.config.checkpoint import Checkpoint
 from mgrpo.config.experiment import Experiment
+from mgrpo.config.hub import Hub
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.provenance import Provenance
 from mgrpo.config.reward import Reward
@@ -38,19 +39,14 @@ from mgrpo.config.tools import Tools
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     model_name_or_path: Annotated[str | None, OPEN_INSTRUCT] = None
-    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer files), or the output of mgrpo convert."""
+    """Name of a model on the Hugging Face Hub, OWNER/NAME, which is downloaded into the cache (docs/hub.md); the folder of a
+    checkpoint (config.json, safetensors, tokenizer files); or the output of mgrpo convert."""
     model_dtype: Annotated[Literal["bfloat16", "float16", "float32"], OPEN_INSTRUCT] = "bfloat16"
     """Type of weights and activations in training and in the engines; the optimizer always keeps float32. In float16 trainer and
     engine differ less than in bfloat16, numbers above 65504 overflow, and the loss is scaled (policy/loss_scale)."""
     cast_lm_head_to_fp32: Annotated[bool, TRL] = False
     """Compute logits in float32, in training and in the engines, from a head and its input in model_dtype: nearly removes the
     head's share of their mismatch, and takes twice the memory for logits."""
-
-    @property
-    def path(self) -> str:
-        """`model_name_or_path` of a configuration that has been checked."""
-        assert self.model_name_or_path is not None
-        return self.model_name_or_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +69,7 @@ class Data:
     overlong_prompt_policy: Literal["filter", "truncate_left", "error"] = "filter"
     """filter: leave them out and count them; truncate_left: keep their last tokens; error: do not start the run."""
     tokenizer_name_or_path: Annotated[str | None, OPEN_INSTRUCT] = None
-    """Folder of the tokenizer; none: the model's."""
+    """Folder of the tokenizer, or its name on the Hub; none: the model's."""
     chat_template_name: Annotated[str, OPEN_INSTRUCT] = "auto"
     """For rows with `messages`: auto is the tokenizer's own template, none joins the contents as plain text; otherwise a
     name from docs/data.md or the path of a Jinja file."""
@@ -407,6 +403,7 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     engine: Engine = field(default_factory=Engine)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    hub: Hub = field(default_factory=Hub)
     provenance: Provenance = field(default_factory=Provenance, compare=False, repr=False)
 
     @property
@@ -450,7 +447,12 @@ class Config:
     @property
     def tokenizer_path(self) -> str:
         """Folder of the tokenizer."""
-        return self.data.tokenizer_name_or_path or self.model.path
+        return self.provenance.folder("tokenizer_name_or_path", self.data.tokenizer_name_or_path) or self.model_path
+
+    @property
+    def model_path(self) -> str:
+        """Folder of the model, of a configuration that has been checked."""
+        return self.provenance.folder("model_name_or_path", self.model.model_name_or_path) or ""
 
     @property
     def max_model_length(self) -> int:

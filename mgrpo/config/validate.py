@@ -16,6 +16,7 @@ from mgrpo.config.best_rules import BEST_RULES, held_out_problems
 from mgrpo.config.derived import layout_of
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.fields import describe, fits, flat, settings, shown
+from mgrpo.config.hub_rules import HUB_RULES
 from mgrpo.config.loss_rules import LOSS_RULES, weight_problems
 from mgrpo.config.model_rules import longest_sequence, model_problems
 from mgrpo.config.reward_rules import REWARD_RULES
@@ -88,7 +89,7 @@ def problems(
     def sound(*names: str) -> bool:
         return not unsound & set(names)
 
-    rules = (*RULES, *SAMPLING_RULES, *LOSS_RULES, *REWARD_RULES, *TOOL_RULES, *ADAPTER_RULES, *BEST_RULES)
+    rules = (*RULES, *SAMPLING_RULES, *LOSS_RULES, *REWARD_RULES, *TOOL_RULES, *ADAPTER_RULES, *BEST_RULES, *HUB_RULES)
     for names, rule in rules:
         if sound(*names):
             found.extend(rule(config))

@@ -34,8 +34,9 @@ from mgrpo.model_io.hf_folder import (
 )
 from mgrpo.model_io.megatron_folder import MegatronFolder, is_megatron_folder, stored_bytes, write_megatron
 from mgrpo.models.cuts import layout_problems
-from mgrpo.models.family import ModelShape, read_hf_config, shape_of
+from mgrpo.models.family import ModelShape, is_hub_name, read_hf_config, shape_of
 from mgrpo.models.files import MEGATRON
+from mgrpo.models.hub import Part, fetch
 from mgrpo.models.memory import DTYPE_BYTES
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.policy.weights import Read
@@ -60,7 +61,7 @@ def hf_to_megatron(
     Raises:
         ValueError: the model cannot be kept exactly, or not in this layout; nothing is written.
     """
-    hf = Path(hf)
+    hf = _folder(hf, "model")
     config = read_hf_config(hf)
     shape = shape_of(config)
     if problems := layout.problems() or list(layout_problems(config, layout)):
@@ -93,14 +94,15 @@ def megatron_to_hf(
     """Write a Hugging Face folder with the weights of a Megatron folder, or of a run's checkpoint `.../step_N`.
 
     Args:
-        hf: folder that gives configuration and tokenizer; default the Megatron folder itself, or the model that the run
+        hf: folder or name on the Hub that gives configuration and tokenizer; default the Megatron folder itself, or the model that the run
             started from.
         dtype: of the written weights; default the Megatron folder's own, or what the configuration says.
     Raises:
         ValueError: something is damaged or does not match; nothing is written.
     """
     with new_folder(Path(out)) as folder:
-        source = (_megatron_source if is_megatron_folder(checkpoint) else _run_source)(checkpoint, hf)
+        beside = _folder(hf, "tokenizer") if hf else None
+        source = (_megatron_source if is_megatron_folder(checkpoint) else _run_source)(checkpoint, beside)
         dtypes = dict.fromkeys(source.dtypes, dtype) if dtype else source.dtypes
         num_bytes = sum(header_bytes((dtypes[name], full)) for name, full in hf_tensors(source.shape).items())
         with _Report(out, num_bytes) as report:
@@ -111,6 +113,12 @@ def megatron_to_hf(
                 rounded = ((box, values.to(dtypes[box.name])) for box, values in source.boxes())
                 report.compare(rounded, HfFolder(folder, source.shape).read)
                 report.compare_logits(folder, folder, tolerance)
+
+
+def _folder(hf: str | Path, part: Part) -> Path:
+    """The folder, or where a name on the Hub leads to."""
+    is_name = is_hub_name(str(hf)) and not Path(hf).exists()
+    return fetch(str(hf), part=part).folder if is_name else Path(hf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +153,8 @@ def _run_source(path: str | Path, hf: str | Path | None) -> _Source:
             f"{path} holds adapters, not the model; continue the run, which exports the merged model and the adapter to hf/step_N"
         )
     beside = hf or checkpoint.state.get("model_name_or_path")
+    if not hf and (commit := checkpoint.state.get("commits", {}).get("model_name_or_path")):
+        beside = fetch(str(beside), revision=commit, part="tokenizer").folder
     if not beside or not Path(beside).is_dir():
         where = (
             f"started from {beside}, which is not a folder" if beside else "does not say which model it started from"
@@ -268,7 +278,10 @@ def hf_to_megatron_command(argv: Sequence[str], *, prog: str) -> int:
     """0 when the folder was written, 2 when it was refused, 1 when a file could not be read or written."""
     parser = _parser(prog, "Writes a Hugging Face model as the ranks of a Megatron layout hold it; exact, or refused.")
     parser.add_argument(
-        "--hf", metavar="DIR", required=True, help="Hugging Face folder: config.json, safetensors, tokenizer"
+        "--hf",
+        metavar="DIR",
+        required=True,
+        help="Hugging Face folder (config.json, safetensors, tokenizer), or OWNER/NAME on the Hub",
     )
     _add_common(parser)
     for axis, (flag, text) in _LAYOUT_FLAGS.items():
@@ -300,7 +313,9 @@ def megatron_to_hf_command(argv: Sequence[str], *, prog: str) -> int:
     )
     _add_common(parser)
     parser.add_argument(
-        "--hf", metavar="DIR", help="folder with config.json and tokenizer; default the checkpoint or its model"
+        "--hf",
+        metavar="DIR",
+        help="folder or name on the Hub with config.json and tokenizer; default the checkpoint or its model",
     )
     parser.add_argument("--dtype", choices=DTYPE_BYTES, help="type of the written weights; default the model's own")
     args = parser.parse_args(argv)

@@ -32,6 +32,7 @@ def export_hf(
     folder: str | Path,
     *,
     group: dist.ProcessGroup,
+    base: str | None = None,
     add: Callable[[Path], object] = lambda folder: None,
 ) -> None:
     """Write the policy's weights to `folder`, with configuration and tokenizer of `source`.
@@ -39,6 +40,7 @@ def export_hf(
     Every learner rank must call. `group` is a gloo group of all learners. The folder appears complete or not at all.
 
     Args:
+        base: what an adapter says that it belongs to, a name on the Hub for example; None: `source`.
         add: on rank 0, writes more files to the folder that it is given.
     Raises:
         OutputError: on all ranks, when the folder could not be written.
@@ -53,8 +55,8 @@ def export_hf(
 
     def add_more(partial: Path) -> None:
         if adapters and policy.lora:
-            base = str(source.absolute())
-            write_peft(partial / ADAPTER, adapters.whole, policy.shape, policy.lora, base=base)
+            of = base or str(source.absolute())
+            write_peft(partial / ADAPTER, adapters.whole, policy.shape, policy.lora, base=of)
         add(partial)
 
     problem, cause = None, None

@@ -270,16 +270,13 @@ def no_model(model_dir: str | Path) -> str:
             return f"{name} is an adapter without its model; give the model, and this folder as lora_adapter_path"
         return f"{name} has no config.json; give the folder of a Hugging Face checkpoint"
     if is_hub_name(name):
-        return (
-            f"{name} is not a folder, and models are not downloaded by name; fetch it with: hf download {name} "
-            "--local-dir DIR, and give DIR"
-        )
+        return f"{name} is not a folder here, and has not been looked for on the Hub"
     return f"{name} is not a folder; check the path (it is used as given, ~ is not expanded)"
 
 
 def is_hub_name(name: str) -> bool:
     """Whether this reads like OWNER/NAME on the Hub, not like a path."""
-    return name.count("/") == 1 and not name.startswith(("/", ".", "~"))
+    return name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not name.endswith("/")
 
 
 def shape_of(hf: HfConfig) -> ModelShape:

@@ -14,7 +14,8 @@ from mgrpo.config import Config, ConfigError, parse
 from mgrpo.config.help import field_docs
 from mgrpo.config.schema import Parallel
 from mgrpo.config.validate import problems
-from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.models.family import is_hub_name, read_hf_config, shape_of
+from mgrpo.models.hub import HubError, fetch
 from mgrpo.planner import compare, roles
 from mgrpo.planner.hardware import GPUS, Assumptions, Gpu, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
@@ -40,7 +41,7 @@ def plan_command(argv: Sequence[str], *, prog: str = "mgrpo plan") -> int:
 def _plan(options: argparse.Namespace, config: Config, argv: Sequence[str]) -> int:
     if (options.rank is not None or options.all_roles) and not options.rehearse:
         raise ValueError("rank and all_roles say what is rehearsed; add --rehearse")
-    hf_config = _model_config(options.hf_config, config.model.model_name_or_path)
+    hf_config = _model_config(options.hf_config, config.model.model_name_or_path, config.hub.model_revision)
     shape = shape_of(hf_config)
     num_learners, nodes = _sizes(config, options.nodes, options.gpus_per_node)
     wrong = problems(config, world_size=num_learners, hf_config=hf_config, has_dataset=True)
@@ -194,8 +195,8 @@ def _positive_int(text: str) -> int:
     return int(text)
 
 
-def _model_config(hf_config: str | None, name: str | None) -> dict[str, Any]:
-    """The model's config.json: the given file, the one in the model's folder, or a shipped one."""
+def _model_config(hf_config: str | None, name: str | None, revision: str | None) -> dict[str, Any]:
+    """The model's config.json: the given file, the one in the model's folder, a shipped one, or the Hub's."""
     if hf_config:
         try:
             return json.loads(Path(hf_config).read_text())
@@ -205,7 +206,12 @@ def _model_config(hf_config: str | None, name: str | None) -> dict[str, Any]:
         raise ValueError("model_name_or_path is not set; give it, or --hf_config FILE")
     if Path(name).is_dir():
         return read_hf_config(name)
-    shipped = shipped_config(name)
+    shipped = None if revision else shipped_config(name)
+    if shipped is None and is_hub_name(name):
+        try:
+            return read_hf_config(fetch(name, revision=revision, part="config").folder)
+        except HubError as err:
+            raise ValueError(f"model_name_or_path={err}; or give its config.json: --hf_config FILE") from None
     if shipped is None:
         known = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.json")))
         raise ValueError(

@@ -49,7 +49,7 @@ def make_trainer(
     """
     host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=config.experiment.backend_timeout))
     layout = layout_of(config, dist.get_world_size())
-    shape = shape_of(read_hf_config(config.model.path))
+    shape = shape_of(read_hf_config(config.model_path))
     states = States(config, lead, host_group)
     checkpoint = states.open(resume_from, shape)
     if config.engine.shares_gpus:

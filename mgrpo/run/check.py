@@ -24,6 +24,7 @@ from mgrpo.run.environment import num_local_learners, prepare_environment, rank,
 from mgrpo.run.inputs import Inputs, read_inputs
 from mgrpo.run.output import output_problems, room_notes
 from mgrpo.run.prompts import make_prompts
+from mgrpo.run.upload import token_warning
 
 if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
@@ -48,7 +49,7 @@ def check_run(
     hf_config: HfConfig | None = None
     shape: ModelShape | None = None
     try:
-        hf_config = read_hf_config(config.model.model_name_or_path or "")
+        hf_config = read_hf_config(config.model_path)
         shape = shape_of(hf_config)
         about_model = machine_problems(
             config, num_local_learners=num_local_learners(), head_dim=shape.head_dim, starts_engines=rank() == 0
@@ -89,6 +90,8 @@ def check_run(
         raise ConfigError(problems)
     if inputs is not None and shape is not None:
         found = warnings(config, world_size=ranks, hf_config=hf_config, num_reward_funcs=len(functions))
+        token = token_warning(config)
+        remarks += [token] if token else []
         for sentence in (*config.notes, *found, *inputs.notes(config), *room_notes(config, shape), *remarks):
             print(f"mgrpo: {sentence}", file=sys.stderr)
     return config, inputs
@@ -116,10 +119,10 @@ def file_problems(config: Config, shape: ModelShape | None) -> list[str]:
     Args:
         shape: None for a model that vLLM may serve but that cannot be built here.
     """
-    folder = Path(config.model.path)
+    folder = Path(config.model_path)
     if (folder / MEGATRON).is_file():
         return []
-    found = list(weight_problems(config.model.path, shape))
+    found = list(weight_problems(config.model_path, shape))
     try:
         files_beside(folder)
     except ValueError as err:
@@ -164,7 +167,7 @@ def _base(config: Config, shape: ModelShape) -> str | None:
     from mgrpo.model_io.megatron_folder import model_reader
 
     try:
-        return fingerprint(model_reader(config.model.path, shape), shape)
+        return fingerprint(model_reader(config.model_path, shape), shape)
     except ValueError:
         return None
 

@@ -128,7 +128,7 @@ def _adapter_problems(config: Config, stored: Stored, *, shape: ModelShape | Non
                 yield f"{name}={_shown(value)}, but {path} was saved with {_shown(was)}; set {name} {_shown(was)}, {AFRESH}"
         if base is not None and base != saved["base"]:
             yield (
-                f"{path} holds adapters of other weights than those in model_name_or_path={config.model.path}; it was saved from "
+                f"{path} holds adapters of other weights than those in model_name_or_path={config.model.model_name_or_path}; it was saved from "
                 f"{stored.state['model_name_or_path']}: name that one as it was, {AFRESH}"
             )
 

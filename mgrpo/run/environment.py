@@ -16,6 +16,9 @@ STORE_SOCKET = "MGRPO_STORE_SOCKET"
 OPENMP = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 """Spinning OpenMP threads on a busy machine make a matmul 20 times slower."""
 
+_OWN: set[str] = set()
+"""Variables that `prepare_environment` has set."""
+
 
 class Store(Protocol):
     """What all ranks can read and write before they have a process group: torch's key-value store."""
@@ -71,6 +74,11 @@ def has_launcher() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHED in os.environ
 
 
+def users_environment() -> dict[str, str]:
+    """The environment without what is set for the run's own processes, which are kept from the network for example."""
+    return {name: value for name, value in os.environ.items() if name not in _OWN}
+
+
 def prepare_environment(config: Config) -> None:
     """Set what must be set before torch is imported; what the user has set stays."""
     defaults = {
@@ -88,6 +96,8 @@ def prepare_environment(config: Config) -> None:
         # Packs differ in length, which fragments segments of a fixed size.
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+        if name not in os.environ:
+            os.environ[name] = value
+            _OWN.add(name)
     if engines_are_local(config) and os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

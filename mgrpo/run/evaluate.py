@@ -26,6 +26,7 @@ from mgrpo.models.files import MEGATRON
 from mgrpo.rollout.start import machine_problems
 from mgrpo.run.check import file_problems, with_prompts
 from mgrpo.run.inputs import as_functions
+from mgrpo.run.names import located
 from mgrpo.run.result import EvaluationResult
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def ready(config: Config, functions: list[str | Callable]) -> Iterator[tuple[Con
     Raises:
         ConfigError: see `evaluate`.
     """
+    config = located(config)
     inputs = _check(config, functions)
     for sentence in config.notes:
         print(f"mgrpo: {sentence}", file=sys.stderr)
@@ -165,7 +167,7 @@ def _check(config: Config, functions: list[str | Callable]) -> Inputs:
     own = for_evaluation(config)
     hf_config, about_model = _model(own)
     found = problems(own, world_size=1, hf_config=hf_config, has_dataset=True, num_reward_funcs=len(functions))
-    if unloadable := _unloadable(own.model.model_name_or_path):
+    if unloadable := _unloadable(own.model_path):
         found = [problem for problem in found if not problem.startswith("model_name_or_path")] + unloadable
     elif not any(problem.startswith("model_name_or_path") for problem in found):
         found += about_model
@@ -186,7 +188,7 @@ def _model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
 
     Any model that vLLM serves is accepted, also one that cannot be trained here.
     """
-    folder = config.model.model_name_or_path or ""
+    folder = config.model_path
     try:
         hf_config = read_hf_config(folder)
         head_dim = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import json
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ from mgrpo.run import ending
 from mgrpo.run.check import check_run
 from mgrpo.run.continuing import state_path
 from mgrpo.run.environment import (
+    Store,
     has_launcher,
     meeting_host,
     num_local_learners,
@@ -41,6 +43,7 @@ from mgrpo.run.environment import (
 )
 from mgrpo.run.inputs import as_functions
 from mgrpo.run.lock import locked
+from mgrpo.run.names import commits_of, located
 from mgrpo.run.output import owned_folders
 from mgrpo.run.result import NothingTrained
 from mgrpo.run.watch import Watch
@@ -89,7 +92,7 @@ def train(
         NothingTrained: when everything has been written, if no step changed the weights.
     """
     own = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
-    config = with_tools(as_config(config), own)
+    config = located(with_tools(as_config(config), own))
     functions = as_functions(reward_funcs)
     config, inputs = check_run(config, functions=functions, dataset=dataset, eval_dataset=eval_dataset, loss=loss)
     if config.experiment.cache_dataset_only:
@@ -98,6 +101,10 @@ def train(
     result = _start(config, inputs, loss)
     if rank() == 0:
         print("", *result.where(has_held_out=bool(config.data.dataset_mixer_eval_list)), sep="\n", flush=True)
+        if inputs is not None:
+            from mgrpo.run.publish import publish
+
+            publish(config, inputs, result)
     if not result.has_trained:
         raise NothingTrained(
             f"nothing was trained: none of {result.steps} steps changed the weights; the warnings above and "
@@ -111,6 +118,7 @@ def try_out(config: Config) -> None:
 
     All data are read and checked; there is no evaluation.
     """
+    config = located(config)
     config, inputs = check_run(config, functions=[], dataset=None, eval_dataset=None, loss=None)
     leads = rank() == 0
     with tempfile.TemporaryDirectory(prefix="mgrpo-dry-run-") if leads else nullcontext("unused") as folder:
@@ -235,6 +243,7 @@ def _meet(config: Config, watch: Watch) -> str:
             store.set("watch", watch.listen(host))
         elif world_size() > 1:
             watch.connect(store.get("watch").decode())
+        _compare_commits(config, store)
     except (DistError, OSError) as err:
         raise RuntimeError(
             f"rank {rank()} has not met the others within learner_timeout={limit_s} s of the start: {err}"
@@ -243,6 +252,19 @@ def _meet(config: Config, watch: Watch) -> str:
         rank=rank(), world_size=world_size(), timeout_minutes=config.experiment.backend_timeout, store=store
     )
     return host
+
+
+def _compare_commits(config: Config, store: Store) -> None:
+    """Machines ask the Hub one after the other, and a branch may move in between."""
+    own = commits_of(config)
+    if rank() == 0:
+        store.set("commits", json.dumps(own))
+    elif (others := json.loads(store.get("commits"))) != own:
+        name = next(name for name in own.keys() | others.keys() if own.get(name) != others.get(name))
+        raise RuntimeError(
+            f"{name} leads to {own.get(name, 'a folder')} here, but to {others.get(name, 'a folder')} on rank 0's machine; "
+            "start again, or give a commit as revision"
+        )
 
 
 def _run(

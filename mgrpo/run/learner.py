@@ -156,12 +156,13 @@ class Learner:
 
     def _load(self, checkpoint: Checkpoint | None, weights: Read | None) -> None:
         """Weights from the checkpoint; those that it does not hold, and all without one, are the model's."""
-        read = weights or model_reader(self.config.model.path, self.shape)
+        read = weights or model_reader(self.config.model_path, self.shape)
         trained = partial(checkpoint.read, MASTER) if checkpoint else None
         self.policy.load(read if self.policy.lora else trained or read)
         self._adapters = load_adapters(self.policy, self.config, base=read, trained=trained)
         if names := self.not_finite():
-            place = f"resume={checkpoint.path}" if checkpoint else f"model_name_or_path={self.config.model.path}"
+            name = self.config.model.model_name_or_path
+            place = f"resume={checkpoint.path}" if checkpoint else f"model_name_or_path={name}"
             raise ConfigError(
                 [f"{place}: {some(names)} not finite (NaN, infinite, or beyond 1e19); use weights without such values"]
             )
@@ -362,7 +363,7 @@ def load_adapters(policy: Policy, config: Config, *, base: Read, trained: Read |
     """
     if (lora := policy.lora) is None:
         return None
-    path = config.adapter.lora_adapter_path
+    path = config.provenance.folder("lora_adapter_path", config.adapter.lora_adapter_path)
     read = trained or (peft_reader(path, policy.shape, lora) if path else None)
     if read:
         policy.load_adapters(read)

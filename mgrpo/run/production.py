@@ -65,7 +65,7 @@ class Production:
 
         data = self.config.data
         template = find_template(data.chat_template_name, self.tokenizer) if data.chat_template_name != "auto" else None
-        if data.tokenizer_name_or_path is None and template is None:
+        if self.config.tokenizer_path == self.config.model_path and template is None:
             return
         tokenizer = copy.deepcopy(self.tokenizer)
         tokenizer.chat_template = template or tokenizer.chat_template
@@ -145,7 +145,7 @@ def prepare(config: Config, parts: Started) -> Production:
             config, sampler, prompt=partial(prompt, train), dispatcher=dispatcher, rewarder=parts.rewarder
         )
     if config.engine.vllm_mode != "server":
-        parts.startup.say(f"waiting for {_engines(config)} to load {config.model.path}")
+        parts.startup.say(f"waiting for {_engines(config)} to load {config.model.model_name_or_path}")
     parts.fleet.wait_ready()
     template = config.data.chat_template_name
     missing = missing_stop_strings(

@@ -69,12 +69,12 @@ def make_prompts(
     problems: list[str] = []
     stop_ids: list[int] = []
     try:
-        stop_ids = stop_token_ids(config.model.path, tokenizer)
+        stop_ids = stop_token_ids(config.model_path, tokenizer)
     except ValueError as err:
         problems.append(str(err))
     if vocab and max(stop_ids, default=0) >= vocab:
         problems.append(
-            f"eos_token_id={max(stop_ids)} of model_name_or_path={config.model.path} is not among the model's {vocab} tokens "
+            f"eos_token_id={max(stop_ids)} of model_name_or_path={config.model.model_name_or_path} is not among the model's {vocab} tokens "
             "(vocab_size in config.json); correct generation_config.json, or use the model's own tokenizer"
         )
     sets: list[PromptSet | None] = []

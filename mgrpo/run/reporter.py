@@ -17,6 +17,7 @@ from mgrpo.checkpoint.space import free_bytes, words
 from mgrpo.config import Config, to_yaml
 from mgrpo.config.derived import state_root
 from mgrpo.run.best import BestExport
+from mgrpo.run.upload import Uploads
 from mgrpo.telemetry.alerts import Watch
 from mgrpo.telemetry.batch import batch_metrics, staleness
 from mgrpo.telemetry.evaluation import correctness, evaluation_metrics
@@ -102,6 +103,7 @@ class Reporter:
         self.samples = TrainSamples(
             self.output_dir / "rollouts", config.num_training_steps, resumed_after=resumed_after
         )
+        self.uploads = Uploads(config)
         abandon(root, after=-1 if resumed_after is None else resumed_after)
         self.progress = Progress(config.num_training_steps, highest=scale.max_possible_score if scale else 0.0)
         self.watch = Watch(config.num_training_steps)
@@ -235,6 +237,8 @@ class Reporter:
         """The model of training step `step`, which was evaluated if that was due, has been written."""
         with self._writing():
             self.best.export(step)
+        if step < self.config.num_training_steps:
+            self.uploads.saved(self.output_dir / "hf" / f"step_{step}", step)
 
     @property
     def best_step(self) -> int | None:

@@ -27,6 +27,7 @@ from mgrpo.run.engine_weights import EngineWeights
 from mgrpo.run.health import Health
 from mgrpo.run.lead import Lead, Stopped
 from mgrpo.run.learner import Learner
+from mgrpo.run.names import commits_of
 from mgrpo.run.profile import Profiler
 from mgrpo.run.reporter import Clock, Reporter, SilentReporter, shared_best
 from mgrpo.run.result import TrainResult
@@ -239,8 +240,9 @@ class Trainer:
         if self.turns:
             self.turns.learners()
         folder = self._folder(self.done)
-        source, group = self.config.model.path, self.learner.host_group
-        export_hf(self.learner.policy, source, folder, group=group, add=self.source.save_tokenizer)
+        source, group = self.config.model_path, self.learner.host_group
+        base = _place(self.config)
+        export_hf(self.learner.policy, source, folder, group=group, base=base, add=self.source.save_tokenizer)
         return folder
 
     def _folder(self, step: int) -> Path:
@@ -267,7 +269,8 @@ class Trainer:
             "before": self.before,
             "config": flat(self.config),
             "model": asdict(self.learner.shape),
-            "model_name_or_path": str(Path(self.config.model.path).absolute()),
+            "model_name_or_path": _place(self.config),
+            "commits": commits_of(self.config),
             "learner": self.learner.state_dict(),
             "head": {**self.source.state_dict(), **self.reporter.state_dict()},
         }
@@ -286,3 +289,9 @@ class Trainer:
         dist.barrier(group=self.learner.host_group)
         self.lead.close()
         backend.leave_process_groups()
+
+
+def _place(config: Config) -> str:
+    """Where the model comes from: its name on the Hub, or its folder."""
+    snapshot = config.provenance.snapshots.get("model_name_or_path")
+    return snapshot.name if snapshot else str(Path(config.model_path).absolute())

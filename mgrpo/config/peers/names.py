@@ -57,6 +57,9 @@ class Name:
         return Setting(name=self.name, section=self.section, type=expected, default=None)
 
 
+SECRETS = ("hub_token",)
+"""Refused names whose values must not be repeated, not even to say so."""
+HIDDEN = "(hidden)"
 SPELLINGS: dict[str, dict[object, str]] = {
     "max_grad_norm": {None: "0"},
     "chat_template_name": {None: "auto"},

@@ -13,6 +13,7 @@ from typing import Any
 from mgrpo.config.fields import BOOLEANS
 from mgrpo.config.peers import adapters as translate_adapters
 from mgrpo.config.peers import corrections as translate_corrections
+from mgrpo.config.peers import hub as translate_hub
 from mgrpo.config.peers import layout as translate_layout
 from mgrpo.config.peers import length as translate_length
 from mgrpo.config.peers import open_instruct
@@ -84,6 +85,7 @@ def apply(r: Resolution) -> None:
     translate_length.apply(r)
     tool_limits(r)
     translate_adapters.apply(r)
+    translate_hub.apply(r)
 
 
 def renames(r: Resolution) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mgrpo.models.hub import Snapshot, fetch_apart
 from mgrpo.rollout.engine import Completions, PromptBatch
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.kept import kept_tokens, masked_tokens
@@ -30,12 +31,18 @@ class EngineActor(EngineCalls):
         """What has no memory on the device: vLLM's tags for it."""
         self.waking = asyncio.Lock()
 
-    async def start(self, args: dict[str, Any]) -> None:
+    async def start(self, args: dict[str, Any], snapshots: Sequence[Snapshot] = ()) -> None:
         """Load the model.
 
+        Args:
+            snapshots: what has a name on the Hub, in the cache of rank 0's machine; each other machine has its own cache.
         Raises:
             FileNotFoundError: this node does not have its folder, or the tokenizer's.
         """
+        own = {str(snapshot.folder): snapshot for snapshot in snapshots}
+        for key in ("model", "tokenizer"):
+            if snapshot := own.get(args.get(key, "")):
+                args[key] = await asyncio.to_thread(fetch_apart, snapshot)
         for folder in (args["model"], args.get("tokenizer", args["model"])):
             if not os.path.isdir(folder):  # vLLM would look for it on the Hub
                 raise FileNotFoundError(

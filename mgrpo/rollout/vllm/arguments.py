@@ -233,10 +233,10 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
     args: dict[str, Any] = {
         # An engine of a joined cluster has the working directory of `ray start`, in which vLLM would take a relative path for
         # the name of a model on the Hub.
-        "model": str(Path(config.model.path).absolute()),
+        "model": str(Path(config.model_path).absolute()),
         "dtype": config.model.model_dtype,
         # An engine gets the weights of a Megatron folder by its first weight sync, before which it serves nothing.
-        "load_format": "dummy" if (Path(config.model.path) / "megatron.json").is_file() else "auto",
+        "load_format": "dummy" if (Path(config.model_path) / "megatron.json").is_file() else "auto",
         "max_model_len": config.max_model_length,
         "max_num_seqs": settings.vllm_max_num_seqs,
         "tensor_parallel_size": settings.vllm_tensor_parallel_size,
@@ -283,7 +283,7 @@ def worker_threads(config: Config, *, num_cores: int, num_local_learners: int) -
     While learners train an engine of theirs is idle, unless generation runs ahead (`async_steps`): then the learners' cores are
     not for the engine.
     """
-    weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*") if file.is_file())
+    weights = sum(file.stat().st_size for file in Path(config.model_path).glob("*") if file.is_file())
     if weights < WIDE_BYTES:
         return 1
     free = num_cores - (num_local_learners if config.rollout.async_steps else 0)

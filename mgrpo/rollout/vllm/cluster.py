@@ -233,7 +233,10 @@ class Cluster:
         process = actor.process.remote().future()
         return RayEngine(
             actor,
-            actor.start.remote(engine_args(self.config, on_gpu=self.on_gpu, spans_nodes=spans_nodes)),
+            actor.start.remote(
+                engine_args(self.config, on_gpu=self.on_gpu, spans_nodes=spans_nodes),
+                () if self.owned else tuple(self.config.provenance.snapshots.values()),
+            ),
             cluster_failure=self.keeper.failure if self.keeper else lambda: None,
             end_process=partial(self._end_process, process),
         )

@@ -35,7 +35,7 @@ def num_logprobs(config: Config) -> int:
     if not config.rollout.is_cut or config.rollout.needs_masks:
         return 0
     # vLLM cannot look for more than there are.
-    return int(min(config.rollout.top_k + TIES, read_hf_config(config.model.path)["vocab_size"]))
+    return int(min(config.rollout.top_k + TIES, read_hf_config(config.model_path)["vocab_size"]))
 
 
 def kept_args(config: Config) -> dict[str, Any]:

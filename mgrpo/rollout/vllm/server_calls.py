@@ -142,7 +142,7 @@ class ServerCalls(EngineCalls):
 
     async def _plugin_problems(self, config: Config) -> list[str]:
         """Whether the plugin is there, serves no other run, and has the run's model."""
-        shape = asdict(shape_of(read_hf_config(config.model.path)))
+        shape = asdict(shape_of(read_hf_config(config.model_path)))
         try:
             await self._init({"model": shape, **self.place}, is_trial=True)
         except Refusal as err:

@@ -1,0 +1,30 @@
+"""The section of the Hugging Face Hub: which revisions a run reads, and where the trained model goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from mgrpo.config.annotations import OPEN_INSTRUCT, TRL, Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub:
+    model_revision: Annotated[str | None, OPEN_INSTRUCT] = None
+    """Branch, tag or commit of a model that is given by its name on the Hub; none: main."""
+    tokenizer_revision: Annotated[str | None, OPEN_INSTRUCT] = None
+    """The same of the tokenizer; none: main, or model_revision where tokenizer_name_or_path is not given."""
+    push_to_hub: Annotated[bool, OPEN_INSTRUCT, TRL] = False
+    """Upload the trained model, or the best one (load_best_model_at_end), with its model card when the run is over. Without a
+    token (hf auth login, or HF_TOKEN) there is one warning; the run itself is as without it."""
+    hub_model_id: Annotated[str | None, TRL] = None
+    """OWNER/NAME of the repository, or only its name for the owner of the token; none: exp_name__seed. It is made if it is
+    not there."""
+    hub_revision: Annotated[str | None, TRL] = None
+    """Branch to upload to, which is made if it is not there; none: main."""
+    hub_private_repo: Annotated[bool, TRL] = True
+    """Whether a repository that the run makes is private; one that exists stays as it is."""
+    hub_strategy: Annotated[
+        Literal["end", "every_save"], Reason("training states are not uploaded, only exported models"), TRL
+    ] = "end"
+    """end: upload once; every_save: also each export of save_freq, in the background, unless the upload before goes on."""

@@ -1,0 +1,194 @@
+"""Names on the Hub, by the real client in a process of its own against a server on the loopback interface.
+
+The client reads its address and its cache from the environment when it is imported; the server is ours, see `tests.hub_server`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.hub_server import TOKEN, Hub, hub_server
+
+MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with hub_server() as server:
+        server.add("someone/tiny", MODEL)
+        yield server
+
+
+def fetch(
+    hub: Hub, home: Path, name: str, revision: str = "main", part: str = "model", **more: str
+) -> tuple[int, str, str]:
+    """Exit code, folder, and what was said."""
+    command = [sys.executable, "-m", "mgrpo.models.hub", name, revision, part]
+    done = subprocess.run(command, env=hub.environment(home, **more), capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout.strip(), done.stderr.strip()
+
+
+def refused(*words: object, **more: str) -> str:
+    """The only line that it says, which ends the program with 2."""
+    code, folder, said = fetch(*words, **more)
+    assert (code, folder) == (2, "") and "Traceback" not in said
+    return said.splitlines()[-1]
+
+
+def test_model_is_downloaded_once_and_says_how_large_it_is(hub, tmp_path):
+    """A second run must not ask for files again, and a user must see why the start takes minutes."""
+    code, folder, said = fetch(hub, tmp_path, "someone/tiny")
+    commit = hub.repositories["someone/tiny"].commit("main")
+    assert code == 0 and folder.endswith(f"hub/models--someone--tiny/snapshots/{commit}")
+    assert f"downloading someone/tiny (main, commit {commit[:7]})" in said and "1.9 MB in 6 files" in said
+    assert {path.name: path.read_bytes() for path in Path(folder).iterdir()} == hub.repositories["someone/tiny"].files(
+        "main"
+    )
+    hub.requests.clear()
+    assert fetch(hub, tmp_path, "someone/tiny") == (0, folder, "")
+    assert hub.requests == ["GET /api/models/someone/tiny/revision/main"]
+
+
+def test_code_pickles_and_other_programs_weights_stay_there(hub, tmp_path):
+    """What is never loaded must not arrive: code, pickles, and the same weights again in another form."""
+    files = {path.name: path.read_bytes() for path in MODEL.iterdir()}
+    unwanted = [
+        "modeling_own.py",
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "onnx/model.safetensors",
+        "tokenizer.pkl",
+    ]
+    hub.add("someone/mixed", {**files, **dict.fromkeys(unwanted, b"x" * 1000)})
+    _, folder, _ = fetch(hub, tmp_path, "someone/mixed")
+    assert {path.name for path in Path(folder).rglob("*")} == set(files)
+
+
+def test_only_the_configuration_is_downloaded_for_a_plan(hub, tmp_path):
+    """A plan of a large model must not take its weights; the run after it must."""
+    _, folder, _ = fetch(hub, tmp_path, "someone/tiny", part="config")
+    assert [path.name for path in Path(folder).iterdir()] == ["config.json"]
+    commit = Path(folder).name
+    _, again, said = fetch(hub, tmp_path, "someone/tiny", commit)
+    assert again == folder and "in 5 files of 6; the others are there" in said
+    assert (Path(folder) / "model.safetensors").is_file()
+
+
+def test_revision_leads_to_its_own_commit(hub, tmp_path):
+    """Training another revision than the one that was asked for is found by nobody."""
+    repository = hub.repositories["someone/tiny"]
+    repository.branches["v2"] = {**repository.branches["main"], "README.md": b"second"}
+    _, first, _ = fetch(hub, tmp_path, "someone/tiny")
+    _, second, _ = fetch(hub, tmp_path, "someone/tiny", "v2")
+    assert Path(second).name == repository.commit("v2") != Path(first).name
+    assert (Path(second) / "README.md").read_text() == "second"
+    assert fetch(hub, tmp_path, "someone/tiny", Path(second).name, HF_ENDPOINT=NOWHERE) == (0, second, "")
+
+
+def test_cache_serves_without_the_hub(hub, tmp_path):
+    """A cluster node without network goes on with what an earlier run has downloaded."""
+    _, folder, _ = fetch(hub, tmp_path, "someone/tiny")
+    assert fetch(hub, tmp_path, "someone/tiny", HF_HUB_OFFLINE="1") == (0, folder, "")
+    code, again, said = fetch(hub, tmp_path, "someone/tiny", HF_ENDPOINT=NOWHERE)
+    assert (code, again) == (0, folder) and "is taken from the cache" in said and len(said.splitlines()) == 1
+
+
+def test_half_a_download_does_not_serve(hub, tmp_path):
+    """An interrupted download must not become a model that lacks files."""
+    _, folder, _ = fetch(hub, tmp_path, "someone/tiny")
+    (Path(folder) / "tokenizer.json").unlink()
+    assert "HF_HUB_OFFLINE is set" in refused(hub, tmp_path, "someone/tiny", HF_HUB_OFFLINE="1")
+    _, _, said = fetch(hub, tmp_path, "someone/tiny", Path(folder).name)
+    assert "in 1 file of 6" in said and (Path(folder) / "tokenizer.json").is_file()
+
+
+def test_processes_of_a_machine_download_once(hub, tmp_path):
+    """Eight ranks that start together must not download eight times."""
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: fetch(hub, tmp_path, "someone/tiny"), range(4)))
+    assert len({folder for code, folder, _ in found if code == 0}) == 1 and all(code == 0 for code, *_ in found)
+    assert sum("downloading" in said for *_, said in found) == 1
+    assert len(hub.asked("GET", "resolve", "model.safetensors")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "expected"),
+    [
+        ("someone/nothing", {}, "is not a folder, and not on the Hub, or private there and no token is set"),
+        ("someone/secret", {"HF_TOKEN": "hf_other"}, "private there and this machine's token may not read it"),
+        ("someone/gated", {}, "is gated; accept its conditions at"),
+        ("someone/pickles", {}, "has no safetensors on the Hub, only pytorch_model.bin; pickles are never loaded"),
+        (
+            "someone/adapter",
+            {},
+            "holds an adapter without its model; give the model, and this name as lora_adapter_path",
+        ),
+        ("someone/empty", {}, "has no config.json on the Hub; it holds README.md"),
+        ("some one/x", {}, "is neither a folder nor a name that the Hub could have"),
+        (
+            "someone/tiny",
+            {"HF_HUB_OFFLINE": "1"},
+            "HF_HUB_OFFLINE is set; on a machine with network: hf download someone/tiny",
+        ),
+        ("someone/tiny", {"HF_ENDPOINT": NOWHERE}, f"{NOWHERE} does not answer (ConnectError"),
+    ],
+)
+def test_refusal_is_one_line_that_says_what_to_do(hub, tmp_path, name, more, expected):
+    """The client's own errors are pages of text about other programs."""
+    hub.add("someone/secret", MODEL, private=True)
+    hub.add("someone/gated", MODEL, gated=True)
+    hub.add("someone/pickles", {"config.json": b"{}", "pytorch_model.bin": b"x"})
+    hub.add("someone/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"})
+    hub.add("someone/empty", {"README.md": b"x"})
+    said = refused(hub, tmp_path, name, **more)
+    assert said.startswith(name) and expected in said
+
+
+def test_unknown_revision_names_those_that_there_are(hub, tmp_path):
+    assert refused(hub, tmp_path, "someone/tiny", "v9") == "someone/tiny has no revision v9 on the Hub; it has main"
+
+
+def test_token_opens_private_and_gated_models(hub, tmp_path):
+    hub.add("someone/secret", MODEL, private=True, gated=True)
+    code, folder, _ = fetch(hub, tmp_path, "someone/secret", HF_TOKEN=TOKEN)
+    assert code == 0 and (Path(folder) / "model.safetensors").is_file()
+
+
+def test_engine_of_another_machine_has_the_same_commit_in_its_own_cache(hub, tmp_path):
+    """Engines are kept from the network, and rank 0's folder means nothing on their machine."""
+    commit = hub.repositories["someone/tiny"].commit("main")
+    hub.repositories["someone/tiny"].branches["old"] = hub.repositories["someone/tiny"].branches["main"]
+    hub.repositories["someone/tiny"].branches["main"] = {"config.json": b"{}"}
+    code = (
+        "from pathlib import Path\nfrom mgrpo.models.hub import Snapshot, fetch_apart\nimport sys\n"
+        "there = Snapshot(name='someone/tiny', commit=sys.argv[1], part='model', folder=Path('/elsewhere'))\n"
+        "print(fetch_apart(there))"
+    )
+    environment = hub.environment(tmp_path, HF_HUB_OFFLINE="1")
+    done = subprocess.run([sys.executable, "-c", code, commit], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == str(tmp_path / f"hub/models--someone--tiny/snapshots/{commit}"), done.stderr
+    done = subprocess.run([sys.executable, "-c", code, "0" * 40], env=environment, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert "HubError: someone/tiny has no revision 0000" in last and "where this engine runs" in last
+
+
+def test_full_disk_is_told_before_the_download(hub, tmp_path):
+    """Found out after an hour of downloading it costs an hour."""
+    code = (
+        "import shutil, collections\n"
+        "shutil.disk_usage = lambda path: collections.namedtuple('U', 'total used free')(1, 1, 1000)\n"
+        "from mgrpo.models.hub import fetch\nfetch('someone/tiny')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=hub.environment(tmp_path), capture_output=True, text=True)
+    assert (
+        "someone/tiny needs 1.9 MB in" in done.stderr
+        and "has 1.0 kB left; make room there, or set HF_HOME" in done.stderr
+    )
+    assert not hub.asked("resolve")
