@@ -141,6 +141,14 @@ def test_metrics_are_logged(page: Path) -> None:
     assert not unknown_metrics(page.read_text(encoding="utf-8"))
 
 
+def test_metrics_in_pictures_are_logged() -> None:
+    """Text in a picture is found by no search, so a renamed metric would stay there."""
+    named = {
+        name for path in (DOCS / "images").glob("*.svg") for name in METRIC.findall(path.read_text(encoding="utf-8"))
+    }
+    assert named and all(metrics.find(name) for name in named), named
+
+
 def unknown_metrics(text: str) -> list[str]:
     """Names like a metric's, and those of the first column of a table of metrics, that no run logs."""
     prose = FENCE.sub("", text)
