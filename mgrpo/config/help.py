@@ -14,7 +14,6 @@ from typing import Any, Literal
 from mgrpo.config.fields import Setting, alternatives, section_types, settings
 from mgrpo.config.peers.presets import PRESETS
 
-
 COMMANDS = {
     "mgrpo train": "Trains a model.",
     "mgrpo eval": "Evaluates a model on the held-out prompts, without a learner; one process.",
