@@ -19,6 +19,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 from tools.docs.links import Link, links, resolved, with_targets
+from tools.docs.lists import with_four_spaces
 
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".sh": "bash", ".toml": "toml", ".txt": "text"}
 """Source text that is shown as a page, and what it is highlighted as."""
@@ -70,7 +71,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             f"#{link.anchor}" if link.anchor else ""
         )
 
-    return with_targets(markdown, moved)
+    return with_four_spaces(with_targets(markdown, moved))
 
 
 def on_post_build(config: MkDocsConfig) -> None:
