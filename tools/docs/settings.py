@@ -13,8 +13,6 @@ from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
 from mgrpo.config.peers.translate import LOSS_TYPES
 from tools.docs import markdown
 
-_SETTING = re.compile("|".join(rf"`{name}`|(?<![\w`/.-]){name}(?![\w`/])" for name in settings() if "_" in name))
-
 INTRODUCTION = """# Settings
 
 Written by `python -m tools.docs.settings > docs/config.md`; do not edit.
@@ -78,6 +76,9 @@ def _facts(setting: Setting) -> str:
     trainers = trainers_of(setting)
     shared = f" Also in {trainers}." if trainers != OURS else ""
     return f"`{metavar(setting)}`, default `{shown_default(setting.default)}`.{shared}"
+
+
+_SETTING = re.compile("|".join(rf"`{name}`|(?<![\w`/.-]){name}(?![\w`/])" for name in settings() if "_" in name))
 
 
 def _linked(text: str, own: str = "") -> str:
