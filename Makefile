@@ -4,11 +4,12 @@
 # make test-e2e     more runs and engines than make test starts; make test-all adds the slow ones
 # make dev          install into .venv what tests and linters need as well
 # make lint         ruff, mypy, clang-format, hadolint and shellcheck
+# make docs         the documentation as a site, into build/site (installs only what that needs)
 # make parity       every parallel layout against one rank, into docs/parity.md
 VENV ?= .venv
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.txt csrc/*/*)
 
-.PHONY: quickstart test test-e2e test-all lint bench parity install dev clean
+.PHONY: quickstart test test-e2e test-all lint docs bench parity install dev clean
 install: $(VENV)/.installed
 	@echo "mgrpo is installed in $(VENV). Next: source $(VENV)/bin/activate; mgrpo --help; make quickstart"
 
@@ -46,6 +47,17 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/clang-format --dry-run -Werror csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h tests/native/*.cpp
 	$(VENV)/bin/hadolint Dockerfile
 	$(VENV)/bin/shellcheck .ci/run requirements/install.sh examples/cluster/slurm.sbatch
+
+# Without torch and vLLM: docstrings are read, not imported.
+DOCS := build/docs-venv
+$(DOCS)/.installed: requirements/docs.txt
+	$${PYTHON:-python3} -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
+	touch $@
+
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
+	@echo "open build/site/index.html, or for the search: python3 -m http.server --bind 127.0.0.1 --directory build/site"
 
 bench: $(VENV)/.installed
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(VENV)/bin/python tools/bench_ops.py

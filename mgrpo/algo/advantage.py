@@ -40,10 +40,14 @@ def advantages(
 
     Args:
         rewards: `[prompts, group]`; for "gdpo" `[prompts, group, functions]`.
+        normalization: "standard", "centered", "batch_std" or "gdpo", as above.
         ddof: a deviation divides by the number of its rewards minus this, 0 or 1.
+        eps: added to a deviation before it divides.
         weights: one per function, for "gdpo" only; None: 1 each.
     Returns:
         `[prompts, group]` in the type of `rewards`, float32 if that is an integer type.
+    Raises:
+        ValueError: an unknown normalization, a shape that it does not take, or an infinite reward.
     """
     _check(rewards, normalization, ddof, weights)
     if rewards.shape[1] == 1 and rewards.shape[0] > 1:

@@ -27,10 +27,15 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, *, 
     """Estimate of the KL divergence at each token; gradients flow through `logprobs` only.
 
     Args:
-        logprobs, ref_logprobs, old_logprobs: `[tokens]`; computed in fp32 or better.
-        estimator: 0, 1, 2 or 3, see the module's docstring; `old_logprobs` matters to 3 only.
+        logprobs: `[tokens]`, of the policy; computed in fp32 or better.
+        ref_logprobs: `[tokens]`, of the reference model.
+        old_logprobs: `[tokens]`, of the policy before the first update on this batch; matters to estimator 3 only.
+        estimator: with d = logprob - reference logprob and r = exp(logprob - old logprob), 0 is d, 1 is d^2 / 2, 2 is
+            exp(-d) - 1 + d, 3 is r d.
     Returns:
-        `[tokens]`.
+        `[tokens]`, at least fp32.
+    Raises:
+        ValueError: no such estimator.
     """
     if estimator not in range(NUM_ESTIMATORS):
         raise ValueError(f"kl_estimator={estimator!r} is unknown; choose 0, 1, 2 or 3")

@@ -47,9 +47,14 @@ def policy_loss(
         cu_seqlens: `[num_seqs + 1]` int32 over the tokens, whole sequences.
         ref_logprobs: `[tokens]`, required when beta is not 0; with beta 0 it only feeds metrics.
         rollout_logprobs: `[tokens]`, the engine's, required by corrections; otherwise for metrics.
+        config: names and bounds of the loss, the loss section of the configuration.
         keep: `[tokens]`, a factor of the policy term, not of the KL penalty; None: 1.
         denominator: `loss_denominator` of the whole mini-batch, a number or `[num_seqs]`; None: of these sequences alone.
         function: a user's loss in place of the named one; the formulas above are then its own.
+    Returns:
+        The scalar loss with a graph to `logprobs`, and metrics as sums with their counts.
+    Raises:
+        ValueError: `config` names an unknown loss, or one that needs log-probabilities that are not given.
     """
     logprobs = at_least_fp32(logprobs)
 

@@ -14,13 +14,30 @@ from typing import Any, Literal
 from mgrpo.config.fields import Setting, alternatives, section_types, settings
 from mgrpo.config.peers.presets import PRESETS
 
+COMMANDS = {
+    "mgrpo train": "Trains a model.",
+    "mgrpo eval": "Evaluates a model on the held-out prompts, without a learner; one process.",
+    "mgrpo rollout": "Prints some completions, with their turns and tools; one process, no training.",
+}
+"""The commands that take settings, and what they do."""
+OWN_FLAGS = {
+    "mgrpo train": (
+        ("--nproc-per-node", "N", "Start N ranks on this machine; without it the command is one rank, or torchrun's."),
+    ),
+    "mgrpo rollout": (("--num", "N", "How many prompts. (default: 4)"),),
+}
+"""Flags of a command that are no settings: name, value and meaning."""
+
 
 def help_text(prog: str | None = None) -> str:
-    """All settings, grouped by section, with type, meaning and default."""
+    """All settings, grouped by section, with type, meaning and default; first what the command itself does and takes."""
+    command = prog or ""
+    does = f"{COMMANDS[command]} " if command in COMMANDS else ""
     parser = argparse.ArgumentParser(
         prog=prog,
         usage="%(prog)s [--config FILE.yaml | FILE.yaml] [--preset NAME] [--name value | --name=value ...]",
-        description="A flag wins over the file, the file over the preset, the preset over the default. Lists take several "
+        description=does
+        + "A flag wins over the file, the file over the preset, the preset over the default. Lists take several "
         "words or a comma between them. Names of Open Instruct and TRL are also accepted: docs/config.md.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=8, width=100),
         allow_abbrev=False,
@@ -33,12 +50,15 @@ def help_text(prog: str | None = None) -> str:
         metavar="{" + ",".join(PRESETS) + "}",
         help="Whose defaults to use; `preset: NAME` in a file does the same. (default: mgrpo)",
     )
-    general.add_argument("--show_config", action="store_true", help="Print every value with its source and exit.")
-    general.add_argument(
-        "--dry_run",
-        action="store_true",
-        help="Check configuration, data and layout, start everything, train one step and keep nothing.",
-    )
+    for name, value, meaning in OWN_FLAGS.get(command, ()):
+        general.add_argument(name, metavar=value, help=meaning)
+    if command not in ("mgrpo eval", "mgrpo rollout"):
+        general.add_argument("--show_config", action="store_true", help="Print every value with its source and exit.")
+        general.add_argument(
+            "--dry_run",
+            action="store_true",
+            help="Check configuration, data and layout, start everything, train one step and keep nothing.",
+        )
     general.add_argument("-h", "--help", action="store_true", help="Show this text.")
     for section, record in section_types().items():
         group = parser.add_argument_group(section)

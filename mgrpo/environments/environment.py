@@ -15,8 +15,11 @@ class Call:
     """One call of a tool, as it was read from a turn."""
 
     name: str
+    """Of the tool."""
     arguments: Mapping[str, Any]
+    """As the model wrote them, by name."""
     id: str = ""
+    """What the model calls this call, in formats that have ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,9 @@ class Tool:
     """What a model is told of a tool."""
 
     name: str
+    """By which the model calls it."""
     description: str
+    """What it does, for the model."""
     parameters: Mapping[str, Any]
     """A JSON schema of type "object"."""
     returns: Mapping[str, Any] | None = None

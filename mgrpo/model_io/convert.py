@@ -264,13 +264,24 @@ def _memory_bytes(field: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+USAGE = """usage: mgrpo convert {hf-to-megatron|megatron-to-hf} ...
+
+Converts weights between Hugging Face and Megatron folders, bit for bit.
+
+  hf-to-megatron   a Hugging Face model into the ranks of a Megatron layout
+  megatron-to-hf   a Megatron folder, or a run's checkpoint, into a Hugging Face folder
+
+mgrpo convert COMMAND --help lists the flags of each.
+"""
+
+
 def convert_command(argv: Sequence[str]) -> int:
     """`mgrpo convert hf-to-megatron ...` or `mgrpo convert megatron-to-hf ...`."""
     commands = {"hf-to-megatron": hf_to_megatron_command, "megatron-to-hf": megatron_to_hf_command}
     if argv and argv[0] in commands:
         return commands[argv[0]](argv[1:], prog=f"mgrpo convert {argv[0]}")
     asked = bool(argv) and argv[0] in ("-h", "--help")
-    (sys.stdout if asked else sys.stderr).write(f"usage: mgrpo convert {{{'|'.join(commands)}}} ...\n")
+    (sys.stdout if asked else sys.stderr).write(USAGE)
     return 0 if asked else 2
 
 

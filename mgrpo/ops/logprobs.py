@@ -53,6 +53,8 @@ def token_logprobs(
         Logprobs `[n]` and entropy `[n]` or None, fp32, bitwise equal on all ranks of `group`. Collective over `group`:
         one all-gather of 16 bytes per token, none in backward: a rank's gradient is that of its own shard, given that
         every rank computes the same loss.
+    Raises:
+        ValueError: a shape, type, device or index that does not fit; `inplace` where the logits must survive.
     """
     if valid_cols is None:
         valid_cols = logits.shape[-1]

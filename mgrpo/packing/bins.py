@@ -15,7 +15,11 @@ def pack(lengths: Sequence[int], pack_length: int, *, multiple_of: int = 1) -> P
     """Indices of `lengths` in few packs: as many as `best_fit` or `next_fit` needs, whichever is fewer.
 
     Args:
-        pack_length: most tokens in a pack, a multiple of `multiple_of`, up to which packs are padded.
+        lengths: tokens of each document.
+        pack_length: maximum number of tokens in a pack, a multiple of `multiple_of`.
+        multiple_of: what the length of a pack is padded to a multiple of.
+    Returns:
+        One list of indices for each pack.
     Raises:
         ValueError: a document is longer than a pack, or `pack_length` is not such a multiple.
     """

@@ -35,16 +35,24 @@ def balance(
     epoch: int = 0,
     seed: int = 0,
 ) -> list[list[Packs]]:
-    """Indices of `lengths` as [mini-batch][data-parallel rank][micro-batch].
+    """Indices of `lengths`: a list of mini-batches, of data-parallel ranks, of micro-batches.
 
     All ranks of a mini-batch have the same number of micro-batches: as many as `pack` needs, at least one, rounded up
     to a multiple of `micro_batches_multiple_of`. A rank's costly ones come first; an empty list stands for a dummy
     pack. Exactly `num_mini_batches` parts come out; see `mini_batches`.
 
     Args:
-        pack_length: most tokens in a pack, a multiple of `multiple_of`, up to which packs are padded.
-        cost: of a document, default `Cost()`.
-        epoch, seed: which partition into mini-batches.
+        lengths: tokens of each document.
+        pack_length: maximum number of tokens in a pack, a multiple of `multiple_of`.
+        dp: data-parallel ranks.
+        num_mini_batches: optimizer steps that the documents are divided over.
+        multiple_of: what the length of a pack is padded to a multiple of.
+        micro_batches_multiple_of: what the number of micro-batches of a rank is rounded up to a multiple of.
+        cost: of a document, by which ranks are evened out; default `Cost()`.
+        epoch: which partition into mini-batches; each is another one.
+        seed: of the partitions after epoch 0.
+    Returns:
+        `result[mini_batch][rank][micro_batch]` is a list of indices of `lengths`.
     Raises:
         ValueError: a document is longer than a pack, or `pack_length` is not such a multiple.
     """

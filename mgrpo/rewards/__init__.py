@@ -28,10 +28,13 @@ def verify(
 
     Args:
         name: see docs/rewards.md; case does not matter.
+        completion: text of the answer, without the prompt.
         ground_truth: one JSON value, as the row's `ground_truth`; or numpy numbers and arrays.
-        prompt: what the completion answers, for judges. `query` is Open Instruct's name for it.
-        completion_ids: token ids of the completion, for the length verifiers; or their number as `num_tokens`.
-            `tokenized_prediction` is Open Instruct's name for the ids.
+        prompt: what the completion answers, for judges.
+        completion_ids: token ids of the completion, for the length verifiers.
+        num_tokens: their number, in place of the ids.
+        query: Open Instruct's name for `prompt`.
+        tokenized_prediction: Open Instruct's name for `completion_ids`.
         settings: fields of the reward section of the configuration, for example `code_api_url`.
     Returns:
         The score, or NaN where none could be given (time, memory, a crash, a server that fails, a ground truth that the

@@ -59,7 +59,10 @@ def evaluate(
     Writes into `output_dir/eval/NAME`, where NAME is the model folder's; what an earlier evaluation left there is renamed.
 
     Args:
+        config: as `mgrpo.GRPOConfig(...)` makes it.
         reward_funcs: as in `mgrpo.train`.
+    Returns:
+        Its metrics, and where its files are.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
     """

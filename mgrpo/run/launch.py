@@ -84,9 +84,11 @@ def train(
         loss: called on every rank in place of the configuration's `policy_loss`, see `mgrpo.algo.LossFunction`.
         tools: functions and environments that the model may call, in place of the configuration's; as in TRL. Other processes
             import them, so they stand at the top of a module, or of a script that does its work under `__name__ == "__main__"`.
-        environment_factory, rollout_func: as the settings of these names, also of such functions and classes.
+        environment_factory: as the setting of this name, also such classes and functions.
+        rollout_func: as the setting of this name, also such a function.
     Returns:
-        None with `cache_dataset_only`, which ends when the data are prepared.
+        What the run has reached, and where its files are; None with `cache_dataset_only`, which ends when the data are
+        prepared.
     Raises:
         ConfigError: every problem with the configuration and the data at once, before anything is started.
         NothingTrained: when everything has been written, if no step changed the weights.

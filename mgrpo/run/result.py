@@ -16,7 +16,9 @@ class TrainResult:
     """The outcome of a run."""
 
     output_dir: Path
+    """Where the run has written everything."""
     steps: int
+    """Training steps done, those before a resume included."""
     before: dict[str, float]
     """Metrics of the evaluation before training; empty without held-out data, and on ranks other than 0."""
     after: dict[str, float]
@@ -56,3 +58,4 @@ class EvaluationResult:
     output_dir: Path
     """Where metrics.jsonl, rollouts/ and report.html are."""
     metrics: dict[str, float]
+    """By the names that docs/metrics.md gives, beginning with `eval/`."""

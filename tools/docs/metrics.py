@@ -67,16 +67,16 @@ _CALLING = (
         "count",
         "calls of a tool, which the model knows by this name, in a completion, mean over all sampled",
     ),
-    ("tools/{name}/failure_rate", OI, "share", "of its calls, those that failed or were late; null without any"),
+    ("tools/{name}/failure_rate", OI, "fraction", "of its calls, those that failed or were late; null without any"),
     ("tools/aggregate/avg_calls_per_rollout", OI, "count", "calls of all tools together"),
-    ("tools/aggregate/failure_rate", OI, "share", "of all calls, those that failed or were late"),
+    ("tools/aggregate/failure_rate", OI, "fraction", "of all calls, those that failed or were late"),
     ("turns/mean", OWN, "count", "turns of the model in a completion, mean over all sampled"),
     ("turns/max", OWN, "count", "most turns of a completion"),
-    *((f"turns/ended_by/{how}", OWN, "share", f"completions that ended because {why}") for how, why in _ENDED),
+    *((f"turns/ended_by/{how}", OWN, "fraction", f"completions that ended because {why}") for how, why in _ENDED),
     (
         "turns/sampled_token_share",
         OWN,
-        "share",
+        "fraction",
         "of their tokens, those that the model has sampled; the others are what it was answered",
     ),
     (
@@ -126,22 +126,22 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("reward", TRL, "reward", "mean reward of every completion sampled, also in groups that a filter left out, so that filtering does not raise it"),
         logged("reward_std", TRL, "reward", "standard deviation (n - 1) of a group's rewards, mean over all sampled groups with two scores or more; TRL's later versions: of all rewards together, with scale_rewards=batch"),
         alias("objective/reward_std", OLD, "reward_std"),
-        logged("frac_reward_zero_std", TRL, "share", "of these groups, those whose rewards are equal up to rounding"),
+        logged("frac_reward_zero_std", TRL, "fraction", "of these groups, those whose rewards are equal up to rounding"),
         left_out("objective/rlhf_reward", OLD, "scores - beta x KL; both are logged: scores, loss/kl_avg"),
         alias("objective/non_score_reward", OLD, "loss/kl_avg", f"-beta x KL; {_SUM}"),
         logged("objective/verifiable_reward", OI, "reward", "verification_reward x weighted sum of the row's verifiers, before format and stop rules"),
-        logged("objective/verifiable_correct_rate", OI, "share", "completions for which that is above 0; objective/correct_reward is the strict one"),
+        logged("objective/verifiable_correct_rate", OI, "fraction", "completions for which that is above 0; objective/correct_reward is the strict one"),
         logged("objective/{verifier}_reward", OI, "score", "mean score of the verifier or of the user's reward function itself; Open Instruct: times verification_reward"),
-        logged("objective/{verifier}_correct_rate", OI, "share", "of the completions it scored, those with a score above 0"),
-        logged("objective/{verifier}_error_rate", OWN, "share", "of all completions sampled for it, those it could not score; not counted as wrong"),
-        logged("objective/correct_reward", OWN, "share", "completions whose verifiers all gave the full score, whatever format and stop rules say"),
-        logged("objective/format_reward", OWN, "share", "completions in the R1 format, when it is asked for"),
+        logged("objective/{verifier}_correct_rate", OI, "fraction", "of the completions it scored, those with a score above 0"),
+        logged("objective/{verifier}_error_rate", OWN, "fraction", "of all completions sampled for it, those it could not score; not counted as wrong"),
+        logged("objective/correct_reward", OWN, "fraction", "completions whose verifiers all gave the full score, whatever format and stop rules say"),
+        logged("objective/format_reward", OWN, "fraction", "completions in the R1 format, when it is asked for"),
         logged("objective/overlong_reward", OWN, "reward", "mean penalty for the length of a completion, with overlong_cache_length"),
         logged("val/format_scores", OI, "reward", "mean of r1_style_format_reward x (in the format)"),
         alias("rewards/{verifier}/mean", TRL, "objective/{verifier}_reward"),
         logged("rewards/{verifier}/std", TRL, "score", "standard deviation (n - 1) of the scores of the verifier or reward function"),
-        logged("val/no_score_rate", OWN, "share", "of all completions sampled, those without a score, which are not trained on"),
-        logged("unsolved_batch_size_ratio", OI, "share", "of the scored completions, those whose reward, without the penalty for length, is below the highest possible one of its row, which is higher with several verifiers"),
+        logged("val/no_score_rate", OWN, "fraction", "of all completions sampled, those without a score, which are not trained on"),
+        logged("unsolved_batch_size_ratio", OI, "fraction", "of the scored completions, those whose reward, without the penalty for length, is below the highest possible one of its row, which is higher with several verifiers"),
     ),
     "Judges and reward functions": (
         logged("objective/{verifier}_prompt_tokens", OWN, "tokens", "that a judge has read since the start"),
@@ -160,7 +160,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("val/sequence_lengths_unsolved", OI, "tokens", "mean length of the other scored ones; Open Instruct: of those with reward 0"),
         logged("val/sequence_lengths_solved_hist", OI, "lengths", "their lengths"),
         logged("val/sequence_lengths_unsolved_hist", OI, "lengths", "their lengths"),
-        logged("val/stop_rate", OI, "share", "completions trained on that ended by themselves"),
+        logged("val/stop_rate", OI, "fraction", "completions trained on that ended by themselves"),
         alias("val/stop_token_rate", OLD, "val/stop_rate"),
         alias("val/num_stop_token_ids", OLD, "val/stop_rate", "a count there"),
         logged("batch/prompt_lengths", OI, "lengths", "of the prompts trained on"),
@@ -171,10 +171,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("completions/mean_terminated_length", TRL, "tokens", "mean length of those that ended by themselves; null, not 0, without any"),
         logged("completions/min_terminated_length", TRL, "tokens", "shortest of those"),
         logged("completions/max_terminated_length", TRL, "tokens", "longest of those"),
-        logged("completions/clipped_ratio", TRL, "share", "of every completion sampled, those that did not end by themselves"),
+        logged("completions/clipped_ratio", TRL, "fraction", "of every completion sampled, those that did not end by themselves"),
     ),
     "Batch": (
-        logged("real_batch_size_ratio", OI, "share", "completions with a trained token / (prompts x samples) of a full step"),
+        logged("real_batch_size_ratio", OI, "fraction", "completions with a trained token / (prompts x samples) of a full step"),
         alias("other/real_batch_size_ratio", OLD, "real_batch_size_ratio"),
         logged("packed_ratio", OI, "1", "packs that hold a completion / completions"),
         alias("other/packed_ratio", OLD, "packed_ratio"),
@@ -189,13 +189,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("batch/filtered_prompts_solved", OI, "count", "of these, with the highest possible reward"),
         logged("batch/filtered_prompts_nonzero", OI, "count", "of these, with another reward"),
         logged("batch/filtered_prompts_unscored", OWN, "count", "of these, without any score"),
-        logged("batch/filtered_prompts_pct", OI, "share", "groups left out / groups sampled"),
+        logged("batch/filtered_prompts_pct", OI, "fraction", "groups left out / groups sampled"),
         logged("batch/no_resampled_prompts", OI, "count", "prompts that this step's results exclude for good (no_resampling_pass_rate)"),
-        logged("batch/percent_solved_mean", OI, "share", "mean reward of a group / its highest possible one, mean over the groups trained on"),
+        logged("batch/percent_solved_mean", OI, "fraction", "mean reward of a group / its highest possible one, mean over the groups trained on"),
         logged("batch/percent_solved_hist", OI, "rates", "that share of each group"),
         alias("val/solve_rate_hist", OI, "batch/percent_solved_hist"),
-        logged("batch/padding_frac", OWN, "share", "of the tokens in the packs, those that are padding"),
-        logged("batch/lost_token_frac", OWN, "share", "of the response tokens, those in no pack: must be 0"),
+        logged("batch/padding_frac", OWN, "fraction", "of the tokens in the packs, those that are padding"),
+        logged("batch/lost_token_frac", OWN, "fraction", "of the response tokens, those in no pack: must be 0"),
         logged("model_step_mean", OI, "version", "of the weights that sampled, mean over the tokens trained on"),
         logged("model_step_min", OI, "version", "the oldest"),
         logged("model_step_max", OI, "version", "the newest"),
@@ -214,7 +214,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("async/mixed_completions", OWN, "count", "completions trained on whose tokens come from several versions; only with inflight_updates"),
         logged("async/admitted", OWN, "count", "groups that have begun since the step before; a run begins with those of async_steps + 1 steps. A resumed run starts to count again"),
         logged("async/learner_waited_s", OWN, "s", "from the request for the step's batch until every learner has it: time/generate, time/score and packing"),
-        logged("async/engine_idle_share", OWN, "share", "of time/total, the part for which no engine had anything to sample"),
+        logged("async/engine_idle_share", OWN, "fraction", "of time/total, the part for which no engine had anything to sample"),
         logged("time/drain", OWN, "s", "waiting until the engines are paused, before they receive weights; without inflight_updates they finish their completions first"),
     ),
     "Replay buffer": (
@@ -230,23 +230,23 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("loss/kl_avg", OI, "1", "beta x KL estimate per trained token"),
         logged("loss/total_avg", OI, "1", "the sum of both; Open Instruct's is scaled by the number of ranks"),
         logged("policy/approxkl_avg", OLD, "nats", "(logprob - old logprob)^2 / 2"),
-        logged("policy/clipfrac_avg", OI, "share", "trained tokens whose loss is clipped"),
+        logged("policy/clipfrac_avg", OI, "fraction", "trained tokens whose loss is clipped"),
         alias("clip_ratio", TRL, "policy/clipfrac_avg"),
         alias("clip_ratio/region_mean", TRL, "policy/clipfrac_avg"),
         alias("cispo_clip_ratio", TRL, "policy/clipfrac_avg", "policy_loss=cispo"),
-        logged("clip_ratio/low_mean", TRL, "share", "those clipped at the lower bound"),
-        logged("clip_ratio/high_mean", TRL, "share", "those clipped at the upper bound"),
+        logged("clip_ratio/low_mean", TRL, "fraction", "those clipped at the lower bound"),
+        logged("clip_ratio/high_mean", TRL, "fraction", "those clipped at the upper bound"),
         left_out("clip_ratio/low_min", TRL, _EXTREME),
         left_out("clip_ratio/high_max", TRL, _EXTREME),
-        logged("policy/bounded_frac", OWN, "share", "trained tokens whose loss delta or dual_clip bounds"),
-        logged("val/policy_term_drop_frac", OWN, "share", "trained tokens whose policy term a mask of whole completions or of entropy drops"),
+        logged("policy/bounded_frac", OWN, "fraction", "trained tokens whose loss delta or dual_clip bounds"),
+        logged("val/policy_term_drop_frac", OWN, "fraction", "trained tokens whose policy term a mask of whole completions or of entropy drops"),
         logged("val/ratio", OI, "1", "exp(logprob - old logprob), or the completion's under a sequence level"),
         alias("ratio", TRL, "val/ratio"),
         logged("val/ratio_var", OI, "1", "its variance over the trained tokens"),
         logged("policy/entropy_avg", OI, "nats", "entropy of the distribution that a token is drawn from, at the sampling temperature and after its cuts (top_k, top_p, min_p)"),
         logged("rollout/kept_tokens_avg", OWN, "count", "tokens that were left to sample from, where the sampling is cut; mean over the sampled tokens"),
-        logged("rollout/kept_single_share", OWN, "share", "sampled tokens that were the only one left: they teach nothing"),
-        logged("rollout/kept_unknown_share", OWN, "share", "sampled tokens that are not trained, because the engine did not say all that was left to sample them from"),
+        logged("rollout/kept_single_share", OWN, "fraction", "sampled tokens that were the only one left: they teach nothing"),
+        logged("rollout/kept_unknown_share", OWN, "fraction", "sampled tokens that are not trained, because the engine did not say all that was left to sample them from"),
         alias("objective/entropy", OLD, "policy/entropy_avg", f"-log probability of the sampled tokens; {_SUM}"),
         alias("entropy", TRL, "policy/entropy_avg"),
         not_yet("entropy_coef", TRL, "the weight of the entropy bonus is not reported"),
@@ -269,7 +269,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("debug/vllm_vs_local_logprob_diff_std", OI, "nats", "its standard deviation over these tokens"),
         logged("debug/vllm_vs_local_logprob_diff_max", OI, "nats", "its largest value"),
         logged("debug/vllm_local_reverse_kl", OI, "nats", "the engine's logprob - logprob of these tokens: an unbiased estimate of KL(engine, policy); Open Instruct multiplies it by the probability once more, which makes it biased"),
-        logged("debug/vllm_vs_local_ratio_tail_frac", OWN, "share", "those of these tokens whose probabilities differ by more than a tenth: exp(difference) outside [0.9, 1.1]"),
+        logged("debug/vllm_vs_local_ratio_tail_frac", OWN, "fraction", "those of these tokens whose probabilities differ by more than a tenth: exp(difference) outside [0.9, 1.1]"),
         logged("async/logprob_diff_age_{n}", OWN, "nats", "the same mean over tokens that weights n versions older have sampled: what the policy has learned since; 127: or older"),
         alias("sampling/sampling_logp_difference/mean", TRL, "debug/vllm_vs_local_logprob_diff_mean"),
         alias("sampling/sampling_logp_difference/max", TRL, "debug/vllm_vs_local_logprob_diff_max"),
@@ -277,10 +277,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         alias("sampling/importance_sampling_ratio/mean", TRL, "val/rho_weight"),
         not_yet("sampling/importance_sampling_ratio/min", TRL, "the loss reports sums only"),
         not_yet("sampling/importance_sampling_ratio/max", TRL, "the loss reports sums only"),
-        logged("val/rho_clipfrac", OI, "share", "tokens whose weight is clamped"),
-        logged("val/rho_drop_frac", OI, "share", "tokens that a mask bound drops"),
-        logged("val/rho_drop_low_frac", OI, "share", "below the lower one"),
-        logged("val/rho_drop_high_frac", OI, "share", "above the upper one"),
+        logged("val/rho_clipfrac", OI, "fraction", "tokens whose weight is clamped"),
+        logged("val/rho_drop_frac", OI, "fraction", "tokens that a mask bound drops"),
+        logged("val/rho_drop_low_frac", OI, "fraction", "below the lower one"),
+        logged("val/rho_drop_high_frac", OI, "fraction", "above the upper one"),
         not_yet("val/rho_hist", OI, "the loss reports sums only"),
     ),
     "Time": (
@@ -311,7 +311,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         logged("time/actor_tokens_per_second", OWN, "tokens/s", "tokens of the step's prompts, each once, and completions / seconds for which any engine had something to sample since the step before"),
         not_yet("train_seq_len", TRL, "val/num_step_tokens counts the packs together"),
         logged("time/learner_tokens_per_second_per_gpu", OWN, "tokens/s", "tokens in the packs / seconds of the learners' part of the step / learner ranks"),
-        logged("learner_mfu", OI, "share", "operations of all passes of the step, without what recomputation repeats, / what the learners' GPUs could do at their peak in the learners' part of the step; only on GPUs whose data sheet the planner has"),
+        logged("learner_mfu", OI, "fraction", "operations of all passes of the step, without what recomputation repeats, / what the learners' GPUs could do at their peak in the learners' part of the step; only on GPUs whose data sheet the planner has"),
         not_yet("actor_mfu", OI, _FLOPS),
         not_yet("actor_mbu", OI, _FLOPS),
         logged("perf/max_memory_allocated_gb", VERL, "GiB", "largest amount in tensors on any learner's GPU since the previous step; only on GPUs"),
@@ -319,19 +319,19 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "Evaluation": (
         logged("eval/scores", OI, "reward", "mean reward"),
-        logged("eval/no_score_rate", OWN, "share", "completions without a score; they count as wrong"),
+        logged("eval/no_score_rate", OWN, "fraction", "completions without a score; they count as wrong"),
         logged("eval/sequence_lengths", OI, "tokens", "mean length, in sampled tokens"),
         logged("eval/sequence_lengths_min", OI, "tokens", "shortest completion"),
         logged("eval/sequence_lengths_max", OI, "tokens", "longest completion"),
-        logged("eval/stop_rate", OI, "share", "completions that ended by themselves"),
-        logged("eval/pass_at_1", OI, "share", "correct completions of a prompt, mean over prompts. Correct: full score of each verifier and the highest possible reward"),
-        logged("eval/pass_at_{n}", OI, "share", "prompts with a correct one among their n completions"),
-        logged("eval/pass_at_{k}_unbiased", OI, "share", "1 - C(n - c, k) / C(n, k) with c correct of n, mean over prompts; k = 1, 2, 4 ... up to n"),
+        logged("eval/stop_rate", OI, "fraction", "completions that ended by themselves"),
+        logged("eval/pass_at_1", OI, "fraction", "correct completions of a prompt, mean over prompts. Correct: full score of each verifier and the highest possible reward"),
+        logged("eval/pass_at_{n}", OI, "fraction", "prompts with a correct one among their n completions"),
+        logged("eval/pass_at_{k}_unbiased", OI, "fraction", "1 - C(n - c, k) / C(n, k) with c correct of n, mean over prompts; k = 1, 2, 4 ... up to n"),
         logged("eval/objective/verifiable_reward", OI, "reward", "as objective/verifiable_reward"),
-        logged("eval/objective/verifiable_correct_rate", OI, "share", "as objective/verifiable_correct_rate"),
+        logged("eval/objective/verifiable_correct_rate", OI, "fraction", "as objective/verifiable_correct_rate"),
         logged("eval/objective/{verifier}_reward", OI, "score", "as objective/{verifier}_reward"),
-        logged("eval/objective/{verifier}_correct_rate", OI, "share", "as objective/{verifier}_correct_rate"),
-        logged("eval/objective/{verifier}_error_rate", OWN, "share", "as objective/{verifier}_error_rate"),
+        logged("eval/objective/{verifier}_correct_rate", OI, "fraction", "as objective/{verifier}_correct_rate"),
+        logged("eval/objective/{verifier}_error_rate", OWN, "fraction", "as objective/{verifier}_error_rate"),
         logged("eval/rewards/{verifier}/std", TRL, "score", "as rewards/{verifier}/std"),
         logged("eval/val/format_scores", OI, "reward", "as val/format_scores"),
         *(
@@ -339,8 +339,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             for kind, whose in (("source", "the prompts of one dataset, where there are several"), ("verifier", "the prompts that name this verifier, where there are several"))
             for name, unit, meaning in (
                 ("scores", "reward", "mean reward of "),
-                ("pass_at_1", "share", "as eval/pass_at_1, of "),
-                ("pass_at_{n}", "share", "as eval/pass_at_{n}, of "),
+                ("pass_at_1", "fraction", "as eval/pass_at_1, of "),
+                ("pass_at_{n}", "fraction", "as eval/pass_at_{n}, of "),
             )
         ),
         alias("eval/actor_tokens_per_second", OI, "time/eval_actor_tokens_per_second"),
@@ -437,10 +437,10 @@ def to_markdown() -> str:
         others = [metric for metric in metrics if metric.status != "logged"]
         lines = [f"## {title}", ""]
         if own:
-            rows = ((f"`{metric.name}`", metric.unit, metric.source, metric.meaning) for metric in own)
+            rows = ((_anchored(metric.name), metric.unit, metric.source, metric.meaning) for metric in own)
             lines += [*table(("logged", "unit", "name of", "meaning"), rows), ""]
         if others:
-            rows = ((f"`{metric.name}`", metric.source, metric.status, _note(metric)) for metric in others)
+            rows = ((_anchored(metric.name), metric.source, metric.status, _note(metric)) for metric in others)
             lines += [*table(("other name", "of", "status", "note"), rows), ""]
         parts.append("\n".join(lines))
     return "\n".join(parts)
@@ -453,6 +453,11 @@ def _index() -> tuple[dict[str, Metric], list[tuple[re.Pattern[str], Metric]]]:
     return {metric.name: metric for metric in metrics}, [
         (_pattern(metric.name), metric) for metric in metrics if "{" in metric.name
     ]
+
+
+def _anchored(name: str) -> str:
+    """The name, with an anchor where it is a whole one."""
+    return f"`{name}`" if "{" in name else f'<a id="{name}"></a>`{name}`'
 
 
 def _pattern(name: str) -> re.Pattern[str]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
 import sys
 from pathlib import Path
 
 import yaml
 
-from mgrpo.config.fields import section_types, settings, shown
+from mgrpo.config.fields import Setting, section_types, settings, shown
 from mgrpo.config.help import field_docs, metavar, shown_default
 from mgrpo.config.peers.hints import hints
-from mgrpo.config.peers.names import Name, sections, table, trainers_of
+from mgrpo.config.peers.names import OURS, Name, sections, table, trainers_of
 from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
 from mgrpo.config.peers.translate import LOSS_TYPES
 from mgrpo.environments.catalog import NAMES
@@ -29,11 +30,11 @@ Written by `python -m tools.docs.settings > docs/config.md`; do not edit.
 overrides the file, the file overrides the preset, the preset overrides the default. A file holds `name: value` lines.
 `--show_config` prints every value with its source, and the run writes the same to `config.yaml` in its `output_dir`.
 
-Names of Open Instruct and TRL are accepted wherever a setting is. Every name below has one status:
+Settings stand in sections, each with a heading of its own. Names of Open Instruct and TRL are accepted wherever a setting is;
+those that are not settings themselves stand in a table at the end of each section, with one status:
 
 | status | meaning |
 |---|---|
-| used | a setting of this project |
 | derived | follows from other settings; a value given must agree |
 | alias | sets the settings that it names; the run prints one line for each. It is an error if such a setting is also given with another value |
 | no effect | accepted, but changes nothing; the run prints why |
@@ -73,29 +74,42 @@ def to_markdown() -> str:
 
 
 def _section(section: str) -> str:
-    lines = [f"## {section.capitalize()}", ""]
+    lines = [f"## {section.capitalize()} settings", ""]
     own = [setting for setting in settings().values() if setting.section == section]
-    if own:
-        documents = field_docs(section_types()[section])
-        rows = (
-            (
-                f"`{setting.name}`",
-                metavar(setting),
-                shown_default(setting.default),
-                trainers_of(setting),
-                "used",
-                documents[setting.name],
-            )
-            for setting in own
-        )
-        lines += markdown.table(("setting", "type", "default", "also in", "status", "meaning"), rows)
-        lines.append("")
+    documents = field_docs(section_types()[section]) if own else {}
+    for setting in own:
+        lines += [f"### `{setting.name}`", "", _facts(setting), "", _linked(documents[setting.name], setting.name), ""]
     others = [name for name in table().values() if name.section == section]
     if others:
-        rows = ((f"`{name.name}`", metavar(name.setting), _neutral(name), name.trainer, _status(name), _meaning(name)) for name in others)  # fmt: skip
-        lines += markdown.table(("other name", "type", "neutral values", "of", "status", "meaning"), rows)
+        rows = ((_anchored(name.name), name.trainer, _status(name), _neutral(name), _meaning(name)) for name in others)
+        lines += [f"### Other names: {section}", ""]
+        lines += markdown.table(("other name", "of", "status", "neutral values", "meaning"), rows)
         lines.append("")
     return "\n".join(lines)
+
+
+def _facts(setting: Setting) -> str:
+    """Type and default, and the trainers that have the name."""
+    trainers = trainers_of(setting)
+    shared = f" Also in {trainers}." if trainers != OURS else ""
+    return f"`{metavar(setting)}`, default `{shown_default(setting.default)}`.{shared}"
+
+
+_SETTING = re.compile("|".join(rf"`{name}`|(?<![\w`/.-]){name}(?![\w`/])" for name in settings() if "_" in name))
+
+
+def _linked(text: str, own: str = "") -> str:
+    """The text with a link at each page and setting in it except `own`; names without an underscore are also English words."""
+    text = _SETTING.sub(lambda found: found[0] if found[0] == own else _link(found[0].strip("`")), text)
+    return re.sub(r"\bdocs/(\w+\.md)", r"[\1](\1)", text)
+
+
+def _link(name: str) -> str:
+    return f"[`{name}`](#{name})"
+
+
+def _anchored(name: str) -> str:
+    return f'<a id="{name}"></a>`{name}`'
 
 
 def _neutral(name: Name) -> str:
@@ -107,8 +121,8 @@ def _status(name: Name) -> str:
 
 
 def _meaning(name: Name) -> str:
-    targets = ", ".join(f"`{target}`" for target in name.targets)
-    return "; ".join(part for part in (targets, name.sentence) if part)
+    targets = ", ".join(_link(target) for target in name.targets)
+    return "; ".join(part for part in (targets, _linked(name.sentence)) if part)
 
 
 def _losses() -> str:
@@ -133,7 +147,7 @@ def _presets() -> str:
     changed = [name for name in settings() if any(name in PRESETS[preset] for preset in names)]
     rows = (
         (
-            f"`{name}`",
+            _link(name),
             shown_default(settings()[name].default),
             *(shown(PRESETS[preset][name]) if name in PRESETS[preset] else "" for preset in names),
         )
@@ -182,7 +196,7 @@ def _missing_tools(words: list[str]) -> list[str]:
 
 def _words() -> str:
     rows = (
-        (f"`{name}`", hint.trainer, ", ".join(f"`{target}`" for target in hint.targets), hint.sentence)
+        (_anchored(name), hint.trainer, ", ".join(map(_link, hint.targets)), _linked(hint.sentence))
         for name, hint in hints().items()
     )
     lines = [
