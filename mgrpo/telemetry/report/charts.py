@@ -116,7 +116,8 @@ def _held_out(chart: Chart, run: Run) -> Iterable[tuple[str, str]]:
 
 
 def _series(course: Course, curves: Mapping[str, Curve], dots: Mapping[str, Points]) -> list[Series]:
-    nothing = Curve(mean=[None] * len(course.places), low=[], high=[], smooth=[])
+    empty: Values = [None] * len(course.places)
+    nothing = Curve(mean=empty, low=empty, high=empty, smooth=[])
     wanted: dict[str, tuple[Curve, Points]] = {}
     for name, curve in curves.items():
         if curve.range() is not None and not any(curve.mean == other.mean for other, _ in wanted.values()):

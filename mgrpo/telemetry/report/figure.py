@@ -181,8 +181,8 @@ class Frame:
         if series.course.size > 1:
             found += self._bands(xs, curve.low, curve.high, f"band f{colour}")
         if curve.smooth:
-            faint = self._lines(xs, curve.mean, f"faint s{colour}") if series.course.size == 1 else []
-            found += [*faint, *self._lines(xs, curve.smooth, f"line s{colour}")]
+            found += self._lines(xs, curve.mean, f"faint s{colour}")
+            found += self._lines(xs, curve.smooth, f"line s{colour}")
         else:
             found += self._lines(xs, curve.mean, f"line s{colour}")
         if len(series.dots) > 1 and not any(value is not None for value in curve.mean):

@@ -45,8 +45,7 @@ TILES = (
     ("Reward", "reward", "{:.3g}", ""),
     ("Length", "completions/mean_length", "{:.4g}", "tokens"),
     ("Entropy", "policy/entropy_avg", "{:.3g}", "nats"),
-    ("KL to the reference", "objective/kl2_avg", "{:.3g}", "nats"),
-    ("Gradient norm", "optim/grad_norm", "{:.3g}", ""),
+    ("KL", "objective/kl2_avg", "{:.3g}", "nats"),
     ("Time of a step", "time/total", "{:.3g}", "s"),
     ("Engines", "time/actor_tokens_per_second", "{:,.0f}", "tokens/s"),
 )
@@ -109,8 +108,8 @@ def _tiles(run: Run) -> str:
 
 
 def _tile(name: str, now: str, before: str, unit: str = "") -> str:
-    was = f"<small>{text(before)} at the start</small>" if before else ""
-    return f"<div class='tile'><span>{text(name)}</span><b>{text(now)} <i>{unit}</i></b>{was}</div>"
+    was = f"<small>start {text(before)}</small>" if before else ""
+    return f"<div class='tile'><span>{text(name)} <i>{unit}</i></span><b>{text(now)}</b>{was}</div>"
 
 
 def _facts(run: Run) -> list[str]:
@@ -207,9 +206,9 @@ def engines(run: Run) -> str:
     legend = "".join(f"<span class='key engine {text(state)}'>{text(state)}</span>" for state in states)
     return (
         f"<h3 id='engines'>Engines</h3><figure class='chart wide'><div class='legend'>{legend}</div>"
-        f"<svg viewBox='0 0 900 {20 * len(numbers) + 20}' role='img' aria-label='states of the engines by step'>{''.join(bars)}"
+        f"<svg viewBox='0 0 1160 {20 * len(numbers) + 20}' role='img' aria-label='states of the engines by step'>{''.join(bars)}"
         f"<text x='{_place(1, last):.1f}' y='{20 * len(numbers) + 15}'>step 1</text>"
-        f"<text x='890' y='{20 * len(numbers) + 15}' text-anchor='end'>{last}</text></svg>"
+        f"<text x='1150' y='{20 * len(numbers) + 15}' text-anchor='end'>{last}</text></svg>"
         f"<p class='hint'>{text('At the end: ' if run.is_over else 'Now: ')}{text(now)}. docs/engines.md says what each state means.</p>"
         f"</figure>" + (table(("by step", "engine", "failure"), failures) if failures else "")
     )
@@ -226,7 +225,7 @@ def _history(changes: Sequence[tuple[int, Sequence[Record]]], number: int) -> li
 
 
 def _place(step: float, last: int) -> float:
-    return 80 + 810 * (min(max(step, 1), last + 1) - 1) / last
+    return 80 + 1070 * (min(max(step, 1), last + 1) - 1) / last
 
 
 def contents(parts: Sequence[tuple[str, str]]) -> str:

@@ -42,7 +42,12 @@
       all(".key b", figure).forEach((value) => value.remove());
       const output = figure.querySelector("output");
       output.textContent = "";
+      // Values lie over the chart where they need more lines: it must not move under the pointer.
+      const legend = figure.querySelector(".legend");
+      legend.style.height = "";
+      legend.classList.toggle("reading", step !== null);
       if (step === null || figure.classList.contains("hidden")) continue;
+      legend.style.height = `${legend.offsetHeight}px`;
       const height = heights(chart), line = document.createElementNS(SVG, "line");
       let label = `step ${step}`, stacked = 0, alone = "";
       chart.series.forEach((series, index) => {
@@ -60,7 +65,7 @@
         }
         if (value === null) return;
         let words = shown(value, chart.unit);
-        if (series.smooth && series.smooth[at] != null) words += ` \u00b7 mean ${shown(series.smooth[at], chart.unit)}`;
+        if (chart.series.length === 1 && series.smooth && series.smooth[at] != null) words += ` \u00b7 mean ${shown(series.smooth[at], chart.unit)}`;
         const key = all(".key", figure)[index];
         if (key) {
           const bold = document.createElement("b");
@@ -131,11 +136,11 @@
     const samples = all("#samples-shown .sample");
     for (const sample of samples) {
       const { kind: is, end, reward } = sample.dataset, value = parseFloat(reward);
-      const asked = sample.closest(".prompt").querySelector(".asked");
+      const asked = all(":scope > .asked, :scope > .facts", sample.closest(".prompt")).map((part) => part.textContent).join(" ");
       const fits =
         (!kind || (kind === "cut" ? end === "length" : is === kind)) &&
         (isNaN(least) || value >= least) && (isNaN(most) || value <= most) &&
-        (!words || sample.textContent.toLowerCase().includes(words) || asked.textContent.toLowerCase().includes(words));
+        (!words || sample.textContent.toLowerCase().includes(words) || asked.toLowerCase().includes(words));
       sample.classList.toggle("hidden", !fits);
       if (fits) found += 1;
     }

@@ -77,7 +77,7 @@ class Gallery:
         return (
             f"<article class='sample {kind}' id='{number}' data-kind='{kind}' data-end='{text(ended_by)}'"
             f" data-reward='{text(shown(reward)) if isinstance(reward, (int, float)) else ''}'>"
-            f"<p class='facts'><b>{text(shown(reward)) or 'no score'}</b> {text('; '.join(_facts(record, ended_by)))}</p>"
+            f"<p class='facts'><b>{f'reward {text(shown(reward))}' if reward is not None else 'no score'}</b> {text('; '.join(_facts(record, ended_by)))}</p>"
             f"<pre>{text(completion or '', limit=CHARACTERS) or '<i>nothing</i>'}</pre>"
             + "".join(f"<p class='facts'>{text(label, limit=CHARACTERS)}</p>" for label in labels)
             + "</article>"
@@ -112,7 +112,9 @@ class Gallery:
         first, *others = [record | {"ground_truth": None} for record in records[:MAX_ANSWERS]]
         rewards = [r for record in records if isinstance(r := record.get("reward"), (int, float))]
         mean = (
-            f"reward {shown(sum(rewards) / len(rewards))} over {len(records)}" if len(records) > 1 and rewards else ""
+            f"mean reward {shown(sum(rewards) / len(rewards))} of {len(records)}"
+            if len(records) > 1 and rewards
+            else ""
         )
         more = "".join(map(self.sample, others))
         return (

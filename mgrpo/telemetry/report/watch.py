@@ -52,10 +52,9 @@ class Pages:
         version = self.version()
         with self._lock:
             if version != self._version:
-                began = time.monotonic()
+                began = time.thread_time()
                 self._page, self._version = self._make(version), version
-                now = time.monotonic()
-                self._due = now + max(MIN_REST_S, REST * (now - began))
+                self._due = time.monotonic() + max(MIN_REST_S, REST * (time.thread_time() - began))
             return self._page
 
     def _make(self, version: str) -> str:

@@ -289,7 +289,7 @@ def test_engines_that_died_are_seen_at_their_step(tmp_path):
         "engine serving",
         *(f"engine {s}" for s in ("serving", "starting", "serving")),
     ]
-    assert [float(a["width"]) for a in bars] == pytest.approx([810, 405, 162, 243], abs=0.1)
+    assert [float(a["width"]) for a in bars] == pytest.approx([1070, 535, 214, 321], abs=0.1)
     assert page.text.count("no answer <b>") == 1 and "engine 0 serving, engine 1 serving" in page.text
 
 
@@ -300,6 +300,7 @@ def test_a_page_of_a_long_run_is_small_and_soon_made(tmp_path):
         step_line(step, **{name: float((step * 7919 + n) % 1009) for n, name in enumerate(names)})
         for step in range(1, 10_001)
     ]
+    lines += [{"step": step, "eval/scores": step / 10_000, "eval/pass_at_1": 0.5} for step in range(0, 10_001, 100)]
     write_run(tmp_path, lines)
     records = [record(n, float(n % 5), "lorem ipsum " * 100, prompt=n // 8) for n in range(20_000)]
     write_lines(tmp_path / "rollouts" / "eval_step_0.jsonl", records)
