@@ -235,7 +235,6 @@
       open: all("details[id]").filter((one) => one.open && !one.dataset.opened).map((one) => one.id),
       known: all("details[id]").map((one) => one.id),
       off: [...runsOff],
-      scroll: scrollY,
       focus: document.activeElement && document.activeElement.id,
       selection: document.activeElement && document.activeElement.type === "search" ? document.activeElement.selectionStart : null,
     };
@@ -250,7 +249,6 @@
       find(before.focus).focus({ preventScroll: true });
       if (before.selection !== null) find(before.focus).setSelectionRange(before.selection, before.selection);
     }
-    scrollTo({ top: before.scroll, behavior: "instant" });
   }
   function begin() {
     values = JSON.parse(find("values").textContent);

@@ -251,6 +251,8 @@ def test_a_file_of_a_run_that_goes_on_loads_itself_again(page, run):
     page.goto(write_report(run).as_uri())
     page.fill("#search", "now")
     page.select_option("#kind", "correct")
+    page.locator("#found").scroll_into_view_if_needed()
+    place = page.evaluate("scrollY")
     append_lines(run / "metrics.jsonl", [step_line(21)])
     (run / "status.json").write_text(json.dumps({"state": "finished", "cause": ""}))
     write_report(run)
@@ -259,6 +261,7 @@ def test_a_file_of_a_run_that_goes_on_loads_itself_again(page, run):
     assert "step 21" in page.locator(".progress").text_content()
     assert page.input_value("#search") == "now" and page.input_value("#kind") == "correct"
     assert page.locator("html").get_attribute("data-follow") == ""
+    assert place > 100 and abs(page.evaluate("scrollY") - place) < 2
 
 
 def test_a_page_that_waits_shows_the_run_when_it_begins(page, tmp_path, monkeypatch):

@@ -62,7 +62,8 @@ class Page(HTMLParser):
 @pytest.fixture
 def run(tmp_path):
     """The files of a run, with hostile text wherever text can be."""
-    lines = [BEFORE, *(step_line(step) for step in range(1, 11)), AFTER]
+    steps = [step_line(step, **{"objective/' onfocus='alert(5)_reward": step / 7}) for step in range(1, 11)]
+    lines = [BEFORE, *steps, AFTER]
     write_run(
         tmp_path,
         lines,
@@ -74,7 +75,10 @@ def run(tmp_path):
     write_lines(tmp_path / "rollouts" / "eval_step_9.jsonl", [record(0, -1.0, "an older answer")])
     write_lines(tmp_path / "rollouts" / "eval_step_10.jsonl", records)
     tokens = {"tokens": HOSTILE, "logprobs": [-0.1] * len(HOSTILE)}
-    write_lines(tmp_path / "rollouts" / "train_samples.jsonl", [record(0, text=HOSTILE[1]) | tokens])
+    write_lines(
+        tmp_path / "rollouts" / "train_samples.jsonl",
+        [record(0, text=HOSTILE[1]) | tokens | {"finish_reason": HOSTILE[2]}],
+    )
     return tmp_path
 
 
@@ -124,7 +128,7 @@ def test_the_page_shows_settings_curves_and_evaluations(run):
     assert [series["name"] for series in charts["c1"]["series"]] == ["training", "held-out"]
     assert charts["c1"]["series"][0]["values"] == [step / 20 for step in range(1, 11)]
     assert charts["c1"]["series"][1]["dots"] == [[0, 0.25], [10, 0.75]]
-    assert "optim/steps 1, time/total 2" in page.text and len([tag for tag, _ in page.tags if tag == "polyline"]) == 3
+    assert "optim/steps 1, time/total 2" in page.text and len([tag for tag, _ in page.tags if tag == "polyline"]) == 4
 
 
 def test_a_run_without_evaluations_or_settings_has_a_page(tmp_path):
