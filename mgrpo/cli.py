@@ -1,4 +1,4 @@
-"""The command line: `mgrpo train`, `launch`, `eval`, `rollout`, `report`, `plan`, `convert` and `env`. `examples/train_grpo.py` is the train command."""
+"""The command line: `mgrpo train`, `launch`, `eval`, `rollout`, `watch`, `report`, `plan`, `convert` and `env`. `examples/train_grpo.py` is the train command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name 
        mgrpo engines list|add|remove [NUMBER] --run DIR     the engines of a run that is going on
        mgrpo code-server [--port 1234] ...                  run the sandbox for programs as a service
        mgrpo index FILE.jsonl ... --out INDEX               build an index of documents for the tool search
-       mgrpo report DIR                                     write a run's report.html again
+       mgrpo watch DIR ...                                  serve a page on this machine that follows a run
+       mgrpo report DIR ...                                 write a run's report.html again, or compare several runs
        mgrpo plan [--config FILE.yaml] [--gpu H100] ...       estimate memory, time and layouts of a run
        mgrpo convert hf-to-megatron --hf DIR --out DIR [--tensor_model_parallel_size N ...] [--verify]
        mgrpo convert megatron-to-hf --checkpoint DIR --out DIR [--hf DIR] [--dtype NAME] [--verify]
@@ -41,6 +42,7 @@ COMMANDS = {
     "engines": ("mgrpo.run.engines", "engines_command"),
     "code-server": ("mgrpo.sandbox.server", "serve_command"),
     "index": ("mgrpo.environments.tools.indexing", "index_command"),
+    "watch": ("mgrpo.telemetry.report", "watch_command"),
     "report": ("mgrpo.telemetry.report", "report_command"),
     "plan": ("mgrpo.planner.command", "plan_command"),
     "convert": ("mgrpo.model_io.convert", "convert_command"),

@@ -166,6 +166,11 @@ def _get_ready(
     """Rank 0: data and engines first, because opening the files moves those of an earlier run aside."""
     production = prepare(config, started)
     reporter = Reporter(
-        config, scale=started.rewarder.scale, throughput=throughput, resumed=resumed, resume_from=resume_from
+        config,
+        scale=started.rewarder.scale,
+        throughput=throughput,
+        resumed=resumed,
+        resume_from=resume_from,
+        engines=started.fleet.roster.describe,
     )
     return production, reporter

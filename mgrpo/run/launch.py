@@ -302,13 +302,13 @@ def _run(
         reason = str(err)
         if reason and parts:
             ending.report(reason)
-        trainer.close()
+        trainer.close(reason)
         watch.leave(is_failing=False)
         sys.exit(1 if reason else 128 + signal.SIGTERM)
     except BaseException as err:
         if trainer is not None:
             trainer.states.stop()
-            trainer.reporter.close()
+            trainer.reporter.close("" if isinstance(err, KeyboardInterrupt) else f"{type(err).__name__}: {err}")
         if not isinstance(err, KeyboardInterrupt):
             if _may_follow_from_another(err) and watch.has_other_cause(OTHER_CAUSE_S):
                 ending.silence()

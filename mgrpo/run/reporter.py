@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,13 @@ from mgrpo.run.best import BestExport
 from mgrpo.run.upload import Uploads
 from mgrpo.telemetry.alerts import Watch
 from mgrpo.telemetry.batch import batch_metrics, staleness
+from mgrpo.telemetry.engines import EngineStates
 from mgrpo.telemetry.evaluation import correctness, evaluation_metrics
 from mgrpo.telemetry.metrics import MetricsWriter
 from mgrpo.telemetry.progress import Progress
 from mgrpo.telemetry.report import write_report
 from mgrpo.telemetry.samples import EvaluationTables, Traces, TrainSamples
+from mgrpo.telemetry.status import write_status
 from mgrpo.telemetry.versions import version_line
 from mgrpo.types import RewardScale
 
@@ -66,6 +68,7 @@ class Reporter:
         throughput: Throughput | None = None,
         resumed: Mapping[str, Any] | None = None,
         resume_from: str | None = None,
+        engines: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
         """Open the files. Those of an earlier run are moved aside, so make it only once the run has started well.
 
@@ -73,6 +76,7 @@ class Reporter:
             scale: what rewards are measured in; None where functions decide.
             throughput: of the learners; None for an evaluation alone.
             resumed: the trainer's state from the checkpoint at `resume_from`, which the run continues.
+            engines: the states of the run's engines.
         """
         self.config, self.scale, self.throughput = config, scale, throughput
         self.output_dir = Path(config.experiment.output_dir)
@@ -97,6 +101,8 @@ class Reporter:
                 config.experiment.run_name,
                 resumed_after=resumed_after,
             )
+        self.describe_engines = engines
+        self.engine_states = EngineStates(self.output_dir, resumed_after=resumed_after)
         self.best = BestExport(
             self.output_dir / "hf", config.checkpoint, resumed=continued["head"].get("best") if continued else None
         )
@@ -110,6 +116,8 @@ class Reporter:
         self.report_due = time.monotonic() + REPORT_EVERY_S
         """When the report is next brought up to date between evaluations."""
         self._failure = ""
+        self._has_ended = False
+        write_status(self.output_dir, "running")
 
     @property
     def failure(self) -> str:
@@ -179,6 +187,7 @@ class Reporter:
             self.writer.write(step, metrics)
             for record in self.samples.write(step, rollouts.groups, rollouts.dropped, advantages):
                 self.writer.text(step, f"samples/{record['sample_idx']}", json.dumps(record, indent=1, default=str))
+            self.engine_states.write(step, self.describe_engines())
             if self.traces:
                 self.traces.write(step, rollouts.groups, rollouts.dropped, advantages)
         scalars = {name: value for name, value in metrics.items() if not isinstance(value, list)}
@@ -260,6 +269,8 @@ class Reporter:
         """The run is over: a summary on the terminal."""
         with self._writing():
             self.writer.close()
+            write_status(self.output_dir, "finished")
+        self._has_ended = True
         self.progress.finish(before=before or None, after=after or None)
         if self.best.best:
             self.say(f"best export: {self.best.best}")
@@ -270,11 +281,17 @@ class Reporter:
         """How far the files are, and the best export, in JSON."""
         return {"num_lines": self.writer.num_lines, "best": self.best.state_dict()}
 
-    def close(self) -> None:
-        """Close the files with a last report, however the run ended, and give the terminal back."""
+    def close(self, cause: str = "") -> None:
+        """Close the files with a last report, however the run ended, and give the terminal back.
+
+        Args:
+            cause: why the run has failed; empty: it has not, or was asked to stop.
+        """
         self.progress.close()
         with self._writing():
             self.writer.close()
+            if not self._has_ended:
+                write_status(self.output_dir, "failed" if cause else "stopped", cause)
         self.write_report()
 
 
@@ -324,5 +341,5 @@ class SilentReporter:
         """Nothing: rank 0 has it."""
         return {}
 
-    def close(self) -> None:
+    def close(self, cause: str = "") -> None:
         """Nothing."""

@@ -283,9 +283,9 @@ class Trainer:
         self.health.has_trained = self.version > 0
         self.source.load_state_dict({"step": state["step"], **state["head"]})
 
-    def close(self) -> None:
-        """Leave all process groups. Collective."""
-        self.reporter.close()
+    def close(self, cause: str = "") -> None:
+        """Leave all process groups. Collective; `cause` as for the reporter."""
+        self.reporter.close(cause)
         dist.barrier(group=self.learner.host_group)
         self.lead.close()
         backend.leave_process_groups()

@@ -15,6 +15,12 @@ MOST = 0.99
 """A fraction from which on "almost every" is said."""
 HALF_UNSCORED = 0.5
 """The fraction of completions without a score that is worth a warning."""
+_PAGES = {
+    "objective/": "docs/rewards.md",
+    "val/no_score_rate": "docs/rewards.md",
+    "tools/": "docs/environments.md",
+}
+"""Documentation by the beginning of a metric's name; docs/troubleshooting.md for the others."""
 
 Metrics = Mapping[str, object]
 
@@ -33,26 +39,35 @@ class Watch:
 
     def after(self, step: int, metrics: Metrics) -> list[str]:
         """The warnings that are due after training step `step`, one sentence each."""
+        return list(self.due(step, metrics).values())
+
+    def due(self, step: int, metrics: Metrics) -> dict[str, str]:
+        """The same by the metric that shows each."""
         found = signs(metrics)
         self.lasting = {name: self.lasting.get(name, 0) + 1 for name in found}
-        due = []
+        due = {}
         for name, sentence in found.items():
             is_new = step - self.said_at.get(name, step - REPEAT_AFTER) >= REPEAT_AFTER
             if self.lasting[name] >= self.patience and is_new:
                 self.said_at[name] = step
-                due.append(f"{_steps(self.lasting[name])}: {sentence}")
+                due[name] = f"{_steps(self.lasting[name])}: {sentence}"
         return due
 
 
-def replay(lines: Iterable[Metrics], total_steps: int) -> list[tuple[int, str]]:
-    """`(step, warning)` of a run, from the lines of its metrics.jsonl."""
+def replay(lines: Iterable[Metrics], total_steps: int) -> list[tuple[int, str, str]]:
+    """`(step, metric, warning)` of a run, from the lines of its metrics.jsonl."""
     watch = Watch(total_steps)
     return [
-        (step, text)
+        (step, name, text)
         for line in lines
         if isinstance(step := line.get("step"), int) and "optim/steps" in line
-        for text in watch.after(step, line)
+        for name, text in watch.due(step, line).items()
     ]
+
+
+def help_page(metric: str) -> str:
+    """The page of the documentation that helps with a sign."""
+    return next((page for start, page in _PAGES.items() if metric.startswith(start)), "docs/troubleshooting.md")
 
 
 def signs(metrics: Metrics) -> dict[str, str]:

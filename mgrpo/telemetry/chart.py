@@ -1,10 +1,9 @@
-"""Curves over training steps as SVG: in `report.html`, and as pictures of their own."""
+"""Curves over training steps as SVG pictures of their own, and what the charts of `report.html` share with them."""
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from mgrpo.telemetry.samples import Record
 
@@ -47,22 +46,6 @@ def reward_svg(rewards: Points, evaluations: Points) -> str:
             frame.line(bold, COLOURS[0], 2.4),
             *(frame.dot(point, 4, COLOURS[1]) for point in evaluations),
             _label(frame.left, 13, "start", f"mean reward per step (thin), of the last {window} steps (bold){dots}"),
-        ]
-    )
-
-
-def curves_svg(title: str, curves: Mapping[str, Points], *, width: int = WIDTH // 2 - 8, height: int = 170) -> str:
-    """Several metrics by name in one frame, as one `<svg>` element; those without points are left out."""
-    curves = {name: points for name, points in curves.items() if points}
-    frame = Frame([point for points in curves.values() for point in points], width, height)
-    names = "".join(
-        f"<tspan dx='8' fill='{colour}'>{html.escape(name)}</tspan>"
-        for name, colour in zip(curves if len(curves) > 1 else (), COLOURS, strict=False)
-    )
-    return frame.svg(
-        [
-            *(frame.line(points, colour, 1.4) for points, colour in zip(curves.values(), COLOURS, strict=False)),
-            f"<text x='{frame.left:.1f}' y='13'>{html.escape(title)}{names}</text>",
         ]
     )
 

@@ -83,7 +83,7 @@ class TrainSamples:
         if resumed_after is None:
             move_aside([self.path])
         elif self.path.exists():
-            write_whole(self.path, "".join(_lines_until(self.path, step=resumed_after)))
+            write_whole(self.path, "".join(lines_until(self.path, step=resumed_after)))
 
     def write(
         self,
@@ -120,7 +120,7 @@ class Traces:
             move_aside(shards)
             return
         for number in reversed(range(len(shards))):
-            kept = _lines_until(shards[number], step=resumed_after)
+            kept = lines_until(shards[number], step=resumed_after)
             if kept:
                 write_whole(shards[number], "".join(kept))
                 self.shard, self.num_lines = number, len(kept)
@@ -261,8 +261,8 @@ def read_records(paths: Iterable[Path]) -> Iterator[Record]:
                     continue
 
 
-def _lines_until(path: Path, *, step: int) -> list[str]:
-    """The lines before the first one of a later step or the first incomplete one."""
+def lines_until(path: Path, *, step: int) -> list[str]:
+    """The lines of a JSONL file before the first one of a later step or the first incomplete one."""
     kept: list[str] = []
     with path.open(encoding="utf-8") as lines:
         for line in lines:

@@ -112,7 +112,7 @@ def test_some_of_what_training_sampled_can_be_read(tmp_path, batch) -> None:
     ]  # fmt: skip
     assert [record["advantage"] for record in records[:2]] == [sample.advantage for sample in batch.samples[:2]]
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "Samples of training" in page
+    assert "Training samples" in page
 
 
 def test_a_completion_with_branches_has_one_advantage(tmp_path, batch) -> None:
@@ -186,6 +186,48 @@ def test_a_failed_report_does_not_end_the_run(tmp_path, monkeypatch, caplog) -> 
     monkeypatch.setattr("mgrpo.run.reporter.write_report", fail)
     report(tmp_path).write_report()
     assert "no report: OSError: disk full" in caplog.text
+
+
+def test_a_run_says_how_it_ended(tmp_path) -> None:
+    """From outside, a run that has failed, was stopped or is done looks the same: nothing is written any more."""
+    status = tmp_path / "out" / "status.json"
+
+    def said() -> dict:
+        return json.loads(status.read_text())
+
+    reporter = report(tmp_path)
+    assert said() == {"state": "running", "cause": ""}
+    reporter.close("RuntimeError: engine 1 <b>")
+    assert said() == {"state": "failed", "cause": "RuntimeError: engine 1 <b>"}
+    assert "engine 1 &lt;b&gt;" in (tmp_path / "out" / "report.html").read_text()
+    reporter = report(tmp_path)
+    reporter.close()
+    assert said()["state"] == "stopped"
+    reporter = report(tmp_path)
+    reporter.finish(before={}, after={})
+    reporter.close()
+    assert said()["state"] == "finished"
+
+
+def test_states_of_engines_are_written_when_they_change(tmp_path, batch) -> None:
+    """A run of 10,000 steps with two healthy engines writes one line; a resumed run repeats its steps, not their lines."""
+    engines = [{"engine": 0, "state": "serving", "starts": 1, "last_failure": ""}]
+    reporter = report(tmp_path, engines=lambda: [dict(engine) for engine in engines])
+    for number in (1, 2, 3):
+        if number == 3:
+            engines[0] |= {"state": "starting", "starts": 2, "last_failure": "no answer"}
+        step(reporter, number, batch)
+        if number == 2:
+            saved = {"step": 2, "head": reporter.state_dict()}
+    path = tmp_path / "out" / "engines.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["engines"][0]["state"]) for line in found] == [(1, "serving"), (3, "starting")]
+    reporter.close()
+    place = str(tmp_path / "out" / "checkpoints" / "step_2")
+    report(tmp_path, resumed=saved, resume_from=place).close()
+    assert len(path.read_text().splitlines()) == 1
+    report(tmp_path).close()
+    assert not path.exists() and path.with_name("engines.jsonl.1").exists()
 
 
 @pytest.mark.parametrize("role", ["Source", "Reporter"])

@@ -122,4 +122,4 @@ def test_the_metrics_file_gives_the_same_warnings():
     """The report is written from it, also after a crash; NaN is null there, and evaluations are no steps."""
     steps = [{"step": step, **GOOD, **(FLAT if step > 4 else {}), "reward": None} for step in range(1, 9)]
     lines = [{"step": 0, "eval/scores": 0.5}, *steps, {"step": 8, "eval/scores": 0.5}]
-    assert [step for step, _ in replay(json.loads(json.dumps(lines)), 100)] == [7]
+    assert [step for step, _, _ in replay(json.loads(json.dumps(lines)), 100)] == [7]

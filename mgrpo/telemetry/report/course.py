@@ -1,0 +1,81 @@
+"""How metrics change over the steps of a run, thinned to what a chart can show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mgrpo.telemetry.chart import Points, metric_points, running_mean
+from mgrpo.telemetry.samples import Record
+
+MAX_PLACES = 300
+"""Places along the x axis of a chart; each stands for one step or for several in a row."""
+MIN_SMOOTHED = 20
+"""Steps from which on a running mean is worth drawing."""
+
+Values = list[float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One metric: its mean at each place, its range where a place stands for several steps, and its running mean."""
+
+    mean: Values
+    low: Values
+    high: Values
+    smooth: Values
+
+    def range(self) -> tuple[float, float] | None:
+        """Lowest and highest of what is drawn; None where there is nothing."""
+        known = [value for values in (self.low, self.high) for value in values if value is not None]
+        return (min(known), max(known)) if known else None
+
+    def last(self) -> float | None:
+        """The newest value."""
+        return next((value for value in reversed(self.smooth or self.mean) if value is not None), None)
+
+
+class Course:
+    """The metrics of a run over `places`: the first and the last step of each."""
+
+    def __init__(self, lines: Sequence[Record], max_places: int = MAX_PLACES) -> None:
+        self.lines = [line for line in lines if isinstance(line.get("step"), int)]
+        self.size = max(1, -(-len(self.lines) // max_places))
+        starts = range(0, len(self.lines), self.size)
+        chunks = [self.lines[start : start + self.size] for start in starts]
+        self.places = [(chunk[0]["step"], chunk[-1]["step"]) for chunk in chunks]
+        self.names = sorted({name for line in self.lines for name in line})
+
+    def matching(self, pattern: str) -> dict[str, str]:
+        """Metrics that a pattern with one `*` names, by what stands for it."""
+        form = re.compile(re.escape(pattern).replace(r"\*", "([^/]+)"))
+        return {found[1]: name for name in self.names if (found := form.fullmatch(name))}
+
+    def curve(self, name: str, *, is_smoothed: bool = True) -> Curve:
+        """One metric; without a running mean where that would say something else than the values."""
+        known = [
+            (index, float(value))
+            for index, line in enumerate(self.lines)
+            if isinstance(value := line.get(name), (int, float)) and not isinstance(value, bool)
+        ]
+        groups: list[list[float]] = [[] for _ in self.places]
+        for index, value in known:
+            groups[index // self.size].append(value)
+        smooth: Values = []
+        if is_smoothed and len(known) >= MIN_SMOOTHED:
+            smooth = [None] * len(self.places)
+            means = running_mean([value for _, value in known], min(len(known) // 10, 50))
+            for (index, _), mean in zip(known, means, strict=True):
+                smooth[index // self.size] = mean
+        return Curve(
+            mean=[sum(group) / len(group) if group else None for group in groups],
+            low=[min(group, default=None) for group in groups],
+            high=[max(group, default=None) for group in groups],
+            smooth=smooth,
+        )
+
+
+def evaluation_points(evaluations: Sequence[Record], name: str) -> Points:
+    """A metric of evaluations; the later one where two follow the same step."""
+    return list(dict(metric_points(evaluations, name)).items())

@@ -1,0 +1,236 @@
+"""The top of a page: how the run stands, its warnings, its evaluations, its engines and its settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime, timezone
+
+from mgrpo.telemetry.alerts import help_page, replay
+from mgrpo.telemetry.progress import clock_text
+from mgrpo.telemetry.report.run import STATES, Run
+from mgrpo.telemetry.report.text import percent, shown, table, text
+from mgrpo.telemetry.samples import Record
+
+MAX_WARNINGS = 20
+SETTINGS = (
+    "model_name_or_path",
+    "dataset_mixer_list",
+    "dataset_mixer_eval_list",
+    "reward_funcs",
+    "total_episodes",
+    "num_unique_prompts_rollout",
+    "num_samples_per_prompt_rollout",
+    "response_length",
+    "temperature",
+    "learning_rate",
+    "beta",
+    "seed",
+)
+"""Shown without unfolding the rest."""
+COLUMNS = {
+    "step": "after step",
+    "policy_version": "weights version",
+    "eval/pass_at_1": "accuracy (pass@1)",
+    "eval/scores": "mean reward",
+    "eval/sequence_lengths": "mean length",
+    "eval/stop_rate": "ended by themselves",
+    "eval/no_score_rate": "without a score",
+}
+"""Of the table of evaluations; the fraction of prompts that one of several answers solves follows."""
+SHARES = re.compile(r"eval/(pass_at_\d+|stop_rate|no_score_rate)")
+TAIL = 10
+"""Steps whose mean is the value now, and the value at the start."""
+TILES = (
+    ("Reward", "reward", "{:.3g}", ""),
+    ("Length", "completions/mean_length", "{:.4g}", "tokens"),
+    ("Entropy", "policy/entropy_avg", "{:.3g}", "nats"),
+    ("KL", "objective/kl2_avg", "{:.3g}", "nats"),
+    ("Time of a step", "time/total", "{:.3g}", "s"),
+    ("Engines", "time/actor_tokens_per_second", "{:,.0f}", "tokens/s"),
+)
+"""Name, metric, form and unit of the numbers at the top."""
+
+
+def header(run: Run) -> str:
+    """The run's name and state, how far it is, and the numbers that say most."""
+    model = run.settings.get("model_name_or_path")
+    data = run.settings.get("dataset_mixer_list")
+    about = [str(value) for value in (model, data[0] if isinstance(data, list) and data else None) if value]
+    return (
+        f"<header><div class='title'><h1>{text(run.title)}</h1>{pill(run)}</div>"
+        f"<p class='note'>{text(' on '.join(about))}</p>{_progress(run)}{_cause(run)}{_tiles(run)}"
+        f"<p class='note'>{text('; '.join(_facts(run)))}</p></header>"
+    )
+
+
+def pill(run: Run) -> str:
+    """The state as a small sign."""
+    return f"<span class='pill {run.state}'>{text(run.state_words)}</span>"
+
+
+def _progress(run: Run) -> str:
+    total = run.num_steps
+    if not run.steps:
+        return ""
+    times = run.times()
+    parts = [f"step {run.step}" + (f" of {total}" if total else "")]
+    parts += (
+        [f"{clock_text(times[1] - times[0])} so far" if not run.is_over else clock_text(times[1] - times[0])]
+        if times
+        else []
+    )
+    remaining = run.remaining_s()
+    parts += [f"about {clock_text(remaining)} left"] if remaining is not None else []
+    bar = f"<progress max='{total}' value='{min(run.step, total)}'></progress>" if total else ""
+    return f"<p class='progress'>{bar}<span>{text(' · '.join(parts))}</span></p>"
+
+
+def _cause(run: Run) -> str:
+    return f"<p class='warning'>{text(STATES[run.state])}: {text(run.cause)}</p>" if run.cause else ""
+
+
+def _tiles(run: Run) -> str:
+    """Numbers now, and what they were at the start."""
+    tiles = []
+    held_out = [v for line in run.evaluations if isinstance(v := line.get("eval/pass_at_1"), (int, float))]
+    if held_out:
+        before = percent(held_out[0]) if len(held_out) > 1 else ""
+        tiles.append(_tile("Held-out accuracy", percent(held_out[-1]), before))
+    for name, metric, form, unit in TILES:
+        values = [v for line in run.steps if isinstance(v := line.get(metric), (int, float))]
+        if not values or not any(values):
+            continue
+        few = max(1, min(TAIL, len(values) // 4))
+        start, now = (form.format(sum(part) / few) for part in (values[:few], values[-few:]))
+        tiles.append(_tile(name, now, start if len(values) > few and start != now else "", unit))
+    return f"<div class='tiles'>{''.join(tiles)}</div>" if tiles else ""
+
+
+def _tile(name: str, now: str, before: str, unit: str = "") -> str:
+    was = f"<small>start {text(before)}</small>" if before else ""
+    return f"<div class='tile'><span>{text(name)} <i>{unit}</i></span><b>{text(now)}</b>{was}</div>"
+
+
+def _facts(run: Run) -> list[str]:
+    """When it ran, and with which packages, which config.yaml says in its first line."""
+    facts = [f"{len(run.steps)} {'step' if len(run.steps) == 1 else 'steps'}"] if run.steps else []
+    idle = sum(line.get("optim/steps") == 0 for line in run.steps)
+    if idle:
+        facts.append(
+            f"{idle} of them had nothing to train on, so the weights' version (policy_version) is behind the step"
+        )
+    if times := run.times():
+        first, last = (datetime.fromtimestamp(time, timezone.utc) for time in times)
+        facts.append(f"from {first:%Y-%m-%d %H:%M:%S} to {last:%Y-%m-%d %H:%M:%S} UTC")
+    head = run.config.partition("\n")[0]
+    return facts + ([head[2:]] if head.startswith("# ") else [])
+
+
+def warnings(run: Run) -> str:
+    """Each sign once, with all steps at which it was reported and the page that helps."""
+    # A run whose settings are not known is taken for a long one.
+    found: dict[str, tuple[list[int], str]] = {}
+    for step, name, sentence in replay(run.steps, run.num_steps or len(run.steps) + 3):
+        steps = found.pop(name, ([], ""))[0]
+        found[name] = ([*steps, step], sentence)
+    rows = [
+        f"<div class='warning'><b>step {text(', '.join(map(str, steps[-5:])))}</b> {text(sentence)} "
+        f"<span class='note'>See {text(help_page(name))}.</span></div>"
+        for name, (steps, sentence) in list(found.items())[-MAX_WARNINGS:]
+    ]
+    return "".join(["<h2 id='warnings'>Warnings</h2>", *rows]) if rows else ""
+
+
+def evaluations(run: Run) -> str:
+    """A row for each evaluation."""
+    if not run.evaluations:
+        return "<h2 id='evaluations'>Evaluations</h2><p class='note'>None.</p>" if run.steps else ""
+    names = {name for line in run.evaluations for name in line}
+    # What the table leaves out is in the list below it: a table of everything is wider than any page.
+    more = sorted((name for name in names - set(COLUMNS) if re.fullmatch(r"eval/pass_at_\d+", name)), key=_number)
+    columns = [name for name in COLUMNS if name in names] + more
+    heads = [COLUMNS[name] if name in COLUMNS else f"one of {_number(name)} right" for name in columns]
+    rows = [[_cell(name, line.get(name)) for name in columns] for line in run.evaluations]
+    last = [[name, shown(value)] for name, value in sorted(run.evaluations[-1].items())]
+    return (
+        f"<h2 id='evaluations'>Evaluations</h2>{table(heads, rows)}"
+        f"<details id='last-evaluation'><summary>all metrics of the last one</summary>{table(('metric', 'value'), last)}</details>"
+    )
+
+
+def _cell(name: str, value: object) -> str:
+    return percent(value) if SHARES.fullmatch(name) else shown(value)
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("_")[2])
+
+
+def settings(run: Run) -> str:
+    """The settings that describe a run, and all of them."""
+    if not run.config:
+        return ""
+    rows = [[name, shown(run.settings[name])] for name in SETTINGS if run.settings.get(name) not in (None, [], "")]
+    return (
+        f"<h2 id='settings'>Settings</h2>{table(('setting', 'value'), rows)}"
+        f"<details id='every-setting'><summary>every setting</summary><pre>{text(run.config, limit=None)}</pre></details>"
+    )
+
+
+def engines(run: Run) -> str:
+    """The states of the engines by step: a bar for each, what failed, and how they stand now."""
+    if not run.engines:
+        return ""
+    last = max(run.step, 1)
+    changes = [(line["step"], line["engines"]) for line in run.engines]
+    numbers = sorted({engine["engine"] for _, found in changes for engine in found})
+    bars, failures = [], []
+    for row, number in enumerate(numbers):
+        history = _history(changes, number)
+        bars.append(f"<text x='0' y='{20 * row + 14}'>engine {number}</text>")
+        for (step, engine), end in zip(history, [*(step for step, _ in history[1:]), last + 1], strict=True):
+            left, right = (_place(at, last) for at in (step, end))
+            bars.append(
+                f"<rect class='engine {text(engine['state'])}' x='{left:.1f}' y='{20 * row + 3}' "
+                f"width='{max(right - left, 2):.1f}' height='14'><title>engine {number}, from step {step} on: "
+                f"{text(engine['state'])}</title></rect>"
+            )
+        starts = 1
+        for step, engine in history:
+            if engine["starts"] > starts or (engine["state"] in ("dead", "retired") and engine["last_failure"]):
+                failures.append([str(step), str(number), str(engine["last_failure"])])
+            starts = max(starts, engine["starts"])
+    now = ", ".join(f"engine {engine['engine']} {engine['state']}" for engine in changes[-1][1])
+    states = sorted({engine["state"] for _, found in changes for engine in found})
+    legend = "".join(f"<span class='key engine {text(state)}'>{text(state)}</span>" for state in states)
+    return (
+        f"<h3 id='engines'>Engines</h3><figure class='chart wide'><div class='legend'>{legend}</div>"
+        f"<svg viewBox='0 0 1160 {20 * len(numbers) + 20}' role='img' aria-label='states of the engines by step'>{''.join(bars)}"
+        f"<text x='{_place(1, last):.1f}' y='{20 * len(numbers) + 15}'>step 1</text>"
+        f"<text x='1150' y='{20 * len(numbers) + 15}' text-anchor='end'>{last}</text></svg>"
+        f"<p class='hint'>{text('At the end: ' if run.is_over else 'Now: ')}{text(now)}. docs/engines.md says what each state means.</p>"
+        f"</figure>" + (table(("by step", "engine", "failure"), failures) if failures else "")
+    )
+
+
+def _history(changes: Sequence[tuple[int, Sequence[Record]]], number: int) -> list[tuple[int, Record]]:
+    """What one engine was from which step on."""
+    history: list[tuple[int, Record]] = []
+    for step, engines in changes:
+        for engine in engines:
+            if engine["engine"] == number and (not history or engine != history[-1][1]):
+                history.append((step, engine))
+    return history
+
+
+def _place(step: float, last: int) -> float:
+    return 80 + 1070 * (min(max(step, 1), last + 1) - 1) / last
+
+
+def contents(parts: Sequence[tuple[str, str]]) -> str:
+    """Links to the sections of the page."""
+    if not parts:
+        return ""
+    links = "".join(f"<a href='#{place}'>{name}</a>" for place, name in parts)
+    return f"<nav>{links}</nav>"

@@ -1,0 +1,306 @@
+"""Completions on the page: the same held-out prompts across evaluations, and what training sampled, step by step."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from mgrpo.telemetry.report.text import shown, text, visible
+from mgrpo.telemetry.samples import TRAIN_SAMPLES, Record, read_records, tables
+
+MAX_COLUMNS = 4
+"""Evaluations that stand side by side."""
+MAX_ANSWERS = 4
+"""Of a prompt in one evaluation."""
+MAX_TRAIN_RECORDS = 400
+MAX_READ_BYTES = 32 * 2**20
+"""Of an evaluation's tables, whose records are in the order of the prompts."""
+NUM_PLACES, LINES_AT_PLACE, MAX_LINE_BYTES = 16, 4, 2**20
+"""Places in the traces from which records are shown, evenly spread, and how much is read at each."""
+CHARACTERS = 2000
+"""Shown of each text."""
+MAX_TOKENS = 60_000
+"""Tokens of a page that can be coloured."""
+HEADINGS = {
+    "Rose most": 4,
+    "Fell most": 3,
+    "Lowest reward": 3,
+    "Highest reward": 2,
+    "At random": 4,
+}
+"""Kinds of held-out prompts, and how many of each are shown."""
+ENDS = {
+    "stop": "ended by itself",
+    "length": "cut off",
+    "max_calls": "ended with a call that was one too many",
+    "done": "ended by the environment",
+    "error": "lost by the environment",
+    "abort": "aborted",
+}
+"""Finish reasons and what ends a trajectory, in words."""
+
+
+@dataclass(slots=True)
+class Gallery:
+    """The samples of a page, and the tokens of those that have them."""
+
+    tokens: dict[str, list[Any]] = field(default_factory=dict)
+    """By the sample's id: its pieces of text, and the log-probability of each."""
+    room: int = MAX_TOKENS
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def sample(self, record: Record) -> str:
+        """A completion with everything that is known about it."""
+        number = f"s{next(self._numbers)}"
+        completion = record.get("completion")
+        pieces, logprobs = record.get("tokens"), record.get("logprobs")
+        if isinstance(pieces, list) and isinstance(logprobs, list) and len(pieces) == len(logprobs):
+            if not isinstance(completion, str):
+                completion = "".join(map(str, pieces))
+            if len(pieces) <= self.room and len(completion) <= CHARACTERS * 4:
+                self.room -= len(pieces)
+                self.tokens[number] = [
+                    [visible(str(piece)) for piece in pieces],
+                    [round(value, 3) if isinstance(value, (int, float)) else None for value in logprobs],
+                ]
+        reward, correct = record.get("reward"), record.get("correct")
+        ended_by = _ended_by(record)
+        known = [("ground truth", truths)] if (truths := record.get("ground_truth")) else []
+        known += list((record.get("columns") or {}).items())
+        labels = [f"{name}: {value if isinstance(value, str) else _json(value)}" for name, value in known]
+        kind = {True: "correct", False: "wrong"}.get(correct, "") if isinstance(correct, bool) else _kind(record)
+        return (
+            f"<article class='sample {kind}' id='{number}' data-kind='{kind}' data-end='{text(ended_by)}'"
+            f" data-reward='{text(shown(reward)) if isinstance(reward, (int, float)) else ''}'>"
+            f"<p class='facts'><b>{f'reward {text(shown(reward))}' if reward is not None else 'no score'}</b> {text('; '.join(_facts(record, ended_by)))}</p>"
+            f"<pre>{text(completion or '', limit=CHARACTERS) or '<i>nothing</i>'}</pre>"
+            + "".join(f"<p class='facts'>{text(label, limit=CHARACTERS)}</p>" for label in labels)
+            + "</article>"
+        )
+
+    def side_by_side(self, columns: Mapping[str, Mapping[Any, list[Record]]], chosen: Mapping[str, list[Any]]) -> str:
+        """Held-out prompts, each with its answers in every column.
+
+        Args:
+            columns: by heading, the records of each prompt.
+            chosen: prompts by the heading under which they are shown.
+        """
+        parts = []
+        for heading, prompts in chosen.items():
+            parts += [f"<h4>{text(heading)}</h4>"] if prompts else []
+            for prompt in prompts:
+                first = next(records[prompt][0] for records in columns.values() if records.get(prompt))
+                truths = first.get("ground_truth")
+                truth = (
+                    f"<p class='facts'>{text(f'ground truth: {_json(truths)}', limit=CHARACTERS)}</p>" if truths else ""
+                )
+                cells = "".join(
+                    self._column(name, records[prompt]) for name, records in columns.items() if records.get(prompt)
+                )
+                parts.append(
+                    f"<section class='prompt'><pre class='asked'>{text(first.get('prompt', ''), limit=CHARACTERS)}</pre>"
+                    f"{truth}<div class='columns'>{cells}</div></section>"
+                )
+        return "".join(parts)
+
+    def _column(self, name: str, records: Sequence[Record]) -> str:
+        first, *others = [record | {"ground_truth": None} for record in records[:MAX_ANSWERS]]
+        rewards = [r for record in records if isinstance(r := record.get("reward"), (int, float))]
+        mean = (
+            f"mean reward {shown(sum(rewards) / len(rewards))} of {len(records)}"
+            if len(records) > 1 and rewards
+            else ""
+        )
+        more = "".join(map(self.sample, others))
+        return (
+            f"<div class='column'><p class='when'><b>{text(name)}</b> {text(mean)}</p>{self.sample(first)}"
+            + (f"<details><summary>{len(others)} more answers</summary>{more}</details>" if others else "")
+            + "</div>"
+        )
+
+
+def held_out_samples(folder: Path, gallery: Gallery) -> str:
+    """The same prompts in the first, the last and some evaluations between them."""
+    evaluations = tables(folder)
+    if not evaluations:
+        return ""
+    steps = spread(list(evaluations), MAX_COLUMNS)
+    columns = {_after(step): by_prompt(evaluations[step]) for step in steps}
+    first, last = next(iter(columns.values())), list(columns.values())[-1]
+    shown_in = f" after steps {', '.join(map(str, steps))}" if len(steps) > 1 else ""
+    return (
+        f"<h3 id='held-out'>Held-out prompts</h3><p class='note'>The same prompts in {len(steps)} of {len(evaluations)} "
+        f"evaluations{shown_in}. rollouts/eval_step_N.jsonl has all of them.</p>"
+        + gallery.side_by_side(columns, choose_prompts(mean_rewards(first), mean_rewards(last)))
+    )
+
+
+def _after(step: int) -> str:
+    return f"after step {step}" if step else "before training"
+
+
+def by_prompt(paths: Iterable[Path]) -> dict[Any, list[Record]]:
+    """The records of an evaluation by prompt; of a large one its first part."""
+    found: dict[Any, list[Record]] = {}
+    left = MAX_READ_BYTES
+    for path in paths:
+        for record in read_records([path]):
+            if not isinstance(record, dict):
+                continue
+            found.setdefault(record.get("prompt_idx"), []).append(record)
+            left -= len(str(record.get("completion"))) + len(str(record.get("prompt"))) + 400
+            if left < 0:
+                return found
+    return found
+
+
+def mean_rewards(records: Mapping[Any, Sequence[Record]]) -> dict[Any, float]:
+    """The mean reward of each prompt that has any."""
+    rewards = {
+        prompt: [r for record in answers if isinstance(r := record.get("reward"), (int, float))]
+        for prompt, answers in records.items()
+    }
+    return {prompt: sum(found) / len(found) for prompt, found in rewards.items() if found}
+
+
+def choose_prompts(first: Mapping[Any, float], last: Mapping[Any, float]) -> dict[str, list[Any]]:
+    """Prompts by why they are worth reading, each once: those that changed most, the extremes, and a few at random.
+
+    Args:
+        first, last: rewards by prompt, in the first and in the last evaluation; the same for a single one.
+    """
+    changes = {prompt: last[prompt] - first[prompt] for prompt in last if prompt in first}
+    has_spread = len(set(last.values())) > 1
+    orders = {
+        "Rose most": sorted((p for p in changes if changes[p] > 0), key=lambda p: -changes[p]),
+        "Fell most": sorted((p for p in changes if changes[p] < 0), key=lambda p: changes[p]),
+        "Lowest reward": sorted(last, key=lambda p: last[p]) if has_spread else [],
+        "Highest reward": sorted(last, key=lambda p: -last[p]) if has_spread else [],
+        "At random": random.Random(0).sample(list(last), len(last)),
+    }
+    taken: set[Any] = set()
+    chosen = {}
+    for heading, order in orders.items():
+        chosen[heading] = [prompt for prompt in order if prompt not in taken][: HEADINGS[heading]]
+        taken |= set(chosen[heading])
+    return chosen
+
+
+def train_samples(path: Path, gallery: Gallery) -> str:
+    """Completions of one prompt of each of some steps, the newest first."""
+    records = [r for r in read_records([path]) if isinstance(r, dict)] if path.is_file() else []
+    note = f"Of one prompt a step. rollouts/{TRAIN_SAMPLES} has these completions."
+    return _by_step("training", "Training samples", note, records[-MAX_TRAIN_RECORDS:], gallery)
+
+
+def traces(folder: Path, gallery: Gallery) -> str:
+    """Some of the completions that `save_traces` has kept, from the whole run."""
+    shards = sorted(folder.glob("*_rollouts_[0-9]*.jsonl")) if folder.is_dir() else []
+    readable = [r for r in _spread_records(shards) if isinstance(r, dict) and ("tokens" in r or "completion" in r)]
+    note = (
+        f"From {NUM_PLACES} places of the completions that save_traces keeps; {folder.name}/*_rollouts_*.jsonl has all."
+    )
+    return _by_step("traces", "Traces", note, readable, gallery)
+
+
+def _spread_records(shards: Sequence[Path]) -> Iterator[Any]:
+    """A few lines from evenly spread places of large files."""
+    sizes = [path.stat().st_size for path in shards]
+    for place in range(NUM_PLACES):
+        position = sum(sizes) * place // NUM_PLACES
+        for path, size in zip(shards, sizes, strict=True):
+            if position < size:
+                with path.open("rb") as file:
+                    if position:
+                        file.seek(position - 1)
+                        file.readline(MAX_LINE_BYTES)
+                    for _ in range(LINES_AT_PLACE):
+                        try:
+                            yield json.loads(file.readline(MAX_LINE_BYTES))
+                        except ValueError:
+                            continue
+                break
+            position -= size
+
+
+def _by_step(name: str, heading: str, note: str, records: Iterable[Record], gallery: Gallery) -> str:
+    groups: dict[Any, dict[str, list[Record]]] = {}
+    for record in records:
+        groups.setdefault(record.get("step"), {}).setdefault(_prompt(record), []).append(record)
+    if not groups:
+        return ""
+    parts = [f"<h3 id='{name}'>{heading}</h3><p class='note'>{text(note)}</p>"]
+    for number, (step, prompts) in enumerate(reversed(groups.items())):
+        shown_prompts = "".join(
+            f"<section class='prompt'><pre class='asked'>{text(prompt, limit=CHARACTERS)}</pre>"
+            f"<div class='columns'>{''.join(map(gallery.sample, answers))}</div></section>"
+            for prompt, answers in prompts.items()
+        )
+        how_many = sum(map(len, prompts.values()))
+        parts.append(
+            f"<details class='step' id='{name}-{text(step)}'{' open' if not number else ''}><summary>step {text(step)} "
+            f"<span class='note'>{how_many} {'completion' if how_many == 1 else 'completions'}</span></summary>"
+            f"{shown_prompts}</details>"
+        )
+    return "".join(parts)
+
+
+def spread(items: Sequence[Any], most: int) -> list[Any]:
+    """At most so many of them, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
+
+
+def _prompt(record: Record) -> str:
+    prompt = record.get("prompt")
+    return prompt if isinstance(prompt, str) else f"prompt {record.get('prompt_id', record.get('prompt_idx'))}"
+
+
+def _kind(record: Record) -> str:
+    """Training records do not say whether they are correct; the scores of their verifiers do."""
+    if record.get("reward") is None:
+        return "unscored"
+    scores = record.get("scores")
+    if not isinstance(scores, dict) or not (record.get("verifiers") or record.get("dataset")):
+        return ""
+    known = [value for value in scores.values() if isinstance(value, (int, float))]
+    return "" if not known else "correct" if min(known) >= 1 else "wrong"
+
+
+def _facts(record: Record, ended_by: str) -> list[str]:
+    advantage = record.get("advantage")
+    scores = record.get("scores")
+    several = scores if isinstance(scores, dict) and len(scores) > 1 else {}
+    tokens = record.get("num_tokens")
+    return [
+        *([f"advantage {shown(advantage)}"] if advantage is not None else []),
+        *([f"{shown(tokens)} tokens"] if tokens is not None else []),
+        *([ENDS.get(ended_by, "end unknown")] if ended_by != "stop" else []),
+        *_turns(record),
+        *(f"{name} {shown(value)}" for name, value in several.items()),
+    ]
+
+
+def _ended_by(record: Record) -> str:
+    return (record.get("trajectory") or record).get("ended_by") or str(record.get("finish_reason") or "")
+
+
+def _turns(record: Record) -> list[str]:
+    """How many turns a trajectory has, and what they called."""
+    turns = (record.get("trajectory") or {}).get("turns")
+    if not turns:
+        return []
+    calls = [f"{call['name']}{' (failed)' if call['failed'] else ''}" for turn in turns for call in turn["calls"]]
+    return [f"{len(turns)} {'turn' if len(turns) == 1 else 'turns'}, called {', '.join(calls) or 'nothing'}"]
+
+
+def _json(value: object) -> str:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
+        return value[0]
+    return json.dumps(value, ensure_ascii=False)

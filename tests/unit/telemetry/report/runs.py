@@ -1,0 +1,70 @@
+"""Folders of runs as a run writes them, for the tests of pages about them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</pre></div></script><img src=x onerror=alert(2)>",
+    "\"' onmouseover='alert(3)",
+    "<!-- ]]> <style>@import 'http://evil'</style> &lt;",
+    "\x00\x07\x1b[31m\u202egnp.exe \ud83d \ufeff",
+    "<svg/onload=alert(4)>",
+]
+
+
+def record(number: int, reward: float | None = 0.0, text: str = "answer", prompt: int | None = None) -> dict[str, Any]:
+    """A record of an evaluation."""
+    return {
+        "step": 10,
+        "prompt_idx": number if prompt is None else prompt,
+        "sample_idx": 0,
+        "prompt": f"prompt {text}",
+        "completion": text,
+        "verifiers": ["integer"],
+        "ground_truth": [text],
+        "scores": {"integer": reward},
+        "reward": reward,
+        "correct": None if reward is None else reward > 0,
+        "finish_reason": "stop",
+        "num_tokens": 3,
+        "policy_version": 10,
+    }
+
+
+def step_line(step: int, **values: float | None) -> dict[str, Any]:
+    """A line of metrics.jsonl for a training step."""
+    line = {
+        "policy_version": step,
+        "reward": step / 20,
+        "optim/steps": 1,
+        "time/total": 2.0,
+        "time/unix": 1e9 + 2 * step,
+    }
+    return {"step": step, **line, **values}
+
+
+def write_lines(path: Path, records: Iterable[object], *, after: str = "") -> None:
+    """Write a JSONL file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + after)
+
+
+def append_lines(path: Path, records: Iterable[object]) -> None:
+    """Add to a JSONL file."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def write_run(folder: Path, lines: Sequence[object], *, config: str = "seed: 1\n", state: str = "finished") -> Path:
+    """A run's settings, metrics and state."""
+    write_lines(folder / "metrics.jsonl", lines)
+    (folder / "config.yaml").write_text(config)
+    (folder / "status.json").write_text(json.dumps({"state": state, "cause": ""}))
+    if state == "running":
+        (folder / "run.lock").write_text("")
+    return folder
