@@ -42,6 +42,11 @@ def one_gpu(r: Resolution) -> None:
             r.problems.append(
                 f"single_gpu_mode=true has one GPU, for one learner and one engine; {name}={r.value(name)} must be 1"
             )
+    if not r.rank("vllm_kv_cache_mb"):
+        r.notes.append(
+            "single_gpu_mode needs vllm_kv_cache_mb on a GPU, the MiB of the engine's KV cache, in place of "
+            "vllm_gpu_memory_utilization; `mgrpo plan` shows what fits"
+        )
     if ahead := r.value("async_steps"):
         r.derive(
             "async_steps",

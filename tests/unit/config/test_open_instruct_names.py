@@ -192,6 +192,11 @@ def test_a_share_that_cannot_be_had_is_told(model):
             "async_steps is 0 in place of 4: with single_gpu_mode learner and engine take turns",
         ),
         (
+            {"single_gpu_mode": True},
+            "single_gpu_mode needs vllm_kv_cache_mb on a GPU, the MiB of the engine's KV cache, in place of "
+            "vllm_gpu_memory_utilization; `mgrpo plan` shows what fits",
+        ),
+        (
             {"single_gpu_mode": True, "inflight_updates": True},
             "inflight_updates is false: with single_gpu_mode weights change between steps",
         ),

@@ -11,6 +11,7 @@ import yaml
 from mgrpo.config import GRPOConfig, parse
 from mgrpo.config.peers.presets import PRESETS
 from mgrpo.config.validate import problems
+from mgrpo.planner.command import plan_command
 from tools.docs.settings import SCRIPTS
 
 FILE = yaml.safe_load(SCRIPTS.read_text())
@@ -128,3 +129,14 @@ def test_the_python_door_takes_a_script_as_well(model):
     """`GRPOConfig.from_open_instruct` is the same reading with Open Instruct's defaults."""
     path = "scripts/train/qwen/grpo_fast_3b_single_node.sh"
     assert GRPOConfig.from_open_instruct(words_of(path, model)) == config_of(path, model, "open_instruct_main")
+
+
+@pytest.mark.parametrize("path", [path for path in FLAGS if path not in REFUSED])
+def test_a_script_can_be_planned_by_the_name_of_its_model(path, capsys):
+    """What the run would take is asked before its GPUs are; nothing of the model or the data is here then."""
+    words = ["Qwen/Qwen3-8B" if word == "MODEL" else word for word in FLAGS[path]]
+    tokenizer = [i for i, word in enumerate(words) if word == "--tokenizer_name_or_path"]
+    for i in reversed(tokenizer):
+        del words[i : i + 2]
+    assert plan_command([*words, "--suggest", "0"]) in (0, 1)
+    assert "learner" in capsys.readouterr().out
