@@ -33,6 +33,7 @@ from mgrpo.config.loss import LossConfig
 from mgrpo.config.provenance import Provenance
 from mgrpo.config.reward import Reward
 from mgrpo.config.tools import Tools
+from mgrpo.config.tracking import Tracking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -437,6 +438,7 @@ class Config:
     parallel: Parallel = field(default_factory=Parallel)
     engine: Engine = field(default_factory=Engine)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    tracking: Tracking = field(default_factory=Tracking)
     provenance: Provenance = field(default_factory=Provenance, compare=False, repr=False)
 
     @property

@@ -14,6 +14,7 @@ from mgrpo.algo import LossFunction
 from mgrpo.config import Config
 from mgrpo.config.derived import layout_of
 from mgrpo.config.kernels import kernel_line
+from mgrpo.data.pieces import TokenPieces
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.parallel import backend
 from mgrpo.run.engine_weights import EngineWeights
@@ -158,6 +159,11 @@ def _get_ready(
     """Rank 0: data and engines first, because opening the files moves those of an earlier run aside."""
     production = prepare(config, started)
     reporter = Reporter(
-        config, scale=started.rewarder.scale, throughput=throughput, resumed=resumed, resume_from=resume_from
+        config,
+        scale=started.rewarder.scale,
+        throughput=throughput,
+        resumed=resumed,
+        resume_from=resume_from,
+        pieces=TokenPieces(production.tokenizer),
     )
     return production, reporter

@@ -21,6 +21,7 @@ from mgrpo.run.environment import num_local_learners, prepare_environment, rank,
 from mgrpo.run.inputs import Inputs, read_inputs
 from mgrpo.run.output import output_problems, room_notes
 from mgrpo.run.prompts import make_prompts
+from mgrpo.run.tracking import tracker_problems
 
 if TYPE_CHECKING:
     from mgrpo.algo import LossFunction
@@ -72,6 +73,7 @@ def check_run(
         problems += [problem for problem in found if problem not in problems]
         problems += too_few_prompts(config, len(inputs.train)) if inputs and len(inputs.train) else []
         problems += output_problems(config, shape if is_sound else None)
+        problems += tracker_problems(config)
         if is_sound:
             found, remarks = _state_problems(config, shape, inputs)
             problems += [problem for problem in found if problem not in problems]

@@ -14,6 +14,7 @@ from mgrpo.config.fields import BOOLEANS
 from mgrpo.config.peers import adapters as translate_adapters
 from mgrpo.config.peers import corrections as translate_corrections
 from mgrpo.config.peers import layout as translate_layout
+from mgrpo.config.peers import tracking as translate_tracking
 from mgrpo.config.peers.names import table
 from mgrpo.config.resolution import PRESET, Resolution
 
@@ -71,6 +72,7 @@ def apply(r: Resolution) -> None:
     max_steps(r)
     tool_limits(r)
     translate_adapters.apply(r)
+    translate_tracking.apply(r)
 
 
 def renames(r: Resolution) -> None:
