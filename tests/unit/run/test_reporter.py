@@ -173,8 +173,9 @@ def test_no_tracker_writes_nothing(tmp_path, batch) -> None:
     assert len(lines(tmp_path)) == 1
 
 
-def test_completions_are_printed_on_request(tmp_path, batch, capsys) -> None:
+def test_completions_are_printed_on_request(tmp_path, batch, capsys, monkeypatch) -> None:
     """With the advantage that each was trained with."""
+    monkeypatch.setenv("COLUMNS", "140")
     reporter = report(tmp_path, settings={"log_completions": True, "num_completions_to_print": 2})
     step(reporter, 1, batch)
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")][1:]
