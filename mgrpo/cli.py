@@ -59,6 +59,8 @@ PACKAGES = (
     ("transformer-engine", ("transformer-engine", "transformer_engine"), False),
     ("datasets", ("datasets",), False),
     ("tensorboard", ("tensorboard",), False),
+    ("wandb", ("wandb",), False),
+    ("trackio", ("trackio",), False),
 )
 """What a run uses: its name, the distributions that provide it, and whether it is required."""
 SWITCHES_WITH_DASHES = tuple(switch.replace("_", "-") for switch in SWITCHES)

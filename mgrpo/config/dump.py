@@ -39,7 +39,7 @@ def to_yaml(config: Config) -> str:
 def derived_lines(config: Config, *, world_size: int) -> str:
     """What follows from a sound `config`, as comments to append to `to_yaml`."""
     values: dict[str, object] = {
-        "run_name": config.experiment.run_name,
+        "run_name": config.tracking.run_name or config.experiment.run_name,
         "world_size": world_size,
         "data_parallel_size": layout_of(config, world_size).data,
         **{name: getattr(config, name) for name in DERIVED},

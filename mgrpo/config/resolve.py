@@ -45,7 +45,5 @@ def _check_names(found: Resolution) -> None:
             found.problems.append(f"{name}={shown(given.value)} is refused: {entry.sentence}; {advice}")
         elif entry.status == "no effect":
             found.notes.append(f"{name} has no effect: {entry.sentence}")
-        elif name == "run_name":
-            found.notes.append(f"{name}={given.value} has no effect: {entry.sentence}")
         elif entry.status == "derived":
             found.expected[name] = given.value

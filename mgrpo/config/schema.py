@@ -34,6 +34,7 @@ from mgrpo.config.loss import LossConfig
 from mgrpo.config.provenance import Provenance
 from mgrpo.config.reward import Reward
 from mgrpo.config.tools import Tools
+from mgrpo.config.tracking import Tracking
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,6 +405,7 @@ class Config:
     engine: Engine = field(default_factory=Engine)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     hub: Hub = field(default_factory=Hub)
+    tracking: Tracking = field(default_factory=Tracking)
     provenance: Provenance = field(default_factory=Provenance, compare=False, repr=False)
 
     @property

@@ -25,6 +25,7 @@ from mgrpo.config.sampling_rules import SAMPLING_RULES
 from mgrpo.config.schema import Config
 from mgrpo.config.tool_rules import TOOL_NEEDS, TOOL_RULES, tool_warnings
 from mgrpo.config.tools import SOURCES
+from mgrpo.config.tracking_rules import TRACKING_NEEDS, TRACKING_RULES
 from mgrpo.models.cuts import num_experts, size_of
 
 LAYOUT_FIELDS = (
@@ -89,7 +90,17 @@ def problems(
     def sound(*names: str) -> bool:
         return not unsound & set(names)
 
-    rules = (*RULES, *SAMPLING_RULES, *LOSS_RULES, *REWARD_RULES, *TOOL_RULES, *ADAPTER_RULES, *BEST_RULES, *HUB_RULES)
+    rules = (
+        *RULES,
+        *SAMPLING_RULES,
+        *LOSS_RULES,
+        *REWARD_RULES,
+        *TOOL_RULES,
+        *ADAPTER_RULES,
+        *BEST_RULES,
+        *HUB_RULES,
+        *TRACKING_RULES,
+    )
     for names, rule in rules:
         if sound(*names):
             found.extend(rule(config))
@@ -355,6 +366,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: not c.algorithm.use_vllm_logprobs,
     ),
     *TOOL_NEEDS,
+    *TRACKING_NEEDS,
 )
 """Settings that have an effect only under a condition."""
 _USED_BY_FUNCTIONS = (

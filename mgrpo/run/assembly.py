@@ -15,6 +15,7 @@ from mgrpo.algo import LossFunction
 from mgrpo.config import Config
 from mgrpo.config.derived import layout_of
 from mgrpo.config.kernels import kernel_line
+from mgrpo.data.pieces import TokenPieces
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.parallel import backend
 from mgrpo.run.engine_weights import EngineWeights
@@ -172,5 +173,6 @@ def _get_ready(
         resumed=resumed,
         resume_from=resume_from,
         engines=started.fleet.roster.describe,
+        pieces=TokenPieces(production.tokenizer),
     )
     return production, reporter

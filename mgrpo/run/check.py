@@ -24,6 +24,7 @@ from mgrpo.run.environment import num_local_learners, prepare_environment, rank,
 from mgrpo.run.inputs import Inputs, read_inputs
 from mgrpo.run.output import output_problems, room_notes
 from mgrpo.run.prompts import make_prompts
+from mgrpo.run.tracking import tracker_problems
 from mgrpo.run.upload import token_warning
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def check_run(
         inputs, found = read_inputs(config, functions=functions, dataset=dataset, eval_dataset=eval_dataset)
         problems += [problem for problem in found if problem not in problems]
         problems += too_few_prompts(config, len(inputs.train)) if inputs and len(inputs.train) else []
+        problems += tracker_problems(config)
         if hf_config:
             problems += file_problems(config, shape)
             inputs = with_prompts(config, inputs, hf_config, problems)

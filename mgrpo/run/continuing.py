@@ -140,7 +140,10 @@ def changes(config: Config, stored: Stored) -> Iterator[str]:
     changed = [
         f"{name} {_shown(before[name])} -> {_shown(value)}"
         for name, value in now.items()
-        if name in before and before[name] != value and settings()[name].section != "checkpoint" and name not in PLACES
+        if name in before
+        and before[name] != value
+        and settings()[name].section not in ("checkpoint", "tracking")
+        and name not in PLACES
     ]
     if changed:
         yield f"{stored.path} was saved with other settings: {', '.join(changed)}"

@@ -20,6 +20,7 @@ from mgrpo.config import Config, ConfigError, parse
 from mgrpo.config.fields import flat
 from mgrpo.config.loss import LossConfig
 from mgrpo.config.schema import Algorithm, Checkpoint, Engine, Optimizer, Parallel
+from mgrpo.config.tracking import Tracking
 from mgrpo.config.validate import problems
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of
 from mgrpo.models.files import MEGATRON
@@ -132,6 +133,7 @@ def for_evaluation(config: Config) -> Config:
         optimizer=Optimizer(),
         parallel=Parallel(pack_length=longest),
         checkpoint=Checkpoint(resume="never"),
+        tracking=Tracking(report_to=("tensorboard",) if config.tracking.asks_for("tensorboard") else ("none",)),
         engine=config.engine if config.engine.vllm_mode != "server" else _own_engine(config.engine),
     )
     values = flat(changed)

@@ -26,6 +26,7 @@ import numpy as np
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.counting import counts_of, same_counts
 from mgrpo.config.load import as_config, with_tools
+from mgrpo.config.tracking import Tracking
 from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.rollout.start import serving_gpus
 from mgrpo.run import ending
@@ -135,6 +136,7 @@ def try_out(config: Config) -> None:
             ),
             data=dataclasses.replace(config.data, dataset_mixer_eval_list=(), dataset_mixer_eval_list_splits=("test",)),
             rollout=dataclasses.replace(config.rollout, save_traces=False),
+            tracking=Tracking(report_to=("none",)),
             # A model that is always right or always wrong must do its step as well.
             algorithm=dataclasses.replace(config.algorithm, filter_zero_std_samples=False, active_sampling=False),
             checkpoint=dataclasses.replace(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,17 @@ from mgrpo.checkpoint.space import free_bytes, words
 from mgrpo.config import Config, to_yaml
 from mgrpo.config.derived import state_root
 from mgrpo.run.best import BestExport
+from mgrpo.run.tracking import new_run_id, opened
 from mgrpo.run.upload import Uploads
 from mgrpo.telemetry.alerts import Watch
 from mgrpo.telemetry.batch import batch_metrics, staleness
+from mgrpo.telemetry.completions import completions_table, printed, some_of
 from mgrpo.telemetry.engines import EngineStates
 from mgrpo.telemetry.evaluation import correctness, evaluation_metrics
 from mgrpo.telemetry.metrics import MetricsWriter
 from mgrpo.telemetry.progress import Progress
 from mgrpo.telemetry.report import write_report
-from mgrpo.telemetry.samples import EvaluationTables, Traces, TrainSamples
+from mgrpo.telemetry.samples import EvaluationTables, Pieces, Traces, TrainSamples, as_table, evaluation_records
 from mgrpo.telemetry.status import write_status
 from mgrpo.telemetry.versions import version_line
 from mgrpo.types import RewardScale
@@ -35,12 +37,17 @@ if TYPE_CHECKING:
     from mgrpo.run.evaluator import Evaluation
     from mgrpo.run.lead import Lead
     from mgrpo.run.learner import Learned
+    from mgrpo.run.producer import Rollouts
     from mgrpo.run.throughput import Throughput
 
 _log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 60.0
 """How old report.html may grow between evaluations."""
+SHOWN_OF_EVALUATION = 64
+"""Completions of an evaluation that trackers are given; the folder has all."""
+UPLOAD_S, LAST_UPLOAD_S = 60.0, 2.0
+"""Seconds that trackers have to send what is left: at the end of a run, and of one that was stopped or has failed."""
 
 
 class Clock:
@@ -68,6 +75,7 @@ class Reporter:
         throughput: Throughput | None = None,
         resumed: Mapping[str, Any] | None = None,
         resume_from: str | None = None,
+        pieces: Pieces | None = None,
         engines: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
         """Open the files. Those of an earlier run are moved aside, so make it only once the run has started well.
@@ -76,6 +84,7 @@ class Reporter:
             scale: what rewards are measured in; None where functions decide.
             throughput: of the learners; None for an evaluation alone.
             resumed: the trainer's state from the checkpoint at `resume_from`, which the run continues.
+            pieces: the text of single tokens; None: it is not written.
             engines: the states of the run's engines.
         """
         self.config, self.scale, self.throughput = config, scale, throughput
@@ -90,15 +99,26 @@ class Reporter:
             resumed_after=resumed_after,
             num_lines=continued["head"]["num_lines"] if continued else 0,
         )
+        self.progress = Progress(config.num_training_steps, highest=scale.max_possible_score if scale else 0.0)
         settings = f"# {version_line()}\n{to_yaml(config)}"
         (self.output_dir / "config.yaml").write_text(settings)
-        self.writer.text(resumed_after or 0, "config", settings)
+        self.run_id = (continued or {"head": {}})["head"].get("run_id") or new_run_id()
+        """Of the run with its trackers."""
+        self.writer.sinks += opened(
+            config,
+            run_id=self.run_id,
+            settings=settings,
+            resumed_after=resumed_after,
+            say=self.say,
+            warn=self.progress.warn,
+        )
         self.tables = EvaluationTables(self.output_dir / "rollouts", resumed_after=resumed_after)
         self.traces: Traces | None = None
         if config.rollout.save_traces:
             self.traces = Traces(
                 config.rollout.rollouts_save_path or self.output_dir / "rollouts",
                 config.experiment.run_name,
+                pieces=pieces,
                 resumed_after=resumed_after,
             )
         self.describe_engines = engines
@@ -107,17 +127,21 @@ class Reporter:
             self.output_dir / "hf", config.checkpoint, resumed=continued["head"].get("best") if continued else None
         )
         self.samples = TrainSamples(
-            self.output_dir / "rollouts", config.num_training_steps, resumed_after=resumed_after
+            self.output_dir / "rollouts", config.num_training_steps, pieces=pieces, resumed_after=resumed_after
         )
         self.uploads = Uploads(config)
         abandon(root, after=-1 if resumed_after is None else resumed_after)
-        self.progress = Progress(config.num_training_steps, highest=scale.max_possible_score if scale else 0.0)
         self.watch = Watch(config.num_training_steps)
         self.report_due = time.monotonic() + REPORT_EVERY_S
         """When the report is next brought up to date between evaluations."""
         self._failure = ""
         self._has_ended = False
         write_status(self.output_dir, "running")
+
+    @property
+    def tracked(self) -> tuple[str, ...]:
+        """Lines that say where the trackers are."""
+        return tuple(sink.where for sink in self.writer.sinks if sink.where)
 
     @property
     def failure(self) -> str:
@@ -161,7 +185,7 @@ class Reporter:
                 engine_s=rollouts.engine_s,
                 scale=self.scale,
             ),
-            **self._asynchrony(batch, clock),
+            **asynchrony(self.config, batch, clock),
             **rollouts.replay_metrics,
             **rollouts.engine_metrics,
             **rollouts.reward_metrics,
@@ -185,11 +209,12 @@ class Reporter:
         advantages = [sample.advantage for sample in batch.samples if not sample.continues]
         with self._writing():
             self.writer.write(step, metrics)
-            for record in self.samples.write(step, rollouts.groups, rollouts.dropped, advantages):
-                self.writer.text(step, f"samples/{record['sample_idx']}", json.dumps(record, indent=1, default=str))
+            records = self.samples.write(step, rollouts.groups, rollouts.dropped, advantages)
+            self.writer.table(step, as_table("samples", records))
             self.engine_states.write(step, self.describe_engines())
             if self.traces:
                 self.traces.write(step, rollouts.groups, rollouts.dropped, advantages)
+            self._completions(step, rollouts, advantages)
         scalars = {name: value for name, value in metrics.items() if not isinstance(value, list)}
         self.progress.update(step, scalars)
         for warning in self.watch.after(step, metrics):
@@ -197,18 +222,16 @@ class Reporter:
         if time.monotonic() >= self.report_due:
             self.write_report()
 
-    def _asynchrony(self, batch: Batch, clock: Clock) -> dict[str, float]:
-        """How old the groups are, and who waited for whom; nothing where sampling and training take turns."""
-        rollouts, seconds = batch.rollouts, clock.seconds
-        if rollouts is None or not self.config.max_age:
-            return {}
-        return {
-            **staleness(rollouts.groups, policy_version=batch.policy_version),
-            "async/admitted": rollouts.num_admitted,
-            "async/learner_waited_s": seconds["wait"],
-            "async/engine_idle_share": max(0.0, 1 - rollouts.engine_s / sum(seconds.values())),
-            "time/drain": seconds["drain"],
-        }
+    def _completions(self, step: int, rollouts: Rollouts, advantages: Sequence[float]) -> None:
+        """Show the step's completions, with `log_completions`."""
+        own = self.config.tracking
+        if not own.log_completions:
+            return
+        table = completions_table(rollouts.groups, rollouts.dropped, advantages, unique_prompts=own.log_unique_prompts)
+        self.writer.table(step, table)
+        shown = some_of(table, own.num_completions_to_print)
+        if shown.rows:
+            self.progress.show(lambda width: printed(shown, title=f"step {step}", width=width))
 
     def evaluation(
         self,
@@ -235,7 +258,10 @@ class Reporter:
         times = {"time/eval": evaluation.generate_s, "time/unix": time.time()}
         with self._writing():
             self.writer.write(step, {**version, **metrics, **times})
-            self.tables.write(step, evaluation.groups, correctness(evaluation.groups, self.scale))
+            correct = correctness(evaluation.groups, self.scale)
+            self.tables.write(step, evaluation.groups, correct)
+            records = islice(evaluation_records(step, evaluation.groups, correct), SHOWN_OF_EVALUATION)
+            self.writer.table(step, as_table("eval/samples", list(records)))
         self.write_report()
         if when:
             self.progress.evaluation(metrics, when=when, seconds=evaluation.total_s, before=before)
@@ -268,7 +294,9 @@ class Reporter:
     def finish(self, *, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """The run is over: a summary on the terminal."""
         with self._writing():
-            self.writer.close()
+            for when, values in (("before", before), ("after", after)):
+                self.writer.summary({f"{when}/{name}": value for name, value in values.items()})
+            self.writer.close(wait_s=UPLOAD_S)
             write_status(self.output_dir, "finished")
         self._has_ended = True
         self.progress.finish(before=before or None, after=after or None)
@@ -279,7 +307,7 @@ class Reporter:
 
     def state_dict(self) -> dict[str, Any]:
         """How far the files are, and the best export, in JSON."""
-        return {"num_lines": self.writer.num_lines, "best": self.best.state_dict()}
+        return {"num_lines": self.writer.num_lines, "best": self.best.state_dict(), "run_id": self.run_id}
 
     def close(self, cause: str = "") -> None:
         """Close the files with a last report, however the run ended, and give the terminal back.
@@ -289,10 +317,24 @@ class Reporter:
         """
         self.progress.close()
         with self._writing():
-            self.writer.close()
+            self.writer.close(wait_s=LAST_UPLOAD_S)
             if not self._has_ended:
                 write_status(self.output_dir, "failed" if cause else "stopped", cause)
         self.write_report()
+
+
+def asynchrony(config: Config, batch: Batch, clock: Clock) -> dict[str, float]:
+    """How old the groups are, and who waited for whom; nothing where sampling and training take turns."""
+    rollouts, seconds = batch.rollouts, clock.seconds
+    if rollouts is None or not config.max_age:
+        return {}
+    return {
+        **staleness(rollouts.groups, policy_version=batch.policy_version),
+        "async/admitted": rollouts.num_admitted,
+        "async/learner_waited_s": seconds["wait"],
+        "async/engine_idle_share": max(0.0, 1 - rollouts.engine_s / sum(seconds.values())),
+        "time/drain": seconds["drain"],
+    }
 
 
 def shared_best(lead: Lead, reporter: Reporter | SilentReporter) -> int | None:
@@ -302,6 +344,11 @@ def shared_best(lead: Lead, reporter: Reporter | SilentReporter) -> int | None:
 
 class SilentReporter:
     """The other ranks' reporter: the same calls, without effect."""
+
+    @property
+    def tracked(self) -> tuple[str, ...]:
+        """Rank 0 knows them."""
+        return ()
 
     @property
     def failure(self) -> str:

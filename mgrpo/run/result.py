@@ -29,6 +29,8 @@ class TrainResult:
     """With `load_best_model_at_end`: the export with the best evaluation."""
     has_trained: bool = True
     """Whether any step had a gradient; also true of a run that had no step to do."""
+    tracked: tuple[str, ...] = ()
+    """Lines that say where its trackers are."""
 
     def where(self, *, has_held_out: bool) -> list[str]:
         """Lines that say where everything is, and how to evaluate the trained model.
@@ -39,8 +41,9 @@ class TrainResult:
         out = self.output_dir
         lines = [
             f"report   {out / 'report.html'}",
-            f"metrics  {out / 'metrics.jsonl'} and {out / 'tensorboard'}",
+            f"metrics  {out / 'metrics.jsonl'}",
             f"samples  {out / 'rollouts'}",
+            *self.tracked,
         ]
         model = self.best or self.exported
         if model is None:

@@ -120,6 +120,7 @@ class Trainer:
             exported=exported,
             best=self._folder(best) if best else None,
             has_trained=self.health.has_trained or self.done == self.resumed_at,
+            tracked=self.reporter.tracked,
         )
 
     def keep(self) -> tuple[list[str], bool]:

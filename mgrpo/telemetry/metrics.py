@@ -1,4 +1,4 @@
-"""Metrics of a run on disk: one JSON object per step in metrics.jsonl, the same numbers as TensorBoard scalars.
+"""Metrics of a run on disk: one JSON object per step in metrics.jsonl, and the same numbers for the run's trackers.
 
 Rank 0 owns one writer. A run never appends to another run's files: those are renamed first. A run that continues from a
 checkpoint appends to its own files, without the steps after the checkpoint, which it repeats.
@@ -7,25 +7,18 @@ checkpoint appends to its own files, without the steps after the checkpoint, whi
 from __future__ import annotations
 
 import json
-import logging
 import math
 import numbers
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
 
 from mgrpo.telemetry.files import move_aside, write_whole
-
-if TYPE_CHECKING:
-    from tensorboard.compat.proto.event_pb2 import Event
-
-logger = logging.getLogger(__name__)
+from mgrpo.telemetry.sinks import Sink, Table
 
 
 class MetricsWriter:
-    """Appends metrics to `<output_dir>/metrics.jsonl` and `<output_dir>/tensorboard/`.
+    """Appends metrics to `<output_dir>/metrics.jsonl`, and hands them to the sinks that are added.
 
     Args:
         resumed_after: the step after which this run continues the run that wrote these files; None: a new run.
@@ -43,12 +36,13 @@ class MetricsWriter:
             self.num_lines = truncate(folder / "metrics.jsonl", num_lines)
         self.path = folder / "metrics.jsonl"
         self._lines = self.path.open("a", encoding="utf-8")
-        self._events = open_events(folder / "tensorboard", resumed_after)
+        self.sinks: list[Sink] = []
+        """Add them once the writer exists, which moves the files of an earlier run aside."""
 
     def write(self, step: int, metrics: Mapping[str, float | list[int]]) -> None:
         """Record one step; the line is complete on disk on return. NaN and infinities become null.
 
-        Lists (histograms) go into the line only, not into the event file.
+        Lists (histograms) go into the line only, not to the sinks.
         """
         values = {
             name: [_number(item) for item in value] if isinstance(value, list) else _number(value)
@@ -58,20 +52,29 @@ class MetricsWriter:
         self._lines.write(json.dumps({"step": int(step), **values}, allow_nan=False) + "\n")
         self._lines.flush()
         self.num_lines += 1
-        if self._events is not None:
-            scalars = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-            self._events.write(step, scalars)
+        scalars = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        for sink in self.sinks:
+            sink.write(step, scalars)
 
-    def text(self, step: int, name: str, text: str) -> None:
-        """Show a text in TensorBoard, as it is."""
-        if self._events is not None:
-            self._events.text(step, name, text)
+    def table(self, step: int, table: Table) -> None:
+        """Show samples in every sink."""
+        for sink in self.sinks if table.rows else ():
+            sink.table(step, table)
 
-    def close(self) -> None:
-        """Close the files; a second call does nothing."""
-        self._lines.close()
-        if self._events is not None:
-            self._events.close()
+    def summary(self, values: Mapping[str, float]) -> None:
+        """Tell every sink what came of the run."""
+        finite = {name: number for name, value in values.items() if (number := _number(value)) is not None}
+        for sink in self.sinks:
+            sink.summary(finite)
+
+    def close(self, *, wait_s: float = 0.0) -> None:
+        """Close the file, and the sinks in up to `wait_s` seconds together; a second call does nothing."""
+        deadline = time.monotonic() + wait_s
+        try:
+            self._lines.close()
+        finally:
+            for sink in self.sinks:
+                sink.close(wait_s=max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -98,62 +101,6 @@ def truncate(path: Path, num_lines: int) -> int:
     kept = [f"{line}\n" for line in lines[:num_lines]]
     write_whole(path, "".join(kept))
     return len(kept)
-
-
-def open_events(folder: Path, resumed_after: int | None = None) -> EventFile | None:
-    """A TensorBoard event file in `folder`; None, with one warning, where tensorboard is not installed."""
-    try:
-        return EventFile(folder, resumed_after)
-    except ImportError as err:
-        logger.warning("no TensorBoard files: %s; pip install tensorboard", err)
-        return None
-
-
-class EventFile:
-    """A file in TensorBoard's record format, written in the calling thread: it is complete after every step."""
-
-    def __init__(self, folder: Path, resumed_after: int | None = None) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary = Event, Summary
-        folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time())}.{os.getpid()}"
-        self._file: BinaryIO = (folder / name).open("wb")
-        self._records = RecordWriter(self._file)
-        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if resumed_after is not None:
-            # TensorBoard drops this step and later ones of earlier files.
-            start = SessionLog(status=SessionLog.START)
-            self._append(Event(wall_time=time.time(), step=resumed_after + 1, session_log=start))
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Record every scalar at `step`."""
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """Record a text, which its lines' indentation shows as code: TensorBoard reads Markdown."""
-        from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.types_pb2 import DT_STRING
-
-        shown = "".join(f"    {line}\n" for line in text.splitlines())
-        value = self._summary.Value(
-            tag=name,
-            metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
-            tensor=TensorProto(dtype=DT_STRING, string_val=[shown.encode("utf-8", "replace")]),
-        )
-        self._append(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _append(self, event: Event) -> None:
-        self._records.write(event.SerializeToString())
-        self._file.flush()
 
 
 def _number(value: float) -> float | int | None:

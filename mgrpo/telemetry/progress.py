@@ -6,6 +6,8 @@ panel a few times per second at most, so that its cost is negligible even for st
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +24,7 @@ PHASES = ("generate", "score", "train", "drain", "sync")
 """Of a step, in their order; a run has those that its metrics have."""
 EVALUATE = "evaluate"
 LINES_PER_RUN = 12
+LOG_COLUMNS = 140
 REDRAW_EVERY_S = 0.25
 MAX_QUIET_S = 300.0
 """A log gets a line after this time even when none is due, so that a run with long steps does not seem to hang."""
@@ -85,6 +88,19 @@ class Progress:
             # A log whose encoding lacks bars gets question marks: progress must never end a run.
             encoding = getattr(self._out, "encoding", None) or "utf-8"
             print(text.encode(encoding, "replace").decode(encoding), file=self._out, flush=True)
+
+    def show(self, make: Callable[[int], RenderableType]) -> None:
+        """Print what `make` returns for a number of columns, above the panel when there is one; plain in a log."""
+        from rich.console import Console
+
+        screen = self._screen
+        if screen is None:
+            # A log is as wide as its reader likes: not rich's 80 columns.
+            width = int(os.environ.get("COLUMNS", "") or LOG_COLUMNS)
+            screen = Console(file=io.StringIO(), width=width, no_color=True, highlight=False, emoji=False)
+        screen.print(make(screen.width))
+        if isinstance(screen.file, io.StringIO):
+            self.say("\n".join(map(str.rstrip, screen.file.getvalue().splitlines())))
 
     def finish(self, *, before: Metrics | None = None, after: Metrics | None = None) -> None:
         """Close the panel and print the summary; `before` and `after` are the evaluations, where there were any."""

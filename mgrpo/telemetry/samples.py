@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from mgrpo.telemetry.files import move_aside, write_whole
 from mgrpo.telemetry.plain import finite, plain, text_of
+from mgrpo.telemetry.sinks import Cell, Table, utf8
 from mgrpo.telemetry.trajectories import trajectory_record
 from mgrpo.types import Completion, Prompt, Score, ScoredGroup
 
@@ -29,6 +30,8 @@ COLUMN_CHARACTERS = 2000
 _LABEL_COLUMNS = {"messages", "prompt", "dataset", "ground_truth"}
 """Columns that are in a record under another name."""
 Record = dict[str, Any]
+Pieces = Callable[[Sequence[int]], list[str]]
+"""The text of each of some tokens."""
 
 _TABLE = re.compile(r"eval_step_([0-9]+)(?:-([0-9]+))?\.jsonl")
 
@@ -75,11 +78,14 @@ class TrainSamples:
     One prompt's from the first step, the last, and about `NUM_SHOWN_STEPS` between them.
 
     Args:
+        pieces: the text of single tokens, written beside their logprobs; None: without both.
         resumed_after: see `EvaluationTables`; lines of later steps are removed.
     """
 
-    def __init__(self, folder: str | Path, total_steps: int, *, resumed_after: int | None = None) -> None:
-        self.path, self.total_steps = Path(folder) / TRAIN_SAMPLES, total_steps
+    def __init__(
+        self, folder: str | Path, total_steps: int, *, pieces: Pieces | None = None, resumed_after: int | None = None
+    ) -> None:
+        self.path, self.total_steps, self.pieces = Path(folder) / TRAIN_SAMPLES, total_steps, pieces
         if resumed_after is None:
             move_aside([self.path])
         elif self.path.exists():
@@ -96,7 +102,7 @@ class TrainSamples:
         is_due = step in (1, self.total_steps) or step % max(1, self.total_steps // NUM_SHOWN_STEPS) == 0
         if not is_due or not (groups or dropped):
             return []
-        records = list(train_records(step, groups, dropped, advantages))
+        records = list(train_records(step, groups, dropped, advantages, self.pieces))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record, default=str) + "\n" for record in records)
@@ -107,11 +113,14 @@ class Traces:
     """Every completion that training sampled: `{run_name}_rollouts_{shard}.jsonl` in `folder`, Open Instruct's name.
 
     Args:
+        pieces: the text of single tokens; None: without it.
         resumed_after: see `EvaluationTables`; lines of later steps are removed.
     """
 
-    def __init__(self, folder: str | Path, run_name: str, *, resumed_after: int | None = None) -> None:
-        self.folder, self.run_name = Path(folder), run_name
+    def __init__(
+        self, folder: str | Path, run_name: str, *, pieces: Pieces | None = None, resumed_after: int | None = None
+    ) -> None:
+        self.folder, self.run_name, self.pieces = Path(folder), run_name, pieces
         self.folder.mkdir(parents=True, exist_ok=True)
         shards = self._shards()
         self.shard = self.num_lines = 0
@@ -140,7 +149,8 @@ class Traces:
             dropped: groups that were sampled but not trained on; they have no advantage.
             advantages: one per completion of `groups`, in order.
         """
-        lines = (json.dumps(record, default=str) + "\n" for record in trace_records(step, groups, dropped, advantages))
+        records = trace_records(step, groups, dropped, advantages, self.pieces)
+        lines = (json.dumps(record, default=str) + "\n" for record in records)
         while True:
             with self._path(self.shard).open("a", encoding="utf-8") as file:
                 added = list(itertools.islice(lines, SHARD_LINES - self.num_lines))
@@ -174,7 +184,11 @@ def evaluation_records(
 
 
 def train_records(
-    step: int, groups: Sequence[ScoredGroup], dropped: Sequence[ScoredGroup], advantages: Sequence[float]
+    step: int,
+    groups: Sequence[ScoredGroup],
+    dropped: Sequence[ScoredGroup],
+    advantages: Sequence[float],
+    pieces: Pieces | None = None,
 ) -> Iterator[Record]:
     """Records of the group whose rewards differ most: its best and its worst completions, in their order."""
     sampled = [*groups, *dropped]
@@ -184,22 +198,28 @@ def train_records(
     first = sum(len(group.scores) for group in groups[:number])
     order = sorted(range(len(scored.scores)), key=lambda index: scored.rewards[index])
     for index in sorted({*order[: NUM_SHOWN // 2], *order[-NUM_SHOWN // 2 :]}):
-        prompt = scored.group.prompt
+        prompt, completion = scored.group.prompt, scored.group.completions[index]
         yield {
             "step": step,
             "prompt_idx": prompt.id[1],
             "sample_idx": index,
-            **_readable(prompt, scored.group.completions[index], scored.scores[index]),
+            **_readable(prompt, completion, scored.scores[index]),
             "advantage": finite(advantages[first + index]) if number < len(groups) else None,
+            **({**_pieces(completion, pieces), "logprobs": _logprobs(completion, digits=4)} if pieces else {}),
         }
 
 
 def trace_records(
-    step: int, groups: Sequence[ScoredGroup], dropped: Sequence[ScoredGroup], advantages: Sequence[float]
+    step: int,
+    groups: Sequence[ScoredGroup],
+    dropped: Sequence[ScoredGroup],
+    advantages: Sequence[float],
+    pieces: Pieces | None = None,
 ) -> Iterator[Record]:
     """One record per completion under Open Instruct's names; indices count within the step, `prompt_id` within the run.
 
-    Log-probabilities are rounded to seven decimals, which is finer than float32 resolves from 1 on. A trajectory's
+    Log-probabilities are rounded to seven decimals, which is finer than float32 resolves from 1 on, and null for tokens that
+    were not sampled; `tokens` has the text of each token. A trajectory's
     `response_mask` says which of the tokens were sampled, and `branches` which of them after something else than what precedes
     them: `prompt_tokens` of the tokens from `start` to `end`.
     """
@@ -213,6 +233,8 @@ def trace_records(
                 "sample_idx": next(samples),
                 "prompt_idx": number,
                 "prompt_id": f"{prompt.id[0]}_{prompt.id[1]}",
+                "prompt": prompt.text,
+                "completion": completion.text,
                 "prompt_tokens": prompt.tokens.tolist(),
                 "response_tokens": completion.tokens.tolist(),
                 "reward": finite(score.reward),
@@ -221,12 +243,23 @@ def trace_records(
                 "finish_reason": completion.finish_reason,
                 **_labels(prompt, "dataset"),
                 "request_info": None,
-                "logprobs": [finite(round(value, 7)) for value in completion.logprobs.tolist()],
+                **_pieces(completion, pieces),
+                "logprobs": _logprobs(completion, digits=7),
                 "policy_version": _version(completion),
                 **_masks(completion),
                 **trajectory_record(completion),
                 **({"extras": _extras(score)} if score.extras else {}),
             }
+
+
+def _pieces(completion: Completion, pieces: Pieces | None) -> Record:
+    return {"tokens": pieces(completion.tokens.tolist())} if pieces else {}
+
+
+def _logprobs(completion: Completion, *, digits: int) -> list[float | None]:
+    """Those of the engine; null where a token was not sampled."""
+    pairs = zip(completion.logprobs.tolist(), completion.loss_mask.tolist(), strict=True)
+    return [finite(round(value, digits)) if is_sampled else None for value, is_sampled in pairs]
 
 
 def _masks(completion: Completion) -> Record:
@@ -238,6 +271,19 @@ def _masks(completion: Completion) -> Record:
         for branch in completion.trajectory.branches
     ]
     return {"response_mask": completion.loss_mask.tolist(), **({"branches": branches} if branches else {})}
+
+
+def as_table(name: str, records: Sequence[Record]) -> Table:
+    """Records for a reader as a table; what is neither text nor a number is JSON."""
+    columns = tuple(dict.fromkeys(key for record in records for key in record if key not in ("tokens", "logprobs")))
+    rows = tuple(tuple(_cell(record.get(key)) for key in columns) for record in records)
+    return Table(name=name, columns=columns, rows=rows)
+
+
+def _cell(value: object) -> Cell:
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return value
+    return utf8(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))
 
 
 def tables(folder: Path) -> dict[int, list[Path]]:

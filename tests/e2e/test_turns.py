@@ -139,8 +139,8 @@ def test_what_was_not_sampled_is_the_tools_text_in_the_models_template(learned) 
 
 def test_only_what_was_sampled_has_a_version_and_a_logprob(learned) -> None:
     for trace in traces(learned):
-        mask, logprobs = np.array(trace["response_mask"]), np.array(trace["logprobs"])
-        assert not logprobs[~mask].any() and (logprobs[mask] <= 0).all() and logprobs[mask].any()
+        mask, logprobs = np.array(trace["response_mask"]), np.array(trace["logprobs"], float)
+        assert np.isnan(logprobs[~mask]).all() and (logprobs[mask] <= 0).all() and logprobs[mask].any()
         assert trace["policy_versions"] == np.where(mask, trace["step"] - 1, -1).tolist()
 
 
@@ -238,7 +238,7 @@ def test_cached_turns_have_the_logprobs_of_turns_that_were_read_again(learned, t
     assert len(cached) == BATCH and cached.keys() == plain.keys()
     same = [name for name, trace in cached.items() if trace["response_tokens"] == plain[name]["response_tokens"]]
     for name in same:
-        np.testing.assert_allclose(cached[name]["logprobs"], plain[name]["logprobs"], atol=1e-5)
+        np.testing.assert_allclose(*(np.array(found[name]["logprobs"], float) for found in (cached, plain)), atol=1e-5)
     # Rounding makes a few another sample.
     assert len(same) > 0.95 * BATCH
     assert sum(len(cached[name]["trajectory"]["turns"]) == 3 for name in same) > BATCH / 2

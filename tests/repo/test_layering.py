@@ -18,7 +18,7 @@ ROOMS = {
     "models": {"layout"},
     "packing": {"types"},
     "parallel": {"layout"},
-    "telemetry": {"types"},
+    "telemetry": {"processes", "types"},
     "sandbox": {"processes"},
     "config": {"models", "layout"},
     "sync": {"processes", "models", "layout"},

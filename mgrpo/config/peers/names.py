@@ -75,6 +75,8 @@ SPELLINGS: dict[str, dict[object, str]] = {
     "eval_top_p": {None: "1.0"},
     "metric_for_best_model": {None: "eval/scores"},
     "greater_is_better": {None: "true"},
+    "report_to": {None: "none"},
+    "wandb_project": {"open_instruct_internal": "none"},
     "top_k": {None: "0", "none": "0", "-1": "0"},
     "min_p": {None: "0", "none": "0"},
     "kl_estimator": {"kl": "0", "kl1": "0", "kl2": "1", "kl3": "2", "kl4": "3"},

@@ -17,6 +17,7 @@ from mgrpo.config.peers import hub as translate_hub
 from mgrpo.config.peers import layout as translate_layout
 from mgrpo.config.peers import length as translate_length
 from mgrpo.config.peers import open_instruct
+from mgrpo.config.peers import tracking as translate_tracking
 from mgrpo.config.peers import trl as translate_trl
 from mgrpo.config.peers.length import training_steps
 from mgrpo.config.peers.names import table
@@ -86,6 +87,7 @@ def apply(r: Resolution) -> None:
     tool_limits(r)
     translate_adapters.apply(r)
     translate_hub.apply(r)
+    translate_tracking.apply(r)
 
 
 def renames(r: Resolution) -> None:

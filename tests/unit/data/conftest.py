@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from mgrpo.data.prompt_set import PromptSet
 from mgrpo.environments.description import Description, Offer
 from mgrpo.environments.environment import Tool
 from mgrpo.types import Prompt
+from tests.unit.data.real_tokenizers import REAL
 
 CHARS = "0123456789+=?\n "
 TEMPLATE = "{% for m in messages %}<u>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -129,3 +132,17 @@ def everything(prompts: PromptSet) -> list[Prompt]:
 def texts(prompts: PromptSet) -> list[str]:
     """Their texts."""
     return [prompt.text for prompt in everything(prompts)]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Makes a tokenizer of REAL, once; skips where its package is not installed."""
+
+    @functools.cache
+    def make(name: str) -> Any:
+        function, package, modules = REAL[name]
+        if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
+            pytest.skip(f"the {name} tokenizer of {package} takes {', '.join(missing)}, not installed")
+        return function(tmp_path_factory.mktemp(name)) if name == "sentencepiece" else function()
+
+    return make

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,20 +50,6 @@ def make_tokenizer(**special: Any) -> Any:
 def plain() -> Any:
     """Its first token is <s>, its end token </s>; it has no chat template."""
     return make_tokenizer(bos_token="<s>", eos_token="</s>")
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """Makes a tokenizer of REAL, once; skips where its package is not installed."""
-
-    @functools.cache
-    def make(name: str) -> Any:
-        function, package, modules = REAL[name]
-        if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
-            pytest.skip(f"the {name} tokenizer of {package} takes {', '.join(missing)}, not installed")
-        return function(tmp_path_factory.mktemp(name)) if name == "sentencepiece" else function()
-
-    return make
 
 
 def ids(tokenizer: Any, text: str) -> list[int]:

@@ -140,7 +140,7 @@ def test_a_state_of_all_weights_is_not_continued_with_adapters(folder, shape):
 def test_settings_that_changed_are_listed(folder, shape):
     """A learning rate that was changed on purpose is welcome; one that was changed by mistake is seen."""
     settings = {"learning_rate": 1e-5, "num_unique_prompts_rollout": 8, "reward_weights": "2", "total_episodes": 320}
-    problems, changed = found(folder, shape, **settings, checkpoint_state_freq=1, resume="auto")
+    problems, changed = found(folder, shape, **settings, checkpoint_state_freq=1, resume="auto", report_to="none")
     assert problems == []
     (sentence,) = changed
     assert sentence.endswith(

@@ -62,7 +62,13 @@ def test_the_end_says_where_everything_is_and_whether_anything_was_trained(
     """A user who is told neither looks for the model by hand, or evaluates one that has not changed."""
     out = tmp_path / "out"
     result = TrainResult(
-        output_dir=out, steps=4, before={}, after={}, exported=out / "hf" / "step_4", has_trained=has_trained
+        output_dir=out,
+        steps=4,
+        before={},
+        after={},
+        exported=out / "hf" / "step_4",
+        has_trained=has_trained,
+        tracked=(f"tensorboard --logdir {out}/tensorboard",),
     )
     monkeypatch.setattr(launch, "check_run", lambda config, **kwargs: (config, None))
     monkeypatch.setattr(launch, "_start", lambda *args: result)

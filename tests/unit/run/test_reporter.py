@@ -18,11 +18,12 @@ from mgrpo.layout import Layout
 from mgrpo.parallel import backend
 from mgrpo.run.reporter import Reporter
 from tests.unit.run.producing import collect, evaluator, producer
+from tests.unit.telemetry.wandb_file import history, offline_runs, run, values
 
 SECONDS = {"wait": 3.0, "train": 2.0, "sync": 1.0}
 
 
-def report(tmp_path, **arguments) -> Reporter:
+def report(tmp_path, *, settings: dict[str, Any] | None = None, **arguments) -> Reporter:
     config = from_values(
         {
             "output_dir": str(tmp_path / "out"),
@@ -30,6 +31,7 @@ def report(tmp_path, **arguments) -> Reporter:
             "num_unique_prompts_rollout": 4,
             "num_samples_per_prompt_rollout": 2,
             "total_episodes": 80,
+            **(settings or {}),
         }
     )
     return Reporter(config, scale=None, **arguments)
@@ -132,6 +134,54 @@ def test_a_resumed_run_goes_on_in_its_own_files_and_not_in_those_of_another(tmp_
     other = report(tmp_path, resumed=saved, resume_from=str(tmp_path / "elsewhere" / "checkpoints" / "step_1"))
     step(other, 2, batch)
     assert [line["step"] for line in lines(tmp_path)] == [2]
+
+
+def test_trackers_get_what_the_lines_hold_and_a_resumed_run_keeps_its_id(tmp_path, batch, monkeypatch) -> None:
+    """Two runs of wandb for one run here, or curves that differ from metrics.jsonl."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = {"report_to": ("wandb", "tensorboard"), "wandb_project": "sums", "log_completions": True, "seed": 7}
+    first = report(tmp_path, settings=settings)
+    step(first, 1, batch)
+    saved = {"step": 1, "head": json.loads(json.dumps(first.state_dict()))}
+    before = first.evaluation(evaluator().evaluate(0), step=1, policy_version=1)
+    first.finish(before=before, after={})
+    second = report(
+        tmp_path, settings=settings, resumed=saved, resume_from=str(tmp_path / "out" / "checkpoints" / "step_1")
+    )
+    step(second, 2, batch)
+    second.finish(before={}, after={})
+    paths = offline_runs(tmp_path / "out")
+    assert [run(path).run_id for path in paths] == [first.run_id] * 2
+    config = values(run(paths[0]).config.update)
+    assert (config["seed"], config["total_episodes"], config["report_to"]) == (7, 80, ["wandb", "tensorboard"])
+    written = {name: value for line in lines(tmp_path) for name, value in line.items() if line["step"] == 2}
+    (recorded,) = history(paths[1])
+    numbers = {name for name, value in written.items() if isinstance(value, (int, float)) and name != "step"}
+    assert len(numbers) > 50 and {name: recorded[name] for name in numbers} == {name: written[name] for name in numbers}
+    assert [row["eval/scores"] for row in history(paths[0])] == [before["eval/scores"]]
+    tables = {path.name.split("_")[0] for path in (paths[0].parent / "files" / "media" / "table").rglob("*.json")}
+    assert {"samples", "completions"} <= tables
+    assert [line.split()[0] for line in second.tracked] == ["curves", "wandb"]
+
+
+def test_no_tracker_writes_nothing(tmp_path, batch) -> None:
+    reporter = report(tmp_path, settings={"report_to": ("none",)})
+    step(reporter, 1, batch)
+    reporter.close()
+    assert not (tmp_path / "out" / "tensorboard").exists() and reporter.tracked == ()
+    assert len(lines(tmp_path)) == 1
+
+
+def test_completions_are_printed_on_request(tmp_path, batch, capsys, monkeypatch) -> None:
+    """With the advantage that each was trained with."""
+    monkeypatch.setenv("COLUMNS", "140")
+    reporter = report(tmp_path, settings={"log_completions": True, "num_completions_to_print": 2})
+    step(reporter, 1, batch)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")][1:]
+    assert len(rows) == 2
+    advantages = [f"{batch.samples[number].advantage:.3g}" for number in (0, len(batch.samples) // 2)]
+    assert [row.split("|")[-2].strip() for row in rows] == advantages
 
 
 def test_an_evaluation_is_written_with_its_samples(tmp_path) -> None:

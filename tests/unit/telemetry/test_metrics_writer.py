@@ -1,29 +1,17 @@
 """Metrics on disk."""
 
-import builtins
 import json
-import logging
 
 import numpy as np
 import pytest
 
 from mgrpo.telemetry.metrics import MetricsWriter
+from mgrpo.telemetry.sinks import Table
+from mgrpo.telemetry.tensorboard import EventFile
 
 
 def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def without(monkeypatch, package):
-    """Make `import package` fail as on a machine that lacks it."""
-    real = builtins.__import__
-
-    def refuse(name, *args, **kwargs):
-        if name.split(".")[0] == package:
-            raise ImportError(f"No module named {package!r}")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
 
 
 def test_each_step_is_one_object_that_opens_with_the_step(tmp_path):
@@ -49,6 +37,7 @@ def test_a_second_run_does_not_mix_with_the_first(tmp_path, caplog):
     """Two runs in one file draw a curve that no run had."""
     for run in range(3):
         with MetricsWriter(tmp_path) as writer:
+            writer.sinks.append(EventFile(tmp_path / "tensorboard"))
             writer.write(1, {"run": run})
     assert lines_of(tmp_path / "metrics.jsonl") == [{"step": 1, "run": 2}]
     assert lines_of(tmp_path / "metrics.jsonl.1") == [{"step": 1, "run": 0}]
@@ -62,6 +51,7 @@ def test_tensorboard_reads_the_same_numbers(tmp_path):
     """An event file in a wrong format shows an empty page and no error."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with MetricsWriter(tmp_path) as writer:
+        writer.sinks.append(EventFile(tmp_path / "tensorboard"))
         for step in range(1, 6):
             writer.write(step, {"scores": step / 4, "loss/policy_avg": -1.5, "odd": float("nan") if step == 3 else 1.0})
         # Read before close: TensorBoard watches runs that are still going.
@@ -72,20 +62,10 @@ def test_tensorboard_reads_the_same_numbers(tmp_path):
     assert set(events.Tags()["scalars"]) == {"scores", "loss/policy_avg", "odd"}
 
 
-def test_without_tensorboard_there_is_one_note_and_the_lines_are_written(tmp_path, monkeypatch, caplog):
-    """TensorBoard is optional: a run must not end for want of it."""
-    without(monkeypatch, "tensorboard")
-    with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path) as writer:
-        writer.write(1, {"scores": 1.0})
-        writer.write(2, {"scores": 2.0})
-    assert len(lines_of(tmp_path / "metrics.jsonl")) == 2
-    assert len(caplog.records) == 1
-    assert "pip install tensorboard" in caplog.text
-
-
 def test_closing_twice_is_harmless(tmp_path):
     """The error path and the context manager both close."""
     writer = MetricsWriter(tmp_path)
+    writer.sinks.append(EventFile(tmp_path / "tensorboard"))
     writer.close()
     writer.close()
 
@@ -129,13 +109,16 @@ def test_a_line_cut_short_before_the_checkpoints_last_one_is_dropped(tmp_path):
     assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 4]
 
 
-def test_texts_are_shown_as_they_are(tmp_path):
-    """Settings and samples beside the curves; TensorBoard reads Markdown, in which a sampled "# 1" would be a heading."""
+def test_samples_and_settings_are_shown_as_they_are(tmp_path):
+    """Beside the curves; TensorBoard reads Markdown, in which a sampled "# 1" would be a heading."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with MetricsWriter(tmp_path) as writer:
-        writer.text(3, "samples/0", "# 1\n<b> \ud83d")
+        writer.sinks.append(EventFile(tmp_path / "tensorboard", settings="seed: 1\n"))
+        writer.table(3, Table(name="samples", columns=("completion", "reward"), rows=(("# 1\n<b> \ud83d", 0.5),)))
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    (event,) = events.Tensors("samples/0")
-    assert event.step == 3 and event.tensor_proto.string_val == [b"    # 1\n    <b> ?\n"]
+    (event,), (settings,) = events.Tensors("samples/0"), events.Tensors("config")
+    assert event.step == 3
+    assert event.tensor_proto.string_val == [b"    completion: # 1\n    <b> ?\n    reward: 0.5\n"]
+    assert settings.tensor_proto.string_val == [b"    seed: 1\n"]
     assert events.SummaryMetadata("samples/0").plugin_data.plugin_name == "text"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mgrpo.telemetry import files, samples
-from mgrpo.telemetry.samples import EvaluationTables, Traces, read_records, tables, trace_records
+from mgrpo.telemetry.samples import EvaluationTables, Traces, TrainSamples, read_records, tables, trace_records
 from mgrpo.types import ScoredGroup, Turn
 from tests import builders
 
@@ -307,3 +307,21 @@ def test_a_new_run_puts_traces_of_its_own_name_aside(tmp_path):
     assert after["run_rollouts_000000.jsonl.1"] == before["run_rollouts_000000.jsonl"]
     assert after["other_rollouts_000000.jsonl"] == before["other_rollouts_000000.jsonl"]
     assert len(after["run_rollouts_000000.jsonl"].splitlines()) == 6
+
+
+def test_traces_and_samples_have_the_text_and_the_logprob_of_each_token(tmp_path):
+    """What the report colours; what stands between turns was not sampled, and has no log-probability."""
+    record = builders.trajectory("1101")
+    long = builders.completion(4, trajectory=record, logprobs=-0.123456789)
+    scored = builders.scored_group([1.0], completions=[long])
+
+    def pieces(tokens):
+        return [f"<{token}>" for token in tokens]
+
+    (trace,) = trace_records(1, [scored], [], [0.5], pieces)
+    TrainSamples(tmp_path, 4, pieces=pieces).write(1, [scored], [], [0.5])
+    (sample,) = lines(tmp_path / "train_samples.jsonl")
+    assert trace["tokens"] == sample["tokens"] == pieces(trace["response_tokens"])
+    assert trace["logprobs"] == [pytest.approx(-0.1234568, abs=1e-9)] * 2 + [None, pytest.approx(-0.1234568, abs=1e-9)]
+    assert sample["logprobs"] == [-0.1235, -0.1235, None, -0.1235]
+    assert (trace["prompt"], trace["completion"]) == (scored.group.prompt.text, long.text)

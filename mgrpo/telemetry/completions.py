@@ -1,0 +1,108 @@
+"""Completions of a training step as a table, for the terminal and for trackers.
+
+What a model wrote is untrusted: on a terminal its control characters are shown, not obeyed, and it is never markup.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mgrpo.telemetry.plain import finite
+from mgrpo.telemetry.sinks import Cell, Table, utf8
+from mgrpo.types import ScoredGroup
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+TEXTS = ("prompt", "completion")
+NARROW = 100
+"""Columns of a terminal below which a row is printed line by line."""
+NOT_PARTS = {"correct"}
+
+
+def completions_table(
+    groups: Sequence[ScoredGroup],
+    dropped: Sequence[ScoredGroup],
+    advantages: Sequence[float],
+    *,
+    unique_prompts: bool = False,
+) -> Table:
+    """Prompt, completion, parts of the reward, reward and advantage of each completion of a step.
+
+    Args:
+        dropped: groups that were sampled but not trained on; they have no advantage.
+        advantages: one per completion of `groups`, in order.
+        unique_prompts: only the first completion of each prompt.
+    """
+    of_samples = iter(advantages)
+    parts = list(dict.fromkeys(part for group in (*groups, *dropped) for score in group.scores for part in score.parts))
+    parts = [part for part in parts if part not in NOT_PARTS]
+    rows: list[tuple[Cell, ...]] = []
+    seen: set[str] = set()
+    for number, scored in enumerate([*groups, *dropped]):
+        prompt = scored.group.prompt.text
+        for completion, score in zip(scored.group.completions, scored.scores, strict=True):
+            advantage = finite(next(of_samples)) if number < len(groups) else None
+            if unique_prompts and prompt in seen:
+                continue
+            seen.add(prompt)
+            scores = [finite(score.parts[part]) if part in score.parts else None for part in parts]
+            rows.append((utf8(prompt), utf8(completion.text), *scores, finite(score.reward), advantage))
+    return Table(name="completions", columns=(*TEXTS, *parts, "reward", "advantage"), rows=tuple(rows))
+
+
+def some_of(table: Table, count: int | None) -> Table:
+    """So many of the rows, spread evenly; None: all."""
+    total = len(table.rows)
+    if count is None or count >= total:
+        return table
+    rows = tuple(table.rows[number * total // count] for number in range(count))
+    return Table(name=table.name, columns=table.columns, rows=rows)
+
+
+def printed(table: Table, *, title: str, width: int) -> RenderableType:
+    """The table for a terminal of `width` columns; on a narrow one, and in its logs, row by row."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    texts = len(TEXTS)
+    if width < NARROW:
+        blocks = [Text(f"-- {title}", style="bold")]
+        for row in table.rows:
+            for name, cell in zip(table.columns[:texts], row, strict=False):
+                blocks.append(Text.assemble((f"{name}: ", "dim"), printable(str(cell))))
+            facts = zip(table.columns[texts:], row[texts:], strict=True)
+            blocks.append(Text("  ".join(f"{printable(name)} {_number(cell)}" for name, cell in facts), style="bold"))
+        return Group(*blocks)
+    grid = Grid(title=Text(title), box=box.ASCII2, show_lines=True, title_justify="left")
+    for number, name in enumerate(table.columns):
+        is_text = number < texts
+        grid.add_column(
+            Text(printable(name)),
+            ratio=(1, 2)[number] if is_text else None,
+            overflow="fold",
+            justify="left" if is_text else "right",
+        )
+    for row in table.rows:
+        cells = [printable(str(cell)) for cell in row[:texts]] + [_number(cell) for cell in row[texts:]]
+        grid.add_row(*map(Text, cells))
+    return grid
+
+
+def printable(text: str) -> str:
+    """The text with every character that a terminal would obey, or hide, written as an escape; line ends and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else _escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def _number(cell: Cell) -> str:
+    return "-" if cell is None else f"{cell:.3g}" if isinstance(cell, (int, float)) else printable(cell)

@@ -1,0 +1,125 @@
+"""A tracker in a process of its own, so that nothing it does reaches the run.
+
+What a tracker's package does when it is imported, the threads and programs that it starts, a network that stalls, a crash:
+all of it stays in the child. The run writes to a pipe that never blocks. A child whose run closes the pipe, or has died,
+finishes by itself, and ends with all that it started within `LAST_S` seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mgrpo.processes.json_lines import Child, exchange
+from mgrpo.telemetry.sinks import Table
+from mgrpo.telemetry.trackers.program import LAST_S
+
+MOST_UNANSWERED = 20_000
+"""Messages that wait for a tracker; one that falls so far behind is given up."""
+
+SILENT_S = 10.0
+"""Seconds to wait at the end before that is said."""
+
+
+class Tracker:
+    """One tracker, as a sink."""
+
+    def __init__(
+        self,
+        name: str,
+        opening: Mapping[str, Any],
+        *,
+        say: Callable[[str], None] = print,
+        warn: Callable[[str], None] = print,
+    ) -> None:
+        """Start it without waiting for it.
+
+        Args:
+            name: a module of this package.
+            opening: keyword arguments of `program.OPEN[name]`.
+            say: is told once where to look.
+            warn: is told once why the run goes on without it.
+        """
+        self.name, self.where = name, ""
+        self._say, self._warn = say, warn
+        self._unanswered = 0
+        self._child: Child | None = Child("mgrpo.telemetry.trackers.program")
+        self._send({"open": [name, dict(opening)]})
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """See `Sink`."""
+        self._send({"write": [step, dict(scalars)]})
+
+    def table(self, step: int, table: Table) -> None:
+        """See `Sink`."""
+        self._send({"table": [step, table.name, table.columns, table.rows]})
+
+    def summary(self, values: Mapping[str, float]) -> None:
+        """See `Sink`."""
+        self._send({"summary": [dict(values)]})
+
+    def close(self, *, wait_s: float) -> None:
+        """See `Sink`."""
+        self._send({"close": []})
+        began, is_said = time.monotonic(), wait_s < SILENT_S
+        while self._child and self._unanswered:
+            passed = time.monotonic() - began
+            if passed >= wait_s:
+                self._leave(wait_s)
+                return
+            if passed >= SILENT_S and not is_said:
+                self._say(f"waiting up to {wait_s - passed:.0f} s for {self.name} to send what is left")
+                is_said = True
+            exchange([self._child], wait_s - passed if is_said else min(SILENT_S, wait_s - passed))
+            self._listen()
+        self._end()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._child is None:
+            return
+        self._unanswered += 1
+        self._child.send([message])
+        self._child.pump()
+        self._listen()
+        if self._unanswered > MOST_UNANSWERED:
+            self._give_up(f"has not answered {MOST_UNANSWERED} messages")
+
+    def _listen(self) -> None:
+        """Take the answers that have arrived."""
+        child = self._child
+        if child is None:
+            return
+        for answer in child.answers():
+            self._unanswered -= 1
+            if "where" in answer:
+                self.where = answer["where"]
+                self._say(self.where)
+            if "remark" in answer:
+                self._warn(f"{self.name}: {answer['remark']}")
+            if "error" in answer:
+                self._give_up(f"failed: {answer['error']}")
+                return
+        if child.is_over:
+            self._give_up(child.how_it_ended)
+
+    def _leave(self, waited_s: float) -> None:
+        """Wait no longer; the child has `LAST_S` seconds more."""
+        child, self._child = self._child, None
+        assert child is not None
+        child.close_pipes()
+        threading.Thread(target=child.process.wait, name=f"{self.name}-end", daemon=True).start()
+        self._warn(
+            f"{self.name} has not finished within {waited_s:.0f} s, and has {LAST_S:.0f} s more; "
+            "metrics.jsonl has everything"
+        )
+
+    def _give_up(self, why: str) -> None:
+        self._end()
+        self._warn(f"{self.name} {why}; the run goes on without it; metrics.jsonl has everything")
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.end()
+            self._child = None
