@@ -6,7 +6,7 @@ import sys
 
 from mgrpo.config.fields import section_types, settings, shown
 from mgrpo.config.help import field_docs, metavar, shown_default
-from mgrpo.config.peers.hints import hints
+from mgrpo.config.peers.hints import tried
 from mgrpo.config.peers.names import Name, sections, table, trainers_of
 from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
 from mgrpo.config.peers.translate import LOSS_TYPES
@@ -32,6 +32,8 @@ Names of Open Instruct and TRL are accepted wherever a setting is. Every name be
 
 From Python, `mgrpo.GRPOConfig.from_trl(trl_config, **fields)` and `mgrpo.GRPOConfig.from_open_instruct(flags)` return a config
 for `mgrpo.train`; settings that are not given have the defaults of TRL or Open Instruct (`preset=` chooses the version).
+`mgrpo.GRPOConfig.from_verl(command)` and `.from_slime(command)` do the same for verl and slime ([their names](config_peers.md)), and a
+script of TRL that imports `GRPOConfig` and `GRPOTrainer` from `mgrpo.trl` runs as it is.
 """
 
 BATCH = """## TRL's batch arithmetic
@@ -136,12 +138,12 @@ def _presets() -> str:
 def _words() -> str:
     rows = (
         (f"`{name}`", hint.trainer, ", ".join(f"`{target}`" for target in hint.targets), hint.sentence)
-        for name, hint in hints().items()
+        for name, hint in tried().items()
     )
     lines = [
         "## Words of other trainers",
         "",
-        "These are not accepted; a run that is given one says what to use instead.",
+        "These are not accepted; a run that is given one says what to use instead. So are those of [verl and slime](config_peers.md).",
         "",
         *markdown.table(("word", "of", "here", "note"), rows),
     ]
