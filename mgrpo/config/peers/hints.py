@@ -70,5 +70,7 @@ def _advice(word: str, dashes: str) -> str:
     if hint is not None:
         return hint.advice(dashes)
     useful = [name for name, entry in accepted().items() if entry.status not in ("no effect", "refused")]
-    near = difflib.get_close_matches(word, useful, n=1, cutoff=NEAR)
-    return f"did you mean {dashes}{near[0]}?" if near else "--help lists every setting"
+    near = difflib.get_close_matches(word.lower(), [*useful, *tried()], n=1, cutoff=NEAR)
+    if not near:
+        return "--help lists every setting"
+    return tried()[near[0]].advice(dashes) if near[0] in tried() else f"did you mean {dashes}{near[0]}?"
