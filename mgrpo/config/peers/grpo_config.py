@@ -6,22 +6,25 @@ import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from mgrpo.config.load import from_values, parse
 from mgrpo.config.peers import slime, verl
 from mgrpo.config.schema import Config
 
+if TYPE_CHECKING:
+    from mgrpo.config.peers.keywords import Keywords
 
-class GRPOConfig:
+
+class ConfigDoor:
     """Makes a `Config` for `mgrpo.train` from this project's settings, or from another trainer's.
 
     `GRPOConfig(learning_rate=1e-6)` takes the names and defaults of a configuration file; `from_trl`,
-    `from_open_instruct`, `from_verl` and `from_slime` take the defaults of that trainer. Each returns a config whose `notes` say how every name was
-    understood, and raises `ConfigError` with all that cannot be done here, and why.
+    `from_open_instruct`, `from_verl` and `from_slime` take the defaults of that trainer. Each returns a config whose `notes`
+    say how every name was understood, and raises `ConfigError` with all that cannot be done here, and why.
     """
 
-    def __new__(cls, settings: Mapping[str, object] | None = None, /, **fields: object) -> Config:  # type: ignore[misc]
+    def __call__(self, settings: Mapping[str, object] | None = None, /, **fields: Unpack[Keywords]) -> Config:
         """Config of settings by keyword, of a mapping, or of one with keywords on top; `preset` names other defaults."""
         return from_values({**(settings or {}), **fields})
 
@@ -74,6 +77,10 @@ class GRPOConfig:
         What is not given has slime's default, or Megatron's. Fields of this project may be given as well and override.
         """
         return slime.read(settings, fields)
+
+
+GRPOConfig = ConfigDoor()
+"""The one there is; called like a class, it makes a `Config`."""
 
 
 def _flags(words: Sequence[str]) -> list[str]:
