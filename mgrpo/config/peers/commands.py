@@ -109,7 +109,7 @@ def config_of(
     for name, text in given.texts.items():
         _take(given, name, text)
     combine(given)
-    told = {name: value for name, value in given.values.items() if value is not None} | fields
+    told = {name: value for name, value in given.values.items() if value is not None} | dict(fields)
     try:
         config = from_values(told)
     except ConfigError as err:

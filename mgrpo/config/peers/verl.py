@@ -159,9 +159,10 @@ def _loss(given: Given) -> None:
     for side, name in (("clip_lower", "clip_ratio_low"), ("clip_higher", "clip_ratio_high")):
         values[side] = given.text(f"{ACTOR}{name if given.has(f'{ACTOR}{name}') else 'clip_ratio'}")
     losses = given.choice(f"{ACTOR}policy_loss.loss_mode", POLICY_LOSSES)
-    values |= losses if isinstance(losses, dict) else {}
-    if losses and losses.get("policy_loss") in ("sapo", "cispo"):  # type: ignore[attr-defined]
-        values.pop("dual_clip", None)
+    if isinstance(losses, dict):
+        values |= losses
+        if "policy_loss" in losses:
+            values.pop("dual_clip", None)
     if given.choice("algorithm.adv_estimator", {"grpo": True}):
         by_std = given.is_on("algorithm.norm_adv_by_std_in_grpo")
         values |= {"advantage_normalization_type": "standard" if by_std else "centered"}
