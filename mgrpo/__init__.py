@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mgrpo.config.peers.grpo_config import GRPOConfig
+    from mgrpo.run.launch import train
 
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "train"]

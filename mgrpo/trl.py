@@ -116,7 +116,7 @@ class GRPOTrainer:
         if problems:
             raise ConfigError(problems)
         self.processing_class = processing_class
-        self._brought = {
+        self._brought: dict[str, Any] = {
             "reward_funcs": reward_funcs,
             "dataset": train_dataset,
             "eval_dataset": eval_dataset,

@@ -12,7 +12,7 @@ import yaml
 
 from mgrpo.config.fields import Setting, section_types, settings, shown
 from mgrpo.config.help import field_docs, metavar, shown_default
-from mgrpo.config.peers.hints import hints
+from mgrpo.config.peers.hints import tried
 from mgrpo.config.peers.names import OURS, Name, sections, table, trainers_of
 from mgrpo.config.peers.presets import PRESET_NOTES, PRESETS
 from mgrpo.config.peers.translate import LOSS_TYPES
@@ -42,6 +42,8 @@ those that are not settings themselves stand in a table at the end of each secti
 
 From Python, `mgrpo.GRPOConfig.from_trl(trl_config, **fields)` and `mgrpo.GRPOConfig.from_open_instruct(flags)` return a config
 for `mgrpo.train`; settings that are not given have the defaults of TRL or Open Instruct (`preset=` chooses the version).
+`mgrpo.GRPOConfig.from_verl(command)` and `.from_slime(command)` do the same for verl and slime ([their names](config_peers.md)), and a
+script of TRL that imports `GRPOConfig` and `GRPOTrainer` from `mgrpo.trl` runs as it is.
 """
 
 BATCH = """## TRL's batch arithmetic
@@ -199,12 +201,12 @@ def _missing_tools(words: list[str]) -> list[str]:
 def _words() -> str:
     rows = (
         (_anchored(name), hint.trainer, ", ".join(map(_link, hint.targets)), _linked(hint.sentence))
-        for name, hint in hints().items()
+        for name, hint in tried().items()
     )
     lines = [
         "## Words of other trainers",
         "",
-        "These are not accepted; a run that is given one says what to use instead.",
+        "These are not accepted; a run that is given one says what to use instead. So are those of [verl and slime](config_peers.md).",
         "",
         *markdown.table(("word", "of", "here", "note"), rows),
     ]

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
 
 from mgrpo.config.load import from_values, parse
+from mgrpo.config.peers import slime, verl
 from mgrpo.config.peers.command_line import flags_of, words_of
 from mgrpo.config.schema import Config
 
+if TYPE_CHECKING:
+    from mgrpo.config.peers.keywords import Keywords
 
-class GRPOConfig:
+
+class ConfigDoor:
     """Makes a `Config` for `mgrpo.train` from this project's settings, or from another trainer's.
 
-    `GRPOConfig(learning_rate=1e-6)` takes the names and defaults of a configuration file; `from_trl` and
-    `from_open_instruct` take the defaults of that trainer. Each returns a config whose `notes` say how every name was
-    understood, and raises `ConfigError` with all that cannot be done here, and why.
+    `GRPOConfig(learning_rate=1e-6)` takes the names and defaults of a configuration file; `from_trl`,
+    `from_open_instruct`, `from_verl` and `from_slime` take the defaults of that trainer. Each returns a config whose `notes`
+    say how every name was understood, and raises `ConfigError` with all that cannot be done here, and why.
     """
 
-    def __new__(cls, settings: Mapping[str, object] | None = None, /, **fields: object) -> Config:  # type: ignore[misc]
+    def __call__(self, settings: Mapping[str, object] | None = None, /, **fields: Unpack[Keywords]) -> Config:
         """Config of settings by keyword, of a mapping, or of one with keywords on top; `preset` names other defaults."""
         return from_values({**(settings or {}), **fields})
 
@@ -56,6 +61,27 @@ class GRPOConfig:
             return parse(flags_of(settings), preset=preset)
         given = settings if isinstance(settings, Mapping) else changed_fields(settings)
         return from_values(given, preset=preset)
+
+    @staticmethod
+    def from_verl(settings: str | Path | Sequence[str] | Mapping[str, object], /, **fields: object) -> Config:
+        """Config of verl's words `a.b.c=value`: a command line, its words, a YAML file, or a mapping, nested or not.
+
+        What is not given has verl's default. Fields of this project may be given as well and override:
+        `from_verl(command, reward_funcs="reward.py:score")`.
+        """
+        return verl.read(settings, fields)
+
+    @staticmethod
+    def from_slime(settings: str | Sequence[str] | Mapping[str, object], /, **fields: object) -> Config:
+        """Config of slime's flags: a command line, its words, or a mapping of names.
+
+        What is not given has slime's default, or Megatron's. Fields of this project may be given as well and override.
+        """
+        return slime.read(settings, fields)
+
+
+GRPOConfig = ConfigDoor()
+"""The one there is; called like a class, it makes a `Config`."""
 
 
 def given_fields(config: object) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """What to use instead of a name that no setting has: other trainers' words for it, else a near spelling.
 
-The words are data, in hints.csv: those of trainers whose commands are not taken as they are, and what people try first.
+The words are data: those of verl.csv and slime.csv, whose commands only Python takes as they are, and in hints.csv what people
+try first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from mgrpo.config.peers.names import accepted
+from mgrpo.config.peers.words import TRAINERS, words
 
 NEAR = 0.8
 """Similarity from which a name counts as misspelt: one or two letters of ten."""
@@ -34,7 +36,21 @@ class Hint:
 
 @cache
 def hints() -> dict[str, Hint]:
-    """Every word of hints.csv, in its order."""
+    """Every such word: those of hints.csv, then verl's and slime's."""
+    found = dict(tried())
+    for trainer in TRAINERS:
+        own = {
+            name: Hint(trainer=trainer, targets=word.targets, sentence=word.sentence)
+            for name, word in words(trainer).items()
+            if not name.endswith("*") and (word.targets or word.sentence) and name not in accepted()
+        }
+        found = own | found
+    return found
+
+
+@cache
+def tried() -> dict[str, Hint]:
+    """Those of hints.csv, in its order."""
     with Path(__file__).with_name("hints.csv").open(encoding="utf-8", newline="") as file:
         return {
             row["name"]: Hint(trainer=row["trainer"], targets=tuple(row["targets"].split()), sentence=row["sentence"])
@@ -54,5 +70,7 @@ def _advice(word: str, dashes: str) -> str:
     if hint is not None:
         return hint.advice(dashes)
     useful = [name for name, entry in accepted().items() if entry.status not in ("no effect", "refused")]
-    near = difflib.get_close_matches(word, useful, n=1, cutoff=NEAR)
-    return f"did you mean {dashes}{near[0]}?" if near else "--help lists every setting"
+    near = difflib.get_close_matches(word.lower(), [*useful, *tried()], n=1, cutoff=NEAR)
+    if not near:
+        return "--help lists every setting"
+    return tried()[near[0]].advice(dashes) if near[0] in tried() else f"did you mean {dashes}{near[0]}?"

@@ -10,8 +10,10 @@ import pytest
 
 from mgrpo.config import ConfigError, from_values, load_file
 from mgrpo.config.fields import alternatives, settings, shown
-from mgrpo.config.peers.hints import hints
+from mgrpo.config.peers.hints import hints, tried
 from mgrpo.config.peers.names import accepted, sections, table
+from mgrpo.config.peers.words import TRAINERS, words
+from tools.docs import peers
 from tools.docs.links import anchors
 from tools.docs.settings import to_markdown
 
@@ -201,7 +203,14 @@ def test_the_page_of_settings_is_current():
     page = (ROOT / "docs/config.md").read_text()
     assert page == to_markdown()
     found = anchors(page)
-    assert accepted().keys() | settings().keys() | hints().keys() <= found
+    assert accepted().keys() | settings().keys() | tried().keys() <= found
+
+
+def test_the_page_of_other_commands_is_current():
+    """The same. `python -m tools.docs.peers > docs/config_peers.md`"""
+    page = (ROOT / "docs/config_peers.md").read_text()
+    assert page == peers.to_markdown()
+    assert all(f"| `{name}` |" in page for trainer in TRAINERS for name in words(trainer))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/configs").glob("*.yaml")), ids=lambda path: path.name)

@@ -145,7 +145,7 @@ def test_the_error_lists_one_problem_a_line():
         (["--max-new-tokens", "9"], "unknown setting --max_new_tokens (command line); use --response_length"),
         (["--gpus", "8"], "use --num_learners_per_node and --vllm_num_engines"),
         (["--lora_rank", "8"], "unknown setting --lora_rank (command line); use --lora_r"),
-        (["--versoin"], "unknown setting --versoin (command line); --help lists every setting"),
+        (["--versoin"], "unknown setting --versoin (command line); mgrpo --version prints it"),
         (["actor_rollout_ref.rollout.n=5"], "use num_samples_per_prompt_rollout; settings are written --name value"),
         (["runs/first"], "unexpected 'runs/first': write settings as --name value, after a YAML file"),
         (["--learning_ra", "1"], "did you mean --learning_rate?"),
@@ -182,8 +182,8 @@ def test_hydra_words_do_not_count_as_values(tmp_path):
     path = file_of(tmp_path, "seed: 7\n")
     (problem,) = problems_of(["--config", path, "algorithm.kl_ctrl.kl_coef=0.1"])
     assert (
-        problem
-        == "unknown setting algorithm.kl_ctrl.kl_coef (command line); use beta; settings are written --name value"
+        problem == "unknown setting algorithm.kl_ctrl.kl_coef (command line); use beta; of the KL term in the reward; "
+        "settings are written --name value"
     )
 
 

@@ -1,0 +1,158 @@
+"""slime's commands: flags of Megatron and its own, and what several of them mean together."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+
+from mgrpo.config.peers.commands import Given, Text, config_of, precision_of_moments
+from mgrpo.config.peers.verl import SCHEDULES
+from mgrpo.config.schema import Config
+
+VERIFIERS = {
+    "math": "math",
+    "dapo": "math",
+    "deepscaler": "math",
+    "f1": "string_f1",
+    "ifbench": "ifeval",
+}
+"""The verifier here for a rm_type."""
+MOST_PROMPT_TOKENS = 2048
+"""slime limits prompts only where asked; a run here needs a limit."""
+
+
+def read(settings: str | Sequence[str] | Mapping[str, object], fields: Mapping[str, object]) -> Config:
+    """Config of a command line, its words, or a mapping of names; `fields` on top.
+
+    Raises:
+        ConfigError: everything in them that cannot be done here.
+    """
+    return config_of("slime", texts_of(settings), fields, combine=combine)
+
+
+def texts_of(settings: str | Sequence[str] | Mapping[str, object]) -> dict[str, Text]:
+    """The text of each name, with underscores; of a name given twice the last one."""
+    if isinstance(settings, Mapping):
+        return {
+            str(name).replace("-", "_"): tuple(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            for name, value in settings.items()
+            if value is not None
+        }
+    given = shlex.split(settings.replace("\\\n", " "), comments=True) if isinstance(settings, str) else list(settings)
+    scripts = [place for place, word in enumerate(given) if word.endswith(".py")]
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in given[scripts[-1] + 1 if scripts else 0 :]:
+        if word.startswith("--"):
+            name, equals, text = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = [text] if equals else []
+        elif name:
+            found[name].append(os.path.expandvars(word))
+    return {
+        name: "true" if not texts else texts[0] if len(texts) == 1 else tuple(texts) for name, texts in found.items()
+    }
+
+
+def combine(given: Given) -> None:
+    """What follows from several names."""
+    _gpus(given)
+    _batch(given)
+    _loss(given)
+    precision_of_moments(given, "use_precision_aware_optimizer")
+    values = given.values
+    values["save_freq"] = -1
+    values["resume"] = "auto" if given.has("load") or given.has("save") else "never"
+    values.setdefault("checkpoint_state_freq", -1)
+    if int(str(values["checkpoint_state_freq"])) < 1:
+        values.pop("checkpoint_state_dir", None)
+    schedule = given.choice("lr_decay_style", SCHEDULES)
+    is_warmed = {"warm_up_steps", "warmup_ratio"} & values.keys()
+    values["lr_scheduler_type"] = "constant" if schedule == SCHEDULES["constant"] and not is_warmed else schedule
+    if not {"max_prompt_token_length"} & (values.keys() | given.fields.keys()):
+        values["max_prompt_token_length"] = MOST_PROMPT_TOKENS
+        given.notes.append(
+            f"max_prompt_token_length is {MOST_PROMPT_TOKENS}: slime has no limit, and a run here needs one"
+        )
+    if given.has("rm_type"):
+        kind = given.text("rm_type")
+        verifier = VERIFIERS.get(kind)
+        if verifier is None and "reward_funcs" not in given.fields:
+            given.problems.append(
+                f"rm_type={kind} is refused: no verifier is of that name; give reward_funcs, or name a verifier of docs/rewards.md "
+                "in each row's column dataset"
+            )
+        elif verifier:
+            given.notes.append(
+                f'rm_type={kind}: give each row the column "dataset": "{verifier}", which names its verifier'
+            )
+
+
+def _gpus(given: Given) -> None:
+    values = given.values
+    nodes, gpus = given.count("actor_num_nodes"), given.count("actor_num_gpus_per_node")
+    tensor = given.count("rollout_num_gpus_per_engine")
+    if nodes is None or gpus is None or tensor is None:
+        return
+    shares = given.is_on("colocate")
+    values |= {"num_learners_per_node": [gpus] * nodes, "vllm_mode": "colocate" if shares else "ray"}
+    if shares:
+        values["vllm_enable_sleep_mode"] = True
+    num = nodes * gpus if shares else given.count("rollout_num_gpus")
+    if num is None:
+        given.problems.append("rollout_num_gpus is not given: how many GPUs serve engines? give it, or --colocate")
+        return
+    whole = "actor_num_nodes x actor_num_gpus_per_node" if shares else "rollout_num_gpus"
+    values["vllm_num_engines"] = given.part(whole, "rollout_num_gpus_per_engine", num, tensor)
+
+
+def _batch(given: Given) -> None:
+    values = given.values
+    prompts, samples = given.count("rollout_batch_size"), given.count("n_samples_per_prompt")
+    if prompts is None or samples is None:
+        given.problems.append("rollout_batch_size is not given: the prompts of a step")
+        return
+    whole = given.count("global_batch_size")
+    if given.has("num_steps_per_rollout"):
+        values["num_mini_batches"] = given.count("num_steps_per_rollout")
+    else:
+        values["num_mini_batches"] = given.part(
+            "rollout_batch_size x n_samples_per_prompt", "global_batch_size", prompts * samples, whole
+        )
+    if steps := given.count("num_rollout"):
+        values["total_episodes"] = steps * prompts * samples
+        values.pop("num_train_epochs", None)
+    ranks = int(str(values.get("context_parallel_size", 1)))
+    longest = int(str(values.get("max_prompt_token_length", MOST_PROMPT_TOKENS))) + int(
+        str(values.get("response_length", 256))
+    )
+    values["pack_length"] = max(longest, (given.count("max_tokens_per_gpu") or 0) * ranks)
+    if over := given.count("over_sampling_batch_size"):
+        values["active_sampling_oversample"] = max(over / prompts - 1, 0.0)
+    if given.has("dynamic_sampling_filter_path"):
+        values["active_sampling"] = True
+        if not given.text("dynamic_sampling_filter_path").endswith("check_reward_nonzero_std"):
+            path = given.text("dynamic_sampling_filter_path")
+            given.problems.append(
+                f"dynamic_sampling_filter_path={path} is refused: groups are filtered by their rewards alone"
+            )
+
+
+def _loss(given: Given) -> None:
+    values = given.values
+    values["beta"] = given.text("kl_loss_coef") if given.is_on("use_kl_loss") else 0.0
+    values["clip_lower"] = given.text("eps_clip")
+    values["clip_higher"] = given.text("eps_clip_high" if given.has("eps_clip_high") else "eps_clip")
+    values["aggregation"] = "token" if given.is_on("calculate_per_token_loss") else "seq_mean"
+    values |= {"advantage_ddof": 1, "advantage_eps": 1e-6}
+    centered = given.is_on("disable_grpo_std_normalization")
+    values["advantage_normalization_type"] = "centered" if centered else "standard"
+    if given.choice("advantage_estimator", {"grpo": "token", "gspo": "sequence"}) == "sequence":
+        values["ratio_level"] = "sequence"
+    values["filter_zero_std_samples"] = values.get("active_sampling", False)
+    if given.is_on("use_tis"):
+        values["rho_clamp_upper_bound"], values["rho_clamp_lower_bound"] = (
+            given.text("tis_clip"),
+            given.text("tis_clip_low"),
+        )

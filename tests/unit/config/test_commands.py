@@ -1,0 +1,167 @@
+"""Commands of verl and slime: what each becomes, and everything in them that cannot be done."""
+
+from __future__ import annotations
+
+import pytest
+import slime_cases
+import verl_cases
+
+import mgrpo
+from mgrpo.config import ConfigError, from_values
+from mgrpo.config.fields import flat, settings
+from mgrpo.config.peers.commands import CONVERT
+from mgrpo.config.peers.words import TRAINERS, find, words
+from mgrpo.config.validate import problems
+
+VERL = {
+    "FSDP": {
+        "num_unique_prompts_rollout": 1024, "num_samples_per_prompt_rollout": 5, "num_mini_batches": 4, "beta": 0.001,
+        "kl_estimator": 2, "num_learners_per_node": (8,), "vllm_num_engines": 4, "vllm_tensor_parallel_size": 2,
+        "vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "zero_stage": 3, "num_train_epochs": 15.0, "pack_length": 1536,
+        "overlong_prompt_policy": "filter", "recompute_granularity": "full", "checkpoint_state_freq": 20,
+        "local_eval_every": 5, "lr_scheduler_type": "constant", "weight_decay": 0.01, "dual_clip": 3.0, "aggregation": "token",
+        "advantage_ddof": 1, "filter_zero_std_samples": False, "eval_temperature": 0.0, "exp_name": "e",
+        "dataset_mixer_list": ("/data/gsm8k/train.parquet", "1.0"), "resume": "auto",
+    },
+    "LORA": {
+        "use_peft": True, "lora_r": 64, "lora_alpha": 32, "lora_target_modules": ("all-linear",), "zero_stage": 1,
+        "shuffle_dataset": False, "learning_rate": 3e-6, "num_mini_batches": 1, "vllm_num_engines": 1,
+    },
+    "MEGATRON": {
+        "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1,
+        "zero_stage": 1, "vllm_num_engines": 4, "recompute_granularity": "none",
+    },
+    "DAPO": {
+        "beta": 0.0, "clip_lower": 0.2, "clip_higher": 0.28, "dual_clip": 10.0, "context_parallel_size": 4, "cp_comm_type": "a2a",
+        "pack_length": 40960, "num_mini_batches": 16, "active_sampling": True, "active_sampling_max_rounds": 10,
+        "filter_zero_std_samples": True, "overlong_cache_length": 4096, "total_episodes": 100 * 512 * 16, "num_train_epochs": None,
+        "lr_scheduler_type": "constant_with_warmup", "warm_up_steps": 10, "overlong_prompt_policy": "truncate_left",
+        "eval_temperature": 1.0, "eval_top_p": 0.7, "num_learners_per_node": (8, 8), "resume": "never",
+    },
+}  # fmt: skip
+SLIME = {
+    "DENSE_COLOCATED": {
+        "model_name_or_path": "/models/4B", "num_learners_per_node": (8,), "vllm_mode": "colocate", "vllm_num_engines": 4,
+        "vllm_tensor_parallel_size": 2, "vllm_gpu_memory_utilization": 0.7, "total_episodes": 3000 * 256, "num_mini_batches": 1,
+        "pack_length": 10240, "response_length": 8192, "aggregation": "seq_mean", "beta": 0.0, "clip_higher": 0.28,
+        "adam_beta2": 0.98, "seed": 1234, "checkpoint_state_freq": 20, "checkpoint_state_dir": "/runs/4B", "eval_pass_at_k": 16,
+        "dataset_mixer_eval_list": ("/data/aime.jsonl", "1.0"), "ground_truths_key": "label", "sft_messages_key": "messages",
+        "sequence_parallel": True, "recompute_granularity": "full", "lr_scheduler_type": "constant",
+    },
+    "SEPARATE": {
+        "num_train_epochs": 2.0, "vllm_mode": "ray", "vllm_num_engines": 2, "num_mini_batches": 2, "ratio_level": "sequence",
+        "active_sampling": True, "active_sampling_oversample": 1.0, "beta": 0.001, "kl_estimator": 2, "clip_lower": 4e-4,
+        "clip_higher": 4e-4, "lr_scheduler_type": "cosine", "warm_up_steps": 10, "use_rho_correction": True,
+        "rho_clamp_upper_bound": 2.0, "pack_length": 10240, "shuffle_dataset": False, "resume": "never",
+    },
+    "EXPERTS": {
+        "expert_model_parallel_size": 8, "optimizer_cpu_offload": True, "use_precision_aware_optimizer": False,
+        "aggregation": "token", "beta": 0.0, "pack_length": 20480, "vllm_num_engines": 1,
+    },
+}  # fmt: skip
+
+
+def assert_holds(config, expected):
+    values = flat(config)
+    assert {name: values[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("name", VERL)
+def test_verl_commands_become_what_they_ask_for(name):
+    """Values are translated as well, and what is left out has verl's default: a run here is the run there."""
+    config = mgrpo.GRPOConfig.from_verl(getattr(verl_cases, name))
+    assert_holds(config, VERL[name])
+    ranks = sum(config.parallel.num_learners_per_node)
+    found = [problem for problem in problems(config, world_size=ranks) if not problem.startswith("model_name_or_path")]
+    assert [problem.split(":")[0] for problem in found] == (["vllm_mode=colocate with num_learners_per_node=8 8"] if name == "DAPO" else [])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SLIME)
+def test_slime_commands_become_what_they_ask_for(name):
+    """The same; what describes the architecture is read from the model."""
+    config = mgrpo.GRPOConfig.from_slime(getattr(slime_cases, name))
+    assert_holds(config, SLIME[name])
+    ranks = sum(config.parallel.num_learners_per_node)
+    assert all(problem.startswith("model_name_or_path") for problem in problems(config, world_size=ranks))
+    (note,) = [note for note in config.notes if note.endswith("the architecture is read from config.json")]
+    assert "num_layers, hidden_size" in note
+
+
+@pytest.mark.parametrize(
+    ("door", "command", "expected"),
+    [
+        (
+            mgrpo.GRPOConfig.from_verl,
+            verl_cases.REFUSED,
+            ["algorithm.use_kl_in_reward=True", "loss_agg_mode=seq-mean-token-sum", "fsdp_config.param_offload=True",
+             "model.path=$MODEL_PATH", "custom_reward_function.path=reward.py", "unknown name nonsense.name", "rollout.n=many",
+             "tensor_model_parallel_size=2 does not divide", "ppo_mini_batch_size=32 does not divide", "adv_estimator=gae"],
+        ),
+        (
+            mgrpo.GRPOConfig.from_slime,
+            slime_cases.OWN_CODE,
+            ["custom_generate_function_path=generate.generate", "custom_rm_path=generate.reward_func", "optimizer=sgd",
+             "unknown name no_such_name", "advantage_estimator=ppo"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_at_once(door, command, expected):
+    """One start for each would be many."""
+    with pytest.raises(ConfigError) as caught:
+        door(command)
+    for words_ in expected:
+        assert sum(words_ in problem for problem in caught.value.problems) == 1, (words_, caught.value.problems)
+    assert len(caught.value.problems) in (len(expected), len(expected) + 1)
+
+
+def test_a_setting_given_beside_a_command_takes_the_place_of_what_is_refused():
+    """A reward function has another signature here: naming the new one must be enough."""
+    config = mgrpo.GRPOConfig.from_verl(
+        "custom_reward_function.path=a.py algorithm.adv_estimator=grpo",
+        reward_funcs="b.py:f",
+        vllm_mode="ray",
+        beta=0.5,
+    )
+    assert (config.reward.reward_funcs, config.engine.vllm_mode, config.loss.beta) == (("b.py:f",), "ray", 0.5)
+    assert "custom_reward_function.path=a.py has no effect: reward_funcs is given in its place" in config.notes
+
+
+def test_verl_settings_may_come_in_any_form(tmp_path):
+    """A launcher has them as words, a file or a tree."""
+    words_ = [
+        "algorithm.adv_estimator=grpo",
+        "data.train_files=['a', 'b']",
+        "+data.apply_chat_template_kwargs.enable_thinking=False",
+    ]
+    tree = {
+        "algorithm": {"adv_estimator": "grpo"},
+        "data": {"train_files": ["a", "b"], "apply_chat_template_kwargs.enable_thinking": False},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "algorithm:\n  adv_estimator: grpo\ndata:\n  train_files: [a, b]\n  tool_config_path: ${oc.select:x,null}\n"
+        "  apply_chat_template_kwargs: {enable_thinking: false}\n"
+    )
+    by_words, by_tree, by_file = (mgrpo.GRPOConfig.from_verl(given) for given in (words_, tree, path))
+    assert by_words == by_tree == by_file == mgrpo.GRPOConfig.from_verl(str(path))
+    assert by_words.data.dataset_mixer_list == ("a", "1.0", "b", "1.0")
+    with pytest.raises(ConfigError, match="cannot read the YAML file"):
+        mgrpo.GRPOConfig.from_verl("missing.yaml")
+    by_flags = mgrpo.GRPOConfig.from_slime(
+        ["--rollout-batch-size", "4", "--rollout-num-gpus", "1", "--lr=1e-5", "--lr=2e-5"]
+    )
+    by_names = mgrpo.GRPOConfig.from_slime({"rollout_batch_size": 4, "rollout-num-gpus": 1, "lr": 2e-5})
+    assert by_flags == by_names and by_flags.optimizer.learning_rate == 2e-5
+
+
+def test_the_tables_name_what_exists():
+    """A row with a setting or a conversion that is gone fails when somebody needs it."""
+    for trainer in TRAINERS:
+        for name, word in words(trainer).items():
+            assert set(word.targets) <= settings().keys(), name
+            assert word.status in ("alias", "combined", "no effect", "refused") and word.convert in CONVERT, name
+            assert word.status != "alias" or word.targets, name
+            assert word.status != "no effect" or word.sentence, name
+    assert find("verl", "actor_rollout_ref.actor.optim.num_cycles").name == "actor_rollout_ref.actor.optim.*"
+    assert find("slime", "sglang_mem_fraction_static").name == "sglang_mem_fraction_static"
+    assert find("slime", "nothing") is None and from_values({}).rollout.num_samples_per_prompt_rollout == 4
