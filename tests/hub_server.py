@@ -192,7 +192,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path not in files:
             self._refuse(404, "EntryNotFound")
             return
-        etag = f'"{hashlib.sha256(files[path]).hexdigest()}"'
+        entry = _entry("path", path, files[path])
+        etag = f'"{entry["lfs"]["oid"] if "lfs" in entry else entry["oid"]}"'
         self._answer(200, files[path], ETag=etag, X_Repo_Commit=commit, Content_Type="application/octet-stream")
 
     def do_PUT(self) -> None:

@@ -144,10 +144,15 @@ def _remember(name: str, commit: str, revision: str | None) -> None:
 
 
 def _wanted(info: ModelInfo, part: Part) -> dict[str, int]:
-    """Size of each file of a repository that `part` needs, bytes."""
+    """What there is to download for each file of a repository that `part` needs, bytes."""
     from huggingface_hub.utils import filter_repo_objects
 
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    # The cache keeps each content once: one that another commit has is linked to.
+    blobs = _repository(info.id) / "blobs"
+    sizes = {
+        file.rfilename: 0 if (blobs / str(file.lfs.sha256 if file.lfs else file.blob_id)).is_file() else file.size or 0
+        for file in info.siblings or ()
+    }
     names = filter_repo_objects(sizes, allow_patterns=[*_PATTERNS[part]], ignore_patterns=[*_ELSEWHERE])
     return {name: sizes[name] for name in names}
 

@@ -86,9 +86,11 @@ def test_revision_leads_to_its_own_commit(hub, tmp_path):
     repository = hub.repositories["someone/tiny"]
     repository.branches["v2"] = {**repository.branches["main"], "README.md": b"second"}
     _, first, _ = fetch(hub, tmp_path, "someone/tiny")
-    _, second, _ = fetch(hub, tmp_path, "someone/tiny", "v2")
+    _, second, said = fetch(hub, tmp_path, "someone/tiny", "v2")
     assert Path(second).name == repository.commit("v2") != Path(first).name
     assert (Path(second) / "README.md").read_text() == "second"
+    assert f"(v2, commit {Path(second).name[:7]}) into" in said and ": 0.0 kB in 6 files" in said
+    assert len(hub.asked("GET", "resolve", "model.safetensors")) == 1
     assert fetch(hub, tmp_path, "someone/tiny", Path(second).name, HF_ENDPOINT=NOWHERE) == (0, second, "")
 
 
