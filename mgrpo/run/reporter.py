@@ -234,6 +234,8 @@ class Reporter:
         with self._writing():
             self.writer.write(step, {**version, **metrics, **times})
             self.tables.write(step, evaluation.groups, correctness(evaluation.groups, self.scale))
+        if policy_version is None:
+            self._say_finished()
         self.write_report()
         if when:
             self.progress.evaluation(metrics, when=when, seconds=evaluation.total_s, before=before)
@@ -265,13 +267,17 @@ class Reporter:
         """The run is over: a summary on the terminal."""
         with self._writing():
             self.writer.close()
-            write_status(self.output_dir, "finished")
-        self._has_ended = True
+        self._say_finished()
         self.progress.finish(before=before or None, after=after or None)
         if self.best.best:
             self.say(f"best export: {self.best.best}")
         elif self.config.checkpoint.load_best_model_at_end:
             self.say(f"no export is the best one: {self.config.checkpoint.metric_for_best_model} was never a number")
+
+    def _say_finished(self) -> None:
+        with self._writing():
+            write_status(self.output_dir, "finished")
+        self._has_ended = True
 
     def state_dict(self) -> dict[str, Any]:
         """How far the files are, and the best export, in JSON."""
