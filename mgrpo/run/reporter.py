@@ -262,6 +262,8 @@ class Reporter:
             self.tables.write(step, evaluation.groups, correct)
             records = islice(evaluation_records(step, evaluation.groups, correct), SHOWN_OF_EVALUATION)
             self.writer.table(step, as_table("eval/samples", list(records)))
+        if policy_version is None:
+            self._say_finished()
         self.write_report()
         if when:
             self.progress.evaluation(metrics, when=when, seconds=evaluation.total_s, before=before)
@@ -297,13 +299,17 @@ class Reporter:
             for when, values in (("before", before), ("after", after)):
                 self.writer.summary({f"{when}/{name}": value for name, value in values.items()})
             self.writer.close(wait_s=UPLOAD_S)
-            write_status(self.output_dir, "finished")
-        self._has_ended = True
+        self._say_finished()
         self.progress.finish(before=before or None, after=after or None)
         if self.best.best:
             self.say(f"best export: {self.best.best}")
         elif self.config.checkpoint.load_best_model_at_end:
             self.say(f"no export is the best one: {self.config.checkpoint.metric_for_best_model} was never a number")
+
+    def _say_finished(self) -> None:
+        with self._writing():
+            write_status(self.output_dir, "finished")
+        self._has_ended = True
 
     def state_dict(self) -> dict[str, Any]:
         """How far the files are, and the best export, in JSON."""

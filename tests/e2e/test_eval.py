@@ -126,7 +126,7 @@ def test_every_evaluation_has_a_table_that_agrees_with_its_metrics(trained):
         assert np.mean([r["reward"] for r in records]) == pytest.approx(measured[step]["eval/scores"])
         assert np.mean([r["num_tokens"] for r in records]) == pytest.approx(measured[step]["eval/sequence_lengths"])
     page = (trained / "report.html").read_text()
-    assert "Samples of the evaluation after step 2" in page and "<polyline" in page
+    assert "<b>before training</b>" in page and "<b>after step 2</b>" in page and "<polyline" in page
 
 
 def test_traces_hold_what_training_sampled(trained):

@@ -257,6 +257,10 @@ def test_a_run_says_how_it_ended(tmp_path) -> None:
     reporter.finish(before={}, after={})
     reporter.close()
     assert said()["state"] == "finished"
+    reporter = report(tmp_path)
+    reporter.evaluation(evaluator().evaluate(0), step=3, policy_version=None)  # of `mgrpo eval`
+    reporter.close()
+    assert said()["state"] == "finished"
 
 
 def test_states_of_engines_are_written_when_they_change(tmp_path, batch) -> None:
