@@ -7,6 +7,8 @@ finishes by itself, and ends with all that it started within `LAST_S` seconds.
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -74,6 +76,9 @@ class Tracker:
                 is_said = True
             exchange([self._child], wait_s - passed if is_said else min(SILENT_S, wait_s - passed))
             self._listen()
+        if self._child:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.process.wait(LAST_S)
         self._end()
 
     def _send(self, message: dict[str, Any]) -> None:

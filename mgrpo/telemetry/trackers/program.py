@@ -8,7 +8,9 @@ import json
 import os
 import queue
 import select
+import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Sequence
 from typing import Any, BinaryIO, Protocol
@@ -51,6 +53,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     adopt_orphans()
+    # Trackers leave folders behind; short, because sockets have their paths in it.
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t")
     questions, answers = take_standard_streams()
     lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(questions, lines, parent), name="reader", daemon=True).start()
@@ -67,10 +71,10 @@ def main() -> None:
                 getattr(run, verb)(*arguments)
         except Exception as err:
             answer = {"error": f"{type(err).__name__}: {err}"}
-        if verb == "close":
-            run = None
         with contextlib.suppress(OSError):
             os.write(answers, json.dumps(answer).encode() + b"\n")
+        if verb == "close":
+            _leave()
     with contextlib.suppress(Exception):
         if run is not None:
             run.close()
@@ -95,6 +99,7 @@ def _read(questions: BinaryIO, lines: queue.SimpleQueue[Any], parent: int) -> No
 
 def _leave() -> None:
     kill_descendants(os.getpid())
+    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
     os._exit(0)
 
 

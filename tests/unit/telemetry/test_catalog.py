@@ -133,14 +133,14 @@ def test_every_metric_of_the_loss_is_in_the_catalog():
 
 def test_every_metric_the_trainer_names_is_in_the_catalog():
     """The keys that the reporter writes as literals; `time/...` among them."""
-    names = named_by_the_reporter("step", "evaluation", "_asynchrony")
+    names = named_by_the_reporter("step", "evaluation", "asynchrony")
     assert {"lr", "time/total", "time/eval", "policy_version"} <= names
     assert sorted(name for name in names if not is_logged(name)) == []
 
 
 def test_every_metric_of_an_asynchronous_run_is_in_the_catalog_and_made():
     """`async/...` is new to whoever reads it: nothing there may be unexplained, and nothing promised may be missing."""
-    made = named_by_the_reporter("_asynchrony") | staleness([], policy_version=0).keys()
+    made = named_by_the_reporter("asynchrony") | staleness([], policy_version=0).keys()
     assert {metric.name for metric in catalog.SECTIONS["Asynchronous runs"]} == made
 
 

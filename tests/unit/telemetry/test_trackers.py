@@ -35,6 +35,8 @@ def environment(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "home" / "netrc"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
 
 
 def opening(folder: Path) -> dict[str, object]:
@@ -114,6 +116,7 @@ def test_an_offline_run_of_wandb_holds_what_the_run_reported(tmp_path) -> None:
     assert '"columns": ["completion", "reward"]' in table.read_text().replace('":[', '": [').replace('","', '", "')
     assert "u001b[31m[red]" in table.read_text()
     assert said == [f"wandb    offline; upload it with: wandb sync {path.parent}"] and not warned
+    assert not list((tmp_path / "tmp").iterdir())
 
 
 def test_a_continued_run_keeps_its_id_and_goes_up(tmp_path) -> None:
