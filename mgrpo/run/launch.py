@@ -44,7 +44,7 @@ from mgrpo.run.environment import (
 )
 from mgrpo.run.inputs import as_functions
 from mgrpo.run.lock import locked
-from mgrpo.run.names import commits_of, located
+from mgrpo.run.names import located, origin
 from mgrpo.run.output import owned_folders
 from mgrpo.run.result import NothingTrained
 from mgrpo.run.watch import Watch
@@ -260,7 +260,7 @@ def _meet(config: Config, watch: Watch) -> str:
 
 def _compare_commits(config: Config, store: Store) -> None:
     """Machines ask the Hub one after the other, and a branch may move in between."""
-    own = commits_of(config)
+    own = origin(config)["commits"]
     if rank() == 0:
         store.set("commits", json.dumps(own))
     elif (others := json.loads(store.get("commits"))) != own:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TypeGuard
+from pathlib import Path
+from typing import Any, TypeGuard
 
 from mgrpo.config import Config
 from mgrpo.config.fields import flat
@@ -35,9 +36,14 @@ def located(config: Config) -> Config:
     return replace(config, provenance=provenance)
 
 
-def commits_of(config: Config) -> dict[str, str]:
-    """The commit of each setting that names something on the Hub."""
-    return {setting: snapshot.commit for setting, snapshot in config.provenance.snapshots.items()}
+def origin(config: Config) -> dict[str, Any]:
+    """Where the model comes from, its name on the Hub or its folder; and the commit of each setting that names something there."""
+    snapshots = config.provenance.snapshots
+    model = snapshots.get("model_name_or_path")
+    return {
+        "model_name_or_path": model.name if model else str(Path(config.model_path).absolute()),
+        "commits": {setting: snapshot.commit for setting, snapshot in snapshots.items()},
+    }
 
 
 def _named(config: Config) -> Iterator[tuple[str, str, str | None, Part]]:

@@ -17,10 +17,10 @@ from mgrpo.checkpoint.space import free_bytes, words
 from mgrpo.config import Config, to_yaml
 from mgrpo.config.derived import state_root
 from mgrpo.run.best import BestExport
+from mgrpo.run.step_metrics import Clock, step_metrics
 from mgrpo.run.tracking import new_run_id, opened
 from mgrpo.run.upload import Uploads
 from mgrpo.telemetry.alerts import Watch
-from mgrpo.telemetry.batch import batch_metrics, staleness
 from mgrpo.telemetry.completions import completions_table, printed, some_of
 from mgrpo.telemetry.engines import EngineStates
 from mgrpo.telemetry.evaluation import correctness, evaluation_metrics
@@ -48,20 +48,6 @@ SHOWN_OF_EVALUATION = 64
 """Completions of an evaluation that trackers are given; the folder has all."""
 UPLOAD_S, LAST_UPLOAD_S = 60.0, 2.0
 """Seconds that trackers have to send what is left: at the end of a run, and of one that was stopped or has failed."""
-
-
-class Clock:
-    """Seconds between the splits of a step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.last = time.perf_counter()
-
-    def split(self, name: str) -> None:
-        """Record the time since the previous split as `name`."""
-        now = time.perf_counter()
-        self.seconds[name] = now - self.last
-        self.last = now
 
 
 class Reporter:
@@ -168,44 +154,19 @@ class Reporter:
             version: of the weights after the step.
             clock: of the splits "wait" (for the batch), "train", "drain" (of the engines) and "sync".
         """
-        rollouts, results, seconds = batch.rollouts, learned.results, clock.seconds
-        assert rollouts is not None and batch.lengths is not None
-        total = sum(seconds.values())
-        metrics: dict[str, float | list[int]] = {
-            "policy_version": version,
-            "episode": step * self.config.batch_size,
-            **batch_metrics(
-                rollouts.groups,
-                rollouts.dropped,
-                samples=batch.samples,
-                packs=batch.lengths,
-                batch_size=self.config.batch_size,
-                policy_version=batch.policy_version,
-                num_excluded_prompts=rollouts.num_excluded,
-                engine_s=rollouts.engine_s,
-                scale=self.scale,
-            ),
-            **asynchrony(self.config, batch, clock),
-            **rollouts.replay_metrics,
-            **rollouts.engine_metrics,
-            **rollouts.reward_metrics,
-            **learned.metrics,
-            "val/num_step_tokens": batch.lengths.tokens,
-            "optim/grad_norm": results[-1].grad_norm if results else 0.0,
-            "lr": learned.learning_rate,
-            "optim/steps": len(results),
-            "optim/skipped_steps": sum(not result.is_finite for result in results),
-            **({"policy/loss_scale": scale} if (scale := results and results[-1].loss_scale) else {}),
-            "sync/bytes": sync_bytes,
-            "time/learner_tokens_per_second_step": batch.lengths.responses / total,
-            "time/generate": rollouts.generate_s,
-            "time/score": rollouts.score_s,
-            "time/train": seconds["train"] + seconds["wait"] - rollouts.generate_s - rollouts.score_s,
-            "time/sync": seconds["sync"],
-            "time/total": total,
-            **(self.throughput.metrics(batch.lengths, seconds["train"]) if self.throughput and results else {}),
-            "time/unix": time.time(),
-        }
+        rollouts = batch.rollouts
+        assert rollouts is not None
+        metrics = step_metrics(
+            self.config,
+            batch,
+            learned,
+            step=step,
+            version=version,
+            sync_bytes=sync_bytes,
+            clock=clock,
+            scale=self.scale,
+            throughput=self.throughput,
+        )
         advantages = [sample.advantage for sample in batch.samples if not sample.continues]
         with self._writing():
             self.writer.write(step, metrics)
@@ -327,20 +288,6 @@ class Reporter:
             if not self._has_ended:
                 write_status(self.output_dir, "failed" if cause else "stopped", cause)
         self.write_report()
-
-
-def asynchrony(config: Config, batch: Batch, clock: Clock) -> dict[str, float]:
-    """How old the groups are, and who waited for whom; nothing where sampling and training take turns."""
-    rollouts, seconds = batch.rollouts, clock.seconds
-    if rollouts is None or not config.max_age:
-        return {}
-    return {
-        **staleness(rollouts.groups, policy_version=batch.policy_version),
-        "async/admitted": rollouts.num_admitted,
-        "async/learner_waited_s": seconds["wait"],
-        "async/engine_idle_share": max(0.0, 1 - rollouts.engine_s / sum(seconds.values())),
-        "time/drain": seconds["drain"],
-    }
 
 
 def shared_best(lead: Lead, reporter: Reporter | SilentReporter) -> int | None:

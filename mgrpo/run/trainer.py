@@ -27,13 +27,14 @@ from mgrpo.run.engine_weights import EngineWeights
 from mgrpo.run.health import Health
 from mgrpo.run.lead import Lead, Stopped
 from mgrpo.run.learner import Learner
-from mgrpo.run.names import commits_of
+from mgrpo.run.names import origin
 from mgrpo.run.profile import Profiler
-from mgrpo.run.reporter import Clock, Reporter, SilentReporter, shared_best
+from mgrpo.run.reporter import Reporter, SilentReporter, shared_best
 from mgrpo.run.result import TrainResult
 from mgrpo.run.resume import States
 from mgrpo.run.schedule import evaluates_after, is_due
 from mgrpo.run.source import SilentSource, Source
+from mgrpo.run.step_metrics import Clock
 from mgrpo.run.turns import Turns
 
 
@@ -58,11 +59,12 @@ class Trainer:
             turns: whose it is to have the devices; None: learners and engines have memory of their own.
         """
         self.config, self.lead, self.learner, self.source = config, lead, learner, source
-        self.weights, self.reporter, self.states = weights, reporter, states
-        self.turns, self.has_held_out = turns, has_held_out
+        self.weights, self.reporter, self.states, self.turns = weights, reporter, states, turns
+        self.has_held_out = has_held_out
         self.health = Health(config, states)
         self.profiler = Profiler(config, rank=dist.get_rank(), say=reporter.say)
         self.output_dir = Path(config.experiment.output_dir)
+        self.exports = self.output_dir / "hf"
         self.done = 0
         """Training steps."""
         self.is_followed_up = False
@@ -118,7 +120,7 @@ class Trainer:
             before=self.before,
             after=after,
             exported=exported,
-            best=self._folder(best) if best else None,
+            best=self.exports / f"step_{best}" if best else None,
             has_trained=self.health.has_trained or self.done == self.resumed_at,
             tracked=self.reporter.tracked,
         )
@@ -240,14 +242,10 @@ class Trainer:
     def _export(self) -> Path:
         if self.turns:
             self.turns.learners()
-        folder = self._folder(self.done)
-        source, group = self.config.model_path, self.learner.host_group
-        base = _place(self.config)
-        export_hf(self.learner.policy, source, folder, group=group, base=base, add=self.source.save_tokenizer)
+        folder, add = self.exports / f"step_{self.done}", self.source.save_tokenizer
+        base, group = origin(self.config)["model_name_or_path"], self.learner.host_group
+        export_hf(self.learner.policy, self.config.model_path, folder, group=group, base=base, add=add)
         return folder
-
-    def _folder(self, step: int) -> Path:
-        return self.output_dir / "hf" / f"step_{step}"
 
     def save(self) -> None:
         """Write the state of the whole run."""
@@ -270,8 +268,7 @@ class Trainer:
             "before": self.before,
             "config": flat(self.config),
             "model": asdict(self.learner.shape),
-            "model_name_or_path": _place(self.config),
-            "commits": commits_of(self.config),
+            **origin(self.config),
             "learner": self.learner.state_dict(),
             "head": {**self.source.state_dict(), **self.reporter.state_dict()},
         }
@@ -290,9 +287,3 @@ class Trainer:
         dist.barrier(group=self.learner.host_group)
         self.lead.close()
         backend.leave_process_groups()
-
-
-def _place(config: Config) -> str:
-    """Where the model comes from: its name on the Hub, or its folder."""
-    snapshot = config.provenance.snapshots.get("model_name_or_path")
-    return snapshot.name if snapshot else str(Path(config.model_path).absolute())

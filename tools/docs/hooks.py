@@ -7,7 +7,6 @@ part of the site: Markdown as a page, source text as a page that shows it, anyth
 
 from __future__ import annotations
 
-import logging
 import posixpath
 import re
 from collections.abc import Iterator
@@ -30,14 +29,6 @@ FOREIGN = re.compile(
     r"|@import\s+[\"']?(?:url\()?[\"']?(?:https?:)?//|url\([\"']?(?:https?:)?//"
 )
 """What a browser fetches from elsewhere when it opens a page; a link to click on is no such thing."""
-
-log = logging.getLogger("mkdocs.hooks")
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave out of the navigation what does not exist."""
-    config.nav = list(_existing(config.nav or []))
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -100,19 +91,6 @@ def _file(path: str, config: MkDocsConfig) -> File:
         return File.generated(config, _uri(path), abs_src_path=str(Path(path).resolve()))
     fence = f"`````{LANGUAGES[Path(path).suffix]}\n{Path(path).read_text(encoding='utf-8').rstrip()}\n`````\n"
     return File.generated(config, _uri(path), content=f"# `{path}`\n\n{fence}", inclusion=InclusionLevel.NOT_IN_NAV)
-
-
-def _existing(nav: list) -> Iterator[dict]:
-    """The entries whose page exists; sections without one are left out."""
-    for entry in nav:
-        ((title, value),) = entry.items()
-        if isinstance(value, list):
-            if inner := list(_existing(value)):
-                yield {title: inner}
-        elif _outside(value) or Path("docs", value).is_file():
-            yield entry
-        else:
-            log.info("%s is not written yet and is left out of the navigation", value)
 
 
 def _paths(nav: list) -> Iterator[str]:
