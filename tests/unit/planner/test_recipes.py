@@ -1,0 +1,160 @@
+"""Every configuration under examples/: it is legal, its data and templates can be read, and it fits the GPUs it names."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgrpo.config import Config, load_file
+from mgrpo.config.rules import too_few_prompts
+from mgrpo.config.validate import problems, warnings
+from mgrpo.models.family import read_hf_config, shape_of
+from mgrpo.planner.command import shipped_config
+from mgrpo.planner.hardware import GIB, GPUS, Hardware
+from mgrpo.planner.plan import RunPlan, plan_run
+from mgrpo.run.inputs import read_inputs
+from mgrpo.run.prompts import make_prompts
+from tests.unit.data.conftest import make_tokenizer
+from tests.unit.data.real_tokenizers import REAL
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+FILES = sorted(
+    str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.yaml") if path.parent.name not in ("cluster", "model")
+)
+RANKS = {"configs/smollm2.yaml": 2}
+"""Learners where the file does not say how many, and one is not enough for its layout."""
+SMOLLM2 = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+"""Of the model that users convert into examples/smollm2/model."""
+LABELS = {
+    "ai2-adapt-dev/rlvr_gsm8k_zs": ("gsm8k", "8"),
+    "ai2-adapt-dev/math_ground_truth_zs": ("math", r"\frac{1}{2}"),
+    "vwxyzjn/rlvr_acecoder": ("code", json.dumps(["assert add(1, 2) == 3"])),
+    "allenai/IF_multi_constraints_upto5": (
+        "ifeval",
+        json.dumps(
+            [{"instruction_id": ["punctuation:no_comma", "change_case:english_lowercase"], "kwargs": [None, None]}]
+        ),
+    ),
+}
+"""The verifier that the rows of a data set on the Hub name, and a label as theirs."""
+ROW = re.compile(
+    r"^\| \[(?P<name>[\w.]+)\]\((?P<file>\S+)\) \| (?P<model>\S+) \| (?P<gpus>\d+) \| (?P<gib>[\d.]+) \| (?P<seconds>\d+) \|"
+)
+TABLE = {
+    str((EXAMPLES / "recipes" / row["file"]).resolve().relative_to(EXAMPLES)): row
+    for row in map(ROW.match, (EXAMPLES / "recipes" / "README.md").read_text().splitlines())
+    if row
+}
+"""Rows of the table of recipes, by file."""
+
+
+def num_learners(name: str, config: Config) -> int:
+    return sum(config.parallel.num_learners_per_node) or RANKS.get(name, 1)
+
+
+def standing_in(config: Config, folder: Path) -> Config:
+    """The configuration with local files in the place of a model and of data that are elsewhere."""
+    model, data = Path(config.model.path), config.data
+    if not (model / "config.json").is_file():
+        shape, model = shipped_config(config.model.path), folder / model.name
+        if shape is None:
+            make, package, modules = REAL["smollm2"]
+            if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
+                pytest.skip(f"the tokenizer of {package} takes {', '.join(missing)}, not installed")
+            make().save_pretrained(model)
+        else:
+            make_tokenizer(model)
+        (model / "config.json").write_text(shape.read_text() if shape else json.dumps(SMOLLM2))
+    changes: dict[str, Any] = {}
+    for field in ("dataset_mixer_list", "dataset_mixer_eval_list"):
+        words = list(getattr(data, field))
+        for index, name in enumerate(words[::2]):
+            if name in LABELS:
+                words[2 * index] = str(written(folder / f"{field}_{index}.jsonl", *LABELS[name]))
+        changes[field] = tuple(words)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, model_name_or_path=str(model)),
+        data=dataclasses.replace(data, dataset_local_cache_dir=str(folder / "cache"), **changes),
+    )
+
+
+def written(path: Path, verifier: str, label: str) -> Path:
+    """As many rows as the largest evaluation takes."""
+    asked = [{"role": "user", "content": "1+1="}]
+    rows = ({"messages": asked, "ground_truth": label, "dataset": verifier, "id": number} for number in range(256))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_configuration_would_start(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a start checks before it takes a GPU: settings, layout, rows, verifiers, template. A user copies these files."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    learners = num_learners(name, load_file(EXAMPLES / name, world_size=1))
+    config = standing_in(load_file(EXAMPLES / name, world_size=learners), tmp_path)
+    hf_config = read_hf_config(config.model.path)
+    functions = list(config.reward.reward_funcs)
+    assert problems(config, world_size=learners, hf_config=hf_config) == []
+    assert warnings(config, world_size=learners, hf_config=hf_config, num_reward_funcs=len(functions)) == []
+    inputs, found = read_inputs(config, functions=functions)
+    assert inputs is not None and found == []
+    prompts, found = make_prompts(
+        config, (inputs.train, inputs.held_out), toolset=inputs.toolset, vocab=hf_config["vocab_size"], is_sound=True
+    )
+    assert prompts is not None and found == []
+    assert prompts.train is not None and too_few_prompts(config, len(prompts.train)) == []
+
+
+def planned(name: str, gpus: int) -> RunPlan:
+    """The plan of a recipe on nodes of 8 H100, or on one GPU."""
+    config = load_file(EXAMPLES / name, world_size=1)
+    shape = shipped_config(config.model.path)
+    assert shape is not None, f"{config.model.path} is not among the planner's models"
+    hardware = Hardware(gpu=GPUS["H100"], nodes=max(gpus // 8, 1), gpus_per_node=min(gpus, 8))
+    return plan_run(config, shape_of(json.loads(shape.read_text())), hardware, num_learners=num_learners(name, config))
+
+
+def figures(plan: RunPlan) -> tuple[str, str]:
+    """GiB on the fullest learner's GPU and seconds per step; generation runs beside training where it is asynchronous."""
+    memory = max((phase.total for phase in plan.sharing), default=plan.worst.total)
+    phases = plan.phases
+    seconds = plan.step_s
+    if plan.config.rollout.async_steps:
+        seconds = max(phases["generate"], phases["logprobs"] + phases["train"]) + phases["sync"]
+    return f"{memory / GIB:.1f}", f"{seconds:.0f}"
+
+
+def test_every_recipe_for_gpus_is_in_the_table() -> None:
+    on_gpus = {name for name in FILES if load_file(EXAMPLES / name, world_size=1).model.path.startswith("models/")}
+    assert set(TABLE) == on_gpus
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_recipe_fits_and_its_figures_are_the_plans(name: str) -> None:
+    """A tenth of the fullest GPU stays free, no GPU is idle, and table and file say what the planner says today."""
+    row = TABLE[name]
+    plan = planned(name, int(row["gpus"]))
+    memory, seconds = figures(plan)
+    assert plan.fits and plan.split.idle == 0
+    assert float(memory) < 0.9 * 80
+    assert plan.engine.longest_sequences >= 32
+    assert (row["gib"], row["seconds"]) == (memory, seconds)
+    assert row["model"] == plan.config.model.path.removeprefix("models/")
+    assert f"# Planned: {memory} of 80 GiB on a learner's GPU, {seconds} s per step" in (EXAMPLES / name).read_text()
