@@ -121,13 +121,13 @@ def dumped(report: Mapping[str, Any]) -> str:
     return text + "\n"
 
 
-def picture(report: Mapping[str, Any]) -> str:
+def picture(report: Mapping[str, Any], window: int = WINDOW) -> str:
     """Reward by training step as SVG: for each setting the mean of its seeds, and the band between the lowest and highest."""
-    curves = {setting["name"]: band(setting["runs"]) for setting in report["settings"]}
+    curves = {setting["name"]: band(setting["runs"], window) for setting in report["settings"]}
     frame = Frame([point for low, _, high in curves.values() for point in (*low, *high)], WIDTH, HEIGHT)
     colours = dict(zip(curves, COLOURS, strict=False))
     seeds = min(len(setting["runs"]) for setting in report["settings"])
-    title = f"reward of a step's completions, 0 to 1, mean of the last {WINDOW} steps; line: mean of {seeds} seeds, band: their range"
+    title = f"reward of a step's completions, 0 to 1, mean of the last {window} steps; line: mean of {seeds} seeds, band: their range"
     return frame.svg(
         [
             *(frame.band(low, high, colours[name]) for name, (low, _, high) in curves.items()),
@@ -138,9 +138,9 @@ def picture(report: Mapping[str, Any]) -> str:
     )
 
 
-def band(runs: Iterable[Run]) -> tuple[Points, Points, Points]:
+def band(runs: Iterable[Run], window: int) -> tuple[Points, Points, Points]:
     """Lowest, mean and highest running mean of the runs at each step."""
-    smooth = [running_mean(run["rewards"], WINDOW) for run in runs]
+    smooth = [running_mean(run["rewards"], window) for run in runs]
     summaries: tuple[Callable[[list[float]], float], ...] = (min, statistics.fmean, max)
     low, mean, high = (
         [(step, summary(list(values))) for step, values in enumerate(zip(*smooth, strict=True), start=1)]
