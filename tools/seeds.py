@@ -1,6 +1,6 @@
 """Runs of the same configurations with several seeds: their results as a file, a picture and a table.
 
-    python tools/seeds.py output/smollm2/*_[123]                       from the folders that the runs wrote
+    python tools/seeds.py output/smollm2/sums_[123] ...                from the folders that the runs wrote
     python tools/seeds.py --draw benchmarks/smollm2-tasks.json         picture and table again
 
 Runs belong together where their exp_name is the same.
