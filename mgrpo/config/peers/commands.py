@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.load import from_values
+from mgrpo.config.peers.command_line import UNKNOWN, known
 from mgrpo.config.peers.words import Word, find, words
 from mgrpo.config.schema import Config
 
@@ -124,8 +125,8 @@ def _take(given: Given, name: str, text: Text) -> None:
     if word is None:
         given.problems.append(f"unknown name {name} of {given.trainer}; leave it out, or give the setting that does it")
         return
-    if "$" in shown:
-        given.problems.append(f"{name}={shown} holds a variable of the shell; write its value")
+    if UNKNOWN in shown:
+        given.problems.append(f"{name}={known(shown)} has a value that only a shell knows; write it out")
         return
     is_neutral = shown.lower() in word.neutral or shown.lower() in NOTHING
     if word.status == "no effect" and not is_neutral:

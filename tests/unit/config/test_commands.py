@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import launch_scripts
 import pytest
 import slime_cases
 import verl_cases
@@ -165,3 +166,34 @@ def test_the_tables_name_what_exists():
     assert find("verl", "actor_rollout_ref.actor.optim.num_cycles").name == "actor_rollout_ref.actor.optim.*"
     assert find("slime", "sglang_mem_fraction_static").name == "sglang_mem_fraction_static"
     assert find("slime", "nothing") is None and from_values({}).rollout.num_samples_per_prompt_rollout == 4
+
+
+def test_a_script_of_verl_is_read_as_a_file(tmp_path):
+    """Its users keep scripts, with the sizes in variables and sums of them: a size that is lost is another run."""
+    path = tmp_path / "run.sh"
+    path.write_text(launch_scripts.VERL)
+    config = mgrpo.GRPOConfig.from_verl(path)
+    expected = {
+        "model_name_or_path": "/models/Qwen2.5-7B", "exp_name": "DAPO-7B", "max_prompt_token_length": 2048,
+        "response_length": 8192, "pack_length": 20480, "num_unique_prompts_rollout": 512, "num_samples_per_prompt_rollout": 16,
+        "dataset_mixer_list": ("/data/a.parquet", "1.0", "/data/b.parquet", "1.0"), "aggregation": "seq_mean",
+    }  # fmt: skip
+    assert_holds(config, expected)
+    assert mgrpo.GRPOConfig.from_verl(str(path)) == mgrpo.GRPOConfig.from_verl(launch_scripts.VERL) == config
+    with pytest.raises(ConfigError, match="cannot read the script missing"):
+        mgrpo.GRPOConfig.from_verl("missing.sh")
+
+
+def test_a_script_of_slime_is_read_as_a_file(tmp_path):
+    """Every script of its examples is made of lists, one of them from a file that describes the architecture."""
+    path = tmp_path / "run.sh"
+    path.write_text(launch_scripts.SLIME)
+    expected = {
+        "model_name_or_path": "/models/Qwen3-4B", "checkpoint_state_dir": "/runs/4B/", "checkpoint_state_freq": 20,
+        "num_unique_prompts_rollout": 32, "num_mini_batches": 1, "total_episodes": 3000 * 256, "vllm_mode": "colocate",
+        "response_length": 8192,
+    }  # fmt: skip
+    assert_holds(mgrpo.GRPOConfig.from_slime(path), expected)
+    with pytest.raises(ConfigError) as caught:
+        mgrpo.GRPOConfig.from_slime(launch_scripts.SLIME.replace("CKPT_ARGS=(", "OTHER=("))
+    assert "only a shell knows" in str(caught.value) and "${CKPT_ARGS[@]}" in str(caught.value)
