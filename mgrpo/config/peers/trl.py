@@ -16,10 +16,9 @@ WITHOUT_EFFECT = (
     "device_map",
     "low_cpu_mem_usage",
     "trust_remote_code",
-    "revision",
 )
 """Arguments that describe how transformers computes, or ask for nothing with these values."""
-NEUTRAL: dict[str, tuple[object, ...]] = {"trust_remote_code": (None, False), "revision": (None, "main")}
+NEUTRAL: dict[str, tuple[object, ...]] = {"trust_remote_code": (None, False)}
 
 
 def apply(r: Resolution) -> None:
@@ -47,6 +46,9 @@ def model_arguments(r: Resolution) -> None:
                 _put_dtype(r, dtype)
             else:
                 r.problems.append(f"model_init_kwargs: {name}={dtype} does not exist here; see model_dtype")
+        elif name == "revision":
+            if value is not None:
+                r.put("model_revision", str(value), "model_init_kwargs")
         elif name in WITHOUT_EFFECT and value in NEUTRAL.get(name, (value,)):
             if value not in NEUTRAL.get(name, (None,)):
                 r.notes.append(

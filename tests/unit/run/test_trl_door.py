@@ -86,7 +86,7 @@ def test_scripts_are_taken_as_they_are(name):
 def test_what_the_fields_of_a_script_become():
     """A field that is accepted and lost trains something else."""
     old = GRPOTrainer("m", args=GRPOConfig(**SCRIPTS["an old one"])).config
-    assert old.model.model_dtype == "bfloat16" and old.provenance.per_pass == {"local_eval_every"}
+    assert old.model.model_dtype == "bfloat16" and old.provenance.due == {"local_eval_every": None}
     assert (old.rollout.num_unique_prompts_rollout, old.algorithm.num_mini_batches) == (4, 1)
     assert any(note.startswith("use_vllm has no effect") for note in old.notes)
     one = GRPOTrainer("m", args=GRPOConfig(**SCRIPTS["one GPU"])).config
