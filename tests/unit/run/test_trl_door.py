@@ -10,6 +10,7 @@ import pytest
 import mgrpo
 from mgrpo.config import ConfigError
 from mgrpo.run.result import TrainResult
+from mgrpo.run.upload import Uploads
 from mgrpo.trl import GRPOConfig, GRPOTrainer
 
 SCRIPTS = {
@@ -181,7 +182,48 @@ def test_train_hands_everything_over_and_the_model_is_saved(tmp_path, monkeypatc
     )
     trainer.save_model(str(tmp_path / "final"))
     assert (tmp_path / "final" / "config.json").is_file() and trainer.evaluate() == {"eval/scores": 1.0}
-    with pytest.raises(NotImplementedError, match="push_to_hub"):
-        trainer.push_to_hub()
     with pytest.raises(AttributeError, match="has no accelerator; it has"):
         trainer.accelerator  # noqa: B018
+
+
+def test_the_trained_model_is_pushed_once(tmp_path, monkeypatch):
+    """Scripts of TRL end with push_to_hub: after a run that has uploaded it must not upload again, else it must."""
+    last, best = (tmp_path / "hf" / name for name in ("step_3", "step_2"))
+    for folder in (last, best):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(folder.name)
+    result = TrainResult(output_dir=tmp_path, steps=3, before={}, after={}, exported=last, best=best)
+    monkeypatch.setattr(mgrpo, "train", lambda *_, **__: result, raising=False)
+    monkeypatch.setenv("HF_TOKEN", "of-a-test")
+    started = []
+    monkeypatch.setattr(
+        Uploads, "_start", lambda self, *words: started.append((self.repository, self.settings, *words))
+    )
+
+    trainer = GRPOTrainer("m", args=GRPOConfig(str(tmp_path / "out"), hub_model_id="me/mine"))
+    trainer.train()
+    trainer.push_to_hub("First", dataset_name="d")
+    trainer.push_to_hub(revision="other")
+    assert [(name, folder, message) for name, _, folder, message, _ in started] == [
+        ("me/mine", best, "First"), ("me/mine", best, "The trained model, after 2 steps"),
+    ]  # fmt: skip
+    assert [hub.hub_revision for _, hub, *_ in started] == [None, "other"]
+    trainer.save_model(str(tmp_path / "final"))
+    assert (tmp_path / "final" / "config.json").read_text() == "step_2"
+
+    pushes = GRPOTrainer("m", args=GRPOConfig(str(tmp_path / "out"), push_to_hub=True))
+    pushes.train()
+    pushes.push_to_hub()
+    assert len(started) == 2
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(RuntimeError, match="there is no token"):
+        trainer.push_to_hub()
+
+
+def test_the_revision_of_a_model_is_kept():
+    """Another commit of the same name is another model."""
+    kwargs = {"revision": "v2", "torch_dtype": "float16"}
+    config = GRPOTrainer("owner/m", args={"bf16": False, "fp16": True, "model_init_kwargs": kwargs}).config
+    assert (config.hub.model_revision, config.model.model_dtype) == ("v2", "float16")
+    assert GRPOTrainer("owner/m", args={"model_init_kwargs": {"revision": None}}).config.hub.model_revision is None
