@@ -66,6 +66,12 @@ def combine(given: Given) -> None:
     values = given.values
     values["save_freq"] = -1
     values["resume"] = "auto" if given.has("load") or given.has("save") else "never"
+    if given.is_on("use_wandb"):
+        given.trackers(["wandb"], project="wandb_project")
+        values |= {
+            "wandb_entity": given.text("wandb_team") or None,
+            "wandb_group_name": given.text("wandb_group") or None,
+        }
     values.setdefault("checkpoint_state_freq", -1)
     if int(str(values["checkpoint_state_freq"])) < 1:
         values.pop("checkpoint_state_dir", None)

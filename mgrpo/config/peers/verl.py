@@ -106,6 +106,7 @@ def combine(given: Given) -> None:
     resume = given.choice("trainer.resume_mode", {"auto": "auto", "disable": "never", "resume_path": "path"})
     values["resume"] = given.text("trainer.resume_from_path") if resume == "path" else resume
     values["save_freq"] = -1
+    given.trackers(given.text("trainer.logger").split(), project="trainer.project_name")
 
 
 def _gpus(given: Given) -> None:
@@ -125,8 +126,6 @@ def _gpus(given: Given) -> None:
         ".actor.megatron." in name for name in given.texts
     )
     values["zero_stage"] = 1 if is_megatron else 3
-    if given.is_on(f"{ACTOR}fsdp_config.optimizer_offload"):
-        values |= {"zero_stage": 1, "optimizer_cpu_offload": True}
     size = given.number(f"{ACTOR}fsdp_config.fsdp_size")
     if size and size > 1:
         values["fsdp_shard_degree"] = int(size)

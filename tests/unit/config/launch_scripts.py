@@ -10,7 +10,7 @@ loss_agg_mode="seq-mean-token-mean"
 train_prompt_bsz=512
 n_resp_per_prompt=16
 MODEL_PATH=${MODEL_PATH:-"${HOMES:-/models}/Qwen2.5-${MODEL_SIZE:-7B}"}
-offload=False
+offload=True
 actor_ppo_max_token_len=$(( (max_prompt_length + max_response_length) * 2 ))
 
 python3 examples/data_preprocess/gsm8k.py --local_dir /data
@@ -33,6 +33,8 @@ ray job submit --no-wait --runtime-env="${RUNTIME_ENV}" --working-dir "${PWD}" \
     actor_rollout_ref.actor.use_dynamic_bsz=True \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=${actor_ppo_max_token_len} \
     actor_rollout_ref.actor.fsdp_config.param_offload=${offload} \
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=${offload} \
+    trainer.save_freq=10 \
     actor_rollout_ref.rollout.n=${n_resp_per_prompt} \
     trainer.logger='["console","wandb"]' \
     trainer.project_name="${project_name}" \

@@ -22,7 +22,8 @@ VERL = {
         "overlong_prompt_policy": "filter", "recompute_granularity": "full", "checkpoint_state_freq": 20,
         "local_eval_every": 5, "lr_scheduler_type": "constant", "weight_decay": 0.01, "dual_clip": 3.0, "aggregation": "token",
         "advantage_ddof": 1, "filter_zero_std_samples": False, "eval_temperature": 0.0, "exp_name": "e",
-        "dataset_mixer_list": ("/data/gsm8k/train.parquet", "1.0"), "resume": "auto",
+        "dataset_mixer_list": ("/data/gsm8k/train.parquet", "1.0"), "resume": "auto", "report_to": ("tensorboard", "wandb"),
+        "wandb_project": "p",
     },
     "LORA": {
         "use_peft": True, "lora_r": 64, "lora_alpha": 32, "lora_target_modules": ("all-linear",), "zero_stage": 1,
@@ -30,7 +31,7 @@ VERL = {
     },
     "MEGATRON": {
         "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1,
-        "zero_stage": 1, "vllm_num_engines": 4, "recompute_granularity": "none",
+        "zero_stage": 1, "vllm_num_engines": 4, "recompute_granularity": "none", "report_to": ("tensorboard",), "wandb_project": None,
     },
     "DAPO": {
         "beta": 0.0, "clip_lower": 0.2, "clip_higher": 0.28, "dual_clip": 10.0, "context_parallel_size": 4, "cp_comm_type": "a2a",
@@ -53,7 +54,7 @@ SLIME = {
         "num_train_epochs": 2.0, "vllm_mode": "ray", "vllm_num_engines": 2, "num_mini_batches": 2, "ratio_level": "sequence",
         "active_sampling": True, "active_sampling_oversample": 1.0, "beta": 0.001, "kl_estimator": 2, "clip_lower": 4e-4,
         "clip_higher": 4e-4, "lr_scheduler_type": "cosine", "warm_up_steps": 10, "use_rho_correction": True,
-        "rho_clamp_upper_bound": 2.0, "pack_length": 10240, "shuffle_dataset": False, "resume": "never",
+        "rho_clamp_upper_bound": 2.0, "report_to": ("tensorboard", "wandb"), "wandb_project": "p", "pack_length": 10240, "shuffle_dataset": False, "resume": "never",
     },
     "EXPERTS": {
         "expert_model_parallel_size": 8, "optimizer_cpu_offload": True, "use_precision_aware_optimizer": False,
@@ -94,7 +95,7 @@ def test_slime_commands_become_what_they_ask_for(name):
         (
             mgrpo.GRPOConfig.from_verl,
             verl_cases.REFUSED,
-            ["algorithm.use_kl_in_reward=True", "loss_agg_mode=seq-mean-token-sum", "fsdp_config.param_offload=True",
+            ["algorithm.use_kl_in_reward=True", "loss_agg_mode=seq-mean-token-sum", "fsdp_config.offload_policy=True", "swanlab is not among the trackers",
              "model.path=$MODEL_PATH", "custom_reward_function.path=reward.py", "unknown name nonsense.name", "rollout.n=many",
              "tensor_model_parallel_size=2 does not divide", "ppo_mini_batch_size=32 does not divide", "adv_estimator=gae"],
         ),
@@ -175,6 +176,7 @@ def test_a_script_of_verl_is_read_as_a_file(tmp_path):
     config = mgrpo.GRPOConfig.from_verl(path)
     expected = {
         "model_name_or_path": "/models/Qwen2.5-7B", "exp_name": "DAPO-7B", "max_prompt_token_length": 2048,
+        "zero_stage": 3, "optimizer_cpu_offload": False, "vllm_enable_sleep_mode": True,
         "response_length": 8192, "pack_length": 20480, "num_unique_prompts_rollout": 512, "num_samples_per_prompt_rollout": 16,
         "dataset_mixer_list": ("/data/a.parquet", "1.0", "/data/b.parquet", "1.0"), "aggregation": "seq_mean",
     }  # fmt: skip
