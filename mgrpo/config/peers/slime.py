@@ -78,6 +78,8 @@ def combine(given: Given) -> None:
     schedule = given.choice("lr_decay_style", SCHEDULES)
     is_warmed = {"warm_up_steps", "warmup_ratio"} & values.keys()
     values["lr_scheduler_type"] = "constant" if schedule == SCHEDULES["constant"] and not is_warmed else schedule
+    if schedule != SCHEDULES["constant"]:
+        values["min_lr"] = given.number("min_lr")
     if not {"max_prompt_token_length"} & (values.keys() | given.fields.keys()):
         values["max_prompt_token_length"] = MOST_PROMPT_TOKENS
         given.notes.append(

@@ -185,6 +185,9 @@ def _optimizer(given: Given) -> None:
         and given.values["lr_scheduler_type"] == SCHEDULES["constant"]
     ):
         given.values["lr_scheduler_type"] = "constant"
+    if schedule and given.values["lr_scheduler_type"] in ("linear", "cosine"):
+        share, peak = given.number(f"{ACTOR}optim.min_lr_ratio"), given.number(f"{ACTOR}optim.lr")
+        given.values["min_lr"] = share * peak if share and peak else given.number(f"{ACTOR}optim.min_lr")
 
 
 def _data(given: Given) -> None:

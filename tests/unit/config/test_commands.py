@@ -53,7 +53,7 @@ SLIME = {
     "SEPARATE": {
         "num_train_epochs": 2.0, "vllm_mode": "ray", "vllm_num_engines": 2, "num_mini_batches": 2, "ratio_level": "sequence",
         "active_sampling": True, "active_sampling_oversample": 1.0, "beta": 0.001, "kl_estimator": 2, "clip_lower": 4e-4,
-        "clip_higher": 4e-4, "lr_scheduler_type": "cosine", "warm_up_steps": 10, "use_rho_correction": True,
+        "clip_higher": 4e-4, "lr_scheduler_type": "cosine", "min_lr": 1e-7, "warm_up_steps": 10, "use_rho_correction": True,
         "rho_clamp_upper_bound": 2.0, "report_to": ("tensorboard", "wandb"), "wandb_project": "p", "pack_length": 10240, "shuffle_dataset": False, "resume": "never",
     },
     "EXPERTS": {
@@ -177,7 +177,7 @@ def test_a_script_of_verl_is_read_as_a_file(tmp_path):
     expected = {
         "model_name_or_path": "/models/Qwen2.5-7B", "exp_name": "DAPO-7B", "max_prompt_token_length": 2048,
         "zero_stage": 3, "optimizer_cpu_offload": False, "vllm_enable_sleep_mode": True,
-        "response_length": 8192, "pack_length": 20480, "num_unique_prompts_rollout": 512, "num_samples_per_prompt_rollout": 16,
+        "lr_scheduler_type": "cosine", "min_lr": 2e-7, "response_length": 8192, "pack_length": 20480, "num_unique_prompts_rollout": 512, "num_samples_per_prompt_rollout": 16,
         "dataset_mixer_list": ("/data/a.parquet", "1.0", "/data/b.parquet", "1.0"), "aggregation": "seq_mean",
     }  # fmt: skip
     assert_holds(config, expected)

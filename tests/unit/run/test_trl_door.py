@@ -9,6 +9,7 @@ import pytest
 
 import mgrpo
 from mgrpo.config import ConfigError
+from mgrpo.config.validate import problems
 from mgrpo.run.result import TrainResult
 from mgrpo.run.upload import Uploads
 from mgrpo.trl import GRPOConfig, GRPOTrainer
@@ -227,3 +228,23 @@ def test_the_revision_of_a_model_is_kept():
     config = GRPOTrainer("owner/m", args={"bf16": False, "fp16": True, "model_init_kwargs": kwargs}).config
     assert (config.hub.model_revision, config.model.model_dtype) == ("v2", "float16")
     assert GRPOTrainer("owner/m", args={"model_init_kwargs": {"revision": None}}).config.hub.model_revision is None
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "end"), [({"min_lr": 1e-7}, 1e-7), ({"min_lr_rate": 0.1}, 5e-7), ('{"min_lr": 2e-7}', 2e-7), ({}, 0.0)]
+)
+def test_a_schedule_ends_where_the_script_says(kwargs, end):
+    """The last tenth of a run with a rate of 0 learns nothing."""
+    args = {"learning_rate": 5e-6, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": kwargs}
+    config = GRPOTrainer("m", args=args).config
+    assert config.optimizer.min_lr == pytest.approx(end)
+    found = [problem for problem in problems(config, world_size=1) if "min_lr" in problem]
+    assert bool(found) != bool(end) and all("cosine_with_min_lr needs min_lr above 0" in problem for problem in found)
+    with pytest.raises(ConfigError, match="lr_scheduler_kwargs: num_cycles=2 is refused"):
+        GRPOConfig(lr_scheduler_kwargs={"num_cycles": 2})
+    (above,) = [
+        p
+        for p in problems(GRPOTrainer("m", args=args | {"lr_scheduler_kwargs": {"min_lr": 1}}).config, world_size=1)
+        if "min_lr" in p
+    ]
+    assert above.startswith("min_lr=1 is above learning_rate=5e-06")
