@@ -94,7 +94,11 @@ class GRPOTrainer:
         """
         unsupported = (
             ("reward_processing_classes", reward_processing_classes, "there are no reward models; give functions"),
-            ("callbacks", callbacks, "metrics.jsonl is written line by line, for others to follow"),
+            (
+                "callbacks",
+                callbacks,
+                "leave them out; report_to names trackers, and metrics.jsonl grows by a line at each step",
+            ),
             (
                 "optimizers",
                 any(optimizers),
