@@ -108,4 +108,7 @@ def test_an_uncounted_length_is_not_shown_as_a_number():
     """--show_config without the data would print the default's."""
     config = from_values(SMALL | {"num_train_epochs": 2})
     assert "num_training_steps: num_train_epochs decides" in derived_lines(config, world_size=1)
+    waits = from_values(SMALL | {"total_episodes": 80, "save_steps": 0.5})
+    assert "\n# save_freq: decided when the data can be read  # alias save_steps (argument)\n" in to_yaml(waits)
+    assert "\nsave_freq: 5  # alias save_steps (argument)\n" in to_yaml(counted(waits, 10))
     assert "num_training_steps: 5\n" in derived_lines(counted(config, 10), world_size=1)
