@@ -18,6 +18,8 @@ import mgrpo
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.peers import grpo_config
 from mgrpo.run.environment import rank
+from mgrpo.run.result import step_of
+from mgrpo.run.upload import Uploads, token_warning
 
 if TYPE_CHECKING:
     from mgrpo.run.result import TrainResult
@@ -92,7 +94,11 @@ class GRPOTrainer:
         """
         unsupported = (
             ("reward_processing_classes", reward_processing_classes, "there are no reward models; give functions"),
-            ("callbacks", callbacks, "metrics.jsonl is written line by line, for others to follow"),
+            (
+                "callbacks",
+                callbacks,
+                "leave them out; report_to names trackers, and metrics.jsonl grows by a line at each step",
+            ),
             (
                 "optimizers",
                 any(optimizers),
@@ -147,22 +153,38 @@ class GRPOTrainer:
         return dict(self._trained.after)
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Copy the trained model, in Hugging Face format, to a folder, by default the run's."""
-        trained = self._trained
-        if trained.exported is None:
-            raise RuntimeError("there is no export to copy: save_final is false")
+        """Copy the trained model, or the best one (load_best_model_at_end), with its tokenizer to a folder, by default the run's."""
         if self.is_world_process_zero():
-            shutil.copytree(trained.exported, output_dir or trained.output_dir, dirs_exist_ok=True)
+            shutil.copytree(self._model, output_dir or self._trained.output_dir, dirs_exist_ok=True)
 
-    def push_to_hub(self, *args: object, **kwargs: object) -> None:
-        """Refused, because it is a setting."""
-        raise NotImplementedError(
-            "a trainer does not push; the setting push_to_hub says what a run does, docs/config.md"
-        )
+    def push_to_hub(self, commit_message: str | None = None, *, revision: str | None = None, **_: object) -> None:
+        """Upload the model that `save_model` copies, with its card, unless the run has (push_to_hub=True) or did nothing.
+
+        Args:
+            revision: branch; by default hub_revision.
+        Other arguments of TRL describe a card or wait less, and have no effect.
+        """
+        hub = self.config.hub
+        if not self.is_world_process_zero() or hub.push_to_hub:
+            return
+        model = self._model
+        hub = dataclasses.replace(hub, push_to_hub=True, hub_revision=revision or hub.hub_revision)
+        config = dataclasses.replace(self.config, hub=hub)
+        if warning := token_warning(config):
+            raise RuntimeError(warning)
+        Uploads(config).finish(model, step_of(model), message=commit_message)
 
     def is_world_process_zero(self) -> bool:
         """Whether this is rank 0."""
         return rank() == 0
+
+    @property
+    def _model(self) -> Path:
+        """Folder of what was trained."""
+        model = self._trained.best or self._trained.exported
+        if model is None:
+            raise RuntimeError("there is no trained model: save_final is false")
+        return model
 
     @property
     def _trained(self) -> TrainResult:
@@ -172,7 +194,8 @@ class GRPOTrainer:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"mgrpo.trl.GRPOTrainer has no {name}; it has config, result, train, evaluate, save_model and is_world_process_zero"
+            f"mgrpo.trl.GRPOTrainer has no {name}; it has config, result, train, evaluate, save_model, push_to_hub "
+            "and is_world_process_zero"
         )
 
 

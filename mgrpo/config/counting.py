@@ -1,9 +1,10 @@
-"""What follows from the number of training prompts: the length of a run, and what is due after each pass over them."""
+"""What follows from the number of training prompts: the length of a run, and what is due after a pass over them or a share of it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from math import ceil
 
 from mgrpo.config.fields import build, flat, shown
 from mgrpo.config.schema import Config
@@ -13,7 +14,7 @@ COUNTED = ("total_episodes", "save_freq", "local_eval_every")
 
 
 def counted(config: Config, num_prompts: int) -> Config:
-    """`config` with `total_episodes` in place of `num_train_epochs`, and with steps in place of `provenance.per_pass`.
+    """`config` with `total_episodes` in place of `num_train_epochs`, and with steps in place of `provenance.due`.
 
     Args:
         num_prompts: training prompts, without those that are left out because they are too long.
@@ -32,10 +33,12 @@ def counted(config: Config, num_prompts: int) -> Config:
             f"num_train_epochs={shown(passes)} -> total_episodes ({episodes}): {shown(passes)} x {num_prompts} prompts x "
             f"{samples} samples, {steps} {'step' if steps == 1 else 'steps'}"
         )
-    for name in sorted(own.per_pass):
-        values[name] = max(num_prompts // prompts, 1)
-        notes.append(f"{name} is {values[name]}, the steps of a pass over {num_prompts} prompts")
-    provenance = replace(own, notes=tuple(notes), sources=sources, per_pass=frozenset())
+    steps = int(str(values.get("total_episodes", config.experiment.total_episodes))) // (prompts * samples)
+    for name, share in sorted(own.due.items()):
+        values[name] = max(num_prompts // prompts if share is None else ceil(Fraction(str(share)) * steps), 1)
+        unit = f"a pass over {num_prompts} prompts" if share is None else f"{shown(share)} of {steps}"
+        notes.append(f"{name} is {values[name]}, the steps of {unit}")
+    provenance = replace(own, notes=tuple(notes), sources=sources, due={})
     return build(flat(config) | values, provenance)
 
 

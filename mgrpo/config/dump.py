@@ -24,6 +24,7 @@ UNCOUNTED = "num_train_epochs decides, when the data can be read"
 def to_yaml(config: Config) -> str:
     """One line per setting, by section; a comment names the source of each value that is not a default.
 
+    Steps that `counted` has not worked out are comments: a file with their present value would save after each step.
     ASCII, whatever the values hold.
     """
     lines = [f"# preset {config.provenance.preset}; a value without a source is a default"]
@@ -32,7 +33,9 @@ def to_yaml(config: Config) -> str:
         if settings()[name].section != section:
             section = settings()[name].section
             lines += ["", f"# {section}"]
-        lines.append(_line(name, value) + _comment(*_origin(config, name)))
+        is_due = name in config.provenance.due
+        line = f"# {name}: decided when the data can be read" if is_due else _line(name, value)
+        lines.append(line + _comment(*_origin(config, name)))
     return "\n".join(lines) + "\n"
 
 

@@ -23,8 +23,8 @@ class Provenance:
     """Mistakes found while reading; `validate` lists them before its own."""
     unsound: frozenset[str] = frozenset()
     """Settings whose value could not be read; they hold defaults and are not checked."""
-    per_pass: frozenset[str] = frozenset()
-    """Settings whose value is the steps of a pass over the data, which `counted` works out; until then they hold 1."""
+    due: Mapping[str, float | None] = field(default_factory=dict)
+    """Settings in steps that `counted` works out: a share of the run, or, for None, a pass over the data; until then they hold 1."""
     expected: Mapping[str, Any] = field(default_factory=dict)
     """Values that were given although they follow from others; `validate` compares."""
     snapshots: Mapping[str, Snapshot] = field(default_factory=dict)

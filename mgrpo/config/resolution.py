@@ -78,7 +78,7 @@ class Resolution:
         self.used: dict[str, list[str]] = {}
         self.unsound: set[str] = set()
         self.expected: dict[str, Any] = {}
-        self.per_pass: set[str] = set()
+        self.due: dict[str, float | None] = {}
 
     def add(self, layer: Layer) -> None:
         """Add a layer of higher rank than those before."""
@@ -178,12 +178,13 @@ class Resolution:
         if via:
             self.used.setdefault(via, []).append(f"{target} ({shown(value)})")
 
-    def put_per_pass(self, target: str, alias: str) -> None:
-        """Let `target` be due after each pass over the data."""
+    def put_when_counted(self, target: str, alias: str, *, share: float | None = None) -> None:
+        """Let `target` be due after each share of the run, or without one after each pass over the data."""
         self.put(target, 1, alias)
         if self.given[target].via == alias:
-            self.per_pass.add(target)
-            self.used[alias] = [f"{target} (the steps of a pass over the data)"]
+            self.due[target] = share
+            unit = "a pass over the data" if share is None else f"{shown(share)} of the run"
+            self.used[alias] = [f"{target} (the steps of {unit})"]
 
     def derive(self, target: str, value: object, note: str) -> None:
         """Set a setting that was not given."""
@@ -201,7 +202,7 @@ class Resolution:
             notes=tuple(dict.fromkeys(self.notes)),
             problems=tuple(dict.fromkeys(self.problems)),
             unsound=frozenset(self.unsound),
-            per_pass=frozenset(self.per_pass),
+            due=self.due,
             expected=self.expected,
         )
         values = {name: given.value for name, given in self.given.items() if name not in self.unsound}

@@ -209,6 +209,14 @@ def _num_steps(config: Config) -> Iterator[str]:
         )
 
 
+def _rates(config: Config) -> Iterator[str]:
+    own = config.optimizer
+    if own.min_lr > own.learning_rate:
+        yield f"min_lr={own.min_lr:g} is above learning_rate={own.learning_rate:g}, from which the rate falls; lower it"
+    if own.lr_scheduler_type == "cosine_with_min_lr" and own.min_lr == 0:
+        yield "lr_scheduler_type=cosine_with_min_lr needs min_lr above 0; give it, or use cosine, which ends at 0"
+
+
 def _profile_steps(config: Config) -> Iterator[str]:
     if not config.has_length:
         return
@@ -362,6 +370,7 @@ RULES: tuple[Rule, ...] = (
         ),
         _num_steps,
     ),
+    (("lr_scheduler_type", "learning_rate", "min_lr"), _rates),
     ((*BATCH_FIELDS, "total_episodes", "num_train_epochs", "profile_steps"), _profile_steps),
     ((*BATCH_FIELDS, "num_mini_batches"), _mini_batches),
     (STATE_FIELDS, _states),

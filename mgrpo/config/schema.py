@@ -229,11 +229,21 @@ class Optimizer:
     learning_rate: Annotated[float, POSITIVE, OPEN_INSTRUCT, TRL] = 2e-5
     """Peak learning rate of AdamW."""
     lr_scheduler_type: Annotated[
-        Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"],
+        Literal[
+            "linear",
+            "cosine",
+            "cosine_with_restarts",
+            "cosine_with_min_lr",
+            "polynomial",
+            "constant",
+            "constant_with_warmup",
+        ],
         OPEN_INSTRUCT,
         TRL,
     ] = "linear"
-    """How the rate changes after the warm-up, over all optimizer steps; linear and cosine end at 0."""
+    """How the rate changes after the warm-up, over all optimizer steps; linear and cosine end at min_lr."""
+    min_lr: Annotated[float, NOT_NEGATIVE, MEGATRON] = 0.0
+    """Learning rate at the end of a schedule that falls; with polynomial 0 means 1e-7."""
     warm_up_steps: Annotated[int, NOT_NEGATIVE, OPEN_INSTRUCT] = 0
     """Optimizer steps of linear warm-up; used when warmup_ratio is 0."""
     warmup_ratio: Annotated[float, BELOW_ONE, OPEN_INSTRUCT, TRL] = 0.0

@@ -325,6 +325,11 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: c.optimizer.lr_scheduler_type != "constant",
     ),
     (
+        "min_lr",
+        "an lr_scheduler_type that falls, for example cosine",
+        lambda c: not c.optimizer.lr_scheduler_type.startswith("constant"),
+    ),
+    (
         "cast_lm_head_to_fp32",
         "a model_dtype of 16 bits: in a float32 model the head is in float32",
         lambda c: c.model.model_dtype != "float32",

@@ -7,7 +7,7 @@ import math
 from mgrpo.config.schema import Optimizer
 
 POLYNOMIAL_END = 1e-7
-"""Final rate of the polynomial schedule, of power 1. This and one cycle of cosine_with_restarts are transformers' defaults."""
+"""Final rate of the polynomial schedule, of power 1, without a minimum. This and one cycle of cosine_with_restarts are transformers' defaults."""
 
 
 def learning_rate(settings: Optimizer, step: int, num_steps: int) -> float:
@@ -15,7 +15,7 @@ def learning_rate(settings: Optimizer, step: int, num_steps: int) -> float:
 
     The first step of a warm-up of w steps has 1/w of the rate; with transformers' schedules it would have a rate of 0.
     """
-    kind, peak = settings.lr_scheduler_type, settings.learning_rate
+    kind, peak, end = settings.lr_scheduler_type, settings.learning_rate, settings.min_lr
     warm_up = int(num_steps * settings.warmup_ratio) if settings.warmup_ratio > 0 else settings.warm_up_steps
     if kind == "constant":
         return peak
@@ -26,10 +26,10 @@ def learning_rate(settings: Optimizer, step: int, num_steps: int) -> float:
         case "constant_with_warmup":
             return peak
         case "linear":
-            return peak * (1 - done)
-        case "cosine" | "cosine_with_restarts":
-            return peak * 0.5 * (1 + math.cos(math.pi * done))
+            return (peak - end) * (1 - done) + end
+        case "cosine" | "cosine_with_restarts" | "cosine_with_min_lr":
+            return (peak - end) * 0.5 * (1 + math.cos(math.pi * done)) + end
         case "polynomial":
-            end = min(POLYNOMIAL_END, peak)
+            end = end or min(POLYNOMIAL_END, peak)
             return (peak - end) * (1 - done) + end
     raise ValueError(f"lr_scheduler_type={kind!r} is unknown")

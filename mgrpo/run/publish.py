@@ -15,7 +15,7 @@ from mgrpo.config.fields import flat, settings, shown
 from mgrpo.model_io.card import CARD, CURVE, Facts, licence_of, model_card
 from mgrpo.models.family import is_hub_name
 from mgrpo.run.inputs import Inputs
-from mgrpo.run.result import TrainResult
+from mgrpo.run.result import TrainResult, step_of
 from mgrpo.run.upload import Uploads
 from mgrpo.telemetry.chart import metric_points, reward_svg
 from mgrpo.telemetry.files import write_whole
@@ -49,13 +49,13 @@ def publish(config: Config, inputs: Inputs, result: TrainResult) -> None:
         except Exception as err:
             _log.warning("%s has no model card: %s: %s", folder, type(err).__name__, err)
     if (model := result.best or result.exported) and result.has_trained:
-        Uploads(config).finish(model, _step(model))
+        Uploads(config).finish(model, step_of(model))
 
 
 def write_card(config: Config, inputs: Inputs, folder: Path) -> None:
     """README.md and the curve of the reward, in the export that `folder` is."""
     lines = list(read_records([Path(config.experiment.output_dir) / "metrics.jsonl"]))
-    step = _step(folder)
+    step = step_of(folder)
     rewards = metric_points(lines, "reward")
     if rewards:
         write_whole(folder / CURVE, reward_svg(rewards, metric_points(lines, "eval/scores")))
@@ -84,10 +84,6 @@ def write_card(config: Config, inputs: Inputs, folder: Path) -> None:
         )
     )
     write_whole(folder / CARD, card)
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
 
 
 def _evaluation(lines: list[dict[str, Any]], step: int) -> dict[str, float]:

@@ -54,6 +54,11 @@ class TrainResult:
         return [*lines, f"model    {model}", *last, f"evaluate it again: {command}{held_out}"]
 
 
+def step_of(export: Path) -> int:
+    """The training steps after which it was written."""
+    return int(export.name.removeprefix("step_"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
     """The outcome of `mgrpo eval`."""

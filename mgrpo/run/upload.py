@@ -55,15 +55,14 @@ class Uploads:
             self._tell()
             self._start(folder, f"Training step {step}", FILES)
 
-    def finish(self, folder: Path, step: int) -> None:
+    def finish(self, folder: Path, step: int, *, message: str | None = None) -> None:
         """The run is over: upload the trained model, and wait for it."""
         if not self.settings.push_to_hub or not has_token():
             return
         self.wait()
-        message = f"The trained model, after {step} steps"
         where = f"{self.repository}{f' ({self.settings.hub_revision})' if self.settings.hub_revision else ''}"
         print(f"mgrpo: uploading {folder} to {where} on the Hub", file=sys.stderr, flush=True)
-        self._start(folder, message, (*FILES, *CARD))
+        self._start(folder, message or f"The trained model, after {step} steps", (*FILES, *CARD))
         self.wait()
 
     def wait(self) -> None:

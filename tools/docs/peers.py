@@ -11,8 +11,8 @@ INTRODUCTION = """# Names of verl and slime
 
 Written by `python -m tools.docs.peers > docs/config_peers.md`; do not edit.
 
-`mgrpo.GRPOConfig.from_verl(...)` takes a command line, its words `a.b.c=value`, a YAML file or a mapping, and
-`mgrpo.GRPOConfig.from_slime(...)` a command line, its flags or a mapping. Both return a config for `mgrpo.train`, whose `notes` say
+`mgrpo.GRPOConfig.from_verl(...)` takes a command line or a script, its words `a.b.c=value`, a YAML file or a mapping, and
+`mgrpo.GRPOConfig.from_slime(...)` a command line or a script, its flags or a mapping. Both return a config for `mgrpo.train`, whose `notes` say
 what became of every name, and raise one error with everything that cannot be done. What a command leaves out has that trainer's
 default. Settings of this project given as keywords override, and take the place of what is refused:
 

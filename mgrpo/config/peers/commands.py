@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mgrpo.config.errors import ConfigError
 from mgrpo.config.load import from_values
+from mgrpo.config.peers.command_line import UNKNOWN, known
 from mgrpo.config.peers.words import Word, find, words
 from mgrpo.config.schema import Config
+from mgrpo.config.tracking import TRACKERS
 
 Text = str | tuple[str, ...]
 Values = dict[str, object]
+WRITTEN = ("console", "file")
+"""What every run writes anyway: lines of its log, and metrics.jsonl."""
 NOTHING = ("", "null", "none")
 KL_TYPES = {"kl": "0", "k1": "0", "mse": "1", "k2": "1", "low_var_kl": "2", "k3": "2"}
 AGGREGATIONS = {"token-mean": "token", "seq-mean-token-mean": "seq_mean", "seq-mean-token-sum-norm": "dr_grpo"}
@@ -70,6 +74,15 @@ class Given:
             return None
         return choices[text.lower()]
 
+    def trackers(self, names: Sequence[str], *, project: str) -> None:
+        """report_to, to which TensorBoard always belongs, and the name under which others keep the runs of a project."""
+        unknown = [name for name in names if name not in (*TRACKERS, *WRITTEN)]
+        if unknown and "report_to" not in self.fields:
+            self.problems.append(f"{', '.join(unknown)} is not among the trackers {', '.join(TRACKERS)}; see report_to")
+        chosen = [name for name in TRACKERS if name in names or name == "tensorboard"]
+        if chosen != ["tensorboard"]:
+            self.values |= {"report_to": chosen, "wandb_project": self.text(project) or None}
+
     def refuse(self, word: Word, text: str, why: str) -> None:
         """A problem, unless the caller gives the settings in its place."""
         if word.targets and set(word.targets) & self.fields.keys():
@@ -124,8 +137,8 @@ def _take(given: Given, name: str, text: Text) -> None:
     if word is None:
         given.problems.append(f"unknown name {name} of {given.trainer}; leave it out, or give the setting that does it")
         return
-    if "$" in shown:
-        given.problems.append(f"{name}={shown} holds a variable of the shell; write its value")
+    if UNKNOWN in shown:
+        given.problems.append(f"{name}={known(shown)} has a value that only a shell knows; write it out")
         return
     is_neutral = shown.lower() in word.neutral or shown.lower() in NOTHING
     if word.status == "no effect" and not is_neutral:

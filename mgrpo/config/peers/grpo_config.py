@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from mgrpo.config.load import from_values, parse
 from mgrpo.config.peers import slime, verl
-from mgrpo.config.peers.command_line import flags_of, words_of
+from mgrpo.config.peers.command_line import words_of
 from mgrpo.config.schema import Config
 
 if TYPE_CHECKING:
@@ -47,24 +47,23 @@ class ConfigDoor:
 
     @staticmethod
     def from_open_instruct(
-        settings: str | Sequence[str] | Mapping[str, object] | object, /, *, preset: str = "open_instruct_main"
+        settings: str | Path | Sequence[str] | Mapping[str, object] | object, /, *, preset: str = "open_instruct_main"
     ) -> Config:
         """Config of the flags of an Open Instruct script: a command line, its words, a mapping, or a dataclass object.
 
         Args:
-            settings: a command line may be a whole script with launchers, comments and other commands around the trainer's.
+            settings: a command line may be a whole script with launchers, comments and other commands around the trainer's, or
+                the path of one (.sh); also in `from_verl` and `from_slime`.
             preset: the defaults to take; `seed` has those of February 2026.
         """
-        if isinstance(settings, str):
+        if isinstance(settings, (str, Path, Sequence)):
             return parse(words_of(settings), preset=preset)
-        if isinstance(settings, Sequence):
-            return parse(flags_of(settings), preset=preset)
         given = settings if isinstance(settings, Mapping) else changed_fields(settings)
         return from_values(given, preset=preset)
 
     @staticmethod
     def from_verl(settings: str | Path | Sequence[str] | Mapping[str, object], /, **fields: object) -> Config:
-        """Config of verl's words `a.b.c=value`: a command line, its words, a YAML file, or a mapping, nested or not.
+        """Config of verl's words `a.b.c=value`: a command line or script, its words, a YAML file, or a mapping.
 
         What is not given has verl's default. Fields of this project may be given as well and override:
         `from_verl(command, reward_funcs="reward.py:score")`.
@@ -72,8 +71,8 @@ class ConfigDoor:
         return verl.read(settings, fields)
 
     @staticmethod
-    def from_slime(settings: str | Sequence[str] | Mapping[str, object], /, **fields: object) -> Config:
-        """Config of slime's flags: a command line, its words, or a mapping of names.
+    def from_slime(settings: str | Path | Sequence[str] | Mapping[str, object], /, **fields: object) -> Config:
+        """Config of slime's flags: a command line or script, its words, or a mapping of names.
 
         What is not given has slime's default, or Megatron's. Fields of this project may be given as well and override.
         """

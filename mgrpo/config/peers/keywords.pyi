@@ -351,8 +351,10 @@ class Keywords(TypedDict, total=False):
     """Form new mini-batches in every pass. (default: false)"""
     learning_rate: float
     """Peak learning rate of AdamW. (default: 2e-05)"""
-    lr_scheduler_type: Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"]
-    """How the rate changes after the warm-up, over all optimizer steps; linear and cosine end at 0. (default: linear)"""
+    lr_scheduler_type: Literal["linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "constant", "constant_with_warmup"]
+    """How the rate changes after the warm-up, over all optimizer steps; linear and cosine end at min_lr. (default: linear)"""
+    min_lr: float
+    """Learning rate at the end of a schedule that falls; with polynomial 0 means 1e-7. (default: 0.0)"""
     warm_up_steps: int
     """Optimizer steps of linear warm-up; used when warmup_ratio is 0. (default: 0)"""
     warmup_ratio: float

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from mgrpo.config.peers.command_line import arguments_of, command_of, known
 from mgrpo.config.peers.commands import Given, Text, config_of, precision_of_moments
 from mgrpo.config.peers.verl import SCHEDULES
 from mgrpo.config.schema import Config
@@ -18,12 +18,14 @@ VERIFIERS = {
     "ifbench": "ifeval",
 }
 """The verifier here for a rm_type."""
+ARCHITECTURE = "${MODEL_ARGS[@]}"
+"""The list that its scripts take from a file of the model's architecture, which is read from config.json here."""
 MOST_PROMPT_TOKENS = 2048
 """slime limits prompts only where asked; a run here needs a limit."""
 
 
-def read(settings: str | Sequence[str] | Mapping[str, object], fields: Mapping[str, object]) -> Config:
-    """Config of a command line, its words, or a mapping of names; `fields` on top.
+def read(settings: str | Path | Sequence[str] | Mapping[str, object], fields: Mapping[str, object]) -> Config:
+    """Config of a command line or script, its words, or a mapping of names; `fields` on top.
 
     Raises:
         ConfigError: everything in them that cannot be done here.
@@ -31,7 +33,7 @@ def read(settings: str | Sequence[str] | Mapping[str, object], fields: Mapping[s
     return config_of("slime", texts_of(settings), fields, combine=combine)
 
 
-def texts_of(settings: str | Sequence[str] | Mapping[str, object]) -> dict[str, Text]:
+def texts_of(settings: str | Path | Sequence[str] | Mapping[str, object]) -> dict[str, Text]:
     """The text of each name, with underscores; of a name given twice the last one."""
     if isinstance(settings, Mapping):
         return {
@@ -39,17 +41,17 @@ def texts_of(settings: str | Sequence[str] | Mapping[str, object]) -> dict[str, 
             for name, value in settings.items()
             if value is not None
         }
-    given = shlex.split(settings.replace("\\\n", " "), comments=True) if isinstance(settings, str) else list(settings)
-    scripts = [place for place, word in enumerate(given) if word.endswith(".py")]
     found: dict[str, list[str]] = {}
     name = ""
-    for word in given[scripts[-1] + 1 if scripts else 0 :]:
+    for word in arguments_of(command_of(settings, trainer="train")):
+        if known(word) == ARCHITECTURE:
+            continue
         if word.startswith("--"):
             name, equals, text = word[2:].partition("=")
             name = name.replace("-", "_")
             found[name] = [text] if equals else []
         elif name:
-            found[name].append(os.path.expandvars(word))
+            found[name].append(word)
     return {
         name: "true" if not texts else texts[0] if len(texts) == 1 else tuple(texts) for name, texts in found.items()
     }
@@ -64,12 +66,20 @@ def combine(given: Given) -> None:
     values = given.values
     values["save_freq"] = -1
     values["resume"] = "auto" if given.has("load") or given.has("save") else "never"
+    if given.is_on("use_wandb"):
+        given.trackers(["wandb"], project="wandb_project")
+        values |= {
+            "wandb_entity": given.text("wandb_team") or None,
+            "wandb_group_name": given.text("wandb_group") or None,
+        }
     values.setdefault("checkpoint_state_freq", -1)
     if int(str(values["checkpoint_state_freq"])) < 1:
         values.pop("checkpoint_state_dir", None)
     schedule = given.choice("lr_decay_style", SCHEDULES)
     is_warmed = {"warm_up_steps", "warmup_ratio"} & values.keys()
     values["lr_scheduler_type"] = "constant" if schedule == SCHEDULES["constant"] and not is_warmed else schedule
+    if schedule != SCHEDULES["constant"]:
+        values["min_lr"] = given.number("min_lr")
     if not {"max_prompt_token_length"} & (values.keys() | given.fields.keys()):
         values["max_prompt_token_length"] = MOST_PROMPT_TOKENS
         given.notes.append(

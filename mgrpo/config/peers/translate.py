@@ -314,11 +314,11 @@ def exports(r: Resolution) -> None:
     if strategy == "best":
         r.problems.append("save_strategy=best does not exist; use steps with save_freq, and load_best_model_at_end")
     elif strategy == "epoch":
-        r.put_per_pass("save_freq", "save_strategy")
+        r.put_when_counted("save_freq", "save_strategy")
     elif strategy == "no":
         r.put("save_freq", -1, "save_strategy")
     elif steps is not None and 0 < steps < 1:
-        r.problems.append(f"save_steps={steps:g} is a share of the run; give save_freq in training steps")
+        r.put_when_counted("save_freq", "save_steps", share=steps)
     elif steps is not None:
         r.put("save_freq", training_steps(r, int(steps)), "save_steps")
 
@@ -353,11 +353,11 @@ def evaluations(r: Resolution) -> None:
     """When the held-out prompts are sampled."""
     strategy, steps = r.peer("eval_strategy"), _finite(r, "eval_steps")
     if strategy == "epoch":
-        r.put_per_pass("local_eval_every", "eval_strategy")
+        r.put_when_counted("local_eval_every", "eval_strategy")
     elif strategy == "no":
         r.put("local_eval_every", -1, "eval_strategy")
     elif steps is not None and 0 < steps < 1:
-        r.problems.append(f"eval_steps={steps:g} is a share of the run; give local_eval_every in training steps")
+        r.put_when_counted("local_eval_every", "eval_steps", share=steps)
     elif steps is not None:
         r.put("local_eval_every", training_steps(r, int(steps)), "eval_steps")
     elif strategy == "steps":

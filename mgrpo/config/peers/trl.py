@@ -1,8 +1,7 @@
-"""Names of TRL that are more than another name for a setting: arguments of from_pretrained, and cuts of the sampling."""
+"""Names of TRL that are more than another name for a setting: arguments of from_pretrained and of schedules, cuts of the sampling."""
 
 from __future__ import annotations
 
-import json
 import typing
 
 from mgrpo.config.fields import settings, shown
@@ -16,29 +15,21 @@ WITHOUT_EFFECT = (
     "device_map",
     "low_cpu_mem_usage",
     "trust_remote_code",
-    "revision",
 )
 """Arguments that describe how transformers computes, or ask for nothing with these values."""
-NEUTRAL: dict[str, tuple[object, ...]] = {"trust_remote_code": (None, False), "revision": (None, "main")}
+NEUTRAL: dict[str, tuple[object, ...]] = {"trust_remote_code": (None, False)}
 
 
 def apply(r: Resolution) -> None:
-    """Both."""
+    """All of them."""
     model_arguments(r)
+    schedule_arguments(r)
     cuts(r)
 
 
 def model_arguments(r: Resolution) -> None:
     """The keys of model_init_kwargs."""
-    text = r.peer("model_init_kwargs", "{}")
-    try:
-        given = json.loads(text)
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        r.problems.append(f"model_init_kwargs={text} must be a JSON object")
-        return
-    for name, value in given.items():
+    for name, value in r.peer_object("model_init_kwargs").items():
         if name in DTYPES:
             dtype = str(value).removeprefix("torch.")
             if dtype in ("auto", "None"):
@@ -47,6 +38,9 @@ def model_arguments(r: Resolution) -> None:
                 _put_dtype(r, dtype)
             else:
                 r.problems.append(f"model_init_kwargs: {name}={dtype} does not exist here; see model_dtype")
+        elif name == "revision":
+            if value is not None:
+                r.put("model_revision", str(value), "model_init_kwargs")
         elif name in WITHOUT_EFFECT and value in NEUTRAL.get(name, (value,)):
             if value not in NEUTRAL.get(name, (None,)):
                 r.notes.append(
@@ -66,6 +60,18 @@ def _put_dtype(r: Resolution, dtype: str) -> None:
             return
         r.given.pop("model_dtype")
     r.put("model_dtype", dtype, "model_init_kwargs")
+
+
+def schedule_arguments(r: Resolution) -> None:
+    """The keys of lr_scheduler_kwargs."""
+    for name, value in r.peer_object("lr_scheduler_kwargs").items():
+        if name not in ("min_lr", "min_lr_rate") or not isinstance(value, (int, float)):
+            r.problems.append(
+                f"lr_scheduler_kwargs: {name}={value} is refused; give min_lr or min_lr_rate as a number, where a schedule that "
+                "falls ends, and otherwise leave it out"
+            )
+        else:
+            r.put("min_lr", value * (r.value("learning_rate") if name == "min_lr_rate" else 1), "lr_scheduler_kwargs")
 
 
 def cuts(r: Resolution) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
 from mgrpo.config.errors import ConfigError
+from mgrpo.config.peers.command_line import arguments_of, command_of
 from mgrpo.config.peers.commands import Given, Text, config_of, precision_of_moments
 from mgrpo.config.schema import Config
 
@@ -26,7 +25,7 @@ SCHEDULES: dict[str, str] = {"constant": "constant_with_warmup", "linear": "line
 
 
 def read(settings: str | Path | Sequence[str] | Mapping[str, object], fields: Mapping[str, object]) -> Config:
-    """Config of a command line, its words, a YAML file or a mapping, nested or with dots in its names; `fields` on top.
+    """Config of a command line or script, its words, a YAML file or a mapping, nested or with dots in its names; `fields` on top.
 
     Raises:
         ConfigError: everything in them that cannot be done here.
@@ -44,14 +43,13 @@ def texts_of(settings: str | Path | Sequence[str] | Mapping[str, object]) -> dic
         except (OSError, ValueError, yaml.YAMLError) as err:
             raise ConfigError([f"cannot read the YAML file {settings}: {err}"]) from None
         return _flat(loaded if isinstance(loaded, Mapping) else {})
-    given = shlex.split(str(settings).replace("\\\n", " ")) if isinstance(settings, (str, Path)) else list(settings)
     found: dict[str, Text] = {}
-    for word in given:
+    for word in arguments_of(command_of(settings, trainer="main_")):
         name, equals, text = word.lstrip("+~").partition("=")
         if word.startswith("--config-name") and "megatron" in word:
             found[f"{ACTOR}strategy"] = "megatron"
         elif equals and "." in name and not word.startswith("-"):
-            found |= _flat({name: _value(os.path.expandvars(text))})
+            found |= _flat({name: _value(text)})
     return found
 
 
@@ -108,6 +106,7 @@ def combine(given: Given) -> None:
     resume = given.choice("trainer.resume_mode", {"auto": "auto", "disable": "never", "resume_path": "path"})
     values["resume"] = given.text("trainer.resume_from_path") if resume == "path" else resume
     values["save_freq"] = -1
+    given.trackers(given.text("trainer.logger").split(), project="trainer.project_name")
 
 
 def _gpus(given: Given) -> None:
@@ -127,8 +126,6 @@ def _gpus(given: Given) -> None:
         ".actor.megatron." in name for name in given.texts
     )
     values["zero_stage"] = 1 if is_megatron else 3
-    if given.is_on(f"{ACTOR}fsdp_config.optimizer_offload"):
-        values |= {"zero_stage": 1, "optimizer_cpu_offload": True}
     size = given.number(f"{ACTOR}fsdp_config.fsdp_size")
     if size and size > 1:
         values["fsdp_shard_degree"] = int(size)
@@ -188,6 +185,9 @@ def _optimizer(given: Given) -> None:
         and given.values["lr_scheduler_type"] == SCHEDULES["constant"]
     ):
         given.values["lr_scheduler_type"] = "constant"
+    if schedule and given.values["lr_scheduler_type"] in ("linear", "cosine"):
+        share, peak = given.number(f"{ACTOR}optim.min_lr_ratio"), given.number(f"{ACTOR}optim.lr")
+        given.values["min_lr"] = share * peak if share and peak else given.number(f"{ACTOR}optim.min_lr")
 
 
 def _data(given: Given) -> None:

@@ -31,7 +31,7 @@ SEPARATE = f"""
     --over-sampling-batch-size 64
     --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
     --tensor-model-parallel-size 2 --context-parallel-size 2 --max-tokens-per-gpu 4608 --advantage-estimator gspo
-    --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k3 --eps-clip 4e-4 --lr 1e-6 --lr-decay-style cosine
+    --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k3 --eps-clip 4e-4 --lr 1e-6 --lr-decay-style cosine --min-lr 1e-7
     --lr-warmup-iters 10 --rollout-num-gpus-per-engine 2 --use-tis --tis-clip 2.0 --use-wandb --wandb-project p
 """
 EXPERTS = f"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import launch_scripts
 import pytest
 import slime_cases
 import verl_cases
@@ -21,7 +22,8 @@ VERL = {
         "overlong_prompt_policy": "filter", "recompute_granularity": "full", "checkpoint_state_freq": 20,
         "local_eval_every": 5, "lr_scheduler_type": "constant", "weight_decay": 0.01, "dual_clip": 3.0, "aggregation": "token",
         "advantage_ddof": 1, "filter_zero_std_samples": False, "eval_temperature": 0.0, "exp_name": "e",
-        "dataset_mixer_list": ("/data/gsm8k/train.parquet", "1.0"), "resume": "auto",
+        "dataset_mixer_list": ("/data/gsm8k/train.parquet", "1.0"), "resume": "auto", "report_to": ("tensorboard", "wandb"),
+        "wandb_project": "p",
     },
     "LORA": {
         "use_peft": True, "lora_r": 64, "lora_alpha": 32, "lora_target_modules": ("all-linear",), "zero_stage": 1,
@@ -29,7 +31,7 @@ VERL = {
     },
     "MEGATRON": {
         "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1,
-        "zero_stage": 1, "vllm_num_engines": 4, "recompute_granularity": "none",
+        "zero_stage": 1, "vllm_num_engines": 4, "recompute_granularity": "none", "report_to": ("tensorboard",), "wandb_project": None,
     },
     "DAPO": {
         "beta": 0.0, "clip_lower": 0.2, "clip_higher": 0.28, "dual_clip": 10.0, "context_parallel_size": 4, "cp_comm_type": "a2a",
@@ -51,8 +53,8 @@ SLIME = {
     "SEPARATE": {
         "num_train_epochs": 2.0, "vllm_mode": "ray", "vllm_num_engines": 2, "num_mini_batches": 2, "ratio_level": "sequence",
         "active_sampling": True, "active_sampling_oversample": 1.0, "beta": 0.001, "kl_estimator": 2, "clip_lower": 4e-4,
-        "clip_higher": 4e-4, "lr_scheduler_type": "cosine", "warm_up_steps": 10, "use_rho_correction": True,
-        "rho_clamp_upper_bound": 2.0, "pack_length": 10240, "shuffle_dataset": False, "resume": "never",
+        "clip_higher": 4e-4, "lr_scheduler_type": "cosine", "min_lr": 1e-7, "warm_up_steps": 10, "use_rho_correction": True,
+        "rho_clamp_upper_bound": 2.0, "report_to": ("tensorboard", "wandb"), "wandb_project": "p", "pack_length": 10240, "shuffle_dataset": False, "resume": "never",
     },
     "EXPERTS": {
         "expert_model_parallel_size": 8, "optimizer_cpu_offload": True, "use_precision_aware_optimizer": False,
@@ -93,7 +95,7 @@ def test_slime_commands_become_what_they_ask_for(name):
         (
             mgrpo.GRPOConfig.from_verl,
             verl_cases.REFUSED,
-            ["algorithm.use_kl_in_reward=True", "loss_agg_mode=seq-mean-token-sum", "fsdp_config.param_offload=True",
+            ["algorithm.use_kl_in_reward=True", "loss_agg_mode=seq-mean-token-sum", "fsdp_config.offload_policy=True", "swanlab is not among the trackers",
              "model.path=$MODEL_PATH", "custom_reward_function.path=reward.py", "unknown name nonsense.name", "rollout.n=many",
              "tensor_model_parallel_size=2 does not divide", "ppo_mini_batch_size=32 does not divide", "adv_estimator=gae"],
         ),
@@ -165,3 +167,35 @@ def test_the_tables_name_what_exists():
     assert find("verl", "actor_rollout_ref.actor.optim.num_cycles").name == "actor_rollout_ref.actor.optim.*"
     assert find("slime", "sglang_mem_fraction_static").name == "sglang_mem_fraction_static"
     assert find("slime", "nothing") is None and from_values({}).rollout.num_samples_per_prompt_rollout == 4
+
+
+def test_a_script_of_verl_is_read_as_a_file(tmp_path):
+    """Its users keep scripts, with the sizes in variables and sums of them: a size that is lost is another run."""
+    path = tmp_path / "run.sh"
+    path.write_text(launch_scripts.VERL)
+    config = mgrpo.GRPOConfig.from_verl(path)
+    expected = {
+        "model_name_or_path": "/models/Qwen2.5-7B", "exp_name": "DAPO-7B", "max_prompt_token_length": 2048,
+        "zero_stage": 3, "optimizer_cpu_offload": False, "vllm_enable_sleep_mode": True,
+        "lr_scheduler_type": "cosine", "min_lr": 2e-7, "response_length": 8192, "pack_length": 20480, "num_unique_prompts_rollout": 512, "num_samples_per_prompt_rollout": 16,
+        "dataset_mixer_list": ("/data/a.parquet", "1.0", "/data/b.parquet", "1.0"), "aggregation": "seq_mean",
+    }  # fmt: skip
+    assert_holds(config, expected)
+    assert mgrpo.GRPOConfig.from_verl(str(path)) == mgrpo.GRPOConfig.from_verl(launch_scripts.VERL) == config
+    with pytest.raises(ConfigError, match="cannot read the script missing"):
+        mgrpo.GRPOConfig.from_verl("missing.sh")
+
+
+def test_a_script_of_slime_is_read_as_a_file(tmp_path):
+    """Every script of its examples is made of lists, one of them from a file that describes the architecture."""
+    path = tmp_path / "run.sh"
+    path.write_text(launch_scripts.SLIME)
+    expected = {
+        "model_name_or_path": "/models/Qwen3-4B", "checkpoint_state_dir": "/runs/4B/", "checkpoint_state_freq": 20,
+        "num_unique_prompts_rollout": 32, "num_mini_batches": 1, "total_episodes": 3000 * 256, "vllm_mode": "colocate",
+        "response_length": 8192,
+    }  # fmt: skip
+    assert_holds(mgrpo.GRPOConfig.from_slime(path), expected)
+    with pytest.raises(ConfigError) as caught:
+        mgrpo.GRPOConfig.from_slime(launch_scripts.SLIME.replace("CKPT_ARGS=(", "OTHER=("))
+    assert "only a shell knows" in str(caught.value) and "${CKPT_ARGS[@]}" in str(caught.value)

@@ -85,6 +85,17 @@ def test_strategies_by_epoch_are_steps_of_one_pass():
     assert own.checkpoint.save_freq == 7
 
 
+@pytest.mark.parametrize(("share", "steps", "every"), [(0.1, 100, 10), (0.29, 100, 29), (0.25, 10, 3), (0.01, 10, 1)])
+def test_steps_below_1_are_a_share_of_the_run(share, steps, every):
+    """Scripts of TRL save and evaluate ten times a run so, however long it is; rounded up, as in transformers."""
+    config = from_values(SMALL | {"total_episodes": 8 * steps, "save_steps": share, "eval_steps": share})
+    done = counted(config, 50)
+    assert (done.checkpoint.save_freq, done.experiment.local_eval_every) == (every, every)
+    assert f"save_freq is {every}, the steps of {share} of {steps}" in done.notes
+    by_passes = counted(from_values(SMALL | {"num_train_epochs": 2, "save_steps": 0.5}), 2 * steps)
+    assert by_passes.checkpoint.save_freq == steps // 2
+
+
 def test_ranks_without_the_data_take_the_counts_of_the_one_with_them():
     """Ranks that disagree about the last step wait for each other for ever."""
     config = from_values(SMALL | {"num_train_epochs": 2, "save_strategy": "epoch"})
@@ -97,4 +108,7 @@ def test_an_uncounted_length_is_not_shown_as_a_number():
     """--show_config without the data would print the default's."""
     config = from_values(SMALL | {"num_train_epochs": 2})
     assert "num_training_steps: num_train_epochs decides" in derived_lines(config, world_size=1)
+    waits = from_values(SMALL | {"total_episodes": 80, "save_steps": 0.5})
+    assert "\n# save_freq: decided when the data can be read  # alias save_steps (argument)\n" in to_yaml(waits)
+    assert "\nsave_freq: 5  # alias save_steps (argument)\n" in to_yaml(counted(waits, 10))
     assert "num_training_steps: 5\n" in derived_lines(counted(config, 10), world_size=1)

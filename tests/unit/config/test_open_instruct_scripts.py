@@ -135,8 +135,8 @@ def test_the_python_door_takes_a_script_as_well(model):
 def test_a_script_can_be_planned_by_the_name_of_its_model(path, capsys):
     """What the run would take is asked before its GPUs are; nothing of the model or the data is here then."""
     words = ["Qwen/Qwen3-8B" if word == "MODEL" else word for word in FLAGS[path]]
-    tokenizer = [i for i, word in enumerate(words) if word == "--tokenizer_name_or_path"]
-    for i in reversed(tokenizer):
+    of_others = [i for i, word in enumerate(words) if word in ("--tokenizer_name_or_path", "--model_revision")]
+    for i in reversed(of_others):
         del words[i : i + 2]
     assert plan_command([*words, "--suggest", "0"]) in (0, 1)
     assert "learner" in capsys.readouterr().out

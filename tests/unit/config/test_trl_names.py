@@ -232,7 +232,6 @@ def test_flags_with_trl_batch_names_win_over_a_saved_file(tmp_path):
             {"num_train_epochs": 2, "total_episodes": 640},
             "num_train_epochs=2 and total_episodes (argument) both say how long the run is; keep one of them",
         ),
-        ({"save_steps": 0.1}, "save_steps=0.1 is a share of the run; give save_freq"),
         ({"eval_steps": "inf"}, "eval_steps=inf must be a finite number of steps"),
         (
             {"fsdp": "hybrid_shard"},

@@ -318,3 +318,13 @@ def test_the_memory_in_docs_lora_is_what_its_commands_print(capsys, monkeypatch)
             for name in ("parameters", "gradients", "optimizer", "peak"):
                 assert found[name] == table[name][2 * column + place], (own, name)
             assert found.get("reference model", "0") == table["reference model"][2 * column + place].split(" ")[0]
+
+
+def test_the_length_of_a_run_in_passes_does_not_change_its_plan(capsys: pytest.CaptureFixture) -> None:
+    """A script of TRL gives passes, and its data need not be here: neither a step nor its memory depends on them."""
+    own = ["--model_name_or_path", "Qwen/Qwen2.5-7B-Instruct", "--num_learners_per_node", "8", "--suggest", "0"]
+    printed = []
+    for length in (["--num_train_epochs", "2", "--warm_up_steps", "500"], ["--total_episodes", "800000"]):
+        assert plan_command([*own, *length]) in (0, 1)
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and "learner" in printed[0]

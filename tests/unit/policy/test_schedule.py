@@ -51,6 +51,23 @@ def test_every_schedule_is_that_of_transformers_after_the_warm_up(kind, warm_up)
     assert ours[warm_up:] == pytest.approx(expected[warm_up:], abs=1e-12)
 
 
+@pytest.mark.parametrize("warm_up", [0, 3])
+def test_a_cosine_with_a_minimum_is_that_of_transformers(warm_up):
+    """Recipes give its end as a rate or as a share of the peak."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    arguments = {"scheduler_specific_kwargs": {"min_lr": 0.1}}
+    schedule = get_scheduler("cosine_with_min_lr", optimizer, warm_up, 12, **arguments)
+    expected = []
+    for _ in range(12):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    ours = rates(12, lr_scheduler_type="cosine_with_min_lr", min_lr=0.1, warm_up_steps=warm_up)
+    assert ours[warm_up:] == pytest.approx(expected[warm_up:], abs=1e-12)
+    assert rates(5, min_lr=0.5) == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6])
+    assert rates(4, lr_scheduler_type="polynomial", min_lr=0.2)[-1] == pytest.approx(0.4)
+
+
 def test_ratio_wins_over_steps():
     """Open Instruct's rule."""
     assert rates(10, warmup_ratio=0.2, warm_up_steps=9)[1] == 1.0

@@ -185,3 +185,16 @@ def test_prepared_data_may_be_read_only(make, tmp_path, monkeypatch):
     assert read_inputs(make("math", dataset_local_cache_dir=str(tmp_path / "shared")))[1] == []
     _, (problem,) = read_inputs(make("math", dataset_local_cache_dir=str(tmp_path / "empty")))
     assert "no permission" in problem
+
+
+def test_held_out_rows_may_be_the_callers(make, tmp_path):
+    """`mgrpo.train(eval_dataset=rows)`: they take the place of the mix that is named, and are checked like it."""
+    named = make("math", dataset_mixer_eval_list=[str(tmp_path / "not_there.jsonl"), "1.0"])
+    rows = [{"prompt": f"{n}+1=", "ground_truth": f"{n + 1}", "dataset": "integer"} for n in range(3)]
+    inputs, problems = read_inputs(named, eval_dataset=iter(rows))
+    assert problems == [] and (len(inputs.train), len(inputs.held_out)) == (1, 3)
+    assert inputs.verifiers(named) == ["integer", "math"]
+    _, (problem,) = read_inputs(make("math"), eval_dataset=[*rows, {"prompt": "a", "dataset": "integer"}])
+    assert "eval_dataset" in problem and "ground_truth" in problem
+    _, (problem,) = read_inputs(make("math"), eval_dataset=[{**rows[0], "dataset": "integre"}])
+    assert "unknown verifier 'integre'; did you mean integer" in problem and "eval_dataset" in problem

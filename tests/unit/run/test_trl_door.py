@@ -9,7 +9,9 @@ import pytest
 
 import mgrpo
 from mgrpo.config import ConfigError
+from mgrpo.config.validate import problems
 from mgrpo.run.result import TrainResult
+from mgrpo.run.upload import Uploads
 from mgrpo.trl import GRPOConfig, GRPOTrainer
 
 SCRIPTS = {
@@ -86,7 +88,7 @@ def test_scripts_are_taken_as_they_are(name):
 def test_what_the_fields_of_a_script_become():
     """A field that is accepted and lost trains something else."""
     old = GRPOTrainer("m", args=GRPOConfig(**SCRIPTS["an old one"])).config
-    assert old.model.model_dtype == "bfloat16" and old.provenance.per_pass == {"local_eval_every"}
+    assert old.model.model_dtype == "bfloat16" and old.provenance.due == {"local_eval_every": None}
     assert (old.rollout.num_unique_prompts_rollout, old.algorithm.num_mini_batches) == (4, 1)
     assert any(note.startswith("use_vllm has no effect") for note in old.notes)
     one = GRPOTrainer("m", args=GRPOConfig(**SCRIPTS["one GPU"])).config
@@ -181,7 +183,68 @@ def test_train_hands_everything_over_and_the_model_is_saved(tmp_path, monkeypatc
     )
     trainer.save_model(str(tmp_path / "final"))
     assert (tmp_path / "final" / "config.json").is_file() and trainer.evaluate() == {"eval/scores": 1.0}
-    with pytest.raises(NotImplementedError, match="push_to_hub"):
-        trainer.push_to_hub()
     with pytest.raises(AttributeError, match="has no accelerator; it has"):
         trainer.accelerator  # noqa: B018
+
+
+def test_the_trained_model_is_pushed_once(tmp_path, monkeypatch):
+    """Scripts of TRL end with push_to_hub: after a run that has uploaded it must not upload again, else it must."""
+    last, best = (tmp_path / "hf" / name for name in ("step_3", "step_2"))
+    for folder in (last, best):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(folder.name)
+    result = TrainResult(output_dir=tmp_path, steps=3, before={}, after={}, exported=last, best=best)
+    monkeypatch.setattr(mgrpo, "train", lambda *_, **__: result, raising=False)
+    monkeypatch.setenv("HF_TOKEN", "of-a-test")
+    started = []
+    monkeypatch.setattr(
+        Uploads, "_start", lambda self, *words: started.append((self.repository, self.settings, *words))
+    )
+
+    trainer = GRPOTrainer("m", args=GRPOConfig(str(tmp_path / "out"), hub_model_id="me/mine"))
+    trainer.train()
+    trainer.push_to_hub("First", dataset_name="d")
+    trainer.push_to_hub(revision="other")
+    assert [(name, folder, message) for name, _, folder, message, _ in started] == [
+        ("me/mine", best, "First"), ("me/mine", best, "The trained model, after 2 steps"),
+    ]  # fmt: skip
+    assert [hub.hub_revision for _, hub, *_ in started] == [None, "other"]
+    trainer.save_model(str(tmp_path / "final"))
+    assert (tmp_path / "final" / "config.json").read_text() == "step_2"
+
+    pushes = GRPOTrainer("m", args=GRPOConfig(str(tmp_path / "out"), push_to_hub=True))
+    pushes.train()
+    pushes.push_to_hub()
+    assert len(started) == 2
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(RuntimeError, match="there is no token"):
+        trainer.push_to_hub()
+
+
+def test_the_revision_of_a_model_is_kept():
+    """Another commit of the same name is another model."""
+    kwargs = {"revision": "v2", "torch_dtype": "float16"}
+    config = GRPOTrainer("owner/m", args={"bf16": False, "fp16": True, "model_init_kwargs": kwargs}).config
+    assert (config.hub.model_revision, config.model.model_dtype) == ("v2", "float16")
+    assert GRPOTrainer("owner/m", args={"model_init_kwargs": {"revision": None}}).config.hub.model_revision is None
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "end"), [({"min_lr": 1e-7}, 1e-7), ({"min_lr_rate": 0.1}, 5e-7), ('{"min_lr": 2e-7}', 2e-7), ({}, 0.0)]
+)
+def test_a_schedule_ends_where_the_script_says(kwargs, end):
+    """The last tenth of a run with a rate of 0 learns nothing."""
+    args = {"learning_rate": 5e-6, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": kwargs}
+    config = GRPOTrainer("m", args=args).config
+    assert config.optimizer.min_lr == pytest.approx(end)
+    found = [problem for problem in problems(config, world_size=1) if "min_lr" in problem]
+    assert bool(found) != bool(end) and all("cosine_with_min_lr needs min_lr above 0" in problem for problem in found)
+    with pytest.raises(ConfigError, match="lr_scheduler_kwargs: num_cycles=2 is refused"):
+        GRPOConfig(lr_scheduler_kwargs={"num_cycles": 2})
+    (above,) = [
+        p
+        for p in problems(GRPOTrainer("m", args=args | {"lr_scheduler_kwargs": {"min_lr": 1}}).config, world_size=1)
+        if "min_lr" in p
+    ]
+    assert above.startswith("min_lr=1 is above learning_rate=5e-06")
