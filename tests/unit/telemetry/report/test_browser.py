@@ -66,7 +66,7 @@ def run(tmp_path):
         tmp_path / "rollouts" / "eval_step_40.jsonl", [record(n, float(n % 2), f"now {n}") | asked(n) for n in range(6)]
     )
     hostile = [record(n, None, text) | {"step": 1, "finish_reason": "length"} for n, text in enumerate(HOSTILE)]
-    tokens = {"tokens": ["the ", "<b>", "\u202ex"], "logprobs": [-0.01, -5.0, None]}
+    tokens = {"tokens": ["the ", "<b>", "\u202ex", "<eos>"], "logprobs": [-0.01, -5.0, None, -0.01]}
     late = record(9, 1.0, "the <b>\u202ex") | {"step": 40} | tokens
     write_lines(tmp_path / "rollouts" / "train_samples.jsonl", [*hostile, late])
     return tmp_path
@@ -174,8 +174,8 @@ def test_tokens_are_coloured_by_their_probability(page, run):
     page.goto(write_report(run).as_uri())
     page.check("#colours")
     spans = page.locator(".sample pre span")
-    assert spans.all_text_contents() == ["the ", "<b>", "\\u202ex"]
-    assert [spans.nth(n).get_attribute("class") for n in range(3)] == ["p0", "p4", "p5"]
+    assert spans.all_text_contents() == ["the ", "<b>", "\\u202ex", "<eos>"]
+    assert [spans.nth(n).get_attribute("class") for n in range(4)] == ["p0", "p4", "p5", "p0"]
     assert visible(page, ".swatches span") == 6
     spans.nth(1).hover()
     assert page.locator("#read-out").text_content() == "probability 0.00674, log-probability -5"
