@@ -192,8 +192,10 @@ def test_without_scripts_curves_and_samples_can_be_read(browser, run):
 
 
 @pytest.mark.parametrize("width", [360, 800, 1280])
-def test_nothing_runs_out_of_the_page(page, run, width):
-    """A table that is wider than the window hides its last columns."""
+def test_nothing_runs_out_of_the_page_or_shrinks(page, run, width):
+    """A table that is wider than the window hides its last columns; text that a telephone scales down cannot be read."""
+    engine = {"engine": 0, "state": "serving", "starts": 1, "last_failure": ""}
+    write_lines(run / "engines.jsonl", [{"step": 1, "engines": [engine]}])
     append_lines(
         run / "metrics.jsonl",
         [
@@ -208,6 +210,8 @@ def test_nothing_runs_out_of_the_page(page, run, width):
     page.set_viewport_size({"width": width, "height": 800})
     page.goto(write_report(run).as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    name, bar = page.get_by_text("engine 0", exact=True).bounding_box(), page.locator("rect.engine").bounding_box()
+    assert name["height"] > 10 and bar["height"] == 14 and bar["width"] > width / 2
 
 
 def test_a_served_page_follows_its_run_and_keeps_what_the_reader_has_set(page, run, monkeypatch):

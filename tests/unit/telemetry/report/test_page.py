@@ -293,7 +293,7 @@ def test_engines_that_died_are_seen_at_their_step(tmp_path):
         "engine serving",
         *(f"engine {s}" for s in ("serving", "starting", "serving")),
     ]
-    assert [float(a["width"]) for a in bars] == pytest.approx([1070, 535, 214, 321], abs=0.1)
+    assert [float(a["width"]) for a in bars] == pytest.approx([1000, 500, 200, 300], abs=0.1)
     assert page.text.count("no answer <b>") == 1 and "engine 0 serving, engine 1 serving" in page.text
 
 
