@@ -73,6 +73,9 @@ class MetricsWriter:
         try:
             self._lines.close()
         finally:
+            # All of them send at the same time.
+            for sink in self.sinks:
+                sink.finish()
             for sink in self.sinks:
                 sink.close(wait_s=max(0.0, deadline - time.monotonic()))
 

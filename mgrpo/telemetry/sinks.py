@@ -34,8 +34,11 @@ class Sink(Protocol):
     def summary(self, values: Mapping[str, float]) -> None:
         """What came of the run: numbers that are not a step's."""
 
+    def finish(self) -> None:
+        """Nothing more follows: begin to send what has not been sent. A second call does nothing."""
+
     def close(self, *, wait_s: float) -> None:
-        """The run is over; up to `wait_s` seconds are left to send what has not been sent. A second call does nothing."""
+        """After `finish`: up to `wait_s` seconds are left to send what has not been sent. A second call does nothing."""
 
 
 def utf8(text: str) -> str:

@@ -76,6 +76,9 @@ class EventFile:
     def summary(self, values: Mapping[str, float]) -> None:
         """Nothing: the curves end with it."""
 
+    def finish(self) -> None:
+        """Nothing: what was recorded is in the file."""
+
     def close(self, *, wait_s: float = 0.0) -> None:
         """Close the file."""
         self._file.close()

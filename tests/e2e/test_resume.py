@@ -5,6 +5,8 @@ One death belongs to every test run, the others to `make test-all`.
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import signal
 import time
@@ -14,6 +16,7 @@ import pytest
 from mgrpo.checkpoint.folder import ABANDONED, complete
 from tests.e2e.interrupted import LIMIT_S, Job, assert_equal, metrics, origins, weights
 from tests.e2e.launching import survivors
+from tests.unit.telemetry import wandb_file
 
 STEPS = 8
 FLAGS = [
@@ -46,15 +49,46 @@ def copied(uninterrupted, tmp_path):
     return tmp_path
 
 
-def test_a_run_that_dies_in_the_middle_of_a_save_goes_on_as_if_it_had_not(uninterrupted, tmp_path):
+@pytest.fixture(scope="module")
+def continued(tmp_path_factory):
+    """A run whose rank 0 was killed in the middle of a save, and which was started again; wandb recorded both, offline."""
+    folder, tracked = tmp_path_factory.mktemp("continued"), ["--report_to", "wandb"]
+    with pytest.MonkeyPatch.context() as environment:
+        for name in [name for name in os.environ if name.startswith("WANDB_")]:
+            environment.delenv(name)
+        environment.setenv("WANDB_MODE", "offline")
+        dead = fail(folder, tracked, fault="kill save, no manifest", step=6)
+        assert "SIGKILL" in dead.text(), dead.text()[-3000:]
+        assert complete(dead.output_dir / "checkpoints") == [3]
+        return finish(folder, tracked)
+
+
+def test_a_run_that_dies_in_the_middle_of_a_save_goes_on_as_if_it_had_not(uninterrupted, continued):
     """Half a checkpoint that is taken for a whole one, or a prompt that is lost or drawn twice, makes another run."""
-    dead = fail(tmp_path, fault="kill save, no manifest", step=6)
-    assert "SIGKILL" in dead.text(), dead.text()[-3000:]
-    assert complete(dead.output_dir / "checkpoints") == [3]
-    run = finish(tmp_path)
-    assert origins(run) == [3]
-    assert_equal(run, uninterrupted)
-    assert complete(run.output_dir / "checkpoints") == [3, 6]
+    assert origins(continued) == [3]
+    assert_equal(continued, uninterrupted)
+    assert complete(continued.output_dir / "checkpoints") == [3, 6]
+
+
+def test_a_tracker_has_what_the_run_reported_before_and_after_its_death(continued):
+    """One run with W&B, whose steps go up in each of its folders: the killed process reported also its last step."""
+    pytest.importorskip("wandb")
+    paths = wandb_file.offline_runs(continued.output_dir)
+    assert len({wandb_file.run(path).run_id for path in paths}) == 1
+    recorded = [wandb_file.history(path) for path in paths]
+    assert [[row["_step"] for row in rows] for rows in recorded] == [[*range(7)], [*range(4, STEPS + 1)]]
+    rows = {row["_step"]: row for rows in recorded for row in rows}
+    reported: dict[int, dict] = {}
+    for line in map(json.loads, (continued.output_dir / "metrics.jsonl").read_text().splitlines()):
+        # An evaluation is reported with the step that it follows.
+        numbers = {name: value for name, value in line.items() if isinstance(value, (int, float))}
+        reported.setdefault(numbers.pop("step"), {}).update(numbers)
+    assert list(reported) == [*range(STEPS + 1)]
+    for step, numbers in reported.items():
+        assert numbers.items() <= rows[step].items()
+    settings = wandb_file.values(wandb_file.run(paths[-1]).config.update)
+    assert settings["num_mini_batches"] == 2 and settings["seed"] == 1
+    assert rows[1]["samples/_type"] == "table-file"
 
 
 DEATHS = [

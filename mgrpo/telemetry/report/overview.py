@@ -39,6 +39,8 @@ COLUMNS = {
 }
 """Of the table of evaluations; the fraction of prompts that one of several answers solves follows."""
 SHARES = re.compile(r"eval/(pass_at_\d+|stop_rate|no_score_rate)")
+STRIP = 1000
+"""Length of an engine's bar, which is stretched to the width of the page."""
 TAIL = 10
 """Steps whose mean is the value now, and the value at the start."""
 TILES = (
@@ -185,17 +187,21 @@ def engines(run: Run) -> str:
     last = max(run.step, 1)
     changes = [(line["step"], line["engines"]) for line in run.engines]
     numbers = sorted({engine["engine"] for _, found in changes for engine in found})
-    bars, failures = [], []
-    for row, number in enumerate(numbers):
+    rows, failures = [], []
+    for number in numbers:
         history = _history(changes, number)
-        bars.append(f"<text x='0' y='{20 * row + 14}'>engine {number}</text>")
+        bars = []
         for (step, engine), end in zip(history, [*(step for step, _ in history[1:]), last + 1], strict=True):
             left, right = (_place(at, last) for at in (step, end))
             bars.append(
-                f"<rect class='engine {text(engine['state'])}' x='{left:.1f}' y='{20 * row + 3}' "
-                f"width='{max(right - left, 2):.1f}' height='14'><title>engine {number}, from step {step} on: "
+                f"<rect class='engine {text(engine['state'])}' x='{left:.1f}' "
+                f"width='{max(right - left, 2):.1f}' height='1'><title>engine {number}, from step {step} on: "
                 f"{text(engine['state'])}</title></rect>"
             )
+        rows.append(
+            f"<span>engine {number}</span><svg viewBox='0 0 {STRIP} 1' preserveAspectRatio='none' role='img' "
+            f"aria-label='states of engine {number} by step'>{''.join(bars)}</svg>"
+        )
         starts = 1
         for step, engine in history:
             if engine["starts"] > starts or (engine["state"] in ("dead", "retired") and engine["last_failure"]):
@@ -206,9 +212,7 @@ def engines(run: Run) -> str:
     legend = "".join(f"<span class='key engine {text(state)}'>{text(state)}</span>" for state in states)
     return (
         f"<h3 id='engines'>Engines</h3><figure class='chart wide'><div class='legend'>{legend}</div>"
-        f"<svg viewBox='0 0 1160 {20 * len(numbers) + 20}' role='img' aria-label='states of the engines by step'>{''.join(bars)}"
-        f"<text x='{_place(1, last):.1f}' y='{20 * len(numbers) + 15}'>step 1</text>"
-        f"<text x='1150' y='{20 * len(numbers) + 15}' text-anchor='end'>{last}</text></svg>"
+        f"<div class='strips'>{''.join(rows)}<span></span><p class='ends'><span>step 1</span><span>{last}</span></p></div>"
         f"<p class='hint'>{text('At the end: ' if run.is_over else 'Now: ')}{text(now)}. docs/engines.md says what each state means.</p>"
         f"</figure>" + (table(("by step", "engine", "failure"), failures) if failures else "")
     )
@@ -225,7 +229,7 @@ def _history(changes: Sequence[tuple[int, Sequence[Record]]], number: int) -> li
 
 
 def _place(step: float, last: int) -> float:
-    return 80 + 1070 * (min(max(step, 1), last + 1) - 1) / last
+    return STRIP * (min(max(step, 1), last + 1) - 1) / last
 
 
 def contents(parts: Sequence[tuple[str, str]]) -> str:

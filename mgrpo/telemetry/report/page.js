@@ -187,6 +187,8 @@
   }
 
   // Tokens by probability.
+  // The text of a completion is not that of its tokens: special ones are left out, and long ones are cut off.
+  const uncoloured = new WeakMap();
   const LEVELS = [0.9, 0.5, 0.1, 0.01];
   function level(logprob) {
     if (logprob === null) return 5;
@@ -200,11 +202,13 @@
     for (const [id, [pieces, logprobs]] of Object.entries(values.tokens)) {
       const sample = find(id), pre = sample && sample.querySelector("pre");
       if (!pre) continue;
+      if (box.checked === uncoloured.has(pre)) continue;
       if (!box.checked) {
-        if (pre.dataset.coloured) pre.replaceChildren(pre.textContent);
-        delete pre.dataset.coloured;
+        pre.replaceChildren(...uncoloured.get(pre));
+        uncoloured.delete(pre);
         continue;
       }
+      uncoloured.set(pre, [...pre.childNodes]);
       pre.replaceChildren(
         ...pieces.map((piece, index) => {
           const span = document.createElement("span");
@@ -214,7 +218,6 @@
           return span;
         }),
       );
-      pre.dataset.coloured = "yes";
     }
   }
   function point(event) {

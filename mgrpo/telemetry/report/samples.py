@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from mgrpo.telemetry.completions import NOT_PARTS
 from mgrpo.telemetry.report.text import shown, text, visible
 from mgrpo.telemetry.samples import TRAIN_SAMPLES, Record, read_records, tables
 
@@ -112,7 +113,7 @@ class Gallery:
         first, *others = [record | {"ground_truth": None} for record in records[:MAX_ANSWERS]]
         rewards = [r for record in records if isinstance(r := record.get("reward"), (int, float))]
         mean = (
-            f"mean reward {shown(sum(rewards) / len(rewards))} of {len(records)}"
+            f"mean reward {shown(sum(rewards) / len(rewards))} over {len(records)} answers"
             if len(records) > 1 and rewards
             else ""
         )
@@ -276,7 +277,8 @@ def _kind(record: Record) -> str:
 def _facts(record: Record, ended_by: str) -> list[str]:
     advantage = record.get("advantage")
     scores = record.get("scores")
-    several = scores if isinstance(scores, dict) and len(scores) > 1 else {}
+    parts = {n: value for n, value in scores.items() if n not in NOT_PARTS} if isinstance(scores, dict) else {}
+    several = parts if len(parts) > 1 else {}
     tokens = record.get("num_tokens")
     return [
         *([f"advantage {shown(advantage)}"] if advantage is not None else []),

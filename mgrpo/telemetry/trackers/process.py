@@ -46,7 +46,7 @@ class Tracker:
         """
         self.name, self.where = name, ""
         self._say, self._warn = say, warn
-        self._unanswered = 0
+        self._unanswered, self._is_finishing = 0, False
         self._child: Child | None = Child("mgrpo.telemetry.trackers.program")
         self._send({"open": [name, dict(opening)]})
 
@@ -62,20 +62,27 @@ class Tracker:
         """See `Sink`."""
         self._send({"summary": [dict(values)]})
 
+    def finish(self) -> None:
+        """See `Sink`."""
+        if not self._is_finishing:
+            self._is_finishing = True
+            self._send({"close": []})
+
     def close(self, *, wait_s: float) -> None:
         """See `Sink`."""
-        self._send({"close": []})
+        self.finish()
         began, is_said = time.monotonic(), wait_s < SILENT_S
         while self._child and self._unanswered:
             passed = time.monotonic() - began
-            if passed >= wait_s:
-                self._leave(wait_s)
-                return
             if passed >= SILENT_S and not is_said:
                 self._say(f"waiting up to {wait_s - passed:.0f} s for {self.name} to send what is left")
                 is_said = True
-            exchange([self._child], wait_s - passed if is_said else min(SILENT_S, wait_s - passed))
+            left = max(0.0, wait_s - passed)
+            exchange([self._child], left if is_said else min(SILENT_S, left))
             self._listen()
+            if self._child and self._unanswered and not left:
+                self._leave(wait_s)
+                return
         if self._child:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.process.wait(LAST_S)

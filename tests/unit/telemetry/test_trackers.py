@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from mgrpo.processes.lifetime import children
+from mgrpo.telemetry.metrics import MetricsWriter
 from mgrpo.telemetry.sinks import Table
 from mgrpo.telemetry.trackers import process, program, trackio, wandb
 from mgrpo.telemetry.trackers.process import Tracker
@@ -289,6 +290,20 @@ def test_a_run_that_cannot_wait_loses_nothing(tmp_path) -> None:
         assert_ended(started)
     (path,) = offline_runs(tmp_path)
     assert [row["_step"] for row in history(path)] == list(range(20)) and len(warned) == 1
+
+
+def test_trackers_finish_at_the_same_time(tmp_path) -> None:
+    """One that uses up the time to send would leave none to the next, which has recorded everything."""
+    with MetricsWriter(tmp_path) as writer, heard("wandb", opening(tmp_path)) as (tracker, _, warned):
+        with heard("wandb", opening(tmp_path)) as (stuck, _, complaints):
+            writer.sinks += [stuck, tracker]
+            writer.write(1, {"reward": 1.0})
+            while not tracker.where:
+                tracker.write(1, {})
+                time.sleep(0.1)
+            os.kill(stuck._child.process.pid, signal.SIGSTOP)
+            writer.close(wait_s=15)
+        assert len(complaints) == 1 and "has not finished within 15 s" in complaints[0] and not warned
 
 
 def test_a_tracker_that_never_answers_is_given_up(tmp_path, monkeypatch) -> None:

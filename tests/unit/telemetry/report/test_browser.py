@@ -66,7 +66,7 @@ def run(tmp_path):
         tmp_path / "rollouts" / "eval_step_40.jsonl", [record(n, float(n % 2), f"now {n}") | asked(n) for n in range(6)]
     )
     hostile = [record(n, None, text) | {"step": 1, "finish_reason": "length"} for n, text in enumerate(HOSTILE)]
-    tokens = {"tokens": ["the ", "<b>", "\u202ex"], "logprobs": [-0.01, -5.0, None]}
+    tokens = {"tokens": ["the ", "<b>", "\u202ex", "<eos>"], "logprobs": [-0.01, -5.0, None, -0.01]}
     late = record(9, 1.0, "the <b>\u202ex") | {"step": 40} | tokens
     write_lines(tmp_path / "rollouts" / "train_samples.jsonl", [*hostile, late])
     return tmp_path
@@ -174,8 +174,8 @@ def test_tokens_are_coloured_by_their_probability(page, run):
     page.goto(write_report(run).as_uri())
     page.check("#colours")
     spans = page.locator(".sample pre span")
-    assert spans.all_text_contents() == ["the ", "<b>", "\\u202ex"]
-    assert [spans.nth(n).get_attribute("class") for n in range(3)] == ["p0", "p4", "p5"]
+    assert spans.all_text_contents() == ["the ", "<b>", "\\u202ex", "<eos>"]
+    assert [spans.nth(n).get_attribute("class") for n in range(4)] == ["p0", "p4", "p5", "p0"]
     assert visible(page, ".swatches span") == 6
     spans.nth(1).hover()
     assert page.locator("#read-out").text_content() == "probability 0.00674, log-probability -5"
@@ -192,8 +192,10 @@ def test_without_scripts_curves_and_samples_can_be_read(browser, run):
 
 
 @pytest.mark.parametrize("width", [360, 800, 1280])
-def test_nothing_runs_out_of_the_page(page, run, width):
-    """A table that is wider than the window hides its last columns."""
+def test_nothing_runs_out_of_the_page_or_shrinks(page, run, width):
+    """A table that is wider than the window hides its last columns; text that a telephone scales down cannot be read."""
+    engine = {"engine": 0, "state": "serving", "starts": 1, "last_failure": ""}
+    write_lines(run / "engines.jsonl", [{"step": 1, "engines": [engine]}])
     append_lines(
         run / "metrics.jsonl",
         [
@@ -208,6 +210,8 @@ def test_nothing_runs_out_of_the_page(page, run, width):
     page.set_viewport_size({"width": width, "height": 800})
     page.goto(write_report(run).as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    name, bar = page.get_by_text("engine 0", exact=True).bounding_box(), page.locator("rect.engine").bounding_box()
+    assert name["height"] > 10 and bar["height"] == 14 and bar["width"] > width / 2
 
 
 def test_a_served_page_follows_its_run_and_keeps_what_the_reader_has_set(page, run, monkeypatch):

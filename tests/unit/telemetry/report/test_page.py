@@ -178,13 +178,14 @@ def test_the_page_of_a_run_without_held_out_data_shows_what_training_sampled(tmp
     steps = [{"step": s, "reward": 1.0, "optim/steps": s % 2, "time/unix": 1e9 + s, "lr": 1e-5 * s} for s in (1, 2, 3)]
     write_run(tmp_path, steps, config="# mgrpo 9, Python 3\nseed: 1\n")
     shown = [record(0, text=text) | {"step": step, "ground_truth": []} for step, text in ((1, "early"), (3, "late"))]
-    shown[1] |= {"columns": {"solution": "<b>7"}, "advantage": -0.5}
+    shown[1] |= {"columns": {"solution": "<b>7"}, "advantage": -0.5, "scores": {"integer": 0.0, "correct": 0.0}}
     called = [{"calls": [{"name": "search", "failed": True}, {"name": "<i>", "failed": False}]}, {"calls": []}]
     shown[1] |= {"trajectory": {"turns": called, "ended_by": "done"}}
     write_lines(tmp_path / "rollouts" / "train_samples.jsonl", shown)
     page = read(tmp_path)
     assert page.text.index("late") < page.text.index("early")
     assert "solution: <b>7" in page.text and "advantage -0.5" in page.text and "ground truth" not in page.text
+    assert "correct 0" not in page.text
     assert "ended by the environment; 2 turns, called search (failed), <i>" in page.text
     assert "from 2001-09-09 01:46:41 to 2001-09-09 01:46:43 UTC" in page.text and "mgrpo 9, Python 3" in page.text
     assert "1 of them had nothing to train on" in page.text and "Learning rate" in page.text
@@ -293,7 +294,7 @@ def test_engines_that_died_are_seen_at_their_step(tmp_path):
         "engine serving",
         *(f"engine {s}" for s in ("serving", "starting", "serving")),
     ]
-    assert [float(a["width"]) for a in bars] == pytest.approx([1070, 535, 214, 321], abs=0.1)
+    assert [float(a["width"]) for a in bars] == pytest.approx([1000, 500, 200, 300], abs=0.1)
     assert page.text.count("no answer <b>") == 1 and "engine 0 serving, engine 1 serving" in page.text
 
 
