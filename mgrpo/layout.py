@@ -123,7 +123,7 @@ class Layout:
         if self.world_size % model:
             found.append(
                 f"{self.world_size} learner rank{'s' * (self.world_size != 1)} cannot be split into tensor {self.tensor} x pipeline {self.pipeline} "
-                f"x context {self.context} = {model}; start a multiple of {model} ranks (torchrun --nproc-per-node)"
+                f"x context {self.context} = {model}; start a multiple of {model} ranks: --nproc-per-node {model}"
             )
             return found
         if self.sequence_parallel and self.tensor == 1:

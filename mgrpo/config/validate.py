@@ -190,9 +190,13 @@ def _learner_problems(config: Config, world_size: int) -> Iterator[str]:
     elif counts and sum(counts) != world_size:
         yield (
             f"num_learners_per_node={' '.join(map(str, counts))} asks for {sum(counts)} learner ranks, but {world_size} "
-            f"were started; start each node with its number of ranks: mgrpo launch --learner-nodes {len(counts)} "
+            f"{_were(world_size)} started; start each node with its number of ranks: mgrpo launch --learner-nodes {len(counts)} "
             f"--nproc-per-node {counts[0]}, or leave it out"
         )
+
+
+def _were(number: int) -> str:
+    return "was" if number == 1 else "were"
 
 
 def _derived_problems(config: Config, world_size: int) -> Iterator[str]:
@@ -200,8 +204,9 @@ def _derived_problems(config: Config, world_size: int) -> Iterator[str]:
     expected, data_parallel_size = config.provenance.expected, layout_of(config, world_size).data
     if expected.get("world_size", world_size) != world_size and not config.parallel.num_learners_per_node:
         yield (
-            f"world_size={expected['world_size']} is what batch and layout were computed for, but {world_size} learner ranks were "
-            f"started; start {expected['world_size']} (torchrun --nproc-per-node) or leave world_size out"
+            f"world_size={expected['world_size']} is what batch and layout were computed for, but {world_size} learner "
+            f"rank{'s' * (world_size != 1)} {_were(world_size)} started; start {expected['world_size']} "
+            f"(--nproc-per-node {expected['world_size']}), or leave world_size out"
         )
     nodes = len(config.parallel.num_learners_per_node)
     if nodes and expected.get("num_nodes", nodes) not in (1, nodes):

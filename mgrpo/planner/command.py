@@ -45,8 +45,8 @@ def _plan(options: argparse.Namespace, config: Config, argv: Sequence[str]) -> i
     shape = shape_of(hf_config)
     num_learners, nodes = _sizes(config, options.nodes, options.gpus_per_node)
     wrong = problems(config, world_size=num_learners, hf_config=hf_config, has_dataset=True)
-    if options.hf_config:
-        wrong = [problem for problem in wrong if not problem.startswith("model_name_or_path")]
+    # The model's sizes are known, also without its folder.
+    wrong = [problem for problem in wrong if not problem.startswith("model_name_or_path")]
     if wrong:
         raise ConfigError(wrong)
     names = [field.name for field in dataclasses.fields(Assumptions)]

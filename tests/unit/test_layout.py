@@ -147,8 +147,8 @@ def test_sizes_that_follow_from_others():
         (Layout(world_size=0), "world_size=0 must be at least 1"),
         (
             Layout(world_size=6, tensor=2, context=2),
-            "6 learner ranks cannot be split into tensor 2 x pipeline 1 x context 2 = 4; start a multiple of 4 ranks "
-            "(torchrun --nproc-per-node)",
+            "6 learner ranks cannot be split into tensor 2 x pipeline 1 x context 2 = 4; start a multiple of 4 ranks: "
+            "--nproc-per-node 4",
         ),
         (Layout(world_size=1, sequence_parallel=True), "sequence_parallel=true needs tensor_model_parallel_size > 1"),
         (

@@ -75,6 +75,15 @@ def test_flags_override_the_file_as_in_training(capsys) -> None:
     assert "No layout and no division of these GPUs fits" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "/on/the/cluster/Qwen2.5-7B"])
+def test_a_model_known_by_name_needs_no_folder(name: str, capsys) -> None:
+    """The plan is made on a laptop; the folder may be on the cluster, or nowhere yet."""
+    assert run("7b_8gpu") == 0
+    planned = capsys.readouterr().out
+    assert run("7b_8gpu", "--model_name_or_path", name) == 0
+    assert capsys.readouterr().out == planned.replace("models/Qwen2.5-7B-Instruct", name)
+
+
 def test_nodes_and_learners_follow_from_each_other(tmp_path, capsys) -> None:
     """Without num_learners_per_node engines take their GPUs and learners the rest, in whole copies of the model."""
     file = tmp_path / "free.yaml"
