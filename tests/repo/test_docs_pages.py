@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -29,8 +29,6 @@ PAGES = [DOCS / f"{name}.md" for name in NAMES.split()]
 FENCE = re.compile(r"^```(?P<language>\w+)(?P<title>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 BEFORE = 'title="before'
 """Marks a block of another trainer."""
-COMING = ("mgrpo.trl",)
-"""Modules that pages may name before they exist."""
 FILE = re.compile(r"^# (?P<name>[\w/]+\.(?:py|yaml))\b")
 """How a block says which file it is."""
 COMMAND = re.compile(r"(?:^|\s)mgrpo (?P<name>train|eval|rollout|plan|launch) (?P<words>[^#]*)")
@@ -128,8 +126,7 @@ def test_python_compiles_and_imports_what_exists(page: Path) -> None:
     for block in blocks(page, "python"):
         for node in ast.walk(ast.parse(block.text, filename=block.page)):
             name = getattr(node, "module", None) or ""
-            is_coming = name in COMING and importlib.util.find_spec(name) is None
-            if isinstance(node, ast.ImportFrom) and name.partition(".")[0] == "mgrpo" and not is_coming:
+            if isinstance(node, ast.ImportFrom) and name.partition(".")[0] == "mgrpo":
                 module = importlib.import_module(name)
                 for alias in node.names:
                     assert hasattr(module, alias.name), f"{block.page}: {name} has no {alias.name}"
