@@ -284,9 +284,10 @@ class Reporter:
         """
         self.progress.close()
         with self._writing():
-            self.writer.close(wait_s=LAST_UPLOAD_S)
+            # First, because a process that is to end may not have the time to wait for its trackers.
             if not self._has_ended:
                 write_status(self.output_dir, "failed" if cause else "stopped", cause)
+            self.writer.close(wait_s=LAST_UPLOAD_S)
         self.write_report()
 
 

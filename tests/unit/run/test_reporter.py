@@ -250,9 +250,11 @@ def test_a_run_says_how_it_ended(tmp_path) -> None:
     reporter.close("RuntimeError: engine 1 <b>")
     assert said() == {"state": "failed", "cause": "RuntimeError: engine 1 <b>"}
     assert "engine 1 &lt;b&gt;" in (tmp_path / "out" / "report.html").read_text()
-    reporter = report(tmp_path)
+    reporter, seen = report(tmp_path), []
+    slow = SimpleNamespace(finish=lambda: None, close=lambda wait_s: seen.append(said()["state"]))
+    reporter.writer.sinks.append(slow)
     reporter.close()
-    assert said()["state"] == "stopped"
+    assert said()["state"] == "stopped" and seen == ["stopped"]
     reporter = report(tmp_path)
     reporter.finish(before={}, after={})
     reporter.close()
