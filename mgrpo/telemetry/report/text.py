@@ -51,6 +51,10 @@ def percent(share: object) -> str:
     return f"{100 * share:.1f} %" if isinstance(share, (int, float)) else ""
 
 
+SHORT = 16
+"""Characters of a cell that stays in one line."""
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table that scrolls by itself where the page is too narrow for it."""
     cells = "".join(f"<th>{text(name)}</th>" for name in head)
@@ -60,4 +64,5 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _class(cell: str) -> str:
     is_number = cell.removesuffix(" %")[-1:].isdigit() and cell.lstrip("-+")[:1].isdigit() and " - " not in cell
-    return " class='number'" if is_number else ""
+    names = ["number"] * is_number + ["short"] * (len(cell) <= SHORT)
+    return f" class='{' '.join(names)}'" if names else ""

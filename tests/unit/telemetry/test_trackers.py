@@ -301,8 +301,11 @@ def test_trackers_finish_at_the_same_time(tmp_path) -> None:
             while not tracker.where:
                 tracker.write(1, {})
                 time.sleep(0.1)
-            os.kill(stuck._child.process.pid, signal.SIGSTOP)
+            child = stuck._child.process.pid
+            os.kill(child, signal.SIGSTOP)
             writer.close(wait_s=15)
+            os.kill(child, signal.SIGCONT)
+        assert_ended({child})
         assert len(complaints) == 1 and "has not finished within 15 s" in complaints[0] and not warned
 
 

@@ -291,6 +291,9 @@ def test_runs_of_a_comparison_can_be_told_apart_and_switched_off(page, run, tmp_
     path = tmp_path / "comparison.html"
     path.write_text(comparison([run, other]))
     page.goto(path.as_uri())
+    page.set_viewport_size({"width": 700, "height": 800})
+    assert page.locator("td", has_text="finished").nth(1).bounding_box()["height"] < 40, "a word is broken in two"
+    page.set_viewport_size({"width": 1280, "height": 900})
     keys = page.locator("#c1 .key")
     names = keys.all_text_contents()
     assert len(names) == 2 and names[1] == "other <i>"
