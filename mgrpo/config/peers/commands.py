@@ -122,6 +122,8 @@ def config_of(
     for name, text in given.texts.items():
         _take(given, name, text)
     combine(given)
+    # Both score a right answer with 1.
+    given.values.setdefault("verification_reward", 1.0)
     told = {name: value for name, value in given.values.items() if value is not None} | dict(fields)
     try:
         config = from_values(told)
