@@ -263,6 +263,8 @@ class Cluster:
         return self.keeper.keep_logs(self.output_dir / "engine_logs") if self.keeper else ""
 
     def _fail(self, reason: str) -> None:
+        if self.is_closing:
+            return  # its daemons end because they are told to
         for engine in self.engines:
             engine.fail(reason)
         self.on_failure(reason)

@@ -216,7 +216,11 @@ RULES = [
         "num_learners_per_node=8 8 asks for 16 learner ranks, but 1 was started",
     ),
     ("R18", {"num_learners_per_node": [0, 1]}, "num_learners_per_node=0 1 must be numbers above 0"),
-    ("R18", {"world_size": 4}, "world_size=4 is what batch and layout were computed for, but 1 learner rank was started; start 4 (--nproc-per-node 4)"),
+    (
+        "R18",
+        {"world_size": 4},
+        "world_size=4 is what batch and layout were computed for, but 1 learner rank was started; start 4 (--nproc-per-node 4)",
+    ),
     (
         "R18",
         {"num_nodes": 3, "num_learners_per_node": [1]},
