@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 from mgrpo.config import ConfigError
 from mgrpo.run.environment import rank
+from mgrpo.telemetry.plain import printable
 
 INTERRUPTED = 128 + signal.SIGINT
 CLEAN_UP_S = 5.0
@@ -51,7 +52,8 @@ def _say(cause: str, details: str) -> None:
     if not _reported.acquire(blocking=False):
         return
     sys.stdout.flush()
-    sys.stderr.write(f"mgrpo: {cause}\n{details}")
+    # The text of an exception may be a model's: a terminal must not obey it.
+    sys.stderr.write(printable(f"mgrpo: {cause}\n{details}"))
     sys.stderr.flush()
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # The form in which torchrun reads it; it prints the message of the first rank that failed.

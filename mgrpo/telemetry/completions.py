@@ -5,11 +5,10 @@ What a model wrote is untrusted: on a terminal its control characters are shown,
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mgrpo.telemetry.plain import finite
+from mgrpo.telemetry.plain import finite, printable
 from mgrpo.telemetry.sinks import Cell, Table, utf8
 from mgrpo.types import ScoredGroup
 
@@ -91,17 +90,6 @@ def printed(table: Table, *, title: str, width: int) -> RenderableType:
         cells = [printable(str(cell)) for cell in row[:texts]] + [_number(cell) for cell in row[texts:]]
         grid.add_row(*map(Text, cells))
     return grid
-
-
-def printable(text: str) -> str:
-    """The text with every character that a terminal would obey, or hide, written as an escape; line ends and tabs stay."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else _escape(c) for c in text)
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode()
 
 
 def _number(cell: Cell) -> str:

@@ -1,10 +1,11 @@
-"""Any value as strict JSON: what reward functions and environments record may neither end a run nor make a line unreadable."""
+"""Untrusted values as strict JSON and as text for a terminal: they may neither end a run nor make a line unreadable."""
 
 from __future__ import annotations
 
 import json
 import math
 import numbers
+import unicodedata
 from collections.abc import Mapping
 from decimal import Decimal
 
@@ -45,3 +46,14 @@ def text_of(value: object) -> str:
 def finite(value: float) -> float | None:
     """The value; null where JSON has no number for it."""
     return float(value) if math.isfinite(value) else None
+
+
+def printable(text: str) -> str:
+    """The text with every character that a terminal would obey, or hide, written as an escape; line ends and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else _escape(c) for c in text)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()

@@ -59,3 +59,11 @@ def test_the_first_line_is_the_cause_and_a_rank_that_another_has_ended_is_silent
     assert lines[0] == "mgrpo: rank 1: ValueError: the label is empty" and lines[1].startswith("Traceback")
     assert "too late" not in ran.stderr
     assert json.loads(file.read_text())["message"]["message"] == "rank 1: ValueError: the label is empty"
+
+
+def test_a_terminal_does_not_obey_what_an_error_quotes() -> None:
+    """A reward function's message may hold a completion, and a model can write the sequences that move a cursor."""
+    fails = FAILS.format(first="").replace("the label is empty", r"got \x1b[2J\x1b[Hmgrpo: done")
+    done = subprocess.run([sys.executable, "-c", fails], capture_output=True, text=True, timeout=60)
+    assert "\x1b" not in done.stderr
+    assert done.stderr.startswith(r"mgrpo: ValueError: got \x1b[2J")

@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from mgrpo.telemetry.completions import completions_table, printable, printed, some_of
+from mgrpo.telemetry.completions import completions_table, printed, some_of
+from mgrpo.telemetry.plain import printable
 from mgrpo.telemetry.progress import Progress
 from mgrpo.telemetry.sinks import Table
 from tests import builders
