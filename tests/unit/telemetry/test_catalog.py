@@ -133,7 +133,7 @@ def test_every_metric_of_the_loss_is_in_the_catalog():
 
 def test_every_metric_the_trainer_names_is_in_the_catalog():
     """The keys that the reporter writes as literals; `time/...` among them."""
-    names = named_by_the_reporter("step", "evaluation", "asynchrony")
+    names = named_by_the_reporter("step_metrics", "evaluation", "asynchrony")
     assert {"lr", "time/total", "time/eval", "policy_version"} <= names
     assert sorted(name for name in names if not is_logged(name)) == []
 
@@ -146,8 +146,9 @@ def test_every_metric_of_an_asynchronous_run_is_in_the_catalog_and_made():
 
 def named_by_the_reporter(*names):
     """The keys of dicts in these methods."""
-    module = ast.parse((ROOT / "mgrpo" / "run" / "reporter.py").read_text())
-    functions = [node for node in ast.walk(module) if getattr(node, "name", "") in names]
+    files = (ROOT / "mgrpo" / "run" / name for name in ("reporter.py", "step_metrics.py"))
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    functions = [node for node in nodes if getattr(node, "name", "") in names]
     return {
         key.value
         for function in functions
