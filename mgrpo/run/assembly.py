@@ -138,8 +138,12 @@ def make_trainer(
 
 def _has_held_out(lead: Lead, started: Started | None) -> bool:
     """Whether rank 0 has prompts to evaluate with. Collective."""
-    own = lead.share(lambda: {"held_out": np.array(started is not None and len(started.inputs.held_out) > 0)})
-    return bool(own["held_out"])
+
+    def own() -> dict[str, np.ndarray]:
+        assert started is not None, "rank 0 has the inputs"
+        return {"held_out": np.array(started.inputs.evaluates and len(started.inputs.held_out) > 0)}
+
+    return bool(lead.share(own)["held_out"])
 
 
 def _wait_for_engines(started: Started | None, *, sleep: bool) -> None:

@@ -29,6 +29,8 @@ class Inputs:
     train: Mixture
     """Empty where a model is only evaluated."""
     held_out: Mixture
+    evaluates: bool = True
+    """Whether the held-out prompts are sampled; a run of one step that is only tried leaves them."""
     functions: tuple[str | Callable, ...] = ()
     """Reward functions, or their names; empty: the rows' verifiers decide."""
     toolset: Toolset | None = None

@@ -134,7 +134,6 @@ def try_out(config: Config) -> None:
                 output_dir=folder,
                 local_eval_every=-1,
             ),
-            data=dataclasses.replace(config.data, dataset_mixer_eval_list=(), dataset_mixer_eval_list_splits=("test",)),
             rollout=dataclasses.replace(config.rollout, save_traces=False),
             tracking=Tracking(report_to=("none",)),
             # A model that is always right or always wrong must do its step as well.
@@ -148,7 +147,7 @@ def try_out(config: Config) -> None:
                 resume="never",
             ),
         )
-        _start(one_step, inputs)
+        _start(one_step, dataclasses.replace(inputs, evaluates=False) if inputs else None)
     if leads:
         print("dry run passed: configuration, data, layout and one step; no files were kept")
 

@@ -15,10 +15,10 @@ from mgrpo.telemetry import samples
 trace_records = samples.trace_records
 
 
-def versioned(step: int, groups: Any, dropped: Any, advantages: Any) -> Iterator[samples.Record]:
+def versioned(step: int, groups: Any, dropped: Any, advantages: Any, pieces: Any) -> Iterator[samples.Record]:
     """`trace_records`, one entry more."""
     completions = [completion for scored in (*groups, *dropped) for completion in scored.group.completions]
-    records = trace_records(step, groups, dropped, advantages)
+    records = trace_records(step, groups, dropped, advantages, pieces)
     for record, completion in zip(records, completions, strict=True):
         yield record | {"policy_versions": completion.policy_versions.tolist()}
 
