@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import ClassVar
 
 from mgrpo.config import Config
+from mgrpo.model_io.card import CARD, CURVE
 from mgrpo.models.hub import MODEL_FILES
 from mgrpo.processes.lifetime import die_with_parent
 from mgrpo.run.environment import users_environment
 
-CARD = ("README.md", "reward_curve.svg")
+CARDS = (CARD, CURVE)
 """Written when the run is over; until then an export has the card of the model that it was trained from."""
 FILES = (
-    *(name for name in MODEL_FILES if name not in CARD),
+    *(name for name in MODEL_FILES if name not in CARDS),
     *("adapter/adapter_config.json", "adapter/adapter_model.safetensors"),
 )
 """What of an export goes to the Hub. Other files beside a model may be the user's own."""
@@ -62,7 +63,7 @@ class Uploads:
         self.wait()
         where = f"{self.repository}{f' ({self.settings.hub_revision})' if self.settings.hub_revision else ''}"
         print(f"mgrpo: uploading {folder} to {where} on the Hub", file=sys.stderr, flush=True)
-        self._start(folder, message or f"The trained model, after {step} steps", (*FILES, *CARD))
+        self._start(folder, message or f"The trained model, after {step} steps", (*FILES, *CARDS))
         self.wait()
 
     def wait(self) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mgrpo.telemetry.files import move_aside, write_whole
-from mgrpo.telemetry.samples import lines_until
+from mgrpo.telemetry.files import take_over
 
 ENGINES = "engines.jsonl"
 
@@ -25,10 +24,7 @@ class EngineStates:
     def __init__(self, folder: Path, *, resumed_after: int | None = None) -> None:
         self.path = folder / ENGINES
         self._last: Sequence[dict[str, Any]] = []
-        if resumed_after is None:
-            move_aside([self.path])
-        elif self.path.exists():
-            write_whole(self.path, "".join(lines_until(self.path, step=resumed_after)))
+        take_over(self.path, resumed_after)
 
     def write(self, step: int, engines: Sequence[dict[str, Any]]) -> None:
         """Record the states after a step: of each engine its number, state, number of starts and last failure."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -33,3 +34,30 @@ def move_aside(paths: Sequence[Path]) -> None:
     logger.warning(
         "files of an earlier run in %s were renamed to %s%s", paths[0].parent, ", ".join(renamed[:MAX_NAMES]), more
     )
+
+
+def take_over(path: Path, resumed_after: int | None) -> None:
+    """Make a JSONL file of steps ready for a run that adds to it.
+
+    Args:
+        resumed_after: the step after which this run continues the run that wrote the file; its later lines are removed.
+            None: a new run, which renames it.
+    """
+    if resumed_after is None:
+        move_aside([path])
+    elif path.exists():
+        write_whole(path, "".join(lines_until(path, step=resumed_after)))
+
+
+def lines_until(path: Path, *, step: int) -> list[str]:
+    """The lines of a JSONL file before the first one of a later step or the first incomplete one."""
+    kept: list[str] = []
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                if json.loads(line)["step"] > step or not line.endswith("\n"):
+                    break
+            except json.JSONDecodeError:
+                break
+            kept.append(line)
+    return kept

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mgrpo.telemetry.files import move_aside, write_whole
+from mgrpo.telemetry.files import lines_until, move_aside, take_over, write_whole
 from mgrpo.telemetry.plain import finite, plain, text_of
 from mgrpo.telemetry.sinks import Cell, Table, utf8
 from mgrpo.telemetry.trajectories import trajectory_record
@@ -86,10 +86,7 @@ class TrainSamples:
         self, folder: str | Path, total_steps: int, *, pieces: Pieces | None = None, resumed_after: int | None = None
     ) -> None:
         self.path, self.total_steps, self.pieces = Path(folder) / TRAIN_SAMPLES, total_steps, pieces
-        if resumed_after is None:
-            move_aside([self.path])
-        elif self.path.exists():
-            write_whole(self.path, "".join(lines_until(self.path, step=resumed_after)))
+        take_over(self.path, resumed_after)
 
     def write(
         self,
@@ -305,20 +302,6 @@ def read_records(paths: Iterable[Path]) -> Iterator[Record]:
                     yield json.loads(line)
                 except json.JSONDecodeError:
                     continue
-
-
-def lines_until(path: Path, *, step: int) -> list[str]:
-    """The lines of a JSONL file before the first one of a later step or the first incomplete one."""
-    kept: list[str] = []
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                if json.loads(line)["step"] > step or not line.endswith("\n"):
-                    break
-            except json.JSONDecodeError:
-                break
-            kept.append(line)
-    return kept
 
 
 def _spread(rewards: np.ndarray) -> float:
