@@ -34,7 +34,7 @@ from mgrpo.model_io.hf_folder import (
 )
 from mgrpo.model_io.megatron_folder import MegatronFolder, is_megatron_folder, stored_bytes, write_megatron
 from mgrpo.models.cuts import layout_problems
-from mgrpo.models.family import ModelShape, is_hub_name, read_hf_config, shape_of
+from mgrpo.models.family import ModelShape, is_on_hub, read_hf_config, shape_of
 from mgrpo.models.files import MEGATRON
 from mgrpo.models.hub import Part, fetch
 from mgrpo.models.memory import DTYPE_BYTES
@@ -117,8 +117,7 @@ def megatron_to_hf(
 
 def _folder(hf: str | Path, part: Part) -> Path:
     """The folder, or where a name on the Hub leads to."""
-    is_name = is_hub_name(str(hf)) and not Path(hf).exists()
-    return fetch(str(hf), part=part).folder if is_name else Path(hf)
+    return fetch(str(hf), part=part).folder if is_on_hub(str(hf)) else Path(hf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ transformers.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -277,6 +278,11 @@ def no_model(model_dir: str | Path) -> str:
 def is_hub_name(name: str) -> bool:
     """Whether this reads like OWNER/NAME on the Hub, not like a path."""
     return name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not name.endswith("/")
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether it is such a name and leads to nothing on this machine, which would come first."""
+    return is_hub_name(name) and not os.path.exists(name)
 
 
 def shape_of(hf: HfConfig) -> ModelShape:

@@ -6,7 +6,6 @@ with, whatever the Hub has by then.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, TypeGuard
 
 from mgrpo.config import Config
 from mgrpo.config.fields import flat
-from mgrpo.models.family import is_hub_name
+from mgrpo.models.family import is_on_hub
 from mgrpo.models.hub import HubError, Part, Snapshot, fetch
 from mgrpo.run.continuing import find_state
 
@@ -61,7 +60,7 @@ def _named(config: Config) -> Iterator[tuple[str, str, str | None, Part]]:
 
 
 def _is_name(value: str | None) -> TypeGuard[str]:
-    return value is not None and is_hub_name(value) and not os.path.exists(value)
+    return value is not None and is_on_hub(value)
 
 
 def _commits(config: Config) -> Mapping[str, str]:

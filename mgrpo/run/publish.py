@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from mgrpo.config import Config
 from mgrpo.config.annotations import JSONObject
 from mgrpo.config.fields import flat, settings, shown
 from mgrpo.model_io.card import CARD, CURVE, Facts, licence_of, model_card
-from mgrpo.models.family import is_hub_name
+from mgrpo.models.family import is_on_hub
 from mgrpo.run.inputs import Inputs
 from mgrpo.run.result import TrainResult, step_of
 from mgrpo.run.upload import Uploads
@@ -61,7 +60,7 @@ def write_card(config: Config, inputs: Inputs, folder: Path) -> None:
         write_whole(folder / CURVE, reward_svg(rewards, metric_points(lines, "eval/scores")))
     snapshot = config.provenance.snapshots.get("model_name_or_path")
     data = config.data.dataset_mixer_list[::2]
-    on_hub = [name for name in data if is_hub_name(name) and not os.path.exists(name)]
+    on_hub = [name for name in data if is_on_hub(name)]
     card = model_card(
         Facts(
             name=config.hub.hub_model_id or config.experiment.run_name,
