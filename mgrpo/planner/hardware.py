@@ -89,7 +89,7 @@ class Assumptions:
     fragmentation: float = 0.1
     """Memory that the allocator wastes, as a share of what comes and goes with each micro-batch."""
     engine_workspace_gib: float = 4.0
-    """GiB per engine GPU, within vllm_gpu_memory_utilization, for activations of a forward pass and CUDA graphs."""
+    """GiB per engine GPU, within vllm_gpu_memory_utilization, for activations of a step of 8192 tokens and CUDA graphs."""
     prompt_share: float = 0.5
     """Mean prompt length as a share of max_prompt_token_length."""
     response_share: float = 0.5

@@ -11,6 +11,8 @@ import struct
 from contextlib import suppress
 
 LOOPBACK = "127.0.0.1"
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the interface of a machine over which gloo and NCCL reach others."""
 _SIOCGIFADDR = 0x8915
 """Linux: the address of an interface."""
 
@@ -38,3 +40,14 @@ def interface_of(address: str) -> str | None:
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return None
+
+
+def own_interfaces(address: str) -> dict[str, str]:
+    """Variables by which gloo and NCCL use the interface with this machine's `address`; each might choose another one.
+
+    NCCL takes the first that is neither the loopback one nor Docker's: where pods or virtual machines have a bridge, often that.
+    """
+    interface = interface_of(address)
+    if interface is None:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": interface} | ({} if interface == "lo" else {"NCCL_SOCKET_IFNAME": f"={interface}"})

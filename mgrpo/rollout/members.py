@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 
 RESTART_WINDOW = 20
 """Weight syncs within which an engine may be started again so many times: one that fails now and then stays."""
+AGAIN_S = 10.0
+"""After a start that has failed, and twice as long after a second one in a row: a process that is killed may hold a GPU's memory for a
+while, of which the next one finds too little."""
 SUSPECT_SHARE = 0.5
 """Of the patience, after which a silent engine is suspected."""
 
@@ -57,6 +60,8 @@ class Member:
     """Whether it takes over weights, which has a time limit of its own."""
     deaths: list[int] = field(default_factory=list)
     """The weight syncs that were complete at each."""
+    failed_starts: int = 0
+    """In a row."""
     reason: str = ""
     """Of its last death."""
 
@@ -133,6 +138,7 @@ class Members:
         member = self.all[number]
         if member.state is State.STARTING:
             member.state = State.STALE if self.needs_weights else State.SERVING
+            member.failed_starts = 0
             member.silent_s, member.is_trusted = 0.0, not self.needs_weights
 
     def begin_transfer(self, number: int) -> None:
@@ -178,17 +184,19 @@ class Members:
         if member.state in GONE:
             return False
         member.deaths = [*(when for when in member.deaths if when > self.num_syncs - RESTART_WINDOW), self.num_syncs]
+        member.failed_starts += member.state is State.STARTING
         is_last = self.max_restarts is not None and len(member.deaths) > self.max_restarts
         member.state = State.RETIRED if is_last or member.state is State.LEAVING else State.DEAD
         member.reason, member.is_trusted, member.is_in_transfer = reason, False, False
         return True
 
-    def restart(self, number: int) -> None:
-        """A dead engine is started again."""
+    def restart(self, number: int) -> float:
+        """A dead engine is started again. After how many seconds."""
         member = self.all[number]
         assert member.state is State.DEAD, "only a dead engine is started again"
         member.state, member.silent_s = State.STARTING, 0.0
         member.generation += 1
+        return AGAIN_S * member.failed_starts
 
     def leave(self, number: int) -> bool:
         """Have an engine go. Whether it has to be waited for, because it may have groups."""

@@ -198,8 +198,7 @@ class Roster:
             waits = members.needs_weights and not members.num_syncs
             if len(members.lasting) >= self.min_engines and not (waits and len(dead) == len(members.lasting)):
                 for number in () if waits else dead:
-                    members.restart(number)
-                    self._starts.submit(partial(self._restart, number))
+                    self._restart_after(members.restart(number), number)
                 return
             left = f"{len(members.lasting) - len(dead)} of {len(members.all)} engines are left, min_engines={self.min_engines}"
             failed = [m for m in members.all if m.reason]
@@ -208,9 +207,19 @@ class Roster:
         else:
             self.end("; ".join([left, *(f"engine {m.number}: {m.reason}" for m in failed)]))
 
+    def _restart_after(self, seconds: float, number: int) -> None:
+        begin = partial(self._starts.submit, partial(self._restart, number))
+        if not seconds:
+            begin()
+            return
+        timer = threading.Timer(seconds, begin)
+        timer.daemon = True
+        timer.start()
+
     def _restart(self, number: int) -> None:
         assert self._start is not None, "otherwise every failure is the last"
-        if self.is_closed:
+        # It may have been removed meanwhile.
+        if self.is_closed or self.members[number].state is not State.STARTING:
             return
         engine = before = self.engines[number]
         why = ""

@@ -17,7 +17,7 @@ from mgrpo.config.validate import problems as found_problems
 from mgrpo.config.validate import warnings
 from mgrpo.models.cuts import size_of
 from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
-from mgrpo.models.files import MEGATRON, files_beside, weight_problems
+from mgrpo.models.files import MEGATRON, files_beside, torch_dist_folder, weight_problems
 from mgrpo.rollout.start import machine_problems
 from mgrpo.run.continuing import changes, find_state, resume_problems, saved_adapters
 from mgrpo.run.environment import num_local_learners, prepare_environment, rank, world_size
@@ -122,8 +122,11 @@ def file_problems(config: Config, shape: ModelShape | None) -> list[str]:
         shape: None for a model that vLLM may serve but that cannot be built here.
     """
     folder = Path(config.model_path)
-    if (folder / MEGATRON).is_file():
-        return []
+    try:
+        if (folder / MEGATRON).is_file() or torch_dist_folder(folder):
+            return []
+    except ValueError as err:
+        return [f"model_name_or_path={err}"]
     found = list(weight_problems(config.model_path, shape))
     try:
         files_beside(folder)
@@ -166,7 +169,7 @@ def _base(config: Config, shape: ModelShape) -> str | None:
     """Fingerprint of the weights that adapters belong to; None where they cannot be read, which is reported elsewhere."""
     prepare_environment(config)
     from mgrpo.model_io.fingerprint import fingerprint
-    from mgrpo.model_io.megatron_folder import model_reader
+    from mgrpo.model_io.reader import model_reader
 
     try:
         return fingerprint(model_reader(config.model_path, shape), shape)

@@ -6,7 +6,7 @@ import os
 from typing import Protocol
 
 from mgrpo.config.schema import Config
-from mgrpo.processes.address import LOOPBACK, interface_of, own_address
+from mgrpo.processes.address import LOOPBACK, own_address, own_interfaces
 from mgrpo.rollout.start import engines_are_local
 
 LAUNCHED = "MGRPO_LAUNCHED"
@@ -45,7 +45,7 @@ def num_local_learners() -> int:
 def meeting_host(store: Store) -> str:
     """Where the run's other machines reach this one; the loopback address where there are none. Every rank must call.
 
-    gloo, which would ask for this machine's name, is told as well, unless the user has chosen an interface.
+    gloo and NCCL are told the interface as well, unless the user has chosen one.
 
     Raises:
         OSError: this machine has no way to another one of the run.
@@ -58,8 +58,8 @@ def meeting_host(store: Store) -> str:
     else:
         address = own_address(os.environ["MASTER_ADDR"])
         store.set(f"address of rank {rank()}", address)
-    if interface := interface_of(address):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    for name, value in own_interfaces(address).items():
+        os.environ.setdefault(name, value)
     return address
 
 

@@ -23,7 +23,7 @@ from mgrpo.config.schema import Algorithm, Checkpoint, Engine, Optimizer, Parall
 from mgrpo.config.tracking import Tracking
 from mgrpo.config.validate import problems
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of
-from mgrpo.models.files import MEGATRON
+from mgrpo.models.files import MEGATRON, TORCH_DIST_INDEX, TRACKER
 from mgrpo.rollout.start import machine_problems
 from mgrpo.run.check import file_problems, with_prompts
 from mgrpo.run.inputs import as_functions
@@ -213,7 +213,9 @@ def _shape(hf_config: Mapping[str, Any]) -> ModelShape | None:
 
 def _unloadable(model: str | None) -> list[str]:
     """Whether the folder is one of ours that an engine cannot load by itself."""
-    for mark, kind in ((MEGATRON, "a Megatron folder"), (MANIFEST, "a training state")):
+    kinds = dict.fromkeys((TORCH_DIST_INDEX, TRACKER), "a checkpoint of Megatron-core")
+    kinds |= {MEGATRON: "a Megatron folder", MANIFEST: "a training state"}
+    for mark, kind in kinds.items():
         if model and (Path(model) / mark).is_file():
             return [
                 f"model_name_or_path={model} is {kind}, which no engine can load by itself; export it first: "

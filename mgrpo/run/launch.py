@@ -332,7 +332,7 @@ def _same_counts(config: Config, lead: Lead) -> Config:
 
 
 def _check_gpus() -> None:
-    """Refuse to train on the CPU of a machine whose GPUs would serve engines."""
+    """Refuse to train on the CPU of a machine whose GPUs would serve engines, and on GPUs of which engines would not know."""
     from mgrpo.parallel import backend
 
     gpus = serving_gpus()
@@ -340,6 +340,13 @@ def _check_gpus() -> None:
         raise ConfigError(
             [
                 f"this machine has {len(gpus)} GPUs for engines, but torch finds none for learners: {backend.why_no_cuda()}"
+            ]
+        )
+    if backend.has_cuda() and not gpus and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        raise ConfigError(
+            [
+                "torch finds GPUs for learners, but engines would run on the CPU: nvidia-smi or /dev/nvidia0 is missing here, or vLLM is "
+                "its CPU build; set CUDA_VISIBLE_DEVICES to the numbers of the GPUs, such as 0,1"
             ]
         )
 

@@ -23,8 +23,8 @@ from mgrpo.config import Config, ConfigError
 from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.model_io.fingerprint import fingerprint
-from mgrpo.model_io.megatron_folder import model_reader
 from mgrpo.model_io.peft_folder import peft_reader
+from mgrpo.model_io.reader import model_reader
 from mgrpo.models.family import ModelShape
 from mgrpo.models.memory import choose_logits_chunk
 from mgrpo.parallel import backend

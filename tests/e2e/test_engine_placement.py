@@ -12,6 +12,7 @@ import pytest
 from mgrpo.config import from_values
 from mgrpo.rollout.start import started_fleet
 from mgrpo.rollout.vllm import actor, cluster
+from tests.ranks.test_two_machines import on_two_machines
 
 
 @pytest.mark.slow
@@ -19,7 +20,9 @@ def test_several_workers_on_gpus_run_without_rays_executor(monkeypatch, tmp_path
     """Ray's executor refuses a bundle of more than one GPU, so no engine with two workers would start."""
 
     class Probe:
-        async def start(self, args):
+        process = actor.EngineActor.process
+
+        async def start(self, args, *others, **settings):
             from vllm.config import ParallelConfig
 
             names = ("tensor_parallel_size", "distributed_executor_backend")
@@ -40,7 +43,9 @@ from mgrpo.rollout.start import RayNode, started_fleet
 from mgrpo.rollout.vllm import actor, cluster
 
 class Probe:
-    async def start(self, args):
+    process = actor.EngineActor.process
+
+    async def start(self, args, *others, **settings):
         from ray.util import get_current_placement_group, placement_group_table
 
         group = get_current_placement_group()
@@ -76,3 +81,84 @@ def test_an_engine_with_more_workers_than_a_node_has_gpus_spans_nodes():
     assert done.returncode == 0, done.stderr
     bundles, num_nodes, backend = json.loads(done.stdout.splitlines()[-1])
     assert [bundle["GPU"] for bundle in bundles] == [1, 1] and num_nodes == 2 and backend == "ray"
+
+
+TWO_NODES = """
+import contextlib, os, subprocess, time
+from pathlib import Path
+# Ray's processes are looked for there by the numbers of this namespace.
+subprocess.run(["mount", "-t", "proc", "proc", "/proc"], check=True)
+from mgrpo.config import from_values
+from mgrpo.processes.address import INTERFACES
+from mgrpo.rollout.start import RayNode, started_fleet
+from mgrpo.rollout.vllm import actor, node
+
+rank, token, end, by_hand = int(os.environ["RANK"]), "5" * 64, Path(os.environ["END"]), "BY_HAND" in os.environ
+
+class Probe:
+    process = actor.EngineActor.process
+
+    async def start(self, args, *others, **settings):
+        import ray
+        from mgrpo.rollout.vllm import actor
+
+        if not by_hand:
+            actor.own_interfaces = lambda address: {}
+        with contextlib.suppress(FileNotFoundError):  # of the model
+            await actor.EngineActor.start(self, args, *others, **settings)
+        return ray.util.get_node_ip_address(), *map(os.environ.get, INTERFACES)
+
+def ray_node():
+    return RayNode(
+        address=f"10.77.0.{1 + rank}", head="10.77.0.1:21234", is_head=rank == 0, gpus=[], num_cpus=1, token=token
+    )
+
+def engines():
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
+    actor.EngineActor = Probe
+    values = {"model_name_or_path": "m", "ray_address": "10.77.0.1:21234", "vllm_num_engines": 2}
+    with started_fleet(from_values({**values, "output_dir": str(end.parent)}), num_local_learners=0) as fleet:
+        found = [engine.ready.result(60) for engine in fleet.engines]
+        os.environ["GLOO_SOCKET_IFNAME"] = "veth0"  # as of rank 0 when it meets the others
+        other = found.index(max(found))
+        fleet.engines[other].close()
+        again = fleet.roster._start(other).ready.result(60)
+        print("engines", sorted(found), again == found[other], flush=True)
+
+if by_hand:
+    node.own_interfaces = lambda address: {}
+ray, deadline = None, time.monotonic() + 90
+try:
+    while ray is None:  # the first node is there
+        with contextlib.suppress(RuntimeError) if rank else contextlib.nullcontext():
+            ray = ray_node()
+    if rank == 0:
+        while len(list(end.parent.glob("joined"))) == 0 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        engines()
+    else:
+        end.with_name("joined").touch()
+    while rank and not end.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+finally:
+    end.touch()
+    if ray is not None:
+        ray.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["launched", "by hand"])
+def test_an_engine_reaches_others_over_its_own_nodes_interface(tmp_path, monkeypatch, how):
+    """The nodes' interfaces have different names: rank 0's would keep the other's engine from every weight sync.
+
+    Launched, the node says it to all workers on it; where Ray was started by hand, the engine finds it out.
+    """
+    monkeypatch.setenv("END", str(tmp_path / "end"))
+    if how == "by hand":
+        monkeypatch.setenv("BY_HAND", "1")
+    done = on_two_machines(tmp_path, TWO_NODES)
+    if "two machines" not in done.stdout or "mount" in done.stderr:
+        pytest.skip(f"this user cannot make networks: {done.stderr.strip()}")
+    nodes = [("10.77.0.1", "veth0", "=veth0"), ("10.77.0.2", "veth1", "=veth1")]
+    assert f"engines {nodes} True" in done.stdout, done.stdout + done.stderr

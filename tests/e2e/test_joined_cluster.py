@@ -28,7 +28,9 @@ from mgrpo.rollout.start import started_fleet
 from mgrpo.rollout.vllm import actor, cluster
 
 class Probe:
-    async def start(self, args): ...
+    process = actor.EngineActor.process
+
+    async def start(self, args, *others, **settings): ...
 
 actor.EngineActor = Probe
 cluster.serving_gpus = lambda: ["0", "1"]

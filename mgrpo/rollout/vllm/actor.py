@@ -10,14 +10,17 @@ import gc
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mgrpo.models.hub import Snapshot, fetch_apart
+from mgrpo.processes.address import own_interfaces
 from mgrpo.rollout.engine import Completions, PromptBatch
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.kept import kept_tokens, masked_tokens
+from mgrpo.rollout.vllm.printed import print_into
 from mgrpo.types import KeptTokens
 
 
@@ -31,14 +34,32 @@ class EngineActor(EngineCalls):
         """What has no memory on the device: vLLM's tags for it."""
         self.waking = asyncio.Lock()
 
-    async def start(self, args: dict[str, Any], snapshots: Sequence[Snapshot] = ()) -> None:
+    async def start(
+        self,
+        args: dict[str, Any],
+        snapshots: Sequence[Snapshot] = (),
+        *,
+        log: Path | None = None,
+        interfaces: Mapping[str, str] | None = None,
+        has_local_core: bool = False,
+    ) -> None:
         """Load the model.
 
         Args:
             snapshots: what has a name on the Hub, in the cache of rank 0's machine; each other machine has its own cache.
+            log: see `print_into`.
+            interfaces: those that are chosen for all nodes that choose none themselves; None where all is on one machine.
+            has_local_core: the engine core is in this process, see `local_core`.
         Raises:
             FileNotFoundError: this node does not have its folder, or the tokenizer's.
         """
+        if log is not None:
+            print_into(log)
+        if interfaces is not None:
+            _choose_interfaces(interfaces, spans_nodes=args.get("distributed_executor_backend") == "ray")
+        if not os.environ.get("OMP_NUM_THREADS", "1"):
+            # The environment that Ray is asked for can set a variable, not take it away.
+            del os.environ["OMP_NUM_THREADS"]
         own = {str(snapshot.folder): snapshot for snapshot in snapshots}
         for key in ("model", "tokenizer"):
             if snapshot := own.get(args.get(key, "")):
@@ -55,7 +76,7 @@ class EngineActor(EngineCalls):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        if has_local_core:
             from mgrpo.rollout.vllm import local_core
 
             local_core.install()
@@ -153,6 +174,16 @@ class EngineActor(EngineCalls):
             salted = tokens_input(prompt, cache_salt=str(salt))
             request = await self.engine.add_request(str(number), salted, own)
             self._expect(number, request.request_id, _group(number, request, **reading))
+
+
+def _choose_interfaces(chosen: Mapping[str, str], *, spans_nodes: bool) -> None:
+    """Those of this node's own environment stay, which is that of `ray start`."""
+    import ray
+
+    # vLLM hands variables of NCCL's to workers on other nodes, whose interfaces may have other names.
+    own = {} if spans_nodes else own_interfaces(ray.util.get_node_ip_address())
+    for name, value in {**own, **chosen}.items():
+        os.environ.setdefault(name, value)
 
 
 async def _group(number: int, request: Any, *, num_logprobs: int = 0, has_masks: bool = False) -> Completions:

@@ -19,13 +19,14 @@ from typing import Any
 
 from mgrpo.config.kernels import kernel_problems
 from mgrpo.config.schema import Config
+from mgrpo.processes.address import INTERFACES
 from mgrpo.rollout.vllm.kept import kept_args, kept_problems
 from mgrpo.rollout.vllm.server_facts import address_problems as server_address_problems
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that vLLM's CPU kernels know; with another it starts, and dies at the first prompt."""
-NETWORK = ("NCCL_", "GLOO_SOCKET_IFNAME", "UCX_")
-"""Beginnings of the variables that say how processes reach each other."""
+NETWORK = ("NCCL_", "UCX_")
+"""Beginnings of the variables that say how processes reach each other, on every node alike but for those of `INTERFACES`."""
 OWNED = {
     "model": "use model_name_or_path",
     "dtype": "use model_dtype",
@@ -84,6 +85,14 @@ WIDE_BYTES = 100 << 20
 """Of the weights of a model whose matrix products are worth more than one thread."""
 CONNECT_S = 5.0
 """How long another machine may take to answer."""
+CORE_APART = "VLLM_ENABLE_V1_MULTIPROCESSING"
+"""Variable of vLLM's. If a user sets it to 1, the core of an engine with one worker on a CPU has a process of its own as well."""
+STEP_TOKENS = {"cpu": 4096, "cuda": 8192}
+"""Of prompts and completions that an engine reads in a step. Alone, vLLM would read 2048 on a GPU, of which those of 256
+completions leave few to prompts."""
+SHARED_GPU = 0.3
+"""The share of a GPU that must be free when an engine starts beside a learner. vLLM demands it, and does nothing else with it where
+the size of the cache is given."""
 
 
 def serving_gpus() -> list[str]:
@@ -256,25 +265,50 @@ def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> d
     if settings.vllm_tensor_parallel_size > 1:
         # Inside a placement group vLLM would always choose Ray, which wants one GPU a bundle and cannot serve on a CPU.
         args["distributed_executor_backend"] = "ray" if spans_nodes else "mp"
-    if on_gpu and settings.shares_gpus:
-        args["kv_cache_memory_bytes"] = settings.vllm_kv_cache_mb << 20
-        args["enable_sleep_mode"] = settings.takes_turns
     if on_gpu:
         args["gpu_memory_utilization"] = settings.vllm_gpu_memory_utilization
         args["enforce_eager"] = settings.vllm_enforce_eager
         # Other kernels for experts permute the weights in place, and a sync would write them in the loader's order.
         args["moe_backend"] = "triton"
-    else:
+        if settings.vllm_kv_cache_dtype == "fp8_e5m2":
+            # For this cache vLLM would choose FlashInfer's kernels, which are compiled when an engine starts.
+            args["attention_backend"] = "TRITON_ATTN"
+    if on_gpu and settings.shares_gpus:
+        args["gpu_memory_utilization"] = SHARED_GPU
+        args["kv_cache_memory_bytes"] = settings.vllm_kv_cache_mb << 20
+        args["enable_sleep_mode"] = settings.takes_turns
+    if not on_gpu:
         # Eager with an explicit cache size: vLLM then skips its warm-up run.
         args["enforce_eager"] = True
         args["kv_cache_memory_bytes"] = settings.vllm_kv_cache_mb << 20
-        args["max_num_batched_tokens"] = max(4096, args["max_model_len"])
         # A prompt may have a seed of its own, see `prompt_seeds`. After a part of such a prompt vLLM moves the generator of its
-        # row back, which a CPU generator cannot do: read prompts whole. The longest fits into a batch, see above.
+        # row back, which a CPU generator cannot do: read prompts whole.
         args["enable_chunked_prefill"] = False
         # The smallest that attention knows: it computes whole blocks, and the samples of a group share whole blocks of its prompt.
         args["block_size"] = 32
-    return args | json.loads(settings.vllm_extra_args)
+    args |= json.loads(settings.vllm_extra_args)
+    if on_gpu:
+        args["compilation_config"] = _compilation(args.get("compilation_config", {}))
+    # vLLM wants room for a token of each sequence, and for the longest prompt where prompts are read whole.
+    longest = args["max_model_len"] if args.get("enable_chunked_prefill") is False else 0
+    most = max(STEP_TOKENS["cuda" if on_gpu else "cpu"], args["max_num_seqs"], longest)
+    return {"max_num_batched_tokens": most} | args
+
+
+def _compilation(given: Any) -> Any:
+    """`compilation_config`, by which vLLM does not compile FlashInfer's kernels for all-reduces when an engine starts.
+
+    It would with whichever nvcc it finds, on every node, and says little when that fails.
+    """
+    if not isinstance(given, dict):
+        return given
+    passes = given.get("pass_config", {})
+    return given | {"pass_config": {"fuse_allreduce_rms": False} | passes} if isinstance(passes, dict) else given
+
+
+def has_local_core(config: Config, *, on_gpu: bool) -> bool:
+    """Whether an engine's core runs in its actor's process, see `local_core`."""
+    return not on_gpu and config.engine.vllm_tensor_parallel_size == 1 and os.environ.get(CORE_APART) != "1"
 
 
 def worker_threads(config: Config, *, num_cores: int, num_local_learners: int) -> int:
@@ -290,35 +324,42 @@ def worker_threads(config: Config, *, num_cores: int, num_local_learners: int) -
     return max(free // (config.engine.vllm_num_engines * config.engine.vllm_tensor_parallel_size), 1)
 
 
+def network_variables() -> dict[str, str]:
+    """What is set for rank 0 about how processes reach each other, without names of interfaces, which are each node's own."""
+    return {name: value for name, value in os.environ.items() if name.startswith(NETWORK) and name not in INTERFACES}
+
+
 def engine_environment(config: Config, *, on_gpu: bool, is_local: bool, num_local_learners: int = 0) -> dict[str, str]:
     """Environment of an engine's processes, in addition to their node's; `is_local`: all of them run on rank 0's machine."""
-    # Elsewhere they have the environment of `ray start`, but meet the learners, over the same interfaces and adapters.
-    network = {name: value for name, value in os.environ.items() if name.startswith(NETWORK)}
     environment = {
-        **({"VLLM_HOST_IP": "127.0.0.1"} if is_local else network),
+        # Elsewhere they have the environment of `ray start`, but meet the learners, over the same adapters.
+        **({"VLLM_HOST_IP": "127.0.0.1"} if is_local else network_variables()),
         "MGRPO_ENGINE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        # Into a file, see `printed`.
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
         "TOKENIZERS_PARALLELISM": "false",
+        # Spinning OpenMP threads on a busy machine make a matmul 20 times slower.
+        "OMP_WAIT_POLICY": "passive",
     }
     if on_gpu:
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
         return environment | {
             # With a learner's single queue an engine's copies and side streams would wait for each other.
             "CUDA_DEVICE_MAX_CONNECTIONS": "8",
             # What is set for learners does not suit vLLM's own memory pools.
             "PYTORCH_ALLOC_CONF": "",
             "PYTORCH_CUDA_ALLOC_CONF": "",
+            # 1 is the launcher's and Ray's value. Without one, see `EngineActor`, vLLM loads on all cores and then samples on one.
+            "OMP_NUM_THREADS": "" if threads == "1" else threads,
         }
-    single_worker = config.engine.vllm_tensor_parallel_size == 1
     num_cores = len(os.sched_getaffinity(0)) if is_local else 1
     return environment | {
         "OMP_NUM_THREADS": str(worker_threads(config, num_cores=num_cores, num_local_learners=num_local_learners)),
-        # Spinning OpenMP threads on a busy machine make a matmul 20 times slower.
-        "OMP_WAIT_POLICY": "passive",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCHDYNAMO_DISABLE": "1",
-        # One worker stays in the actor's process, and so does the engine core, see `local_core`.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if single_worker else "1",
+        # To vLLM's CPU build it says whether one worker has a process of its own; with 0 it is in the core's, as on a GPU.
+        CORE_APART: "0" if config.engine.vllm_tensor_parallel_size == 1 else "1",
         **({"GLOO_SOCKET_IFNAME": "lo"} if is_local else {}),
     }

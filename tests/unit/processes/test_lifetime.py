@@ -107,9 +107,9 @@ def test_a_program_sees_only_what_it_is_given(tmp_path: Path, monkeypatch: pytes
 
 
 def test_another_interpreter_sees_this_package_and_nothing_beside_it(tmp_path: Path) -> None:
-    """Beside the package there may be torch and all else, compiled for the trainer's interpreter."""
+    """Beside the package there may be torch and all else, compiled for the trainer's interpreter; this one may have nothing."""
     (tmp_path / "own.py").write_text(
-        "import json, mgrpo.types, sys; print(json.dumps([sys.executable, mgrpo.__file__, sys.path]))"
+        "import json, mgrpo.environments.workers.worker, sys; print(json.dumps([sys.executable, mgrpo.__file__, sys.path]))"
     )
     python = tmp_path / "python"
     python.symlink_to(sys.executable)

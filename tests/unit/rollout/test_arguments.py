@@ -122,17 +122,49 @@ def test_an_engine_has_the_cores_that_learners_do_not_use_at_that_time(tmp_path,
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_engines_on_other_nodes_use_the_learners_network(monkeypatch, on_gpu):
-    """They have the environment of `ray start`: another interface than the learners', which then wait for them."""
-    network = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_IB_HCA": "mlx5", "GLOO_SOCKET_IFNAME": "ib0", "UCX_TLS": "rc"}
-    for name, value in {**network, "SOME_NCCL": "1"}.items():
+def test_engines_on_other_nodes_use_the_learners_adapters_and_interfaces_of_their_own(monkeypatch, on_gpu):
+    """They have the environment of `ray start`; rank 0's eth0 would be a node's without that name."""
+    network = {"NCCL_IB_HCA": "mlx5", "UCX_TLS": "rc"}
+    interfaces = {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+    for name, value in {**network, **interfaces, "SOME_NCCL": "1"}.items():
         monkeypatch.setenv(name, value)
     config = from_values({"model_name_or_path": "m", "ray_address": "head:6379"})
     found = arguments.engine_environment(config, on_gpu=on_gpu, is_local=False)
     assert {name: value for name, value in found.items() if name in network} == network
-    assert "SOME_NCCL" not in found and "VLLM_HOST_IP" not in found
+    assert not {"SOME_NCCL", "VLLM_HOST_IP", *interfaces} & found.keys()
     local = arguments.engine_environment(config, on_gpu=on_gpu, is_local=True)
-    assert "NCCL_SOCKET_IFNAME" not in local, "a private Ray has rank 0's environment"
+    assert not network.keys() & local.keys(), "a private Ray has rank 0's environment"
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "INFO"), ("ERROR", "ERROR")])
+def test_an_engine_says_what_it_has_chosen_unless_the_user_wants_less(monkeypatch, given, expected):
+    """Attention backend, size of the cache, runner: at a level above, none of these is said."""
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    if given:
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", given)
+    found = arguments.engine_environment(from_values({"model_name_or_path": "m"}), on_gpu=True, is_local=True)
+    assert found["VLLM_LOGGING_LEVEL"] == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, ""), ("1", ""), ("12", "12")])
+def test_an_engine_on_a_gpu_loads_with_more_threads_than_a_learner(monkeypatch, given, expected):
+    """1 is what mgrpo, torchrun and Ray set: with it a large model is loaded by one core. Empty: none is given."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    found = arguments.engine_environment(from_values({"model_name_or_path": "m"}), on_gpu=True, is_local=True)
+    assert found["OMP_NUM_THREADS"] == expected
+
+
+def test_the_core_is_in_the_actors_process_on_a_cpu_unless_the_user_wants_it_apart(monkeypatch):
+    """On a GPU it never is: there the host would schedule, and handle tokens, in turns."""
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    one = from_values({"model_name_or_path": "m"})
+    two = from_values({"model_name_or_path": "m", "vllm_tensor_parallel_size": 2})
+    cases = ((one, False), (two, False), (one, True))
+    assert [arguments.has_local_core(config, on_gpu=on_gpu) for config, on_gpu in cases] == [True, False, False]
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    assert not arguments.has_local_core(one, on_gpu=False)
 
 
 @pytest.mark.parametrize(
@@ -202,11 +234,51 @@ def test_vllms_own_arguments_take_the_place_of_defaults():
     """They are there to work round what the defaults do; all others have settings of their own."""
     values = {"model_name_or_path": "m", "stop_strings": ["x"], "vllm_tensor_parallel_size": 2}
     free = {"disable_log_stats", "moe_backend", "max_num_batched_tokens", "block_size", "enable_chunked_prefill"}
+    free.add("compilation_config")
     for on_gpu in (False, True):
         given = {"block_size": 64, "max_num_batched_tokens": 100}
         args = arguments.engine_args(from_values({**values, "vllm_extra_args": json.dumps(given)}), on_gpu=on_gpu)
         assert args | given == args
         assert args.keys() - free <= arguments.OWNED.keys()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"pass_config": {"fuse_allreduce_rms": False}}),
+        (
+            {"mode": 3, "pass_config": {"fuse_norm_quant": True}},
+            {"mode": 3, "pass_config": {"fuse_allreduce_rms": False, "fuse_norm_quant": True}},
+        ),
+        ({"pass_config": {"fuse_allreduce_rms": True}}, {"pass_config": {"fuse_allreduce_rms": True}}),
+    ],
+)
+def test_no_kernel_is_compiled_with_whatever_nvcc_is_there(given, expected):
+    """Engines with several workers would compile FlashInfer's when they start, on every node, without a word."""
+    values = {"model_name_or_path": "m", "vllm_tensor_parallel_size": 2}
+    if given:
+        values["vllm_extra_args"] = json.dumps({"compilation_config": given})
+    assert arguments.engine_args(from_values(values), on_gpu=True)["compilation_config"] == expected
+    assert arguments.engine_args(from_values(values), on_gpu=False).get("compilation_config", {}) == given
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "values", "extra", "expected"),
+    [
+        (True, {}, {}, 8192),
+        (True, {"response_length": 20_000}, {}, 8192),
+        (True, {"response_length": 20_000}, {"enable_chunked_prefill": False}, 20_050),
+        (True, {"vllm_max_num_seqs": 9000}, {}, 9000),
+        (True, {}, {"max_num_batched_tokens": 1024}, 1024),
+        (False, {}, {}, 4096),
+        (False, {"response_length": 20_000}, {}, 20_050),
+        (False, {"response_length": 20_000}, {"enable_chunked_prefill": True}, 4096),
+    ],
+)
+def test_a_step_of_an_engine_has_room_for_prompts_beside_completions(on_gpu, values, extra, expected):
+    """vLLM alone reads 2048 tokens a step on a GPU, and refuses fewer than a whole prompt, or one of each sequence, needs."""
+    given = {"model_name_or_path": "m", "max_prompt_token_length": 50, "vllm_extra_args": json.dumps(extra), **values}
+    assert arguments.engine_args(from_values(given), on_gpu=on_gpu)["max_num_batched_tokens"] == expected
 
 
 def test_an_engine_finds_the_model_from_any_working_directory(monkeypatch, tmp_path):
@@ -309,4 +381,7 @@ def test_an_engine_on_a_shared_gpu_can_sleep_and_has_the_cache_that_it_was_given
     on_gpu = arguments.engine_args(from_values(settings), on_gpu=True)
     assert (on_gpu["enable_sleep_mode"], on_gpu["kv_cache_memory_bytes"]) == (True, 4 << 30)
     assert "enable_sleep_mode" not in arguments.engine_args(from_values(settings), on_gpu=False)
-    assert "kv_cache_memory_bytes" not in arguments.engine_args(from_values(model), on_gpu=True)
+    alone = arguments.engine_args(from_values(model), on_gpu=True)
+    assert "kv_cache_memory_bytes" not in alone
+    # The learner has taken some of the GPU when vLLM asks whether this much is free.
+    assert on_gpu["gpu_memory_utilization"] == 0.3 and alone["gpu_memory_utilization"] == 0.9

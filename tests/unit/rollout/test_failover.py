@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
 from mgrpo.config import from_values
+from mgrpo.rollout import members
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.engine import Engine, EngineError
 from mgrpo.rollout.fleet import Fleet
@@ -276,18 +278,42 @@ def test_the_run_ends_when_too_few_engines_are_left_and_says_what_became_of_each
     )
 
 
-def test_an_engine_that_cannot_be_started_again_ends_the_run_after_its_tries() -> None:
-    """The message is that of the last one."""
+def test_an_engine_that_cannot_be_started_again_ends_the_run_after_its_tries(monkeypatch) -> None:
+    """The message is that of the last one. Between two tries is time in which a GPU's memory may come back."""
+    monkeypatch.setattr(members, "AGAIN_S", 0.2)
+    tries = []
 
     def start(number: int) -> Engine:
+        tries.append(time.monotonic())
         return ScriptedEngine(fails="start")
 
     run = Run(1, start=start, engine_max_restarts=2)
     run.send(0)
     run.engine(0).die()
-    for _ in range(3):
+    deadline = time.monotonic() + 10
+    while run.failure is None and time.monotonic() < deadline:
         run.settle()
     assert str(run.failure) == "could not start an engine: start has failed"
+    assert len(tries) == 2 and tries[1] - tries[0] > 0.19
+
+
+def test_an_engine_that_is_removed_while_it_waits_for_its_next_start_stays_away(monkeypatch) -> None:
+    """It would be started for nobody, and keep its GPU."""
+    monkeypatch.setattr(members, "AGAIN_S", 0.2)
+    tries = []
+
+    def start(number: int) -> Engine:
+        tries.append(number)
+        return ScriptedEngine(fails="start")
+
+    run = Run(2, start=start)
+    run.engine(0).die()
+    run.fleet.resume()
+    run.settle()
+    run.fleet.roster.remove(0)
+    time.sleep(0.4)
+    run.settle()
+    assert tries == [0] and run.fleet.members[0].state is State.RETIRED and run.failure is None
 
 
 def test_what_keeps_every_engine_from_its_first_weights_ends_the_run_at_once() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mgrpo.rollout.vllm import keeper as module
+from mgrpo.rollout.vllm import printed
 from mgrpo.rollout.vllm.keeper import Keeper
 
 
@@ -73,19 +74,17 @@ def test_a_daemon_of_ray_that_fails_is_named(keeper, daemon, monkeypatch, number
     assert reasons == [f"Ray's raylet (process {daemon.pid}) {words}"]
 
 
-def test_logs_are_kept_without_following_links_and_their_last_error_is_said(keeper, tmp_path, monkeypatch):
-    """vLLM's own message says only that there is a stack trace above; a link could lead to a file without end."""
+def test_what_ray_has_of_an_engine_is_kept_without_following_links(keeper, tmp_path, monkeypatch):
+    """An engine that cannot be imported prints before it has a file of its own; a link could lead to a file without end."""
     logs = Path(keeper.ray_folder) / "session_latest/logs"
     logs.mkdir(parents=True)
-    monkeypatch.setattr(module, "LOG_BYTES", 200)
-    (logs / "worker-1.err").write_text(
-        "x" * 1000 + "\nIndexError: index 7 is out of range\nEngineDeadError: see above\n"
-    )
+    monkeypatch.setattr(printed, "MOST_BYTES", 200)
+    (logs / "worker-1.err").write_text("x" * 1000 + "\nIndexError: index 7 is out of range\n")
     (logs / "worker-2.out").symlink_to("/dev/zero")
+    (logs / "worker-3.out").write_text(":job_id:01000000\n:actor_name:EngineActor\n")
     kept = tmp_path / "kept"
     assert keeper.keep_logs(kept) == (
         "; the last error of the engines' logs: IndexError: index 7 is out of range; "
         f"what the engines printed is in {kept}"
     )
-    assert (kept / "worker-1.err").stat().st_size == 200
-    assert (kept / "worker-2.out").stat().st_size == 0 and not (kept / "worker-2.out").is_symlink()
+    assert [(file.name, file.stat().st_size) for file in kept.iterdir()] == [("worker-1.err", 200)]

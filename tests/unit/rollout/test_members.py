@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from mgrpo.rollout.members import GONE, RESTART_WINDOW, Members, State
+from mgrpo.rollout.members import AGAIN_S, GONE, RESTART_WINDOW, Members, State
 
 AFTER = {
     State.STARTING: {State.STALE, State.SERVING, State.DEAD, State.RETIRED},
@@ -115,6 +115,19 @@ def test_an_engine_is_given_up_after_too_many_deaths_in_a_row() -> None:
         if death < 3:
             own.restart(0)
     assert own[0].state is State.RETIRED and own[0].reason == "death 3" and own.lasting == [1]
+
+
+def test_an_engine_that_cannot_start_is_given_time() -> None:
+    """It finds a GPU whose memory a killed process has not given back yet, and would use up its starts in a minute."""
+    own = serving(max_restarts=9)
+    waits = []
+    for is_loaded in (False, False, True, False):
+        own.died(0, "of whatever")
+        waits.append(own.restart(0))
+        if is_loaded:
+            own.loaded(0)
+    own.died(0, "of whatever")
+    assert [*waits, own.restart(0)] == [0, AGAIN_S, 2 * AGAIN_S, 0, AGAIN_S]
 
 
 def test_deaths_long_ago_do_not_count() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgrpo.config import from_values
+from mgrpo.processes import address
 from mgrpo.run import environment
 
 
@@ -48,7 +49,7 @@ def network(monkeypatch) -> dict[str, str]:
     """This machine's address on the way to others, and a name of its own address."""
     ways: dict[str, str] = {}
     monkeypatch.setattr(environment, "own_address", ways.__getitem__)
-    monkeypatch.setattr(environment, "interface_of", {"10.0.0.1": "eth0", "10.0.0.2": "eth1"}.get)
+    monkeypatch.setattr(address, "interface_of", {"10.0.0.1": "eth0", "10.0.0.2": "eth1"}.get)
     return ways
 
 
@@ -56,7 +57,7 @@ def network(monkeypatch) -> dict[str, str]:
 def test_ranks_of_one_machine_meet_on_loopback(own_environment, network, place):
     """On another interface the whole network could connect."""
     own_environment.update(place)
-    assert environment.meeting_host(Ranks()) == "127.0.0.1" and "GLOO_SOCKET_IFNAME" not in own_environment
+    assert environment.meeting_host(Ranks()) == "127.0.0.1" and not {*address.INTERFACES} & own_environment.keys()
 
 
 @pytest.mark.parametrize("given", [None, "ib0"])
@@ -80,11 +81,13 @@ def test_ranks_of_several_machines_meet_where_each_reaches_the_other(own_environ
         own_environment.clear()
         own_environment.update(place, WORLD_SIZE="6", MASTER_ADDR="node0")
         if given:
-            own_environment["GLOO_SOCKET_IFNAME"] = given
+            own_environment |= dict.fromkeys(address.INTERFACES, given)
         network.clear()
         network.update(ways)
         assert environment.meeting_host(store) == expected
         assert own_environment["GLOO_SOCKET_IFNAME"] == (given or interface)
+        # NCCL takes every interface that begins with a name without this sign.
+        assert own_environment["NCCL_SOCKET_IFNAME"] == (given or f"={interface}")
 
 
 @pytest.mark.parametrize(

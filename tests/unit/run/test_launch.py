@@ -50,9 +50,20 @@ def test_learners_do_not_train_on_the_cpu_where_engines_are_promised_gpus(monkey
     launch._check_gpus()
     monkeypatch.setattr(launch, "serving_gpus", lambda: ["0", "1"])
     with pytest.raises(
-        ConfigError, match=r"has 2 GPUs for engines, but torch finds none .*: torch .*; install the pack"
+        ConfigError, match=r"has 2 GPUs for engines, but torch finds none .*: torch .*; (install the pack|.* update it)"
     ):
         launch._check_gpus()
+
+
+def test_engines_do_not_run_on_the_cpu_where_learners_find_gpus(monkeypatch):
+    """Without /dev/nvidia0, as in WSL, GPUs are counted by this variable alone; an engine would ask for most of a learner's GPU."""
+    monkeypatch.setattr(backend, "has_cuda", lambda: True)
+    monkeypatch.setattr(launch, "serving_gpus", list)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ConfigError, match="set CUDA_VISIBLE_DEVICES"):
+        launch._check_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    launch._check_gpus()
 
 
 @pytest.mark.parametrize("has_trained", [True, False])
