@@ -33,11 +33,11 @@ def differences(mode: dict[str, Any], reference: dict[str, Any]) -> Iterator[str
             yield f"the first of {name} is {got:.5g}, {expected:.5g} in {reference['mode']}"
 
 
-def markdown(report: dict[str, Any]) -> str:
+def markdown(report: dict[str, Any], *, title: str = "GPU check") -> str:
     """The report as a page."""
     machine = report["machine"]
     lines = [
-        f"# GPU check: {machine.get('gpu', 'CPU')}",
+        f"# {title}: {machine.get('gpu', 'CPU')}",
         "",
         ", ".join(f"{name} {value}" for name, value in machine.items()) + ".",
         "",

@@ -77,6 +77,8 @@ class _Transfers:
     def _end_coalescing(self) -> dist.Work:
         return _Sent()
 
+    def abort(self) -> None: ...
+
 
 @contextmanager
 def _transfers(recorder: Recorder) -> Iterator[None]:

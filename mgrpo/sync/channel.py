@@ -8,7 +8,7 @@ hold two together; where they share memory, both ends hold the same two.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple
 from functools import partial
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box, hf_tensors
+from mgrpo.sync.delivery import Delivery, Failed, deliver
 from mgrpo.sync.digest import digests
 from mgrpo.sync.group import another_connection, connect_store
 from mgrpo.sync.live import Held, LiveBoxes, Message, View
@@ -27,9 +28,6 @@ from mgrpo.sync.meeting import Members, meet
 from mgrpo.sync.plan import Incoming, ReshardPlan, messages, plan, rounds
 from mgrpo.sync.shared import BUCKET_BYTES
 from mgrpo.sync.transport import Round, Transport
-
-Work = Iterator[bool]
-"""What is done for one engine, part by part. False after the last part that begins something; what follows waits for it."""
 
 
 class Cut(Protocol):
@@ -114,12 +112,20 @@ class Sender:
             self.leave(engine)
         self.generations.update(seats)
         mine = [engine for engine in seats if any(self.rank in boxes for boxes in self.incoming(engine))]
-        return self._apart({engine: self._joining(engine, seats[engine]) for engine in mine})
 
-    def _joining(self, engine: int, generation: int) -> Work:
+        def meet_each(engines: Sequence[int], failed: Failed) -> None:
+            for engine in engines:
+                try:
+                    self.channels[engine] = self._meet(engine, seats[engine])
+                except RuntimeError as err:
+                    failed(engine, err)
+
+        return self._apart(mine, meet_each)
+
+    def _meet(self, engine: int, generation: int) -> Channel:
         incoming = self.incoming(engine)
         learners = senders(incoming)
-        self.channels[engine] = Channel(
+        return Channel(
             self.live,
             {len(learners) + worker: self._cut(boxes) for worker, boxes in enumerate(incoming) if self.rank in boxes},
             store=dist.PrefixStore(group_name(engine, generation), another_connection(self.store)),
@@ -131,7 +137,6 @@ class Sender:
             timeout_s=self.timeout_s,
             share_gpus=self.share_gpus,
         )
-        yield False
 
     def _cut(self, incoming: Incoming) -> Cut:
         return partial(messages, incoming, self.rank, itemsize=self.dtype.itemsize, bucket_bytes=self.bucket_bytes)
@@ -149,56 +154,41 @@ class Sender:
         that were waited for, after `timeout_s`.
         """
         mine = [engine for engine in engines if engine in self.channels]
+
+        def send_to(engines: Sequence[int], failed: Failed) -> None:
+            deliver({engine: self._delivery(version, engine) for engine in engines}, failed)
+
         try:
-            return self._apart({engine: self._sending(version, engine) for engine in mine})
+            return self._apart(mine, send_to)
         finally:
             self.live.forget()
 
-    def _sending(self, version: int, engine: int) -> Work:
-        """Send to one engine, a round at a time."""
+    def _delivery(self, version: int, engine: int) -> Delivery:
         channel = self.channels[engine]
-        begun: list[Round] = []
-        for number, messages_ in enumerate(channel.rounds):
-            # One round may be under way while this one is prepared.
-            if number > 1:
-                begun[number - 2].settle()
-            begun.append(channel.transport.send(messages_, lost=partial(self._lost, version, number, engine)))
-            yield number + 1 < len(channel.rounds)
-        for each in begun:
-            each.finish()
 
-    def _apart(self, works: Mapping[int, Work]) -> dict[int, str]:
-        """Do the work for each engine; why it has failed, where it has.
+        def begin(number: int) -> Round:
+            return channel.transport.send(channel.rounds[number], lost=partial(self._lost, version, number, engine))
+
+        return Delivery(begin, len(channel.rounds))
+
+    def _apart(self, engines: Sequence[int], work: Callable[[Sequence[int], Failed], None]) -> dict[int, str]:
+        """Do work for engines; why it has failed, where it has.
 
         On CPUs and shared GPUs in a thread for each: an engine that hangs holds up none of the others, whose workers wait as long as this rank
-        does. On GPUs of their own they take turns, because NCCL wants the same order on all ranks, and the host waits only when all has begun.
+        does. On GPUs of their own in one thread, because NCCL wants the same order on all ranks.
         """
         failures: dict[int, str] = {}
 
-        def begins(engine: int) -> bool:
-            """Whether there is more to begin after the next part of an engine's work."""
-            try:
-                return next(works[engine], False)
-            except RuntimeError as err:
-                failures[engine] = str(err)
-                self.leave(engine)
-                return False
+        def failed(engine: int, err: RuntimeError) -> None:
+            failures[engine] = str(err)
+            self.leave(engine)
 
-        def work_through(engine: int) -> None:
-            while begins(engine):
-                pass
-            begins(engine)
-
-        if (self.live.device.type == "cpu" or self.share_gpus) and len(works) > 1:
-            with ThreadPoolExecutor(len(works)) as threads:
-                for done in [threads.submit(work_through, engine) for engine in works]:
+        if (self.live.device.type == "cpu" or self.share_gpus) and len(engines) > 1:
+            with ThreadPoolExecutor(len(engines)) as threads:
+                for done in [threads.submit(work, [engine], failed) for engine in engines]:
                     done.result()
-            return failures
-        left = list(works)
-        while left:
-            left = [engine for engine in left if begins(engine)]
-        for engine in works:
-            begins(engine)
+        else:
+            work(engines, failed)
         return failures
 
     def _lost(self, version: int, number: int, engine: int, peers: Sequence[int], err: Exception) -> RuntimeError:
@@ -315,8 +305,6 @@ class Receiver:
                     begun[number - 1].settle()
             for each in begun[-1:]:
                 each.settle()
-            for each in begun:
-                each.finish()
         except RuntimeError:
             self.close()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -16,7 +17,9 @@ from mgrpo.processes.address import LOOPBACK, own_address
 from mgrpo.sync.live import Message
 from mgrpo.sync.transport import Lost, Messages, named
 
-_POLL_S = 0.001
+POLL_S = 0.0002
+"""Between two looks at what is under way on CUDA."""
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Backend = Any
 """Torch's type stubs do not declare all of its methods."""
@@ -63,11 +66,7 @@ def join_group(
         dtype: in which weights travel.
     """
     if device.type == "cuda":
-        nccl: Any = dist.ProcessGroupNCCL
-        options = nccl.Options()
-        # NCCL's watchdog ends the process; `Transfer.finish` gives up first and says what it waited for.
-        options._timeout = timedelta(seconds=2 * timeout_s)
-        backend = nccl(store, rank, size, options)
+        backend = _nccl(store, rank, size, timedelta(seconds=timeout_s))
         # One communicator for the whole group; otherwise the first message between two members makes one for them.
         backend.eager_connect_single_device(device)
     else:
@@ -77,6 +76,26 @@ def join_group(
         options._devices = [_gloo_device(host)]
         backend = gloo(store, rank, size, options)
     return ProcessGroup(backend, dtype=dtype, device=device, timeout_s=timeout_s)
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backend:
+    """NCCL's group without torch's watchdog, which would end this process for an engine that has died.
+
+    Torch reads the variable in the constructor, for this group alone; the learners' own groups keep their watchdogs. Nothing
+    else looks at what is under way then: `Transfer.is_due` does.
+    """
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        return nccl(store, rank, size, options)
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before
 
 
 def _gloo_device(host: str) -> Any:
@@ -96,13 +115,14 @@ class ProcessGroup:
     def send(self, messages: Messages, *, lost: Lost) -> Transfer:
         """See `Transport`."""
         buckets = [self._filled(message) for message in messages.values()]
-        return self._begin(self.backend.send, messages, buckets, lost)
+        return self._begin(self.backend.send, messages, buckets, lost, timeout_s=self.timeout_s)
 
     def recv(self, messages: Messages, *, lost: Lost) -> Transfer:
-        """See `Transport`."""
+        """See `Transport`. On CUDA twice as long: a learner serves its engines in turn, and one that hangs takes it `timeout_s`."""
         buckets = [self._empty(message) for message in messages.values()]
         into = [[view for part in message for view in part] for message in messages.values()]
-        return self._begin(self.backend.recv, messages, buckets, lost, into=into)
+        timeout_s = self.timeout_s * (2 if self.backend.supports_coalescing else 1)
+        return self._begin(self.backend.recv, messages, buckets, lost, into=into, timeout_s=timeout_s)
 
     def _empty(self, message: Message) -> torch.Tensor:
         return torch.empty(message.size, dtype=self.dtype, device=self.device)
@@ -121,18 +141,22 @@ class ProcessGroup:
         messages: Messages,
         buckets: list[torch.Tensor],
         lost: Lost,
+        *,
         into: Sequence[Sequence[torch.Tensor]] = (),
+        timeout_s: float,
     ) -> Transfer:
-        peers = list(messages)
-        return Transfer(self.backend, start, peers, buckets, into=into, timeout_s=self.timeout_s, lost=lost)
+        return Transfer(self.backend, start, list(messages), buckets, into=into, timeout_s=timeout_s, lost=lost)
 
     def bucket_limit(self, peer: int) -> None:
         """See `Transport`."""
 
     def close(self) -> None:
-        """See `Transport`. NCCL's connections last as long as the process: torch ends one that has aborted them."""
-        if self.device.type == "cpu":
-            self.backend = None
+        """See `Transport`. NCCL also ends the kernels of a round that nobody answers; that has not run on a GPU."""
+        if self.backend is not None and self.backend.supports_coalescing:
+            # Torch's destructor would abort as well, but end the process if that takes longer than the group's timeout.
+            with contextlib.suppress(RuntimeError):
+                self.backend.abort()
+        self.backend = None
 
 
 class Transfer:
@@ -172,33 +196,27 @@ class Transfer:
             with named([peer], lost):
                 self._works.append(([peer], start([bucket], peer, 0)))
 
-    def settle(self) -> None:
-        """See `Round`. On the CPU the host waits."""
+    def is_due(self) -> bool:
+        """See `Round`. On CUDA, RuntimeError once `timeout_s` has passed since the messages began."""
         if not self._is_on_device:
-            self.finish()
+            return True
         for peers, work in self._works:
             with named(peers, self._lost):
-                work.wait()
-        _write(self._buckets, self._into)
-        self._buckets, self._into = [], ()
+                if not work.is_completed():
+                    if time.monotonic() > self._deadline:
+                        raise RuntimeError(f"no answer for {self._timeout_s:g} s")
+                    return False
+        return True
 
-    def finish(self) -> None:
+    def settle(self) -> None:
         """See `Round`. It waits at most `timeout_s` since the messages began on CUDA, for each on the CPU."""
+        while not self.is_due():
+            time.sleep(POLL_S)
         for peers, work in self._works:
             with named(peers, self._lost):
-                if self._is_on_device:
-                    self._poll(work)
-                else:
-                    work.wait(timedelta(seconds=self._timeout_s))
-        self._works = []
-
-    def _poll(self, work: dist.Work) -> None:
-        # Unlike a `wait` that times out, this leaves the communicator as it is: torch ends a process that has aborted one.
-        while not work.is_completed():
-            if time.monotonic() > self._deadline:
-                raise RuntimeError("no answer")
-            time.sleep(_POLL_S)
-        work.wait()
+                work.wait() if self._is_on_device else work.wait(timedelta(seconds=self._timeout_s))
+        _write(self._buckets, self._into)
+        self._works, self._buckets, self._into = [], [], ()
 
 
 def _write(buckets: Sequence[torch.Tensor], into: Sequence[Sequence[torch.Tensor]]) -> None:

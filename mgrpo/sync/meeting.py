@@ -171,12 +171,11 @@ class MixedRound:
     def __init__(self, parts: Sequence[Round]) -> None:
         self._parts = parts
 
+    def is_due(self) -> bool:
+        """See `Round`."""
+        return all(part.is_due() for part in self._parts)
+
     def settle(self) -> None:
         """See `Round`."""
         for part in self._parts:
             part.settle()
-
-    def finish(self) -> None:
-        """See `Round`."""
-        for part in self._parts:
-            part.finish()

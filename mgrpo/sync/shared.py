@@ -129,10 +129,11 @@ class Sent:
         self._due = {peer: (link, link.count) for peer, link in links.items()}
         self._lost = lost
 
-    def settle(self) -> None:
-        """See `Round`. A slot that is not free yet is waited for when it is needed."""
+    def is_due(self) -> bool:
+        """See `Round`."""
+        return True
 
-    def finish(self) -> None:
+    def settle(self) -> None:
         """See `Round`."""
         for peer, (link, count) in self._due.items():
             with named([peer], self._lost):
@@ -145,14 +146,15 @@ class Received:
     def __init__(self, links: Mapping[int, Link], messages: Messages, lost: Lost) -> None:
         self._links, self._messages, self._lost = links, messages, lost
 
+    def is_due(self) -> bool:
+        """See `Round`."""
+        return True
+
     def settle(self) -> None:
         """See `Round`."""
         for peer, message in self._messages.items():
             with named([peer], self._lost):
                 self._links[peer].take(message)
-
-    def finish(self) -> None:
-        """See `Round`; `settle` has waited."""
 
 
 class Listener:

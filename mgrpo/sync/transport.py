@@ -22,14 +22,15 @@ Lost = Callable[[Sequence[int], Exception], Exception]
 class Round(Protocol):
     """Messages that are under way at the same time, at most one with each member."""
 
+    def is_due(self) -> bool:
+        """Whether to call `settle`: on CUDA once the messages have arrived or failed, on the CPU always, where it waits."""
+
     def settle(self) -> None:
-        """From here on what was received is in the views, and the room that the round took may be used again.
+        """Wait on the host until all messages have arrived.
 
-        On CUDA that holds for the device's later work; the host does not wait.
+        From here on what was received is in the views, and the room that the round took may be used again; on CUDA that
+        holds for the device's later work.
         """
-
-    def finish(self) -> None:
-        """Wait on the host until all messages have arrived."""
 
 
 class Transport(Protocol):

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -126,6 +127,7 @@ def _engine_class() -> type:
 
         init_info_cls, update_info_cls = Invitation, Update
         receiver: Receiver | None = None
+        padding: Sequence[torch.Tensor] = ()
 
         def init_transfer_engine(self, init_info: Invitation) -> None:
             invitation = init_info.invitation
@@ -135,7 +137,7 @@ def _engine_class() -> type:
                 check_model(self.model_config, invitation["model"])
                 return
             self.shutdown()
-            boxes = live_boxes(self.model, invitation["model"])
+            boxes, self.padding = live_boxes(self.model, invitation["model"])
             self.receiver = Receiver(boxes, worker=self.parallel_config.rank, invitation=invitation)
 
         def start_weight_update(self) -> None: ...
@@ -154,6 +156,9 @@ def _engine_class() -> type:
             if self.receiver is None:
                 raise RuntimeError("the engine has not joined a transfer group")
             self.receiver.receive(update_info.version)
+            # An engine that has slept wakes up with other memory, of which the sync writes the boxes only.
+            for view in self.padding:
+                view.zero_()
             if update_info.check:
                 self.receiver.report_digests(update_info.version)
 
@@ -221,6 +226,7 @@ class _RecordCopies(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.zeros: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.aten.copy_.default:
@@ -231,13 +237,20 @@ class _RecordCopies(TorchDispatchMode):
                 )
             self.copies.append((target, source))
             return target
-        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
-            return args[0]  # padding of the vocabulary: already zero
+        if func is torch.ops.aten.zero_.default or (func is torch.ops.aten.fill_.Scalar and args[1] == 0):
+            self.zeros.append(args[0])
+            return args[0]
         return func(*args, **(kwargs or {}))
 
 
-def live_boxes(model: torch.nn.Module, shape: dict[str, Any]) -> list[tuple[Box, torch.Tensor]]:
-    """Every slice of an HF tensor that this worker's live weights hold, found by running vLLM's own loader."""
+def live_boxes(
+    model: torch.nn.Module, shape: dict[str, Any]
+) -> tuple[list[tuple[Box, torch.Tensor]], list[torch.Tensor]]:
+    """Every slice of an HF tensor that this worker's live weights hold, found by running vLLM's own loader.
+
+    Returns:
+        The boxes with their views, and the views that the loader fills with zeros: the vocabulary's padding.
+    """
     from mgrpo.models.family import ModelShape
     from mgrpo.models.table import hf_tensors
 
@@ -259,4 +272,4 @@ def live_boxes(model: torch.nn.Module, shape: dict[str, Any]) -> list[tuple[Box,
             offset %= stride
         assert source.dim() == whole.dim() and target.shape == source.shape, (name, source.shape, target.shape)
         found.append((Box(name, tuple(start), tuple(source.shape)), target))
-    return found
+    return found, record.zeros

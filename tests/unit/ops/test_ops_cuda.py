@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import policy_loss_cases
 import pytest
@@ -226,6 +227,7 @@ def test_linear_logprobs_on_cuda_equals_float64(dtype: torch.dtype, tolerance: f
             with_entropy=True,
             logits_chunk=logits_chunk,
         )
+        assert entropy is not None
         loss = (logprobs * g_logprobs.cuda()).sum() + (entropy * g_entropy.cuda()).sum()
         return logprobs, entropy, *torch.autograd.grad(loss, leaves)
 
@@ -253,7 +255,7 @@ def test_kept_sets_on_cuda_equal_float64(head: str, dtype: torch.dtype) -> None:
         assert relative_error(got, expected) < limit
 
 
-def on_gpu(value: object) -> object:
+def on_gpu(value: Any) -> Any:
     if isinstance(value, tuple):
         parts = [on_gpu(part) for part in value]
         return KeptSets(*parts) if isinstance(value, KeptSets) else tuple(parts)
@@ -274,4 +276,4 @@ def test_bad_kept_sets_on_cuda_give_minus_infinity_without_a_wait() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert logprobs[0] == -torch.inf and logprobs[1:].tolist() == [0.0, 0.0]
-    assert logits.grad.count_nonzero() == 0
+    assert logits.grad is not None and logits.grad.count_nonzero() == 0

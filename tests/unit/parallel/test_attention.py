@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ def attention():
     return attention
 
 
-def describe(*pack: np.ndarray, **context: int):
+def describe(*pack: np.ndarray, **context: Any) -> Any:
     """The pack as the model sees it."""
     from mgrpo.parallel import packs
 
@@ -88,8 +89,9 @@ def described(documents: list[list[int]]) -> tuple[np.ndarray, np.ndarray, np.nd
     return cu_seqlens, np.concatenate(positions), np.concatenate(branches)
 
 
-def chosen(counts: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def chosen(counts: torch.Tensor | None, numbers: torch.Tensor | None) -> torch.Tensor:
     """`[query blocks, key blocks]` bool, from a block mask's ordered form."""
+    assert counts is not None and numbers is not None
     is_listed = torch.arange(numbers.shape[-1]) < counts[0, 0][:, None]
     return torch.zeros_like(is_listed).scatter(1, numbers[0, 0].long(), is_listed)
 
@@ -111,7 +113,8 @@ def test_blocks_of_flex_attention_hold_every_visible_pair(attention, name: str, 
     """Only CUDA reads blocks: without one of them, or with one called full in error, it attends to other tokens."""
     queries = describe(*described(BLOCKED[name]), **context).local_queries
     got = queries.block_mask(window)
-    exact = create_block_mask(got.mask_mod, None, None, *got.seq_lengths, device="cpu")
+    num_queries, num_keys = got.seq_lengths
+    exact = create_block_mask(got.mask_mod, None, None, num_queries, num_keys, device="cpu")
     partial, full = chosen(got.kv_num_blocks, got.kv_indices), chosen(got.full_kv_num_blocks, got.full_kv_indices)
     expected_full = chosen(exact.full_kv_num_blocks, exact.full_kv_indices)
     expected = chosen(exact.kv_num_blocks, exact.kv_indices) | expected_full

@@ -73,8 +73,8 @@ def one_sequence_after_another(
         ahead = columns - (rows + len(columns) - len(rows))
         left, right = window_size
         mask = (ahead <= right) & ((ahead >= -left) if left >= 0 else True)
-        operands = (x[a:b].transpose(0, 1) for x, (a, b) in ((query, q), (key, k), (value, k)))
-        out = F.scaled_dot_product_attention(*operands, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        rows_of, keys, values = (x[a:b].transpose(0, 1) for x, (a, b) in ((query, q), (key, k), (value, k)))
+        out = F.scaled_dot_product_attention(rows_of, keys, values, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
         parts.append(out.transpose(0, 1))
     return torch.cat(parts)
 

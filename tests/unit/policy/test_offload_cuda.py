@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+if TYPE_CHECKING:
+    from mgrpo.policy.policy import Policy
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
+Step = Callable[[], tuple[float, Any]]
+"""Trains once; the gradient norm and what the loss says."""
+
+
 @pytest.fixture(scope="module")
-def policies(tmp_path_factory):
+def policies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], tuple[Policy, Step]]]:
     """Makes a policy with a loss and packs for its steps; its weights take 40 MB in bfloat16."""
     from mgrpo.parallel import backend
 
@@ -27,12 +36,12 @@ def policies(tmp_path_factory):
     )
     samples = cases.random_samples(seed=0)
 
-    def make(zero_stage: int):
+    def make(zero_stage: int) -> tuple[Policy, Step]:
         policy = cases.make_policy(str(folder), {"zero_stage": zero_stage}, dtype=torch.bfloat16)
         policy.prepare_training(Optimizer(learning_rate=1e-3), num_optimizer_steps=4)
         packs, _ = cases.own_packs(policy, samples, share_prompts=False, pack_length=64)
 
-        def step():
+        def step() -> tuple[float, Any]:
             result = policy.train_step(
                 policy.microbatches(packs), lambda logprobs, entropy, batch: (-logprobs.mean(), float(logprobs.mean()))
             )
@@ -48,7 +57,9 @@ def policies(tmp_path_factory):
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_memory_goes_back_to_the_device_and_the_steps_are_the_same(policies, zero_stage):
+def test_memory_goes_back_to_the_device_and_the_steps_are_the_same(
+    policies: Callable[[int], tuple[Policy, Step]], zero_stage: int
+) -> None:
     """What torch's allocator keeps, no engine on this GPU can use; a value that is not restored trains another model."""
     plain, step = policies(zero_stage)
     truth = [step() for _ in range(3)]

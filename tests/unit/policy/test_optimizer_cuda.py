@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +15,21 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
+@dataclass
+class Training:
+    """Four steps of a small model on some samples."""
+
+    model: str
+    samples: list[Any]
+
+    def __call__(self, saved: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+        from tests.ranks import cases
+
+        return cases.train_steps(self.model, {}, self.samples, settings=settings, dtype="bfloat16", **saved or {})
+
+
 @pytest.fixture(scope="module")
-def train(tmp_path_factory):
+def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
     from mgrpo.parallel import backend
 
     backend.install()
@@ -22,18 +39,12 @@ def train(tmp_path_factory):
     from tests.tiny_models import save_tiny
 
     folder = save_tiny(tmp_path_factory.mktemp("model"), "qwen2")
-    samples = cases.random_samples(seed=0)
-
-    def run(saved: dict | None = None, **settings):
-        return cases.train_steps(str(folder), {}, samples, settings=settings, dtype="bfloat16", **saved or {})
-
-    run.model, run.samples = str(folder), samples
-    yield run
+    yield Training(str(folder), cases.random_samples(seed=0))
     backend.leave_process_groups()
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_offloaded_states_learn_the_same(train, fraction):
+def test_offloaded_states_learn_the_same(train: Training, fraction: float) -> None:
     """An update on the host that misses a step or a parameter trains another model."""
     plain = train()
     offloaded = train(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
@@ -42,14 +53,14 @@ def test_offloaded_states_learn_the_same(train, fraction):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="no Transformer Engine")
-def test_precision_aware_states_learn_nearly_the_same(train):
+def test_precision_aware_states_learn_nearly_the_same(train: Training) -> None:
     """Moments in bf16 round; a run that diverges has lost more than that."""
     plain = train()
     rounded = train(use_precision_aware_optimizer=True, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16")
     assert rounded["losses"] == pytest.approx(plain["losses"], rel=2e-2)
 
 
-def test_a_state_saved_from_the_device_continues(train, tmp_path):
+def test_a_state_saved_from_the_device_continues(train: Training, tmp_path: Path) -> None:
     """Masters and moments travel through host memory; a run that continues must not notice."""
     plain = train()
     train({"save_to": str(tmp_path), "save_after": 2})
@@ -58,7 +69,7 @@ def test_a_state_saved_from_the_device_continues(train, tmp_path):
     assert continued["grad_norms"] == pytest.approx(plain["grad_norms"][2:], rel=1e-2)
 
 
-def test_the_export_holds_the_trained_weights(train, tmp_path):
+def test_the_export_holds_the_trained_weights(train: Training, tmp_path: Path) -> None:
     """A copy that has not arrived from the device when the file is written exports what was there before."""
     from mgrpo.config.schema import Optimizer
     from mgrpo.model_io.hf_export import export_hf

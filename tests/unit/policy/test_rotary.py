@@ -31,7 +31,8 @@ def operands(dtype: torch.dtype, device: str) -> list[torch.Tensor]:
 
 
 def with_gradients(results: list[torch.Tensor], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    weighted = sum((result * torch.arange(HEAD_DIM, device=result.device)).sum() for result in results)
+    weights = torch.arange(HEAD_DIM, device=results[0].device)
+    weighted = torch.stack([(result * weights).sum() for result in results]).sum()
     return [*results, *torch.autograd.grad(weighted, leaves)]
 
 

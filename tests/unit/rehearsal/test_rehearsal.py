@@ -46,7 +46,7 @@ UNREACHED = {
     "architecture.py block": "Transformer Engine's layers, which need a GPU; their names and shapes are recorded",
     "model.py build": "the same",
     "attention.py shared_prompts_pay": "is asked by rank 0, which makes the packs",
-    "group.py finish": "a peer does not answer",
+    "group.py is_due": "a peer does not answer",
     "library.py ops_for": "kernels for CUDA are taken to be built",
     "products.py _add_product": "runs in autograd's own thread, whose lines are not recorded",
     "head.py inverse_temperature": "a temperature for each row, which the learner does not have",
@@ -307,6 +307,5 @@ def test_every_branch_for_cuda_has_run(rehearsals):
 def test_branches_for_cuda_are_found():
     """Or the table above would be empty because nothing was read."""
     found = {f"{branch.file.name} {branch.function}": branch for file in WATCHED for branch in branches(file)}
-    assert {"group.py finish", "backend.py random_states"} <= found.keys()
-    # finish: the branch, and the method that its side for CUDA calls
-    assert len(found["group.py finish"].statements) > 4
+    assert {"group.py is_due", "backend.py random_states"} <= found.keys()
+    assert len(found["group.py is_due"].statements) > 4

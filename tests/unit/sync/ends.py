@@ -124,13 +124,13 @@ def settings(port: int, **more: Any) -> dict[str, Any]:
     return {"dtype": torch.float32, "port": port, "bucket_bytes": 1 << 12, "timeout_s": 60, **more}
 
 
-def receive_on_gpu(port: int, versions: int) -> None:
-    """The only worker, which shares the GPU with training rank 0. A process of its own."""
+def receive_from_learner(port: int, versions: int, device: str) -> None:
+    """The only worker, which shares the device with training rank 0. A process of its own."""
     model, train, infer = small()
     sender = make_senders(model, train, infer, whole(model, torch.bfloat16, seed=0), **settings(port, share_gpus=True))[
         0
     ]
-    _, receiver = make_receiver(model, infer, 0, torch.bfloat16, sender, "cuda:0")
+    _, receiver = make_receiver(model, infer, 0, torch.bfloat16, sender, device)
     for version in range(versions):
         receiver.receive(version)
         receiver.report_digests(version)

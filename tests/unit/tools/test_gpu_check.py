@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import tomllib
 import torch
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
@@ -62,7 +63,7 @@ def test_every_mode_trains_and_agrees_with_float32(tmp_path: Path) -> None:
 
 def steps_on(device: str, models: Path, out: Path) -> dict[str, dict]:
     """Float32 training of every small model, by its mode."""
-    command = [sys.executable, TOOLS / "gpu_check_training.py", "--device", device, "--size", "tiny"]
+    command: list[str | Path] = [sys.executable, TOOLS / "gpu_check_training.py", "--device", device, "--size", "tiny"]
     subprocess.run(
         [*command, "--folder", models, "--out", out, "fp32", "experts fp32", "softcap fp32"],
         env=os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
@@ -139,13 +140,24 @@ def test_every_part_has_its_share_of_ten_minutes(check: ModuleType, left_out: st
 
 def test_only_files_with_gpu_tests_are_collected(check: ModuleType, tmp_path: Path, monkeypatch) -> None:
     """The others import packages that a machine for a run does not have, and one error of collection ends pytest."""
-    commands = []
-    monkeypatch.setattr(check, "run", lambda command, place, *_: commands.append(command) or (0, "1 passed"))
+    commands: list[list[str | Path]] = []
+
+    def run(command: list[str | Path], *_: object) -> tuple[int, str]:
+        commands.append(command)
+        return 0, "1 passed"
+
+    monkeypatch.setattr(check, "run", run)
     assert check.gpu_tests(check.Place("cuda", True, tmp_path, time.monotonic() + 30)).status == "passed"
     places = [Path(part) for part in commands[0] if "tests" in Path(part).parts]
     names = {place.name for place in places}
     assert {"test_ops_cuda.py", "test_attention_kernels.py", "test_rotary.py", Path(__file__).name} <= names
     assert all(place.is_file() and "pytest.mark.gpu" in place.read_text() for place in places)
+
+
+def test_types_of_gpu_tests_are_checked(check: ModuleType) -> None:
+    """CI cannot run them: mypy alone notices a call that the code no longer takes."""
+    files = tomllib.loads((check.ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["files"]
+    assert files == ["mgrpo", *(str(path.relative_to(check.ROOT)) for path in check.files_with_gpu_tests())]
 
 
 def test_gpu_tests_without_pytest_say_what_to_install(check: ModuleType, tmp_path: Path, monkeypatch) -> None:
