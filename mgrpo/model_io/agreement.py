@@ -15,7 +15,7 @@ import torch
 
 from mgrpo import packing
 from mgrpo.layout import Layout
-from mgrpo.model_io.megatron_folder import model_reader
+from mgrpo.model_io.reader import model_reader
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.types import TrainSample
 

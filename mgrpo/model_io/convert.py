@@ -32,10 +32,11 @@ from mgrpo.model_io.hf_folder import (
     same_bits,
     write_hf,
 )
+from mgrpo.model_io.megatron_checkpoint import MegatronCheckpoint, checkpoint_bytes, write_checkpoint
 from mgrpo.model_io.megatron_folder import MegatronFolder, is_megatron_folder, stored_bytes, write_megatron
 from mgrpo.models.cuts import layout_problems
 from mgrpo.models.family import ModelShape, is_on_hub, read_hf_config, shape_of
-from mgrpo.models.files import MEGATRON
+from mgrpo.models.files import MEGATRON, torch_dist_folder
 from mgrpo.models.hub import Part, fetch
 from mgrpo.models.memory import DTYPE_BYTES
 from mgrpo.models.table import Box, Shape, hf_tensors
@@ -50,7 +51,7 @@ MASTER = "master"
 def hf_to_megatron(
     hf: str | Path,
     out: str | Path,
-    layout: Layout,
+    layout: Layout | None,
     *,
     file_bytes: int = FILE_BYTES,
     verify: bool = False,
@@ -58,24 +59,26 @@ def hf_to_megatron(
 ) -> None:
     """Write the model of a Hugging Face folder as the ranks of `layout` hold it.
 
+    Args:
+        layout: None: a checkpoint in Megatron-core's own format, torch_dist, which is the same for every layout.
     Raises:
         ValueError: the model cannot be kept exactly, or not in this layout; nothing is written.
     """
     hf = _folder(hf, "model")
     config = read_hf_config(hf)
     shape = shape_of(config)
-    if problems := layout.problems() or list(layout_problems(config, layout)):
+    if layout and (problems := layout.problems() or list(layout_problems(config, layout))):
         raise ValueError("; ".join(problems))
     with new_folder(Path(out)) as folder:
         source = HfFolder(hf, shape)
-        with _Report(out, stored_bytes(shape, layout, source.dtypes)) as report:
+        sizes = stored_bytes(shape, layout, source.dtypes) if layout else checkpoint_bytes(shape, source.dtypes)
+        with _Report(out, sizes) as report:
             carry(hf, folder)
-            write_megatron(
-                source.read, shape, layout, source.dtypes, folder, file_bytes=file_bytes, tell=report.advance
-            )
+            write = partial(write_megatron, layout=layout) if layout else write_checkpoint
+            write(source.read, shape, dtypes=source.dtypes, folder=folder, file_bytes=file_bytes, tell=report.advance)
             report.written(folder)
             if verify:
-                written = MegatronFolder(folder)
+                written = MegatronFolder(folder) if layout else MegatronCheckpoint(folder, shape)
                 report.compare(written.boxes(), source.read)
                 written.check_sums()  # also of the padding
                 report.compare_logits(folder, hf, tolerance)
@@ -94,6 +97,7 @@ def megatron_to_hf(
     """Write a Hugging Face folder with the weights of a Megatron folder, or of a run's checkpoint `.../step_N`.
 
     Args:
+        checkpoint: a Megatron folder, a checkpoint of Megatron-core in format torch_dist, or one of our runs.
         hf: folder or name on the Hub that gives configuration and tokenizer; default the Megatron folder itself, or the model that the run
             started from.
         dtype: of the written weights; default the Megatron folder's own, or what the configuration says.
@@ -102,7 +106,7 @@ def megatron_to_hf(
     """
     with new_folder(Path(out)) as folder:
         beside = _folder(hf, "tokenizer") if hf else None
-        source = (_megatron_source if is_megatron_folder(checkpoint) else _run_source)(checkpoint, beside)
+        source = _source_of(checkpoint)(checkpoint, beside)
         dtypes = dict.fromkeys(source.dtypes, dtype) if dtype else source.dtypes
         num_bytes = sum(header_bytes((dtypes[name], full)) for name, full in hf_tensors(source.shape).items())
         with _Report(out, num_bytes) as report:
@@ -133,14 +137,32 @@ class _Source:
     """Everything that is stored."""
 
 
-def _megatron_source(path: str | Path, hf: str | Path | None) -> _Source:
-    stored, beside = MegatronFolder(path), Path(hf or path)
+def _source_of(checkpoint: str | Path) -> Callable[[str | Path, Path | None], _Source]:
+    """What reads a folder of this format."""
+    if is_megatron_folder(checkpoint):
+        return _megatron_source
+    return _torch_dist_source if torch_dist_folder(checkpoint) else _run_source
+
+
+def _megatron_source(path: str | Path, hf: Path | None) -> _Source:
+    stored, beside = MegatronFolder(path), hf or Path(path)
     _check_same(hf_tensors(stored.shape), path, beside)
     stored.check_sums()
     return _Source(beside=beside, shape=stored.shape, dtypes=stored.dtypes, read=stored.read, boxes=stored.boxes)
 
 
-def _run_source(path: str | Path, hf: str | Path | None) -> _Source:
+def _torch_dist_source(path: str | Path, hf: Path | None) -> _Source:
+    folder = torch_dist_folder(path)
+    assert folder is not None
+    beside = hf or next((own for own in (Path(path), folder.parent) if (own / "config.json").is_file()), None)
+    if beside is None:
+        raise ValueError(f"{path} has no config.json; give the folder with its config.json and tokenizer: --hf DIR")
+    stored = MegatronCheckpoint(path, shape_of(read_hf_config(beside)))
+    stored.check_sums()
+    return _Source(beside=beside, shape=stored.shape, dtypes=stored.dtypes, read=stored.read, boxes=stored.boxes)
+
+
+def _run_source(path: str | Path, hf: Path | None) -> _Source:
     try:
         checkpoint = open_checkpoint(path)
     except (DamagedCheckpoint, OtherVersion):
@@ -151,7 +173,7 @@ def _run_source(path: str | Path, hf: str | Path | None) -> _Source:
         raise ValueError(
             f"{path} holds adapters, not the model; continue the run, which exports the merged model and the adapter to hf/step_N"
         )
-    beside = hf or checkpoint.state.get("model_name_or_path")
+    beside: str | Path | None = hf or checkpoint.state.get("model_name_or_path")
     if not hf and (commit := checkpoint.state.get("commits", {}).get("model_name_or_path")):
         beside = fetch(str(beside), revision=commit, part="tokenizer").folder
     if not beside or not Path(beside).is_dir():
@@ -217,7 +239,7 @@ class _Report:
 
     def written(self, folder: Path) -> None:
         """Print size, time and memory, once all weights are in `folder`."""
-        num_files = len(list(folder.glob("*.safetensors")))
+        num_files = sum(path.suffix in (".safetensors", ".distcp") for path in folder.rglob("*"))
         peak = _memory_bytes("VmHWM")
         print(
             f"{self.out}: {self.num_bytes / 1e6:,.1f} MB of weights in {num_files} "
@@ -267,7 +289,7 @@ USAGE = """usage: mgrpo convert {hf-to-megatron|megatron-to-hf} ...
 
 Converts weights between Hugging Face and Megatron folders, bit for bit.
 
-  hf-to-megatron   a Hugging Face model into the ranks of a Megatron layout
+  hf-to-megatron   a Hugging Face model into the ranks of a Megatron layout, or into a checkpoint of Megatron-core
   megatron-to-hf   a Megatron folder, or a run's checkpoint, into a Hugging Face folder
 
 mgrpo convert COMMAND --help lists the flags of each.
@@ -286,7 +308,10 @@ def convert_command(argv: Sequence[str]) -> int:
 
 def hf_to_megatron_command(argv: Sequence[str], *, prog: str) -> int:
     """0 when the folder was written, 2 when it was refused, 1 when a file could not be read or written."""
-    parser = _parser(prog, "Writes a Hugging Face model as the ranks of a Megatron layout hold it; exact, or refused.")
+    parser = _parser(
+        prog,
+        "Writes a Hugging Face model as the ranks of a Megatron layout hold it, or as Megatron-core does; exact, or refused.",
+    )
     parser.add_argument(
         "--hf",
         metavar="DIR",
@@ -294,14 +319,28 @@ def hf_to_megatron_command(argv: Sequence[str], *, prog: str) -> int:
         help="Hugging Face folder (config.json, safetensors, tokenizer), or OWNER/NAME on the Hub",
     )
     _add_common(parser)
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", "torch_dist"),
+        default="safetensors",
+        help="our own files of each rank's weights, or Megatron-core's checkpoint for any layout (%(default)s)",
+    )
     for axis, (flag, text) in _LAYOUT_FLAGS.items():
-        default = None if axis.endswith("_layers") else 1
-        parser.add_argument(f"--{flag}", dest=axis, type=int, default=default, metavar="N", help=text)
+        parser.add_argument(f"--{flag}", dest=axis, type=int, metavar="N", help=text)
     args = parser.parse_args(argv)
-    sizes = {axis: getattr(args, axis) for axis in _LAYOUT_FLAGS}
-    ranks = max(args.pipeline, 1) * math.lcm(max(args.tensor, 1), max(args.expert, 1))
-    layout = Layout(world_size=ranks, **sizes)
-    return _run(prog, partial(hf_to_megatron, args.hf, args.out, layout, **_common(args)))
+    sizes = {axis: size for axis in _LAYOUT_FLAGS if (size := getattr(args, axis)) is not None}
+    return _run(prog, lambda: hf_to_megatron(args.hf, args.out, _layout(args.format, sizes), **_common(args)))
+
+
+def _layout(format: str, sizes: Mapping[str, Any]) -> Layout | None:
+    """The layout that flags describe; None for a format without one."""
+    if format == "torch_dist":
+        if sizes:
+            flag = _LAYOUT_FLAGS[next(iter(sizes))][0]
+            raise ValueError(f"--{flag} does not apply to --format torch_dist, which every layout loads; leave it out")
+        return None
+    pipeline, tensor, expert = (max(sizes.get(axis, 1), 1) for axis in ("pipeline", "tensor", "expert"))
+    return Layout(world_size=pipeline * math.lcm(tensor, expert), **sizes)
 
 
 _LAYOUT_FLAGS = {
@@ -319,7 +358,10 @@ def megatron_to_hf_command(argv: Sequence[str], *, prog: str) -> int:
     """0 when the folder was written, 2 when it was refused, 1 when a file could not be read or written."""
     parser = _parser(prog, "Writes a Megatron folder, or the weights of a run's checkpoint, as a Hugging Face folder.")
     parser.add_argument(
-        "--checkpoint", metavar="DIR", required=True, help="Megatron folder, or a run's OUTPUT_DIR/checkpoints/step_N"
+        "--checkpoint",
+        metavar="DIR",
+        required=True,
+        help="Megatron folder of either format, or a run's OUTPUT_DIR/checkpoints/step_N",
     )
     _add_common(parser)
     parser.add_argument(

@@ -133,10 +133,10 @@ def write_weights(
         LocalFolder(folder).replace(INDEX, json.dumps(index, indent=1).encode())
 
 
-def row_blocks(name: str, header: Header) -> Iterator[Box]:
+def row_blocks(name: str, header: Header, block_bytes: int = _BLOCK_BYTES) -> Iterator[Box]:
     """A tensor of at least one dimension in blocks of whole rows that are small enough to copy."""
     dtype, shape = header
-    step = max(_BLOCK_BYTES // max(header_bytes((dtype, shape[1:])), 1), 1)
+    step = max(block_bytes // max(header_bytes((dtype, shape[1:])), 1), 1)
     for start in range(0, shape[0], step):
         yield Box(name, (start, *[0] * (len(shape) - 1)), (min(step, shape[0] - start), *shape[1:]))
 

@@ -34,7 +34,7 @@ from mgrpo.model_io.hf_folder import Tell, dtype_name, header_bytes, row_blocks
 from mgrpo.models.family import ModelShape
 from mgrpo.models.files import MEGATRON
 from mgrpo.models.table import Box, LocalParameter, Shape, hf_tensors, local_parameters
-from mgrpo.policy.weights import Read, hf_reader
+from mgrpo.policy.weights import Read, parameter_rows
 
 VERSION = 2
 _AXES = ("tensor", "pipeline", "expert", "virtual_pipeline", "first_stage_layers", "last_stage_layers")
@@ -112,7 +112,7 @@ def write_megatron(
         ValueError: tensors that make up one parameter are of different types.
     """
     stored = stored_parameters(shape, layout)
-    kept = _parameter_dtypes(stored, dtypes)
+    kept = parameter_dtypes(stored, dtypes)
     files: dict[str, FileRecord] = {}
     places: dict[str, dict[str, str]] = {}
     for own, parameters in stored.items():
@@ -139,13 +139,13 @@ def write_megatron(
 def stored_bytes(shape: ModelShape, layout: Layout, dtypes: Mapping[str, torch.dtype]) -> int:
     """Size of everything that `write_megatron` writes."""
     stored = stored_parameters(shape, layout)
-    kept = _parameter_dtypes(stored, dtypes)
+    kept = parameter_dtypes(stored, dtypes)
     return sum(
         header_bytes((kept[name], own.shape)) for parameters in stored.values() for name, own in parameters.items()
     )
 
 
-def _parameter_dtypes(
+def parameter_dtypes(
     stored: Mapping[str, Mapping[str, LocalParameter]], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, torch.dtype]:
     # By name over all ranks, because one may hold only padding and takes the type of the others.
@@ -169,17 +169,9 @@ def _parameter_dtypes(
 def _blocks(
     parameters: Mapping[str, LocalParameter], dtypes: Mapping[str, torch.dtype], read: Read, tell: Tell, name: str
 ) -> Iterator[torch.Tensor]:
-    """A parameter's values in blocks of rows; those that no piece covers are 0."""
-    parameter, dtype = parameters[name], dtypes[name]
-    for rows in row_blocks("", (dtype, parameter.shape)):
-        values = torch.zeros(rows.shape, dtype=dtype)
-        for piece in parameter.pieces:
-            common = rows.intersect(Box("", piece.local, piece.box.shape))
-            if common is not None:
-                start = tuple(a - b + c for a, b, c in zip(common.start, piece.local, piece.box.start, strict=True))
-                part = read(Box(piece.box.name, start, common.shape))
-                assert part.dtype == dtype, (piece.box, part.dtype, dtype)
-                values[common.within(rows)].copy_(part)
+    """A parameter's values in blocks of rows."""
+    for rows in row_blocks("", (dtypes[name], parameters[name].shape)):
+        values = parameter_rows(parameters[name], rows, dtypes[name], read)
         tell(values.nbytes)
         yield values
 
@@ -199,11 +191,6 @@ def megatron_reader(folder: str | Path, shape: ModelShape) -> Read:
     if hf_tensors(stored.shape) != hf_tensors(shape):
         raise ValueError(f"{folder} holds weights of another model than its config.json says; convert the model again")
     return stored.read
-
-
-def model_reader(folder: str | Path, shape: ModelShape) -> Read:
-    """Reads boxes of HF tensors from a folder of either format, with the errors of its reader."""
-    return (megatron_reader if is_megatron_folder(folder) else hf_reader)(folder, shape)
 
 
 class MegatronFolder:

@@ -20,7 +20,24 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 """safetensors' names of the types that training reads."""
 MEGATRON = "megatron.json"
 """The file that makes a folder one of Megatron weights."""
-_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+TORCH_DIST, TORCH_DIST_INDEX, COMMON = "metadata.json", ".metadata", "common.pt"
+"""The files of one of Megatron-core's own checkpoints, in its format `torch_dist`."""
+TRACKER = "latest_checkpointed_iteration.txt"
+"""The file that says which checkpoint in its folder is the newest."""
+_WEIGHTS = (
+    ".safetensors",
+    ".index.json",
+    ".bin",
+    ".distcp",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".npz",
+)
 _TEMPLATES = "additional_chat_templates"
 """A folder that transformers makes for tokenizers with several templates."""
 _LFS_POINTER = b"version https://git-lfs"
@@ -138,16 +155,37 @@ def some(names: Iterable[str]) -> str:
     return names[0] if len(names) == 1 else f"{len(names)} tensors ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
 
 
+def torch_dist_folder(path: str | Path) -> Path | None:
+    """The folder of a checkpoint of Megatron-core: `path`, or the one in it that its tracker names; None for others.
+
+    Raises:
+        ValueError: the tracker names a checkpoint that is not there.
+    """
+    path = Path(path)
+    if (path / TORCH_DIST_INDEX).is_file() and (path / TORCH_DIST).is_file():
+        return path
+    if not (path / TRACKER).is_file():
+        return None
+    newest = (path / TRACKER).read_text(errors="replace").strip()[:20]
+    found = path / ("release" if newest == "release" else f"iter_{newest.zfill(7)}")
+    if not (newest == "release" or newest.isdecimal()) or torch_dist_folder(found) != found:
+        raise ValueError(
+            f"{path}: {TRACKER} says {newest!r}, but {found.name} is not a checkpoint in format torch_dist"
+        )
+    return found
+
+
 def files_beside(folder: Path) -> list[Path]:
     """What belongs to a model besides its weights: configurations, tokenizer, chat templates, model card, licence.
 
     Raises:
         ValueError: one of them is a link that leads out of the folder, whose content could be anything of this machine.
     """
+    weights = (*_WEIGHTS, MEGATRON, TRACKER, *([TORCH_DIST] if (folder / TORCH_DIST_INDEX).is_file() else []))
     beside = [
         path
         for path in (*sorted(folder.iterdir()), *sorted(folder.glob(f"{_TEMPLATES}/*")))
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith((*_WEIGHTS, MEGATRON))
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(weights)
     ]
     for path in beside:
         target = path.resolve()

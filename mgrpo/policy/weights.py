@@ -10,10 +10,23 @@ from safetensors import safe_open
 
 from mgrpo.models.family import ModelShape
 from mgrpo.models.files import tensor_files, weight_problems
-from mgrpo.models.table import Box
+from mgrpo.models.table import Box, LocalParameter
 
 Read = Callable[[Box], torch.Tensor]
 """Returns the values of one box of an HF tensor, wherever they are stored."""
+
+
+def parameter_rows(parameter: LocalParameter, rows: Box, dtype: torch.dtype, read: Read) -> torch.Tensor:
+    """Whole rows of a parameter, put together from HF tensors of the same type; what no piece covers is 0."""
+    values = torch.zeros(rows.shape, dtype=dtype)
+    for piece in parameter.pieces:
+        common = rows.intersect(Box(rows.name, piece.local, piece.box.shape))
+        if common is not None:
+            start = tuple(a - b + c for a, b, c in zip(common.start, piece.local, piece.box.start, strict=True))
+            part = read(Box(piece.box.name, start, common.shape))
+            assert part.dtype == dtype, (piece.box, part.dtype, dtype)
+            values[common.within(rows)].copy_(part)
+    return values
 
 
 def hf_reader(model_dir: str | Path, shape: ModelShape) -> Read:

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from mgrpo.layout import Layout
 from mgrpo.model_io.convert import hf_to_megatron
-from mgrpo.model_io.megatron_folder import model_reader, stem
+from mgrpo.model_io.megatron_folder import stem
+from mgrpo.model_io.reader import model_reader
 from tests.ranks import cases
 from tests.tiny_models import save_tiny
 

@@ -224,7 +224,7 @@ def test_nothing_is_written_when_a_tensor_does_not_come_back(model, tmp_path, mo
 
     def write(*args, **options):
         write_megatron(*args, **options)
-        flip(args[-1] / file)
+        flip(options["folder"] / file)
 
     monkeypatch.setattr(conversion, "write_megatron", write)
     refused(tmp_path / "out", lambda: hf_to_megatron(source, tmp_path / "out", layout_of(2), verify=True), words)

@@ -1,0 +1,94 @@
+"""What ranks do with Megatron-core's own checkpoints: save and load a GPTModel, whose experts are Megatron's own."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from mgrpo.types import TrainSample
+from tests.ranks import cases
+
+
+def megatrons_policy(model_dir: str, layout: dict[str, Any]) -> Any:
+    """A policy with the weights of a Hugging Face folder, whose chunks Megatron can save: its experts are SequentialMLP's."""
+    policy = cases.make_policy(model_dir, layout)
+    if policy.shape.experts:
+        grouped = [dict(chunk.named_parameters()) for chunk in policy.chunks]
+        policy.chunks = with_megatrons_experts(policy)
+        for chunk, values in zip(policy.chunks, grouped, strict=True):
+            for name, parameter in chunk.named_parameters():
+                before, found, after = name.partition("local_experts.")
+                if not found:
+                    parameter.data.copy_(values[name])
+                else:
+                    number, _, matrix = after.partition(".")
+                    stacked = values[before + matrix]
+                    parameter.data.copy_(stacked.view(-1, *parameter.shape)[int(number)])
+    return policy
+
+
+def with_megatrons_experts(policy: Any) -> list[Any]:
+    """New chunks for the policy's groups and shape."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from mgrpo.policy import architecture
+    from mgrpo.policy.model import build
+
+    assert policy.shape.experts is not None
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=policy.shape.experts.count)
+    with mock.patch.object(architecture, "GroupedExperts", spec.submodules.mlp.submodules.experts):
+        return build(
+            policy.shape,
+            policy.layout,
+            policy.dtype,
+            settings=policy.parallel,
+            logits_chunk=0,
+            fp32_logits=False,
+            trains_entropy=False,
+            scores_entropy=False,
+        )
+
+
+def sharded(policy: Any, metadata: dict[str, Any] | None) -> dict[str, Any]:
+    """The model's part of Megatron's state dict, under the names that Megatron-LM gives to chunks."""
+    return {
+        f"model{index}": chunk.sharded_state_dict(metadata=dict(metadata or {}))
+        for index, chunk in enumerate(policy.chunks)
+    }
+
+
+def save(model_dir: str, layout: dict[str, Any], folder: str, metadata: dict[str, Any] | None = None) -> None:
+    """What Megatron-LM writes to an `iter_*` folder, with parts that are no weights."""
+    from megatron.core import dist_checkpointing
+
+    policy = megatrons_policy(model_dir, layout)
+    state = sharded(policy, metadata)
+    state |= {"iteration": 10, "checkpoint_version": 3.0}
+    if dist.get_rank() == 0:
+        Path(folder).mkdir(parents=True)
+    dist.barrier()
+    # Megatron's writer starts processes, which the pool's ranks may not.
+    with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):
+        dist_checkpointing.save(state, folder, content_metadata=metadata)
+
+
+def load(model_dir: str, layout: dict[str, Any], folder: str, samples: list[TrainSample]) -> dict[str, Any]:
+    """Logits of a GPTModel after Megatron has loaded the weights; before, there are none."""
+    from megatron.core import dist_checkpointing
+
+    policy = cases.make_policy(model_dir, layout)
+    if policy.shape.experts:
+        policy.chunks = with_megatrons_experts(policy)
+    for chunk in policy.chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(torch.nan)
+    state = sharded(policy, dist_checkpointing.load_content_metadata(folder))
+    loaded = dist_checkpointing.load(state, folder)
+    for index, chunk in enumerate(policy.chunks):
+        chunk.load_state_dict(loaded[f"model{index}"])
+    return cases.policy_logits(policy, samples)
