@@ -2,6 +2,7 @@
 # make quickstart   install into .venv and watch GRPO raise a small model's accuracy
 # make test         the tests, on all cores, and the quickstart with its checks (installs what is missing)
 # make test-e2e     more runs and engines than make test starts; make test-all adds the slow ones
+# make test-gpu-config  what the packages for GPUs make of our engines and calls; needs 9 GB and gcc, and no GPU
 # make dev          install into .venv what tests and linters need as well
 # make lint         ruff, mypy, clang-format, hadolint and shellcheck
 # make docs         the documentation as a site, into build/site (installs only what that needs)
@@ -9,11 +10,11 @@
 VENV ?= .venv
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.txt csrc/*/*)
 
-.PHONY: quickstart test test-e2e test-all lint docs bench parity install dev clean
+.PHONY: quickstart test test-e2e test-all test-gpu-config record-gpu-config lint docs bench parity install dev clean
 install: $(VENV)/.installed
 	@echo "mgrpo is installed in $(VENV). Next: source $(VENV)/bin/activate; mgrpo --help; make quickstart"
 
-$(VENV)/.installed: requirements/install.sh requirements/cpu.txt requirements/gpu.txt $(NATIVE)
+$(VENV)/.installed: requirements/install.sh requirements/cpu.txt requirements/gpu.txt requirements/gpu.lock $(NATIVE)
 	sh requirements/install.sh $(VENV)
 	touch $@
 
@@ -28,18 +29,36 @@ quickstart: $(VENV)/.installed
 
 PYTEST := $(VENV)/bin/python -m pytest
 # A process for each core; what a file's tests share, they share in one process.
-ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/repo tests/ranks tests/unit
+ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder tests/repo tests/ranks tests/unit tests/gpu_config
+
+# The engines that `make test` starts.
+MAIN := tests/e2e/test_main_job.py tests/e2e/test_gpu_whole_run.py
 
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow" $(ON_ALL_CORES)
-	$(PYTEST) tests/e2e/test_main_job.py
+	$(PYTEST) $(MAIN)
 
 test-e2e: $(VENV)/.installed-dev
-	$(PYTEST) -m "not slow" tests/e2e --ignore tests/e2e/test_main_job.py
+	$(PYTEST) -m "not slow" tests/e2e $(addprefix --ignore ,$(MAIN))
 
 test-all: $(VENV)/.installed-dev
 	$(PYTEST) $(ON_ALL_CORES)
 	$(PYTEST) tests/e2e
+
+# On a machine without a GPU. GPU_VENV is the place of an environment that several checkouts share.
+GPU_VENV ?= build/gpu-venv
+$(GPU_VENV)/.installed-packages: requirements/gpu.txt requirements/gpu.lock requirements/dev.txt
+	MGRPO_CUDA=1 sh requirements/install.sh $(GPU_VENV) packages
+	$(GPU_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps \
+		$$(grep -E '^(iniconfig|pluggy|pytest|pytest-timeout)==' requirements/dev.txt)
+	touch $@
+
+test-gpu-config: $(GPU_VENV)/.installed-packages
+	$(GPU_VENV)/bin/python -m pytest tests/gpu_config
+
+record-gpu-config: $(GPU_VENV)/.installed-packages
+	mkdir -p build && $(GPU_VENV)/bin/python -m tests.gpu_config.record > build/recorded.json
+	mv build/recorded.json tests/gpu_config/recorded.json
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

@@ -20,27 +20,12 @@ from mgrpo.planner.hardware import GIB, GPUS, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
 from mgrpo.run.inputs import read_inputs
 from mgrpo.run.prompts import make_prompts
+from tests.shipped import EXAMPLES, FILES, SMOLLM2
 from tests.unit.data.conftest import make_tokenizer
 from tests.unit.data.real_tokenizers import REAL
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
-FILES = sorted(
-    str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.yaml") if path.parent.name not in ("cluster", "model")
-)
 RANKS = {"configs/smollm2.yaml": 2}
 """Learners where the file does not say how many, and one is not enough for its layout."""
-SMOLLM2 = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-"""Of the model that users convert into examples/smollm2/model."""
 LABELS = {
     "ai2-adapt-dev/rlvr_gsm8k_zs": ("gsm8k", "8"),
     "ai2-adapt-dev/math_ground_truth_zs": ("math", r"\frac{1}{2}"),
