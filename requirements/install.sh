@@ -13,9 +13,9 @@ torch_cpu_index=https://download.pytorch.org/whl/cpu
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 case $version in
 3.11) ;;
-3.12 | 3.13) echo "mgrpo: all pinned packages exist for Python $version, but they are tested together with 3.11 only" >&2 ;;
+3.12 | 3.13) echo "mgrpo: the tests have passed with Python $version as well (docs/installing.md), but only 3.11 is tested with every change" >&2 ;;
 *)
-    echo "mgrpo: the pinned packages are tested with Python 3.11 and exist for 3.11 to 3.13, but $python is $version; set PYTHON=/path/to/python3.11" >&2
+    echo "mgrpo: the pinned packages exist for Python 3.11 to 3.13, but $python is $version; set PYTHON=/path/to/python3.11" >&2
     exit 1
     ;;
 esac
@@ -44,13 +44,16 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
 if [ "$cuda" = 1 ]; then
     echo "mgrpo: installing the GPU packages into $venv"
-    pip install setuptools==78.1.1 -r "$here/gpu.txt"
+    pip install -r "$here/gpu.txt" -c "$here/gpu.lock"
 else
     echo "mgrpo: installing torch (CPU build) into $venv"
     # No CUDA build satisfies the local version +cpu. Some indexes have it; PyTorch's own always does.
-    pip install "$torch_cpu" 2>/dev/null || pip install "$torch_cpu" --index-url "$torch_cpu_index"
+    if ! pip install "$torch_cpu" 2>/dev/null && ! pip install "$torch_cpu" --index-url "$torch_cpu_index"; then
+        echo "mgrpo: no index that can be reached has $torch_cpu for Python $version; installing the CUDA build, which also runs on CPUs and takes 5 GB more" >&2
+        pip install "${torch_cpu%+cpu}" -c "$here/gpu.lock"
+    fi
     echo "mgrpo: installing the CPU packages"
-    pip install --no-deps setuptools==78.1.1 ninja==1.13.2 -r "$here/cpu.txt"
+    pip install --no-deps -r "$here/cpu.txt"
 fi
 if [ "${2:-}" = dev ]; then
     echo "mgrpo: installing the development packages"

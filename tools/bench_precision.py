@@ -121,7 +121,7 @@ def sampled(model: str, side: Side, prompts: Sequence[np.ndarray], *, samples: i
 
     async def sample() -> dict[str, np.ndarray]:
         actor = EngineActor()
-        await actor.start(engine_args(config, on_gpu=False) | {"dtype": side.dtype})
+        await actor.start(engine_args(config, on_gpu=False) | {"dtype": side.dtype}, has_local_core=True)
         await actor.seed(1)
         sampling = Sampling(num_samples=samples, max_tokens=tokens, temperature=1.0, stop_token_ids=(stop,))
         await actor.submit(prompt_batch(prompts, sampling))

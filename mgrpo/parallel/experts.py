@@ -5,6 +5,7 @@ Megatron has the same only for the CUTLASS package `grouped_gemm` or Transformer
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ REBOUND: tuple[tuple[str, str, str], ...] = (
     # (module under megatron.core, name, why)
     ("transformer.moe.token_dispatcher", "permute", "asks the device twice how many rows there are, which is known"),
 )
+_NO_PADDING = (None, None) if "align_size" in inspect.signature(megatron_permute).parameters else ()
 
 
 def install() -> None:
@@ -37,22 +39,25 @@ def permute(
     num_out_tokens: int | None = None,
     fused: bool = False,
     drop_and_pad: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    **padding: Any,
+) -> tuple[torch.Tensor | None, ...]:
     """Rows sorted by expert, once for each expert that a row has chosen.
 
     Args:
         rows: `[rows, hidden]`.
         chosen: `[rows, experts]` bool; `num_out_tokens` of it are true.
         probs: `[rows, experts]`.
+        padding: of each expert's rows, which megatron-core 0.19 may ask for.
     Returns:
-        `[num_out_tokens, hidden]`, the chosen probabilities `[num_out_tokens]`, and the number of each result's row.
+        `[num_out_tokens, hidden]`, the chosen probabilities `[num_out_tokens]`, and the number of each result's row; from
+        megatron-core 0.19 on also how the rows were padded: not at all.
     """
-    if fused or drop_and_pad or num_out_tokens is None:
-        return megatron_permute(rows, chosen, probs, num_out_tokens, fused, drop_and_pad)
+    if fused or drop_and_pad or num_out_tokens is None or padding:
+        return megatron_permute(rows, chosen, probs, num_out_tokens, fused, drop_and_pad, **padding)
     places = torch.nonzero_static(chosen.T.reshape(-1), size=num_out_tokens).squeeze(1)
     numbers = places % len(rows)
     kept = None if probs is None else probs.T.reshape(-1).index_select(0, places)
-    return rows.index_select(0, numbers), kept, numbers
+    return rows.index_select(0, numbers), kept, numbers, *_NO_PADDING
 
 
 class GroupedExperts(torch.nn.Module):
@@ -63,7 +68,12 @@ class GroupedExperts(torch.nn.Module):
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        # Of the layer, for logs; megatron-core 0.19 gives it.
+        name: str | None = None,
     ) -> None:
         super().__init__()
         install()

@@ -1,6 +1,6 @@
 """megatron-core as it is, on machines without CUDA and without Transformer Engine.
 
-megatron-core 0.16 refers to its device as `torch.cuda.<something>` or as the literal "cuda", both through the global name
+megatron-core refers to its device as `torch.cuda.<something>` or as the literal "cuda", both through the global name
 `torch` of its own modules. Without CUDA `install()` rebinds that name, in those modules only, to a stand-in whose current
 device is the CPU. megatron-core itself is not edited, and with CUDA the stand-in is not used.
 
@@ -191,8 +191,9 @@ def _supply_transformer_engine_names(module: types.ModuleType) -> None:
     names = module.__dict__
     if module.__name__ == "megatron.core.transformer.moe.moe_utils":
         names.setdefault("te_general_gemm", None)
+    # megatron-core 0.19 compares the class's name and no longer imports it.
     if module.__name__ == "megatron.core.distributed.fsdp.mcore_fsdp_adapter" and not isinstance(
-        names["TELinear"], type
+        names.get("TELinear", type), type
     ):
         names["TELinear"] = type("TELinear", (), {})
 

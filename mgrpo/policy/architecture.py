@@ -24,7 +24,7 @@ from mgrpo.parallel import backend
 from mgrpo.parallel.attention import PackedAttention
 from mgrpo.parallel.context import core_attention
 from mgrpo.parallel.experts import GroupedExperts
-from mgrpo.parallel.norms import HeadsNorm, NormThenAdd, RMSNorm
+from mgrpo.parallel.norms import NormThenAdd, RMSNorm
 from mgrpo.policy import transformer_engine
 from mgrpo.policy.rotary import RotaryAttention
 
@@ -159,9 +159,12 @@ def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[
     if norms_output:
         modules.self_attn_bda = modules.mlp_bda = ModuleSpec(NormThenAdd, params={"config": config})
     modules.self_attention.module = RotaryAttention
-    modules.self_attention.params["rope"] = shape.rope_kinds.index(rope)
+    own = {"rope": shape.rope_kinds.index(rope), "has_whole_norms": shape.qk_norm == "whole"}
+    modules.self_attention.params.update(own)
     if experts:
-        modules.mlp.submodules.experts = GroupedExperts
+        # megatron-core 0.19 has a partial in place of a ModuleSpec.
+        mlp = modules.mlp.keywords["submodules"] if isinstance(modules.mlp, partial) else modules.mlp.submodules
+        mlp.experts = GroupedExperts
     attention = modules.self_attention.submodules
     attention.core_attention = partial(
         core,
@@ -172,7 +175,4 @@ def _layer(config: TransformerConfig, shape: ModelShape, layer: int, core: type[
     )
     if shape.qk_norm == "head":
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    elif shape.qk_norm == "whole":
-        attention.q_layernorm = ModuleSpec(HeadsNorm, params={"heads": shape.heads})
-        attention.k_layernorm = ModuleSpec(HeadsNorm, params={"heads": shape.kv_heads})
     return spec

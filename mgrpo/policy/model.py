@@ -240,9 +240,9 @@ def _build_chunk(
 
 
 def _mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Mark which weights are shards, for the gradient norm: Megatron marks them only when it initialises them."""
+    """Mark which weights are shards, for the gradient norm: megatron-core 0.16 marks them only when it initialises them."""
     split_dim = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        if type(module) in split_dim and weight is not None:
+        if type(module) in split_dim and weight is not None and not hasattr(weight, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(weight, True, split_dim[type(module)], 1)

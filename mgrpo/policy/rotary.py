@@ -10,6 +10,7 @@ from megatron.core.transformer.attention import SelfAttention
 
 from mgrpo.models.rope import Rope
 from mgrpo.parallel import backend
+from mgrpo.parallel.norms import HeadsNorm
 
 
 def frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
@@ -70,9 +71,14 @@ class RotaryAttention(SelfAttention):
     Megatron's own rotation computes sines and cosines in every layer and asks the device for the lengths of documents.
     """
 
-    def __init__(self, *args: Any, rope: int, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rope: int, has_whole_norms: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rope = rope
+        if has_whole_norms:
+            # In the spec, megatron-core 0.19 wants `qk_layernorm` as well, which sums their gradients over tensor ranks.
+            config, size = self.config, self.hidden_size_per_attention_head
+            self.q_layernorm = HeadsNorm(config, config.num_attention_heads, size, config.layernorm_epsilon)
+            self.k_layernorm = HeadsNorm(config, config.num_query_groups, size, config.layernorm_epsilon)
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: Any, *, rotary_pos_emb: torch.Tensor, **kwargs: Any

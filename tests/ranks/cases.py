@@ -319,7 +319,11 @@ def _with_turns(sample: TrainSample, is_sampled: np.ndarray) -> TrainSample:
 
 def response_logits(model_dir: str, layout: dict[str, Any], samples: list[TrainSample]) -> dict[str, Any]:
     """This rank's vocabulary shard of the logits of every response row, by sample, in one pack."""
-    policy = make_policy(model_dir, layout)
+    return policy_logits(make_policy(model_dir, layout), samples)
+
+
+def policy_logits(policy, samples: list[TrainSample]) -> dict[str, Any]:
+    """The same of a policy."""
     packs, _ = own_packs(policy, samples, share_prompts=True, pack_length=4096)
     (microbatch,) = policy.microbatches(packs)
     captured = []

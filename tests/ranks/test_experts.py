@@ -140,7 +140,7 @@ def against_float64(model_dir: str, dtype: str) -> dict[str, list[float]]:
     probs, upstream = torch.rand(7, 5, generator=draw).requires_grad_(), torch.randn(rows.shape, generator=draw)
     leaves = [rows, probs, experts.linear_fc1.weight, experts.linear_fc2.weight]
     with patch.object(F, "grouped_mm", on_blackwell(F.grouped_mm)):
-        moved, kept, numbers = permute(rows, who_chose(), probs, num_out_tokens=14)
+        moved, kept, numbers, *_ = permute(rows, who_chose(), probs, num_out_tokens=14)
         results, _ = experts(moved, who_chose().sum(0), kept)
         found = torch.zeros_like(rows).index_add(0, numbers, results)
         found = [found.detach(), *torch.autograd.grad(found, leaves, upstream.to(found))]
@@ -180,7 +180,7 @@ def sorted_by_expert(with_probs: bool) -> list[str]:
 
     def run(permute) -> dict[str, torch.Tensor]:
         own_rows, own_probs = rows.clone().requires_grad_(), probs.clone().requires_grad_()
-        moved, kept, numbers = permute(own_rows, chosen, own_probs if with_probs else None, num_out_tokens=14)
+        moved, kept, numbers, *_ = permute(own_rows, chosen, own_probs if with_probs else None, num_out_tokens=14)
         (moved.square().sum() + (0 if kept is None else kept.pow(3).sum())).backward()
         found = {"moved": moved.detach(), "numbers": numbers, "rows": own_rows.grad}
         return found | ({"kept": kept.detach(), "probs": own_probs.grad} if with_probs else {})

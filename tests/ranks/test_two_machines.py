@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from mgrpo.processes.address import INTERFACES
+
 UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child")
 MACHINES = """
 set -e
@@ -33,7 +35,7 @@ RANK=0 "$2" -c "$3"
 wait $!
 """
 RANK = """
-import torch, torch.distributed as dist
+import os, torch, torch.distributed as dist
 from mgrpo.config import from_values
 from mgrpo.models.table import Box
 from mgrpo.run.environment import rank
@@ -61,7 +63,8 @@ transport = meet(store, members, dtype=torch.float32, device=torch.device("cpu")
 box, value = Box("weight", (0,), (1,)), torch.tensor([42.0 * (1 - own)])
 message = Message(LiveBoxes([(box, value)]), [box])
 (transport.send if own == 0 else transport.recv)({other: message}, lost=lambda peers, err: err).settle()
-print(f"rank {rank()} at {host}: {total.item():g}, {value.item():g}\\n", end="", flush=True)
+over = os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]
+print(f"rank {rank()} at {host} over {over}: {total.item():g}, {value.item():g}\\n", end="", flush=True)
 watch.leave(is_failing=False)
 """
 
@@ -69,7 +72,8 @@ watch.leave(is_failing=False)
 def on_two_machines(folder, program: str) -> subprocess.CompletedProcess[str]:
     """`program` on node0 as rank 0 and on node1 as rank 1; each knows itself as 127.0.1.1."""
     environment = {
-        **os.environ,
+        # Ray in this process, which another test has started, is not theirs.
+        **{name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name not in INTERFACES},
         "MASTER_ADDR": "node0",
         "MASTER_PORT": "29500",
         "WORLD_SIZE": "2",
@@ -77,7 +81,6 @@ def on_two_machines(folder, program: str) -> subprocess.CompletedProcess[str]:
         "LOCAL_RANK": "0",
         "OMP_NUM_THREADS": "1",
     }
-    environment.pop("GLOO_SOCKET_IFNAME", None)
     command = [*UNSHARE, "sh", "-c", MACHINES, "sh", str(folder), sys.executable, program]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
 
@@ -88,4 +91,7 @@ def test_ranks_of_machines_that_know_themselves_by_loopback_meet(tmp_path):
     if "two machines" not in done.stdout:
         pytest.skip(f"this user cannot make networks: {done.stderr.strip()}")
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
-    assert said == ["rank 0 at 10.77.0.1: 3, 42", "rank 1 at 10.77.0.2: 3, 42"], done.stdout + done.stderr
+    assert said == [
+        "rank 0 at 10.77.0.1 over ('veth0', '=veth0'): 3, 42",
+        "rank 1 at 10.77.0.2 over ('veth1', '=veth1'): 3, 42",
+    ], done.stdout + done.stderr

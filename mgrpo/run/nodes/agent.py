@@ -27,6 +27,7 @@ from mgrpo.processes.lifetime import adopt_orphans
 from mgrpo.rollout.start import RayNode, serving_gpus
 from mgrpo.run.nodes.job import Job, about, gpu_problems, share_of
 from mgrpo.run.nodes.meeting import Event, Guest, Meeting, MeetingError, Message, differences
+from mgrpo.run.nodes.packages import package_notes
 from mgrpo.run.nodes.place import Place
 from mgrpo.run.ranks import GRACE_S, POLL_S, Ranks
 
@@ -198,6 +199,8 @@ class Leader(_Agent):
         found += gpu_problems(config, self.job, ranks_a_node, self.meeting.about)
         if found:
             raise ConfigError(found)
+        for note in package_notes(self.meeting.about):
+            _report(note)
         return config, ranks_a_node
 
     def _wait_for_ray(self) -> None:

@@ -451,7 +451,7 @@ def test_rounds_and_free_running_give_the_same_trajectories(in_rounds: bool) -> 
     [
         ("plain", {}, "it must be an async function"),
         ("echo", {"turn": 3}, "got an unexpected keyword argument 'turn'"),
-        ("needs_more", {}, "missing a required argument: 'what'"),
+        ("needs_more", {}, "missing a required (keyword-only )?argument: 'what'"),
     ],
 )
 def test_what_cannot_be_a_program_is_refused_at_the_start(name: str, settings: dict[str, Any], why: str) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,18 @@ def test_other_arguments_on_one_node_are_refused(nodes):
         nodes.start(rank, "wait()", words=(*CONFIG, "--seed", str(rank // 2)))
     assert nodes.codes() == [2, 2, 2]
     assert "arguments of the training differs" in nodes.text(0) and "--seed 1" in nodes.text(0)
+
+
+def test_another_package_on_one_node_is_told_and_the_run_goes_on(nodes, tmp_path):
+    """Nodes that were installed on different days differ in some package; a run needs few of them equal."""
+    info = tmp_path / "more" / "rich-0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rich\nVersion: 0.1\n")
+    for rank in range(3):
+        nodes.start(rank, "", **({"PYTHONPATH": str(tmp_path / "more")} if rank == 2 else {}))
+    assert nodes.codes() == [0, 0, 0]
+    note = f"packages on node 2 ({socket.gethostname()}) differ from node 0's: rich 0.1 instead of {version('rich')}"
+    assert f"mgrpo: {note}; the run goes on\n" in nodes.text(0)
 
 
 @pytest.mark.parametrize(

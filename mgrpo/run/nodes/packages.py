@@ -1,0 +1,48 @@
+"""Whether the nodes of a run have the same packages: all that are installed, of which a run imports some only at times."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from importlib.metadata import distributions
+from typing import Any
+
+NUM_NAMED = 8
+"""Packages that are named where a node's differ; of the others the number is told."""
+
+
+def installed() -> dict[str, str]:
+    """Name -> version of every package, as imports find them: the first on the path."""
+    found: dict[str, str] = {}
+    for package in distributions():
+        # What an interrupted pip has left has no name.
+        if name := package.metadata["Name"]:
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), package.version)
+    return found
+
+
+def package_notes(about: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """How the `packages` of other nodes differ from node 0's, one sentence for all nodes that differ alike.
+
+    What a run certainly needs equal is under `same`, see `differences`; with other packages it goes on.
+    """
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, told in sorted(about.items()):
+        if found := tuple(_other_packages(told["packages"], expected=about[0]["packages"])):
+            alike.setdefault(found, []).append(rank)
+    notes = []
+    for found, ranks in alike.items():
+        nodes = ", ".join(f"node {rank} ({about[rank]['host']})" for rank in ranks)
+        more = f" and {len(found) - NUM_NAMED} more" if len(found) > NUM_NAMED else ""
+        notes.append(f"packages on {nodes} differ from node 0's: {', '.join(found[:NUM_NAMED])}{more}; the run goes on")
+    return notes
+
+
+def _other_packages(here: Mapping[str, str], *, expected: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted(here.keys() | expected.keys()):
+        if name not in here:
+            yield f"{name} missing"
+        elif name not in expected:
+            yield f"{name} {here[name]} in addition"
+        elif here[name] != expected[name]:
+            yield f"{name} {here[name]} instead of {expected[name]}"
