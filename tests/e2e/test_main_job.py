@@ -50,7 +50,13 @@ def test_trainer_and_engine_agree_on_logprobs(finished):
 
 def test_a_run_that_ends_well_reports_no_failure_of_ray(finished):
     """Ray's daemons end with the run: taken for their failure, it would end a slow shutdown with exit code 1."""
-    assert not (finished.output_dir / "engine_logs").exists()
+    assert [file.name for file in (finished.output_dir / "engine_logs").iterdir()] == ["engine_0.txt"]
+
+
+def test_what_the_engine_has_chosen_is_in_the_runs_folder_and_not_in_the_terminal(finished):
+    """Whoever is called at night reads it there; between the steps of a run nobody could."""
+    log = (finished.output_dir / "engine_logs" / "engine_0.txt").read_text()
+    assert "KV cache size: " in log and "KV cache size: " not in finished.text()
 
 
 def test_weights_are_synchronised_after_every_step(finished):

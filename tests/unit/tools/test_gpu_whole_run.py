@@ -1,0 +1,91 @@
+"""What tools/gpu_whole_run.py makes of a run's figures; the stages themselves run in tests/e2e/test_gpu_whole_run.py."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
+
+
+@pytest.fixture
+def whole_run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module("gpu_whole_run")
+
+
+@pytest.fixture
+def made_run(tmp_path: Path) -> Path:
+    """A run's folder of 20 steps, whose reward rises from 0.3 to 0.68."""
+    steps = [
+        {
+            "step": n,
+            "policy_version": n,
+            "reward": 0.28 + 0.02 * n,
+            "debug/vllm_vs_local_logprob_diff_mean": 0.002,
+            "time/actor_tokens_per_second": 1000 * n,
+            **{f"time/{part}": 0.1 for part in ("generate", "train", "sync", "total")},
+        }
+        for n in range(1, 21)
+    ]
+    lines = [{"step": 0, "eval/scores": 0.3}, *steps, {"step": 20, "eval/scores": 0.7}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "config.yaml").write_text("model_dtype: bfloat16\n")
+    (tmp_path / "engines.jsonl").write_text(json.dumps({"engines": [{"engine": 0, "starts": 1}]}) + "\n")
+    return tmp_path
+
+
+def test_a_run_that_learns_has_its_figures(whole_run: ModuleType, made_run: Path) -> None:
+    """Worked by hand: means of five steps, a median over the 18 steps after the first two."""
+    figures = whole_run.run_figures(made_run)
+    assert figures["first_reward"] == pytest.approx(0.34) and figures["last_reward"] == pytest.approx(0.64)
+    assert figures["tokens_per_s"] == 12000 and figures["heldout"] == [0.3, 0.7]
+    assert whole_run.run_problems(figures) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"last_reward": 0.35}, "the reward has not risen: 0.340 to 0.350"),
+        ({"logprob_difference": 0.03}, "engine and learner are 0.03 apart, 0.02 is allowed"),
+        ({"dtype": "float32"}, "engine and learner are 0.002 apart, 0.001 is allowed"),
+        ({"policy_version": 19}, "only 19 of 20 steps have changed the weights"),
+        ({"engine_starts": 2}, "the engine was started 2 times"),
+    ],
+)
+def test_what_a_run_must_not_be(whole_run: ModuleType, made_run: Path, changed: dict, problem: str) -> None:
+    """A run that ends with 0 may still have trained on a broken engine."""
+    assert whole_run.run_problems(whole_run.run_figures(made_run) | changed) == [problem]
+
+
+def test_a_short_run_need_not_learn(whole_run: ModuleType, made_run: Path) -> None:
+    """`--total_episodes` for a first look."""
+    figures = whole_run.run_figures(made_run) | {"steps": 6, "policy_version": 6, "last_reward": 0.0}
+    assert whole_run.run_problems(figures) == []
+
+
+def test_answers_differ_from_their_first_other_token_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows another token has another context: its log-probabilities say nothing."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    engine = importlib.import_module("gpu_whole_run_engine")
+
+    def answer(tokens: list[int], logprobs: list[float]) -> dict[str, np.ndarray]:
+        return {"tokens": np.array(tokens), "logprobs": np.array(logprobs)}
+
+    first = [answer([1, 2, 3], [-1.0, -1.0, -1.0]), answer([4], [-2.0])]
+    second = [answer([1, 9, 3], [-1.5, -7.0, -7.0]), answer([4], [-2.25])]
+    assert engine.difference(first, second) == {"tokens": 2 / 4, "logprobs": 0.5}
+
+
+def test_a_stage_that_does_not_exist_is_refused() -> None:
+    """Before anything has run."""
+    command = [sys.executable, TOOLS / "gpu_whole_run.py", "quickstrat"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "unknown stage 'quickstrat'; choose from join, imports" in done.stderr
