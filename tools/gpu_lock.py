@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from packaging.utils import canonicalize_name
 
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
 UNLIKE_CPU = {"apache-tvm-ffi": "vllm's GPU build asks for exactly 0.1.11"}
@@ -26,17 +27,14 @@ HEAD = """\
 Versions = dict[str, str]
 
 
-def normal(name: str) -> str:
-    """The name by which packages are compared."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def resolve(python: str) -> tuple[str, Versions]:
     """The interpreter's version as markers have it, and the version of each package that it would install."""
     with tempfile.TemporaryDirectory() as folder:
         constraints, report = Path(folder, "constraints.txt"), Path(folder, "report.json")
         lines = (REQUIREMENTS / "cpu.txt").read_text().splitlines()
-        constraints.write_text("\n".join(line for line in lines if normal(line.partition("==")[0]) not in UNLIKE_CPU))
+        constraints.write_text(
+            "\n".join(line for line in lines if canonicalize_name(line.partition("==")[0]) not in UNLIKE_CPU)
+        )
         subprocess.run(
             [
                 *(python, "-m", "pip", "--quiet", "--disable-pip-version-check"),
@@ -48,7 +46,7 @@ def resolve(python: str) -> tuple[str, Versions]:
         found = json.loads(report.read_text())
     packages = [item["metadata"] for item in found["install"]]
     # An index may offer a build with a local version, such as torch's +cu130.
-    versions = {normal(package["name"]): package["version"].partition("+")[0] for package in packages}
+    versions = {canonicalize_name(package["name"]): package["version"].partition("+")[0] for package in packages}
     return found["environment"]["python_version"], versions
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import tomllib
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from tools.gpu_lock import UNLIKE_CPU, normal
+from tools.gpu_lock import UNLIKE_CPU
 
 ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -200,7 +201,7 @@ def pins(name: str) -> dict[str, str]:
     """Package -> version of each exact pin, without extras and local versions."""
     lines = (ROOT / "requirements" / name).read_text().splitlines()
     found = [re.fullmatch(r"([\w.-]+)(?:\[[\w,]+\])?==([^+,;\s]+)\S*.*", line) for line in lines]
-    return {normal(match[1]): match[2] for match in found if match}
+    return {canonicalize_name(match[1]): match[2] for match in found if match}
 
 
 def locked(python: str) -> dict[str, str]:
@@ -222,7 +223,7 @@ def test_the_lock_has_everything_that_the_gpu_list_asks_for(python):
     lock = locked(python)
     lines = (ROOT / "requirements" / "gpu.txt").read_text().splitlines()
     asked = [Requirement(line) for line in lines if not line.startswith("#")]
-    assert [line for line in asked if not line.specifier.contains(lock[normal(line.name)])] == []
+    assert [line for line in asked if not line.specifier.contains(lock[canonicalize_name(line.name)])] == []
     # Of what these ask for in turn.
     assert {"nvidia-nccl-cu13", "triton", "flashinfer-python", "pyzmq", "protobuf"} <= lock.keys()
 

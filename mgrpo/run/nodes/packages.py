@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import distributions
 from typing import Any
+
+from packaging.utils import canonicalize_name
 
 NUM_NAMED = 8
 """Packages that are named where a node's differ; of the others the number is told."""
@@ -17,7 +18,7 @@ def installed() -> dict[str, str]:
     for package in distributions():
         # What an interrupted pip has left has no name.
         if name := package.metadata["Name"]:
-            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), package.version)
+            found.setdefault(canonicalize_name(name), package.version)
     return found
 
 
