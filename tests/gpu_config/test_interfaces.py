@@ -17,7 +17,6 @@ import torch.distributed as dist
 from mgrpo.rollout.engine import Sampling
 from mgrpo.rollout.vllm.calls import sampling_settings
 from mgrpo.sync.group import join_group
-from tests.gpu_config.conftest import has_gpu_packages
 from tests.gpu_config.faked_h100 import ROOT, environment
 from tests.gpu_config.record import installed_versions
 from tests.gpu_config.uses import NCCL, OWNERS, PACKAGE, described, uses
@@ -34,7 +33,7 @@ def test_the_recording_is_what_the_packages_say(recorded: dict[str, Any]) -> Non
     """Where a recording is wrong, it lets wrong calls pass."""
     assert recorded["versions"] == installed_versions(), AGAIN
     found = described(uses())
-    missing = set() if has_gpu_packages() else {NCCL, f"{NCCL}.send"}
+    missing = set() if dist.is_nccl_available() else {NCCL, f"{NCCL}.send"}
     assert recorded["interfaces"].keys() - found.keys() == missing, AGAIN
     assert {owner: recorded["interfaces"].get(owner) for owner in found} == found, AGAIN
 

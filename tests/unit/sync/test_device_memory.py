@@ -39,7 +39,7 @@ def test_gpus_that_do_not_reach_each_other_are_named(monkeypatch) -> None:
     """CUDA says that peer access is not supported, and not between which of eight."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"of {device}"))
     offered = json.dumps(
-        {"gpu": "of a worker", "fields": [0, {"bytes": "00"}, 4, 0, {"bytes": "00"}, 0, {"bytes": "00"}, 1]}
+        {"gpu": "of a worker", "fields": [0, {"bytes": "00"}, 4, 0, {"bytes": "00"}, 0, {"bytes": "00"}, True]}
     )
     with pytest.raises(
         RuntimeError, match=r"GPU of cuda:3 cannot map the memory of GPU of a worker: .*vllm_mode=colocate"
