@@ -51,8 +51,9 @@ def mapped(offered: bytes, *, dtype: torch.dtype, device: torch.device) -> torch
         storage = untyped._new_shared_cuda(device.index or 0, *fields)
     except RuntimeError as err:
         raise RuntimeError(
-            f"GPU {gpu_name(device)} cannot map the memory of GPU {offer['gpu']}: {err}; vllm_mode=colocate needs peer access "
-            "between them (`nvidia-smi topo -p2p r`), or else vllm_tensor_parallel_size=1 with an engine for each learner"
+            f"GPU {gpu_name(device)} cannot map the memory of GPU {offer['gpu']}: {str(err).splitlines()[0]}; "
+            "vllm_mode=colocate needs peer access between them (`nvidia-smi topo -p2p r`), or else "
+            "vllm_tensor_parallel_size=1 with an engine for each learner"
         ) from err
     return torch.empty(0, dtype=dtype, device=device).set_(storage)
 
