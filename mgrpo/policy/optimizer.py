@@ -5,6 +5,7 @@ Unless noted, every method is collective over all learner ranks.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -143,8 +144,9 @@ class PolicyOptimizer:
             return [
                 buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers
             ]
-        buffers = [buffer for group in self._fsdp_groups() for buffer in (group.main_grad_buffer, group.hsdp_gbuf)]
-        return [buffer.data for buffer in buffers if buffer]
+        # The second is megatron-core 0.16's, where gradients have replicas.
+        own = [(group.main_grad_buffer, getattr(group, "hsdp_gbuf", None)) for group in self._fsdp_groups()]
+        return [buffer.data for buffers in own for buffer in buffers if buffer]
 
     def _fsdp_groups(self) -> list[Any]:
         """Megatron-FSDP's groups of parameters, each with its buffers."""
@@ -158,7 +160,9 @@ class PolicyOptimizer:
             pipeline = chunk.module.all_gather_pipeline
             for bucket in list(pipeline.param_gather_event_map):
                 pipeline.wait_bucket_ready(*bucket)
-            pipeline.reset()
+            # megatron-core 0.19 would keep the parameters outside of layers whole.
+            takes = inspect.signature(pipeline.reset).parameters
+            pipeline.reset(**({"preserve_non_fsdp_units": False} if takes else {}))
 
     def parameter(self, name: str) -> torch.Tensor:
         """One local parameter, whole, from the shards of all ranks that share it, which must all call."""
@@ -251,6 +255,8 @@ def _shard(
     """Megatron-FSDP around the chunks, for ZeRO-2 and 3."""
     fsdp.install()
     config.use_megatron_fsdp = True
+    # megatron-core 0.16 goes by `grad_reduce_in_fp32`; 0.19 would keep and sum gradients in the weights' type.
+    config.megatron_fsdp_main_grads_dtype = torch.float32
     config.data_parallel_sharding_strategy = "optim_grads" if layout.sharding == 2 else "optim_grads_params"
     config.overlap_param_gather = layout.sharding == 3
     largest_layer = max(

@@ -35,7 +35,12 @@ def test_the_recording_is_what_the_packages_say(recorded: dict[str, Any]) -> Non
     found = described(uses())
     missing = set() if dist.is_nccl_available() else {NCCL, f"{NCCL}.send"}
     assert recorded["interfaces"].keys() - found.keys() == missing, AGAIN
-    assert {owner: recorded["interfaces"].get(owner) for owner in found} == found, AGAIN
+    for owner, own in found.items():
+        told = recorded["interfaces"][owner]
+        assert told.keys() == own.keys(), AGAIN
+        # Of functions written in C a newer Python may know more signatures.
+        both = [name for name in own if told[name] is not None and own[name] is not None]
+        assert {name: told[name] for name in both} == {name: own[name] for name in both}, AGAIN
 
 
 @pytest.mark.parametrize("file", OWNERS)

@@ -19,8 +19,17 @@ class GroupAdam(torch.optim.Optimizer):
     holds nothing else.
     """
 
-    def __init__(self, params: Any, lr: float, betas: Any, eps: float, weight_decay: float, adam_w_mode: bool) -> None:
-        assert adam_w_mode
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: Any,
+        eps: float,
+        weight_decay: float,
+        adam_w_mode: bool,
+        capturable: bool = False,  # megatron-core 0.19 says it
+    ) -> None:
+        assert adam_w_mode and not capturable
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

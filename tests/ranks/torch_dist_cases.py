@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,8 +41,10 @@ def with_megatrons_experts(policy: Any) -> list[Any]:
     from mgrpo.policy.model import build
 
     assert policy.shape.experts is not None
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=policy.shape.experts.count)
-    with mock.patch.object(architecture, "GroupedExperts", spec.submodules.mlp.submodules.experts):
+    mlp = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=policy.shape.experts.count).submodules.mlp
+    # As in `architecture`: megatron-core 0.19 has a partial.
+    submodules = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+    with mock.patch.object(architecture, "GroupedExperts", submodules.experts):
         return build(
             policy.shape,
             policy.layout,

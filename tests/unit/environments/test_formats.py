@@ -61,7 +61,7 @@ def test_hermes_calls_are_read(text, content, calls):
         ('<tool_call>{"name": "add", "arguments": "4}"}</tool_call>', "", "its arguments are not"),
         ("<tool_call>add(4)</tool_call>", "", "not JSON"),
         ("<tool_call>", "", "not JSON"),
-        ('<tool_call>{"name": "add", "arguments": ' + "[" * 5000, "", "nested too deeply"),
+        ('<tool_call>{"name": "add", "arguments": ' + "[" * 200_000, "", "nested too deeply"),
         (
             '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 200 + "]" * 200 + "}}</tool_call>",
             "",

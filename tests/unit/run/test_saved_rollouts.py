@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 
 from mgrpo.run.saved_rollouts import packed, unpacked
@@ -54,7 +53,7 @@ def assert_equal(found: Completion, expected: Completion) -> None:
     assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
     assert (found.trajectory is None) == (expected.trajectory is None)
     if found.trajectory and expected.trajectory:
-        neutral = {"is_sampled": np.zeros(0, np.bool_), "branches": ()}
+        neutral = {"is_sampled": None, "branches": ()}
         assert dataclasses.replace(found.trajectory, **neutral) == dataclasses.replace(expected.trajectory, **neutral)
         ours, theirs = (
             [(branch.start, branch.end, branch.prompt_tokens.dtype, branch.prompt_tokens.tolist()) for branch in own]
