@@ -273,7 +273,7 @@ def pytest(place: Place, site: Site, files: Sequence[Path], options: Sequence[st
     """These files under pytest; nothing that ran is a failure."""
     command = [sys.executable, "-m", "pytest", "-vv", "-rs", "--no-header", "-p", "no:cacheprovider", *options, *files]
     status, output = site.run(command, place)
-    last = output.strip().splitlines()[-1] if output.strip() else ""
+    last = output.strip().splitlines()[-1].strip("= ") if output.strip() else ""
     if status == 0 and "passed" not in last:
         return Outcome(status="failed", note=last, output=output[-gpu_check.TAIL :])
     return outcome_of(status, output, note=last)
