@@ -192,7 +192,7 @@ def main() -> None:
         sums[archive], first = pieces.records, pieces.next
         size = sum(int(record["bytes"]) for record in pieces.records)
         print(
-            f"{archive}: {len(wheels)} wheels, {num_bytes / 2**20:.0f} MiB as {len(pieces.records)} pieces of together {size / 2**20:.0f} MiB"
+            f"{archive}: {len(wheels)} wheels, {num_bytes / 2**20:.0f} MiB of files, as {len(pieces.records)} pieces of together {size / 2**20:.0f} MiB"
         )
     (args.out / "1" / SUMS).write_text(json.dumps(sums, indent=1) + "\n")
 
