@@ -25,8 +25,8 @@ PLACES: dict[str, tuple[str, Callable[..., bool]]] = {
     # What rank 0 is about to call when an engine fails, and whether these arguments count.
     "generate": ("mgrpo.rollout.dispatch:Dispatcher.wait", lambda *args: True),
     "pause": ("mgrpo.rollout.fleet:Fleet.pause", lambda *args: True),
-    "transfer": ("mgrpo.sync.channel:Sender._sending", lambda *args: True),
-    "join": ("mgrpo.sync.channel:Sender._joining", lambda sender, engine, generation: generation > 0),
+    "transfer": ("mgrpo.sync.channel:Sender._delivery", lambda *args: True),
+    "join": ("mgrpo.sync.channel:Sender._meet", lambda sender, engine, generation: generation > 0),
     "evaluation": ("mgrpo.rollout.dispatch:Dispatcher.sample_evaluation", lambda *args: True),
 }
 FIRST_STEP = 5
