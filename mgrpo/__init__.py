@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mgrpo.config.peers.grpo_config import GRPOConfig
-    from mgrpo.run.launch import train
+    from mgrpo.run.start.launch import train
 
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "train"]
@@ -15,7 +15,7 @@ __all__ = ["GRPOConfig", "train"]
 def __getattr__(name: str) -> Any:
     # Importing the package must stay cheap: verifier workers and vLLM's processes do it too.
     if name == "train":
-        from mgrpo.run.launch import train
+        from mgrpo.run.start.launch import train
 
         return train
     if name == "GRPOConfig":

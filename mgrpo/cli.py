@@ -36,15 +36,15 @@ USAGE = """usage: mgrpo train [--nproc-per-node N] [--config FILE.yaml] [--name 
        mgrpo COMMAND --help, mgrpo --version
 """
 COMMANDS = {
-    "launch": ("mgrpo.run.nodes.command", "launch_command"),
-    "eval": ("mgrpo.run.evaluate", "eval_command"),
-    "rollout": ("mgrpo.run.rollout", "rollout_command"),
-    "engines": ("mgrpo.run.engines", "engines_command"),
+    "launch": ("mgrpo.run.nodes.launch_command", "launch_command"),
+    "eval": ("mgrpo.run.commands.evaluate", "eval_command"),
+    "rollout": ("mgrpo.run.commands.sample", "rollout_command"),
+    "engines": ("mgrpo.run.commands.engines", "engines_command"),
     "code-server": ("mgrpo.sandbox.server", "serve_command"),
     "index": ("mgrpo.environments.tools.indexing", "index_command"),
     "watch": ("mgrpo.telemetry.report", "watch_command"),
     "report": ("mgrpo.telemetry.report", "report_command"),
-    "plan": ("mgrpo.planner.command", "plan_command"),
+    "plan": ("mgrpo.planner.plan_command", "plan_command"),
     "convert": ("mgrpo.model_io.convert", "convert_command"),
 }
 """Module and function of each command that is imported only when it runs."""
@@ -113,10 +113,10 @@ def train_command(argv: Sequence[str], *, prog: str | None = None) -> int:
     data: they wait to be ended, and print theirs only if rank 0 has found none.
     """
     from mgrpo.processes.lifetime import die_with_parent
-    from mgrpo.run import ending
-    from mgrpo.run.environment import has_launcher, rank
-    from mgrpo.run.ranks import num_ranks_of, run_ranks
-    from mgrpo.run.result import NothingTrained
+    from mgrpo.run.ranks import ending
+    from mgrpo.run.ranks.local_ranks import num_ranks_of, run_ranks
+    from mgrpo.run.ranks.process import has_launcher, rank
+    from mgrpo.run.report.result import NothingTrained
 
     ending.begin()
     try:
@@ -158,7 +158,7 @@ def _train(argv: Sequence[str], *, prog: str | None, is_head: bool) -> None:
         text = show(raise_problems(config))
         sys.stdout.write(text if is_head else "")
         return
-    from mgrpo.run.launch import train, try_out
+    from mgrpo.run.start.launch import train, try_out
 
     (try_out if "--dry_run" in argv else train)(config)
 
@@ -169,7 +169,7 @@ def show(config: Config) -> str:
     found = problems(config, world_size=world_size, has_dataset=True)
     is_sound = all(problem.startswith("model_name_or_path") for problem in found)
     if is_sound and not config.has_length:
-        from mgrpo.run.check import with_length
+        from mgrpo.run.start.check import with_length
 
         config = with_length(config)
     notes = "".join(f"# {note}\n" for note in config.notes)

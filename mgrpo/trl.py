@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import mgrpo
 from mgrpo.config import Config, ConfigError
 from mgrpo.config.peers import grpo_config
-from mgrpo.run.environment import rank
-from mgrpo.run.result import step_of
-from mgrpo.run.upload import Uploads, token_warning
+from mgrpo.run.ranks.process import rank
+from mgrpo.run.report.result import step_of
+from mgrpo.run.report.upload import Uploads, token_warning
 
 if TYPE_CHECKING:
-    from mgrpo.run.result import TrainResult
+    from mgrpo.run.report.result import TrainResult
 
 LORA_NAMES = {
     "r": "lora_r",

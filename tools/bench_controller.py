@@ -192,13 +192,13 @@ def send(rank: int, ranks: int, store: str, num_bytes: int, results: Any) -> Non
     import torch.distributed as dist
 
     from mgrpo.layout import Layout
-    from mgrpo.parallel.broadcast import Channel
+    from mgrpo.parallel.broadcast import BroadcastChannel
 
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
     )
-    channel, layout = Channel(timeout_s=60), Layout(world_size=ranks)
+    channel, layout = BroadcastChannel(timeout_s=60), Layout(world_size=ranks)
     slices = [Constant(number, num_bytes) for number in range(ranks)] if rank == 0 else []
     ready = np.zeros(num_bytes, np.uint8)
 

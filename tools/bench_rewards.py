@@ -23,10 +23,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.catalog import find
-from mgrpo.rewards.pool import VerifierPool
+from mgrpo.rewards.registry import find
 from mgrpo.rewards.scorer import Scorer
 from mgrpo.rewards.verifier import Answer, Item
+from mgrpo.rewards.worker_pool import VerifierPool
 
 
 def item(verifier: str, completion: str, ground_truth: object) -> Item:

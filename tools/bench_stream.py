@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python tools/bench_stream.py
 
-All seconds are those of a simulated clock. Producer, dispatcher, scoring and the rules that they follow (`run/producer.py`,
-`run/groups.py`, `rollout/dispatch.py`, `rollout/shares.py`, `rollout/stream.py`) are mgrpo's own; engines, learners, answers and
+All seconds are those of a simulated clock. Producer, dispatcher, scoring and the rules that they follow (`run/produce/producer.py`,
+`run/produce/groups.py`, `rollout/dispatch.py`, `rollout/shares.py`, `rollout/stream.py`) are mgrpo's own; engines, learners, answers and
 rewards are made up. An engine decodes all its running samples at one speed: a token takes 10 ms + 0.12 ms for each of them + 40 ns for
 each token of their prompts, and a group begins with its prompt at 20,000 tokens a second, during which nothing is decoded. Samples for
 which an engine has no slot wait in it, in order. Answers are log-normal, cut at the longest, and belong to their prompts: all cases of a
@@ -38,8 +38,8 @@ from mgrpo.rollout.engine import FINISH_REASONS, Completions, Pause, PromptBatch
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.requests import Request
 from mgrpo.rollout.shares import Shares
-from mgrpo.run.producer import Producer
-from mgrpo.run.production import _samples_per_engine
+from mgrpo.run.produce.producer import Producer
+from mgrpo.run.produce.production import _samples_per_engine
 from mgrpo.types import Prompt, PromptId, RewardContext, RolloutGroup, Score, ScoredBatch, ScoredGroup
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -32,11 +32,11 @@ from bench_loop import cpu_model, rounded
 
 from mgrpo.config import Config, from_values
 from mgrpo.environments.environment import Call, Observation
-from mgrpo.environments.loop.episodes import Bounds
+from mgrpo.environments.loop.episodes import EpisodeBounds
 from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.environments.tools.calculate import calculate
 from mgrpo.environments.workers.instance import Answered, Ending
-from mgrpo.environments.workers.pool import Environments, Spec
+from mgrpo.environments.workers.pool import EnvironmentPool, Spec
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
@@ -171,7 +171,7 @@ def dispatching(fleet: Fleet, config: Config, in_rounds: bool | None) -> Iterato
         interaction = Interaction(
             Place(),
             Turns(),
-            Bounds(max_model_length=config.max_model_length, max_calls=TURNS, per_turn_max_tokens=TURN),
+            EpisodeBounds(max_model_length=config.max_model_length, max_calls=TURNS, per_turn_max_tokens=TURN),
             opened=lambda prompt, text, *, is_training: prompt,
             in_rounds=in_rounds,
             run_seed=1,
@@ -263,7 +263,7 @@ def check(groups: Sequence[RolloutGroup], turns: int) -> None:
 
 async def worker_rates(workers: int, args: argparse.Namespace) -> tuple[float, float]:
     """Calls, and beginnings with endings, that this many worker processes answer in a second."""
-    pool = Environments([Spec(entry="calculate")], pool_size=args.trajectories, num_workers=workers)
+    pool = EnvironmentPool([Spec(entry="calculate")], pool_size=args.trajectories, num_workers=workers)
     calls = [Call(name="calculate", arguments={"expression": EXPRESSION})]
     await pool.start()
     try:

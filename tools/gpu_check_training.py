@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from mgrpo.config import Config, from_values  # noqa: E402
-from mgrpo.run.environment import prepare_environment  # noqa: E402
+from mgrpo.run.ranks.process import prepare_environment  # noqa: E402
 
 prepare_environment(Config())
 
@@ -42,11 +42,11 @@ from mgrpo.models.family import ModelShape, read_hf_config, shape_of  # noqa: E4
 from mgrpo.parallel import backend  # noqa: E402
 from mgrpo.planner.hardware import Assumptions, Gpu, Hardware  # noqa: E402
 from mgrpo.planner.plan import RunPlan, plan_run  # noqa: E402
-from mgrpo.run.throughput import Throughput  # noqa: E402
+from mgrpo.run.report.throughput import Throughput  # noqa: E402
 from mgrpo.types import PackLengths, TrainSample  # noqa: E402
 
 if TYPE_CHECKING:
-    from mgrpo.run.learner import Learner
+    from mgrpo.run.train.learner import Learner
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ def train(mode: Mode, folder: Path, work: Work, device: torch.device) -> dict[st
     index, own, lengths = packed(samples, config)
     before = reset_memory(device)
     with one_rank() as host_group:
-        from mgrpo.run.learner import Learner
+        from mgrpo.run.train.learner import Learner
 
         learner = Learner(config, shape=shape, layout=layout_of(config, 1), host_group=host_group)
         steps = [one_step(learner, index, own, step, device) for step in range(1, mode.steps + 1)]

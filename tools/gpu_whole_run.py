@@ -58,7 +58,7 @@ IMPORTED = (
     "ray",
     "megatron.core",
     "mgrpo.policy.model",
-    "mgrpo.run.trainer",
+    "mgrpo.run.train.trainer",
 )
 ON_GPU_ONLY = {"vllm.v1.worker.gpu.model_runner", "vllm.device_allocator.cumem"}
 """Of those, what the CPU build cannot import."""

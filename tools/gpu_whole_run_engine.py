@@ -21,7 +21,7 @@ from typing import Any
 
 from mgrpo.config import Config, parse
 from mgrpo.rollout.engine import Completions, PromptBatch, Sampling
-from mgrpo.rollout.vllm.arguments import engine_args, engine_environment, serving_gpus
+from mgrpo.rollout.vllm.engine_arguments import engine_args, engine_environment, serving_gpus
 
 NUM_PROBLEMS = 64
 TIMEOUT_S = 60.0

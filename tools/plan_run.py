@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from mgrpo.planner.command import plan_command
+from mgrpo.planner.plan_command import plan_command
 
 if __name__ == "__main__":
     raise SystemExit(plan_command(sys.argv[1:], prog="plan_run.py"))

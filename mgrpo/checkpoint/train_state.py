@@ -20,7 +20,7 @@ from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.parallel import backend
 from mgrpo.policy.parameters import gather_boxes
 from mgrpo.policy.policy import Policy
-from mgrpo.policy.reference import Reference
+from mgrpo.policy.reference_policy import Reference
 from mgrpo.policy.shards import MOMENTS, Shard
 
 MASTER, REFERENCE, RANDOM = "master", "reference", "random"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mgrpo.models.hub import Snapshot
+from mgrpo.models.hub import HubSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Provenance:
     """Settings in steps that `counted` works out: a share of the run, or, for None, a pass over the data; until then they hold 1."""
     expected: Mapping[str, Any] = field(default_factory=dict)
     """Values that were given although they follow from others; `validate` compares."""
-    snapshots: Mapping[str, Snapshot] = field(default_factory=dict)
+    snapshots: Mapping[str, HubSnapshot] = field(default_factory=dict)
     """What the settings that hold a name on the Hub lead to on this machine."""
 
     def folder(self, setting: str, value: str | None) -> str | None:

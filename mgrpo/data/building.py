@@ -22,7 +22,7 @@ from mgrpo.data.amounts import Entry
 from mgrpo.data.checking import MOST_SHOWN, Row
 from mgrpo.data.encoding import Encoder, Recipe
 from mgrpo.data.prompt_set import ORDER, PROMPTS, STATISTICS, largest_token, num_tokens, open_prompts
-from mgrpo.data.sources import Source
+from mgrpo.data.sources import DataSource
 from mgrpo.data.statistics import statistics_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Selection:
     """Which rows a mix takes, in its order."""
 
     lines: tuple[Entry, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[DataSource, ...]
     """Each once."""
     numbers: tuple[int, ...]
     """The source of each line."""
@@ -147,7 +147,7 @@ def _encode(folder: Path, batches: Iterator[tuple[int, list[Row]]], encoder: Enc
     path.unlink()
 
 
-def _batches(sources: Sequence[Source], distinct: Sequence[np.ndarray]) -> Iterator[tuple[int, list[Row]]]:
+def _batches(sources: Sequence[DataSource], distinct: Sequence[np.ndarray]) -> Iterator[tuple[int, list[Row]]]:
     """The distinct rows, source after source, as many as are written at once."""
     for number, (source, wanted) in enumerate(zip(sources, distinct, strict=True)):
         batch: list[Row] = []
@@ -161,7 +161,7 @@ def _batches(sources: Sequence[Source], distinct: Sequence[np.ndarray]) -> Itera
         yield number, batch
 
 
-def _raise_problems(prompts: pyarrow.Table, sources: Sequence[Source], recipe: Recipe) -> None:
+def _raise_problems(prompts: pyarrow.Table, sources: Sequence[DataSource], recipe: Recipe) -> None:
     def origin(place: int) -> str:
         source, line = (prompts.column(name)[place].as_py() for name in ("source", "line"))
         return sources[source].origin(line)

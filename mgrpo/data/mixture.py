@@ -21,7 +21,7 @@ from mgrpo.data.checking import MOST_SHOWN
 from mgrpo.data.encoding import Recipe, Tools
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.rows import Contract
-from mgrpo.data.sources import Source, SourceReader
+from mgrpo.data.sources import DataSource, SourceReader
 from mgrpo.data.templates import check_kwargs, find_template
 from mgrpo.data.tokenizer import fingerprint
 from mgrpo.data.trial import exceeded
@@ -210,12 +210,12 @@ class BadData(ValueError):
         verifiers: names in the rows that could be read, with the "file:line" of their first use.
     """
 
-    def __init__(self, message: str, sources: Sequence[Source]) -> None:
+    def __init__(self, message: str, sources: Sequence[DataSource]) -> None:
         super().__init__(message)
         self.verifiers = {name: origin for source in sources for name, origin in _verifiers(source).items()}
 
 
-def _verifiers(source: Source) -> dict[str, str]:
+def _verifiers(source: DataSource) -> dict[str, str]:
     return {name: source.origin(line) for name, line in source.summary.verifiers.items()}
 
 
@@ -228,7 +228,7 @@ class _Opening:
         )
         cache = Cache(data.dataset_local_cache_dir, skip=data.dataset_skip_cache)
         self.reader = SourceReader(contract=contract, cache=cache)
-        self._sources: dict[tuple[str, str], Source | None] = {}
+        self._sources: dict[tuple[str, str], DataSource | None] = {}
         self._failures: list[str] = []
         self._overrides_system = self._tried(lambda: _system_prompt(data.system_prompt_override_file)) is not None
         self._tried(lambda: _template_kwargs(data.chat_template_kwargs))
@@ -268,8 +268,8 @@ class _Opening:
                     "reward functions get None for %s of %s: the values cannot be JSON", ", ".join(lost), source.name
                 )
 
-    def _select(self, lines: Sequence[Entry], read: Callable[[Entry], Source]) -> Selection:
-        kept: list[tuple[Entry, Source]] = []
+    def _select(self, lines: Sequence[Entry], read: Callable[[Entry], DataSource]) -> Selection:
+        kept: list[tuple[Entry, DataSource]] = []
         for line in lines:
             # A file is the same under every split.
             place = (line.source, "" if Path(line.source).is_file() else line.split)
@@ -285,7 +285,7 @@ class _Opening:
             numbers=tuple(list(unique).index(id(source)) for _, source in kept),
         )
 
-    def _checked(self, read: Callable[[Entry], Source], line: Entry) -> Source:
+    def _checked(self, read: Callable[[Entry], DataSource], line: Entry) -> DataSource:
         source = read(line)
         if not source.summary.num_rows and not source.summary.num_problems:
             raise ValueError(f"{source.name} has no rows")

@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders, names of datasets, and Python. Each becomes a `Source` of checked rows.
+"""Where rows come from: files, folders, names of datasets, and Python. Each becomes a `DataSource` of checked rows.
 
 JSON and JSONL are read here, so that bad lines have their numbers; everything else is read by `datasets`. A source is
 identified by its content. The check of a large one is cached; its rows are read again when they become prompts.
@@ -38,7 +38,7 @@ Stamp = Sequence[tuple[str, int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class DataSource:
     """Checked rows."""
 
     name: str
@@ -69,7 +69,7 @@ class SourceReader:
     contract: Contract
     cache: Cache
 
-    def named(self, name: str, split: str) -> Source:
+    def named(self, name: str, split: str) -> DataSource:
         """A file (any split will do), a folder, or what `datasets` finds by this name.
 
         Bad rows are in the source's summary; a source that cannot be read at all is a ValueError.
@@ -88,7 +88,7 @@ class SourceReader:
             ) from err
         return self._arrow(name, dataset)
 
-    def given(self, name: str, dataset: Iterable[Mapping[str, object]]) -> Source:
+    def given(self, name: str, dataset: Iterable[Mapping[str, object]]) -> DataSource:
         """Rows from Python: a `Dataset`, or any iterable of dicts, whose rows are then held in memory."""
         if isinstance(dataset, Mapping):
             columns = ", ".join(map(str, dataset)) or "nothing"
@@ -102,34 +102,34 @@ class SourceReader:
         for row in rows:
             digest.update(row.text.encode() + b"\n")
         key = self._key({"rows": digest.hexdigest()})
-        return Source(name=name, key=key, summary=summary, rows=lambda: rows)
+        return DataSource(name=name, key=key, summary=summary, rows=lambda: rows)
 
-    def _local(self, path: Path, name: str, split: str) -> Source:
+    def _local(self, path: Path, name: str, split: str) -> DataSource:
         stamp = _stamp(path)
         # `datasets` tells a file's kind by its suffix.
         content = {"digest": _digest(path), **({"split": split} if path.is_dir() else {"suffixes": path.suffixes})}
         read = partial(_read_unchanged, path, stamp, partial(_read_local, path, split, self.contract))
         return self._checked(name, content, read, is_large=sum(size for *_, size in stamp) > _KEPT_BYTES)
 
-    def _arrow(self, name: str, dataset: Any) -> Source:
+    def _arrow(self, name: str, dataset: Any) -> DataSource:
         """A `Dataset`, identified by its fingerprint."""
         read = partial(_rows_of_dataset, dataset, self.contract)
         content = {"fingerprint": dataset._fingerprint}
         return self._checked(name, content, read, is_large=len(dataset) > _KEPT_ROWS)
 
-    def _checked(self, name: str, content: Content, read: Reader, *, is_large: bool) -> Source:
+    def _checked(self, name: str, content: Content, read: Reader, *, is_large: bool) -> DataSource:
         key = self._key(content)
         folder = self.cache.find("checked", key) if is_large else None
         if folder is not None:
             summary = Summary.from_json(json.loads((folder / "summary.json").read_text()))
-            return Source(name=name, key=key, summary=summary, rows=read)
+            return DataSource(name=name, key=key, summary=summary, rows=read)
         summary = Summary()
         for _ in summary.good(read(), self.contract):
             pass
         if is_large and not summary.num_problems:
             text = json.dumps(summary.to_json())
             self.cache.make("checked", key, lambda folder: (folder / "summary.json").write_text(text))
-        return Source(name=name, key=key, summary=summary, rows=read)
+        return DataSource(name=name, key=key, summary=summary, rows=read)
 
     def _key(self, content: Content) -> dict[str, Any]:
         return {"version": _ROWS_VERSION, "content": dict(content), "contract": asdict(self.contract)}

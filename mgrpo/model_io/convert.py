@@ -261,7 +261,7 @@ class _Report:
 
     def compare_logits(self, model: Path, hf: Path, tolerance: float) -> None:
         """Compare training's model of folder `model` with transformers' of folder `hf`; ValueError if they differ."""
-        from mgrpo.model_io.agreement import compare_logits
+        from mgrpo.model_io.logit_agreement import compare_logits
 
         self.progress.reset(self.task, description="computing logits", total=None)
         found = compare_logits(model, hf)

@@ -21,7 +21,7 @@ from mgrpo.models.adapters import adapter_tensors
 from mgrpo.models.peft import ADAPTER
 from mgrpo.models.table import Box, Shape, hf_tensors
 from mgrpo.parallel.gather import gather_json
-from mgrpo.policy.lora import MergedSlice
+from mgrpo.policy.lora_policy import MergedSlice
 from mgrpo.policy.parameters import gather_boxes
 from mgrpo.policy.policy import Policy
 

@@ -32,7 +32,7 @@ from mgrpo.checkpoint.folder import LocalFolder
 from mgrpo.checkpoint.manifest import file_name
 from mgrpo.checkpoint.shard import split
 from mgrpo.model_io.hf_folder import Header
-from mgrpo.model_io.unpickle import Stored, record, unpickle
+from mgrpo.model_io.unpickle import StoredStorage, record, unpickle
 from mgrpo.models.files import COMMON, TORCH_DIST, TORCH_DIST_INDEX
 from mgrpo.models.table import Box, Shape
 
@@ -279,7 +279,7 @@ _Place = dict[str, Any]
 
 
 def _kind(value: Any) -> str:
-    return type(value).__name__ if isinstance(value, Stored) else ""
+    return type(value).__name__ if isinstance(value, StoredStorage) else ""
 
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:

@@ -16,13 +16,13 @@ class Forbidden(ValueError):
     """A pickle imports something that is not in the list."""
 
 
-class Stored:
+class StoredStorage:
     """What a pickle calls a function or a class for: its arguments, and the state that is set afterwards."""
 
     args: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *args: Any) -> Stored:
+    def __new__(cls, *args: Any) -> StoredStorage:
         made = super().__new__(cls)
         made.args, made.state = args, None
         return made
@@ -34,9 +34,9 @@ class Stored:
         self.state = state
 
 
-def record(name: str) -> type[Stored]:
+def record(name: str) -> type[StoredStorage]:
     """A class of records, to stand for a class or a function of that name."""
-    return type(name, (Stored,), {})
+    return type(name, (StoredStorage,), {})
 
 
 def unpickle(

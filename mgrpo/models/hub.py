@@ -58,7 +58,7 @@ class HubError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class HubSnapshot:
     """Files of one commit of a repository, on this machine."""
 
     name: str
@@ -70,7 +70,7 @@ class Snapshot:
     """Holds at least the files of `part`."""
 
 
-def fetch(name: str, *, revision: str | None = None, part: Part = "model") -> Snapshot:
+def fetch(name: str, *, revision: str | None = None, part: Part = "model") -> HubSnapshot:
     """The snapshot of `name`, downloaded where this machine does not have all of it. Processes of a machine wait for each other.
 
     Args:
@@ -104,7 +104,7 @@ def fetch(name: str, *, revision: str | None = None, part: Part = "model") -> Sn
         if missing:
             _download(name, info.sha, revision, sizes, missing, part)
         _remember(name, info.sha, revision)
-    return Snapshot(name=name, commit=info.sha, part=part, folder=_folder(name, info.sha))
+    return HubSnapshot(name=name, commit=info.sha, part=part, folder=_folder(name, info.sha))
 
 
 def _download(
@@ -193,7 +193,7 @@ def _repository(name: str) -> Path:
     return Path(constants.HF_HUB_CACHE).expanduser().absolute() / repo_folder_name(repo_id=name, repo_type="model")
 
 
-def _cached(name: str, revision: str | None, part: Part) -> Snapshot | None:
+def _cached(name: str, revision: str | None, part: Part) -> HubSnapshot | None:
     """What the cache has of a revision, if it has all that `part` needs."""
     from huggingface_hub import snapshot_download
 
@@ -212,7 +212,7 @@ def _cached(name: str, revision: str | None, part: Part) -> Snapshot | None:
     has_weights = part in ("config", "tokenizer") or any(folder.glob("*.safetensors"))
     if not has_weights or not any((folder / file).is_file() for file in _NEEDED[part]):
         return None
-    return Snapshot(name=name, commit=folder.name, part=part, folder=folder)
+    return HubSnapshot(name=name, commit=folder.name, part=part, folder=folder)
 
 
 def _why_not(err: Exception, name: str, revision: str | None) -> tuple[str, str]:
@@ -304,7 +304,7 @@ def _say(text: str) -> None:
     print(f"mgrpo: {text}", file=sys.stderr, flush=True)
 
 
-def fetch_apart(snapshot: Snapshot) -> str:
+def fetch_apart(snapshot: HubSnapshot) -> str:
     """The folder of the same files on this machine, by a process of its own: engines are kept from the network.
 
     Raises:

@@ -30,7 +30,7 @@ AHEAD = 4
 Sending = dist.Work | None
 
 
-class Part(Protocol):
+class BroadcastPart(Protocol):
     """What rank 0 sends to the holders of one part: bytes that are filled in just before."""
 
     num_bytes: int
@@ -54,7 +54,7 @@ class Action(enum.IntEnum):
     """An engine that was started again gets the weights, while rank 0's work goes on."""
 
 
-class Channel:
+class BroadcastChannel:
     """A one-way channel from rank 0 to all learners. All ranks make theirs in the same order and call the same methods."""
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -88,7 +88,7 @@ class Channel:
             offset += received[name].nbytes
         return received
 
-    def scatter(self, layout: Layout, parts: Sequence[Part] = ()) -> np.ndarray:
+    def scatter(self, layout: Layout, parts: Sequence[BroadcastPart] = ()) -> np.ndarray:
         """On every rank the part of its data-parallel rank, `[bytes]` uint8; rank 0 passes all of them, the others none.
 
         Rank 0 sends every part once, in order, to the first of its holders, who pass it on along a binary tree. The last
@@ -116,7 +116,7 @@ class Channel:
         wait(sending)
         return own
 
-    def _deal(self, layout: Layout, parts: Sequence[Part]) -> None:
+    def _deal(self, layout: Layout, parts: Sequence[BroadcastPart]) -> None:
         """Rank 0's part in `scatter`: parts are filled in while those before them are on their way."""
         largest = max((part.num_bytes for part in parts[1:]), default=0)
         buffers = [np.empty(largest, np.uint8) for _ in range(min(AHEAD, len(parts) - 1))]

@@ -24,7 +24,7 @@ from mgrpo.models.memory import (
     whole_gradients,
 )
 from mgrpo.planner.activations import StageActivations, stage_activations
-from mgrpo.planner.engine import EngineMemory, GenerationTime, engine_memory, generation_time
+from mgrpo.planner.engine_costs import EngineMemory, GenerationTime, engine_memory, generation_time
 from mgrpo.planner.hardware import GIB, Hardware
 from mgrpo.planner.sharing import PhaseMemory, phase_memory, sent_bytes, turn_seconds
 from mgrpo.planner.timing import LearnerTime, learner_time, num_micro_batches, sync_seconds

@@ -46,7 +46,7 @@ def document_lengths(config: Config, layout: Layout) -> tuple[int, int]:
 def rehearse_rank(
     rank: int, *, argv: Sequence[str], hf_config: dict[str, Any], layout: Layout, memory_bytes: int
 ) -> dict[str, Any]:
-    """The rank's step in a process of its own; what it found, see `mgrpo.rehearsal.step.rehearse`, or an `error`.
+    """The rank's step in a process of its own; what it found, see `mgrpo.rehearsal.rehearsed_step.rehearse`, or an `error`.
 
     Raises:
         ValueError: this machine's torch cannot rehearse.

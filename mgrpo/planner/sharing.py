@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mgrpo.config.schema import Engine
 from mgrpo.models.memory import FP32_BYTES, StateBytes
-from mgrpo.planner.engine import EngineMemory
+from mgrpo.planner.engine_costs import EngineMemory
 from mgrpo.planner.hardware import Hardware
 
 

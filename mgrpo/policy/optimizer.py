@@ -26,10 +26,10 @@ from mgrpo.config.schema import Parallel
 from mgrpo.layout import Layout
 from mgrpo.parallel import backend, fsdp, gradients
 from mgrpo.parallel.gather import gather_values
+from mgrpo.policy.learning_rate import learning_rate
 from mgrpo.policy.loss_scale import LossScale
 from mgrpo.policy.model import ResponseModel
 from mgrpo.policy.parameters import ShardedParameters
-from mgrpo.policy.schedule import learning_rate
 from mgrpo.policy.shards import MOMENTS, Shard, chained, data_parallel_group, local_part, local_shards
 
 WrappedChunk: TypeAlias = DistributedDataParallel | fsdp.FullyShardedDataParallel

@@ -24,7 +24,7 @@ from mgrpo.models.family import ModelShape
 from mgrpo.models.table import Box
 from mgrpo.parallel import axes
 from mgrpo.policy import passes
-from mgrpo.policy.lora import Adapters, MergedSlice, made, settings_with_adapters
+from mgrpo.policy.lora_policy import Adapters, MergedSlice, made, settings_with_adapters
 from mgrpo.policy.loss_scale import LossScale
 from mgrpo.policy.microbatch import Microbatch, MicrobatchLoss, Reported, collate
 from mgrpo.policy.model import ResponseModel, build

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from mgrpo.config import parse
 from mgrpo.config.derived import layout_of
 from mgrpo.models.family import shape_of
-from mgrpo.rehearsal import cuda, kernels
+from mgrpo.rehearsal import cuda, kernel_shapes
 from mgrpo.rehearsal.recorder import Recorder
 
 _recorders: list[Recorder] = []
@@ -25,7 +25,7 @@ def prepare(memory_bytes: int) -> None:
     """Make this process one that rehearses, with nothing else."""
     warnings.filterwarnings("ignore")
     cuda.install(memory_bytes=memory_bytes, waits=lambda what: _recorders[-1].wait(what) if _recorders else None)
-    kernels.install()
+    kernel_shapes.install()
     from mgrpo.parallel import backend
 
     backend.install()
@@ -33,10 +33,10 @@ def prepare(memory_bytes: int) -> None:
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """What the rehearsal found, or under `error` why the step failed and under `at` where."""
-    from mgrpo.rehearsal.step import Job, rehearse
+    from mgrpo.rehearsal.rehearsed_step import RehearsalJob, rehearse
 
     config = parse(request["argv"])
-    job = Job(
+    job = RehearsalJob(
         config=config,
         shape=shape_of(request["hf_config"]),
         layout=layout_of(config, request["learners"]),

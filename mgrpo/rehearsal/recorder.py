@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from mgrpo.rehearsal.cuda import DEVICE, is_pinned
-from mgrpo.rehearsal.memory import Memory
+from mgrpo.rehearsal.device_bytes import Memory
 
 aten = torch.ops.aten
 KNOWN_ELEMENTS = 4096

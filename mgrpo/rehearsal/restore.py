@@ -17,7 +17,7 @@ from mgrpo.checkpoint.mapped import MappedFiles
 from mgrpo.checkpoint.reader import Checkpoint, open_checkpoint
 from mgrpo.checkpoint.shard import CODES, DTYPES
 from mgrpo.models.table import Box, Shape
-from mgrpo.run.learner import Learner
+from mgrpo.run.train.learner import Learner
 
 _FILE, _STATE = "unwritten.safetensors", "state.json"
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.trajectories import TurnRewards, is_lost
+from mgrpo.rewards.trajectory_rewards import TurnRewards, is_lost
 from mgrpo.rewards.verifier import Answer, Item
 from mgrpo.types import Completion, RolloutGroup, Score, ScoredGroup
 

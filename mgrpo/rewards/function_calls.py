@@ -29,7 +29,7 @@ RewardFunction = Callable[..., Iterable[float | None] | Awaitable[Iterable[float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class FunctionCall:
     """One reward function with its keyword arguments."""
 
     name: str
@@ -39,7 +39,9 @@ class Call:
     """Seeds what the function draws from the global states of `random` and `numpy.random`."""
 
 
-def call_all(calls: Sequence[Call], num_completions: int, *, timeout_s: float | None = None) -> list[list[float]]:
+def call_all(
+    calls: Sequence[FunctionCall], num_completions: int, *, timeout_s: float | None = None
+) -> list[list[float]]:
     """The values of each function, NaN where it does not apply: plain functions run in turn, then the async ones together.
 
     Args:
@@ -67,7 +69,7 @@ def call_all(calls: Sequence[Call], num_completions: int, *, timeout_s: float | 
     return [values[call.name] for call in calls]
 
 
-def _result(future: Future[T], calls: Sequence[Call], timeout_s: float | None) -> T:
+def _result(future: Future[T], calls: Sequence[FunctionCall], timeout_s: float | None) -> T:
     """What the calls return, or which of them took too long."""
     names = "reward function " + ", ".join(call.name for call in calls)
     with announced(names, "no limit" if timeout_s is None else f"reward_funcs_timeout={timeout_s:g} s"):
@@ -104,7 +106,7 @@ def innermost(function: RewardFunction) -> RewardFunction:
     return function
 
 
-def _run(call: Call, num_completions: int) -> list[float]:
+def _run(call: FunctionCall, num_completions: int) -> list[float]:
     _seed_global_states(call.seed)
     try:
         returned = call.function(**_own_copies(call.arguments))
@@ -113,7 +115,7 @@ def _run(call: Call, num_completions: int) -> list[float]:
     return _numbers(call.name, returned, num_completions)
 
 
-async def _await_all(calls: Sequence[Call]) -> list[Any]:
+async def _await_all(calls: Sequence[FunctionCall]) -> list[Any]:
     _seed_global_states(calls[0].seed)
     tasks = [asyncio.ensure_future(_await(call)) for call in calls]
     try:
@@ -123,7 +125,7 @@ async def _await_all(calls: Sequence[Call]) -> list[Any]:
             task.cancel()
 
 
-async def _await(call: Call) -> Any:
+async def _await(call: FunctionCall) -> Any:
     try:
         return await call.function(**_own_copies(call.arguments))  # type: ignore[misc]  # it is async
     # Ctrl-C reaches the main thread only: here the function itself raised it.

@@ -1,6 +1,6 @@
 """The program that runs a reward model: `python -m mgrpo.rewards.reward_model_worker` (`json_lines`).
 
-In:  {"folder": path, further arguments of `Model`}           -> {"ready": path}
+In:  {"folder": path, further arguments of `LoadedModel`}           -> {"ready": path}
      {"pairs": [[prompt, completion], ...]}                  -> {"scores": [x, ...]}
 where prompt and completion are both text or both lists of messages. A failure is answered by {"error": text}.
 """
@@ -16,13 +16,13 @@ _BATCH_SIZE = 16
 
 
 def main() -> None:
-    model: Model | None = None
+    model: LoadedModel | None = None
 
     def answer(question: Message) -> Message:
         nonlocal model
         try:
             if "folder" in question:
-                model = Model(**question)
+                model = LoadedModel(**question)
                 return {"ready": question["folder"]}
             assert model is not None, "no model was named"
             return {"scores": model.scores(question["pairs"])}
@@ -32,7 +32,7 @@ def main() -> None:
     serve(answer)
 
 
-class Model:
+class LoadedModel:
     """A sequence-classification model with its tokenizer, in float32 on the CPU, or in bfloat16 on the visible GPU."""
 
     def __init__(

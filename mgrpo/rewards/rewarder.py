@@ -12,10 +12,10 @@ import numpy as np
 from mgrpo.config import Config
 from mgrpo.rewards.compose import add_to_rewards, score_groups
 from mgrpo.rewards.function_catalog import close_functions, load_functions, start_functions
-from mgrpo.rewards.functions import TrainerState, function_names, score_with_functions
 from mgrpo.rewards.overlong import overlong_penalty
+from mgrpo.rewards.reward_functions import TrainerState, function_names, score_with_functions
 from mgrpo.rewards.scorer import Scorer
-from mgrpo.rewards.trajectories import TurnRewards, with_turn_rewards
+from mgrpo.rewards.trajectory_rewards import TurnRewards, with_turn_rewards
 from mgrpo.types import RewardContext, RewardScale, RolloutGroup, ScoredBatch, ScoredGroup
 
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.catalog import add_modules, find
-from mgrpo.rewards.pool import VerifierPool
-from mgrpo.rewards.remote import RemoteScorer
+from mgrpo.rewards.registry import add_modules, find
+from mgrpo.rewards.remote_endpoint import RemoteScorer
 from mgrpo.rewards.verifier import Item, RemoteVerifier
+from mgrpo.rewards.worker_pool import VerifierPool
 
 
 class Scorer:

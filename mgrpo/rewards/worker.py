@@ -16,7 +16,7 @@ from mgrpo.config.fields import build
 from mgrpo.config.schema import Reward
 from mgrpo.processes.json_lines import Message, limit_memory, serve
 from mgrpo.processes.lifetime import adopt_orphans, kill_descendants
-from mgrpo.rewards.catalog import add_modules, find
+from mgrpo.rewards.registry import add_modules, find
 from mgrpo.rewards.verifier import Answer, Verifier
 
 

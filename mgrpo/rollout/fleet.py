@@ -22,14 +22,14 @@ OWN_WORD_S = 1.0
 """How long an engine may take to say itself why learners could not reach it."""
 
 
-class Call(NamedTuple):
+class PendingCall(NamedTuple):
     """What an engine was asked to do."""
 
     engine: Engine
     answer: Future[None]
 
 
-Calls = Mapping[int, Call]
+Calls = Mapping[int, PendingCall]
 """By the engine's number."""
 
 
@@ -79,7 +79,7 @@ class Fleet:
             EngineError: with the engine's own message, or after `engine_start_timeout` seconds.
         """
         what, field, limit_s = "start an engine", "engine_start_timeout", self.settings.engine_start_timeout
-        starts = {number: Call(engine, engine.ready) for number, engine in enumerate(self.engines)}
+        starts = {number: PendingCall(engine, engine.ready) for number, engine in enumerate(self.engines)}
         late = self._wait(starts, what, field, limit_s, return_when=FIRST_EXCEPTION)
         for call in starts.values():
             if call.answer.done() and (err := call.answer.exception()) is not None:
@@ -121,10 +121,12 @@ class Fleet:
         answer.add_done_callback(answered)
         return answer
 
-    def calls(self, numbers: Collection[int], ask: Callable[[int, Engine], Future[None]], what: str) -> dict[int, Call]:
+    def calls(
+        self, numbers: Collection[int], ask: Callable[[int, Engine], Future[None]], what: str
+    ) -> dict[int, PendingCall]:
         """Ask several; see `finish`."""
         engines = [(number, self.engines[number]) for number in numbers]
-        return {n: Call(engine, self.call(n, engine, partial(ask, n), what)) for n, engine in engines}
+        return {n: PendingCall(engine, self.call(n, engine, partial(ask, n), what)) for n, engine in engines}
 
     def pause(self, how: Pause | None = None) -> list[Future[None]]:
         """Have the engines sample no more, as `pauses` says unless `how` does."""
@@ -151,7 +153,9 @@ class Fleet:
         what = "seed the sampler"
         self.finish(self.calls(self.members.sampling, seed, what), what)
 
-    def receive_weights(self, numbers: Collection[int], version: int, *, check: bool, step: int) -> dict[int, Call]:
+    def receive_weights(
+        self, numbers: Collection[int], version: int, *, check: bool, step: int
+    ) -> dict[int, PendingCall]:
         """Have engines receive what the learners send now, for sampling training step `step`. See `finish`.
 
         The step's random stream is its own, whatever was sampled before.

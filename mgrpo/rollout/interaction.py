@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mgrpo.config import ConfigError
-from mgrpo.environments.loop.episodes import Bounds, Episodes, Language, Task
+from mgrpo.environments.loop.episodes import EpisodeBounds, Episodes, Language, Task
 from mgrpo.environments.loop.gathering import Ask, Gathering
 from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.rollout.collect import seed_of
@@ -21,7 +21,7 @@ from mgrpo.rollout.requests import NextTurn, Request
 from mgrpo.types import Prompt, RolloutGroup
 
 if TYPE_CHECKING:
-    from mgrpo.environments.workers.pool import Environments
+    from mgrpo.environments.workers.pool import EnvironmentPool
 
 CLOSE_S = 10.0
 
@@ -59,11 +59,11 @@ class Interaction:
 
     def __init__(
         self,
-        environments: Environments,
+        environments: EnvironmentPool,
         language: Language,
-        bounds: Bounds,
+        bounds: EpisodeBounds,
         *,
-        episodes: Callable[[Gathering, Environments, Any, Bounds], Episodes] = Episodes,
+        episodes: Callable[[Gathering, EnvironmentPool, Any, EpisodeBounds], Episodes] = Episodes,
         opened: Opened,
         asked: Asked | None = None,
         hidden_columns: Collection[str] = (),

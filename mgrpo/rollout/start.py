@@ -10,8 +10,8 @@ from mgrpo.processes.background import announced
 from mgrpo.rollout.engine import Pause
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.heartbeat import Heartbeat
-from mgrpo.rollout.vllm.arguments import machine_problems, serving_gpus
 from mgrpo.rollout.vllm.cluster import Cluster
+from mgrpo.rollout.vllm.engine_arguments import machine_problems, serving_gpus
 from mgrpo.rollout.vllm.node import RayNode
 from mgrpo.rollout.vllm.server_facts import host_elsewhere, meeting_host
 

@@ -13,7 +13,7 @@ HEAD_LIMIT_S = 10.0
 _SPARE_DESCRIPTORS = 256
 
 
-class Connection(H11Protocol):
+class SandboxConnection(H11Protocol):
     """Closed when no request begins in time, or when so many are open that the process would run out of descriptors."""
 
     _timer: asyncio.TimerHandle | None = None

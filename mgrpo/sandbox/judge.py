@@ -14,9 +14,9 @@ from types import TracebackType
 
 from mgrpo.sandbox import wire
 from mgrpo.sandbox.library import BUILTINS, MODULES
-from mgrpo.sandbox.plain import decode, encode
+from mgrpo.sandbox.plain_data import decode, encode
 from mgrpo.sandbox.questions import ASK, RAISES, READ, RUN
-from mgrpo.sandbox.split import Split, split
+from mgrpo.sandbox.split import SplitProgram, split
 from mgrpo.sandbox.wire import Wire
 
 _CPU_S = 4.0
@@ -82,7 +82,7 @@ class Trial:
         self.decided_inside = False
         """Whether two of the program's objects were compared, which only the program can."""
 
-    def passes(self, parts: Split) -> bool:
+    def passes(self, parts: SplitProgram) -> bool:
         """Whether the test raises nothing."""
         names = {
             "__builtins__": dict(BUILTINS),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from mgrpo.sandbox.kernels import Kernels
+from mgrpo.sandbox.interpreters import Kernels
 from mgrpo.sandbox.sandbox import Sandbox
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any, NoReturn, TextIO
 
-from mgrpo.sandbox.plain import MAX_BYTES, NotPlainError, decode, encode
+from mgrpo.sandbox.plain_data import MAX_BYTES, NotPlainError, decode, encode
 
 FAILED_TO_LOAD = 3
 """Exit status of a program whose top level fails in an assert test, or that does not compile."""

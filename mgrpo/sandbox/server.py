@@ -21,8 +21,8 @@ def serve_command(argv: Sequence[str]) -> int:
         sys.stderr.write("mgrpo: the code service needs uvicorn; install it with: pip install uvicorn\n")
         return 2
     from mgrpo.sandbox.app import create_app
-    from mgrpo.sandbox.connection import Connection
-    from mgrpo.sandbox.kernels import Kernels
+    from mgrpo.sandbox.connection import SandboxConnection
+    from mgrpo.sandbox.interpreters import Kernels
     from mgrpo.sandbox.reading import reading_processes
     from mgrpo.sandbox.sandbox import Sandbox
     from mgrpo.sandbox.sessions import Sessions
@@ -50,7 +50,7 @@ def serve_command(argv: Sequence[str]) -> int:
         sessions = Sessions(kernels, num_at_once=sandbox.num_slots, max_waiting=options.queue)
         app = create_app(sandbox, sessions=sessions, max_waiting=options.queue, start_readers=reading_processes)
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(uvicorn.Config(app, http=Connection, log_level="warning")).run(sockets=[listening])
+            uvicorn.Server(uvicorn.Config(app, http=SandboxConnection, log_level="warning")).run(sockets=[listening])
     return 0
 
 

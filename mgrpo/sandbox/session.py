@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from mgrpo.processes.lifetime import ending
 from mgrpo.sandbox import wire
+from mgrpo.sandbox.child import ChildWatch, Event
 from mgrpo.sandbox.clipped import Clipped
 from mgrpo.sandbox.interpreter import HEAD, Interpreter
-from mgrpo.sandbox.keeper import Cell, Keeper, remove_folder
 from mgrpo.sandbox.limits import PROCESSES, Limits
-from mgrpo.sandbox.watch import Event, Watch
+from mgrpo.sandbox.supervision import Cell, Keeper, remove_folder
 from mgrpo.sandbox.wire import Wire
 
 GRACE_S = 1.0
@@ -28,7 +28,7 @@ _MOST_WAITING = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class SessionBounds:
     """Of a kernel."""
 
     memory_bytes: int
@@ -39,14 +39,14 @@ class Bounds:
     """Processes of its user, which may have other kernels."""
 
     @classmethod
-    def read(cls, text: bytes) -> Bounds:
+    def read(cls, text: bytes) -> SessionBounds:
         return cls(**json.loads(text))
 
 
 class Session(Keeper):
     """A kernel's side of the connection with its owner. A forked child must return from every frame of this object at once."""
 
-    def __init__(self, cell: Cell, bounds: Bounds, owner: Wire) -> None:
+    def __init__(self, cell: Cell, bounds: SessionBounds, owner: Wire) -> None:
         limits = Limits(memory_bytes=bounds.memory_bytes, cpu_s=_CPU_S, processes=bounds.num_user_processes)
         super().__init__(cell, limits, owner)
         self._bounds = bounds
@@ -81,7 +81,7 @@ class Session(Keeper):
         theirs.close()
         os.set_blocking(output, False)
         try:
-            with ours, Watch(pid, 0.0, self._exceeds_a_limit) as watch:
+            with ours, ChildWatch(pid, 0.0, self._exceeds_a_limit) as watch:
                 run = _Run(pid, watch, ours, output)
                 while not run.is_lost:
                     limit_s, code = wire.untimed(self._owner.expect(wire.CALL))
@@ -116,7 +116,7 @@ class Session(Keeper):
 class _Run:
     """Calls to one interpreter."""
 
-    def __init__(self, pid: int, watch: Watch, channel: socket.socket, output: int) -> None:
+    def __init__(self, pid: int, watch: ChildWatch, channel: socket.socket, output: int) -> None:
         self._pid, self._watch, self._channel, self._output = pid, watch, channel, output
         self._limit_s = 0.0
         self._sources = [channel.fileno(), output]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from mgrpo.sandbox.kernels import Kernel, Kernels, Output
+from mgrpo.sandbox.interpreters import CellOutput, Kernel, Kernels
 
 OUTPUT_BYTES = 2**16
 _MAX_SESSIONS = 1024
@@ -43,7 +43,7 @@ class Sessions:
         self._num_calls = 0
         self._sessions: dict[str, _Session] = {}
 
-    async def call(self, code: str, limit_s: float, name: str | None) -> tuple[Output, bool]:
+    async def call(self, code: str, limit_s: float, name: str | None) -> tuple[CellOutput, bool]:
         """What the code gives, and whether its session is new. BusyError; SandboxError, which ends the session."""
         if self._num_calls >= self._most_calls:
             raise BusyError(f"{self._num_calls} calls are already running or waiting")
@@ -68,7 +68,7 @@ class Sessions:
     def close(self) -> None:
         self._kernels.close()
 
-    async def _call_alone(self, code: str, limit_s: float) -> Output:
+    async def _call_alone(self, code: str, limit_s: float) -> CellOutput:
         async with self._places:
             kernel = await self._open()
             try:
@@ -76,7 +76,7 @@ class Sessions:
             finally:
                 kernel.close()
 
-    async def _call_in_session(self, code: str, limit_s: float, name: str) -> tuple[Output, bool]:
+    async def _call_in_session(self, code: str, limit_s: float, name: str) -> tuple[CellOutput, bool]:
         session = self._sessions.get(name)
         if session is None:
             if len(self._sessions) >= self._max_sessions:

@@ -31,14 +31,14 @@ from mgrpo.sandbox.questions import (
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SplitProgram:
     code: CodeType
     """For `exec` with the names of `library` and the functions that `questions` names."""
     decides_inside: bool
     """Whether something that decides, such as a comparison of the program's objects, runs in the program's process."""
 
 
-def split(test: str) -> Split | None:
+def split(test: str) -> SplitProgram | None:
     """None for a test that cannot be split: it must run in the program's process as a whole."""
     try:
         inside: frozenset[str] = frozenset()
@@ -53,7 +53,7 @@ def split(test: str) -> Split | None:
             only_inside |= splitter.only_inside
         body[:0] = [call_statement(RUN, name) for name in sorted(splitter.required)]
         module = ast.fix_missing_locations(ast.Module(body, []))
-        return Split(compile(module, "<test>", "exec", dont_inherit=True), splitter.decides_inside)
+        return SplitProgram(compile(module, "<test>", "exec", dont_inherit=True), splitter.decides_inside)
     except (UnsplittableError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from mgrpo.processes.lifetime import ending
 from mgrpo.sandbox import wire
-from mgrpo.sandbox.keeper import Cell, Keeper
+from mgrpo.sandbox.child import ChildWatch, Event
 from mgrpo.sandbox.limits import Limits
 from mgrpo.sandbox.program import FAILED_TO_LOAD, VERDICT, Job, pass_test, put_question, receive_answer
-from mgrpo.sandbox.watch import Event, Watch
+from mgrpo.sandbox.supervision import Cell, Keeper
 from mgrpo.sandbox.wire import Wire
 
 # A top level is too slow if it times out twice in a row; once may be due to a busy machine.
@@ -76,7 +76,7 @@ class Supervisor(Keeper):
             self._become_program([nothing, nothing, nothing, theirs.detach()], ours)
             return Job(source=self._source, channel=3, token=token)
         theirs.close()
-        with ours, Watch(pid, self._order.test_limit_s, self._exceeds_memory) as watch:
+        with ours, ChildWatch(pid, self._order.test_limit_s, self._exceeds_memory) as watch:
             if watch.receive(ours, len(token)) != token:
                 self._note_failed_load(watch.last)
                 self._owner.send(wire.FAILED, wire.timed(-1.0))
@@ -90,7 +90,7 @@ class Supervisor(Keeper):
                 self._answer_questions(ours, watch, kind, payload)
         return None
 
-    def _run_inside(self, program: socket.socket, watch: Watch, test: bytes) -> None:
+    def _run_inside(self, program: socket.socket, watch: ChildWatch, test: bytes) -> None:
         """Let the program's process run the test, and report its verdict."""
         secret = os.urandom(16)
         began = time.monotonic()
@@ -106,7 +106,7 @@ class Supervisor(Keeper):
         else:
             self._owner.send(wire.FAILED, wire.timed(-1.0))
 
-    def _answer_questions(self, program: socket.socket, watch: Watch, kind: int, payload: bytes) -> None:
+    def _answer_questions(self, program: socket.socket, watch: ChildWatch, kind: int, payload: bytes) -> None:
         """Carry the judge's questions to the program and its answers back; at the judge, the time stands still."""
         seconds = 0.0
         while kind == wire.ASK:
@@ -132,7 +132,7 @@ class Supervisor(Keeper):
             return Job(source=self._source, channel=None, token=b"")
         os.close(stdin)
         os.close(stdout)
-        with Watch(pid, self._order.test_limit_s, self._exceeds_memory) as watch:
+        with ChildWatch(pid, self._order.test_limit_s, self._exceeds_memory) as watch:
             printed = watch.collect(output, self._order.output_bytes)
             seconds = watch.seconds
             exit_code = watch.exit_code() if watch.last is Event.ENDED else None

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from mgrpo.sandbox import wire
-from mgrpo.sandbox.keeper import remove_folder
 from mgrpo.sandbox.paths import inner_path, readable_paths, search_path
+from mgrpo.sandbox.supervision import remove_folder
 from mgrpo.sandbox.walls import SCRATCH
 from mgrpo.sandbox.wire import Wire
 from mgrpo.sandbox.zygote import Setup, Walls

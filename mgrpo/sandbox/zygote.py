@@ -24,11 +24,11 @@ from typing import Literal
 from mgrpo.processes.lifetime import adopt_orphans, die_with_parent
 from mgrpo.sandbox import judge, linux, wire
 from mgrpo.sandbox.interpreter import Interpreter
-from mgrpo.sandbox.keeper import Cell, reap_descendants, remove_folder
 from mgrpo.sandbox.paths import inner_path
 from mgrpo.sandbox.program import Job, prepare_names
 from mgrpo.sandbox.seccomp import filter_program
-from mgrpo.sandbox.session import Bounds, Session
+from mgrpo.sandbox.session import Session, SessionBounds
+from mgrpo.sandbox.supervision import Cell, reap_descendants, remove_folder
 from mgrpo.sandbox.supervisor import Order, Supervisor
 from mgrpo.sandbox.walls import enter_private_root, enter_user_namespace, forbid_namespaces, is_forbidden
 from mgrpo.sandbox.wire import Wire
@@ -137,7 +137,7 @@ def _serve_kernels(cell: Cell, owner: Wire, program_ids: range) -> Interpreter |
     """Fork a supervisor for each kernel. Returns None when the owner disconnects; in an interpreter's process, its job."""
     for number in itertools.count():
         try:
-            bounds = Bounds.read(owner.expect(wire.OPEN))
+            bounds = SessionBounds.read(owner.expect(wire.OPEN))
             connection = owner.receive_end()
         except (EOFError, ConnectionError):
             break
@@ -172,7 +172,7 @@ def _supervise(cell: Cell, order: Order, source: str, owner: Wire) -> Job:
     return job
 
 
-def _supervise_kernel(cell: Cell, bounds: Bounds, owner: Wire) -> Interpreter:
+def _supervise_kernel(cell: Cell, bounds: SessionBounds, owner: Wire) -> Interpreter:
     """Supervise one kernel, then exit; returns only in an interpreter's process, with its job."""
     with _exiting_on_errors():
         _enter_own_namespaces(cell)

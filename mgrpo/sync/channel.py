@@ -23,8 +23,8 @@ from mgrpo.models.table import Box, hf_tensors
 from mgrpo.sync.delivery import Delivery, Failed, deliver
 from mgrpo.sync.digest import digests
 from mgrpo.sync.group import another_connection, connect_store
-from mgrpo.sync.live import Held, LiveBoxes, Message, View
-from mgrpo.sync.meeting import Members, meet
+from mgrpo.sync.joining import SyncMembers, meet
+from mgrpo.sync.live import Held, LiveBoxes, View, WeightMessage
 from mgrpo.sync.plan import Incoming, ReshardPlan, messages, plan, rounds
 from mgrpo.sync.shared import BUCKET_BYTES
 from mgrpo.sync.transport import Round, Transport
@@ -357,15 +357,15 @@ class Channel:
         }
         self.transport: Transport = meet(
             store,
-            Members(names=names, rank=rank, peers=peers, is_worker=is_worker, share_gpus=share_gpus),
+            SyncMembers(names=names, rank=rank, peers=peers, is_worker=is_worker, share_gpus=share_gpus),
             dtype=dtype,
             device=live.device,
             host=host,
             timeout_s=timeout_s,
         )
-        self.rounds: list[dict[int, Message]] = rounds(
+        self.rounds: list[dict[int, WeightMessage]] = rounds(
             {
-                peer: [Message(live, boxes) for boxes in cut(limit=self.transport.bucket_limit(peer))]
+                peer: [WeightMessage(live, boxes) for boxes in cut(limit=self.transport.bucket_limit(peer))]
                 for peer, cut in pairs.items()
             }
         )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mgrpo.processes.address import LOOPBACK, own_address
-from mgrpo.sync.live import Message
+from mgrpo.sync.live import WeightMessage
 from mgrpo.sync.transport import Lost, Messages, named
 
 POLL_S = 0.0002
@@ -60,7 +60,7 @@ def join_group(
     host: str,
     timeout_s: float,
 ) -> ProcessGroup:
-    """Join `size` members that are all there (`mgrpo.sync.meeting`) as number `rank`; returns when all are connected.
+    """Join `size` members that are all there (`mgrpo.sync.joining`) as number `rank`; returns when all are connected.
 
     Args:
         dtype: in which weights travel.
@@ -124,10 +124,10 @@ class ProcessGroup:
         timeout_s = self.timeout_s * (2 if self.backend.supports_coalescing else 1)
         return self._begin(self.backend.recv, messages, buckets, lost, into=into, timeout_s=timeout_s)
 
-    def _empty(self, message: Message) -> torch.Tensor:
+    def _empty(self, message: WeightMessage) -> torch.Tensor:
         return torch.empty(message.size, dtype=self.dtype, device=self.device)
 
-    def _filled(self, message: Message) -> torch.Tensor:
+    def _filled(self, message: WeightMessage) -> torch.Tensor:
         bucket, start = self._empty(message), 0
         for part in message:
             stop = start + sum(view.numel() for view in part)

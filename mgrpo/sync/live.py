@@ -78,7 +78,7 @@ class LiveBoxes:
             self._made = None
 
 
-class Message:
+class WeightMessage:
     """Slices that are sent together.
 
     To iterate gives their values as they are now, in parts: no part is of more than one weight that had to be made.

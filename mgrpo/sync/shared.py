@@ -19,7 +19,7 @@ import torch
 
 from mgrpo.processes import local_socket
 from mgrpo.sync import device_memory
-from mgrpo.sync.live import Message
+from mgrpo.sync.live import WeightMessage
 from mgrpo.sync.transport import Lost, Messages, named
 
 BUCKET_BYTES = 16 << 20
@@ -30,7 +30,7 @@ _HELLO = struct.Struct("<II")
 """The worker's number among the members, and how many bytes follow that describe its GPU memory; 0: a descriptor comes too."""
 
 
-class Link:
+class SharedMemoryLink:
     """One end of a pair.
 
     Args:
@@ -46,14 +46,14 @@ class Link:
         self.heard = 0
         """Messages that the other end has taken out, or put in."""
 
-    def put(self, message: Message) -> None:
+    def put(self, message: WeightMessage) -> None:
         """Write a message into the next slot, as soon as that is free."""
         self.wait(self.count - SLOTS + 1)
         for views, places in self._places(message):
             torch._foreach_copy_(places, views)
         self._tell()
 
-    def take(self, message: Message) -> None:
+    def take(self, message: WeightMessage) -> None:
         """Read the next message into its slices, as soon as it is there."""
         self.wait(self.count + 1)
         for views, places in self._places(message):
@@ -77,7 +77,7 @@ class Link:
         """The other end no longer waits for this one."""
         self._socket.close()
 
-    def _places(self, message: Message) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    def _places(self, message: WeightMessage) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """The message part by part: its slices, and where each lies in the slot."""
         rest = self._slots[self.count % SLOTS]
         for views in message:
@@ -98,7 +98,7 @@ class Link:
 class SharedMemory:
     """A member's links with others (a `Transport`)."""
 
-    def __init__(self, links: Mapping[int, Link]) -> None:
+    def __init__(self, links: Mapping[int, SharedMemoryLink]) -> None:
         self.links = links
 
     def send(self, messages: Messages, *, lost: Lost) -> Sent:
@@ -125,7 +125,7 @@ class SharedMemory:
 class Sent:
     """The messages of a round that lie in their slots."""
 
-    def __init__(self, links: Mapping[int, Link], lost: Lost) -> None:
+    def __init__(self, links: Mapping[int, SharedMemoryLink], lost: Lost) -> None:
         self._due = {peer: (link, link.count) for peer, link in links.items()}
         self._lost = lost
 
@@ -143,7 +143,7 @@ class Sent:
 class Received:
     """The messages of a round that are taken when they are asked for."""
 
-    def __init__(self, links: Mapping[int, Link], messages: Messages, lost: Lost) -> None:
+    def __init__(self, links: Mapping[int, SharedMemoryLink], messages: Messages, lost: Lost) -> None:
         self._links, self._messages, self._lost = links, messages, lost
 
     def is_due(self) -> bool:
@@ -165,7 +165,7 @@ class Listener:
 
     def accept(
         self, slot_bytes: Mapping[int, int], *, dtype: torch.dtype, device: torch.device, timeout_s: float
-    ) -> dict[int, Link]:
+    ) -> dict[int, SharedMemoryLink]:
         """The links with these workers, which have all connected.
 
         Args:
@@ -173,7 +173,7 @@ class Listener:
             device: of the training rank.
         """
         self._socket.settimeout(timeout_s)
-        links: dict[int, Link] = {}
+        links: dict[int, SharedMemoryLink] = {}
         while len(links) < len(slot_bytes):
             with _as_runtime_error():
                 connection, _ = self._socket.accept()
@@ -189,7 +189,7 @@ class Listener:
                 else:
                     memory = _mapped(descriptors[0], SLOTS * slot_bytes[worker], dtype)
                     os.close(descriptors[0])
-            links[worker] = Link(connection, memory, timeout_s=timeout_s)
+            links[worker] = SharedMemoryLink(connection, memory, timeout_s=timeout_s)
         return links
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class Listener:
 
 def connect(
     address: str, *, member: int, slot_bytes: int, dtype: torch.dtype, device: torch.device, timeout_s: float
-) -> Link | None:
+) -> SharedMemoryLink | None:
     """A worker's link with the training rank that listens there; None where that runs on another machine.
 
     Args:
@@ -222,7 +222,7 @@ def connect(
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-    return Link(connection, memory, timeout_s=timeout_s)
+    return SharedMemoryLink(connection, memory, timeout_s=timeout_s)
 
 
 def _made(num_bytes: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, bytes, list[int]]:

@@ -1,6 +1,6 @@
 """What moves slices between training ranks and the workers of one engine: the interface of all transports.
 
-A transport joins one member of an engine's transfer (`mgrpo.sync.meeting`) to the others. Messages between two members
+A transport joins one member of an engine's transfer (`mgrpo.sync.joining`) to the others. Messages between two members
 arrive in the order in which they were begun, and each end is given slices of the same sizes in the same order.
 """
 
@@ -10,9 +10,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from mgrpo.sync.live import Message
+from mgrpo.sync.live import WeightMessage
 
-Messages = Mapping[int, Message]
+Messages = Mapping[int, WeightMessage]
 """For each of some members the slices that are sent to it, or that its values are written to."""
 
 Lost = Callable[[Sequence[int], Exception], Exception]

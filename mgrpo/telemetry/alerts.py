@@ -25,7 +25,7 @@ _PAGES = {
 Metrics = Mapping[str, object]
 
 
-class Watch:
+class AlertWatch:
     """Counts for how many steps in a row each sign has been there.
 
     Args:
@@ -56,7 +56,7 @@ class Watch:
 
 def replay(lines: Iterable[Metrics], total_steps: int) -> list[tuple[int, str, str]]:
     """`(step, metric, warning)` of a run, from the lines of its metrics.jsonl."""
-    watch = Watch(total_steps)
+    watch = AlertWatch(total_steps)
     return [
         (step, name, text)
         for line in lines

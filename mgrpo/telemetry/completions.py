@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mgrpo.telemetry.plain import finite, printable
 from mgrpo.telemetry.sinks import Cell, Table, utf8
+from mgrpo.telemetry.untrusted import finite, printable
 from mgrpo.types import ScoredGroup
 
 if TYPE_CHECKING:

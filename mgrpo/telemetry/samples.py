@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from mgrpo.telemetry.files import lines_until, move_aside, take_over, write_whole
-from mgrpo.telemetry.plain import finite, plain, text_of
 from mgrpo.telemetry.sinks import Cell, Table, utf8
 from mgrpo.telemetry.trajectories import trajectory_record
+from mgrpo.telemetry.untrusted import finite, plain, text_of
 from mgrpo.types import Completion, Prompt, Score, ScoredGroup
 
 SHARD_LINES = 10_000

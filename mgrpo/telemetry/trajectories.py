@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mgrpo.telemetry.plain import finite, plain
+from mgrpo.telemetry.untrusted import finite, plain
 from mgrpo.types import Completion, Turn
 
 

@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from mgrpo.cli import train_command
-from mgrpo.run import launch
+from mgrpo.run.start import launch
 from tests.e2e.faulty import replace
 
 PLACES: dict[str, tuple[str, Callable[..., bool]]] = {
@@ -44,7 +44,7 @@ class Faults:
         self.turn = 0
 
     def plant(self) -> None:
-        replace("mgrpo.run.trainer:Trainer.step", self.waiting)
+        replace("mgrpo.run.train.trainer:Trainer.step", self.waiting)
         if self.leads:
             for place, (function, counts) in PLACES.items():
                 replace(function, lambda original, place=place, counts=counts: self.striking(original, place, counts))
@@ -113,7 +113,7 @@ def main(faults: str, *flags: str) -> int:
         from mgrpo.parallel import backend
 
         backend.install()  # before the first import of Megatron, as in a run without a fault
-        importlib.import_module("mgrpo.run.trainer")
+        importlib.import_module("mgrpo.run.train.trainer")
         planted.plant()
         return run(*args)
 

@@ -19,18 +19,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from mgrpo.cli import train_command
-from mgrpo.run import launch
+from mgrpo.run.start import launch
 
 PLACES: dict[str, tuple[int, str, int, Callable[..., bool]]] = {
     # Rank, what it is about to call, for the how manieth time since the step began, and whether these arguments count.
     "generate": (0, "mgrpo.rollout.dispatch:Dispatcher.wait", 1, lambda *args: True),
     "second turn": (0, "mgrpo.rollout.dispatch:Dispatcher.send_turns", 2, lambda *args: True),
-    "score": (0, "mgrpo.run.scoring:Scoring._keep", 1, lambda *args: True),
+    "score": (0, "mgrpo.run.produce.group_scoring:Scoring._keep", 1, lambda *args: True),
     "forward": (1, "mgrpo.algo:policy_loss", 1, lambda *args: True),
     "optimizer": (1, "mgrpo.policy.optimizer:clip_grad_by_total_norm_fp32", 2, lambda *args: True),
     "sync": (1, "mgrpo.sync.channel:Sender.send", 1, lambda *args: True),
     "after the line": (0, "mgrpo.telemetry.progress:Progress.update", 1, lambda *args: True),
-    "evaluation": (0, "mgrpo.run.evaluator:Evaluator.evaluate", 1, lambda *args: True),
+    "evaluation": (0, "mgrpo.run.produce.evaluator:Evaluator.evaluate", 1, lambda *args: True),
     "after the evaluation": (0, "mgrpo.telemetry.progress:Progress.evaluation", 1, lambda *args: True),
     "save, half a file": (1, "mgrpo.checkpoint.shard:Hashed.write", 50, lambda *args: True),
     "save, no manifest": (0, "os:replace", 1, lambda *args: str(args[1]).endswith("manifest.json")),
@@ -52,7 +52,7 @@ class Fault:
         """Put it in its place; call when everything can be imported."""
         if self.name == "none":
             return
-        replace("mgrpo.run.trainer:Trainer.step", self.counted)
+        replace("mgrpo.run.train.trainer:Trainer.step", self.counted)
         if self.name in ("nan", "nan once"):
             replace("mgrpo.policy.optimizer:PolicyOptimizer.update", self.with_nan)
             return
@@ -133,7 +133,7 @@ def main(fault: str, step: str, *flags: str) -> int:
         from mgrpo.parallel import backend
 
         backend.install()  # before the first import of Megatron, as in a run without a fault
-        importlib.import_module("mgrpo.run.trainer")
+        importlib.import_module("mgrpo.run.train.trainer")
         Fault(fault, int(step)).plant()
         return run(*args)
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from mgrpo.cli import train_command
 from mgrpo.rollout.vllm.ray_engine import RayEngine
-from mgrpo.run import launch
+from mgrpo.run.start import launch
 
 
 def record(file: str) -> None:

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.catalog import find
 from mgrpo.rewards.judges.client import NoVerdict
-from mgrpo.rewards.judges.context import token_counter
+from mgrpo.rewards.judges.prompt_context import token_counter
+from mgrpo.rewards.registry import find
 from mgrpo.rewards.verifier import Answer
 from tests.e2e.vllm_server import ON_A_CPU
 from tests.unit.rewards.scripted_judge import Reply, Request, ScriptedJudge

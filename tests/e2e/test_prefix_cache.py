@@ -15,7 +15,7 @@ import pytest
 from mgrpo.config import from_values
 from mgrpo.rollout.engine import Sampling
 from mgrpo.rollout.vllm.actor import EngineActor
-from mgrpo.rollout.vllm.arguments import engine_args, engine_environment
+from mgrpo.rollout.vllm.engine_arguments import engine_args, engine_environment
 from tests.sampling import prompt_batch
 from tests.tiny_models import save_tiny
 

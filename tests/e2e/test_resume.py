@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_one_before_it(copied, rank, wo
     run = fail(copied)
     assert f"{shard.name} {words}" in run.text()
     assert f"--resume {checkpoints / 'step_3'}" in run.text()
-    assert "mgrpo/run/trainer.py" not in run.text()  # a message, no traceback
+    assert "mgrpo/run/train/trainer.py" not in run.text()  # a message, no traceback
     assert (copied / "out" / "metrics.jsonl").read_bytes() == before
 
 

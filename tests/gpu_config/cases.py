@@ -12,8 +12,8 @@ from typing import Any
 
 from mgrpo.config import Config, parse
 from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.planner.command import shipped_config
-from mgrpo.rollout.vllm.arguments import engine_args, engine_environment
+from mgrpo.planner.plan_command import shipped_config
+from mgrpo.rollout.vllm.engine_arguments import engine_args, engine_environment
 from tests.shipped import EXAMPLES, FILES, SMOLLM2
 
 ONE_GPU = {"single_gpu_mode": "true", "vllm_kv_cache_mb": "2000"}

@@ -371,7 +371,7 @@ def head_operands(
 
 def blended(model_dir: str, dtype: str, alpha: float, times: int) -> dict[str, float]:
     """A policy moved towards one that is 1 larger everywhere, a little at a time: how far, and how far from the formula."""
-    from mgrpo.policy.reference import Reference
+    from mgrpo.policy.reference_policy import Reference
 
     policy = make_policy(model_dir, {"tensor": 2}, dtype=getattr(torch, dtype))
     reference = Reference(policy.shape, policy.layout, dtype=policy.dtype, seed=1, temperature=policy.temperature)

@@ -12,9 +12,9 @@ from mgrpo.layout import Layout
 
 def broadcast_messages(message: str) -> list[Any]:
     """What a rank receives over the channel: a heartbeat, arrays, and an error."""
-    from mgrpo.parallel.broadcast import Action, Channel
+    from mgrpo.parallel.broadcast import Action, BroadcastChannel
 
-    channel = Channel(timeout_s=20)
+    channel = BroadcastChannel(timeout_s=20)
     is_head = dist.get_rank() == 0
     sent = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": np.zeros((0, 4), np.float32), "c": np.array([True])}
     received = [channel.action(Action.HEARTBEAT if is_head else None), channel.action(Action.RUN if is_head else None)]
@@ -44,7 +44,7 @@ def scatter_parts(layout: dict[str, Any], sizes: list[int], message: str) -> tup
 
     from mgrpo.parallel import broadcast
 
-    channel, whole = broadcast.Channel(timeout_s=20), Layout(world_size=dist.get_world_size(), **layout)
+    channel, whole = broadcast.BroadcastChannel(timeout_s=20), Layout(world_size=dist.get_world_size(), **layout)
     is_head = dist.get_rank() == 0
     received = []
     with mock.patch.multiple(broadcast, CHUNK_BYTES=5, AHEAD=2):
@@ -62,9 +62,9 @@ def wait_for_a_rank_0_that_died() -> str:
     """The error of a rank that waits for its part when rank 0 fails after the header."""
     from unittest import mock
 
-    from mgrpo.parallel.broadcast import Channel
+    from mgrpo.parallel.broadcast import BroadcastChannel
 
-    channel, layout = Channel(timeout_s=1), Layout(world_size=2)
+    channel, layout = BroadcastChannel(timeout_s=1), Layout(world_size=2)
     with mock.patch.object(dist, "isend", side_effect=RuntimeError("died")):
         try:
             channel.scatter(layout, [Count(0, 8), Count(0, 8)] if dist.get_rank() == 0 else ())

@@ -75,8 +75,8 @@ def sync_with_engines_that_fail(
 def _sync(model_dir: str, how: dict[str, str], layout: dict[str, Any]) -> dict[str, Any]:
     from mgrpo.config.schema import Engine as EngineSettings
     from mgrpo.rollout.fleet import Fleet
-    from mgrpo.run.engine_weights import EngineWeights
-    from mgrpo.run.lead import Lead
+    from mgrpo.run.ranks.lead import Lead
+    from mgrpo.run.train.engine_weights import EngineWeights
 
     settings = dataclasses.replace(EngineSettings(), weight_sync_timeout=3, vllm_num_engines=2, weight_sync_bucket_mb=1)
     policy = make_sharded_policy(model_dir, layout)

@@ -122,7 +122,7 @@ def read(model_dir: str, settings: dict[str, Any], groups: list, folder: str) ->
     from mgrpo.config.schema import Engine as EngineSettings
     from mgrpo.model_io.hf_export import export_hf
     from mgrpo.rollout.fleet import Fleet
-    from mgrpo.run.engine_weights import EngineWeights
+    from mgrpo.run.train.engine_weights import EngineWeights
     from tests.scripted_engine import ScriptedEngine
     from tests.tiny_models import load_hf
 

@@ -130,7 +130,7 @@ def offloaded(in_parts: bool | None, **arguments: Any) -> dict[str, Any]:
     "left" says for each time after an update how many bytes of parameters, gradients and states this rank still had.
     `in_parts`: it first keeps what the weight sync reads; None: it keeps all. Memory that is taken again comes with other values, as on a machine that used it meanwhile.
     """
-    from mgrpo.policy.lora import made
+    from mgrpo.policy.lora_policy import made
     from mgrpo.policy.policy import Policy
 
     step, resize, left, policies = Policy.train_step, torch.UntypedStorage.resize_, [], []

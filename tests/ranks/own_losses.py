@@ -33,7 +33,7 @@ def clipped(inputs: LossInputs) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]
 
 def both(model_dir: str, settings: dict[str, Any], samples: list[TrainSample]) -> dict[str, Any]:
     """One mini-batch with the named loss and with its copy: metrics of each, and how far their gradients differ."""
-    from mgrpo.run.learner import Learner
+    from mgrpo.run.train.learner import Learner
 
     forget_groups()
     host_group = dist.new_group(backend="gloo")

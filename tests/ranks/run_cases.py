@@ -22,7 +22,7 @@ def follow_the_lead() -> list[Any]:
     """What each rank gets of rank 0's results, arrays, failure and end."""
     import threading
 
-    from mgrpo.run.lead import Lead, Stopped
+    from mgrpo.run.ranks.lead import Lead, Stopped
 
     stop = threading.Event()
     lead = Lead(stop)
@@ -53,8 +53,8 @@ def connect_to_an_engine_that_fails(model_dir: str, meeting_host: str | None = N
 
     from mgrpo.config.schema import Engine as EngineSettings
     from mgrpo.rollout.fleet import Fleet
-    from mgrpo.run.engine_weights import EngineWeights
-    from mgrpo.run.lead import Lead
+    from mgrpo.run.ranks.lead import Lead
+    from mgrpo.run.train.engine_weights import EngineWeights
     from tests.scripted_engine import ScriptedEngine
 
     settings = dataclasses.replace(EngineSettings(), weight_sync_timeout=2)
@@ -83,7 +83,8 @@ def send_nothing_while_rank_0_sends(patience_s: float) -> list[int]:
 
     from mgrpo.config.schema import Engine as EngineSettings
     from mgrpo.rollout.fleet import Fleet
-    from mgrpo.run import engine_weights, lead
+    from mgrpo.run.ranks import lead
+    from mgrpo.run.train import engine_weights
     from tests.scripted_engine import ScriptedEngine
 
     def send(version: int, engines: Any) -> dict[int, str]:
@@ -116,8 +117,8 @@ class GivenGroups:
         self.lead, self.parts, self.groups = trainer_parts.pop("lead"), trainer_parts, groups
 
     def next(self, step: int, policy_version: int, *, is_empty: bool = False) -> Any:
-        from mgrpo.run.batch import Batch, make_batch
-        from mgrpo.run.producer import Rollouts
+        from mgrpo.run.produce.producer import Rollouts
+        from mgrpo.run.produce.step_batch import Batch, make_batch
 
         rollouts = Rollouts(groups=[] if is_empty else self.groups, dropped=[])
         batch = self.lead.call(
@@ -140,11 +141,11 @@ def trainer_of(model_dir: str, settings: dict[str, Any], groups: list, resume_fr
     from mgrpo.config import from_values
     from mgrpo.config.derived import layout_of
     from mgrpo.models.family import read_hf_config, shape_of
-    from mgrpo.run.lead import Lead
-    from mgrpo.run.learner import Learner
-    from mgrpo.run.reporter import SilentReporter
-    from mgrpo.run.resume import States
-    from mgrpo.run.trainer import Trainer
+    from mgrpo.run.ranks.lead import Lead
+    from mgrpo.run.report.reporter import SilentReporter
+    from mgrpo.run.train.learner import Learner
+    from mgrpo.run.train.resume import States
+    from mgrpo.run.train.trainer import Trainer
 
     forget_groups()
     config = from_values({"model_dtype": "float32"} | settings | {"model_name_or_path": model_dir})
@@ -215,7 +216,7 @@ def run_out_of_room(model_dir: str, settings: dict[str, Any], groups: list) -> d
     from mgrpo.checkpoint import space
     from mgrpo.checkpoint.space import OutputError
     from mgrpo.model_io.hf_export import export_bytes
-    from mgrpo.run.lead import Stopped
+    from mgrpo.run.ranks.lead import Stopped
 
     trainer = trainer_of(model_dir, settings, groups)
     learner, said, leads = trainer.learner, [], dist.get_rank() == 0
@@ -311,7 +312,7 @@ def broken_weights(model_dir: str, broken: str, settings: dict[str, Any], groups
 
 def largest_figures(figures: list[dict[str, float]]) -> dict[str, float]:
     """What a learner reports of figures of each rank when no update was made."""
-    from mgrpo.run.learner import Learner
+    from mgrpo.run.train.learner import Learner
 
     forget_groups()
     learner = SimpleNamespace(host_group=host_group())

@@ -10,22 +10,22 @@ import torch.distributed as dist
 
 from mgrpo.config import Config
 from mgrpo.layout import Layout
-from mgrpo.run import lead as leading
-from mgrpo.run.lead import Lead, Stopped
-from mgrpo.run.producer import Producer
-from mgrpo.run.production import Production
+from mgrpo.run.produce.producer import Producer
+from mgrpo.run.produce.production import Production
+from mgrpo.run.ranks import lead as leading
+from mgrpo.run.ranks.lead import Lead, Stopped
 from tests.scripted_engine import ScriptedEngine
 from tests.unit.run.producing import collect, config, evaluator, producer
 
 if TYPE_CHECKING:
-    from mgrpo.run.source import SilentSource, Source
+    from mgrpo.run.produce.source import SilentSource, Source
 
 SOLVED, MIXED = (1.0, 1.0), (0.0, 1.0)
 
 
 def source_on(lead: Lead, own: Config, given: Producer) -> Source | SilentSource:
     """This rank's source; rank 0's has `given` and an evaluator of three prompts."""
-    from mgrpo.run.source import SilentSource, Source
+    from mgrpo.run.produce.source import SilentSource, Source
 
     if dist.get_rank() != 0:
         return SilentSource(lead, own, layout=Layout(world_size=dist.get_world_size()))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from mgrpo.layout import Layout
 from mgrpo.model_io.convert import hf_to_megatron
 from mgrpo.model_io.megatron_folder import stem
-from mgrpo.model_io.reader import model_reader
+from mgrpo.model_io.model_reader import model_reader
 from tests.ranks import cases
 from tests.tiny_models import save_tiny
 

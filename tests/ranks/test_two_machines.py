@@ -38,12 +38,12 @@ RANK = """
 import os, torch, torch.distributed as dist
 from mgrpo.config import from_values
 from mgrpo.models.table import Box
-from mgrpo.run.environment import rank
-from mgrpo.run.launch import _meet
-from mgrpo.run.watch import Watch
+from mgrpo.run.ranks.process import rank
+from mgrpo.run.start.launch import _meet
+from mgrpo.run.ranks.liveness import Watch
 from mgrpo.sync.group import connect_store, open_store
 from mgrpo.sync.live import LiveBoxes, Message
-from mgrpo.sync.meeting import Members, meet
+from mgrpo.sync.joining import Members, meet
 
 watch = Watch(rank=rank(), world_size=2, timeout_s=30, on_failure=print, on_goodbye=lambda: None)
 host = _meet(from_values({"learner_timeout": 30, "backend_timeout": 1}), watch)

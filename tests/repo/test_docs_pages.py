@@ -15,9 +15,9 @@ import pytest
 from mgrpo.config import ConfigError, load_file, parse
 from mgrpo.config.load import SWITCHES
 from mgrpo.config.peers.names import accepted
-from mgrpo.planner.command import _parser as plan_parser
-from mgrpo.run.nodes.command import parser as launch_parser
-from mgrpo.run.ranks import FLAG as RANKS
+from mgrpo.planner.plan_command import _parser as plan_parser
+from mgrpo.run.nodes.launch_command import parser as launch_parser
+from mgrpo.run.ranks.local_ranks import FLAG as RANKS
 from tools.docs import metrics
 
 ROOT = Path(__file__).parents[2]

@@ -120,9 +120,9 @@ def test_only_the_backend_asks_for_the_device():
     [
         ("mgrpo", {"torch", "ray", "vllm", "megatron", "transformers"}),
         ("mgrpo.cli", {"torch", "ray", "vllm", "megatron", "transformers"}),
-        ("mgrpo.planner.command", {"torch", "ray", "vllm", "megatron", "transformers"}),
-        ("mgrpo.run.production", {"torch", "ray", "vllm", "megatron", "transformers"}),
-        ("mgrpo.run.launch", {"torch", "ray", "vllm", "megatron", "transformers"}),
+        ("mgrpo.planner.plan_command", {"torch", "ray", "vllm", "megatron", "transformers"}),
+        ("mgrpo.run.produce.production", {"torch", "ray", "vllm", "megatron", "transformers"}),
+        ("mgrpo.run.start.launch", {"torch", "ray", "vllm", "megatron", "transformers"}),
         ("mgrpo.rewards.worker", {"torch", "ray", "vllm", "megatron", "numpy"}),
         ("mgrpo.rollout.vllm.actor", {"torch", "ray", "vllm", "megatron"}),
         ("mgrpo.environments.formats", {"torch", "ray", "vllm", "megatron", "numpy", "transformers"}),

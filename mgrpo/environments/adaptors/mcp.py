@@ -11,10 +11,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from mgrpo.environments.adaptors.mcp_session import TRANSPORTS, Record, Server, Session, SessionError
+from mgrpo.environments.adaptors.mcp_session import TRANSPORTS, McpServer, McpSession, Record, SessionError
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
 
-_SHARED: dict[tuple[asyncio.AbstractEventLoop, str], tuple[Session, int]] = {}
+_SHARED: dict[tuple[asyncio.AbstractEventLoop, str], tuple[McpSession, int]] = {}
 """Sessions that several instances of a worker use, with the number of their users."""
 
 
@@ -56,7 +56,7 @@ class Mcp(Environment):
             raise ValueError(f"mcp: args={args!r}, expected a list of words")
         if session not in ("worker", "trajectory"):
             raise ValueError(f"mcp: session={session!r}, expected worker or trajectory")
-        self._server = Server(
+        self._server = McpServer(
             transport=transport,
             server_url=server_url,
             command=command,
@@ -65,14 +65,14 @@ class Mcp(Environment):
             headers=dict(headers or {}),
         )
         self._timeout_s, self._is_shared, self._tool_name = timeout, session == "worker", tool_name
-        self._session: Session | None = None
+        self._session: McpSession | None = None
         self._is_used = False
         self._tools: Sequence[Tool] = ()
 
     async def setup(self) -> None:
         if importlib.util.find_spec("mcp") is None:
             raise ValueError('mcp: the package is not installed; install it with: pip install "mcp>=1.24"')
-        self._session = self._taken() if self._is_shared else Session(self._server, timeout_s=self._timeout_s)
+        self._session = self._taken() if self._is_shared else McpSession(self._server, timeout_s=self._timeout_s)
         try:
             self._tools = await self._chosen(self._session)
         except BaseException:
@@ -97,7 +97,7 @@ class Mcp(Environment):
         if session is not None and (not self._is_shared or self._is_last()):
             await session.close()
 
-    async def _chosen(self, session: Session) -> Sequence[Tool]:
+    async def _chosen(self, session: McpSession) -> Sequence[Tool]:
         found = [_tool(record) for record in await session.tools()]
         chosen = [tool for tool in found if self._tool_name in ("", tool.name)]
         if not chosen:
@@ -120,8 +120,8 @@ class Mcp(Environment):
         settings = (server.transport, server.args, str(server), dict(server.env), dict(server.headers), self._timeout_s)
         return asyncio.get_running_loop(), json.dumps(settings, sort_keys=True)
 
-    def _taken(self) -> Session:
-        session, num_users = _SHARED.get(self._key()) or (Session(self._server, timeout_s=self._timeout_s), 0)
+    def _taken(self) -> McpSession:
+        session, num_users = _SHARED.get(self._key()) or (McpSession(self._server, timeout_s=self._timeout_s), 0)
         _SHARED[self._key()] = session, num_users + 1
         return session
 

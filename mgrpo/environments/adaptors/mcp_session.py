@@ -40,7 +40,7 @@ class SessionError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class McpServer:
     """Where a server is, or how it is started."""
 
     transport: str
@@ -82,10 +82,10 @@ class Server:
         return streamable_http_client(self.server_url, http_client=client)
 
 
-class Session:
+class McpSession:
     """Requests to one server, from any number of tasks at once."""
 
-    def __init__(self, server: Server, *, timeout_s: float) -> None:
+    def __init__(self, server: McpServer, *, timeout_s: float) -> None:
         self._server = server
         self._timeout_s = timeout_s
         self._lock = asyncio.Lock()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mgrpo.environments.adaptors.mcp import text_of
-from mgrpo.environments.adaptors.openenv_session import Session, SessionLost
+from mgrpo.environments.adaptors.openenv_session import OpenEnvSession, SessionLost
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
 
 _STEP = "step"
@@ -44,7 +44,7 @@ class OpenEnv(Environment):
         """
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise ValueError(f"openenv: url={url!r}, expected one like http://localhost:8000")
-        self._session = Session(url, capacity_timeout_s=capacity_timeout)
+        self._session = OpenEnvSession(url, capacity_timeout_s=capacity_timeout)
         self._action_field, self._text_field, self._reset_columns = action_field, text_field, tuple(reset_columns)
         self._tools: Sequence[Tool] = ()
         self._has_step = False

@@ -23,7 +23,7 @@ class SessionLost(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class OpenEnvAnswer:
     """What the server has answered to one message."""
 
     observation: Mapping[str, Any] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class Answer:
     code: str = ""
 
 
-class Session:
+class OpenEnvSession:
     """One environment on the server, from `connect` to `close`."""
 
     def __init__(self, url: str, *, capacity_timeout_s: float) -> None:
@@ -65,7 +65,7 @@ class Session:
         if refusal.code:
             raise ConnectionError(f"openenv: {self._url} opened no session: {refusal.error}")
 
-    async def ask(self, kind: str, data: Mapping[str, Any]) -> Answer:
+    async def ask(self, kind: str, data: Mapping[str, Any]) -> OpenEnvAnswer:
         """The answer to one message; raises SessionLost."""
         message = {"type": kind} if kind == "state" else {"type": kind, "data": data}
         try:
@@ -102,7 +102,7 @@ class Session:
         if http is not None:
             await http.close()
 
-    async def _opened(self) -> Answer:
+    async def _opened(self) -> OpenEnvAnswer:
         """Open a connection. What it answers first says whether it has a session; `code` is empty if it has."""
         import aiohttp
 
@@ -113,11 +113,11 @@ class Session:
         except (aiohttp.ClientError, OSError, SessionLost) as err:
             raise ConnectionError(f"openenv: no server at {self._url}: {err}") from err
         if answer.code not in _REFUSALS:
-            return Answer()
+            return OpenEnvAnswer()
         await self._socket.close()
         return answer
 
-    async def _read(self) -> Answer:
+    async def _read(self) -> OpenEnvAnswer:
         import aiohttp
 
         message = await self._socket.receive()
@@ -127,13 +127,13 @@ class Session:
         return _answer(json.loads(message.data))
 
 
-def _answer(message: Mapping[str, Any]) -> Answer:
+def _answer(message: Mapping[str, Any]) -> OpenEnvAnswer:
     data = message.get("data") or {}
     if message.get("type") == "error":
         wrong = (f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}" for each in data.get("errors", ()))
-        return Answer(error="; ".join((str(data.get("message")), *wrong)), code=str(data.get("code")))
+        return OpenEnvAnswer(error="; ".join((str(data.get("message")), *wrong)), code=str(data.get("code")))
     observation = data.get("observation")
-    return Answer(
+    return OpenEnvAnswer(
         observation=observation if isinstance(observation, Mapping) else {"observation": observation},
         reward=float(data.get("reward") or 0.0),
         is_done=bool(data.get("done")),

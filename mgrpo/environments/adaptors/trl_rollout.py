@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mgrpo.environments.program import Model, Program
+from mgrpo.environments.offered.program import Model, Program
 
 _OWN = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
 _REMEDY = "write `async def rollout(row, model)` instead, where model.chat keeps the tokens by itself"
@@ -34,12 +34,12 @@ class TrlRollout(Program):
         self._function, self._file = function, inspect.getfile(function)
 
     async def _play(self, row: Mapping[str, Any], model: Model) -> None:
-        trainer = Trainer(model, row["prompt"], asyncio.get_running_loop())
+        trainer = TrlTrainer(model, row["prompt"], asyncio.get_running_loop())
         returned = await asyncio.to_thread(self._function, [row["prompt"]], trainer)
         model.shown = _checked(returned, model)
 
 
-class Trainer:
+class TrlTrainer:
     """What stands for TRL's trainer."""
 
     def __init__(self, model: Model, prompt: Any, loop: asyncio.AbstractEventLoop) -> None:
@@ -86,7 +86,7 @@ class Trainer:
         )
 
 
-def generate_rollout_completions(trainer: Trainer, prompts: Sequence[Any], **settings: Any) -> list[dict[str, Any]]:
+def generate_rollout_completions(trainer: TrlTrainer, prompts: Sequence[Any], **settings: Any) -> list[dict[str, Any]]:
     """In place of TRL's function of this name."""
     return trainer.generate_rollout_completions(prompts, **settings)
 

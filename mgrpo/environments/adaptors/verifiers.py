@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mgrpo.environments.program import Message, Model, NoRoom, Program
+from mgrpo.environments.offered.program import Message, Model, NoRoom, Program
 
 _OWN_COLUMNS = ("answer", "info")
 """A row with one of these is a task by itself."""

@@ -14,14 +14,14 @@ from typing import Any
 from mgrpo.data.templates import render
 from mgrpo.data.tokenizer import token_ids
 from mgrpo.environments.environment import Tool
-from mgrpo.environments.loop.frames import BridgeError, Frame, Kind, Message, Span, find_frame
+from mgrpo.environments.loop.frames import BridgeError, Kind, Message, TextSpan, TurnFrame, find_frame
 
 __all__ = ["BridgeError", "Bridges", "valid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
-    frame: Frame
+    frame: TurnFrame
     end_id: int
     special_ids: list[int]
     """The special tokens of the frame, in order."""
@@ -164,7 +164,7 @@ class Bridges:
         is_ended = last == known.end_id or (last in self._stop_ids and not known.frame.is_header)
         return ids if is_ended else [known.end_id, *ids]
 
-    def _pieces(self, spans: Sequence[Span]) -> list[str]:
+    def _pieces(self, spans: Sequence[TextSpan]) -> list[str]:
         """The text, cut within each special token that is not the template's."""
         text = _text(spans)
         own, start = [], 0
@@ -195,5 +195,5 @@ def valid(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _text(spans: Sequence[Span]) -> str:
+def _text(spans: Sequence[TextSpan]) -> str:
     return "".join(span.text for span in spans)

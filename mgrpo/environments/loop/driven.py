@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mgrpo.environments.loop.conversation import Chats, Conversation, Step
-from mgrpo.environments.loop.episodes import Bounds, Environments, Episodes, Task, together
+from mgrpo.environments.loop.episodes import Environments, EpisodeBounds, Episodes, Task, together
 from mgrpo.environments.loop.gathering import Gathering
 from mgrpo.environments.loop.trajectory import Sampled, Trajectory
 from mgrpo.environments.workers.errors import EnvironmentLost
@@ -25,14 +25,16 @@ _MOST_REFUSALS = 10
 """In a trajectory: a program that asks again and again for what it cannot have would never end."""
 
 
-class NoRoom(ValueError):
+class ContextFull(ValueError):
     """No token may follow."""
 
 
 class Driven(Episodes):
     """All trajectories of a run, driven by a program."""
 
-    def __init__(self, gathering: Gathering, environments: Environments, language: Chats, bounds: Bounds) -> None:
+    def __init__(
+        self, gathering: Gathering, environments: Environments, language: Chats, bounds: EpisodeBounds
+    ) -> None:
         super().__init__(gathering, environments, language, bounds)
         self.chats = language
 
@@ -158,7 +160,7 @@ class _Drive:
         try:
             step = self.talk.step(wish)
             self.max_tokens = self._room_after(step)
-        except NoRoom as err:
+        except ContextFull as err:
             self.is_full, refusal = True, {"no_room": str(err)}
         except ValueError as err:
             refusal = {"refused": str(err)}
@@ -184,7 +186,7 @@ class _Drive:
                 "another turn; raise response_length for longer ones"
             )
         if room < 1:
-            raise NoRoom(whole)
+            raise ContextFull(whole)
         return room if step.max_tokens is None else min(room, step.max_tokens)
 
     def _room(self) -> int:

@@ -14,11 +14,11 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from mgrpo.environments.description import ACT
 from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.loop.gathering import Ask, Gathering
 from mgrpo.environments.loop.trajectory import EndedBy, Sampled, ScoredText, Trajectory
-from mgrpo.environments.rows import row_settings
+from mgrpo.environments.offered.description import ACT
+from mgrpo.environments.offered.row_columns import row_settings
 from mgrpo.environments.workers.errors import AcquireTimeout, EnvironmentLost, ResetFailed, TrajectoryTimeout
 from mgrpo.environments.workers.instance import Answered, Ending, Instance
 from mgrpo.environments.workers.losses import Losses
@@ -70,7 +70,7 @@ class Language(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class EpisodeBounds:
     """How far a trajectory may go."""
 
     max_model_length: int
@@ -112,7 +112,7 @@ class Episodes:
         gathering: Gathering,
         environments: Environments,
         language: Language,
-        bounds: Bounds,
+        bounds: EpisodeBounds,
     ) -> None:
         self.gathering, self.environments, self.language, self.bounds = gathering, environments, language, bounds
         self.losses = Losses()

@@ -48,7 +48,7 @@ _FORMS: tuple[Callable[[str], str], ...] = (str, _without_newlines, str.lstrip, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TextSpan:
     """A stretch of a bridge."""
 
     text: str
@@ -57,7 +57,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class TurnFrame:
     """The text between two turns."""
 
     end: str
@@ -71,21 +71,21 @@ class Frame:
     before: str
     """The text of a conversation up to its last end token."""
 
-    def filled(self, texts: Sequence[str], names: Sequence[str]) -> list[Span]:
+    def filled(self, texts: Sequence[str], names: Sequence[str]) -> list[TextSpan]:
         """The spans after the end token."""
         spans = []
         for part in self.parts:
             if isinstance(part, str):
-                spans.append(Span(text=part, is_own=True))
+                spans.append(TextSpan(text=part, is_own=True))
             else:
                 what, index = part
-                spans.append(Span(text=self.form(texts[index]) if what == "text" else names[index], is_own=False))
+                spans.append(TextSpan(text=self.form(texts[index]) if what == "text" else names[index], is_own=False))
         return spans
 
 
 def find_frame(
     render: Render, kind: Kind, *, tool_roles: Sequence[str], num_texts: int, ends: Sequence[str], added: Sequence[str]
-) -> Frame:
+) -> TurnFrame:
     """What the template writes from the end of a turn to the opening of the next.
 
     Args:
@@ -113,7 +113,7 @@ def find_frame(
     raise problem
 
 
-def _find(render: Render, pasts: Sequence[list[Message]], observed: list[Message], ends: _Ends) -> Frame:
+def _find(render: Render, pasts: Sequence[list[Message]], observed: list[Message], ends: _Ends) -> TurnFrame:
     before, end, text = _split(_rendered(render, [*pasts[0], *observed], opens=True), observed, ends)
     for past in pasts[1:]:
         _, other_end, other = _split(_rendered(render, [*past, *observed], opens=True), observed, ends)
@@ -135,7 +135,7 @@ def _find(render: Render, pasts: Sequence[list[Message]], observed: list[Message
         assert what is not None
         parts += [text[last : match.start()], (what[1], int(what[2]))]
         last = match.end()
-    return Frame(
+    return TurnFrame(
         end=end,
         is_header=not any(one in ending for words in ends for one in words),
         parts=tuple(part for part in (*parts, text[last:]) if part),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Context, Decimal
 
-from mgrpo.environments.functions import FunctionTool
+from mgrpo.environments.offered.functions import FunctionTool
 
 _NUMBER = r"([+-]?\d{1,40}(?:\.\d{1,40})?)"
 _EXPRESSION = re.compile(rf"\s*{_NUMBER}\s*([-+*/])\s*{_NUMBER}\s*", re.ASCII)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
 from mgrpo.sandbox.clipped import Clipped
-from mgrpo.sandbox.kernels import Kernel, Output
+from mgrpo.sandbox.interpreters import CellOutput, Kernel
 from mgrpo.sandbox.local import borrow_kernels, give_back_kernels
 from mgrpo.sandbox.walled import LostError
 
@@ -126,7 +126,7 @@ class Python(Environment):
 class _Runner(Protocol):
     """Has at most one interpreter."""
 
-    async def run(self, code: str) -> Output: ...
+    async def run(self, code: str) -> CellOutput: ...
     async def forget(self) -> None: ...
     async def close(self) -> None: ...
 
@@ -140,14 +140,14 @@ class _Here:
         self._kernels = borrow_kernels(memory_mb, accept_risk=accept_risk)
         self._kernel: Kernel | None = None
 
-    async def run(self, code: str) -> Output:
+    async def run(self, code: str) -> CellOutput:
         if self._kernel is None:
             self._kernel = await asyncio.to_thread(self._kernels.open, output_bytes=self._output_bytes)
         kernel, self._kernel = self._kernel, None  # a call that is cancelled ends it
         try:
             output = await kernel.call(code, self._limit_s)
         except LostError:
-            return Output(printed="", error=f"The interpreter was lost during the call. {_STARTED_ANEW}")
+            return CellOutput(printed="", error=f"The interpreter was lost during the call. {_STARTED_ANEW}")
         self._kernel = kernel
         return output
 
@@ -188,7 +188,7 @@ class _Service:
         self._has_sessions = can_be and stateful is not False
         return self._has_sessions
 
-    async def run(self, code: str) -> Output:
+    async def run(self, code: str) -> CellOutput:
         code = code.encode("utf-8", "replace").decode()  # half a surrogate is no text for a service
         question: dict[str, Any] = {"code": code, "timeout": self._limit_s}
         is_first = not self._session
@@ -199,7 +199,7 @@ class _Service:
         output, error = (_clipped(reply.get(part) or "", self._output_bytes) for part in ("output", "error"))
         if self._has_sessions and not is_first and reply.get("is_new_session"):
             error += f"The session was lost before this call. {_STARTED_ANEW}"
-        return Output(printed=output, error=error)
+        return CellOutput(printed=output, error=error)
 
     async def forget(self) -> None:
         session, self._session = self._session, ""

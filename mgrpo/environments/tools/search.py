@@ -50,7 +50,7 @@ class Passage:
     text: str
 
 
-class Source(Protocol):
+class SearchSource(Protocol):
     """What is searched."""
 
     async def ask(self, query: str, num_results: int) -> list[Passage]:
@@ -91,7 +91,7 @@ class Search(Environment):
         self.is_repeatable = bool(index)
         self._index, self._endpoint, self._parameters = index, endpoint, dict(parameters or {})
         self._num_results, self._max_words = num_results, max_words
-        self._source: Source | None = None
+        self._source: SearchSource | None = None
 
     async def setup(self) -> None:
         self._source = LocalIndex(self._index) if self._index else Service(self._endpoint, self._parameters)

@@ -11,10 +11,10 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from mgrpo.environments.catalog import Description, Spec
+from mgrpo.environments.offered.catalog import Description, Spec
 from mgrpo.environments.workers.errors import AcquireTimeout, EnvironmentLost, Frozen
 from mgrpo.environments.workers.host import START_LIMIT_S, Host, description_in, load_question
-from mgrpo.environments.workers.limits import Limits
+from mgrpo.environments.workers.limits import WorkerLimits
 from mgrpo.environments.workers.link import Link, new_child
 from mgrpo.environments.workers.losses import Losses
 from mgrpo.environments.workers.queue import Queue
@@ -26,14 +26,14 @@ _PAUSE_BETWEEN_STARTS_S = 1.0
 _STUCK = "held a call that could not be ended, and was killed"
 
 
-class Fleet:
+class Workers:
     """All workers; for one asyncio loop at a time."""
 
     def __init__(
         self,
         specs: Sequence[Spec],
         capacities: Sequence[int],
-        limits: Limits,
+        limits: WorkerLimits,
         *,
         folders: Sequence[str],
         python: str | None,
@@ -282,7 +282,7 @@ def _close_question(number: int) -> Message:
     return {"ask": "close", "instance": number, "limit_s": _CLOSE_LIMIT_S}
 
 
-def _not_free(trajectory: str, hosts: Sequence[Host], pool_size: int, limits: Limits) -> str:
+def _not_free(trajectory: str, hosts: Sequence[Host], pool_size: int, limits: WorkerLimits) -> str:
     now = time.monotonic()
     held = sorted((since, name) for host in hosts for name, since in host.held.values())
     longest = ", ".join(f"{name} for {now - since:.0f} s" for since, name in held[:3]) or "nothing"

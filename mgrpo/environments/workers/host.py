@@ -6,8 +6,8 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from mgrpo.environments.catalog import Description, Spec
-from mgrpo.environments.workers.limits import Limits
+from mgrpo.environments.offered.catalog import Description, Spec
+from mgrpo.environments.workers.limits import WorkerLimits
 from mgrpo.environments.workers.link import Link
 from mgrpo.processes.json_lines import Message
 
@@ -15,7 +15,7 @@ START_LIMIT_S = 120.0
 """Long, because imports from a slow network disk take long."""
 
 
-def load_question(specs: Sequence[Spec], limits: Limits) -> Message:
+def load_question(specs: Sequence[Spec], limits: WorkerLimits) -> Message:
     """What a worker is asked first; its first environment is then instance 0."""
     return {
         "ask": "load",

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mgrpo.environments.environment import Call, Observation
-from mgrpo.environments.functions import failure
+from mgrpo.environments.offered.functions import failure
 from mgrpo.environments.workers.errors import EnvironmentLost, Frozen
-from mgrpo.environments.workers.limits import Limits
+from mgrpo.environments.workers.limits import WorkerLimits
 from mgrpo.environments.workers.plain import is_plain
 from mgrpo.processes.json_lines import Message
 
@@ -52,7 +52,7 @@ class Instance:
     def __init__(
         self,
         opened: Message,
-        limits: Limits,
+        limits: WorkerLimits,
         *,
         ask: Callable[[Message, float], Awaitable[Message]],
         give_back: Callable[..., None],

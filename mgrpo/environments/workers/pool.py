@@ -7,12 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mgrpo.environments.catalog import Description, Spec
+from mgrpo.environments.offered.catalog import Description, Spec
 from mgrpo.environments.workers.errors import AcquireTimeout, EnvironmentLost, Frozen, ResetFailed
-from mgrpo.environments.workers.fleet import Fleet, not_started
+from mgrpo.environments.workers.fleet import Workers, not_started
 from mgrpo.environments.workers.host import START_LIMIT_S, Host, description_in, load_question
 from mgrpo.environments.workers.instance import Answered, Ending, Instance
-from mgrpo.environments.workers.limits import Limits
+from mgrpo.environments.workers.limits import WorkerLimits
 from mgrpo.environments.workers.link import PATIENCE_S, new_child
 from mgrpo.environments.workers.plain import sendable
 from mgrpo.processes.json_lines import ChildError, Message
@@ -24,11 +24,11 @@ __all__ = [
     "Description",
     "Ending",
     "EnvironmentLost",
-    "Environments",
+    "EnvironmentPool",
     "Instance",
-    "Limits",
     "ResetFailed",
     "Spec",
+    "WorkerLimits",
     "describe",
 ]
 
@@ -43,7 +43,7 @@ def describe(specs: Sequence[Spec], *, folders: Sequence[str] = (), python: str 
     """
     child = new_child(folders, python)
     try:
-        child.send([load_question(specs, Limits()) | {"id": 0}])
+        child.send([load_question(specs, WorkerLimits()) | {"id": 0}])
         return description_in(child.receive(START_LIMIT_S + PATIENCE_S))
     except (ChildError, TimeoutError) as err:
         raise ValueError(not_started(specs, str(err))) from err
@@ -51,7 +51,7 @@ def describe(specs: Sequence[Spec], *, folders: Sequence[str] = (), python: str 
         child.end()
 
 
-class Environments:
+class EnvironmentPool:
     """A pool of environments, for one asyncio loop at a time. Always `close` it; it may be started again."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Environments:
         *,
         pool_size: int,
         num_workers: int,
-        limits: Limits | None = None,
+        limits: WorkerLimits | None = None,
         folders: Sequence[str] = (),
         python: str | None = None,
     ) -> None:
@@ -74,10 +74,10 @@ class Environments:
         """
         if pool_size < 1 or num_workers < 1:
             raise ValueError(f"pool_size={pool_size} and env_workers={num_workers} must be at least 1")
-        self._limits = limits or Limits()
+        self._limits = limits or WorkerLimits()
         workers = min(num_workers, pool_size)
         capacities = [len(range(place, pool_size, workers)) for place in range(workers)]
-        self._fleet = Fleet(tuple(specs), capacities, self._limits, folders=tuple(folders), python=python)
+        self._fleet = Workers(tuple(specs), capacities, self._limits, folders=tuple(folders), python=python)
         self._num_steps = 0
         """That are waited for now."""
         self._tool_time = Stopwatch()

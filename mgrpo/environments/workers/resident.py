@@ -10,10 +10,10 @@ import time
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mgrpo.environments.catalog import Description, Spec, Toolbox, built
 from mgrpo.environments.environment import Call, Observation
-from mgrpo.environments.functions import failure
-from mgrpo.environments.workers.limits import Limits
+from mgrpo.environments.offered.catalog import Description, Spec, Toolbox, built
+from mgrpo.environments.offered.functions import failure
+from mgrpo.environments.workers.limits import WorkerLimits
 from mgrpo.environments.workers.threads import OwnedThreads
 from mgrpo.processes.json_lines import Message
 
@@ -36,7 +36,7 @@ class Late(Failed):
 class Resident:
     """One environment. What of it cannot be ended, `is_stuck` tells."""
 
-    def __init__(self, number: int, specs: Sequence[Spec], limits: Limits, threads: OwnedThreads) -> None:
+    def __init__(self, number: int, specs: Sequence[Spec], limits: WorkerLimits, threads: OwnedThreads) -> None:
         self._number, self._specs, self._limits, self._threads = number, specs, limits, threads
         self._toolbox: Toolbox | None = None
         self._tasks: set[asyncio.Task[Any]] = set()

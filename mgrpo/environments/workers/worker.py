@@ -22,9 +22,9 @@ import os
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from mgrpo.environments.catalog import Spec
 from mgrpo.environments.environment import Call
-from mgrpo.environments.workers.limits import Limits
+from mgrpo.environments.offered.catalog import Spec
+from mgrpo.environments.workers.limits import WorkerLimits
 from mgrpo.environments.workers.resident import Failed, Late, Resident, said
 from mgrpo.environments.workers.threads import OWNER, OwnedThreads
 from mgrpo.processes.guarded import go_on_guarded
@@ -44,7 +44,7 @@ class _Worker:
         self._answers = answers
         self._threads = OwnedThreads()
         self._specs: Sequence[Spec] = ()
-        self._limits = Limits()
+        self._limits = WorkerLimits()
         self._residents: dict[int, Resident] = {}
 
     async def serve(self, questions: BinaryIO) -> None:
@@ -78,7 +78,7 @@ class _Worker:
         match question["ask"]:
             case "load":
                 self._specs = [Spec.from_json(spec) for spec in question["specs"]]
-                self._limits = Limits(**question["limits"])
+                self._limits = WorkerLimits(**question["limits"])
                 description = await self._resident(question).description(question["limit_s"])
                 return {"description": description.to_json()}
             case "reset":

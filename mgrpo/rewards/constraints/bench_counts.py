@@ -5,10 +5,10 @@ from __future__ import annotations
 import collections
 import re
 
-from mgrpo.rewards.constraints.arguments import Count, Percentage, Position, Text
+from mgrpo.rewards.constraints.label_arguments import Count, Percentage, Position, Text
 from mgrpo.rewards.constraints.sentences import split_sentences
 from mgrpo.rewards.constraints.vocabulary import CONJUNCTIONS, PERSON_NAMES, PRONOUNS, STOP_WORDS
-from mgrpo.rewards.constraints.words import PUNCTUATION_AND_SPACE, bare, letter_runs
+from mgrpo.rewards.constraints.word_constraints import PUNCTUATION_AND_SPACE, bare, letter_runs
 
 _END_MARKS = frozenset(".,!?;:")
 _JAPANESE = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")

@@ -10,7 +10,7 @@ import unicodedata
 
 from mgrpo.rewards.constraints.sentences import split_sentences
 from mgrpo.rewards.constraints.vocabulary import NORTHERN_CAPITALS
-from mgrpo.rewards.constraints.words import PUNCTUATION_AND_SPACE, bare
+from mgrpo.rewards.constraints.word_constraints import PUNCTUATION_AND_SPACE, bare
 
 _NUM_AFRICAN_COUNTRIES = 52
 _DAYS = (0, 31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)

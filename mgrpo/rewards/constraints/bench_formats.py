@@ -9,9 +9,9 @@ import string
 from collections import deque
 from collections.abc import Callable
 
-from mgrpo.rewards.constraints.arguments import Filled, Text, Whole
+from mgrpo.rewards.constraints.label_arguments import Filled, Text, Whole
 from mgrpo.rewards.constraints.sentences import split_sentences
-from mgrpo.rewards.constraints.words import PUNCTUATION_AND_SPACE, bare
+from mgrpo.rewards.constraints.word_constraints import PUNCTUATION_AND_SPACE, bare
 
 _OPENING = {")": "(", "]": "[", "}": "{"}
 _TEMPLATE = ("My Answer:", "My Conclusion:", "Future Outlook:")

@@ -7,9 +7,9 @@ import itertools
 import string
 from collections.abc import Callable
 
-from mgrpo.rewards.constraints.arguments import Count, Filled, Text
+from mgrpo.rewards.constraints.label_arguments import Count, Filled, Text
 from mgrpo.rewards.constraints.sentences import split_sentences
-from mgrpo.rewards.constraints.words import PUNCTUATION_AND_SPACE, bare, treebank_tokens
+from mgrpo.rewards.constraints.word_constraints import PUNCTUATION_AND_SPACE, bare, treebank_tokens
 
 _ALPHABET = string.ascii_lowercase
 _CONSONANTS = frozenset("bcdfghjklmnpqrstvwxyz")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mgrpo.rewards.constraints.arguments import Filled, Position, Whole, Word
+from mgrpo.rewards.constraints.label_arguments import Filled, Position, Whole, Word
 from mgrpo.rewards.constraints.patterns import compiled
 
 _SEPARATOR = "******"

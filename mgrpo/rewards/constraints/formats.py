@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import re
 
-from mgrpo.rewards.constraints.arguments import Count, Relation, Text, Whole, holds
+from mgrpo.rewards.constraints.label_arguments import Count, Relation, Text, Whole, holds
 from mgrpo.rewards.constraints.languages import checked_language, language_of
 from mgrpo.rewards.constraints.patterns import compiled
 from mgrpo.rewards.constraints.sentences import split_sentences
-from mgrpo.rewards.constraints.words import says_something, treebank_tokens
+from mgrpo.rewards.constraints.word_constraints import says_something, treebank_tokens
 
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 

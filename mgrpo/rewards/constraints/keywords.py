@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 
-from mgrpo.rewards.constraints.arguments import (
+from mgrpo.rewards.constraints.label_arguments import (
     Character,
     Count,
     FirstWord,
@@ -21,7 +21,7 @@ from mgrpo.rewards.constraints.arguments import (
 )
 from mgrpo.rewards.constraints.patterns import compiled
 from mgrpo.rewards.constraints.sentences import split_sentences
-from mgrpo.rewards.constraints.words import treebank_tokens
+from mgrpo.rewards.constraints.word_constraints import treebank_tokens
 
 _NOT_GIVEN = Text("")
 

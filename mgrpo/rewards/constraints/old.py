@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
-from mgrpo.rewards.constraints.arguments import Character, Checker, Filled, Quantifier, Text, Texts, Whole
 from mgrpo.rewards.constraints.formats import count_placeholders, is_json, quoted, title
+from mgrpo.rewards.constraints.label_arguments import Character, Checker, Filled, Quantifier, Text, Texts, Whole
 from mgrpo.rewards.constraints.languages import checked_language, language_of
 
 _SENTENCE_END = re.compile(r"(?<!\w\.\w.)(?<![A-Z][a-z]\.)(?<=[.?!])\s")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from mgrpo.rewards.constraints.arguments import bound
-from mgrpo.rewards.constraints.table import CONSTRAINTS, checker_of
-from mgrpo.rewards.constraints.words import says_something
+from mgrpo.rewards.constraints.constraint_table import CONSTRAINTS, checker_of
+from mgrpo.rewards.constraints.label_arguments import bound
+from mgrpo.rewards.constraints.word_constraints import says_something
 from mgrpo.rewards.verifier import shown
 
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.judges.client import ChatClient
-from mgrpo.rewards.judges.context import shorten_both, token_counter
 from mgrpo.rewards.judges.endpoint import FEWEST_TOKENS, SPARE_TOKENS, Endpoint, judge_endpoint, problems
 from mgrpo.rewards.judges.judgements import Judgement, unused_mark
+from mgrpo.rewards.judges.prompt_context import shorten_both, token_counter
 from mgrpo.rewards.verifier import THINK_END, Answer, RemoteVerifier, single
 
 

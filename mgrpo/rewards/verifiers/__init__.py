@@ -1,1 +1,1 @@
-"""The verifiers, one file per theme; `mgrpo.rewards.catalog` finds them by name."""
+"""The verifiers, one file per theme; `mgrpo.rewards.registry` finds them by name."""

@@ -7,12 +7,12 @@ import json
 from collections.abc import Mapping
 from typing import ClassVar
 
-from mgrpo.rewards.constraints.arguments import bound
+from mgrpo.rewards.constraints.constraint_table import checker_of
+from mgrpo.rewards.constraints.label_arguments import bound
 from mgrpo.rewards.constraints.languages import language_of
 from mgrpo.rewards.constraints.old import OLD_FUNCTIONS
 from mgrpo.rewards.constraints.scoring import bound_instructions, kept
-from mgrpo.rewards.constraints.table import checker_of
-from mgrpo.rewards.constraints.words import treebank_tokens
+from mgrpo.rewards.constraints.word_constraints import treebank_tokens
 from mgrpo.rewards.verifier import Answer, Verifier, shown, without_thinking
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from mgrpo.models.hub import Snapshot, fetch_apart
+from mgrpo.models.hub import HubSnapshot, fetch_apart
 from mgrpo.processes.address import own_interfaces
 from mgrpo.rollout.engine import Completions, PromptBatch
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, own_settings, salts, sampling_settings
-from mgrpo.rollout.vllm.kept import kept_tokens, masked_tokens
+from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens
 from mgrpo.rollout.vllm.printed import print_into
 from mgrpo.types import KeptTokens
 
@@ -37,7 +37,7 @@ class EngineActor(EngineCalls):
     async def start(
         self,
         args: dict[str, Any],
-        snapshots: Sequence[Snapshot] = (),
+        snapshots: Sequence[HubSnapshot] = (),
         *,
         log: Path | None = None,
         interfaces: Mapping[str, str] | None = None,

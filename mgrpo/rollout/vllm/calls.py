@@ -187,7 +187,7 @@ class EngineCalls(ABC):
         return task.result()
 
 
-class Output(Protocol):
+class CallOutput(Protocol):
     """What vLLM says of a completion."""
 
     @property
@@ -248,7 +248,7 @@ def salts(batch: PromptBatch) -> list[int]:
 
 def flattened(
     number: int,
-    completions: Sequence[Output],
+    completions: Sequence[CallOutput],
     logprobs: Sequence[Sequence[float]],
     kept: Sequence[KeptTokens] | None = None,
 ) -> Completions:

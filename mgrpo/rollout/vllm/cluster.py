@@ -21,8 +21,8 @@ from typing import IO, Any
 
 from mgrpo.config import Config, ConfigError
 from mgrpo.processes.address import INTERFACES
-from mgrpo.rollout.vllm.arguments import engine_args, engine_environment, has_local_core, serving_gpus
-from mgrpo.rollout.vllm.keeper import Keeper
+from mgrpo.rollout.vllm.cluster_keeper import ClusterKeeper
+from mgrpo.rollout.vllm.engine_arguments import engine_args, engine_environment, has_local_core, serving_gpus
 from mgrpo.rollout.vllm.node import OBJECT_STORE_BYTES, RAY_ENVIRONMENT
 from mgrpo.rollout.vllm.printed import FOLDER, last_error
 from mgrpo.rollout.vllm.ray_engine import RayEngine
@@ -56,7 +56,7 @@ class Cluster:
     def __init__(self, config: Config, *, num_local_learners: int) -> None:
         self.settings, self.num_local_learners = config.engine, num_local_learners
         self.owned = self.settings.ray_address is None
-        self.keeper = Keeper() if self.owned else None
+        self.keeper = ClusterKeeper() if self.owned else None
         self.engines: list[RayEngine] = []
         """By number; the present one of each."""
         self.places: list[Any] = []
@@ -131,7 +131,7 @@ class Cluster:
             )
         return str(own["NodeManagerAddress"])
 
-    def _start_ray(self, keeper: Keeper, gpus: list[str]) -> Any:
+    def _start_ray(self, keeper: ClusterKeeper, gpus: list[str]) -> Any:
         # Ray reads these when it is imported.
         os.environ.update(
             RAY_ENVIRONMENT,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mgrpo.processes.address import own_interfaces
-from mgrpo.rollout.vllm.keeper import Keeper
+from mgrpo.rollout.vllm.cluster_keeper import ClusterKeeper
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -46,7 +46,7 @@ class RayNode:
         Raises:
             RuntimeError: with what Ray printed last.
         """
-        self.keeper = Keeper()
+        self.keeper = ClusterKeeper()
         try:
             _ray_start(self.keeper, address, head, is_head, gpus, num_cpus, token)
         except BaseException:
@@ -58,7 +58,7 @@ class RayNode:
         self.keeper.watch(on_failure)
 
     def keep_logs(self, folder: Path) -> str:
-        """See `Keeper.keep_logs`."""
+        """See `ClusterKeeper.keep_logs`."""
         return self.keeper.keep_logs(folder)
 
     @property
@@ -76,7 +76,7 @@ class RayNode:
 
 
 def _ray_start(
-    keeper: Keeper, address: str, head: str, is_head: bool, gpus: Sequence[str], num_cpus: int, token: str
+    keeper: ClusterKeeper, address: str, head: str, is_head: bool, gpus: Sequence[str], num_cpus: int, token: str
 ) -> None:
     place = ["--head", "--port", head.rpartition(":")[2], "--include-dashboard", "false"]
     command = [

@@ -15,7 +15,7 @@ from mgrpo.rollout.vllm.caller import Caller
 T = TypeVar("T")
 
 
-class Reference(Protocol[T]):
+class RayReference(Protocol[T]):
     """Ray's reference of a result."""
 
     def future(self) -> Future[T]: ...
@@ -24,7 +24,7 @@ class Reference(Protocol[T]):
 class Remote(Protocol[T]):
     """A method of an actor, as Ray's handle offers it."""
 
-    def remote(self, *args: object) -> Reference[T]: ...
+    def remote(self, *args: object) -> RayReference[T]: ...
 
 
 class ActorHandle(Protocol):
@@ -41,7 +41,7 @@ class RayEngine(Caller):
     def __init__(
         self,
         actor: ActorHandle,
-        starting: Reference[None],
+        starting: RayReference[None],
         *,
         cluster_failure: Callable[[], str | None] = lambda: None,
         end_process: Callable[[], None] = lambda: None,
@@ -90,7 +90,7 @@ class RayEngine(Caller):
         """A call that takes effect after those before it."""
         return self._remote(lambda: self.actor.call.remote(next(self.turns), method, *args))
 
-    def _remote(self, call: Callable[[], Reference[T]]) -> Future[T]:
+    def _remote(self, call: Callable[[], RayReference[T]]) -> Future[T]:
         with self.lock:
             if self.refusal is None:
                 return self._answer(call())
@@ -98,7 +98,7 @@ class RayEngine(Caller):
         refused.set_exception(EngineError(self.refusal))
         return refused
 
-    def _answer(self, reference: Reference[T]) -> Future[T]:
+    def _answer(self, reference: RayReference[T]) -> Future[T]:
         """The result of a call of the actor; Ray's errors become an EngineError with the line that says what happened."""
         answer: Future[T] = Future()
         self.pending.add(answer)

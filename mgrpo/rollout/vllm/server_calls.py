@@ -20,8 +20,8 @@ from mgrpo.config.schema import Config
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.rollout.engine import UNSYNCED, Completions, EngineError, PromptBatch
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, own_settings, salts, sampling_settings
-from mgrpo.rollout.vllm.connection import TOKEN, Connection, Refusal
-from mgrpo.rollout.vllm.kept import kept_tokens, masked_tokens, num_logprobs
+from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens, num_logprobs
+from mgrpo.rollout.vllm.server_connection import TOKEN, ServerConnection, ServerRefusal
 from mgrpo.rollout.vllm.server_facts import config_problems
 from mgrpo.types import KeptTokens
 
@@ -56,7 +56,7 @@ class ServerCalls(EngineCalls):
     def __init__(self, url: str) -> None:
         super().__init__()
         self.url = url
-        self.connection = Connection(url)
+        self.connection = ServerConnection(url)
         self.name = f"mgrpo-{secrets.token_hex(8)}"
         """Of the run's requests and cached prompts; an earlier run has had the same numbers."""
         self.room = asyncio.Semaphore(REQUESTS)
@@ -89,7 +89,7 @@ class ServerCalls(EngineCalls):
             problems = config_problems(info, config) + await self._generate_problems()
             if not problems:
                 problems = await self._plugin_problems(config)
-        except Refusal as err:
+        except ServerRefusal as err:
             problems = [str(err)]
         if problems:
             raise ServerError([f"vllm_server_base_url={self.url}: {problem}" for problem in problems])
@@ -104,7 +104,7 @@ class ServerCalls(EngineCalls):
             try:
                 await self.connection.get("/health", timeout_s=HEALTH_TIMEOUT_S)
                 return
-            except Refusal as err:
+            except ServerRefusal as err:
                 # 503: its engine has died; the others come from a proxy while it starts.
                 if err.status not in (502, 503, 504):
                     raise ServerError([f"vllm_server_base_url={self.url}: {_answer(err)}"]) from err
@@ -123,7 +123,7 @@ class ServerCalls(EngineCalls):
     async def _known(self, path: str, *, remedy: str) -> Any:
         try:
             return await self.connection.get(path)
-        except Refusal as err:
+        except ServerRefusal as err:
             if err.status == 404:
                 raise ServerError([f"vllm_server_base_url={self.url}: the server has no {path}; {remedy}"]) from err
             raise ServerError([f"vllm_server_base_url={self.url}: {_answer(err)}"]) from err
@@ -132,7 +132,7 @@ class ServerCalls(EngineCalls):
         """Whether it takes and gives tokens; a request without any is refused for that alone."""
         try:
             await self.connection.post("/inference/v1/generate")
-        except Refusal as err:
+        except ServerRefusal as err:
             if err.status in (400, 422):
                 return []
             if "enable-scale-out" in err.message:
@@ -145,7 +145,7 @@ class ServerCalls(EngineCalls):
         shape = asdict(shape_of(read_hf_config(config.model_path)))
         try:
             await self._init({"model": shape, **self.place}, is_trial=True)
-        except Refusal as err:
+        except ServerRefusal as err:
             return [err.message]
         return []
 
@@ -187,7 +187,7 @@ class ServerCalls(EngineCalls):
     async def _give_back(self) -> None:
         if self.has_joined:
             if self.is_stale:
-                with contextlib.suppress(Refusal):
+                with contextlib.suppress(ServerRefusal):
                     await self.connection.post("/finish_weight_update")
             await self.connection.post("/shutdown_weight_transfer_engine")
         if self.pausing is not None and not self.is_stale:
@@ -203,7 +203,7 @@ class ServerCalls(EngineCalls):
         # Requests over several connections would overtake each other.
         try:
             await self.connection.post("/start_weight_update")
-        except Refusal as err:
+        except ServerRefusal as err:
             if "already active" not in err.message:
                 raise
             # An earlier run has ended without a word, in the middle of one.
@@ -243,7 +243,7 @@ class ServerCalls(EngineCalls):
     async def _group(self, number: int, body: Mapping[str, Any], *, has_sets: bool) -> Completions:
         async with self.room:
             if body["request_id"] in self.aborted:
-                nothing = [Choice(index=index, token_ids=[], finish_reason="abort") for index in range(body["sampling_params"]["n"])]  # fmt: skip
+                nothing = [ServerChoice(index=index, token_ids=[], finish_reason="abort") for index in range(body["sampling_params"]["n"])]  # fmt: skip
                 return flattened(number, nothing, [[]] * len(nothing))
             answer = await self.connection.post("/inference/v1/generate", body)
         choices = sorted(DECODER.decode(answer).choices, key=lambda choice: choice.index)
@@ -278,7 +278,7 @@ class VersionSpan(msgspec.Struct):
     version: str
 
 
-class Choice(msgspec.Struct):
+class ServerChoice(msgspec.Struct):
     """One completion."""
 
     index: int
@@ -309,16 +309,16 @@ class Choice(msgspec.Struct):
         return kept_tokens(np.array(self.token_ids, np.int32), ids, logprobs)
 
 
-class Answer(msgspec.Struct):
+class ServerAnswer(msgspec.Struct):
     """To one prompt."""
 
-    choices: list[Choice]
+    choices: list[ServerChoice]
 
 
-DECODER = msgspec.json.Decoder(Answer)
+DECODER = msgspec.json.Decoder(ServerAnswer)
 
 
-def _answer(err: Refusal) -> str:
+def _answer(err: ServerRefusal) -> str:
     """What to do about an answer that a vLLM server would not give."""
     if err.status in (401, 403):
         return f"the server refuses the request ({err}); set {TOKEN} in the environment to its token"

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from mgrpo.config.schema import MOST_KEPT, Config
 from mgrpo.processes.address import own_address
-from mgrpo.rollout.vllm.kept import num_logprobs
+from mgrpo.rollout.vllm.kept_sets import num_logprobs
 
 _SAME_CACHE = {"fp8_e4m3": "fp8"}
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

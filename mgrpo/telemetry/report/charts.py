@@ -8,7 +8,7 @@ from mgrpo.telemetry.chart import Points
 from mgrpo.telemetry.report.catalog import GROUPS, Chart
 from mgrpo.telemetry.report.course import Course, Curve, Values, evaluation_points
 from mgrpo.telemetry.report.figure import NUM_COLOURS, Series, Sheet
-from mgrpo.telemetry.report.run import Run
+from mgrpo.telemetry.report.run import RecordedRun
 from mgrpo.telemetry.report.text import shown, text
 
 LARGE = (660, 250)
@@ -17,7 +17,7 @@ MAX_OTHER = 80
 NOT_DRAWN = {"step", "policy_version", "episode", "time/unix"}
 
 
-def chart_groups(run: Run, sheet: Sheet) -> str:
+def chart_groups(run: RecordedRun, sheet: Sheet) -> str:
     """All charts of a run; a metric that never changes is named below them instead."""
     course = Course(run.steps)
     used, constant, parts = set[str](), dict[str, float](), []
@@ -45,7 +45,7 @@ def chart_groups(run: Run, sheet: Sheet) -> str:
     return "".join([*parts, _constants(constant), _others(course, sheet, used)])
 
 
-def compared_charts(runs: Sequence[Run], labels: Sequence[str], sheet: Sheet) -> str:
+def compared_charts(runs: Sequence[RecordedRun], labels: Sequence[str], sheet: Sheet) -> str:
     """The same charts with the leading metric of each, one line per run."""
     courses = [Course(run.steps) for run in runs]
     parts, known = list[str](), list[list[Values]]()
@@ -103,7 +103,7 @@ def _expanded(metrics: Mapping[str, str], course: Course) -> Iterable[tuple[str,
             yield name, metric
 
 
-def _held_out(chart: Chart, run: Run) -> Iterable[tuple[str, str]]:
+def _held_out(chart: Chart, run: RecordedRun) -> Iterable[tuple[str, str]]:
     names = {name for line in run.evaluations for name in line}
     for name, metric in chart.held_out.items():
         before, star, after = metric.partition("*")

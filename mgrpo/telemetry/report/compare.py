@@ -12,8 +12,8 @@ from mgrpo.telemetry.report import overview
 from mgrpo.telemetry.report.charts import compared_charts
 from mgrpo.telemetry.report.figure import NUM_COLOURS, Sheet
 from mgrpo.telemetry.report.page import CHART_TOOLS, Follow, whole, with_tools
-from mgrpo.telemetry.report.run import Run
-from mgrpo.telemetry.report.samples import Gallery, by_prompt, choose_prompts, mean_rewards
+from mgrpo.telemetry.report.run import RecordedRun
+from mgrpo.telemetry.report.sample_pages import Gallery, by_prompt, choose_prompts, mean_rewards
 from mgrpo.telemetry.report.text import percent, shown, table, text
 from mgrpo.telemetry.samples import Record, tables
 
@@ -30,7 +30,7 @@ def comparison(folders: Sequence[Path], *, follow: Follow | None = None) -> str:
     Raises:
         ValueError: a folder holds no metrics.
     """
-    runs = [Run.read(folder) for folder in folders]
+    runs = [RecordedRun.read(folder) for folder in folders]
     labels = labels_of(folders)
     if follow is None:
         follow = "" if all(run.is_over for run in runs) else "reload"
@@ -68,7 +68,7 @@ def labels_of(folders: Sequence[Path]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name} ({index + 1})" for index, name in enumerate(names)]
 
 
-def _runs(runs: Sequence[Run], labels: Sequence[str]) -> str:
+def _runs(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
     rows = []
     for run, label in zip(runs, labels, strict=True):
         accuracy = [v for line in run.evaluations if isinstance(v := line.get("eval/pass_at_1"), (int, float))]
@@ -90,7 +90,7 @@ def _runs(runs: Sequence[Run], labels: Sequence[str]) -> str:
     return table((*heads, "held-out at the start", "held-out now", "held-out best"), rows)
 
 
-def _differences(runs: Sequence[Run], labels: Sequence[str]) -> str:
+def _differences(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
     names = {name for run in runs for name in run.settings} - OWN
     missing = "not set"
     rows = [
@@ -102,7 +102,7 @@ def _differences(runs: Sequence[Run], labels: Sequence[str]) -> str:
     return f"<h2 id='differences'>Settings that differ</h2>{found}"
 
 
-def _evaluations(runs: Sequence[Run], labels: Sequence[str]) -> str:
+def _evaluations(runs: Sequence[RecordedRun], labels: Sequence[str]) -> str:
     """Held-out accuracy, or the mean reward where nothing is right or wrong, by step and run."""
     by_run: list[dict[Any, str]] = []
     for run in runs:
@@ -119,7 +119,7 @@ def _result(line: Record) -> str:
     return percent(accuracy) if isinstance(accuracy, (int, float)) else f"reward {shown(line.get('eval/scores'))}"
 
 
-def _samples(runs: Sequence[Run], labels: Sequence[str], gallery: Gallery) -> str:
+def _samples(runs: Sequence[RecordedRun], labels: Sequence[str], gallery: Gallery) -> str:
     """The newest evaluations of runs, for prompts that are the same in all of them."""
     columns = {}
     for run, label in list(zip(runs, labels, strict=True))[:MAX_SIDE_BY_SIDE]:

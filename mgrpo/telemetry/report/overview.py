@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 
 from mgrpo.telemetry.alerts import help_page, replay
 from mgrpo.telemetry.progress import clock_text
-from mgrpo.telemetry.report.run import STATES, Run
+from mgrpo.telemetry.report.run import STATES, RecordedRun
 from mgrpo.telemetry.report.text import percent, shown, table, text
 from mgrpo.telemetry.samples import Record
 
@@ -54,7 +54,7 @@ TILES = (
 """Name, metric, form and unit of the numbers at the top."""
 
 
-def header(run: Run) -> str:
+def header(run: RecordedRun) -> str:
     """The run's name and state, how far it is, and the numbers that say most."""
     model = run.settings.get("model_name_or_path")
     data = run.settings.get("dataset_mixer_list")
@@ -66,12 +66,12 @@ def header(run: Run) -> str:
     )
 
 
-def pill(run: Run) -> str:
+def pill(run: RecordedRun) -> str:
     """The state as a small sign."""
     return f"<span class='pill {run.state}'>{text(run.state_words)}</span>"
 
 
-def _progress(run: Run) -> str:
+def _progress(run: RecordedRun) -> str:
     total = run.num_steps
     if not run.steps:
         return ""
@@ -88,11 +88,11 @@ def _progress(run: Run) -> str:
     return f"<p class='progress'>{bar}<span>{text(' · '.join(parts))}</span></p>"
 
 
-def _cause(run: Run) -> str:
+def _cause(run: RecordedRun) -> str:
     return f"<p class='warning'>{text(STATES[run.state])}: {text(run.cause)}</p>" if run.cause else ""
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: RecordedRun) -> str:
     """Numbers now, and what they were at the start."""
     tiles = []
     held_out = [v for line in run.evaluations if isinstance(v := line.get("eval/pass_at_1"), (int, float))]
@@ -114,7 +114,7 @@ def _tile(name: str, now: str, before: str, unit: str = "") -> str:
     return f"<div class='tile'><span>{text(name)} <i>{unit}</i></span><b>{text(now)}</b>{was}</div>"
 
 
-def _facts(run: Run) -> list[str]:
+def _facts(run: RecordedRun) -> list[str]:
     """When it ran, and with which packages, which config.yaml says in its first line."""
     facts = [f"{len(run.steps)} {'step' if len(run.steps) == 1 else 'steps'}"] if run.steps else []
     idle = sum(line.get("optim/steps") == 0 for line in run.steps)
@@ -129,7 +129,7 @@ def _facts(run: Run) -> list[str]:
     return facts + ([head[2:]] if head.startswith("# ") else [])
 
 
-def warnings(run: Run) -> str:
+def warnings(run: RecordedRun) -> str:
     """Each sign once, with all steps at which it was reported and the page that helps."""
     # A run whose settings are not known is taken for a long one.
     found: dict[str, tuple[list[int], str]] = {}
@@ -144,7 +144,7 @@ def warnings(run: Run) -> str:
     return "".join(["<h2 id='warnings'>Warnings</h2>", *rows]) if rows else ""
 
 
-def evaluations(run: Run) -> str:
+def evaluations(run: RecordedRun) -> str:
     """A row for each evaluation."""
     if not run.evaluations:
         return "<h2 id='evaluations'>Evaluations</h2><p class='note'>None.</p>" if run.steps else ""
@@ -169,7 +169,7 @@ def _number(name: str) -> int:
     return int(name.rpartition("_")[2])
 
 
-def settings(run: Run) -> str:
+def settings(run: RecordedRun) -> str:
     """The settings that describe a run, and all of them."""
     if not run.config:
         return ""
@@ -180,7 +180,7 @@ def settings(run: Run) -> str:
     )
 
 
-def engines(run: Run) -> str:
+def engines(run: RecordedRun) -> str:
     """The states of the engines by step: a bar for each, what failed, and how they stand now."""
     if not run.engines:
         return ""

@@ -18,8 +18,8 @@ from mgrpo.telemetry.files import write_whole
 from mgrpo.telemetry.report import overview
 from mgrpo.telemetry.report.charts import chart_groups
 from mgrpo.telemetry.report.figure import Sheet
-from mgrpo.telemetry.report.run import Run
-from mgrpo.telemetry.report.samples import Gallery, held_out_samples, traces, train_samples
+from mgrpo.telemetry.report.run import RecordedRun
+from mgrpo.telemetry.report.sample_pages import Gallery, held_out_samples, traces, train_samples
 from mgrpo.telemetry.report.text import script_json, text
 from mgrpo.telemetry.samples import TRAIN_SAMPLES
 
@@ -44,7 +44,7 @@ def page(folder: Path, *, follow: Follow | None = None) -> str:
     Args:
         follow: None: the page loads itself again as long as the run goes on.
     """
-    run = Run.read(folder)
+    run = RecordedRun.read(folder)
     if follow is None:
         follow = "" if run.is_over else "reload"
     steps = [line["step"] for line in (*run.steps, *run.evaluations) if isinstance(line.get("step"), int)]

@@ -33,7 +33,7 @@ STATES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RecordedRun:
     """One run's metrics, settings and state."""
 
     folder: Path
@@ -50,7 +50,7 @@ class Run:
     """Why it ended, where that is known."""
 
     @classmethod
-    def read(cls, folder: Path) -> Run:
+    def read(cls, folder: Path) -> RecordedRun:
         """The run in a folder.
 
         Raises:

@@ -76,7 +76,7 @@ def _waiting(folders: Sequence[Path]) -> str:
     return whole("waiting for a run", header, {}, follow="poll")
 
 
-class Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
     """Serves the pages about some runs.
 
     Raises:
@@ -105,7 +105,7 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
-    server: Server
+    server: PageServer
     timeout = 30.0
     server_version, sys_version = "mgrpo", ""
 

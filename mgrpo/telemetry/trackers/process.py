@@ -16,7 +16,7 @@ from typing import Any
 
 from mgrpo.processes.json_lines import Child, exchange
 from mgrpo.telemetry.sinks import Table
-from mgrpo.telemetry.trackers.program import LAST_S
+from mgrpo.telemetry.trackers.tracker import LAST_S
 
 MOST_UNANSWERED = 20_000
 """Messages that wait for a tracker; one that falls so far behind is given up."""
@@ -47,7 +47,7 @@ class Tracker:
         self.name, self.where = name, ""
         self._say, self._warn = say, warn
         self._unanswered, self._is_finishing = 0, False
-        self._child: Child | None = Child("mgrpo.telemetry.trackers.program")
+        self._child: Child | None = Child("mgrpo.telemetry.trackers.tracker")
         self._send({"open": [name, dict(opening)]})
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.run.rollout import DEFAULT_NUM
+from mgrpo.run.commands.sample import DEFAULT_NUM
 from tools.docs.cli import commands, help_of, to_markdown
 
 ROOT = Path(__file__).parents[3]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.config import from_values, kernels
-from mgrpo.config.kernels import kernel_line, kernel_problems, uses_transformer_engine
+from mgrpo.config import from_values, fused_kernels
+from mgrpo.config.fused_kernels import kernel_line, kernel_problems, uses_transformer_engine
 from mgrpo.config.schema import Parallel
 
 WRONG = "Transformer Engine 2.20.2 is installed, but Megatron needs at least 2.9 and below 2.12"
@@ -15,8 +15,8 @@ WRONG = "Transformer Engine 2.20.2 is installed, but Megatron needs at least 2.9
 def installed(monkeypatch):
     def install(transformer_engine: str | None, *others: str) -> None:
         names = {"transformer_engine"} - ({"transformer_engine"} if transformer_engine is None else set()) | set(others)
-        monkeypatch.setattr(kernels, "find_spec", lambda name: object() if name in names else None)
-        monkeypatch.setattr(kernels, "version", lambda name: transformer_engine)
+        monkeypatch.setattr(fused_kernels, "find_spec", lambda name: object() if name in names else None)
+        monkeypatch.setattr(fused_kernels, "version", lambda name: transformer_engine)
 
     return install
 

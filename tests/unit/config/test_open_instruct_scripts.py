@@ -11,7 +11,7 @@ import yaml
 from mgrpo.config import GRPOConfig, parse
 from mgrpo.config.peers.presets import PRESETS
 from mgrpo.config.validate import problems
-from mgrpo.planner.command import plan_command
+from mgrpo.planner.plan_command import plan_command
 from tools.docs.settings import SCRIPTS
 
 FILE = yaml.safe_load(SCRIPTS.read_text())

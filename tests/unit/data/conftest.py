@@ -13,8 +13,8 @@ import pytest
 
 from mgrpo.config.schema import Data
 from mgrpo.data.prompt_set import PromptSet
-from mgrpo.environments.description import Description, Offer
 from mgrpo.environments.environment import Tool
+from mgrpo.environments.offered.description import Description, Offer
 from mgrpo.types import Prompt
 from tests.unit.data.real_tokenizers import REAL
 

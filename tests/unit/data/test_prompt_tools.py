@@ -11,7 +11,7 @@ import pytest
 from mgrpo.data.mixture import open_data
 from mgrpo.data.prompt_set import PromptSet
 from mgrpo.data.templates import render
-from mgrpo.environments.description import Description
+from mgrpo.environments.offered.description import Description
 from tests.unit.data.conftest import everything, make_tools, texts, user
 
 TOOLS = make_tools("1", "22")

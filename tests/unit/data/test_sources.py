@@ -13,7 +13,7 @@ import pytest
 from mgrpo.data.cache import Cache
 from mgrpo.data.checking import Summary
 from mgrpo.data.rows import Contract
-from mgrpo.data.sources import Source, SourceReader
+from mgrpo.data.sources import DataSource, SourceReader
 from tests.unit.data.conftest import sums, user
 
 RECORDS = [
@@ -29,16 +29,16 @@ MIXED = [
 ]
 
 
-def read(name: object, split: str = "train", *, cache: Path, need_verifiers: bool = True) -> Source:
+def read(name: object, split: str = "train", *, cache: Path, need_verifiers: bool = True) -> DataSource:
     contract = Contract(need_verifiers=need_verifiers)
     return SourceReader(contract=contract, cache=Cache(cache)).named(str(name), split)
 
 
-def given(dataset: object, *, cache: Path) -> Source:
+def given(dataset: object, *, cache: Path) -> DataSource:
     return SourceReader(contract=Contract(), cache=Cache(cache)).given("dataset", dataset)
 
 
-def records(source: Source) -> list[dict]:
+def records(source: DataSource) -> list[dict]:
     return [json.loads(row.text) for row in source.rows()]
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mgrpo.environments.program import Model, NoRoom, Refused
+from mgrpo.environments.offered.program import Model, NoRoom, Refused
 
 Row = Mapping[str, Any]
 

@@ -21,18 +21,18 @@ from mgrpo.environments.workers.pool import (
     Answered,
     Ending,
     EnvironmentLost,
-    Environments,
+    EnvironmentPool,
     Instance,
-    Limits,
     ResetFailed,
     Spec,
+    WorkerLimits,
     describe,
 )
 from tests.processes import processes_with
 
 TOOLS = Path(__file__).with_name("hostile_tools.py")
 ROW = {"question": "six times seven?"}
-QUICK = Limits(tool_timeout_s=0.2, reset_timeout_s=5, acquire_timeout_s=20, grace_s=0.3)
+QUICK = WorkerLimits(tool_timeout_s=0.2, reset_timeout_s=5, acquire_timeout_s=20, grace_s=0.3)
 
 
 def spec(name: str, **settings: Any) -> Spec:
@@ -40,10 +40,10 @@ def spec(name: str, **settings: Any) -> Spec:
 
 
 def pool(
-    *names: str, pool_size: int = 2, num_workers: int = 1, limits: Limits = QUICK, **settings: Any
-) -> Environments:
+    *names: str, pool_size: int = 2, num_workers: int = 1, limits: WorkerLimits = QUICK, **settings: Any
+) -> EnvironmentPool:
     specs = [spec(name, **settings) for name in names]
-    return Environments(specs, pool_size=pool_size, num_workers=num_workers, limits=limits)
+    return EnvironmentPool(specs, pool_size=pool_size, num_workers=num_workers, limits=limits)
 
 
 def call(name: str, **arguments: Any) -> Call:
@@ -54,7 +54,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 60))
 
 
-async def taken(environments: Environments, row: dict[str, Any] | None = None, name: str = "t") -> Instance:
+async def taken(environments: EnvironmentPool, row: dict[str, Any] | None = None, name: str = "t") -> Instance:
     return await environments.acquire(row or ROW, seed=3, trajectory=name)
 
 
@@ -115,7 +115,7 @@ def test_a_tool_that_cannot_be_had_is_named(entry: str) -> None:
 
     async def go() -> None:
         with pytest.raises(ValueError) as again:
-            await Environments([Spec(entry=entry)], pool_size=1, num_workers=1).start()
+            await EnvironmentPool([Spec(entry=entry)], pool_size=1, num_workers=1).start()
         assert entry in str(again.value)
 
     run(go())
@@ -203,7 +203,7 @@ def test_environments_that_nobody_needs_for_long_are_closed(tmp_path: Path) -> N
     """A pool without a limit would keep the most that any step or evaluation has had at once. One that is used stays."""
 
     async def go() -> None:
-        environments = pool("Counting", pool_size=1 << 30, limits=Limits(idle_s=0.4), folder=str(tmp_path))
+        environments = pool("Counting", pool_size=1 << 30, limits=WorkerLimits(idle_s=0.4), folder=str(tmp_path))
         await environments.start()
         for instance in [await taken(environments) for _ in range(4)]:
             await instance.release()
@@ -225,7 +225,7 @@ def test_environments_that_nobody_needs_for_long_are_closed(tmp_path: Path) -> N
 
 def test_who_waits_too_long_is_told_who_holds_the_environments() -> None:
     async def go() -> None:
-        environments = pool("echo", pool_size=1, limits=Limits(acquire_timeout_s=0.1))
+        environments = pool("echo", pool_size=1, limits=WorkerLimits(acquire_timeout_s=0.1))
         await environments.start()
         holder = await taken(environments, name="prompt 7, sample 2")
         with pytest.raises(AcquireTimeout, match=r"1 of pool_size=1 are held, the longest by prompt 7, sample 2 for"):
@@ -241,7 +241,7 @@ def test_a_queue_that_moves_is_waited_for() -> None:
     """Each waits longer than the limit; what counts is that some trajectory got an environment in the meantime."""
 
     async def go() -> None:
-        environments = pool("echo", pool_size=1, limits=Limits(acquire_timeout_s=0.3))
+        environments = pool("echo", pool_size=1, limits=WorkerLimits(acquire_timeout_s=0.3))
         await environments.start()
 
         async def use(name: str) -> None:
@@ -259,7 +259,7 @@ def test_time_in_which_no_environment_has_work_counts_little() -> None:
     """Prepared trajectories hold the pool while the model is trained, for longer than any tool may take."""
 
     async def go() -> None:
-        environments = pool("rest", pool_size=1, limits=Limits(acquire_timeout_s=0.2))
+        environments = pool("rest", pool_size=1, limits=WorkerLimits(acquire_timeout_s=0.2))
         await environments.start()
         prepared = await taken(environments)
         waiting = asyncio.create_task(taken(environments))
@@ -337,7 +337,7 @@ def test_a_worker_with_a_call_that_cannot_be_ended_lets_others_finish_and_is_rep
     """Threads cannot be killed: without the worker's end every such call would cost memory and a core for the whole run."""
 
     async def go() -> None:
-        environments = pool(tool, "echo", limits=Limits(tool_timeout_s=0.2, acquire_timeout_s=20, grace_s=1.0))
+        environments = pool(tool, "echo", limits=WorkerLimits(tool_timeout_s=0.2, acquire_timeout_s=20, grace_s=1.0))
         await environments.start()
         (old,) = environments.pids
         culprit, other = await taken(environments), await taken(environments)
@@ -402,7 +402,9 @@ def test_a_worker_in_which_only_a_hanging_call_is_left_ends_at_once() -> None:
     """With a pool of one the grace would be waiting for nobody."""
 
     async def go() -> None:
-        environments = pool("sleep", pool_size=1, limits=Limits(tool_timeout_s=0.1, grace_s=1000, acquire_timeout_s=20))
+        environments = pool(
+            "sleep", pool_size=1, limits=WorkerLimits(tool_timeout_s=0.1, grace_s=1000, acquire_timeout_s=20)
+        )
         await environments.start()
         instance = await taken(environments)
         await asked(instance, "sleep", seconds=1000)
@@ -454,7 +456,7 @@ def test_who_is_late_because_of_anothers_call_has_no_score() -> None:
     code = "import time; time.sleep(0.5); import re; re.match('(a+)+b', 'a' * 60)"
 
     async def go() -> None:
-        environments = pool("run", "rest", limits=Limits(tool_timeout_s=0.2, acquire_timeout_s=20, grace_s=1000))
+        environments = pool("run", "rest", limits=WorkerLimits(tool_timeout_s=0.2, acquire_timeout_s=20, grace_s=1000))
         await environments.start()
         culprit, other = await taken(environments), await taken(environments)
         assert (await asked(culprit, "run", code=code)).timed_out
@@ -501,7 +503,7 @@ def test_a_worker_that_dies_in_a_call_costs_its_trajectories_and_is_replaced(bad
 @pytest.mark.parametrize("bad", ["die", "freeze", "hang", "hang in a thread", "raise", "leave"])
 def test_a_reset_is_tried_twice(bad: str, tmp_path: Path) -> None:
     """The first failure may be an accident; the second one is the row's, which has no score then."""
-    limits = Limits(reset_timeout_s=0.3, acquire_timeout_s=20, grace_s=0.1)
+    limits = WorkerLimits(reset_timeout_s=0.3, acquire_timeout_s=20, grace_s=0.1)
 
     async def go() -> None:
         environments = pool("Hostile", pool_size=1, limits=limits)
@@ -542,7 +544,7 @@ def test_an_environment_that_does_not_close_is_ended(bad: str, monkeypatch: pyte
 @pytest.mark.parametrize("bad", ["raise", "hang", "die"])
 def test_an_environment_without_a_verdict_gives_no_score(bad: str) -> None:
     """A trajectory whose reward is unknown must not be scored by others as if the environment had none."""
-    limits = Limits(reset_timeout_s=0.3, acquire_timeout_s=20)
+    limits = WorkerLimits(reset_timeout_s=0.3, acquire_timeout_s=20)
 
     async def go() -> None:
         environments = pool("Hostile", pool_size=1, limits=limits)
@@ -561,7 +563,7 @@ def test_odd_answers_of_an_environment_are_failed_calls() -> None:
     """Errors of its author must not stop a run, and no reward may be nan."""
 
     async def go() -> None:
-        environments = pool("Odd", limits=Limits(output_bytes=100))
+        environments = pool("Odd", limits=WorkerLimits(output_bytes=100))
         await environments.start()
         instance = await taken(environments)
         for kind in ("nan", "few", "text", "none", "stop"):
@@ -632,7 +634,7 @@ def test_a_cancelled_trajectory_gives_its_environment_up() -> None:
     """The end of a step cancels what is unfinished: the call is cancelled in the worker, and nobody gets its environment."""
 
     async def go() -> None:
-        environments = pool("rest", "Counting", pool_size=1, limits=Limits(acquire_timeout_s=20))
+        environments = pool("rest", "Counting", pool_size=1, limits=WorkerLimits(acquire_timeout_s=20))
         await environments.start()
 
         async def trajectory() -> None:
@@ -673,7 +675,7 @@ def test_the_end_of_the_pool_ends_everything(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MGRPO_TOOL_MARK", mark := f"pool-{os.getpid()}-end")
 
     async def go() -> None:
-        environments = pool("sleep", "run", pool_size=1, limits=Limits(acquire_timeout_s=20))
+        environments = pool("sleep", "run", pool_size=1, limits=WorkerLimits(acquire_timeout_s=20))
         await environments.start()
         instance = await taken(environments)
         await asked(instance, "run", code="subprocess.Popen(['setsid', '--fork', 'sleep', '4711'])")
@@ -747,7 +749,7 @@ def test_a_pool_whose_workers_cannot_be_replaced_says_so(tmp_path: Path, monkeyp
     file.write_text(TOOLS.read_text())
 
     async def go() -> None:
-        environments = Environments([Spec(entry=f"{file}:Hostile")], pool_size=1, num_workers=1, limits=QUICK)
+        environments = EnvironmentPool([Spec(entry=f"{file}:Hostile")], pool_size=1, num_workers=1, limits=QUICK)
         await environments.start()
         instance = await taken(environments, ROW | {"where": "step", "bad": "die"})
         file.unlink()
@@ -765,7 +767,7 @@ def test_the_time_of_tools_is_that_in_which_any_was_waited_for() -> None:
     """Two at once count once: it is the time for which the run could have waited."""
 
     async def go() -> None:
-        environments = pool("rest", limits=Limits(tool_timeout_s=5))
+        environments = pool("rest", limits=WorkerLimits(tool_timeout_s=5))
         await environments.start()
         instances = [await taken(environments) for _ in range(2)]
         environments.take_metrics()

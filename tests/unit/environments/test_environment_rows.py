@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.environments.rows import row_settings
+from mgrpo.environments.offered.row_columns import row_settings
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from typing import get_args
 import pytest
 
 from mgrpo.config.tools import Tools
-from mgrpo.environments.catalog import NAMES, TRL, Spec, built
 from mgrpo.environments.environment import Call
 from mgrpo.environments.formats import named
 from mgrpo.environments.formats.families import ALIASES, FAMILIES
 from mgrpo.environments.loop.trajectory import EndedBy
+from mgrpo.environments.offered.catalog import NAMES, TRL, Spec, built
 from mgrpo.environments.tools.python import Python
 
 PAGE = (Path(__file__).parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")

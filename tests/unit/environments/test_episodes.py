@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mgrpo.environments.environment import Call, Observation
-from mgrpo.environments.loop.episodes import Bounds, Episodes, Task
+from mgrpo.environments.loop.episodes import EpisodeBounds, Episodes, Task
 from mgrpo.environments.loop.gathering import Ask, Gathering
 from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.environments.workers.errors import AcquireTimeout, EnvironmentLost
@@ -23,7 +23,7 @@ from mgrpo.types import Completion, Prompt, RolloutGroup
 from tests.builders import branch, prompt
 
 END, CALL, UNKNOWN, UNREADABLE, BETWEEN = 1, 2, 3, 4, 9
-BOUNDS = Bounds(max_model_length=1000, max_calls=5)
+BOUNDS = EpisodeBounds(max_model_length=1000, max_calls=5)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def opened(asked: Prompt, text: str) -> Prompt:
 def play(
     engine: Scripted,
     *instances: Adder | None,
-    bounds: Bounds = BOUNDS,
+    bounds: EpisodeBounds = BOUNDS,
     asked: Prompt | None = None,
     max_tokens: int = 100,
     in_rounds: bool = True,
@@ -187,7 +187,7 @@ def one(engine: Scripted, instance: Adder | None = None, **settings) -> Completi
     return play(engine, instance or Adder(), **settings).completions[0]
 
 
-def check(found: Completion, *, prompt_length: int, bounds: Bounds, max_tokens: int) -> None:
+def check(found: Completion, *, prompt_length: int, bounds: EpisodeBounds, max_tokens: int) -> None:
     """What holds for every trajectory."""
     record = found.trajectory
     assert record is not None
@@ -493,7 +493,7 @@ def test_rounds_wait_for_the_slowest_tool_and_the_free_do_not() -> None:
 def test_random_trajectories_keep_every_promise_in_rounds_and_free(seed: int) -> None:
     """And both give the same ones, where sampling depends on nothing but what precedes it."""
     rng = random.Random(seed)
-    bounds = Bounds(
+    bounds = EpisodeBounds(
         max_model_length=rng.randint(20, 70),
         max_calls=rng.randint(1, 4),
         per_turn_max_tokens=rng.choice((None, 1, 4)),

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from mgrpo.environments.environment import Call
-from mgrpo.environments.functions import FunctionTool
+from mgrpo.environments.offered.functions import FunctionTool
 
 
 def answers(function, *arguments, **at_reset):

@@ -177,7 +177,7 @@ def test_a_request_that_the_library_cancels_is_a_failed_call():
             return Client()
 
     async def run():
-        session = mcp_session.Session(Server(), timeout_s=1.0)
+        session = mcp_session.McpSession(Server(), timeout_s=1.0)
         with pytest.raises(mcp_session.SessionError, match="was cancelled"):
             await session.call("count", {})
         await session.close()

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mgrpo.environments.catalog import Spec, built
 from mgrpo.environments.environment import Call
+from mgrpo.environments.offered.catalog import Spec, built
 
 
 @dataclass

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mgrpo.environments.catalog import PROGRAM
 from mgrpo.environments.environment import Call, Tool
 from mgrpo.environments.loop.driven import Driven
-from mgrpo.environments.loop.episodes import Bounds, Task
+from mgrpo.environments.loop.episodes import EpisodeBounds, Task
 from mgrpo.environments.loop.gathering import Ask, Gathering
 from mgrpo.environments.loop.trajectory import Sampled
-from mgrpo.environments.program import Model, Program, Refused
+from mgrpo.environments.offered.catalog import PROGRAM
+from mgrpo.environments.offered.program import Model, Program, Refused
 from mgrpo.environments.workers import link, losses
-from mgrpo.environments.workers.pool import Environments, Limits, Spec, describe
+from mgrpo.environments.workers.pool import EnvironmentPool, Spec, WorkerLimits, describe
 from mgrpo.types import Completion, RolloutGroup
 from tests.builders import prompt
 from tests.unit.environments.programs import say
@@ -31,8 +31,8 @@ DOCS = File(__file__).parents[3] / "docs" / "programs.md"
 PROGRAMS = File(__file__).with_name("programs.py")
 END, NEXT = 1, 2
 """The end of a turn, and the opening of the model's."""
-BOUNDS = Bounds(max_model_length=1000, max_calls=5)
-QUICK = Limits(tool_timeout_s=0.2, reset_timeout_s=5, acquire_timeout_s=20, grace_s=0.3)
+BOUNDS = EpisodeBounds(max_model_length=1000, max_calls=5)
+QUICK = WorkerLimits(tool_timeout_s=0.2, reset_timeout_s=5, acquire_timeout_s=20, grace_s=0.3)
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,11 @@ def play(
     name: str,
     *,
     num_samples: int = 1,
-    bounds: Bounds = BOUNDS,
+    bounds: EpisodeBounds = BOUNDS,
     max_tokens: int = 100,
     in_rounds: bool = True,
-    limits: Limits = QUICK,
-    after: Callable[[Environments], Any] | None = None,
+    limits: WorkerLimits = QUICK,
+    after: Callable[[EnvironmentPool], Any] | None = None,
     own: Spec | None = None,
     row: Mapping[str, Any] | None = None,
     python: str | None = None,
@@ -137,7 +137,7 @@ def play(
 
     async def run() -> RolloutGroup:
         specs = [own or spec(name, **settings)]
-        environments = Environments(specs, pool_size=8, num_workers=1, limits=limits, folders=folders, python=python)
+        environments = EnvironmentPool(specs, pool_size=8, num_workers=1, limits=limits, folders=folders, python=python)
         await environments.start()
         try:
             gathering = Gathering(engine.send, in_rounds=in_rounds)
@@ -324,7 +324,7 @@ def test_a_program_that_is_late_is_cancelled_at_once() -> None:
 def test_a_program_that_is_given_up_is_not_left_waiting() -> None:
     """Its place serves another trajectory."""
 
-    async def again(environments: Environments) -> None:
+    async def again(environments: EnvironmentPool) -> None:
         (place,) = [host for host in environments._fleet._hosts]
         await _until(lambda: place.instances in ([], [1]))
         instance = await environments.acquire({}, seed=1, trajectory="next")
@@ -370,7 +370,7 @@ def test_a_full_trajectory_ends_by_its_length(catches: bool, reward: float | Non
 
 
 def test_a_first_chat_that_is_too_long_has_no_score() -> None:
-    found = one(Engine(), "echo", bounds=Bounds(max_model_length=5, max_calls=5))
+    found = one(Engine(), "echo", bounds=EpisodeBounds(max_model_length=5, max_calls=5))
     assert found.trajectory is not None and found.trajectory.ended_by == "error"
     assert found.tokens.tolist() == [ord("x")]
 
@@ -406,7 +406,7 @@ def test_a_program_that_hangs_or_dies_has_no_score_and_the_pool_goes_on(
 ) -> None:
     monkeypatch.setattr(link, "PATIENCE_S", 0.3)
 
-    async def again(environments: Environments) -> None:
+    async def again(environments: EnvironmentPool) -> None:
         instance = await environments.acquire({"question": "q"}, seed=1, trajectory="next")
         assert "wish" in await instance.resume({"begin": [1]})
         await instance.release(broken=True)
@@ -434,7 +434,7 @@ def test_a_program_that_asks_nothing_has_no_score() -> None:
 
 
 def test_a_trajectory_that_takes_too_long_ends_without_a_score() -> None:
-    bounds = Bounds(max_model_length=1000, max_calls=5, trajectory_timeout_s=0.1)
+    bounds = EpisodeBounds(max_model_length=1000, max_calls=5, trajectory_timeout_s=0.1)
     found = one(Engine(), "waits", bounds=bounds, seconds=0.06, turns=50)
     assert found.trajectory is not None and found.trajectory.ended_by == "error"
     assert len(found.trajectory.turns) < 5

@@ -20,7 +20,7 @@ from mgrpo.environments.environment import Call, Observation
 from mgrpo.environments.tools.python import Python
 from mgrpo.processes.lifetime import children
 from mgrpo.sandbox.app import create_app
-from mgrpo.sandbox.kernels import Kernels
+from mgrpo.sandbox.interpreters import Kernels
 from mgrpo.sandbox.local import borrow_kernels, give_back_kernels
 from mgrpo.sandbox.sessions import Sessions
 from tests.namespaces import skip_without_namespaces

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from mgrpo.environments.catalog import Spec, built
 from mgrpo.environments.environment import Call
+from mgrpo.environments.offered.catalog import Spec, built
 from mgrpo.environments.tools.calculate import calculate
 
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from mgrpo.environments.arguments import ArgumentError, coerced
 from mgrpo.environments.environment import Tool
+from mgrpo.environments.offered.call_arguments import ArgumentError, coerced
 
 TREE = {
     "type": "object",

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Dict, List, Literal, Optional, Tuple, Union  
 import pytest
 from transformers.utils import get_json_schema
 
-from mgrpo.environments.functions import tool_of
+from mgrpo.environments.offered.functions import tool_of
 
 
 class Point:

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mgrpo.environments.description import Description
 from mgrpo.environments.environment import Call, Environment, Observation, Tool
-from mgrpo.environments.member import Member
-from mgrpo.environments.toolbox import Toolbox
+from mgrpo.environments.offered.description import Description
+from mgrpo.environments.offered.offered_environment import OfferedEnvironment
+from mgrpo.environments.offered.toolbox import Toolbox
 
 NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
@@ -84,7 +84,7 @@ def opened(*members):
 
 def member(environment, name="", **options):
     name = name or type(environment).__name__.lower()
-    return Member(environment, name=name, entry=f"own:{name}", **options)
+    return OfferedEnvironment(environment, name=name, entry=f"own:{name}", **options)
 
 
 def begin(toolbox, row=None, seed=3):

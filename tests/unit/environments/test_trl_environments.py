@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mgrpo.environments.adaptors.trl import Trl
-from mgrpo.environments.catalog import Spec, built
+from mgrpo.environments.adaptors.trl_environments import Trl
 from mgrpo.environments.environment import Call
+from mgrpo.environments.offered.catalog import Spec, built
 
 
 class Bag:

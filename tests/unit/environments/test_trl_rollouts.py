@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from mgrpo.environments.catalog import PROGRAM
-from mgrpo.environments.workers.pool import Limits, Spec, describe
+from mgrpo.environments.offered.catalog import PROGRAM
+from mgrpo.environments.workers.pool import Spec, WorkerLimits, describe
 from tests.unit.environments.test_programs import Engine, ids, play
 
 FUNCTIONS = Path(__file__).with_name("trl_rollouts.py")
 CHAT = [{"role": "user", "content": "hi"}]
-PATIENT = Limits(tool_timeout_s=10)
+PATIENT = WorkerLimits(tool_timeout_s=10)
 
 
 def spec(name: str, **settings: Any) -> Spec:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from mgrpo.environments.adaptors.verifiers import _plain
-from mgrpo.environments.catalog import PROGRAM
-from mgrpo.environments.workers.pool import Limits, Spec, describe
+from mgrpo.environments.offered.catalog import PROGRAM
+from mgrpo.environments.workers.pool import Spec, WorkerLimits, describe
 from tests.unit.environments.test_programs import Engine, ids, one, play
 
 MODULES = str(Path(__file__).with_name("verifiers_modules"))
 PYTHON = os.environ.get("MGRPO_TEST_VERIFIERS_PYTHON", "")
-PATIENT = Limits(tool_timeout_s=20, reset_timeout_s=20)
+PATIENT = WorkerLimits(tool_timeout_s=20, reset_timeout_s=20)
 
 needs_library = pytest.mark.skipif(not PYTHON, reason="MGRPO_TEST_VERIFIERS_PYTHON names no interpreter with verifiers")
 

@@ -16,7 +16,7 @@ from tests.tiny_models import save_tiny
 COMPARE = """
 import json, sys
 from pathlib import Path
-from mgrpo.model_io.agreement import compare_logits
+from mgrpo.model_io.logit_agreement import compare_logits
 
 *models, hf = map(Path, sys.argv[1:])
 found = [compare_logits(model, hf) for model in models]

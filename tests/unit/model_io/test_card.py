@@ -10,10 +10,10 @@ import yaml
 
 from mgrpo.config import from_values
 from mgrpo.model_io.card import Facts, licence_of, model_card
-from mgrpo.models.hub import Snapshot
-from mgrpo.run.inputs import Inputs
-from mgrpo.run.publish import publish, write_card
-from mgrpo.run.result import TrainResult
+from mgrpo.models.hub import HubSnapshot
+from mgrpo.run.inputs.reading import Inputs
+from mgrpo.run.report.publish import publish, write_card
+from mgrpo.run.report.result import TrainResult
 from mgrpo.telemetry.files import write_whole
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
@@ -57,7 +57,7 @@ def run_of(folder: Path, **values):
 def test_metadata_and_text_say_what_was_trained(tmp_path):
     """The Hub lists a model under its base, its data and its tags."""
     config, export = run_of(tmp_path, model_name_or_path="tiny/sums", learning_rate=3e-4)
-    config.provenance.snapshots["model_name_or_path"] = Snapshot(
+    config.provenance.snapshots["model_name_or_path"] = HubSnapshot(
         name="tiny/sums", commit="c" * 40, part="model", folder=MODEL
     )
     write_card(config, Inputs(train=Rows(), held_out=Rows()), export)

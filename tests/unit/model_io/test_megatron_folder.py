@@ -12,7 +12,7 @@ from safetensors import safe_open
 from mgrpo.layout import Layout
 from mgrpo.model_io.convert import hf_to_megatron, megatron_to_hf
 from mgrpo.model_io.megatron_folder import stored_parameters
-from mgrpo.model_io.reader import model_reader
+from mgrpo.model_io.model_reader import model_reader
 from mgrpo.models.table import Box
 from tests.tiny_models import FAMILIES
 

@@ -22,7 +22,7 @@ from mgrpo.model_io import megatron_checkpoint
 from mgrpo.model_io.convert import hf_to_megatron, hf_to_megatron_command, megatron_to_hf
 from mgrpo.model_io.hf_folder import same_bits, write_hf
 from mgrpo.model_io.megatron_checkpoint import write_checkpoint
-from mgrpo.model_io.reader import model_reader
+from mgrpo.model_io.model_reader import model_reader
 from mgrpo.model_io.unpickle import Forbidden, record, unpickle
 from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.models.table import Box, hf_tensors

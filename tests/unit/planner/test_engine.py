@@ -9,7 +9,7 @@ import pytest
 
 from mgrpo.config.schema import Engine
 from mgrpo.models.family import shape_of
-from mgrpo.planner.engine import engine_memory, generation_time
+from mgrpo.planner.engine_costs import engine_memory, generation_time
 from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
 from mgrpo.planner.work import Workload
 from tests.unit.planner.test_work import MODELS, MOE

@@ -16,9 +16,9 @@ from mgrpo.config.derived import layout_of
 from mgrpo.config.validate import problems, warnings
 from mgrpo.models.family import shape_of
 from mgrpo.models.memory import holdings, state_bytes
-from mgrpo.planner.command import plan_command, shipped_config
 from mgrpo.planner.hardware import GIB, GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
+from mgrpo.planner.plan_command import plan_command, shipped_config
 from mgrpo.planner.suggest import other_splits, suggest
 from mgrpo.planner.timing import learner_time
 from mgrpo.planner.work import forward_flops, passes_of

@@ -23,7 +23,7 @@ from mgrpo.models.adapters import LoraShape
 from mgrpo.models.family import shape_of
 from mgrpo.models.memory import DTYPE_BYTES, logits_bytes, num_parameters, state_bytes
 from mgrpo.planner.activations import stage_activations
-from mgrpo.planner.command import shipped_config
+from mgrpo.planner.plan_command import shipped_config
 from tests.ranks.rank_pool import RankPool
 
 ROOT = Path(__file__).parents[3]

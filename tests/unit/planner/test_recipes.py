@@ -15,11 +15,11 @@ from mgrpo.config import Config, load_file
 from mgrpo.config.rules import too_few_prompts
 from mgrpo.config.validate import problems, warnings
 from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.planner.command import shipped_config
 from mgrpo.planner.hardware import GIB, GPUS, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
-from mgrpo.run.inputs import read_inputs
-from mgrpo.run.prompts import make_prompts
+from mgrpo.planner.plan_command import shipped_config
+from mgrpo.run.inputs.prompts import make_prompts
+from mgrpo.run.inputs.reading import read_inputs
 from tests.shipped import EXAMPLES, FILES, SMOLLM2
 from tests.unit.data.conftest import make_tokenizer
 from tests.unit.data.real_tokenizers import REAL

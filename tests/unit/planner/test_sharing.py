@@ -8,9 +8,9 @@ import pytest
 
 from mgrpo.config import from_values
 from mgrpo.models.family import shape_of
-from mgrpo.planner.command import plan_command, shipped_config
 from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import RunPlan, plan_run
+from mgrpo.planner.plan_command import plan_command, shipped_config
 from mgrpo.planner.report import as_json
 
 WEIGHTS = 7_615_616_512

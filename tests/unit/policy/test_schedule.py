@@ -7,7 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from mgrpo.config.schema import Optimizer
-from mgrpo.policy.schedule import learning_rate
+from mgrpo.policy.learning_rate import learning_rate
 
 
 def rates(steps: int, **settings) -> list[float]:

@@ -131,9 +131,9 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     lines = Lines(sys.argv[1:])
     program.prepare(MEMORY)
-    from mgrpo.rehearsal import memory
+    from mgrpo.rehearsal import device_bytes
 
-    memory.ROUNDING = 1  # sizes are compared to the byte
+    device_bytes.ROUNDING = 1  # sizes are compared to the byte
     sys.settrace(lines.trace)
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line), lines)), file=answers, flush=True)

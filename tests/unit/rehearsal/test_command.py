@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mgrpo.planner.command import plan_command
+from mgrpo.planner.plan_command import plan_command
 from mgrpo.rehearsal import cuda
 from tests.unit.rehearsal.layouts import SMALL, Case
 

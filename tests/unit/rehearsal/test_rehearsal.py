@@ -21,10 +21,10 @@ import pytest
 from mgrpo.config import load_file, parse
 from mgrpo.config.derived import layout_of
 from mgrpo.models.family import shape_of
-from mgrpo.planner.command import shipped_config
-from mgrpo.planner.compare import AXES, compare
+from mgrpo.planner.comparison import AXES, compare
 from mgrpo.planner.hardware import GPUS, Assumptions, Hardware
 from mgrpo.planner.plan import RunPlan, StageMemory, plan_run
+from mgrpo.planner.plan_command import shipped_config
 from tests.unit.rehearsal.branches import branches
 from tests.unit.rehearsal.layouts import CASES, Case
 
@@ -224,7 +224,7 @@ def test_an_index_on_the_host_fails_the_rehearsal(rehearsals):
 def test_an_item_in_the_loss_is_found(rehearsals):
     """One innocent float() stalls the device in every micro-batch."""
     waits = rehearsals.of("ZeRO-1", 0, mutation="an_item_in_the_loss")["waits"]
-    assert any(phase == "forward" and "run/learner.py" in site for phase, _, site, _ in waits)
+    assert any(phase == "forward" and "run/train/learner.py" in site for phase, _, site, _ in waits)
 
 
 def test_a_wait_for_an_event_is_found(rehearsals):

@@ -15,7 +15,7 @@ import pytest
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards import verify
-from mgrpo.rewards.remote import RemoteScorer
+from mgrpo.rewards.remote_endpoint import RemoteScorer
 from mgrpo.rewards.verifier import Answer
 from mgrpo.rewards.verifiers import code
 from mgrpo.rewards.verifiers.code import Code, CodeStdio, extract_program, service_url

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mgrpo.rewards.constraints.arguments import bound
+from mgrpo.rewards.constraints.label_arguments import bound
 from mgrpo.rewards.constraints.old import OLD_FUNCTIONS
 from mgrpo.rewards.constraints.scoring import bound_instructions, kept
 from tests.unit.rewards.constraint_cases import IFBENCH_CASES, IFEVAL_CASES, OPEN_INSTRUCT_CASES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgrpo.rewards.constraints.arguments import bound
+from mgrpo.rewards.constraints.label_arguments import bound
 from mgrpo.rewards.constraints.old import OLD_FUNCTIONS
 
 CASES: tuple[tuple[str, dict[str, object], str, str], ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgrpo.rewards.constraints.sentences import punkt_sentences, split_sentences
-from mgrpo.rewards.constraints.words import letter_runs, treebank_tokens
+from mgrpo.rewards.constraints.word_constraints import letter_runs, treebank_tokens
 
 
 @pytest.mark.parametrize(

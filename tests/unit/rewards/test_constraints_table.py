@@ -8,7 +8,7 @@ import types
 import pytest
 
 from mgrpo.rewards.constraints import score_instructions
-from mgrpo.rewards.constraints.table import CONSTRAINTS, IFBENCH, IFEVAL, OPEN_INSTRUCT
+from mgrpo.rewards.constraints.constraint_table import CONSTRAINTS, IFBENCH, IFEVAL, OPEN_INSTRUCT
 from tests.unit.rewards.constraint_cases import IFBENCH_CASES, IFEVAL_CASES, OPEN_INSTRUCT_CASES, Case
 
 CASES = IFEVAL_CASES + OPEN_INSTRUCT_CASES + IFBENCH_CASES

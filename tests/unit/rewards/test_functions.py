@@ -15,7 +15,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from mgrpo.rewards.functions import TrainerState, function_names, missing_arguments, score_with_functions
+from mgrpo.rewards.reward_functions import TrainerState, function_names, missing_arguments, score_with_functions
 from mgrpo.types import Completion, RolloutGroup, Score
 from tests import builders
 

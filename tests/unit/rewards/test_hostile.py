@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.catalog import find, known_verifiers
+from mgrpo.rewards.registry import find, known_verifiers
 from mgrpo.rewards.scorer import Scorer, is_remote
 from tests.hostile_answers import INJECTIONS, PROGRAMS, TEXTS
 from tests.namespaces import skip_without_namespaces

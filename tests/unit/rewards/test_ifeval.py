@@ -8,7 +8,7 @@ import json
 import pytest
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.catalog import find
+from mgrpo.rewards.registry import find
 from mgrpo.rewards.verifier import Answer
 from mgrpo.rewards.verifiers.ifeval import IFEval, IFEvalOld
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards import verify
-from mgrpo.rewards.catalog import find
 from mgrpo.rewards.judges import judgements
 from mgrpo.rewards.judges.asking import Judge, final_answer
 from mgrpo.rewards.judges.client import NoVerdict
-from mgrpo.rewards.judges.context import estimate, shorten, shorten_both, token_counter
 from mgrpo.rewards.judges.judgements import Judgement, unused_mark
+from mgrpo.rewards.judges.prompt_context import estimate, shorten, shorten_both, token_counter
+from mgrpo.rewards.registry import find
 from mgrpo.rewards.verifier import Answer
 from tests.unit.rewards.scripted_judge import YES, Reply, Request, ScriptedJudge, says
 

@@ -14,10 +14,10 @@ from email.utils import format_datetime
 import pytest
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.catalog import find
 from mgrpo.rewards.judges.client import ChatClient, NoVerdict, Usage, _retry_after_s
 from mgrpo.rewards.judges.endpoint import Endpoint, find_endpoint, judge_endpoint, problems, rubric_endpoint
 from mgrpo.rewards.judges.replies import read_score
+from mgrpo.rewards.registry import find
 from tests.unit.rewards.scripted_judge import Reply, Request, ScriptedJudge, says
 
 SEVEN = says('{"REASONING": "fine", "SCORE": 7}')

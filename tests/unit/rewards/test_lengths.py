@@ -6,7 +6,7 @@ import pytest
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.verifier import Answer, Verifier
-from mgrpo.rewards.verifiers.lengths import MaxLength, Passthrough, UpToMaxLength
+from mgrpo.rewards.verifiers.length_rewards import MaxLength, Passthrough, UpToMaxLength
 
 SETTINGS = Reward(max_length_verifier_max_length=1000)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards import catalog, verify
-from mgrpo.rewards.pool import VerifierPool
+from mgrpo.rewards import registry, verify
 from mgrpo.rewards.verifier import Item
+from mgrpo.rewards.worker_pool import VerifierPool
 from tests.processes import processes_with
 from tests.unit.rewards.items import item
 
@@ -151,8 +151,8 @@ def bad_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bad_verifiers.py").write_text(BAD_VERIFIERS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(catalog, "_added", {})
-    catalog.add_modules(SETTINGS.verifier_modules)
+    monkeypatch.setattr(registry, "_added", {})
+    registry.add_modules(SETTINGS.verifier_modules)
     yield
     del sys.modules["bad_verifiers"]
 

@@ -14,8 +14,8 @@ from typing import ClassVar
 import pytest
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards import catalog, verify
-from mgrpo.rewards.remote import RemoteScorer
+from mgrpo.rewards import registry, verify
+from mgrpo.rewards.remote_endpoint import RemoteScorer
 from mgrpo.rewards.scorer import Scorer
 from mgrpo.rewards.verifier import Answer, RemoteVerifier
 from tests.unit.rewards.items import item
@@ -49,7 +49,7 @@ class Quits(RemoteVerifier):
 
 @pytest.fixture
 def scorer(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteScorer]:
-    monkeypatch.setattr(catalog, "_added", {"slow": Slow, "quits": Quits})
+    monkeypatch.setattr(registry, "_added", {"slow": Slow, "quits": Quits})
     Slow.now = Slow.most = 0
     Slow.loops = set()
     scorer = RemoteScorer(Reward(remote_verifier_concurrency=4))
@@ -119,7 +119,7 @@ def test_a_forked_process_asks_for_itself(scorer: RemoteScorer) -> None:
 
 def test_local_and_remote_scores_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """A score beside the wrong completion trains the opposite of what was meant."""
-    monkeypatch.setattr(catalog, "_added", {"slow": Slow})
+    monkeypatch.setattr(registry, "_added", {"slow": Slow})
     scorer = Scorer(Reward(), ["integer", "slow"])
     try:
         items = [item("integer", "5", 5), item("slow", "x", 0.01), item("integer", "6", 5), item("slow", "x", "nan?")]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgrpo.config.schema import Reward
-from mgrpo.rewards.catalog import find
+from mgrpo.rewards.registry import find
 from mgrpo.rewards.verifier import Answer
 
 STRINGS = ("flan", "string_matcher", "puzzle", "string_f1", "re_search", "re_search_f1")

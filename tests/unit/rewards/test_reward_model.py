@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from mgrpo.rewards.function_catalog import check_functions, close_functions, load_functions, start_functions
-from mgrpo.rewards.functions import function_names
+from mgrpo.rewards.reward_functions import function_names
 from mgrpo.rewards.reward_model import RewardModel, check_reward_model
-from mgrpo.rewards.reward_model_worker import Model
+from mgrpo.rewards.reward_model_worker import LoadedModel
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ tail or '' }}\n{% endfor %}"
 PROMPTS = ["2+3=", "a much longer prompt: ", "x"]
@@ -107,7 +107,7 @@ def test_scores_are_those_of_transformers(folder: Path) -> None:
 
 def test_the_chat_template_gets_its_variables(folder: Path) -> None:
     """chat_template_kwargs go to every template of the run."""
-    found = Model(str(folder), {"tail": "!"}).scores(
+    found = LoadedModel(str(folder), {"tail": "!"}).scores(
         [([{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}])]
     )
     assert found == pytest.approx(_oracle(folder, ["<user>a!\n<assistant>b!\n"]), abs=1e-5)
@@ -117,7 +117,7 @@ def test_padding_does_not_move_the_text(tmp_path: Path) -> None:
     """A model with learned positions gives a text another score when padding stands before it."""
     folder = _save(tmp_path / "gpt2", family="GPT2")
     texts = ["a", "ab" * 20, "abc" * 7]
-    assert Model(str(folder), {}).scores([(text, "") for text in texts]) == pytest.approx(
+    assert LoadedModel(str(folder), {}).scores([(text, "") for text in texts]) == pytest.approx(
         _oracle(folder, texts), abs=1e-5
     )
 
@@ -131,7 +131,7 @@ def test_a_checkpoint_without_the_head_is_refused(tmp_path: Path) -> None:
     del weights["score.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"the checkpoint has no score\.weight"):
-        Model(str(folder), {})
+        LoadedModel(str(folder), {})
 
 
 def test_a_process_that_dies_or_fails_is_an_error_with_the_models_name(folder: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_reward_model_may_have_a_gpu_and_threads_of_its_own(folder: Path) -> N
         model.close()
     threads = torch.get_num_threads()
     try:
-        found = Model(str(folder), {}, num_threads=2)
+        found = LoadedModel(str(folder), {}, num_threads=2)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)

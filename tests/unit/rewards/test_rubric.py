@@ -12,8 +12,8 @@ import pytest
 
 from mgrpo.config.schema import Reward
 from mgrpo.rewards import verify
-from mgrpo.rewards.catalog import find
 from mgrpo.rewards.judges.client import NoVerdict
+from mgrpo.rewards.registry import find
 from mgrpo.rewards.verifier import Answer
 from tests.unit.rewards.scripted_judge import Reply, Request, ScriptedJudge, says
 from tests.unit.rewards.test_judge import blocks_of

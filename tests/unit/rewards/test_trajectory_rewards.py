@@ -12,9 +12,9 @@ from mgrpo.config.load import from_values
 from mgrpo.config.schema import Reward
 from mgrpo.rewards.builtin_functions import think_format_reward
 from mgrpo.rewards.compose import score_groups
-from mgrpo.rewards.functions import TrainerState, missing_arguments, score_with_functions
+from mgrpo.rewards.reward_functions import TrainerState, missing_arguments, score_with_functions
 from mgrpo.rewards.rewarder import Rewarder
-from mgrpo.rewards.trajectories import TurnRewards
+from mgrpo.rewards.trajectory_rewards import TurnRewards
 from mgrpo.rewards.verifier import Item
 from mgrpo.types import Completion, RewardContext, RolloutGroup, Score
 from tests import builders

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.rewards import catalog
-from mgrpo.rewards.catalog import add_modules, find, known_verifiers, module_folders
+from mgrpo.rewards import registry
+from mgrpo.rewards.registry import add_modules, find, known_verifiers, module_folders
 
 VERIFIER = """
 from mgrpo.rewards.verifier import Answer, RemoteVerifier, Verifier
@@ -30,7 +30,7 @@ _numbers = itertools.count()
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """Writes a module of the user's; returns its name, which no other test has used."""
-    monkeypatch.setattr(catalog, "_added", {})
+    monkeypatch.setattr(registry, "_added", {})
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def write(text: str) -> str:

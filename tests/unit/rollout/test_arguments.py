@@ -10,26 +10,26 @@ import sys
 import pytest
 
 from mgrpo.config import from_values
-from mgrpo.rollout.vllm import arguments
+from mgrpo.rollout.vllm import engine_arguments
 from mgrpo.rollout.vllm.cluster import engine_bundles
-from mgrpo.rollout.vllm.kept import DRAFTS
+from mgrpo.rollout.vllm.kept_sets import DRAFTS
 
 
 def test_kernels_of_gpus_are_asked_for_where_learners_are(monkeypatch):
     """An engine's machine may lack what the learners of another one have."""
-    monkeypatch.setattr(arguments, "kernel_problems", lambda config, *, has_gpus: [f"{has_gpus=}"])
+    monkeypatch.setattr(engine_arguments, "kernel_problems", lambda config, *, has_gpus: [f"{has_gpus=}"])
     config = from_values({})
     for gpus, learners, expected in ((["0", "1"], 1, ["has_gpus=True"]), ([], 1, ["has_gpus=False"]), ([], 0, [])):
-        monkeypatch.setattr(arguments, "serving_gpus", lambda gpus=gpus: gpus)
-        found = arguments.machine_problems(config, num_local_learners=learners, head_dim=64, starts_engines=True)
+        monkeypatch.setattr(engine_arguments, "serving_gpus", lambda gpus=gpus: gpus)
+        found = engine_arguments.machine_problems(config, num_local_learners=learners, head_dim=64, starts_engines=True)
         assert found == expected
 
 
 def test_a_model_of_float32_may_be_served_and_trained_on_gpus(monkeypatch):
     """The quickstart and the proof of the layouts are float32."""
-    monkeypatch.setattr(arguments, "serving_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(engine_arguments, "serving_gpus", lambda: ["0", "1"])
     config = from_values({"model_dtype": "float32"})
-    assert arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True) == []
+    assert engine_arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True) == []
 
 
 @pytest.mark.parametrize(
@@ -44,17 +44,19 @@ def test_a_model_of_float32_may_be_served_and_trained_on_gpus(monkeypatch):
 )
 def test_engines_need_gpus_on_rank_0s_machine_alone(monkeypatch, learners, starts_engines, words):
     """Learners on 4 GPUs of one node and on 8 of another, engines on the 4 that are left: nothing is missing on the second."""
-    monkeypatch.setattr(arguments, "serving_gpus", lambda: list("01234567"))
+    monkeypatch.setattr(engine_arguments, "serving_gpus", lambda: list("01234567"))
     config = from_values({"vllm_num_engines": 4})
-    found = arguments.machine_problems(config, num_local_learners=learners, head_dim=64, starts_engines=starts_engines)
+    found = engine_arguments.machine_problems(
+        config, num_local_learners=learners, head_dim=64, starts_engines=starts_engines
+    )
     assert len(found) == (words is not None) and all(words in sentence for sentence in found)
 
 
 def test_a_reward_model_has_a_gpu_of_its_own(monkeypatch):
     """A learner or an engine has taken the memory already, or finds it taken in the middle of a step."""
-    monkeypatch.setattr(arguments, "serving_gpus", lambda: ["0", "1", "2"])
+    monkeypatch.setattr(engine_arguments, "serving_gpus", lambda: ["0", "1", "2"])
     for gpu, count in ((None, 0), (3, 0), (2, 1)):
-        found = arguments.machine_problems(
+        found = engine_arguments.machine_problems(
             from_values({"reward_model_gpu": gpu}), num_local_learners=1, head_dim=64, starts_engines=True
         )
         assert len(found) == count and all("reward_model_gpu=2 is one of the GPUs" in sentence for sentence in found)
@@ -66,7 +68,7 @@ def test_a_reward_model_has_a_gpu_of_its_own(monkeypatch):
 def test_an_engine_has_room_for_the_longer_of_both_kinds_of_completion(settings, length):
     """vLLM cuts what does not fit without a word."""
     config = from_values({"max_prompt_token_length": 100, "response_length": 50, "model_name_or_path": "m", **settings})
-    assert arguments.engine_args(config, on_gpu=False)["max_model_len"] == length
+    assert engine_arguments.engine_args(config, on_gpu=False)["max_model_len"] == length
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -74,9 +76,11 @@ def test_only_engines_of_several_workers_name_their_executor(on_gpu):
     """vLLM would choose Ray's inside an actor, which serves neither two GPUs of one bundle nor a CPU."""
     for workers, backend in ((1, None), (2, "mp")):
         config = from_values({"model_name_or_path": "m", "vllm_tensor_parallel_size": workers})
-        args = arguments.engine_args(config, on_gpu=on_gpu)
+        args = engine_arguments.engine_args(config, on_gpu=on_gpu)
         assert args.get("distributed_executor_backend") == backend and args["tensor_parallel_size"] == workers
-    assert arguments.engine_args(config, on_gpu=on_gpu, spans_nodes=True)["distributed_executor_backend"] == "ray"
+    assert (
+        engine_arguments.engine_args(config, on_gpu=on_gpu, spans_nodes=True)["distributed_executor_backend"] == "ray"
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,7 @@ def test_an_engine_on_gpus_has_its_own_queues_allocator_and_address(monkeypatch)
     """Those of a learner would make its copies wait for each other, and its memory pools fail."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     config = from_values({"model_name_or_path": "m"})
-    found = arguments.engine_environment(config, on_gpu=True, is_local=True)
+    found = engine_arguments.engine_environment(config, on_gpu=True, is_local=True)
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "8" and found["VLLM_HOST_IP"] == "127.0.0.1"
     assert found["PYTORCH_ALLOC_CONF"] == found["PYTORCH_CUDA_ALLOC_CONF"] == ""
 
@@ -115,10 +119,10 @@ def test_an_engine_has_the_cores_that_learners_do_not_use_at_that_time(tmp_path,
     """One thread leaves cores idle while learners wait; threads for a tiny model only wait for each other."""
     config = from_values({"model_name_or_path": str(tmp_path), **settings})
     with (tmp_path / "model.safetensors").open("wb") as weights:
-        weights.truncate(arguments.WIDE_BYTES - 1)
-        assert arguments.worker_threads(config, num_cores=8, num_local_learners=learners) == 1
-        weights.truncate(arguments.WIDE_BYTES)
-    assert arguments.worker_threads(config, num_cores=8, num_local_learners=learners) == threads
+        weights.truncate(engine_arguments.WIDE_BYTES - 1)
+        assert engine_arguments.worker_threads(config, num_cores=8, num_local_learners=learners) == 1
+        weights.truncate(engine_arguments.WIDE_BYTES)
+    assert engine_arguments.worker_threads(config, num_cores=8, num_local_learners=learners) == threads
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -129,10 +133,10 @@ def test_engines_on_other_nodes_use_the_learners_adapters_and_interfaces_of_thei
     for name, value in {**network, **interfaces, "SOME_NCCL": "1"}.items():
         monkeypatch.setenv(name, value)
     config = from_values({"model_name_or_path": "m", "ray_address": "head:6379"})
-    found = arguments.engine_environment(config, on_gpu=on_gpu, is_local=False)
+    found = engine_arguments.engine_environment(config, on_gpu=on_gpu, is_local=False)
     assert {name: value for name, value in found.items() if name in network} == network
     assert not {"SOME_NCCL", "VLLM_HOST_IP", *interfaces} & found.keys()
-    local = arguments.engine_environment(config, on_gpu=on_gpu, is_local=True)
+    local = engine_arguments.engine_environment(config, on_gpu=on_gpu, is_local=True)
     assert not network.keys() & local.keys(), "a private Ray has rank 0's environment"
 
 
@@ -142,7 +146,7 @@ def test_an_engine_says_what_it_has_chosen_unless_the_user_wants_less(monkeypatc
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     if given:
         monkeypatch.setenv("VLLM_LOGGING_LEVEL", given)
-    found = arguments.engine_environment(from_values({"model_name_or_path": "m"}), on_gpu=True, is_local=True)
+    found = engine_arguments.engine_environment(from_values({"model_name_or_path": "m"}), on_gpu=True, is_local=True)
     assert found["VLLM_LOGGING_LEVEL"] == expected
 
 
@@ -152,7 +156,7 @@ def test_an_engine_on_a_gpu_loads_with_more_threads_than_a_learner(monkeypatch, 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    found = arguments.engine_environment(from_values({"model_name_or_path": "m"}), on_gpu=True, is_local=True)
+    found = engine_arguments.engine_environment(from_values({"model_name_or_path": "m"}), on_gpu=True, is_local=True)
     assert found["OMP_NUM_THREADS"] == expected
 
 
@@ -162,9 +166,9 @@ def test_the_core_is_in_the_actors_process_on_a_cpu_unless_the_user_wants_it_apa
     one = from_values({"model_name_or_path": "m"})
     two = from_values({"model_name_or_path": "m", "vllm_tensor_parallel_size": 2})
     cases = ((one, False), (two, False), (one, True))
-    assert [arguments.has_local_core(config, on_gpu=on_gpu) for config, on_gpu in cases] == [True, False, False]
+    assert [engine_arguments.has_local_core(config, on_gpu=on_gpu) for config, on_gpu in cases] == [True, False, False]
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    assert not arguments.has_local_core(one, on_gpu=False)
+    assert not engine_arguments.has_local_core(one, on_gpu=False)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +192,7 @@ def test_the_core_is_in_the_actors_process_on_a_cpu_unless_the_user_wants_it_apa
 def test_vllms_own_arguments_are_checked_before_an_engine_starts(text, words):
     """vLLM would refuse an unknown one after Ray and the engines' imports; one of ours would break the weight sync."""
     had_vllm = "vllm" in sys.modules  # of another test
-    found = arguments.extra_problems(text)
+    found = engine_arguments.extra_problems(text)
     assert len(found) == (words is not None) and all(re.search(words, sentence) for sentence in found)
     assert had_vllm or "vllm" not in sys.modules
 
@@ -221,13 +225,13 @@ OWN_MODEL = "the engine samples from the model that is trained"
 )
 def test_an_argument_that_would_make_the_engine_another_policy_is_refused(name, value, reason):
     """Weights would be written where nothing reads them, or the engine would sample from another distribution."""
-    (sentence,) = arguments.extra_problems(json.dumps({name: value}))
+    (sentence,) = engine_arguments.extra_problems(json.dumps({name: value}))
     assert sentence.startswith(f"vllm_extra_args cannot hold {name}: ") and reason in sentence
 
 
 def test_only_arguments_that_vllm_has_are_refused_by_name():
     """A misspelled one would let the real one pass."""
-    assert {*arguments.OWNED, *DRAFTS} <= arguments._known_args()
+    assert {*engine_arguments.OWNED, *DRAFTS} <= engine_arguments._known_args()
 
 
 def test_vllms_own_arguments_take_the_place_of_defaults():
@@ -237,9 +241,11 @@ def test_vllms_own_arguments_take_the_place_of_defaults():
     free.add("compilation_config")
     for on_gpu in (False, True):
         given = {"block_size": 64, "max_num_batched_tokens": 100}
-        args = arguments.engine_args(from_values({**values, "vllm_extra_args": json.dumps(given)}), on_gpu=on_gpu)
+        args = engine_arguments.engine_args(
+            from_values({**values, "vllm_extra_args": json.dumps(given)}), on_gpu=on_gpu
+        )
         assert args | given == args
-        assert args.keys() - free <= arguments.OWNED.keys()
+        assert args.keys() - free <= engine_arguments.OWNED.keys()
 
 
 @pytest.mark.parametrize(
@@ -258,8 +264,8 @@ def test_no_kernel_is_compiled_with_whatever_nvcc_is_there(given, expected):
     values = {"model_name_or_path": "m", "vllm_tensor_parallel_size": 2}
     if given:
         values["vllm_extra_args"] = json.dumps({"compilation_config": given})
-    assert arguments.engine_args(from_values(values), on_gpu=True)["compilation_config"] == expected
-    assert arguments.engine_args(from_values(values), on_gpu=False).get("compilation_config", {}) == given
+    assert engine_arguments.engine_args(from_values(values), on_gpu=True)["compilation_config"] == expected
+    assert engine_arguments.engine_args(from_values(values), on_gpu=False).get("compilation_config", {}) == given
 
 
 @pytest.mark.parametrize(
@@ -278,24 +284,24 @@ def test_no_kernel_is_compiled_with_whatever_nvcc_is_there(given, expected):
 def test_a_step_of_an_engine_has_room_for_prompts_beside_completions(on_gpu, values, extra, expected):
     """vLLM alone reads 2048 tokens a step on a GPU, and refuses fewer than a whole prompt, or one of each sequence, needs."""
     given = {"model_name_or_path": "m", "max_prompt_token_length": 50, "vllm_extra_args": json.dumps(extra), **values}
-    assert arguments.engine_args(from_values(given), on_gpu=on_gpu)["max_num_batched_tokens"] == expected
+    assert engine_arguments.engine_args(from_values(given), on_gpu=on_gpu)["max_num_batched_tokens"] == expected
 
 
 def test_an_engine_finds_the_model_from_any_working_directory(monkeypatch, tmp_path):
     """On another node it has that of `ray start`, and vLLM takes a relative path for the name of a model on the Hub."""
     monkeypatch.chdir(tmp_path)
     values = {"model_name_or_path": "models/m", "tokenizer_name_or_path": "models/t", "stop_strings": ["x"]}
-    args = arguments.engine_args(from_values(values), on_gpu=False)
+    args = engine_arguments.engine_args(from_values(values), on_gpu=False)
     monkeypatch.chdir("/")
     assert (args["model"], args["tokenizer"]) == (f"{tmp_path}/models/m", f"{tmp_path}/models/t")
 
 
 def test_an_engine_rounds_as_the_settings_say():
     """Logits in fp32 on one side only, or an 8-bit cache that is not asked for, make two policies of one."""
-    plain = arguments.engine_args(from_values({"model_name_or_path": "m"}), on_gpu=True)
+    plain = engine_arguments.engine_args(from_values({"model_name_or_path": "m"}), on_gpu=True)
     assert plain["kv_cache_dtype"] == "auto" and "hf_overrides" not in plain
     given = {"model_name_or_path": "m", "cast_lm_head_to_fp32": True, "use_fp8_kv_cache": True}
-    args = arguments.engine_args(from_values(given), on_gpu=True)
+    args = engine_arguments.engine_args(from_values(given), on_gpu=True)
     assert args["kv_cache_dtype"] == "fp8" and args["hf_overrides"] == {"head_dtype": "float32"}
 
 
@@ -313,28 +319,30 @@ def test_an_engine_rounds_as_the_settings_say():
 def test_an_8_bit_cache_needs_a_kernel_of_this_cpu(monkeypatch, tmp_path, flags, head_dim, dtype, words):
     """vLLM says so only when the engine has loaded the model, or at the first prompt."""
     (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
-    monkeypatch.setattr(arguments, "CPU_INFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(arguments, "serving_gpus", list)
+    monkeypatch.setattr(engine_arguments, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(engine_arguments, "serving_gpus", list)
     config = from_values({"vllm_kv_cache_dtype": dtype})
-    found = arguments.machine_problems(config, num_local_learners=0, head_dim=head_dim, starts_engines=True)
+    found = engine_arguments.machine_problems(config, num_local_learners=0, head_dim=head_dim, starts_engines=True)
     assert len(found) == (words is not None) and all(words in sentence for sentence in found)
 
 
 def test_an_engine_has_a_tokenizer_only_for_stop_strings():
     """Turning every token into text costs time; without text a stop string is never found."""
     values = {"model_name_or_path": "/m", "tokenizer_name_or_path": "/t"}
-    plain = arguments.engine_args(from_values(values), on_gpu=False)
+    plain = engine_arguments.engine_args(from_values(values), on_gpu=False)
     assert plain["skip_tokenizer_init"] and "tokenizer" not in plain
     for given, expected in ((values, "/t"), ({"model_name_or_path": "/m"}, "/m")):
-        args = arguments.engine_args(from_values({**given, "stop_strings": ["</answer>"]}), on_gpu=False)
+        args = engine_arguments.engine_args(from_values({**given, "stop_strings": ["</answer>"]}), on_gpu=False)
         assert not args["skip_tokenizer_init"] and args["tokenizer"] == expected
 
 
 def test_all_that_a_machine_lacks_is_said_at_once(monkeypatch):
     """A second start for the second reason costs as much as the first."""
-    monkeypatch.setattr(arguments, "kernel_problems", lambda config, *, has_gpus: ["a kernel is missing"])
-    monkeypatch.setattr(arguments, "serving_gpus", list)
-    sentences = arguments.machine_problems(from_values({}), num_local_learners=1, head_dim=48, starts_engines=True)
+    monkeypatch.setattr(engine_arguments, "kernel_problems", lambda config, *, has_gpus: ["a kernel is missing"])
+    monkeypatch.setattr(engine_arguments, "serving_gpus", list)
+    sentences = engine_arguments.machine_problems(
+        from_values({}), num_local_learners=1, head_dim=48, starts_engines=True
+    )
     assert len(sentences) == 2 and "head_dim=48 is not served" in sentences[1]
 
 
@@ -342,12 +350,12 @@ def test_an_address_where_no_ray_cluster_answers_is_a_problem_of_the_configurati
     """Ray tries for minutes, and says in the end that it could not connect to another address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert arguments.address_problems(f"127.0.0.1:{port}") == []
-    (sentence,) = arguments.address_problems(f"127.0.0.1:{port}")
+        assert engine_arguments.address_problems(f"127.0.0.1:{port}") == []
+    (sentence,) = engine_arguments.address_problems(f"127.0.0.1:{port}")
     assert f"ray_address=127.0.0.1:{port}: no Ray cluster answers there" in sentence and "ray start --head" in sentence
-    (sentence,) = arguments.address_problems("no-such-host.invalid:6379")
+    (sentence,) = engine_arguments.address_problems("no-such-host.invalid:6379")
     assert "no-such-host.invalid:6379" in sentence
-    assert arguments.address_problems(None) == arguments.address_problems("auto") == []
+    assert engine_arguments.address_problems(None) == engine_arguments.address_problems("auto") == []
 
 
 SHARED = {"vllm_mode": "colocate", "vllm_num_engines": 2, "vllm_tensor_parallel_size": 2}
@@ -367,8 +375,8 @@ SHARED = {"vllm_mode": "colocate", "vllm_num_engines": 2, "vllm_tensor_parallel_
 )
 def test_workers_share_the_learners_gpus_one_each(monkeypatch, learners, settings, words):
     """A cache sized by what is free when the engine starts leaves the learner nothing, or ends it out of memory."""
-    monkeypatch.setattr(arguments, "serving_gpus", lambda: list("0123"))
-    found = arguments.machine_problems(
+    monkeypatch.setattr(engine_arguments, "serving_gpus", lambda: list("0123"))
+    found = engine_arguments.machine_problems(
         from_values(SHARED | settings), num_local_learners=learners, head_dim=64, starts_engines=True
     )
     assert len(found) == (words is not None) and all(words in sentence for sentence in found)
@@ -378,10 +386,10 @@ def test_an_engine_on_a_shared_gpu_can_sleep_and_has_the_cache_that_it_was_given
     """Only memory of vLLM's own pool is given up."""
     model = {"model_name_or_path": "a/model"}
     settings = {**model, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True, "vllm_kv_cache_mb": 4096}
-    on_gpu = arguments.engine_args(from_values(settings), on_gpu=True)
+    on_gpu = engine_arguments.engine_args(from_values(settings), on_gpu=True)
     assert (on_gpu["enable_sleep_mode"], on_gpu["kv_cache_memory_bytes"]) == (True, 4 << 30)
-    assert "enable_sleep_mode" not in arguments.engine_args(from_values(settings), on_gpu=False)
-    alone = arguments.engine_args(from_values(model), on_gpu=True)
+    assert "enable_sleep_mode" not in engine_arguments.engine_args(from_values(settings), on_gpu=False)
+    alone = engine_arguments.engine_args(from_values(model), on_gpu=True)
     assert "kv_cache_memory_bytes" not in alone
     # The learner has taken some of the GPU when vLLM asks whether this much is free.
     assert on_gpu["gpu_memory_utilization"] == 0.3 and alone["gpu_memory_utilization"] == 0.9

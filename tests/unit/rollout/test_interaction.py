@@ -14,7 +14,7 @@ import pytest
 
 from mgrpo.config import from_values
 from mgrpo.environments.environment import Call, Observation
-from mgrpo.environments.loop.episodes import Bounds
+from mgrpo.environments.loop.episodes import EpisodeBounds
 from mgrpo.environments.loop.trajectory import Sampled
 from mgrpo.environments.workers.errors import EnvironmentLost
 from mgrpo.environments.workers.instance import Answered, Ending
@@ -119,7 +119,7 @@ def playing(
     interaction = Interaction(
         place,
         Turns(),
-        Bounds(max_model_length=200, max_calls=9),
+        EpisodeBounds(max_model_length=200, max_calls=9),
         opened=lambda asked, text, is_training: asked,
         asked=asked,
         in_rounds=in_rounds,

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from mgrpo.rollout.vllm import keeper as module
+from mgrpo.rollout.vllm import cluster_keeper as module
 from mgrpo.rollout.vllm import printed
-from mgrpo.rollout.vllm.keeper import Keeper
+from mgrpo.rollout.vllm.cluster_keeper import ClusterKeeper
 
 
 @pytest.fixture
 def keeper():
-    own = Keeper()
+    own = ClusterKeeper()
     yield own
     own.close()
     own._reaper.wait(20)

@@ -14,11 +14,11 @@ from mgrpo.config import from_values
 from mgrpo.environments.loop.trajectory import Sampled, Trajectory
 from mgrpo.rollout.collect import to_groups
 from mgrpo.rollout.requests import evaluation_sampling, training_sampling
-from mgrpo.rollout.vllm import arguments
+from mgrpo.rollout.vllm import engine_arguments
 from mgrpo.rollout.vllm.actor import _group
 from mgrpo.rollout.vllm.calls import flattened, joined, sampling_settings
-from mgrpo.rollout.vllm.kept import TIES, kept_tokens, masked_tokens
-from mgrpo.rollout.vllm.server_calls import Choice
+from mgrpo.rollout.vllm.kept_sets import TIES, kept_tokens, masked_tokens
+from mgrpo.rollout.vllm.server_calls import ServerChoice
 from tests.builders import kept_tokens as sets
 from tests.builders import prompt, sets_of
 
@@ -130,11 +130,11 @@ def test_a_servers_sets_are_read_from_its_candidates():
         {"token_id": 6, "logprob": 0.0, "rank": 1, "top_logprobs": [{"token_id": 6, "logprob": 0.0}, {"token_id": 1, "logprob": -9999.0}]},
     ]  # fmt: skip
     answer = {"index": 0, "token_ids": [4, 6], "finish_reason": "stop", "logprobs": {"content": content}}
-    choice = msgspec.json.decode(json.dumps(answer), type=Choice)
+    choice = msgspec.json.decode(json.dumps(answer), type=ServerChoice)
     assert sets_of(choice.kept()) == [[4, 6], [6]]
     assert choice.sampled() == [half, 0.0]
-    assert sets_of(Choice(index=0, token_ids=[], finish_reason="abort").kept()) == []
-    masked = msgspec.json.decode(json.dumps(answer | {"sampling_mask": [[2, 4], [6]]}), type=Choice)
+    assert sets_of(ServerChoice(index=0, token_ids=[], finish_reason="abort").kept()) == []
+    masked = msgspec.json.decode(json.dumps(answer | {"sampling_mask": [[2, 4], [6]]}), type=ServerChoice)
     assert sets_of(masked.kept(has_masks=True)) == [[2, 4], [6]] and sets_of(masked.kept()) == [[4, 6], [6]]
     assert sets_of(choice.kept(has_masks=True)) == [[], []]
 
@@ -165,16 +165,20 @@ def test_an_engine_returns_more_logprobs_than_are_kept_but_never_more_than_there
     """Ties are kept on a CPU; and vLLM ends when it looks for more tokens than the vocabulary has."""
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": vocab}))
     values = {"model_name_or_path": str(tmp_path), "top_k": 8, "vllm_guided_decoding_regex": "a+"}
-    args = arguments.engine_args(from_values(values), on_gpu=False)
+    args = engine_arguments.engine_args(from_values(values), on_gpu=False)
     assert args["max_logprobs"] == expected and not args["skip_tokenizer_init"] and "tokenizer" in args
-    assert "max_logprobs" not in arguments.engine_args(from_values({"model_name_or_path": str(tmp_path)}), on_gpu=False)
+    assert "max_logprobs" not in engine_arguments.engine_args(
+        from_values({"model_name_or_path": str(tmp_path)}), on_gpu=False
+    )
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize(("top_k", "has_masks"), [(0, False), (64, False), (65, True), (2048, True)])
 def test_many_tokens_are_returned_as_masks(tmp_path, on_gpu, top_k, has_masks):
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 1000}))
-    args = arguments.engine_args(from_values({"model_name_or_path": str(tmp_path), "top_k": top_k}), on_gpu=on_gpu)
+    args = engine_arguments.engine_args(
+        from_values({"model_name_or_path": str(tmp_path), "top_k": top_k}), on_gpu=on_gpu
+    )
     assert args.get("return_sampling_mask", False) == has_masks
     assert ("max_logprobs" in args) == (0 < top_k <= 64) and args["logprobs_mode"] == "processed_logprobs"
 
@@ -194,14 +198,14 @@ def test_many_tokens_are_returned_as_masks(tmp_path, on_gpu, top_k, has_masks):
 )
 def test_masks_are_asked_for_only_where_engines_have_them(monkeypatch, gpus, runner, words):
     """Servers say it themselves."""
-    monkeypatch.setattr(arguments, "serving_gpus", lambda: list(gpus))
+    monkeypatch.setattr(engine_arguments, "serving_gpus", lambda: list(gpus))
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     if runner is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     server = {"vllm_mode": "server", "vllm_server_base_url": ["http://127.0.0.1:1"]}
     for values, is_asked in (({"top_k": 512}, True), ({"top_k": 64}, False), ({"top_k": 512, **server}, False)):
         config = from_values({"model_dtype": "float32", **values})
-        problems = arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
+        problems = engine_arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
         expected = [words] if words and is_asked else []
         assert len(problems) == len(expected) and all(w in p for w, p in zip(expected, problems, strict=True))
 
@@ -215,11 +219,11 @@ def test_masks_are_asked_for_only_where_engines_have_them(monkeypatch, gpus, run
 )
 def test_drafts_are_refused_where_sets_are_asked_for(monkeypatch, extra, names):
     """vLLM has two ways to ask for them."""
-    monkeypatch.setattr(arguments, "serving_gpus", list)
+    monkeypatch.setattr(engine_arguments, "serving_gpus", list)
     values = {"vllm_extra_args": json.dumps(extra), "model_dtype": "float32"}
     for top_k, count in ((0, 0), (4, 1)):
         config = from_values(values | {"top_k": top_k})
-        problems = arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
+        problems = engine_arguments.machine_problems(config, num_local_learners=1, head_dim=64, starts_engines=True)
         assert len(problems) == count and all(f"cannot hold {names} with top_k=4" in problem for problem in problems)
 
 

@@ -16,8 +16,8 @@ from mgrpo.config import from_values
 from mgrpo.rollout.engine import PromptBatch
 from mgrpo.rollout.requests import evaluation_sampling, training_sampling
 from mgrpo.rollout.vllm.actor import EngineActor, _group
-from mgrpo.rollout.vllm.arguments import engine_args
 from mgrpo.rollout.vllm.calls import joined, sampling_settings
+from mgrpo.rollout.vllm.engine_arguments import engine_args
 from mgrpo.types import KeptTokens
 from tests.builders import sets_of
 

@@ -8,8 +8,8 @@ from mgrpo.config import Config, from_values
 from mgrpo.data.sampler import Sampler
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.fleet import Fleet
-from mgrpo.run.evaluator import Evaluator
-from mgrpo.run.producer import Producer, Rollouts
+from mgrpo.run.produce.evaluator import Evaluator
+from mgrpo.run.produce.producer import Producer, Rollouts
 from mgrpo.types import Prompt, PromptId, RewardContext, RewardScale, RolloutGroup, Score, ScoredBatch, ScoredGroup
 from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine

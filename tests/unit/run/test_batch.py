@@ -9,13 +9,13 @@ import pytest
 from mgrpo.layout import Layout
 from mgrpo.packing import from_slice
 from mgrpo.parallel import backend
-from mgrpo.run.producer import Rollouts
+from mgrpo.run.produce.producer import Rollouts
 from mgrpo.types import ScoredGroup
 from tests.builders import completion, prompt, scored_group
 from tests.unit.run.producing import config
 
 if TYPE_CHECKING:
-    from mgrpo.run.batch import Batch
+    from mgrpo.run.produce.step_batch import Batch
 
 
 def group(number: int, rewards: tuple[float, float] = (0.0, 1.0)) -> ScoredGroup:
@@ -26,7 +26,7 @@ def group(number: int, rewards: tuple[float, float] = (0.0, 1.0)) -> ScoredGroup
 
 def batch(num_groups: int, num_dropped: int = 0, **settings: object) -> Batch:
     backend.install()  # before the first import of Megatron
-    from mgrpo.run.batch import make_batch
+    from mgrpo.run.produce.step_batch import make_batch
 
     groups = [group(number) for number in range(num_groups)]
     dropped = [group(50 + number, (1.0, 1.0)) for number in range(num_dropped)]

@@ -11,7 +11,7 @@ import pytest
 
 from mgrpo.config import ConfigError
 from mgrpo.config.checkpoint import Checkpoint
-from mgrpo.run.best import BestExport
+from mgrpo.run.report.best import BestExport
 
 NAN = float("nan")
 ON = Checkpoint(load_best_model_at_end=True)

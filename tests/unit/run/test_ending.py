@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mgrpo.run.ending import INTERRUPTED
+from mgrpo.run.ranks.ending import INTERRUPTED
 
 HANGS_IN_ITS_CLEAN_UP = """
 import time

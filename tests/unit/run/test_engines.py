@@ -12,7 +12,7 @@ from mgrpo.cli import main
 from mgrpo.config.schema import Engine as EngineSettings
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.members import State
-from mgrpo.run.engines import NAME, controllable
+from mgrpo.run.commands.engines import NAME, controllable
 from tests.scripted_engine import ScriptedEngine
 
 

@@ -6,14 +6,14 @@ import pytest
 
 from mgrpo.config import from_values
 from mgrpo.processes import address
-from mgrpo.run import environment
+from mgrpo.run.ranks import process
 
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch):
     """Without a launcher; what a test sets ends with it."""
-    monkeypatch.setattr(environment.os, "environ", {})
-    return environment.os.environ
+    monkeypatch.setattr(process.os, "environ", {})
+    return process.os.environ
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def own_environment(monkeypatch):
 )
 def test_one_queue_of_the_gpu_is_for_tensor_parallelism_only(own_environment, tensor, zero_stage, expected):
     """With one queue ZeRO-3 gathers the next layer after this one instead of during it."""
-    environment.prepare_environment(from_values({"tensor_model_parallel_size": tensor, "zero_stage": zero_stage}))
+    process.prepare_environment(from_values({"tensor_model_parallel_size": tensor, "zero_stage": zero_stage}))
     assert own_environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
 
 
@@ -30,7 +30,7 @@ def test_the_users_allocator_stays(own_environment, given):
     """torch reads one of the two names; setting the other would undo what the user has chosen."""
     if given:
         own_environment[given] = "max_split_size_mb:128"
-    environment.prepare_environment(from_values({}))
+    process.prepare_environment(from_values({}))
     found = {name: value for name, value in own_environment.items() if name.endswith("ALLOC_CONF")}
     assert found == ({given: "max_split_size_mb:128"} if given else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
@@ -48,7 +48,7 @@ class Ranks(dict[str, bytes]):
 def network(monkeypatch) -> dict[str, str]:
     """This machine's address on the way to others, and a name of its own address."""
     ways: dict[str, str] = {}
-    monkeypatch.setattr(environment, "own_address", ways.__getitem__)
+    monkeypatch.setattr(process, "own_address", ways.__getitem__)
     monkeypatch.setattr(address, "interface_of", {"10.0.0.1": "eth0", "10.0.0.2": "eth1"}.get)
     return ways
 
@@ -57,7 +57,7 @@ def network(monkeypatch) -> dict[str, str]:
 def test_ranks_of_one_machine_meet_on_loopback(own_environment, network, place):
     """On another interface the whole network could connect."""
     own_environment.update(place)
-    assert environment.meeting_host(Ranks()) == "127.0.0.1" and not {*address.INTERFACES} & own_environment.keys()
+    assert process.meeting_host(Ranks()) == "127.0.0.1" and not {*address.INTERFACES} & own_environment.keys()
 
 
 @pytest.mark.parametrize("given", [None, "ib0"])
@@ -84,7 +84,7 @@ def test_ranks_of_several_machines_meet_where_each_reaches_the_other(own_environ
             own_environment |= dict.fromkeys(address.INTERFACES, given)
         network.clear()
         network.update(ways)
-        assert environment.meeting_host(store) == expected
+        assert process.meeting_host(store) == expected
         assert own_environment["GLOO_SOCKET_IFNAME"] == (given or interface)
         # NCCL takes every interface that begins with a name without this sign.
         assert own_environment["NCCL_SOCKET_IFNAME"] == (given or f"={interface}")
@@ -105,5 +105,5 @@ def test_ranks_of_several_machines_meet_where_each_reaches_the_other(own_environ
 def test_learners_use_loopback_only_where_the_engines_are_on_their_machine(own_environment, given, engines, expected):
     """An engine on another node cannot reach the loopback interface of this one."""
     own_environment.update(given)
-    environment.prepare_environment(from_values(engines))
+    process.prepare_environment(from_values(engines))
     assert own_environment.get("GLOO_SOCKET_IFNAME") == expected

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from mgrpo.config.load import from_values
-from mgrpo.rewards import catalog
-from mgrpo.run.inputs import read_inputs
+from mgrpo.rewards import registry
+from mgrpo.run.inputs.reading import read_inputs
 
 MODULE = """
 from mgrpo.rewards.verifier import Answer, Verifier
@@ -59,7 +59,7 @@ def test_a_remapped_name_need_not_exist_and_its_replacement_must(make):
 
 def test_verifiers_of_the_users_own_modules_are_found_by_name(make, tmp_path, monkeypatch):
     """Ten lines of one's own must do."""
-    monkeypatch.setattr(catalog, "_added", {})
+    monkeypatch.setattr(registry, "_added", {})
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "my_own_verifiers.py").write_text(MODULE)
     assert read_inputs(make("ending", verifier_modules=["my_own_verifiers"]))[1] == []

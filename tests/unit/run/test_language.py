@@ -13,8 +13,8 @@ from mgrpo.data.tokenizer import load_tokenizer
 from mgrpo.environments.environment import Tool
 from mgrpo.environments.formats import named
 from mgrpo.environments.loop.bridge import Bridges
+from mgrpo.environments.loop.language import TemplateLanguage
 from mgrpo.environments.loop.trajectory import Sampled, Trajectory
-from mgrpo.run.language import Language
 from tests.unit.environments.chat_templates import GOOD, make_tokenizer
 
 pytest.importorskip("transformers")
@@ -56,7 +56,7 @@ def language(
     limit: int = 1000,
     is_thinking: bool = False,
     own: Any = None,
-) -> Language:
+) -> TemplateLanguage:
     """The calculator's, or that of a template with the tokenizer of all bytes."""
     tokenizer = own or (of_bytes() if template else calculators())
     text, stops = GOOD[template] if template else (calculators().chat_template, ("<|im_end|>",))
@@ -64,7 +64,7 @@ def language(
         tokenizer, text, template_kwargs={}, tools=[TOOL], stop_token_ids=tokenizer.convert_tokens_to_ids(list(stops))
     )
     made = named(format, [TOOL])
-    return Language(tokenizer, made, bridges, max_observation_tokens=limit, is_thinking=is_thinking)
+    return TemplateLanguage(tokenizer, made, bridges, max_observation_tokens=limit, is_thinking=is_thinking)
 
 
 def turn(*tokens: int | list[int]) -> Sampled:
@@ -153,7 +153,7 @@ def test_a_format_with_answers_of_its_own_needs_no_template() -> None:
     assert END not in hostile and "<|im_end|>?" in calculators().decode(hostile)
 
 
-def added(made: Language, text: str, *, acts: bool) -> int:
+def added(made: TemplateLanguage, text: str, *, acts: bool) -> int:
     """How many tokens an answer adds to those around it."""
     last = turn(made.bridges.end_token_id)
     after = made.after_act if acts else lambda answer, turn: made.after_calls([("calculate", answer)], turn)

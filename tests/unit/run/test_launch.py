@@ -12,8 +12,8 @@ from mgrpo.checkpoint.folder import complete
 from mgrpo.config import ConfigError, load_file
 from mgrpo.config.derived import state_root
 from mgrpo.parallel import backend
-from mgrpo.run import launch
-from mgrpo.run.result import NothingTrained, TrainResult
+from mgrpo.run.report.result import NothingTrained, TrainResult
+from mgrpo.run.start import launch
 from tests.unit.checkpoint.states import make_values, save
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from mgrpo.config import ConfigError
-from mgrpo.run import lock
-from mgrpo.run.lock import Owner, in_use, locked
+from mgrpo.run.inputs import lock
+from mgrpo.run.inputs.lock import Owner, in_use, locked
 
 HOLDER = """
 import sys, time
-from mgrpo.run.lock import locked
+from mgrpo.run.inputs.lock import locked
 with locked(sys.argv[1:]):
     print("locked", flush=True)
     time.sleep(600)

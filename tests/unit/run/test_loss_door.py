@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mgrpo.config import ConfigError, load_file
-from mgrpo.run import launch
-from mgrpo.run.result import TrainResult
+from mgrpo.run.report.result import TrainResult
+from mgrpo.run.start import launch
 
 FILE = "examples/own_loss/loss.py"
 

@@ -15,7 +15,7 @@ from mgrpo.config import parse, to_yaml
 from mgrpo.config.fields import flat
 from mgrpo.config.load import from_values
 from mgrpo.config.validate import problems
-from mgrpo.models.hub import Snapshot
+from mgrpo.models.hub import HubSnapshot
 from tests.hub_server import Hub, hub_server
 from tests.unit.checkpoint.states import make_values, save
 
@@ -24,7 +24,7 @@ MODEL = ROOT / "examples/quickstart/model"
 LOCATED = """
 import json, sys
 from mgrpo.config import parse
-from mgrpo.run.names import located
+from mgrpo.run.inputs.snapshots import located
 config = located(parse(sys.argv[1:], defer=True))
 snapshots = {name: [s.name, s.commit, s.part, str(s.folder)] for name, s in config.provenance.snapshots.items()}
 print(json.dumps([config.model_path, config.tokenizer_path, snapshots, config.provenance.problems]))
@@ -154,7 +154,9 @@ def test_the_effective_configuration_keeps_the_name_and_tells_the_commit():
     """A report must say what was trained, and the file must start the same run on another machine."""
     config = from_values({"model_name_or_path": "a/b"})
     folder = Path("/cache/models--a--b/snapshots/abc")
-    config.provenance.snapshots["model_name_or_path"] = Snapshot(name="a/b", commit="abc", part="model", folder=folder)
+    config.provenance.snapshots["model_name_or_path"] = HubSnapshot(
+        name="a/b", commit="abc", part="model", folder=folder
+    )
     assert "model_name_or_path: a/b  # argument, commit abc\n" in to_yaml(config)
     assert config.model_path == config.tokenizer_path == str(folder)
 

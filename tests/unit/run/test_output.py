@@ -10,8 +10,8 @@ import pytest
 
 from mgrpo.config import from_values
 from mgrpo.models.family import read_hf_config, shape_of
-from mgrpo.run.lock import locked
-from mgrpo.run.output import output_problems, owned_folders, room_notes
+from mgrpo.run.inputs.disk_space import output_problems, owned_folders, room_notes
+from mgrpo.run.inputs.lock import locked
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 WEIGHTS = (MODEL / "model.safetensors").stat().st_size / 4

@@ -12,9 +12,9 @@ import pytest
 from mgrpo.config import Config, from_values
 from mgrpo.data.tokenizer import load_tokenizer
 from mgrpo.rollout.fleet import Fleet
-from mgrpo.run.inputs import Inputs, read_inputs
-from mgrpo.run.production import Production, Started, prepare
-from mgrpo.run.prompts import make_prompts
+from mgrpo.run.inputs.prompts import make_prompts
+from mgrpo.run.inputs.reading import Inputs, read_inputs
+from mgrpo.run.produce.production import Production, Started, prepare
 from mgrpo.telemetry.startup import StartUp
 from tests.scripted_engine import ScriptedEngine
 from tests.unit.run.producing import ScriptedRewarder, collect

@@ -13,7 +13,7 @@ from torch.autograd.profiler import record_function
 
 from mgrpo.config import parse
 from mgrpo.parallel import backend
-from mgrpo.run.profile import Profiler
+from mgrpo.run.train.profile import Profiler
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from mgrpo.environments.environment import Tool
 from mgrpo.environments.formats import named
 from mgrpo.environments.loop.bridge import Bridges
 from mgrpo.environments.loop.conversation import Conversation
+from mgrpo.environments.loop.program_language import ProgramLanguage
 from mgrpo.environments.loop.trajectory import Sampled, Trajectory
-from mgrpo.run.program_language import ProgramLanguage
 from tests.unit.environments.chat_templates import JOINED, make_tokenizer
 
 pytest.importorskip("transformers")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mgrpo.config import from_values
-from mgrpo.run.inputs import read_inputs
-from mgrpo.run.prompts import make_prompts
+from mgrpo.run.inputs.prompts import make_prompts
+from mgrpo.run.inputs.reading import read_inputs
 
 MODEL = Path(__file__).parents[3] / "examples" / "calculator" / "model"
 NAMES = "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from mgrpo.config import ConfigError
-from mgrpo.run.ranks import num_ranks_of
+from mgrpo.run.ranks.local_ranks import num_ranks_of
 
 LAUNCH = """
 import signal, subprocess, sys

@@ -13,7 +13,7 @@ from mgrpo.config import GRPOConfig, from_values
 from mgrpo.config.validate import problems, warnings
 from mgrpo.layout import Layout
 from mgrpo.parallel import backend
-from mgrpo.run.replay import ReplayBuffer
+from mgrpo.run.produce.replay import ReplayBuffer
 from mgrpo.types import ScoredGroup
 from tests.builders import scored_group
 from tests.scripted_engine import ScriptedEngine
@@ -143,7 +143,7 @@ def test_without_a_buffer_nothing_is_replayed_or_measured() -> None:
 def test_a_replayed_group_is_trained_on_with_its_own_logprobs_advantages_and_ages() -> None:
     """The correction divides by the probabilities of the policy that sampled it, not by those of the present one."""
     backend.install()  # before the first import of Megatron
-    from mgrpo.run.batch import make_batch
+    from mgrpo.run.produce.step_batch import make_batch
 
     own = producer(later_ones_are_equal, **ON)
     first, second = collect(own), collect(own)

@@ -16,7 +16,7 @@ import pytest
 from mgrpo.config import from_values
 from mgrpo.layout import Layout
 from mgrpo.parallel import backend
-from mgrpo.run.reporter import Reporter
+from mgrpo.run.report.reporter import Reporter
 from tests.unit.run.producing import collect, evaluator, producer
 from tests.unit.telemetry.wandb_file import history, offline_runs, run, values
 
@@ -45,7 +45,7 @@ def lines(tmp_path) -> list[dict]:
 def batch():
     """One step of four prompts, which took 2 seconds to generate and half a second to score."""
     backend.install()  # before the first import of Megatron
-    from mgrpo.run.batch import make_batch
+    from mgrpo.run.produce.step_batch import make_batch
 
     own = producer()
     rollouts = dataclasses.replace(collect(own), generate_s=2.0, score_s=0.5)
@@ -233,7 +233,7 @@ def test_a_failed_report_does_not_end_the_run(tmp_path, monkeypatch, caplog) -> 
     def fail(folder):
         raise OSError("disk full")
 
-    monkeypatch.setattr("mgrpo.run.reporter.write_report", fail)
+    monkeypatch.setattr("mgrpo.run.report.reporter.write_report", fail)
     report(tmp_path).write_report()
     assert "no report: OSError: disk full" in caplog.text
 

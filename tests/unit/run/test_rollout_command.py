@@ -17,8 +17,9 @@ from rich.console import Console
 from mgrpo import cli
 from mgrpo.config import Config, ConfigError, from_values
 from mgrpo.data.tokenizer import load_tokenizer
-from mgrpo.run import evaluate, production
-from mgrpo.run.rollout import first_prompts, num_of, show_completion, spans
+from mgrpo.run.commands import evaluate
+from mgrpo.run.commands.sample import first_prompts, num_of, show_completion, spans
+from mgrpo.run.produce import production
 from mgrpo.types import Completion, Score
 from tests.builders import completion, prompt, trajectory, turn
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from mgrpo.run.saved_rollouts import packed, unpacked
+from mgrpo.run.produce.saved_rollouts import packed, unpacked
 from mgrpo.types import Completion, RolloutGroup, Turn
 from tests import builders
 

@@ -8,10 +8,10 @@ import pytest
 
 from mgrpo.algo.samples import train_samples
 from mgrpo.config import Config, from_values
-from mgrpo.environments.description import Description, Offer
 from mgrpo.environments.environment import Observation
-from mgrpo.run.language import Language
-from mgrpo.run.tools import Toolset, make_language, remarks
+from mgrpo.environments.loop.language import TemplateLanguage
+from mgrpo.environments.offered.description import Description, Offer
+from mgrpo.run.inputs.toolset import Toolset, make_language, remarks
 from mgrpo.types import Score, ScoredGroup, TrainSample
 from tests.builders import prompt
 from tests.unit.environments.chat_templates import FORGETTING, JOINED, make_tokenizer
@@ -35,7 +35,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def made(tokenizer: Any, template: str, history: str) -> tuple[Config, Toolset, Language]:
+def made(tokenizer: Any, template: str, history: str) -> tuple[Config, Toolset, TemplateLanguage]:
     tokenizer.chat_template = template
     settings = {"tools": ["game"], "tool_parser_type": "hermes", "response_length": 500}
     config = from_values(settings | {"thinking_history": history})

@@ -9,7 +9,7 @@ from mgrpo.config import from_values
 from mgrpo.models.family import shape_of
 from mgrpo.packing import pack_lengths
 from mgrpo.planner.hardware import GPUS, gpu_of
-from mgrpo.run.throughput import Throughput
+from mgrpo.run.report.throughput import Throughput
 from mgrpo.types import TrainSample
 
 LLAMA = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import mgrpo
-from mgrpo.run import tools
+from mgrpo.run.inputs import toolset
 
 
 def test_the_folder_of_the_script_is_searched_and_not_that_of_this_package(
@@ -21,4 +21,4 @@ def test_the_folder_of_the_script_is_searched_and_not_that_of_this_package(
         (Path(mgrpo.__file__).with_name("__main__.py"), ""),
     ):
         monkeypatch.setattr(sys, "argv", [str(script)])
-        assert tools._folders() == [str(tmp_path), *([str(tmp_path / expected)] if expected else [])]
+        assert toolset._folders() == [str(tmp_path), *([str(tmp_path / expected)] if expected else [])]

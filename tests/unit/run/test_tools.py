@@ -14,16 +14,16 @@ from mgrpo.config import Config, from_values, parse
 from mgrpo.config.validate import problems
 from mgrpo.data.mixture import open_data
 from mgrpo.data.tokenizer import load_tokenizer
-from mgrpo.environments.catalog import Spec
-from mgrpo.environments.description import Description, Offer
 from mgrpo.environments.environment import Tool
-from mgrpo.environments.loop.episodes import Bounds
+from mgrpo.environments.loop.episodes import EpisodeBounds
+from mgrpo.environments.loop.language import TemplateLanguage
+from mgrpo.environments.offered.catalog import Spec
+from mgrpo.environments.offered.description import Description, Offer
 from mgrpo.environments.tools.indexing import build
-from mgrpo.run import tools as tools_of_a_run
-from mgrpo.run.inputs import Inputs, read_inputs
-from mgrpo.run.language import Language
-from mgrpo.run.prompts import Prompts, make_prompts
-from mgrpo.run.tools import (
+from mgrpo.run.inputs import toolset as tools_of_a_run
+from mgrpo.run.inputs.prompts import Prompts, make_prompts
+from mgrpo.run.inputs.reading import Inputs, read_inputs
+from mgrpo.run.inputs.toolset import (
     UNLIMITED,
     Toolset,
     make_interaction,
@@ -77,7 +77,7 @@ def toolset(*offers: Offer, specs: tuple[Spec, ...] = ()) -> Toolset:
 CALCULATE = toolset(offer("calculate", "calculate"))
 
 
-def language(values: dict[str, Any], of: Toolset = CALCULATE, *, prompt: str = "") -> Language:
+def language(values: dict[str, Any], of: Toolset = CALCULATE, *, prompt: str = "") -> TemplateLanguage:
     prompts = [SimpleNamespace(prompt=lambda prompt_id: SimpleNamespace(text=prompt)), None]
     return make_language(from_values(ON | values), of, tokenizer=load_tokenizer(MODEL), stop_ids=[2], prompts=prompts)
 
@@ -282,7 +282,7 @@ class Run:
         assert found == [] and prompts is not None and prompts.language is not None
         self.inputs: Inputs = inputs
         self.prompts: Prompts = prompts
-        self.language: Language = prompts.language
+        self.language: TemplateLanguage = prompts.language
         self.bounds = bounds(self.config, inputs.toolset, prompts.language)
 
     @property
@@ -291,7 +291,7 @@ class Run:
         return [tool.name for tool in self.inputs.toolset.description.tools]
 
 
-def bounds(config: Config, of: Toolset, spoken: Language) -> Bounds:
+def bounds(config: Config, of: Toolset, spoken: TemplateLanguage) -> EpisodeBounds:
     made = make_interaction(config, of, spoken, opened=print, asked=print)
     made.loop.close()
     return made.episodes.bounds

@@ -10,8 +10,8 @@ import pytest
 import mgrpo
 from mgrpo.config import ConfigError
 from mgrpo.config.validate import problems
-from mgrpo.run.result import TrainResult
-from mgrpo.run.upload import Uploads
+from mgrpo.run.report.result import TrainResult
+from mgrpo.run.report.upload import Uploads
 from mgrpo.trl import GRPOConfig, GRPOTrainer
 
 SCRIPTS = {

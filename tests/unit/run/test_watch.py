@@ -14,7 +14,7 @@ import pytest
 RANK = """
 import select, sys, threading, time
 from mgrpo.run import watch as module
-from mgrpo.run.watch import Watch
+from mgrpo.run.ranks.liveness import Watch
 
 module.BEAT_S, module.SILENCE_S = 0.1, 2.0
 rank, timeout_s, task = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]

@@ -10,7 +10,7 @@ import pytest
 
 from mgrpo.processes.lifetime import children
 from mgrpo.sandbox.app import MAX_CODE_BYTES, create_app
-from mgrpo.sandbox.kernels import Kernels
+from mgrpo.sandbox.interpreters import Kernels
 from mgrpo.sandbox.sessions import Sessions
 from tests.namespaces import skip_without_namespaces
 from tests.unit.sandbox.test_app import FakeSandbox

@@ -77,7 +77,7 @@ def test_walls_rise_wherever_python_lies(sandbox):
             sys.path.insert(0, sys.argv[1])
             import asyncio
             from mgrpo.sandbox.cases import StdioTest
-            from mgrpo.sandbox.kernels import Kernels
+            from mgrpo.sandbox.interpreters import Kernels
             from mgrpo.sandbox.sandbox import Sandbox
             program = '''if True:
                 import encodings.idna, inspect, json.tool, os, tempfile, planted

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mgrpo.processes.lifetime import children
-from mgrpo.sandbox.kernels import Kernel, Kernels, Output
+from mgrpo.sandbox.interpreters import CellOutput, Kernel, Kernels
 from mgrpo.sandbox.walled import LostError, SandboxError
 from tests.namespaces import skip_without_namespaces
 from tests.unit.sandbox.conftest import SECRET
@@ -56,10 +56,10 @@ def with_kernel(kernels: Kernels, use: Callable[[Kernel], Coroutine[Any, Any, An
     return asyncio.run(run())
 
 
-def outputs(kernels: Kernels, *calls: str | tuple[str, float], output_bytes: int = 4000) -> list[Output]:
+def outputs(kernels: Kernels, *calls: str | tuple[str, float], output_bytes: int = 4000) -> list[CellOutput]:
     """Of the calls, one after the other in one kernel."""
 
-    async def use(kernel: Kernel) -> list[Output]:
+    async def use(kernel: Kernel) -> list[CellOutput]:
         found = []
         for call in calls:
             code, limit_s = (call, PLENTY_S) if isinstance(call, str) else call
@@ -89,7 +89,7 @@ def test_an_error_is_shown_as_python_shows_it(kernels):
         'Traceback (most recent call last):\n  File "<cell 2>", line 2, in <module>\n    half(0)\n'
         '  File "<cell 1>", line 2, in half\n    return 1 / x\n           ~~^~~\nZeroDivisionError: division by zero\n'
     )
-    assert after == Output(printed="0.5\n", error="")
+    assert after == CellOutput(printed="0.5\n", error="")
     assert broken.error.startswith('  File "<cell 4>", line 1\n    1 +\n') and "SyntaxError: invalid" in broken.error
 
 
@@ -110,7 +110,10 @@ def test_a_fork_does_not_answer_for_its_parent(kernels):
 @pytest.mark.parametrize("code", ["exit()", "quit()", "import sys\nsys.exit(0)", "raise SystemExit"])
 def test_leaving_ends_the_call_only(code, kernels):
     """Scripts that models write often end so."""
-    assert outputs(kernels, "x = 1", code, "x")[1:] == [Output(printed="", error=""), Output(printed="1\n", error="")]
+    assert outputs(kernels, "x = 1", code, "x")[1:] == [
+        CellOutput(printed="", error=""),
+        CellOutput(printed="1\n", error=""),
+    ]
 
 
 def test_there_is_no_input(kernels):
@@ -225,10 +228,10 @@ def test_a_wall_refuses_a_call(name, refusals):
 
 
 @pytest.fixture(scope="module")
-def survivals(kernels: Kernels) -> dict[str, tuple[Output, str]]:
+def survivals(kernels: Kernels) -> dict[str, tuple[CellOutput, str]]:
     """What hostile programs give as calls, each in a kernel of its own, and what the kernel says then."""
 
-    async def survive(code: str, turn: asyncio.Semaphore) -> tuple[Output, str]:
+    async def survive(code: str, turn: asyncio.Semaphore) -> tuple[CellOutput, str]:
         async with turn:
             kernel = kernels.open(output_bytes=200)
             output = await kernel.call(code, LIMIT_S)
@@ -236,7 +239,7 @@ def survivals(kernels: Kernels) -> dict[str, tuple[Output, str]]:
             kernel.close()
             return output, after.text
 
-    async def run() -> list[tuple[Output, str]]:
+    async def run() -> list[tuple[CellOutput, str]]:
         turn = asyncio.Semaphore(4)
         return await asyncio.gather(*(survive(code, turn) for code in WITHOUT_SUCCESS.values()))
 
@@ -364,7 +367,7 @@ def test_kernels_die_with_their_owner(walls, kernels):
     """An owner that is killed cannot clean up, and a call would run for ever."""
     script = f"""if True:
         import asyncio
-        from mgrpo.sandbox.kernels import Kernels
+        from mgrpo.sandbox.interpreters import Kernels
         async def main():
             kernels = Kernels(walls=[{walls!r}], accept_risk=True)
             kernel = kernels.open(output_bytes=100)
@@ -435,7 +438,7 @@ def test_kernels_of_an_ordinary_user_share_it_generously(kernels):
     script = """
 import asyncio
 import json
-from mgrpo.sandbox.kernels import Kernels
+from mgrpo.sandbox.interpreters import Kernels
 with Kernels(memory_mb=256) as kernels:
     isolation = kernels.start()
     async def bomb():

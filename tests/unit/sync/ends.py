@@ -15,7 +15,7 @@ from mgrpo.config.derived import layout_of
 from mgrpo.layout import InferLayout, Layout
 from mgrpo.models.family import ModelShape, shape_of
 from mgrpo.models.table import Box, engine_boxes, hf_tensors, local_parameters, training_boxes
-from mgrpo.planner.command import shipped_config
+from mgrpo.planner.plan_command import shipped_config
 from mgrpo.sync import shared
 from mgrpo.sync.channel import Receiver, Sender
 from mgrpo.sync.group import connect_store
@@ -99,14 +99,14 @@ def die_after_messages(role: str, port: int, number: int) -> None:
     """The training rank 0 of one, or the only worker, that a `kill -9` ends after so many messages. A process of its own."""
     model, train, infer = small()
     sender = make_senders(model, train, infer, whole(model, torch.float32, seed=0), **settings(port))[0]
-    tell = shared.Link._tell
+    tell = shared.SharedMemoryLink._tell
 
-    def tell_and_die(link: shared.Link) -> None:
+    def tell_and_die(link: shared.SharedMemoryLink) -> None:
         tell(link)
         if link.count == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    shared.Link._tell = tell_and_die  # type: ignore[method-assign]
+    shared.SharedMemoryLink._tell = tell_and_die  # type: ignore[method-assign]
     if role == "learner":
         sender.join({0: 0})
         sender.send(1, [0])

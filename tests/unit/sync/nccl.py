@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mgrpo.sync import group
 from mgrpo.sync.group import ProcessGroup
-from mgrpo.sync.meeting import Members
+from mgrpo.sync.joining import SyncMembers
 
 ABORT_S = 0.3
 """NCCL waits for its threads and kernels; meanwhile the workers of other engines wait for the next round."""
@@ -104,7 +104,7 @@ def as_planned(group: Nccl, number: int) -> Literal["goes"]:
 
 
 def meet_over(state: State, groups: list[Nccl], begun: dict[str, list[tuple[str, int]]]) -> Callable[..., ProcessGroup]:
-    """In place of `mgrpo.sync.meeting.meet`: groups as on GPUs of their own; `state` is that of training ranks' rounds.
+    """In place of `mgrpo.sync.joining.meet`: groups as on GPUs of their own; `state` is that of training ranks' rounds.
 
     Args:
         groups: to which each one that is made is added.
@@ -112,7 +112,7 @@ def meet_over(state: State, groups: list[Nccl], begun: dict[str, list[tuple[str,
     """
 
     def meet(
-        store: dist.Store, members: Members, *, dtype: Any, device: Any, host: str, timeout_s: float
+        store: dist.Store, members: SyncMembers, *, dtype: Any, device: Any, host: str, timeout_s: float
     ) -> ProcessGroup:
         own = members.names[members.rank]
         backend = group._nccl(store, members.rank, len(members.names), timedelta(seconds=timeout_s))

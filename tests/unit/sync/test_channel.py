@@ -25,8 +25,8 @@ from mgrpo.models.table import Box, hf_tensors, training_boxes
 from mgrpo.sync import channel, shared
 from mgrpo.sync.channel import Sender
 from mgrpo.sync.group import ProcessGroup, open_store
+from mgrpo.sync.joining import SyncMembers
 from mgrpo.sync.live import LiveBoxes
-from mgrpo.sync.meeting import Members
 from mgrpo.sync.plan import plan
 from mgrpo.sync.shared import Listener, SharedMemory
 from tests.unit.models.test_table import MODELS
@@ -369,7 +369,7 @@ def recorded(request) -> tuple[dict[str, list[tuple]], list[RecordedGroup]]:
     groups: list[RecordedGroup] = []
     _store, port = open_store(HOST, 60)
 
-    def meet(store: Any, members: Members, *, dtype: Any, device: Any, timeout_s: float, host: str) -> ProcessGroup:
+    def meet(store: Any, members: SyncMembers, *, dtype: Any, device: Any, timeout_s: float, host: str) -> ProcessGroup:
         log = logs.setdefault(members.names[members.rank], [])
         groups.append(RecordedGroup(log, members.names[-1], members.names))
         return ProcessGroup(groups[-1], dtype=dtype, device=device, timeout_s=timeout_s)

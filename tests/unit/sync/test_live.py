@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mgrpo.models.table import Box
-from mgrpo.sync.live import LiveBoxes, Message
+from mgrpo.sync.live import LiveBoxes, WeightMessage
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,10 @@ def test_a_weight_is_made_once_for_its_slices_and_anew_after_an_update():
         ]
     live = LiveBoxes(boxes)
     sent = [Box("second.0", (1,), (2,)), Box("second.1", (0,), (1,))]
-    message, other = Message(live, sent), Message(live, [Box("first.0", (0,), (3,)), Box("norm", (0,), (1,)), sent[1]])
+    message, other = (
+        WeightMessage(live, sent),
+        WeightMessage(live, [Box("first.0", (0,), (3,)), Box("norm", (0,), (1,)), sent[1]]),
+    )
     assert not made
 
     def values(message):

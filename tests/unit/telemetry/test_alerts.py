@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mgrpo.telemetry.alerts import PATIENCE, REPEAT_AFTER, Watch, replay, signs
+from mgrpo.telemetry.alerts import PATIENCE, REPEAT_AFTER, AlertWatch, replay, signs
 
 GOOD = {
     "reward": 0.4,
@@ -96,25 +96,25 @@ def test_a_good_step_has_no_sign():
 
 def test_a_warning_waits_for_a_few_steps_and_is_not_repeated_at_each():
     """One unlucky step is chance; a warning at every step hides everything else."""
-    watch = Watch(1000)
+    watch = AlertWatch(1000)
     bad = GOOD | FLAT
     said = [step for step in range(1, 301) if watch.after(step, bad if step != 2 else GOOD)]
     assert said == [2 + PATIENCE, 2 + PATIENCE + REPEAT_AFTER, 2 + PATIENCE + 2 * REPEAT_AFTER]
-    watch = Watch(1000)
+    watch = AlertWatch(1000)
     texts = [watch.after(step, bad) for step in range(1, PATIENCE + 1)]
     assert texts[:-1] == [[]] * (PATIENCE - 1) and texts[-1][0].startswith("3 steps in a row: ")
 
 
 def test_a_sign_that_comes_and_goes_is_not_said_each_time():
     """Steps 1 to 3 and 5 to 7: one warning."""
-    watch = Watch(1000)
+    watch = AlertWatch(1000)
     said = [step for step in range(1, 8) if watch.after(step, GOOD if step == 4 else GOOD | FLAT)]
     assert said == [3]
 
 
 def test_a_run_shorter_than_that_is_judged_by_its_own_steps():
     """A trial of one step that trains nothing must not pass for a good one."""
-    (text,) = Watch(1).after(1, GOOD | FLAT)
+    (text,) = AlertWatch(1).after(1, GOOD | FLAT)
     assert text.startswith("in this step: ")
 
 

@@ -7,9 +7,9 @@ import io
 import pytest
 
 from mgrpo.telemetry.completions import completions_table, printed, some_of
-from mgrpo.telemetry.plain import printable
 from mgrpo.telemetry.progress import Progress
 from mgrpo.telemetry.sinks import Table
+from mgrpo.telemetry.untrusted import printable
 from tests import builders
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J[bold red]x[/] \u202eabc\u2028 \x9b31m\x08"

@@ -18,7 +18,7 @@ import pytest
 from mgrpo.processes.lifetime import children
 from mgrpo.telemetry.metrics import MetricsWriter
 from mgrpo.telemetry.sinks import Table
-from mgrpo.telemetry.trackers import process, program, trackio, wandb
+from mgrpo.telemetry.trackers import process, tracker, trackio, wandb
 from mgrpo.telemetry.trackers.process import Tracker
 from tests.unit.telemetry.wandb_file import history, offline_runs, records, run, values
 
@@ -84,7 +84,7 @@ def is_alive(pid: int) -> bool:
 
 def assert_ended(pids: set[int]) -> None:
     """By themselves, in bounded time."""
-    deadline = time.monotonic() + program.LAST_S + 10
+    deadline = time.monotonic() + tracker.LAST_S + 10
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(map(is_alive, pids))

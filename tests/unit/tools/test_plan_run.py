@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mgrpo import cli
-from mgrpo.planner.command import plan_command, shipped_config
+from mgrpo.planner.plan_command import plan_command, shipped_config
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "examples" / "configs"

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from mgrpo.config import ConfigError, load_file
-from mgrpo.run.nodes.command import parser
+from mgrpo.run.nodes.launch_command import parser
 
 ROOT = Path(__file__).parents[4]
 SLURM, KUBERNETES = ROOT / "examples/cluster/slurm.sbatch", ROOT / "examples/cluster/kubernetes.yaml"

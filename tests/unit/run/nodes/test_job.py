@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgrpo.config import from_values
-from mgrpo.run.nodes.job import Job, Share, about, gpu_problems, share_of
+from mgrpo.run.nodes.job import NodeJob, Share, about, gpu_problems, share_of
 
 EIGHT = tuple("01234567")
 
@@ -43,7 +43,7 @@ def test_without_gpus_learners_share_their_nodes_only_where_there_are_no_others(
 def test_missing_gpus_are_found_before_anything_starts(gpus, ranks, engines, words):
     """Ray would wait for a placement that never comes."""
     config = from_values({"vllm_num_engines": engines})
-    job = Job(nodes=4, learner_nodes=2, ranks_a_node=None, words=(), timeout_s=1)
+    job = NodeJob(nodes=4, learner_nodes=2, ranks_a_node=None, words=(), timeout_s=1)
     told = {rank: {"host": f"h{rank}", "gpus": num} for rank, num in enumerate(gpus)}
     found = gpu_problems(config, job, ranks, told)
     assert len(found) == (words is not None) and all(words in problem for problem in found)
@@ -51,7 +51,7 @@ def test_missing_gpus_are_found_before_anything_starts(gpus, ranks, engines, wor
 
 def test_a_node_says_its_versions_and_its_arguments(monkeypatch):
     monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.7")
-    job = Job(nodes=4, learner_nodes=2, ranks_a_node=None, words=("--seed", "1"), timeout_s=1)
+    job = NodeJob(nodes=4, learner_nodes=2, ranks_a_node=None, words=("--seed", "1"), timeout_s=1)
     said = about("10.0.0.1", job=job, num_gpus=8)
     assert said["address"] == "10.0.0.7" and said["gpus"] == 8
     assert said["same"].keys() == {

@@ -12,7 +12,7 @@ import pytest
 from mgrpo.telemetry.files import write_whole
 from mgrpo.telemetry.report import watch, write_report
 from mgrpo.telemetry.report.compare import comparison
-from mgrpo.telemetry.report.watch import Server
+from mgrpo.telemetry.report.watch import PageServer
 from tests.unit.telemetry.report.runs import HOSTILE, append_lines, record, step_line, write_lines, write_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, see requirements/dev.txt")
@@ -219,7 +219,7 @@ def test_a_served_page_follows_its_run_and_keeps_what_the_reader_has_set(page, r
     monkeypatch.setattr(watch, "MIN_REST_S", 0.0)
     monkeypatch.setattr(watch, "REST", 0.0)
     write_run(run, [step_line(step) for step in range(1, 21)], state="running")
-    with Server([run]) as server:
+    with PageServer([run]) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
@@ -271,7 +271,7 @@ def test_a_file_of_a_run_that_goes_on_loads_itself_again(page, run):
 def test_a_page_that_waits_shows_the_run_when_it_begins(page, tmp_path, monkeypatch):
     """The page is opened before the run."""
     monkeypatch.setattr(watch, "MIN_REST_S", 0.0)
-    with Server([tmp_path / "run"]) as server:
+    with PageServer([tmp_path / "run"]) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:

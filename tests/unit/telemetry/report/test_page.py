@@ -17,7 +17,7 @@ from mgrpo.cli import main
 from mgrpo.telemetry.alerts import help_page
 from mgrpo.telemetry.report import write_report
 from mgrpo.telemetry.report.run import LOST_S, state_of
-from mgrpo.telemetry.report.samples import HEADINGS, MAX_LINE_BYTES, choose_prompts, spread
+from mgrpo.telemetry.report.sample_pages import HEADINGS, MAX_LINE_BYTES, choose_prompts, spread
 from tests.unit.telemetry.report.runs import HOSTILE, append_lines, record, step_line, write_lines, write_run
 
 ROOT = Path(__file__).parents[4]

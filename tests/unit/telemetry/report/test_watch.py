@@ -16,13 +16,13 @@ import pytest
 
 from mgrpo.cli import main
 from mgrpo.telemetry.report import watch
-from mgrpo.telemetry.report.watch import Pages, Server
+from mgrpo.telemetry.report.watch import Pages, PageServer
 from tests.unit.telemetry.report.runs import append_lines, step_line, write_run
 
 
 @contextmanager
-def served(*folders) -> Iterator[Server]:
-    with Server(folders) as server:
+def served(*folders) -> Iterator[PageServer]:
+    with PageServer(folders) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
@@ -32,7 +32,7 @@ def served(*folders) -> Iterator[Server]:
             thread.join()
 
 
-def ask(server: Server, path: str = "/", *, method: str = "GET", host: str | None = None):
+def ask(server: PageServer, path: str = "/", *, method: str = "GET", host: str | None = None):
     connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
     connection.putrequest(method, path, skip_host=True)
     if host != "":

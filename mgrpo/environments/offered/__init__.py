@@ -1,0 +1,1 @@
+"""Tools and environments as a run offers them to its model."""

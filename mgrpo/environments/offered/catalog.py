@@ -1,0 +1,146 @@
+"""Tools and environments by what users call them: names of ours, their own code, classes of TRL and Open Instruct."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mgrpo.environments.adaptors.open_instruct_environments import OpenInstruct, is_open_instruct
+from mgrpo.environments.adaptors.trl_environments import Trl
+from mgrpo.environments.adaptors.trl_rollout import TrlRollout, is_trl_rollout
+from mgrpo.environments.environment import Environment
+from mgrpo.environments.offered.description import Description
+from mgrpo.environments.offered.functions import FunctionTool
+from mgrpo.environments.offered.offered_environment import OfferedEnvironment
+from mgrpo.environments.offered.program import Program
+from mgrpo.environments.offered.toolbox import Toolbox
+from mgrpo.environments.offered.user_code import loaded
+
+__all__ = ["NAMES", "PROGRAM", "TRL", "Description", "Spec", "Toolbox", "built"]
+
+_HOME = "mgrpo.environments"
+NAMES = {
+    "python": f"{_HOME}.tools.python:Python",
+    "search": f"{_HOME}.tools.search:Search",
+    "calculate": f"{_HOME}.tools.calculate:Calculate",
+    "counter": f"{_HOME}.tools.counter:Counter",
+    "guess_number": f"{_HOME}.tools.guess_number:GuessNumber",
+    "mcp": f"{_HOME}.adaptors.mcp:Mcp",
+    "openenv": f"{_HOME}.adaptors.openenv:OpenEnv",
+    "gymnasium": f"{_HOME}.adaptors.gymnasium:Gymnasium",
+}
+"""Names of ours, and where they are at home."""
+NAMES |= {
+    "code": NAMES["python"],
+    "serper_search": NAMES["search"],
+    "s2_search": NAMES["search"],
+    "generic_mcp": NAMES["mcp"],
+}
+_CALLED_SO = frozenset({"code", "serper_search", "s2_search"})
+"""Second names of tools, which models call them by as well."""
+TRL = "trl:"
+"""Prefix of a class in TRL's form; with a call name it is for the rows whose column `environment` has this name."""
+PROGRAMS = {"verifiers": f"{_HOME}.adaptors.verifiers:Verifiers"}
+PROGRAM = "rollout:"
+"""Prefix of a program that drives the model, a name of `PROGRAMS` or the user's; it is then the only entry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """One tool or environment, as a user asks for it."""
+
+    entry: str
+    """A name of `NAMES`, or `module:attribute` or `path/to/file.py:attribute`, also after `TRL` or `PROGRAM`."""
+    call_name: str = ""
+    """What its only tool is called instead."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments; a function has only `is_repeatable`."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"entry": self.entry, "call_name": self.call_name, "settings": dict(self.settings)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Spec:
+        return cls(**values)
+
+
+def built(specs: Sequence[Spec]) -> Toolbox:
+    """A toolbox of new environments; `setup` opens them.
+
+    Raises:
+        ValueError: everything that cannot be built, with its entry.
+    """
+    members, problems = [], []
+    for spec in specs:
+        try:
+            members.append(_member(spec))
+        except ValueError as err:
+            problems.append(str(err))
+    if problems:
+        raise ValueError("; ".join(problems))
+    return Toolbox(members)
+
+
+def _member(spec: Spec) -> OfferedEnvironment:
+    is_trl = spec.entry.startswith(TRL)
+    is_program = spec.entry.startswith(PROGRAM)
+    entry = spec.entry.removeprefix(TRL).removeprefix(PROGRAM)
+    found = _found(entry, PROGRAMS if is_program else NAMES)
+    make = _program if is_program else _trl if is_trl else _environment
+    try:
+        environment = make(found, spec)
+    # The user's own code runs here, and may raise anything.
+    except (Exception, SystemExit) as err:
+        problem = str(err) if isinstance(err, ValueError) else f"{type(err).__name__}: {err}"
+        # Their values may be secrets.
+        settings = f" with the settings {', '.join(spec.settings)}" if spec.settings else ""
+        if spec.entry in NAMES and not spec.settings:
+            settings = " without settings in tool_configs"
+        raise ValueError(f"{entry} cannot be made{settings}: {problem}") from err
+    own_name = environment.name or type(environment).__name__
+    name = spec.call_name or (spec.entry if spec.entry in NAMES else own_name)
+    return OfferedEnvironment(
+        environment,
+        name=name,
+        entry=entry,
+        call_name=name if spec.entry in _CALLED_SO else "" if is_trl else spec.call_name,
+        is_alternative=is_trl and bool(spec.call_name),
+    )
+
+
+def _found(entry: str, names: Mapping[str, str]) -> Any:
+    if ":" in entry:
+        return loaded(entry)
+    if entry in names:
+        return loaded(names[entry])
+    near = difflib.get_close_matches(entry, names, n=2, cutoff=0.6)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(
+        f"there is no tool {entry}; {meant}give one of {', '.join(names)}, package.module:name or path/to/file.py:name"
+    )
+
+
+def _trl(found: Any, spec: Spec) -> Environment:
+    return Trl(found, **spec.settings)
+
+
+def _program(found: Any, spec: Spec) -> Environment:
+    if inspect.isclass(found) and issubclass(found, Program):
+        return found(**spec.settings)
+    return TrlRollout(found, **spec.settings) if is_trl_rollout(found) else Program(found, **spec.settings)
+
+
+def _environment(found: Any, spec: Spec) -> Environment:
+    if inspect.isclass(found) and issubclass(found, Environment):
+        return found(**spec.settings)
+    if is_open_instruct(found):
+        return OpenInstruct(found, call_name=spec.call_name, **spec.settings)
+    if callable(found) and not inspect.isclass(found):
+        return FunctionTool(found, **spec.settings)
+    raise ValueError(
+        "it is neither a function, nor a subclass of mgrpo.environments.environment.Environment, nor an environment of Open "
+        f"Instruct; write {TRL}{spec.entry} for a class in TRL's form, whose public methods are the tools"
+    )

@@ -1,0 +1,172 @@
+"""What environments offer, as plain data: enough to check rows, and to know what a row lets its trajectories call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mgrpo.environments.environment import Tool
+from mgrpo.environments.offered.row_columns import RowSettings, row_settings
+
+ACT = "act"
+"""The call that a turn as a whole is, for an environment without tools; its argument is "text"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What one environment brings."""
+
+    name: str
+    """In metrics, and in rows."""
+    entry: str
+    """What the user called it, for errors."""
+    tools: tuple[Tool, ...]
+    """By their call names; none: a turn as a whole is one action."""
+    is_repeatable: bool
+    gives_reward: bool
+    """Whether it decides the reward of a trajectory."""
+    is_alternative: bool
+    """A row's column `environment` chooses one of these."""
+    is_program: bool = False
+    """Whether it drives the model by itself."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What a row may call it, or its tools."""
+        return frozenset((self.name, *(tool.name for tool in self.tools)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferChoice:
+    """What one row gets of them."""
+
+    members: tuple[str, ...]
+    """The environments that play."""
+    active: frozenset[str]
+    """The tools that may be called."""
+    actor: str | None
+    """The environment that takes a turn as a whole, as the call `ACT`."""
+    settings: RowSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """Several environments that can go together."""
+
+    offers: tuple[Offer, ...]
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """All of them; alternatives may share one."""
+        return tuple({tool.name: tool for offer in self.offers for tool in offer.tools}.values())
+
+    @property
+    def not_repeatable(self) -> tuple[str, ...]:
+        """Environments whose observations may differ between equal runs."""
+        return tuple(offer.name for offer in self.offers if not offer.is_repeatable)
+
+    @property
+    def is_repeatable(self) -> bool:
+        return not self.not_repeatable
+
+    @property
+    def acts(self) -> bool:
+        """Whether there is an environment that takes a turn as a whole."""
+        return not self.is_program and not all(offer.tools for offer in self.offers)
+
+    @property
+    def is_program(self) -> bool:
+        """Whether a program drives the model, which is then alone."""
+        return any(offer.is_program for offer in self.offers)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What rows may name."""
+        return frozenset().union(*(offer.names for offer in self.offers))
+
+    def choice(self, row: Mapping[str, Any]) -> OfferChoice:
+        """What the row gets.
+
+        Raises:
+            ValueError: it names what does not exist, or environments that cannot go together.
+        """
+        if self.is_program:
+            members = tuple(offer.name for offer in self.offers)
+            return OfferChoice(members=members, active=frozenset(), actor=None, settings=row_settings({}))
+        settings = row_settings(row)
+        if unknown := settings.names - self.names:
+            raise ValueError(
+                f"the row names {', '.join(sorted(unknown))}; the tools and environments are {', '.join(sorted(self.names))}"
+            )
+        playing = self._playing(settings)
+        actors = [offer for offer in playing if not offer.tools]
+        if len(actors) > 1:
+            raise ValueError(f"{_listed(actors)} each take a turn as a whole; name one of them in the row's env_config")
+        if len(rewarding := [offer for offer in playing if offer.gives_reward]) > 1:
+            raise ValueError(f"{_listed(rewarding)} each decide the reward; name one of them in the row's tools")
+        active = frozenset(
+            tool.name
+            for offer in playing
+            for tool in offer.tools
+            if settings.tools is None or settings.names & {tool.name, offer.name}
+        )
+        members = tuple(offer.name for offer in playing)
+        return OfferChoice(members=members, active=active, actor=actors[0].name if actors else None, settings=settings)
+
+    def schemas(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Of the tools that a row may call; raises as `choice` does."""
+        active = self.choice(row).active
+        return [tool.schema for tool in self.tools if tool.name in active]
+
+    def refuse_clashes(self) -> None:
+        """ValueError where two have the same name, or tools that cannot be told apart."""
+        for number, offer in enumerate(self.offers):
+            for other in self.offers[:number]:
+                names = {offer.name} & {other.name} | _clashing(offer, other)
+                if names:
+                    raise ValueError(
+                        f"{_listed([other, offer])} are both called {', '.join(sorted(names))}; give them different call names"
+                    )
+            if self.acts and any(tool.name == ACT for tool in offer.tools):
+                raise ValueError(f"{offer.entry}: its tool {ACT} has the name of a turn as a whole; rename it")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Description:
+        return cls(
+            offers=tuple(
+                Offer(**{**offer, "tools": tuple(Tool(**tool) for tool in offer["tools"])})
+                for offer in values["offers"]
+            )
+        )
+
+    def _playing(self, settings: RowSettings) -> list[Offer]:
+        alternatives = [offer.name for offer in self.offers if offer.is_alternative]
+        if alternatives and settings.environment not in alternatives:
+            raise ValueError(
+                f"the row's environment is {settings.environment!r}, expected one of {', '.join(alternatives)}"
+            )
+        names_an_actor = any(offer.name in settings.settings and not offer.tools for offer in self.offers)
+
+        def plays(offer: Offer) -> bool:
+            if offer.is_alternative:
+                return offer.name == settings.environment
+            if names_an_actor and not offer.tools:
+                return offer.name in settings.settings
+            return settings.tools is None or bool(settings.names & offer.names)
+
+        return [offer for offer in self.offers if plays(offer)]
+
+
+def _clashing(offer: Offer, other: Offer) -> set[str]:
+    """Tools of the same name; alternatives may have equal ones, since no trajectory has both."""
+    tools = {tool.name: tool for tool in other.tools}
+    may_share = offer.is_alternative and other.is_alternative
+    return {tool.name for tool in offer.tools if tool.name in tools and not (may_share and tool == tools[tool.name])}
+
+
+def _listed(offers: Sequence[Offer]) -> str:
+    return " and ".join(offer.entry for offer in offers)

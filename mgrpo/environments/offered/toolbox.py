@@ -1,0 +1,139 @@
+"""Several tools and environments as one: who answers which call of a trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from mgrpo.environments.environment import Call, Environment, Observation, Tool
+from mgrpo.environments.offered.call_arguments import ArgumentError
+from mgrpo.environments.offered.description import ACT, Description
+from mgrpo.environments.offered.offered_environment import OfferedEnvironment
+from mgrpo.environments.offered.program import Program
+
+T = TypeVar("T")
+
+
+class Toolbox(Environment):
+    """Its tools are known after `setup`; `active` and `acts` after `reset`."""
+
+    def __init__(self, members: Sequence[OfferedEnvironment]) -> None:
+        self._members = {member.name: member for member in members}
+        self._description = Description(offers=tuple(member.offer for member in members))
+        self._description.refuse_clashes()
+        self.is_repeatable = self._description.is_repeatable
+        self._playing: tuple[OfferedEnvironment, ...] = ()
+        self._routes: dict[str, OfferedEnvironment] = {}
+        self.active: frozenset[str] = frozenset()
+        """What the trajectory may call."""
+        self.acts = False
+        """Whether each turn of the trajectory is the call `ACT`."""
+
+    async def setup(self) -> None:
+        await _together(member.set_up() for member in self._members.values())
+        self._description = Description(offers=tuple(member.offer for member in self._members.values()))
+        self._description.refuse_clashes()
+        self.is_repeatable = self._description.is_repeatable
+
+    def tools(self) -> Sequence[Tool]:
+        return self._description.tools
+
+    def describe(self) -> Description:
+        return self._description
+
+    @property
+    def program(self) -> Program:
+        """What drives the model, where the description says so."""
+        (member,) = self._members.values()
+        assert isinstance(member.environment, Program)
+        return member.environment
+
+    async def reset(self, row: Mapping[str, Any], *, seed: int, trajectory: str = "") -> Observation:
+        """Begin a trajectory with the members that its row asks for.
+
+        Raises:
+            ValueError: see `Description.choice`.
+        """
+        choice = self._description.choice(row)
+        self._playing = tuple(self._members[name] for name in choice.members)
+        self._routes = {
+            tool.name: member for member in self._playing for tool in member.offer.tools if tool.name in choice.active
+        }
+        self.active, self.acts = choice.active, choice.actor is not None
+        if choice.actor is not None:
+            self._routes[ACT] = self._members[choice.actor]
+        own = choice.settings.settings
+        begun = await _together(
+            member.begin(
+                row if member.offer.is_program else {**row, "env_config": own.get(member.name, {})},
+                seed=seed,
+                trajectory=trajectory,
+            )
+            for member in self._playing
+        )
+        return Observation(
+            text="\n".join(each.text for each in begun if each.text),
+            metrics={name: value for each in begun for name, value in each.metrics.items()},
+        )
+
+    async def step(self, calls: Sequence[Call]) -> Sequence[Observation]:
+        """Members go on together, each with its own calls in their order; none of them makes this raise."""
+        answers: dict[int, Observation] = {}
+        routed: dict[OfferedEnvironment, dict[int, Call]] = {}
+        for place, call in enumerate(calls):
+            try:
+                member = self._member_for(call)
+                routed.setdefault(member, {})[place] = member.readable(call)
+            except ArgumentError as err:
+                answers[place] = Observation(text=str(err), failed=True)
+        found = await _together(member.answers([*own.values()]) for member, own in routed.items())
+        for own, observations in zip(routed.values(), found, strict=True):
+            answers.update(zip(own, observations, strict=True))
+        return [answers[place] for place in range(len(calls))]
+
+    def apart(self, calls: Sequence[Call]) -> list[list[int]]:
+        """Places of the calls of a turn by who answers them: `step` may be asked each part alone."""
+        parts: dict[OfferedEnvironment | None, list[int]] = {}
+        for place, call in enumerate(calls):
+            parts.setdefault(self._routes.get(call.name), []).append(place)
+        return list(parts.values())
+
+    @property
+    def tells(self) -> bool:
+        """Whether there is a reward or a snapshot at the end of this trajectory."""
+        return any(member.offer.gives_reward or hasattr(member.environment, "snapshot") for member in self._playing)
+
+    async def reward(self) -> float | None:
+        rewards = await _together(member.reward() for member in self._playing)
+        return next((reward for reward in rewards if reward is not None), None)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Public attributes of the members that show theirs, as JSON holds them."""
+        return {name: value for member in self._playing for name, value in member.snapshot().items()}
+
+    @property
+    def ends(self) -> bool:
+        """Whether `end` does anything after this trajectory."""
+        return any(member.ends for member in self._playing)
+
+    async def end(self) -> None:
+        await _together(member.end() for member in self._playing)
+
+    async def close(self) -> None:
+        await _together(member.close() for member in self._members.values())
+
+    def _member_for(self, call: Call) -> OfferedEnvironment:
+        if call.name not in self._routes:
+            tools = f"tools: {', '.join(sorted(self.active))}" if self.active else "there are no tools"
+            raise ArgumentError(f"unknown tool {call.name:.80}; {tools}")
+        return self._routes[call.name]
+
+
+async def _together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, once all have ended; or the first error."""
+    results = await asyncio.gather(*coroutines, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

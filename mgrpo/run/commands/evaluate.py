@@ -1,0 +1,224 @@
+"""`mgrpo eval`: a model on the held-out prompts of a configuration, with the engines and verifiers of a run and no learner.
+
+The engine loads the exported folder by itself. Everything else is what an evaluation in training does, settings, order of
+the prompts and random streams included, so that the numbers of an export are those of the run that made it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgrpo.checkpoint.folder import MANIFEST
+from mgrpo.config import Config, ConfigError, parse
+from mgrpo.config.fields import flat
+from mgrpo.config.loss import LossConfig
+from mgrpo.config.schema import Algorithm, Checkpoint, Engine, Optimizer, Parallel
+from mgrpo.config.tracking import Tracking
+from mgrpo.config.validate import problems
+from mgrpo.models.family import ModelShape, read_hf_config, shape_of
+from mgrpo.models.files import MEGATRON, TORCH_DIST_INDEX, TRACKER
+from mgrpo.rollout.start import machine_problems
+from mgrpo.run.inputs.reading import as_functions
+from mgrpo.run.inputs.snapshots import located
+from mgrpo.run.report.result import EvaluationResult
+from mgrpo.run.start.check import file_problems, with_prompts
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mgrpo.run.inputs.reading import Inputs
+    from mgrpo.run.produce.production import Production
+
+
+def eval_command(argv: Sequence[str]) -> int:
+    """`mgrpo eval`: parse, evaluate, print."""
+    try:
+        result = evaluate(parse(list(argv), prog="mgrpo eval", defer=True))
+    except ConfigError as err:
+        sys.stderr.write(f"mgrpo: {err}\n")
+        return 2
+    from rich.console import Console
+
+    console = Console()
+    console.print(summary(result.metrics))
+    console.print(f"samples and report are in {result.output_dir}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def evaluate(
+    config: Config, *, reward_funcs: Sequence[str | Callable] | str | Callable | None = None
+) -> EvaluationResult:
+    """Sample the held-out prompts with the model of `config` and score them; one process, without torchrun.
+
+    Writes into `output_dir/eval/NAME`, where NAME is the model folder's; what an earlier evaluation left there is renamed.
+
+    Args:
+        config: as `mgrpo.GRPOConfig(...)` makes it.
+        reward_funcs: as in `mgrpo.train`.
+    Returns:
+        Its metrics, and where its files are.
+    Raises:
+        ConfigError: every problem with the configuration and the data at once, before anything is started.
+    """
+    with ready(config, as_functions(reward_funcs)) as (config, production):
+        from mgrpo.run.report.reporter import Reporter
+
+        evaluator = production.evaluator
+        with closing(Reporter(config, scale=evaluator.rewarder.scale)) as reporter:
+            step = re.fullmatch(r"step_([0-9]{1,18})", _name(config))
+            metrics = reporter.evaluation(
+                evaluator.evaluate(done=0), step=int(step[1]) if step else 0, policy_version=None
+            )
+    return EvaluationResult(output_dir=reporter.output_dir, metrics=metrics)
+
+
+@contextmanager
+def ready(config: Config, functions: list[str | Callable]) -> Iterator[tuple[Config, Production]]:
+    """Engines, environments and verifiers for the held-out prompts of `config`, and what it became for that.
+
+    Raises:
+        ConfigError: see `evaluate`.
+    """
+    config = located(config)
+    inputs = _check(config, functions)
+    for sentence in config.notes:
+        print(f"mgrpo: {sentence}", file=sys.stderr)
+    if config.engine.vllm_mode == "server":
+        print("mgrpo: starts an engine of its own, because a server may have other weights", file=sys.stderr)
+    config = for_evaluation(config)
+
+    from mgrpo.run.inputs.lock import locked
+    from mgrpo.run.produce.production import prepare, started
+    from mgrpo.run.ranks.process import prepare_environment
+
+    prepare_environment(config)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with locked([config.experiment.output_dir]), started(config, inputs, num_local_learners=0) as parts:
+            # After ray.init, which sets its own handler.
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+            yield config, prepare(config, parts)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def for_evaluation(config: Config) -> Config:
+    """`config` without training-only settings, so that their rules do not apply, and with its own output folder."""
+    rollout = config.rollout
+    longest = config.data.max_prompt_token_length + rollout.response_length
+    changed = dataclasses.replace(
+        config,
+        experiment=dataclasses.replace(
+            config.experiment,
+            total_episodes=config.batch_size,
+            num_train_epochs=None,
+            output_dir=str(Path(config.experiment.output_dir) / "eval" / _name(config)),
+        ),
+        data=dataclasses.replace(config.data, dataset_mixer_list=(), dataset_mixer_list_splits=("train",)),
+        rollout=dataclasses.replace(
+            rollout, async_steps=0, max_staleness=None, inflight_updates=False, save_traces=False
+        ),
+        loss=LossConfig(),
+        algorithm=Algorithm(
+            overlong_cache_length=config.algorithm.overlong_cache_length,
+            reward_weights=config.algorithm.reward_weights,
+        ),
+        optimizer=Optimizer(),
+        parallel=Parallel(pack_length=longest),
+        checkpoint=Checkpoint(resume="never"),
+        tracking=Tracking(report_to=("tensorboard",) if config.tracking.asks_for("tensorboard") else ("none",)),
+        engine=config.engine if config.engine.vllm_mode != "server" else _own_engine(config.engine),
+    )
+    values = flat(changed)
+    sources = {name: source for name, source in config.provenance.sources.items() if values[name] == flat(config)[name]}
+    return dataclasses.replace(changed, provenance=dataclasses.replace(config.provenance, sources=sources, expected={}))
+
+
+def _own_engine(settings: Engine) -> Engine:
+    """A server may have the weights of any run."""
+    return dataclasses.replace(
+        settings, vllm_mode="ray", vllm_num_engines=1, vllm_server_base_url=(), vllm_server_timeout=240.0
+    )
+
+
+def summary(metrics: Mapping[str, float]) -> Table:
+    """The metrics as a table for a terminal, accuracy first."""
+    from rich.table import Table
+
+    table = Table(title="evaluation")
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    first = [name for name in metrics if name.startswith("eval/pass_at_")]
+    for name in [*first, *(name for name in metrics if name not in first)]:
+        table.add_row(name.removeprefix("eval/"), f"{metrics[name]:.4g}")
+    return table
+
+
+def _name(config: Config) -> str:
+    return Path(config.model.model_name_or_path or "model").absolute().name
+
+
+def _check(config: Config, functions: list[str | Callable]) -> Inputs:
+    """Held-out data and rewards; all problems in one error."""
+    from mgrpo.run.inputs.reading import read_inputs
+
+    own = for_evaluation(config)
+    hf_config, about_model = _model(own)
+    found = problems(own, world_size=1, hf_config=hf_config, has_dataset=True, num_reward_funcs=len(functions))
+    if unloadable := _unloadable(own.model_path):
+        found = [problem for problem in found if not problem.startswith("model_name_or_path")] + unloadable
+    elif not any(problem.startswith("model_name_or_path") for problem in found):
+        found += about_model
+    if not own.data.dataset_mixer_eval_list:
+        found.append("dataset_mixer_eval_list is empty; name the held-out data: --dataset_mixer_eval_list PATH 1.0")
+    inputs, about_inputs = read_inputs(own, functions=functions)
+    found += [problem for problem in about_inputs if problem not in found]
+    if hf_config and not unloadable:
+        found += file_problems(own, _shape(hf_config))
+        inputs = with_prompts(own, inputs, hf_config, found)
+    if found or inputs is None:
+        raise ConfigError(found)
+    return inputs
+
+
+def _model(config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
+    """The model's config.json, and what keeps this machine from serving it.
+
+    Any model that vLLM serves is accepted, also one that cannot be trained here.
+    """
+    folder = config.model_path
+    try:
+        hf_config = read_hf_config(folder)
+        head_dim = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    except KeyError as err:
+        return None, [f"{folder}/config.json lacks {err}"]
+    except ValueError as err:
+        return None, [f"model_name_or_path={err}"]
+    return hf_config, machine_problems(config, num_local_learners=0, head_dim=head_dim, starts_engines=True)
+
+
+def _shape(hf_config: Mapping[str, Any]) -> ModelShape | None:
+    try:
+        return shape_of(hf_config)
+    except ValueError:
+        return None
+
+
+def _unloadable(model: str | None) -> list[str]:
+    """Whether the folder is one of ours that an engine cannot load by itself."""
+    kinds = dict.fromkeys((TORCH_DIST_INDEX, TRACKER), "a checkpoint of Megatron-core")
+    kinds |= {MEGATRON: "a Megatron folder", MANIFEST: "a training state"}
+    for mark, kind in kinds.items():
+        if model and (Path(model) / mark).is_file():
+            return [
+                f"model_name_or_path={model} is {kind}, which no engine can load by itself; export it first: "
+                f"mgrpo convert megatron-to-hf --checkpoint {model} --out DIR"
+            ]
+    return []

@@ -1,0 +1,116 @@
+"""`mgrpo rollout`: some completions of a model, printed with their turns, tools and rewards, without training.
+
+What was sampled is green, what stands between turns is yellow: the tokens that a run would train on, and those that it would not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mgrpo.config import Config, ConfigError, parse
+from mgrpo.types import Completion, Prompt, Score
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mgrpo.run.produce.evaluator import Evaluation
+
+FLAG = "--num"
+DEFAULT_NUM = 4
+SAMPLED, BETWEEN, PROMPT = "green", "yellow", "dim"
+
+
+def rollout_command(argv: Sequence[str]) -> int:
+    """`mgrpo rollout`: sample a few prompts, print."""
+    from mgrpo.run.commands.evaluate import ready
+
+    try:
+        num, argv = num_of(argv)
+        config = first_prompts(parse(list(argv), prog="mgrpo rollout", defer=True), num)
+        with ready(config, []) as (_, production):
+            evaluation = production.evaluator.evaluate(done=0)
+            show(evaluation, production.tokenizer)
+    except ConfigError as err:
+        sys.stderr.write(f"mgrpo: {err}\n")
+        return 2
+    return 0
+
+
+def num_of(argv: Sequence[str]) -> tuple[int, list[str]]:
+    """The value of `--num`, and the other words."""
+    rest: list[str] = []
+    words, num = iter(argv), str(DEFAULT_NUM)
+    for word in words:
+        if word == FLAG:
+            num = next(words, "")
+        elif word.startswith(f"{FLAG}="):
+            num = word.removeprefix(f"{FLAG}=")
+        else:
+            rest.append(word)
+    if not num.isdecimal() or not int(num):
+        raise ConfigError([f"{FLAG}={num or '(nothing)'}: expected the number of prompts, at least 1"])
+    return int(num), rest
+
+
+def first_prompts(config: Config, num: int) -> Config:
+    """The configuration with so many prompts, of the held-out data or else of the training data, and one completion of each."""
+    data = config.data
+    mix, splits = data.dataset_mixer_eval_list, data.dataset_mixer_eval_list_splits
+    if not mix:
+        mix, splits = data.dataset_mixer_list, data.dataset_mixer_list_splits
+    changed = dataclasses.replace(
+        data, dataset_mixer_eval_list=(*mix[:1], str(num)) if mix else (), dataset_mixer_eval_list_splits=splits[:1]
+    )
+    return dataclasses.replace(config, data=changed, rollout=dataclasses.replace(config.rollout, eval_pass_at_k=1))
+
+
+def show(evaluation: Evaluation, tokenizer: Any) -> None:
+    """Print completions to the terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for group in evaluation.groups:
+        for completion, score in zip(group.group.completions, group.scores, strict=True):
+            show_completion(console, group.group.prompt, completion, score, tokenizer)
+
+
+def show_completion(console: Console, prompt: Prompt, completion: Completion, score: Score, tokenizer: Any) -> None:
+    """One completion, token by token, and what was made of it."""
+    from rich.markup import escape
+    from rich.text import Text
+
+    console.rule(f"prompt {prompt.id[1]}", style=PROMPT)
+    text = Text()
+    text.append(prompt.text, style=PROMPT)
+    for start, end, is_sampled in spans(completion.loss_mask):
+        written = tokenizer.decode(
+            completion.tokens[start:end].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        text.append(written, style=SAMPLED if is_sampled else BETWEEN)
+    console.print(text, soft_wrap=True)
+    facts = [f"reward {score.reward:g}", *(f"{name} {value:g}" for name, value in score.parts.items())]
+    record = completion.trajectory
+    if record is not None:
+        calls = [name or "(not a tool)" for turn in record.turns for name in turn.calls]
+        turns = "1 turn" if len(record.turns) == 1 else f"{len(record.turns)} turns"
+        facts += [turns, f"calls: {', '.join(calls) or 'none'}", f"ended by {record.ended_by}"]
+        facts += [f"scored: {record.scored_text!r}"]
+    else:
+        facts += [f"ended by {completion.finish_reason}"]
+    sampled = int(completion.loss_mask.sum())
+    console.print(
+        f"[bold]{escape(' | '.join(facts))}[/bold] [dim]{sampled} of {len(completion.tokens)} tokens sampled[/dim]",
+        soft_wrap=True,
+    )
+
+
+def spans(mask: np.ndarray) -> list[tuple[int, int, bool]]:
+    """Runs of equal values of a mask `[len]` bool: start, end, value."""
+    cuts = [0, *(np.flatnonzero(np.diff(mask.astype(np.int8))) + 1).tolist(), len(mask)]
+    return [(a, b, bool(mask[a])) for a, b in itertools.pairwise(cuts) if b > a]

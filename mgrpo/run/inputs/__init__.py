@@ -1,0 +1,1 @@
+"""The data, code and files that a user brings to a run, and those it will write."""

@@ -1,0 +1,103 @@
+"""The folders that a run writes to, before it starts: that they can be written to, that no other run does, and room."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from mgrpo.checkpoint.folder import LocalFolder, check_root, open_folder, unwritable
+from mgrpo.checkpoint.space import free_bytes, nearest_folder, words
+from mgrpo.config import Config
+from mgrpo.config.derived import state_root
+from mgrpo.models.adapters import adapter_tensors
+from mgrpo.models.family import ModelShape
+from mgrpo.models.memory import DTYPE_BYTES, FP32_BYTES
+from mgrpo.models.table import hf_tensors
+from mgrpo.run.inputs.lock import ADVICE, in_use
+
+MASTER_AND_MOMENTS = 3
+
+
+def owned_folders(config: Config) -> list[str]:
+    """The folders that the run must have for itself: its own, and that of its states if it lies elsewhere."""
+    folders = [config.experiment.output_dir]
+    given = config.checkpoint.checkpoint_state_dir
+    states = open_folder(given) if given and state_root(config) == given else None
+    if isinstance(states, LocalFolder) and states.path.resolve() != Path(folders[0]).resolve():
+        folders.append(str(states.path))
+    return folders
+
+
+def output_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
+    """Everything that is wrong with the folders.
+
+    Args:
+        shape: of the model; None when that could not be read.
+    """
+    folder, root = config.experiment.output_dir, state_root(config)
+    if not folder or os.path.isfile(folder):
+        return  # a problem of the configuration, which has been reported
+    if why := unwritable(folder):
+        yield f"output_dir={folder} cannot be written to: {why}; name another folder"
+        return
+    if config.checkpoint.checkpoint_state_freq > 0 or config.checkpoint.resume != "never":
+        try:
+            check_root(root)
+        except ValueError as err:
+            yield str(err)
+            return
+    for owned in owned_folders(config):
+        if other := in_use(owned):
+            yield f"{owned} is in use by another run: {other}; {ADVICE}"
+    if shape is not None:
+        yield from _room_problems(config, shape)
+
+
+def room_notes(config: Config, shape: ModelShape) -> Iterator[str]:
+    """A sentence for each file system that the whole run may fill, although its first files fit."""
+    own, steps = config.checkpoint, config.num_training_steps
+    exports = (steps - 1) // own.save_freq if own.save_freq > 0 else 0
+    states = steps // own.checkpoint_state_freq if own.checkpoint_state_freq > 0 else 0
+    if own.keep_last_n_checkpoints > 0:
+        states = min(states, own.keep_last_n_checkpoints + 1)  # the oldest goes when the newest is complete
+    for place, (needed, _) in _needed(config, shape, exports=exports + own.save_final, states=states).items():
+        if needed > free_bytes(place):
+            yield (
+                f"{place} has {words(free_bytes(place))} free, and this run will write up to {words(needed)} there; exports are "
+                "never deleted: export less often (save_freq) or keep fewer states (keep_last_n_checkpoints)"
+            )
+
+
+def _room_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    own = config.checkpoint
+    exports = int(own.save_final or 0 < own.save_freq < config.num_training_steps)
+    states = int(0 < own.checkpoint_state_freq <= config.num_training_steps)
+    for place, (needed, what) in _needed(config, shape, exports=exports, states=states).items():
+        if needed > free_bytes(place):
+            yield (
+                f"{place} has {words(free_bytes(place))} free, but {words(needed)} are needed for {what}; make room or name "
+                "another folder"
+            )
+
+
+def _needed(config: Config, shape: ModelShape, *, exports: int, states: int) -> dict[str, tuple[int, str]]:
+    """Bytes, and what they are for, by folder; folders on one file system are one."""
+    lora, num_weights = config.adapter.lora, sum(map(math.prod, hf_tensors(shape).values()))
+    num_trained = sum(map(math.prod, adapter_tensors(shape, lora).values())) if lora else num_weights
+    export = num_weights * DTYPE_BYTES[config.model.model_dtype] + (num_trained * FP32_BYTES if lora else 0)
+    state = num_trained * FP32_BYTES * (MASTER_AND_MOMENTS + (config.algorithm.ref_policy_update_freq is not None))
+    found: dict[str, tuple[int, str]] = {}
+    by_device: dict[int, str] = {}
+    for place, num_bytes, what in (
+        (config.experiment.output_dir, exports * export, "an exported model"),
+        (state_root(config), states * state, "a training state"),
+    ):
+        folder = open_folder(place)
+        if not num_bytes or not isinstance(folder, LocalFolder):
+            continue
+        first = by_device.setdefault(nearest_folder(folder.path).stat().st_dev, place)
+        before, words_before = found.get(first, (0, ""))
+        found[first] = before + num_bytes, f"{words_before} and {what}" if words_before else what
+    return found

@@ -1,0 +1,115 @@
+"""The prompts of a run: its data under the model's chat template, tokenizer and limits, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mgrpo.config import Config
+from mgrpo.config.rules import too_few_prompts
+from mgrpo.run.inputs.toolset import Toolset, make_language
+from mgrpo.run.ranks.process import prepare_environment
+
+if TYPE_CHECKING:
+    from mgrpo.data.mixture import Mixture
+    from mgrpo.data.prompt_set import PromptSet
+    from mgrpo.environments.loop.language import TemplateLanguage
+    from mgrpo.types import Prompt
+
+QUICK_ROWS = 20_000
+"""As many are tokenized in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """What the rows become, and what turns them and the completions into text."""
+
+    tokenizer: Any
+    stop_ids: list[int]
+    """Tokens that end a completion."""
+    train: PromptSet | None
+    """None where a model is only evaluated."""
+    held_out: PromptSet | None
+    language: TemplateLanguage | None = None
+    """How turns are read and answered, in a run with tools."""
+
+    def opened(self, prompt: Prompt, text: str, *, is_training: bool) -> Prompt:
+        """A prompt with what its environment begins with in its last user message."""
+        own = self.train if is_training else self.held_out
+        assert own is not None, "the prompt is one of these"
+        return own.with_opening(prompt, text, self.tokenizer)
+
+    def asked(self, prompt: Prompt, *, is_training: bool) -> object:
+        """What its row asks the model: text, or messages."""
+        own = self.train if is_training else self.held_out
+        assert own is not None, "the prompt is one of these"
+        return own.asked(prompt)
+
+
+def make_prompts(
+    config: Config, mixtures: Sequence[Mixture], *, toolset: Toolset | None = None, vocab: int | None, is_sound: bool
+) -> tuple[Prompts | None, list[str]]:
+    """Tokenize all rows, or load what an earlier run made of them; None and the reasons if the run cannot start.
+
+    Imports transformers, and with it torch.
+
+    Args:
+        mixtures: the training and the held-out data; nothing if they cannot be read: then only the tokenizer is checked.
+        vocab: tokens of the model; None if that is not known.
+        is_sound: False if the run will not start anyway: of many rows, which can take minutes, only one is tried.
+    """
+    from mgrpo.data.tokenizer import load_tokenizer, stop_token_ids
+
+    prepare_environment(config)
+    try:
+        tokenizer = load_tokenizer(config.tokenizer_path)
+    except ValueError as err:
+        return None, [str(err)]
+    problems: list[str] = []
+    stop_ids: list[int] = []
+    try:
+        stop_ids = stop_token_ids(config.model_path, tokenizer)
+    except ValueError as err:
+        problems.append(str(err))
+    if vocab and max(stop_ids, default=0) >= vocab:
+        problems.append(
+            f"eos_token_id={max(stop_ids)} of model_name_or_path={config.model.model_name_or_path} is not among the model's {vocab} tokens "
+            "(vocab_size in config.json); correct generation_config.json, or use the model's own tokenizer"
+        )
+    sets: list[PromptSet | None] = []
+    shown = toolset.shown(config) if toolset else None
+    for mixture in mixtures:
+        made = None
+        try:
+            if len(mixture):
+                mixture.try_out(tokenizer, tools=shown)
+                made = mixture.encode(tokenizer, tools=shown) if is_sound or len(mixture) <= QUICK_ROWS else None
+        except ValueError as err:
+            problems += [str(err)] if str(err) not in problems else []
+        problems += _unknown_tokens(made, vocab) if made is not None and vocab else []
+        sets.append(made)
+    if sets and sets[0] is not None:
+        problems += too_few_prompts(config, len(sets[0]))
+    if problems or not sets:
+        return None, problems
+    language = None
+    if toolset is not None:
+        try:
+            language = make_language(config, toolset, tokenizer=tokenizer, stop_ids=stop_ids, prompts=sets)
+        except ValueError as err:
+            return None, [str(err)]
+        stop_ids = list(dict.fromkeys([*stop_ids, *language.stop_ids]))
+    prompts = Prompts(tokenizer=tokenizer, stop_ids=stop_ids, train=sets[0], held_out=sets[1], language=language)
+    return prompts, []
+
+
+def _unknown_tokens(prompts: PromptSet, vocab: int) -> Iterator[str]:
+    """About a prompt that the model has no embedding for."""
+    found = prompts.beyond(vocab)
+    if found is not None:
+        origin, token, text = found
+        yield (
+            f"{origin} has token {token} ({text!r}), but the model has only {vocab} (vocab_size in config.json): tokens were "
+            "added to the tokenizer and not to the model; resize the model's embeddings, or use its own tokenizer"
+        )

@@ -1,0 +1,205 @@
+"""What a user brings to a run: data, verifiers, templates, reward functions; and every problem with them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgrpo.config import Config
+from mgrpo.config.rules import MIXERS, mixer_problems
+from mgrpo.data.mixture import BadData, open_data
+from mgrpo.data.templates import check_name
+from mgrpo.rewards.registry import add_modules, find
+from mgrpo.run.inputs.toolset import Toolset, read_tools, row_problems
+
+if TYPE_CHECKING:
+    from mgrpo.data.mixture import Mixture
+    from mgrpo.run.inputs.prompts import Prompts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Rank 0's data and reward functions, checked."""
+
+    train: Mixture
+    """Empty where a model is only evaluated."""
+    held_out: Mixture
+    evaluates: bool = True
+    """Whether the held-out prompts are sampled; a run of one step that is only tried leaves them."""
+    functions: tuple[str | Callable, ...] = ()
+    """Reward functions, or their names; empty: the rows' verifiers decide."""
+    toolset: Toolset | None = None
+    """None: every completion is one turn."""
+    prompts: Prompts | None = None
+    """What the rows become, once that is known."""
+
+    def notes(self, config: Config) -> list[str]:
+        """Notes of the verifiers, printed at start-up."""
+        if self.functions or not config.reward.apply_verifiable_reward:
+            return []
+        found = [note for name in self.verifiers(config) for note in find(name).notes(config.reward)]
+        return list(dict.fromkeys(found))
+
+    def verifiers(self, config: Config) -> list[str]:
+        """Names of the verifiers that the rows ask for, in lower case."""
+        return sorted(_asked(self.train, self.held_out, config))
+
+
+def as_functions(given: Sequence[str | Callable] | str | Callable | None) -> list[str | Callable]:
+    """The caller's `reward_funcs` as a list, whether one, several or none were given."""
+    return [given] if callable(given) or isinstance(given, str) else list(given or ())
+
+
+def read_inputs(
+    config: Config,
+    *,
+    functions: Sequence[str | Callable] = (),
+    dataset: Iterable[Mapping] | None = None,
+    eval_dataset: Iterable[Mapping] | None = None,
+) -> tuple[Inputs | None, list[str]]:
+    """The inputs, and every problem with them, one sentence each; None where the data cannot be read.
+
+    Args:
+        functions: what the caller brings in place of the configuration's `reward_funcs`.
+        dataset, eval_dataset: training rows and held-out rows that the caller brings.
+    """
+    reward, problems = config.reward, []
+    for check in (
+        lambda: check_name(config.data.chat_template_name),
+        lambda: reward.verifier_replacement,
+        lambda: reward.weight_by_verifier,
+        lambda: add_modules(reward.verifier_modules),
+    ):
+        try:
+            check()
+        except ValueError as err:
+            problems.append(str(err))
+    functions = tuple(functions or reward.reward_funcs)
+    if functions:
+        from mgrpo.rewards.function_catalog import check_functions
+
+        problems += check_functions(functions)
+    verifies = reward.apply_verifiable_reward and not functions
+    # The rules have said what is wrong with the words of a mix.
+    malformed: dict[str, Any] = {mixer: () for mixer in MIXERS if any(mixer_problems(config.data, mixer))}
+    toolset, about_tools = read_tools(config)
+    problems += about_tools
+    try:
+        data = replace(config.data, **malformed)
+        train, held_out = open_data(data, need_verifiers=verifies, dataset=dataset, eval_dataset=eval_dataset)
+    except BadData as err:
+        asked = _replaced(err.verifiers, config)
+        about_verifiers = _verifier_problems(asked, config) if verifies and not problems else []
+        return None, [*problems, str(err), *about_verifiers, *_folder_problems(config)]
+    if malformed:
+        return None, [*problems, *_folder_problems(config)]
+    if functions and not problems:
+        problems += _function_problems(functions, train, held_out, has_environments=config.tools.is_on)
+    if verifies and not problems:
+        problems += _unasked_problems(train, held_out, config)
+        problems += _verifier_problems(_asked(train, held_out, config), config)
+    problems += row_problems(toolset, (train, held_out)) if toolset else []
+    inputs = Inputs(train=train, held_out=held_out, functions=functions, toolset=toolset)
+    return inputs, [*problems, *_folder_problems(config)]
+
+
+def _folder_problems(config: Config) -> Iterator[str]:
+    """About folders that cannot be written to. They are made if they are not there."""
+    traces = config.rollout.rollouts_save_path if config.rollout.save_traces else None
+    for setting, folder in (
+        ("dataset_local_cache_dir", config.data.dataset_local_cache_dir),
+        ("rollouts_save_path", traces),
+    ):
+        if folder is None:
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except (OSError, ValueError) as err:
+            # Data that were prepared elsewhere may be read-only here.
+            if setting == "rollouts_save_path" or not _holds_prepared_data(folder):
+                why = "it is a file" if os.path.isfile(folder) else err
+                yield f"{setting}={folder} cannot be written to ({why}); name another folder"
+
+
+def _holds_prepared_data(folder: str) -> bool:
+    try:
+        return any(Path(folder).glob("*/manifest.json"))
+    except (OSError, ValueError):
+        return False
+
+
+def _function_problems(
+    functions: Sequence[str | Callable], train: Mixture, held_out: Mixture, *, has_environments: bool
+) -> list[str]:
+    """Whether the data have what the functions ask for."""
+    from mgrpo.rewards.function_catalog import load_functions
+    from mgrpo.rewards.reward_functions import missing_arguments
+
+    loaded, problems = load_functions(functions, max_completion_length=1), []
+    for mixture in (train, held_out):
+        problems += (
+            missing_arguments(loaded, mixture.columns, has_environments=has_environments) if len(mixture) else []
+        )
+    return list(dict.fromkeys(problems))
+
+
+def _asked(train: Mixture, held_out: Mixture, config: Config) -> dict[str, str]:
+    """Verifiers by name, remapped, with the place where each is named first."""
+    return _replaced(train.verifiers | held_out.verifiers, config)
+
+
+def _replaced(verifiers: Mapping[str, str], config: Config) -> dict[str, str]:
+    old, new = config.reward.verifier_replacement or ("", "")
+    found: dict[str, str] = {}
+    for name, origin in verifiers.items():
+        found.setdefault(new if name.lower() == old else name.lower(), origin)
+    return found
+
+
+def _unasked_problems(train: Mixture, held_out: Mixture, config: Config) -> list[str]:
+    """About weights and a replacement of verifiers that no row asks for.
+
+    Without training rows they may be meant for those that the model was trained on.
+    """
+    reward, problems = config.reward, []
+    named = {name.lower() for name in train.verifiers | held_out.verifiers}
+    pair = reward.verifier_replacement
+    by_preset = config.provenance.sources.get("remap_verifier", "").startswith("preset ")
+    if pair and len(train) and pair[0] not in named and not by_preset:
+        problems.append(f"remap_verifier={reward.remap_verifier}: {_unasked(pair[0], named)}")
+    asked = _asked(train, held_out, config)
+    after = f" (after remap_verifier={reward.remap_verifier})" if pair else ""
+    for name, weight in reward.weight_by_verifier.items():
+        if name in asked:
+            continue
+        if len(train):
+            problems.append(f"verifier_weights={name}={weight:g}: {_unasked(name, asked)}{after}")
+            continue
+        try:
+            find(name)
+        except ValueError as err:
+            problems.append(f"verifier_weights={name}={weight:g}: {err}")
+    return problems
+
+
+def _unasked(name: str, asked: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, sorted(asked), n=3, cutoff=0.5)
+    return f"no row asks for {name}; rows ask for {', '.join([*near, *sorted(set(asked) - set(near))])}"
+
+
+def _verifier_problems(asked: Mapping[str, str], config: Config) -> list[str]:
+    problems = []
+    for name, origin in asked.items():
+        try:
+            found = find(name).problems(config.reward)
+        except ValueError as err:
+            found = [f"{err} (first seen in {origin})"]
+        problems += [problem for problem in found if problem not in problems]
+    return problems

@@ -1,0 +1,80 @@
+"""What a configuration names on the Hub, brought to this machine before anything is started.
+
+Every rank asks: the first on a machine downloads, the others wait for it. A run that continues takes the commits that it began
+with, whatever the Hub has by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from mgrpo.config import Config
+from mgrpo.config.fields import flat
+from mgrpo.models.family import is_on_hub
+from mgrpo.models.hub import HubError, HubSnapshot, Part, fetch
+from mgrpo.run.inputs.continuing import find_state
+
+
+def located(config: Config) -> Config:
+    """`config`, which knows the folders of the models that it names; names that lead to none are among its problems."""
+    found: dict[str, HubSnapshot] = {}
+    problems: list[str] = []
+    named = list(_named(config))
+    commits = _commits(config) if named else {}
+    for setting, name, revision, part in named:
+        try:
+            found[setting] = fetch(name, revision=commits.get(setting) or revision, part=part)
+        except HubError as err:
+            problems.append(f"{setting}={err}")
+    provenance = replace(
+        config.provenance, snapshots=found, problems=tuple(dict.fromkeys((*config.provenance.problems, *problems)))
+    )
+    return replace(config, provenance=provenance)
+
+
+def origin(config: Config) -> dict[str, Any]:
+    """Where the model comes from, its name on the Hub or its folder; and the commit of each setting that names something there."""
+    snapshots = config.provenance.snapshots
+    model = snapshots.get("model_name_or_path")
+    return {
+        "model_name_or_path": model.name if model else str(Path(config.model_path).absolute()),
+        "commits": {setting: snapshot.commit for setting, snapshot in snapshots.items()},
+    }
+
+
+def _named(config: Config) -> Iterator[tuple[str, str, str | None, Part]]:
+    """Each setting that holds a name: the name, its revision, and what is needed of it. A folder of that name comes first."""
+    model, tokenizer, hub = config.model.model_name_or_path, config.data.tokenizer_name_or_path, config.hub
+    adapter = config.adapter.lora_adapter_path
+    if _is_name(model):
+        yield "model_name_or_path", model, hub.model_revision, "model"
+    if _is_name(tokenizer):
+        yield "tokenizer_name_or_path", tokenizer, hub.tokenizer_revision, "tokenizer"
+    elif tokenizer is None and hub.tokenizer_revision not in (None, hub.model_revision) and _is_name(model):
+        yield "tokenizer_name_or_path", model, hub.tokenizer_revision, "tokenizer"
+    if config.adapter.use_peft and _is_name(adapter):
+        yield "lora_adapter_path", adapter, None, "adapter"
+
+
+def _is_name(value: str | None) -> TypeGuard[str]:
+    return value is not None and is_on_hub(value)
+
+
+def _commits(config: Config) -> Mapping[str, str]:
+    """Those that the state was saved with which the run continues, where it names the same."""
+    try:
+        stored, _ = find_state(config)
+    except (ValueError, OSError):  # which the check of the state reports
+        return {}
+    if stored is None:
+        return {}
+    before, now = stored.state.get("config", {}), flat(config)
+    same = ("model_revision", "tokenizer_revision")
+    return {
+        setting: commit
+        for setting, commit in stored.state.get("commits", {}).items()
+        if all(before.get(name) == now[name] for name in (setting, *same))
+    }

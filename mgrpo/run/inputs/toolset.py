@@ -1,0 +1,252 @@
+"""The tools of a run: what the processes that build them say of them, and everything between engines and environments."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import mgrpo
+from mgrpo.config import Config
+from mgrpo.config.tool_rules import source_problems
+from mgrpo.config.tools import PYTHON, ToolSpec
+from mgrpo.environments.formats import detected, named
+from mgrpo.environments.offered.catalog import NAMES, Description, Spec
+from mgrpo.environments.workers.pool import EnvironmentPool, WorkerLimits, describe
+from mgrpo.rewards.trajectory_rewards import TurnRewards
+
+if TYPE_CHECKING:
+    from mgrpo.data.mixture import Mixture
+    from mgrpo.data.prompt_set import PromptSet
+    from mgrpo.environments.environment import Tool
+    from mgrpo.environments.loop.language import TemplateLanguage
+    from mgrpo.rollout.interaction import Asked, Interaction, Opened
+
+UNLIMITED = 1 << 30
+MOST_WORKERS = 8
+UNUSED_FORMAT = "hermes"
+"""Where nothing can be called."""
+ROW_COLUMNS = frozenset({"tools", "env_config", "environment"})
+"""In which a row says what it plays with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toolset:
+    """What the settings ask for, and what it turned out to be."""
+
+    specs: tuple[Spec, ...]
+    description: Description
+
+    def shown(self, config: Config) -> Description | None:
+        """What prompts tell the model of; None: nothing."""
+        is_shown = config.tools.pass_tools_to_chat_template and self.description.tools
+        return self.description if is_shown else None
+
+    def plays_in_rounds(self, config: Config) -> bool:
+        """Whether all trajectories finish a turn before any begins its next; only then does a run repeat to the bit."""
+        how = config.tools.turn_scheduling
+        repeats = not config.max_age and config.tools.pool_size is None and self.description.is_repeatable
+        return how == "rounds" or (how == "auto" and repeats)
+
+
+def read_tools(config: Config) -> tuple[Toolset | None, list[str]]:
+    """What the configuration asks for, built once in a process of its own, and every problem with it."""
+    # The rules have said what is wrong with the words.
+    if not config.tools.is_on or any(source_problems(config)):
+        return None, []
+    try:
+        specs = tuple(_spec(config, spec) for spec in config.tools.specs)
+        return Toolset(specs=specs, description=describe(specs, folders=_folders(), python=config.tools.env_python)), []
+    except ValueError as err:
+        return None, [str(err)]
+
+
+def _spec(config: Config, asked: ToolSpec) -> Spec:
+    settings = dict(asked.settings)
+    if asked.entry in PYTHON and config.reward.code_sandbox_accept_risk:
+        settings.setdefault("accept_risk", True)
+    return Spec(entry=asked.entry, call_name=asked.call_name, settings=settings)
+
+
+def with_stop_strings(config: Config, language: TemplateLanguage | None) -> Config:
+    """The configuration with which turns end where a call does."""
+    if language is None or not language.format.stop_strings:
+        return config
+    texts = dict.fromkeys((*config.rollout.stop_strings, *language.format.stop_strings))
+    return replace(config, rollout=replace(config.rollout, stop_strings=tuple(texts)))
+
+
+def make_language(
+    config: Config,
+    toolset: Toolset,
+    *,
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    prompts: Sequence[PromptSet | None],
+) -> TemplateLanguage:
+    """The language of a run, proven for its template, tokenizer and tools.
+
+    Args:
+        prompts: all of the run.
+    Raises:
+        ValueError: how calls are written is unknown, or the template cannot be gone on with after a tool, or after an
+            environment that acts as a user.
+    """
+    from mgrpo.data.templates import find_template
+    from mgrpo.environments.loop.bridge import Bridges
+    from mgrpo.environments.loop.language import TemplateLanguage, stop_ids_of
+    from mgrpo.environments.loop.program_language import ProgramLanguage
+    from mgrpo.environments.loop.stripping import find_stripping
+
+    template = find_template(config.data.chat_template_name, tokenizer)
+    format_of = partial(named, _format_name(config, toolset, template or ""), tokenizer=tokenizer)
+    format = format_of(toolset.description.tools)
+    all_stop_ids = [*stop_ids, *stop_ids_of(format, tokenizer)]
+
+    def bridges_of(tools: Sequence[Tool]) -> Bridges:
+        return Bridges(
+            tokenizer,
+            template or "",
+            template_kwargs=json.loads(config.data.chat_template_kwargs),
+            tools=tools if config.tools.pass_tools_to_chat_template else (),
+            stop_token_ids=all_stop_ids,
+        )
+
+    longest = config.tools.max_observation_tokens or max(1, config.rollout.response_length // 4)
+    if toolset.description.is_program:
+        return ProgramLanguage(
+            tokenizer,
+            format_of=format_of,
+            bridges_of=bridges_of,
+            add_bos=config.data.add_bos,
+            max_observation_tokens=longest,
+        )
+    bridges = bridges_of(toolset.description.tools)
+    if toolset.description.acts:
+        bridges.check("user")
+    if toolset.description.tools and format.answer(["x"]) is None:
+        bridges.check("tool")
+    strips = config.tools.thinking_history == "strip" and toolset.description.acts
+    stripping = find_stripping(bridges) if strips else None
+    return TemplateLanguage(
+        tokenizer,
+        format,
+        bridges,
+        max_observation_tokens=longest,
+        stripping=stripping,
+        is_thinking=any(some.prompt((0, 0)).text.rstrip().endswith("<think>") for some in prompts if some),
+    )
+
+
+def _format_name(config: Config, toolset: Toolset, template: str) -> str:
+    name = config.tools.tool_parser_type
+    if name != "auto":
+        return name
+    calls_nothing = toolset.description.acts and not toolset.description.tools
+    return UNUSED_FORMAT if calls_nothing else detected(template)
+
+
+def make_interaction(
+    config: Config, toolset: Toolset, language: TemplateLanguage, *, opened: Opened, asked: Asked
+) -> Interaction:
+    """Environments, and what plays against them.
+
+    Args:
+        opened: see `Interaction`.
+        asked: what programs are told of a prompt.
+    """
+    from mgrpo.environments.loop.driven import Driven
+    from mgrpo.environments.loop.episodes import EpisodeBounds, Episodes
+    from mgrpo.rollout.interaction import Interaction
+
+    tools = config.tools
+    environments = EnvironmentPool(
+        toolset.specs,
+        pool_size=tools.pool_size or UNLIMITED,
+        num_workers=tools.env_workers or max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) - 1)),
+        limits=WorkerLimits(
+            tool_timeout_s=tools.tool_timeout,
+            reset_timeout_s=tools.env_reset_timeout,
+            acquire_timeout_s=tools.env_acquire_timeout,
+        ),
+        folders=_folders(),
+        python=tools.env_python,
+    )
+    return Interaction(
+        environments,
+        language,
+        EpisodeBounds(
+            max_model_length=config.max_model_length,
+            max_calls=tools.max_tool_calls or UNLIMITED,
+            max_calling_turns=tools.max_tool_calling_iterations or None,
+            per_turn_max_tokens=tools.per_turn_max_tokens,
+            trajectory_timeout_s=tools.trajectory_timeout,
+            scored_text=tools.scored_text,
+        ),
+        episodes=Driven if toolset.description.is_program else Episodes,
+        asked=asked if toolset.description.is_program else None,
+        opened=opened,
+        hidden_columns=(config.data.ground_truths_key,),
+        in_rounds=toolset.plays_in_rounds(config),
+        run_seed=config.experiment.seed,
+    )
+
+
+def turn_rewards(config: Config) -> TurnRewards:
+    """How the rewards of a completion's turns become one."""
+    tools = config.tools
+    return TurnRewards(aggregator=tools.reward_aggregator, only_good_outputs=tools.only_reward_good_outputs)
+
+
+def remarks(config: Config, toolset: Toolset, language: TemplateLanguage) -> list[str]:
+    """What the user should know of tools before the run starts."""
+    found: list[str] = []
+    if language.stripping is not None:
+        found.append(
+            "thinking_history=strip: the chat template leaves thinking out of earlier turns, so a turn after such a one is trained "
+            "on after a context of its own, and every such context is read anew"
+        )
+    elif config.tools.thinking_history == "strip":
+        found.append(
+            "thinking_history=strip changes nothing here: earlier turns lose their thinking only where an environment takes whole "
+            "turns and the chat template leaves it out"
+        )
+    return [*found, *_not_repeatable(config, toolset)]
+
+
+def _not_repeatable(config: Config, toolset: Toolset) -> list[str]:
+    differ = [offer for offer in toolset.description.offers if not offer.is_repeatable]
+    if not differ or config.tools.turn_scheduling == "rounds":
+        return []
+    with_settings = {spec.entry for spec in toolset.specs if spec.entry not in NAMES}
+    advice = "; if it does not, set is_repeatable to true in its tool_configs"
+    return [
+        f"{' and '.join(offer.name for offer in differ)} may answer equal calls differently, so this run cannot be repeated to "
+        "the bit, and completions go on as soon as their tools have answered"
+        + (advice if any(offer.entry in with_settings for offer in differ) else "")
+    ]
+
+
+def _folders() -> list[str]:
+    """Where modules of the user's own may lie."""
+    script = os.path.dirname(os.path.abspath(sys.argv[0])) if sys.argv[0] else os.getcwd()
+    # With `python -m mgrpo` that is this package, whose types.py is not the standard library's.
+    own = os.path.dirname(os.path.abspath(mgrpo.__file__))
+    return [folder for folder in dict.fromkeys([os.getcwd(), script]) if folder != own]
+
+
+def row_problems(toolset: Toolset, mixtures: Sequence[Mixture]) -> list[str]:
+    """About tools and environments that rows name and the run does not have, or that cannot go together."""
+    found: dict[str, str] = {}
+    for mixture in filter(len, mixtures):
+        names_some = bool(ROW_COLUMNS.intersection(mixture.columns))
+        for origin, columns in mixture.rows() if names_some else [("every row", {})]:
+            try:
+                toolset.description.choice(columns)
+            except ValueError as err:
+                found.setdefault(str(err), origin)
+    return [f"{origin}: {problem}" for problem, origin in found.items()]

@@ -1,0 +1,1 @@
+"""From prompts to the batch of a step."""

@@ -1,0 +1,77 @@
+"""Sampled groups to scores, in a thread of their own, and which of them are worth training on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+
+from mgrpo.config.schema import Algorithm
+from mgrpo.processes.background import Background
+from mgrpo.rewards.rewarder import Rewarder, logged_metrics
+from mgrpo.run.produce.groups import Unscored
+from mgrpo.types import ScoredBatch, ScoredGroup
+
+Post = Callable[[Callable[[], object]], None]
+"""Does something soon in the caller's thread."""
+Done = Callable[[Sequence[int], Sequence[ScoredGroup], Sequence[bool]], None]
+"""Takes the numbers of groups, their scores, and whether each has something to learn from."""
+
+
+class Scoring:
+    """Gives the rewarder what there is whenever it has nothing to do. For the caller's thread."""
+
+    def __init__(self, algorithm: Algorithm, rewarder: Rewarder, *, post: Post, done: Done) -> None:
+        self.algorithm, self.rewarder, self.post, self.done = algorithm, rewarder, post, done
+        self.waiting: list[Unscored] = []
+        self.is_busy = False
+        self.logged: dict[str, list[float]] = {}
+        self.thread = Background("scoring")
+
+    def add(self, part: Unscored) -> None:
+        """Score these groups; reward functions see them by themselves."""
+        self.waiting.append(part)
+        # What is added before that is scored together.
+        self.post(self._next)
+
+    def take_metrics(self) -> dict[str, float]:
+        """What judges have cost so far, and what reward functions have logged since the last time."""
+        logged, self.logged = self.logged, {}
+        return self.rewarder.metrics() | logged_metrics(logged)
+
+    def _next(self) -> None:
+        if self.is_busy or not self.waiting:
+            return
+        self.is_busy = True
+        parts = self.waiting[:1] if self.rewarder.functions else self.waiting
+        self.waiting = self.waiting[len(parts) :]
+        numbers = [number for part in parts for number in part.numbers]
+        groups = [group for part in parts for group in part.groups]
+        scored = self.thread.submit(partial(self.rewarder.score, groups, parts[0].context))
+        scored.add_done_callback(lambda scored: self.post(partial(self._finish, numbers, scored)))
+
+    def _finish(self, numbers: Sequence[int], scored: Future[ScoredBatch]) -> None:
+        self.is_busy = False
+        batch = scored.result()
+        for name, values in batch.logged.items():
+            self.logged.setdefault(name, []).extend(values)
+        self._next()
+        self.done(numbers, batch.groups, self._keep(batch.groups))
+
+    def _keep(self, groups: Sequence[ScoredGroup]) -> list[bool]:
+        """Which groups have something to learn from."""
+        from mgrpo.algo import has_spread
+
+        algorithm = self.algorithm
+        if not algorithm.filter_zero_std_samples:
+            return [True] * len(groups)
+        if algorithm.advantage_normalization_type != "gdpo":
+            return has_spread(np.stack([group.rewards for group in groups])).tolist()
+        # Functions that differ may add up to the same reward; each has an advantage of its own.
+        by_function = [
+            np.array([[score.parts[name] for score in group.scores] for group in groups])
+            for name in self.rewarder.weights
+        ]
+        return np.any([has_spread(values) for values in by_function], axis=0).tolist()

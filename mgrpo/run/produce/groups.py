@@ -1,0 +1,306 @@
+"""The groups that are out: between the sampler, which gives their prompts, and the step that trains on them.
+
+Pure bookkeeping for one thread; `rollout.stream` has the rule that it follows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mgrpo.config import Config
+from mgrpo.data.sampler import Sampler
+from mgrpo.rollout.collect import seed_of
+from mgrpo.rollout.stream import Stream
+from mgrpo.run.produce.replay import ReplayBuffer
+from mgrpo.run.produce.saved_rollouts import fits, packed, plain_scores, read_scores, unpacked
+from mgrpo.types import Prompt, PromptId, RewardContext, RewardScale, RolloutGroup, ScoredGroup
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Cohort:
+    """Groups that were admitted together."""
+
+    numbers: list[int]
+    context: RewardContext
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Group:
+    """A group that is out."""
+
+    prompt: Prompt | None
+    """None: so few prompts are left that the step is short."""
+    cohort: Cohort
+    sampled: RolloutGroup | None = None
+    scored: ScoredGroup | None = None
+    is_kept: bool = False
+    excludes: int | None = None
+    """The row that it has shown to be solved for good."""
+
+    @property
+    def awaits_score(self) -> bool:
+        """Or has one, or will never have one."""
+        return self.prompt is not None and self.scored is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unscored:
+    """Sampled groups that reward functions see together."""
+
+    numbers: Sequence[int]
+    groups: Sequence[RolloutGroup]
+    context: RewardContext
+
+
+class Groups:
+    """All groups that are out, by number."""
+
+    def __init__(
+        self,
+        config: Config,
+        sampler: Sampler,
+        *,
+        prompt: Callable[[PromptId], Prompt],
+        scale: RewardScale | None,
+        scores_cohorts: bool,
+    ) -> None:
+        """
+        Args:
+            prompt: the training prompt of an id that the sampler gives.
+            scale: what rewards are measured in, if they have a scale.
+            scores_cohorts: whether groups are scored together with those that were admitted with them, where steps take groups
+                in order.
+        """
+        self.config, self.sampler, self.prompt, self.scale = config, sampler, prompt, scale
+        rollout, algorithm = config.rollout, config.algorithm
+        wanted = rollout.num_unique_prompts_rollout
+        self.stream = Stream(
+            group_count=wanted,
+            num_steps=config.num_training_steps,
+            ahead=rollout.async_steps,
+            bound=config.max_age,
+            extra=config.num_extra_groups,
+        )
+        self.scores_cohorts = scores_cohorts and self.stream.is_ordered
+        self.most_returned = (algorithm.active_sampling_max_rounds - 1) * wanted if algorithm.active_sampling else 0
+        """Groups that may give their place back in a step."""
+        self.out: dict[int, Group] = {}
+        self.returned: dict[int, Group] = {}
+        """Those that gave their place back and that no step has reported."""
+        self.chosen: dict[int, Group] = {}
+        """What `choose` gave last, by number."""
+        self.left_over: list[PromptId] = []
+        """Prompts that a resumed run has to sample again, before new ones."""
+        self.num_admitted = self.num_cohorts = 0
+        """Since the last step was taken."""
+        self.num_reported = 0
+        """Of those admitted, when `choose` found a step."""
+        self.buffer = ReplayBuffer(
+            algorithm.replay_buffer_size, bound=rollout.max_staleness, seed=config.experiment.seed
+        )
+        self.before = self._state()
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engines sample only while learners wait; then the time that anything takes has no influence."""
+        return self.stream.is_ordered and not self.stream.ahead
+
+    @property
+    def has_room(self) -> bool:
+        """Whether groups may be admitted."""
+        return self.stream.room > 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing that is out has to be sampled or scored."""
+        return self.stream.finished.issuperset(self.out)
+
+    def admit(self) -> list[int]:
+        """Begin with as many groups as there is room for, a step's worth at a time; those that have a prompt."""
+        admitted: list[int] = []
+        while (room := self.stream.room) > 0:
+            count = min(room, self.stream.group_count)
+            again, self.left_over = self.left_over[:count], self.left_over[count:]
+            ids = again + self.sampler.take(count - len(again)) if len(again) < count else again
+            numbers = self.stream.admit(count)
+            cohort = Cohort(numbers=list(numbers), context=self._context(numbers[0], self.stream.updates))
+            for number, prompt_id in itertools.zip_longest(numbers, ids):
+                self.out[number] = Group(prompt=prompt_id and self.prompt(prompt_id), cohort=cohort)
+            for number in numbers[len(ids) :]:
+                self.stream.finish(number)
+            admitted += numbers[: len(ids)]
+            self.num_admitted, self.num_cohorts = self.num_admitted + len(numbers), self.num_cohorts + 1
+        return admitted
+
+    def _context(self, first: int, step: int) -> RewardContext:
+        """For the groups that were admitted with group `first`, after `step` steps."""
+        words = (step + 1, self.num_cohorts) if self.takes_turns else ("group", first)
+        return RewardContext(
+            step=step,
+            seed=seed_of(self.config.experiment.seed, "rewards", *words),
+            max_tokens=self.config.rollout.response_length,
+        )
+
+    def sampled(self, number: int, sampled: RolloutGroup) -> Unscored | None:
+        """A group has been sampled; what can be scored now."""
+        group = self.out[number]
+        group.sampled = sampled
+        numbers = group.cohort.numbers if self.scores_cohorts else (number,)
+        part = {other: self.out[other] for other in numbers if other in self.out and self.out[other].awaits_score}
+        groups = [other.sampled for other in part.values() if other.sampled]
+        if len(groups) < len(part):
+            return None
+        return Unscored(numbers=list(part), groups=groups, context=group.cohort.context)
+
+    def scored(self, number: int, scored: ScoredGroup, is_kept: bool) -> None:
+        """A group has its score. Without something to learn from it gives its place back, if others may replace it."""
+        group = self.out[number]
+        group.scored, group.is_kept = scored, is_kept
+        if is_kept or len(self.returned) >= self.most_returned:
+            self.stream.finish(number)
+        else:
+            self.stream.give_back(number)
+            self.returned[number] = self.out.pop(number)
+        self._exclude(group)
+
+    def _exclude(self, group: Group) -> None:
+        """Do not sample again what this group has shown to be solved for good."""
+        from mgrpo.algo import solved_for_good
+
+        pass_rate = self.config.algorithm.no_resampling_pass_rate
+        if pass_rate is None or self.scale is None or group.scored is None or group.prompt is None:
+            return
+        if solved_for_good(self.scale.shares(group.scored)[None], pass_rate=pass_rate).all():
+            before, row = self.sampler.num_excluded, group.prompt.id[1]
+            self.sampler.exclude({row})
+            group.excludes = row if self.sampler.num_excluded > before else None
+
+    def choose(self) -> list[Group] | None:
+        """What the next step takes, with the groups whose places others have taken, in order; None: it has to wait."""
+        numbers = self.stream.choose()
+        if numbers is None:
+            return None
+        is_empty = all(self.out[number].prompt is None for number in numbers)
+        if is_empty and any(group.prompt for group in self.out.values()):
+            return None
+        self.chosen = self.returned | {number: self.out[number] for number in numbers}
+        self.num_reported = self.num_admitted
+        num_dropped = sum(group.prompt is not None and not group.is_kept for group in self.chosen.values())
+        self.buffer.draw(num_dropped, steps=self.stream.steps)
+        return [group for _, group in sorted(self.chosen.items())]
+
+    def take(self) -> list[Group]:
+        """The step has been given what `choose` gave, which is returned."""
+        chosen = [group for _, group in sorted(self.chosen.items())]
+        taken = self.out.keys() & self.chosen
+        kept = [
+            (own.scored, self.stream.born[n]) for n, own in sorted(self.chosen.items()) if own.is_kept and own.scored
+        ]
+        self.stream.take(taken)
+        self.buffer.add(kept, steps=self.stream.steps)
+        for number in taken:
+            del self.out[number]
+        self.returned = {number: group for number, group in self.returned.items() if number not in self.chosen}
+        self.chosen, self.num_cohorts = {}, 0
+        self.num_admitted -= self.num_reported
+        if self.takes_turns:
+            self.before = self._state()
+        return chosen
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to be given what this one has not trained on: JSON, and arrays under "rollouts".
+
+        Where sampling and training take turns, the state before the step that is under way, which is sampled again as a whole.
+        """
+        # The buffer changes only when a step is taken, as `before` does.
+        return self.buffer.add_to(self.before if self.takes_turns else self._state())
+
+    def _state(self) -> dict[str, Any]:
+        kept = {number: group for number, group in self.out.items() if self._lasts(number)}
+        again = [group for number, group in sorted(self.out.items()) if group.prompt and number not in kept]
+        excluded_again = {group.excludes for group in again}
+        sampler = self.sampler.state_dict()
+        records, arrays = packed({number: group.sampled for number, group in kept.items() if group.sampled})
+        return {
+            "sampler": sampler | {"excluded": [row for row in sampler["excluded"] if row not in excluded_again]},
+            "left_over": [*(group.prompt.id for group in again if group.prompt), *self.left_over],
+            "steps": self.stream.steps,
+            "next_number": self.stream.next_number,
+            "groups": [
+                {
+                    "number": number,
+                    "born": self.stream.born[number],
+                    "prompt": group.prompt and group.prompt.id,
+                    "cohort": group.cohort.numbers[0],
+                    "step": group.cohort.context.step,
+                    "sampled": records.get(number),
+                    "scores": group.scored and plain_scores(group.scored),
+                    "is_kept": group.is_kept,
+                    "excludes": group.excludes,
+                }
+                for number, group in kept.items()
+            ],
+            "rollouts": arrays,
+        }
+
+    def _lasts(self, number: int) -> bool:
+        """Whether a resumed run is given what was sampled.
+
+        Where engines are drained, a batch that has begun with the newest weights is sampled again as a whole, which repeats it.
+        """
+        is_repeatable = self.stream.is_ordered and not self.config.rollout.inflight_updates
+        has_just_begun = self.stream.born[number] == self.stream.steps
+        group = self.out[number]
+        return group.prompt is None or (group.sampled is not None and not (is_repeatable and has_just_begun))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[Unscored]:
+        """Continue where `state_dict` was taken, with engines that have the weights of its last step; what is to be scored.
+
+        Groups that the settings of this run do not allow, because they would be too old or have another size, or because only one
+        of the two runs cuts what is sampled from, are sampled again.
+        """
+        self.sampler.load_state_dict(state["sampler"])
+        # States of earlier versions end where a step does.
+        self.stream.steps = self.stream.updates = state.get("steps", state.get("step", 0))
+        records = state.get("groups", ())
+        kept = [record for place, record in enumerate(records) if self._allows(record, state["rollouts"], place)]
+        again = [tuple(record["prompt"]) for record in records if record["prompt"] and record not in kept]
+        self.left_over = again + [tuple(prompt_id) for prompt_id in state.get("left_over", ())]
+        # Those that are sampled again get their numbers again, if they are the last ones.
+        self.stream.next_number = 1 + max((record["number"] for record in kept), default=-1) if records else 0
+        if not records:
+            self.stream.next_number = max(0, state.get("next_number", 0) - len(self.left_over))
+        cohorts: dict[int, Cohort] = {}
+        for record in kept:
+            self._restore(record, state["rollouts"], cohorts)
+        self.buffer.load_state_dict(state, self.prompt, self.config.rollout)
+        self.before = self._state()
+        unscored: dict[int, Unscored] = {}
+        for number, group in self.out.items():
+            if group.sampled and group.awaits_score and (part := self.sampled(number, group.sampled)):
+                unscored[part.numbers[0]] = part
+        return list(unscored.values())
+
+    def _allows(self, record: Mapping[str, Any], arrays: Mapping[str, Any], place: int) -> bool:
+        """Whether a saved group, the so manieth by age, may be trained on in this run."""
+        own, sampled = self.stream, record["sampled"]
+        is_in_time = record["born"] + own.bound >= own.steps + place // own.group_count
+        return not self.takes_turns and is_in_time and (sampled is None or fits(sampled, arrays, self.config.rollout))
+
+    def _restore(self, record: Mapping[str, Any], arrays: Mapping[str, Any], cohorts: dict[int, Cohort]) -> None:
+        number, prompt_id, first = record["number"], record["prompt"], record["cohort"]
+        cohort = cohorts.setdefault(first, Cohort(numbers=[], context=self._context(first, record["step"])))
+        cohort.numbers.append(number)
+        group = self.out[number] = Group(prompt=prompt_id and self.prompt(tuple(prompt_id)), cohort=cohort)
+        self.stream.born[number] = record["born"]
+        if group.prompt is None:
+            self.stream.finish(number)
+            return
+        group.sampled = unpacked(group.prompt, record["sampled"], arrays)
+        if record["scores"] is not None:
+            group.scored = ScoredGroup(group=group.sampled, scores=read_scores(record["scores"]))
+            group.is_kept, group.excludes = record["is_kept"], record["excludes"]
+            self.stream.finish(number)

@@ -1,0 +1,235 @@
+"""From the next prompts to scored groups: data, engines and rewards of the training steps. No torch, no other ranks.
+
+A group goes from the sampler to an engine, to the rewards, and to a step, or gives its place back; `rollout.stream` says when
+it may begin and which step takes it. All of it happens in the dispatcher's thread, beside the training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from mgrpo.config import Config
+from mgrpo.data.sampler import Sampler
+from mgrpo.processes.stopwatch import Stopwatch
+from mgrpo.rewards.rewarder import Rewarder
+from mgrpo.rollout.dispatch import Dispatcher
+from mgrpo.run.produce.group_scoring import Scoring
+from mgrpo.run.produce.groups import Group, Groups
+from mgrpo.types import Prompt, PromptId, RolloutGroup, ScoredGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollouts:
+    """The scored groups of one step, in the order of their prompts."""
+
+    groups: list[ScoredGroup]
+    """To train on."""
+    dropped: list[ScoredGroup]
+    """Sampled, but not worth training on."""
+    replayed: Sequence[ScoredGroup] = ()
+    """Of earlier steps, to train on in place of dropped ones."""
+    replay_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the replay buffer, if there is one."""
+    generate_s: float = 0.0
+    """Seconds for which the learners waited for engines."""
+    score_s: float = 0.0
+    """Seconds for which they then waited for scores."""
+    engine_s: float = 0.0
+    """Seconds for which engines had work since the last step was handed over."""
+    num_admitted: int = 0
+    """Groups that have begun since then."""
+    engine_metrics: Mapping[str, float] = field(default_factory=dict)
+    """What has happened to engines since then."""
+    reward_metrics: Mapping[str, float] = field(default_factory=dict)
+    """What judges have cost so far, and what reward functions have logged in this step."""
+    num_excluded: int = 0
+    """Prompts that were found solved for good in this step, and are not sampled again."""
+
+
+class Producer:
+    """Turns prompts into scored groups. Its methods may be called from any thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        sampler: Sampler,
+        *,
+        prompt: Callable[[PromptId], Prompt],
+        dispatcher: Dispatcher,
+        rewarder: Rewarder,
+    ) -> None:
+        """
+        Args:
+            prompt: the training prompt of an id that the sampler gives.
+        """
+        self.dispatcher, self.rewarder = dispatcher, rewarder
+        self.thread = dispatcher.thread
+        dispatcher.on_failure, dispatcher.on_replay = self._fail, self._replay
+        dispatcher.shares.on_change = self._note_work
+        self.groups = Groups(
+            config, sampler, prompt=prompt, scale=rewarder.scale, scores_cohorts=bool(rewarder.functions)
+        )
+        self.scoring = Scoring(config.algorithm, rewarder, post=dispatcher.post, done=self._scored)
+        self.taking: Future[Rollouts] | None = None
+        self.asked_at = self.answered_at = 0.0
+        self.failure: Exception | None = None
+        self.is_running = False
+        """Whether the engines sample, and more groups may be admitted."""
+        self.busy = Stopwatch()
+        """Runs while engines have work."""
+
+    def begin(self) -> None:
+        """The engines have the weights of the last step: sample. Returns at once, and may be called again."""
+        self.dispatcher.post(self._begin)
+
+    def take(self) -> Future[Rollouts]:
+        """The groups of the next step; `Dispatcher.wait` waits for them. With active sampling others replace those left out.
+
+        Neither groups nor dropped ones: every prompt is solved for good.
+        """
+        taking: Future[Rollouts] = Future()
+        self.dispatcher.post(partial(self._ask, taking, time.perf_counter()))
+        return taking
+
+    def hand_over(self, *, prepare: bool) -> None:
+        """The groups of `take` have been given to the learners: a resumed run is not given them again.
+
+        Args:
+            prepare: where sampling and training take turns, queue the next step's prompts in the engines. Not before an
+                evaluation, which would sample them.
+        """
+        self.thread.submit(partial(self._hand_over, prepare=prepare)).result()
+
+    def pause(self) -> None:
+        """Have the engines sample no more, and wait until they do not."""
+        self.dispatcher.wait(self.thread.submit(self._pause).result())
+
+    def abort(self) -> None:
+        """End sampling for good; what is waited for fails with an EngineError."""
+        self.dispatcher.fleet.abort()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Groups.state_dict`."""
+        return self.thread.submit(
+            lambda: self.groups.state_dict() | {"engines": self.dispatcher.shares.state_dict()}
+        ).result()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken, before the first `begin`."""
+        self.thread.submit(partial(self._load, state)).result()
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self.dispatcher.shares.load_state_dict(state.get("engines", {"lengths": [0, 0]}))
+        for part in self.groups.load_state_dict(state):
+            self.scoring.add(part)
+
+    def _begin(self) -> None:
+        if self.is_running:
+            return
+        self.is_running, self.dispatcher.holds_training = True, False
+        self.groups.stream.update()
+        # What no engine has been given begins with the new weights.
+        self.groups.stream.replay(self.dispatcher.numbers_that_wait())
+        self._admit()
+        self._resume()
+        self._advance()
+
+    def _ask(self, taking: Future[Rollouts], asked_at: float) -> None:
+        self.taking, self.asked_at = taking, asked_at
+        self._begin()
+        self._advance()
+
+    def _pause(self) -> Future[None]:
+        self.is_running, self.dispatcher.holds_training = False, not self.groups.takes_turns
+        return self.dispatcher.pause()
+
+    def _resume(self) -> None:
+        self.dispatcher.resume()
+        self._note_work()
+
+    def _note_work(self) -> None:
+        is_sampling = self.is_running and self.dispatcher.is_sampling
+        self.busy.run(is_sampling and bool(self.dispatcher.shares.busy()))
+
+    def _admit(self) -> None:
+        self._send(self.groups.admit())
+
+    def _send(self, numbers: Sequence[int]) -> None:
+        prompts = [(number, self.groups.out[number].prompt) for number in numbers]
+        requests = [
+            self.dispatcher.for_training(n, prompt, partial(self._sampled, n)) for n, prompt in prompts if prompt
+        ]
+        self.dispatcher.send(requests)
+
+    def _sampled(self, number: int, sampled: RolloutGroup) -> None:
+        self.answered_at = time.perf_counter()
+        if part := self.groups.sampled(number, sampled):
+            self.scoring.add(part)
+
+    def _replay(self, numbers: Sequence[int]) -> None:
+        """The engine that had these groups has failed."""
+        self.groups.stream.replay(numbers)
+
+    def _scored(self, numbers: Sequence[int], scored: Sequence[ScoredGroup], kept: Sequence[bool]) -> None:
+        for number, score, is_kept in zip(numbers, scored, kept, strict=True):
+            self.groups.scored(number, score, is_kept)
+        self._refill()
+        self._advance()
+
+    def _refill(self) -> None:
+        """Others in the place of groups that gave theirs back."""
+        if not self.is_running or not self.groups.has_room:
+            return
+        if not self.groups.takes_turns:
+            self._admit()
+        elif self.groups.is_complete:
+            # What the engines sample together depends on nothing but the order of the prompts.
+            self.dispatcher.pause()
+            self._admit()
+            self._resume()
+
+    def _advance(self) -> None:
+        """Give the learners the next step's groups, if they wait and the groups are there."""
+        if self.taking is None or self.taking.done():
+            return
+        if self.failure is not None:
+            self.taking.set_exception(self.failure)
+        elif (chosen := self.groups.choose()) is not None:
+            self.taking.set_result(self._rollouts(chosen))
+
+    def _rollouts(self, chosen: Sequence[Group]) -> Rollouts:
+        scored = [(group.scored, group.is_kept) for group in chosen if group.scored]
+        generate_s = max(0.0, self.answered_at - self.asked_at)
+        return Rollouts(
+            groups=[group for group, is_kept in scored if is_kept],
+            dropped=[group for group, is_kept in scored if not is_kept],
+            replayed=[stored.scored for stored in self.groups.buffer.drawn],
+            replay_metrics=self.groups.buffer.metrics(),
+            generate_s=generate_s,
+            score_s=time.perf_counter() - self.asked_at - generate_s,
+            engine_s=self.busy.seconds,
+            num_admitted=self.groups.num_admitted,
+            engine_metrics=self.dispatcher.take_metrics(),
+            reward_metrics=self.scoring.take_metrics(),
+            num_excluded=sum(group.excludes is not None for group in chosen),
+        )
+
+    def _hand_over(self, *, prepare: bool) -> None:
+        self.taking = None
+        self.dispatcher.shares.learn(group.sampled for group in self.groups.take() if group.sampled)
+        self.busy.reset()
+        if self.groups.takes_turns:
+            # What the engines hold of the old weights is dropped while the learners train.
+            self._pause()
+            if prepare:
+                self.groups.stream.update()
+                self._admit()
+
+    def _fail(self, err: Exception) -> None:
+        self.failure = self.failure or err
+        self._advance()

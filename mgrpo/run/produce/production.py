@@ -1,0 +1,202 @@
+"""What rank 0 needs to produce batches: first the processes that take long to start, then data, producer and evaluator."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mgrpo.config import Config
+from mgrpo.data.prompt_set import PromptSet
+from mgrpo.data.sampler import Sampler
+from mgrpo.rewards.rewarder import Rewarder
+from mgrpo.rollout.dispatch import Dispatcher
+from mgrpo.rollout.fleet import Fleet
+from mgrpo.rollout.interaction import Interaction
+from mgrpo.rollout.start import started_fleet
+from mgrpo.run.inputs.reading import Inputs
+from mgrpo.run.inputs.toolset import make_interaction, remarks, turn_rewards, with_stop_strings
+from mgrpo.run.produce.evaluator import Evaluator
+from mgrpo.run.produce.producer import Producer
+from mgrpo.telemetry.evaluation import short_names
+from mgrpo.telemetry.startup import StartUp
+from mgrpo.types import Prompt, PromptId
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What is started before Megatron is imported."""
+
+    inputs: Inputs
+    fleet: Fleet
+    rewarder: Rewarder
+    interaction: Interaction | None = None
+    """Between engines and environments, in a run with tools."""
+    startup: StartUp = field(default_factory=StartUp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Production:
+    """Rank 0's sampling half, ready to work."""
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    producer: Producer | None
+    """None without training data."""
+    evaluator: Evaluator
+    data: Sequence[Mapping[str, Any]]
+    """`Mixture.content` of the training data."""
+    remarks: Sequence[str]
+    """What the user should know."""
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Add to an exported model the tokenizer and chat template that it was trained with, if they differ from the source model's."""
+        from mgrpo.data.templates import find_template
+
+        data = self.config.data
+        template = find_template(data.chat_template_name, self.tokenizer) if data.chat_template_name != "auto" else None
+        if self.config.tokenizer_path == self.config.model_path and template is None:
+            return
+        tokenizer = copy.deepcopy(self.tokenizer)
+        tokenizer.chat_template = template or tokenizer.chat_template
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def started(config: Config, inputs: Inputs, *, num_local_learners: int) -> Iterator[Started]:
+    """Start the engines and the processes that score, without waiting for them; they end with the context.
+
+    Call from the main thread, see `started_fleet`.
+    """
+    startup = StartUp()
+    assert inputs.prompts is not None, "checked: the rows are prompts"
+    config = with_stop_strings(config, inputs.prompts.language)
+    rewarder = Rewarder(config, inputs.functions, inputs.verifiers(config), turn_rewards(config))
+    try:
+        rewarder.start()
+        startup.say(_beginning(config))
+        with (
+            started_fleet(config, num_local_learners=num_local_learners) as fleet,
+            _interacting(config, inputs) as interaction,
+        ):
+            yield Started(inputs=inputs, fleet=fleet, rewarder=rewarder, startup=startup, interaction=interaction)
+    finally:
+        rewarder.close()
+
+
+@contextmanager
+def _interacting(config: Config, inputs: Inputs) -> Iterator[Interaction | None]:
+    """What plays against environments; their processes end with the context."""
+    prompts, toolset = inputs.prompts, inputs.toolset
+    if prompts is None or prompts.language is None or toolset is None:
+        yield None
+        return
+    interaction = make_interaction(config, toolset, prompts.language, opened=prompts.opened, asked=prompts.asked)
+    try:
+        yield interaction
+    finally:
+        interaction.close()
+
+
+def prepare(config: Config, parts: Started) -> Production:
+    """Connect data, rewards and engines, and wait for the engines.
+
+    Raises:
+        EngineError: an engine could not be started.
+    """
+    from mgrpo.data.templates import missing_stop_strings
+    from mgrpo.data.tokenizer import decode
+
+    prompts = parts.inputs.prompts
+    assert prompts is not None, "checked: the rows are prompts"
+    tokenizer, train, held_out, stop_ids = prompts.tokenizer, prompts.train, prompts.held_out, prompts.stop_ids
+    dispatcher = Dispatcher(
+        parts.fleet,
+        with_stop_strings(config, prompts.language).rollout,
+        run_seed=config.experiment.seed,
+        # Turns are read, and whole completions decoded, by the language of the interaction.
+        decode=partial(decode, tokenizer) if parts.interaction is None else _undecoded,
+        stop_token_ids=stop_ids,
+        samples_per_engine=_samples_per_engine(config),
+        interaction=parts.interaction,
+    )
+    prompt = partial(_prompt, replacement=config.reward.verifier_replacement)
+    evaluator = Evaluator(
+        config,
+        [prompt(held_out, (0, index)) for index in range(len(held_out))] if held_out else [],
+        sources=short_names(map(held_out.source_of, range(len(held_out)))) if held_out else [],
+        dispatcher=dispatcher,
+        rewarder=parts.rewarder,
+    )
+    producer = None
+    if train is not None:
+        sampler = Sampler(len(train), config.experiment.seed, shuffle=config.data.shuffle_dataset)
+        producer = Producer(
+            config, sampler, prompt=partial(prompt, train), dispatcher=dispatcher, rewarder=parts.rewarder
+        )
+    if config.engine.vllm_mode != "server":
+        parts.startup.say(f"waiting for {_engines(config)} to load {config.model.model_name_or_path}")
+    parts.fleet.wait_ready()
+    template = config.data.chat_template_name
+    missing = missing_stop_strings(
+        template, stop_strings=config.rollout.stop_strings, stop_tokens=tokenizer.convert_ids_to_tokens(stop_ids)
+    )
+    toolset, language = parts.inputs.toolset, prompts.language
+    return Production(
+        config=config,
+        tokenizer=tokenizer,
+        producer=producer,
+        evaluator=evaluator,
+        data=parts.inputs.train.content,
+        remarks=[
+            *(f"chat_template_name={template} needs --stop_strings '{text}'" for text in missing),
+            *(remarks(config, toolset, language) if toolset and language else ()),
+        ],
+    )
+
+
+def _undecoded(tokens: Sequence[np.ndarray]) -> list[str]:
+    return [""] * len(tokens)
+
+
+def _samples_per_engine(config: Config) -> int | None:
+    """A little more than an engine samples at a time, so that the rest may go to whichever engine is first.
+
+    None where a run must repeat: then engines are given whole batches.
+    """
+    rollout, algorithm = config.rollout, config.algorithm
+    is_ordered = config.max_age == rollout.async_steps and not algorithm.active_sampling_oversample
+    if is_ordered and not rollout.inflight_updates:
+        return None
+    return config.engine.vllm_max_num_seqs + config.engine.vllm_max_num_seqs // 4
+
+
+def _beginning(config: Config) -> str:
+    if config.engine.vllm_mode == "server":
+        return f"connecting to {' '.join(config.engine.vllm_server_base_url)}"
+    return f"starting Ray and {_engines(config)}"
+
+
+def _engines(config: Config) -> str:
+    count = config.engine.vllm_num_engines
+    return "the engine" if count == 1 else f"{count} engines"
+
+
+def _prompt(prompts: PromptSet, prompt_id: PromptId, *, replacement: tuple[str, str] | None) -> Prompt:
+    """One prompt, with the verifier that `remap_verifier` puts in place of another."""
+    prompt = prompts.prompt(prompt_id)
+    if replacement is None:
+        return prompt
+    old, new = replacement
+    verifiers = tuple(new if name.lower() == old else name for name in prompt.verifiers)
+    return dataclasses.replace(prompt, verifiers=verifiers)

@@ -1,0 +1,146 @@
+"""Where a rank's batches come from: on rank 0 from the producer, on the others from rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mgrpo.config import Config
+from mgrpo.layout import Layout
+from mgrpo.run.produce.evaluator import Evaluation
+from mgrpo.run.produce.production import Production
+from mgrpo.run.produce.step_batch import Batch, make_batch
+from mgrpo.run.ranks.lead import Lead, Stopped
+from mgrpo.run.train.due import evaluates_after
+
+T = TypeVar("T")
+
+
+class Source:
+    """Rank 0 samples, scores and packs, and gives every rank its slice."""
+
+    def __init__(self, production: Production, lead: Lead, config: Config, *, layout: Layout, hidden: int) -> None:
+        """
+        Args:
+            hidden: width of the model, see `make_batch`.
+        """
+        assert production.producer is not None, "checked: there are training data"
+        self.production, self.producer, self.lead = production, production.producer, lead
+        self.config, self.layout, self.hidden = config, layout, hidden
+
+    def begin(self, done: int) -> None:
+        """The engines have the weights of step `done`: sample, unless an evaluation comes first, which samples alone."""
+        if not self._evaluates_alone(done):
+            self.producer.begin()
+
+    def pause(self) -> bool:
+        """The weights are about to change: have the engines sample no more. Collective.
+
+        False when rank 0 was asked to end; the engines may still be sampling then.
+        """
+        # Where sampling and training take turns, the engines have paused already.
+        if self.config.max_age:
+            try:
+                self._run(self.producer.pause)
+            except Stopped:
+                return False
+        return True
+
+    def next(self, step: int, policy_version: int) -> Batch | None:
+        """The batch of training step `step`; None when every prompt is solved for good. Collective.
+
+        Args:
+            policy_version: of the weights that the engines have.
+        Raises:
+            Stopped: rank 0 was asked to end.
+        """
+        batch = self._run(partial(self._make, policy_version))
+        self.producer.hand_over(
+            prepare=step < self.config.num_training_steps and not evaluates_after(self.config, step)
+        )
+        channel = self.lead.channel
+        channel.arrays(batch.index)
+        own = channel.scatter(self.layout, batch.slices)
+        return replace(batch, slices=(), slice=own) if batch.num_sampled else None
+
+    def evaluate(self, done: int) -> Evaluation:
+        """The held-out prompts after `done` training steps. Collective; raises Stopped as `next` does."""
+        if self.config.rollout.inflight_updates:
+            self.producer.begin()
+        return self._run(partial(self.production.evaluator.evaluate, done))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to be given what this one has not trained on: JSON, and arrays under "rollouts"."""
+        return {**self.producer.state_dict(), "data": self.production.data}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.producer.load_state_dict(state)
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Complete an exported model."""
+        self.production.save_tokenizer(folder)
+
+    def _evaluates_alone(self, done: int) -> bool:
+        """Whether an evaluation follows step `done` that needs the engines to itself."""
+        return evaluates_after(self.config, done) and not self.config.rollout.inflight_updates
+
+    def _run(self, work: Callable[[], T]) -> T:
+        try:
+            return self.lead.work(work, may_stop=True)
+        except Stopped:
+            self.producer.abort()
+            raise
+
+    def _make(self, policy_version: int) -> Batch:
+        return make_batch(
+            self.producer.dispatcher.wait(self.producer.take()),
+            self.config,
+            layout=self.layout,
+            hidden=self.hidden,
+            reward_weights=self.producer.rewarder.weights,
+            policy_version=policy_version,
+        )
+
+
+class SilentSource:
+    """The same on the other ranks, which only wait and receive."""
+
+    def __init__(self, lead: Lead, config: Config, *, layout: Layout) -> None:
+        self.lead, self.config, self.layout = lead, config, layout
+
+    def next(self, step: int, policy_version: int) -> Batch | None:
+        """See `Source`."""
+        self.lead.follow()
+        channel = self.lead.channel
+        batch = Batch(index=channel.arrays(), slice=channel.scatter(self.layout))
+        return batch if batch.num_sampled else None
+
+    def begin(self, done: int) -> None:
+        """Rank 0 does."""
+
+    def pause(self) -> bool:
+        """See `Source`."""
+        if self.config.max_age:
+            try:
+                self.lead.follow()
+            except Stopped:
+                return False
+        return True
+
+    def evaluate(self, done: int) -> None:
+        """See `Source`; without the results."""
+        self.lead.follow()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: rank 0 has it."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore."""
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Rank 0 does."""

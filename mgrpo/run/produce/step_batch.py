@@ -1,0 +1,110 @@
+"""A step's batch: from scored groups to what each data-parallel rank trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from mgrpo import packing
+from mgrpo.algo.samples import train_samples
+from mgrpo.algo.turn_credit import TurnCredit
+from mgrpo.config import Config
+from mgrpo.layout import Layout
+from mgrpo.parallel.attention import shared_prompts_pay
+from mgrpo.run.produce.producer import Rollouts
+from mgrpo.types import PackLengths, TrainSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one step trains on. Every rank has the index and its own slice, rank 0 also where they come from."""
+
+    index: dict[str, np.ndarray]
+    """What all ranks know of the packs of every pass, see `packing.to_slices`."""
+    slice: np.ndarray = field(default_factory=partial(np.empty, 0, np.uint8))
+    """Of this rank; empty until it has been received."""
+    slices: Sequence[packing.Slice] = ()
+    """Of every data-parallel rank; on rank 0, until they are sent."""
+    rollouts: Rollouts | None = None
+    policy_version: int = 0
+    """Of the weights that the step starts from."""
+    samples: Sequence[TrainSample] = ()
+    lengths: PackLengths | None = None
+    """Those of the packs of one pass over the samples; on rank 0."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Prompts that were sampled, also those whose groups are not trained on."""
+        return int(self.index["num_sampled"][0])
+
+
+def turn_credit(config: Config) -> TurnCredit | None:
+    """How the turns of a completion get advantages of their own; None: they share one."""
+    tools = config.tools
+    if not tools.is_on or tools.turn_credit == "trajectory":
+        return None
+    return TurnCredit(discount=tools.turn_discount, aggregator=tools.reward_aggregator)
+
+
+def make_batch(
+    rollouts: Rollouts,
+    config: Config,
+    *,
+    layout: Layout,
+    hidden: int,
+    reward_weights: Mapping[str, float],
+    policy_version: int,
+) -> Batch:
+    """Advantages, then the slices of all data-parallel ranks.
+
+    Args:
+        hidden: width of the model, for the cost of a document.
+        reward_weights: by reward function; empty where verifiers decide.
+        policy_version: of the weights that train; with the run's seed it also orders the mini-batches.
+    """
+    algorithm, parallel = config.algorithm, config.parallel
+    samples = train_samples(
+        [*rollouts.groups, *rollouts.replayed],
+        dropped=rollouts.dropped,
+        normalization=algorithm.advantage_normalization_type,
+        ddof=algorithm.advantage_ddof,
+        eps=algorithm.advantage_eps,
+        reward_weights=reward_weights,
+        mask_truncated=algorithm.mask_truncated_completions,
+        mask_tool_use=config.tools.mask_tool_use,
+        turn_credit=turn_credit(config),
+        policy_version=policy_version if config.is_off_policy else None,
+    )
+    share_prompts = parallel.shared_prompt_packing
+    if share_prompts == "auto" and not shared_prompts_pay():
+        share_prompts = False
+    padding = {"multiple_of": layout.pack_multiple_of, "document_multiple_of": layout.document_multiple_of}
+    plan = [
+        mini_batch
+        for epoch in range(algorithm.num_epochs if algorithm.reshuffle_mini_batches else 1)
+        for mini_batch in packing.plan_step(
+            samples,
+            pack_length=layout.round_up(parallel.pack_length),
+            dp=layout.data,
+            num_mini_batches=algorithm.num_mini_batches,
+            micro_batches_multiple_of=layout.micro_batches_multiple_of,
+            share_prompts=share_prompts,
+            cost=packing.Cost.of_width(hidden),
+            epoch=epoch,
+            seed=config.experiment.seed + policy_version,
+            **padding,
+        )
+    ]
+    index, slices = packing.to_slices(samples, plan, **padding)
+    once = [pack for ranks in plan[: algorithm.num_mini_batches] for row in ranks for pack in row]
+    return Batch(
+        index={"num_sampled": np.array([len(rollouts.groups) + len(rollouts.dropped)]), **index},
+        slices=slices,
+        rollouts=rollouts,
+        policy_version=policy_version,
+        samples=samples,
+        lengths=packing.pack_lengths(samples, once, **padding),
+    )

@@ -1,0 +1,327 @@
+"""Every learner says every few seconds that it lives and where it is, so that one that hangs is named.
+
+Rank 0 keeps a connection with each other rank, and every rank a thread that writes to it and reads from it. A process that
+has ended closes its connection; one that was stopped says nothing more; one that is caught in a loop says where. Collectives
+alone would wait for hours, and then name nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BEAT_S = 2.0
+SILENCE_S = 50.0
+"""A rank that says nothing for this long hangs; shorter than the time-out of rank 0's messages, which names nobody."""
+MOVED_BYTES = 1 << 20
+"""A rank that reads or writes this much between two beats makes progress: it loads or saves."""
+_WAITING = (
+    "distributed_c10d.py",
+    "p2p_communication.py",
+    "mgrpo/sync/group.py",
+    "mgrpo/sync/shared.py",
+    "mgrpo/sync/joining.py",
+    "mgrpo/sync/transport.py",
+    "mgrpo/sync/channel.py",
+    "mgrpo/run/ranks/lead.py",
+)
+"""Files whose functions wait for other ranks or for rank 0's work, which has limits of its own."""
+
+
+class Pulse:
+    """Where this rank is. The main thread calls `at`; any thread may ask."""
+
+    def __init__(self) -> None:
+        self.part = "starting"
+        self.count = 0
+        self._main = threading.main_thread().ident
+        self._moved = 0
+        self._looked = self._used = 0.0
+        self._clock = time.pthread_getcpuclockid(self._main or 0)
+
+    def at(self, part: str) -> None:
+        """A part of the work begins."""
+        self.part = part
+        self.go_on()
+
+    def go_on(self) -> None:
+        """The work makes progress."""
+        self.count += 1
+
+    def state(self) -> dict[str, Any]:
+        """For one beat: the part, how often it went on, the line of the main thread, and whether it waits for other ranks."""
+        moved = _bytes_moved()
+        if moved - self._moved > MOVED_BYTES:
+            self.count += 1
+        self._moved = moved
+        now, used = time.monotonic(), time.clock_gettime(self._clock)
+        is_idle = used - self._used < 0.2 * (now - self._looked)
+        self._looked, self._used = now, used
+        place, waits = _place(self._main, is_idle=is_idle)
+        return {"part": self.part, "count": self.count, "place": place, "waits": waits}
+
+
+@dataclass(slots=True, kw_only=True)
+class OtherRank:
+    """What is known of another rank, or of this one."""
+
+    who: str
+    pid: int
+    host: str
+    state: dict[str, Any] = field(default_factory=dict)
+    heard: float = field(default_factory=time.monotonic)
+    moved: float = field(default_factory=time.monotonic)
+    has_left: bool = False
+
+    def update(self, state: dict[str, Any]) -> None:
+        """Take a beat."""
+        self.heard = time.monotonic()
+        if state.get("count") != self.state.get("count"):
+            self.moved = self.heard
+        self.state = state
+
+    @property
+    def where(self) -> str:
+        """The end of a sentence about it."""
+        return f"{self.state.get('part', 'starting')}, {self.state.get('place', 'place unknown')}"
+
+
+class Liveness:
+    """One rank's end. `close` it before the rank ends well."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        on_failure: Callable[[str], None],
+        on_goodbye: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            timeout_s: `learner_timeout`.
+            on_failure: called at most once, from a thread, with which rank has failed and how.
+            on_goodbye: called from a thread when another rank ends the run, and says why itself.
+        """
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.on_failure, self.on_goodbye = on_failure, on_goodbye
+        self.pulse = Pulse()
+        self.own = OtherRank(who=f"rank {rank}", pid=os.getpid(), host=socket.gethostname())
+        self.peers: dict[socket.socket, OtherRank] = {}
+        self._selector = selectors.DefaultSelector()
+        self._buffers: dict[socket.socket, bytes] = {}
+        self._closing = threading.Event()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._listener: socket.socket | None = None
+        self._secret = ""
+        self._known: set[int] = set()
+        self._begun = time.monotonic()
+
+    def listen(self, host: str) -> str:
+        """Rank 0: open the door, and begin; where the others come, for `connect`."""
+        self._listener = socket.create_server((host, 0), backlog=self.world_size)
+        self._secret = secrets.token_hex(16)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._begin()
+        return json.dumps([host, self._listener.getsockname()[1], self._secret])
+
+    def connect(self, invitation: str) -> None:
+        """The other ranks: go there, and begin.
+
+        Raises:
+            ConnectionError: rank 0 cannot be reached; it says where.
+        """
+        host, port, self._secret = json.loads(invitation)
+        try:
+            link = socket.create_connection((host, port), timeout=min(SILENCE_S, self.timeout_s))
+        except OSError as err:
+            raise ConnectionError(
+                f"rank 0 does not answer at {host}:{port}: {err}; the machines of a run must be able to connect to any port of "
+                "each other"
+            ) from err
+        self._add(link, OtherRank(who="rank 0", pid=0, host=""))
+        self._send(link, {"hello": self._secret, **self._name()})
+        self._begin()
+
+    def leave(self, *, is_failing: bool) -> None:
+        """This rank ends; where it fails it says why itself. From any thread."""
+        if not self._closing.is_set():
+            self._closing.set()
+            for link in list(self.peers):
+                self._send(link, {"bye": is_failing})
+
+    def has_other_cause(self, timeout_s: float) -> bool:
+        """Whether another rank ends the run, and says why, or its failure was reported here."""
+        return self._ended.wait(timeout_s)
+
+    def _name(self) -> dict[str, Any]:
+        return {"rank": self.rank, "pid": self.own.pid, "host": self.own.host}
+
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        next_beat = last = time.monotonic()
+        while not self._closing.is_set():
+            for key, _ in self._selector.select(max(0.0, min(0.5, next_beat - time.monotonic()))):
+                self._read(key.fileobj)  # type: ignore[arg-type]
+            now = time.monotonic()
+            if now - last > BEAT_S + 5:  # this process was stopped itself: what the others said meanwhile is unread
+                for peer in self.peers.values():
+                    peer.heard = peer.moved = now
+                self.own.moved = now
+            last = now
+            if now >= next_beat:
+                next_beat = now + BEAT_S
+                self._beat()
+
+    def _beat(self) -> None:
+        self.own.update(self.pulse.state())
+        for link, peer in list(self.peers.items()):
+            if not peer.has_left:
+                self._send(link, {"state": self.own.state, **self._name()})
+        if (failure := self._failure()) is not None:
+            self._fail(*failure)
+
+    def _failure(self) -> tuple[str, list[OtherRank]] | None:
+        """What is wrong, and with whom."""
+        now, silence = time.monotonic(), min(SILENCE_S, self.timeout_s)
+        alive = [peer for peer in self.peers.values() if not peer.has_left]
+        for peer in alive:
+            if now - peer.heard > silence:
+                return (
+                    f"{_named(peer)} has not answered for {silence:g} s: its process is stopped or its machine is gone; "
+                    f"it was last in {peer.where}"
+                ), [peer]
+        if self.rank != 0:
+            return None
+        if (missing := set(range(1, self.world_size)) - self._known) and now - self._begun > self.timeout_s:
+            numbers = ", ".join(map(str, sorted(missing)))
+            return f"rank {numbers} has not come within learner_timeout={self.timeout_s:g} s of the start", []
+        ranks = (self.own, *alive)
+        late = [peer for peer in ranks if now - peer.moved > self.timeout_s]
+        stuck = [peer for peer in late if not peer.state.get("waits")]
+        if not stuck and len(late) == len(ranks):  # all wait for each other
+            stuck = late
+        if not stuck:  # those that are late wait for one that works, or that will be late in a moment
+            return None
+        sentences = [f"{_named(peer)} is in {peer.where}" for peer in stuck]
+        return (
+            f"{stuck[0].who} has made no progress within learner_timeout={self.timeout_s:g} s: {'; '.join(sentences)}; raise "
+            "learner_timeout if the work is that long"
+        ), stuck
+
+    def _fail(self, reason: str, culprits: list[OtherRank]) -> None:
+        if self._ended.is_set() or self._closing.is_set():
+            return
+        self._ended.set()
+        for link in list(self.peers):
+            self._send(link, {"bye": True})
+        for peer in culprits:
+            # A stopped process would keep the launcher waiting.
+            if peer is not self.own and peer.pid and peer.host == self.own.host:
+                with contextlib.suppress(OSError):
+                    os.kill(peer.pid, signal.SIGKILL)
+        self.on_failure(reason)
+
+    def _add(self, link: socket.socket, peer: OtherRank) -> None:
+        link.settimeout(1.0)
+        self.peers[link], self._buffers[link] = peer, b""
+        self._selector.register(link, selectors.EVENT_READ)
+
+    def _read(self, link: socket.socket) -> None:
+        if link is self._listener:
+            self._add(link.accept()[0], OtherRank(who="", pid=0, host="", has_left=True))
+            return
+        try:
+            data = link.recv(1 << 16)
+        except OSError:
+            data = b""
+        if not data:
+            self._lost(link)
+            return
+        *lines, self._buffers[link] = (self._buffers[link] + data).split(b"\n")
+        try:
+            for line in lines:
+                self._heard(link, json.loads(line))
+        except (ValueError, KeyError, TypeError):
+            self._lost(link)
+
+    def _heard(self, link: socket.socket, message: dict[str, Any]) -> None:
+        peer = self.peers[link]
+        if not peer.who:  # somebody at the door
+            if not secrets.compare_digest(str(message["hello"]), self._secret):
+                raise ValueError("not of this run")
+            peer.who, peer.has_left = f"rank {int(message['rank'])}", False
+            self._known.add(int(message["rank"]))
+        if "pid" in message:
+            peer.pid, peer.host = int(message["pid"]), str(message["host"])
+        if "state" in message:
+            peer.update(message["state"])
+        peer.heard = time.monotonic()
+        if "bye" in message:
+            peer.has_left = True
+            if message["bye"] and not self._ended.is_set():
+                self._ended.set()
+                self.on_goodbye()
+
+    def _lost(self, link: socket.socket) -> None:
+        """A connection was closed: well, by a stranger, or because the process has ended."""
+        peer = self.peers.pop(link)
+        del self._buffers[link]
+        self._selector.unregister(link)
+        link.close()
+        # Of the other ranks one is enough to say that rank 0 has ended.
+        if not peer.has_left and self.rank <= 1:
+            self._fail(f"{_named(peer)} has ended without a word, as if killed; it was last in {peer.where}", [])
+
+    def _send(self, link: socket.socket, message: dict[str, Any]) -> None:
+        # One that takes nothing is found by its silence.
+        with contextlib.suppress(OSError):
+            link.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _named(peer: OtherRank) -> str:
+    return f"{peer.who} (process {peer.pid} on {peer.host})"
+
+
+def _place(thread: int | None, *, is_idle: bool) -> tuple[str, bool]:
+    """The innermost line of the thread that is not a library's, and whether it is inside a collective.
+
+    Also one that Megatron has begun and waits for: an idle thread whose innermost line is Megatron's or torch's.
+    """
+    frame = sys._current_frames().get(thread or 0)
+    innermost = frame.f_code.co_filename if frame is not None else ""
+    waits, outer = is_idle and any(name in innermost for name in ("/megatron/", "/torch/")), None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.endswith(_WAITING):
+            waits = True
+        elif not any(name in file for name in ("/site-packages/", "/lib/python3", "<frozen")):
+            outer = f"{Path(file).name}:{frame.f_lineno} {frame.f_code.co_name}"
+            break
+        frame = frame.f_back
+    return outer or "place unknown", waits
+
+
+def _bytes_moved() -> int:
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))

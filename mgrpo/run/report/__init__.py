@@ -1,0 +1,1 @@
+"""Telling: metrics, files, trackers, exports and the results of a run."""

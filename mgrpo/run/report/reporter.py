@@ -1,0 +1,346 @@
+"""Rank 0 reports: metrics, samples, progress and the report page. On the other ranks a no-op twin."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mgrpo.checkpoint.folder import abandon, lies_in
+from mgrpo.checkpoint.space import free_bytes, words
+from mgrpo.config import Config, to_yaml
+from mgrpo.config.derived import state_root
+from mgrpo.run.report.best import BestExport
+from mgrpo.run.report.step_metrics import Clock, step_metrics
+from mgrpo.run.report.trackers import new_run_id, opened
+from mgrpo.run.report.upload import Uploads
+from mgrpo.telemetry.alerts import AlertWatch
+from mgrpo.telemetry.completions import completions_table, printed, some_of
+from mgrpo.telemetry.engines import EngineStates
+from mgrpo.telemetry.evaluation import correctness, evaluation_metrics
+from mgrpo.telemetry.metrics import MetricsWriter
+from mgrpo.telemetry.progress import Progress
+from mgrpo.telemetry.report import write_report
+from mgrpo.telemetry.samples import EvaluationTables, Pieces, Traces, TrainSamples, as_table, evaluation_records
+from mgrpo.telemetry.status import write_status
+from mgrpo.telemetry.versions import version_line
+from mgrpo.types import RewardScale
+
+if TYPE_CHECKING:
+    from mgrpo.run.produce.evaluator import Evaluation
+    from mgrpo.run.produce.producer import Rollouts
+    from mgrpo.run.produce.step_batch import Batch
+    from mgrpo.run.ranks.lead import Lead
+    from mgrpo.run.report.throughput import Throughput
+    from mgrpo.run.train.learner import Learned
+
+_log = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 60.0
+"""How old report.html may grow between evaluations."""
+SHOWN_OF_EVALUATION = 64
+"""Completions of an evaluation that trackers are given; the folder has all."""
+UPLOAD_S, LAST_UPLOAD_S = 60.0, 2.0
+"""Seconds that trackers have to send what is left: at the end of a run, and of one that was stopped or has failed."""
+
+
+class Reporter:
+    """Writes a run's files in `output_dir` and prints its progress."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        scale: RewardScale | None,
+        throughput: Throughput | None = None,
+        resumed: Mapping[str, Any] | None = None,
+        resume_from: str | None = None,
+        pieces: Pieces | None = None,
+        engines: Callable[[], list[dict[str, Any]]] = list,
+    ) -> None:
+        """Open the files. Those of an earlier run are moved aside, so make it only once the run has started well.
+
+        Args:
+            scale: what rewards are measured in; None where functions decide.
+            throughput: of the learners; None for an evaluation alone.
+            resumed: the trainer's state from the checkpoint at `resume_from`, which the run continues.
+            pieces: the text of single tokens; None: it is not written.
+            engines: the states of the run's engines.
+        """
+        self.config, self.scale, self.throughput = config, scale, throughput
+        self.output_dir = Path(config.experiment.output_dir)
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        root = state_root(config)
+        # A checkpoint of another run: its files are not continued.
+        continued = resumed if resumed and resume_from and lies_in(resume_from, root) else None
+        resumed_after = continued["step"] if continued else None
+        self.writer = MetricsWriter(
+            self.output_dir,
+            resumed_after=resumed_after,
+            num_lines=continued["head"]["num_lines"] if continued else 0,
+        )
+        self.progress = Progress(config.num_training_steps, highest=scale.max_possible_score if scale else 0.0)
+        settings = f"# {version_line()}\n{to_yaml(config)}"
+        (self.output_dir / "config.yaml").write_text(settings)
+        self.run_id = (continued or {"head": {}})["head"].get("run_id") or new_run_id()
+        """Of the run with its trackers."""
+        self.writer.sinks += opened(
+            config,
+            run_id=self.run_id,
+            settings=settings,
+            resumed_after=resumed_after,
+            say=self.say,
+            warn=self.progress.warn,
+        )
+        self.tables = EvaluationTables(self.output_dir / "rollouts", resumed_after=resumed_after)
+        self.traces: Traces | None = None
+        if config.rollout.save_traces:
+            self.traces = Traces(
+                config.rollout.rollouts_save_path or self.output_dir / "rollouts",
+                config.experiment.run_name,
+                pieces=pieces,
+                resumed_after=resumed_after,
+            )
+        self.describe_engines = engines
+        self.engine_states = EngineStates(self.output_dir, resumed_after=resumed_after)
+        self.best = BestExport(
+            self.output_dir / "hf", config.checkpoint, resumed=continued["head"].get("best") if continued else None
+        )
+        self.samples = TrainSamples(
+            self.output_dir / "rollouts", config.num_training_steps, pieces=pieces, resumed_after=resumed_after
+        )
+        self.uploads = Uploads(config)
+        abandon(root, after=-1 if resumed_after is None else resumed_after)
+        self.watch = AlertWatch(config.num_training_steps)
+        self.report_due = time.monotonic() + REPORT_EVERY_S
+        """When the report is next brought up to date between evaluations."""
+        self._failure = ""
+        self._has_ended = False
+        write_status(self.output_dir, "running")
+
+    @property
+    def tracked(self) -> tuple[str, ...]:
+        """Lines that say where the trackers are."""
+        return tuple(sink.where for sink in self.writer.sinks if sink.where)
+
+    @property
+    def failure(self) -> str:
+        """Why a file could not be written, if so: the run should save its state and end."""
+        return self._failure
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Keep the reason when a file cannot be written, instead of ending the run with steps that are not saved."""
+        try:
+            yield
+        except OSError as err:
+            room = f"{words(free_bytes(self.output_dir))} are free there"
+            self._failure = self._failure or f"{self.output_dir} cannot be written to: {err.strerror or err}, {room}"
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self.progress.say(text)
+
+    def step(self, batch: Batch, learned: Learned, *, step: int, version: int, sync_bytes: int, clock: Clock) -> None:
+        """One line of metrics for training step `step`; docs/metrics.md says what each means.
+
+        Args:
+            version: of the weights after the step.
+            clock: of the splits "wait" (for the batch), "train", "drain" (of the engines) and "sync".
+        """
+        rollouts = batch.rollouts
+        assert rollouts is not None
+        metrics = step_metrics(
+            self.config,
+            batch,
+            learned,
+            step=step,
+            version=version,
+            sync_bytes=sync_bytes,
+            clock=clock,
+            scale=self.scale,
+            throughput=self.throughput,
+        )
+        advantages = [sample.advantage for sample in batch.samples if not sample.continues]
+        with self._writing():
+            self.writer.write(step, metrics)
+            records = self.samples.write(step, rollouts.groups, rollouts.dropped, advantages)
+            self.writer.table(step, as_table("samples", records))
+            self.engine_states.write(step, self.describe_engines())
+            if self.traces:
+                self.traces.write(step, rollouts.groups, rollouts.dropped, advantages)
+            self._completions(step, rollouts, advantages)
+        scalars = {name: value for name, value in metrics.items() if not isinstance(value, list)}
+        self.progress.update(step, scalars)
+        for warning in self.watch.after(step, metrics):
+            self.progress.warn(warning)
+        if time.monotonic() >= self.report_due:
+            self.write_report()
+
+    def _completions(self, step: int, rollouts: Rollouts, advantages: Sequence[float]) -> None:
+        """Show the step's completions, with `log_completions`."""
+        own = self.config.tracking
+        if not own.log_completions:
+            return
+        table = completions_table(rollouts.groups, rollouts.dropped, advantages, unique_prompts=own.log_unique_prompts)
+        self.writer.table(step, table)
+        shown = some_of(table, own.num_completions_to_print)
+        if shown.rows:
+            self.progress.show(lambda width: printed(shown, title=f"step {step}", width=width))
+
+    def evaluation(
+        self,
+        evaluation: Evaluation | None,
+        *,
+        step: int,
+        policy_version: int | None,
+        when: str = "",
+        before: Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
+        """Metrics of the evaluation after training step `step`, which are written with its samples, and printed.
+
+        Args:
+            policy_version: None for a model that no run is training.
+            when: in words, for the printed line; empty prints none.
+            before: metrics of the evaluation before training, to compare with.
+        """
+        assert evaluation is not None
+        metrics = evaluation_metrics(
+            evaluation.groups, scale=self.scale, sources=evaluation.sources, generate_s=evaluation.generate_s
+        )
+        metrics |= evaluation.reward_metrics
+        version = {} if policy_version is None else {"policy_version": policy_version}
+        times = {"time/eval": evaluation.generate_s, "time/unix": time.time()}
+        with self._writing():
+            self.writer.write(step, {**version, **metrics, **times})
+            correct = correctness(evaluation.groups, self.scale)
+            self.tables.write(step, evaluation.groups, correct)
+            records = islice(evaluation_records(step, evaluation.groups, correct), SHOWN_OF_EVALUATION)
+            self.writer.table(step, as_table("eval/samples", list(records)))
+        if policy_version is None:
+            self._say_finished()
+        self.write_report()
+        if when:
+            self.progress.evaluation(metrics, when=when, seconds=evaluation.total_s, before=before)
+        self.best.evaluate(step, metrics)
+        return metrics
+
+    def exported(self, step: int) -> None:
+        """The model of training step `step`, which was evaluated if that was due, has been written."""
+        with self._writing():
+            self.best.export(step)
+        if step < self.config.num_training_steps:
+            self.uploads.saved(self.output_dir / "hf" / f"step_{step}", step)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best export; None without `load_best_model_at_end`, or while there is none."""
+        return self.best.best.step if self.best.best else None
+
+    def write_report(self) -> None:
+        """Bring report.html up to date; a failed report must not end the run."""
+        began = time.monotonic()
+        try:
+            write_report(self.output_dir)
+        except Exception as err:
+            _log.warning("no report: %s: %s", type(err).__name__, err)
+        took = time.monotonic() - began
+        # It reads all metrics so far: a long run must not spend its time on it.
+        self.report_due = began + max(REPORT_EVERY_S, 100 * took)
+
+    def finish(self, *, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """The run is over: a summary on the terminal."""
+        with self._writing():
+            for when, values in (("before", before), ("after", after)):
+                self.writer.summary({f"{when}/{name}": value for name, value in values.items()})
+            self.writer.close(wait_s=UPLOAD_S)
+        self._say_finished()
+        self.progress.finish(before=before or None, after=after or None)
+        if self.best.best:
+            self.say(f"best export: {self.best.best}")
+        elif self.config.checkpoint.load_best_model_at_end:
+            self.say(f"no export is the best one: {self.config.checkpoint.metric_for_best_model} was never a number")
+
+    def _say_finished(self) -> None:
+        with self._writing():
+            write_status(self.output_dir, "finished")
+        self._has_ended = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the files are, and the best export, in JSON."""
+        return {"num_lines": self.writer.num_lines, "best": self.best.state_dict(), "run_id": self.run_id}
+
+    def close(self, cause: str = "") -> None:
+        """Close the files with a last report, however the run ended, and give the terminal back.
+
+        Args:
+            cause: why the run has failed; empty: it has not, or was asked to stop.
+        """
+        self.progress.close()
+        with self._writing():
+            # First, because a process that is to end may not have the time to wait for its trackers.
+            if not self._has_ended:
+                write_status(self.output_dir, "failed" if cause else "stopped", cause)
+            self.writer.close(wait_s=LAST_UPLOAD_S)
+        self.write_report()
+
+
+def shared_best(lead: Lead, reporter: Reporter | SilentReporter) -> int | None:
+    """Rank 0's `best_step`, on every rank. Collective."""
+    return int(lead.share(lambda: {"step": np.array([reporter.best_step or 0])})["step"][0]) or None
+
+
+class SilentReporter:
+    """The other ranks' reporter: the same calls, without effect."""
+
+    @property
+    def tracked(self) -> tuple[str, ...]:
+        """Rank 0 knows them."""
+        return ()
+
+    @property
+    def failure(self) -> str:
+        """Nothing is written."""
+        return ""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def step(self, batch: Batch, learned: Learned, *, step: int, version: int, sync_bytes: int, clock: Clock) -> None:
+        """Nothing."""
+
+    def evaluation(
+        self,
+        evaluation: Evaluation | None,
+        *,
+        step: int,
+        policy_version: int | None,
+        when: str = "",
+        before: Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
+        """No metrics."""
+        return {}
+
+    def exported(self, step: int) -> None:
+        """Nothing."""
+
+    @property
+    def best_step(self) -> int | None:
+        """Rank 0 knows it."""
+        return None
+
+    def finish(self, *, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: rank 0 has it."""
+        return {}
+
+    def close(self, cause: str = "") -> None:
+        """Nothing."""

@@ -1,0 +1,164 @@
+"""Trained models on their way to the Hub: a process of its own for each, so that no upload delays or breaks a run.
+
+`python -m mgrpo.run.report.upload FOLDER REPOSITORY REVISION PRIVATE MESSAGE FILE...` uploads.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from mgrpo.config import Config
+from mgrpo.model_io.card import CARD, CURVE
+from mgrpo.models.hub import MODEL_FILES
+from mgrpo.processes.lifetime import die_with_parent
+from mgrpo.run.ranks.process import users_environment
+
+CARDS = (CARD, CURVE)
+"""Written when the run is over; until then an export has the card of the model that it was trained from."""
+FILES = (
+    *(name for name in MODEL_FILES if name not in CARDS),
+    *("adapter/adapter_config.json", "adapter/adapter_model.safetensors"),
+)
+"""What of an export goes to the Hub. Other files beside a model may be the user's own."""
+ATTEMPTS, PAUSE_S = 3, 5.0
+REFUSED = (400, 401, 403, 404)
+"""Answers that another attempt does not change."""
+
+
+class Uploads:
+    """The uploads of one run, on rank 0. Failures are warnings."""
+
+    current: ClassVar[subprocess.Popen[str] | None] = None
+    """The one that is on its way, of all runs of this process: it must not cross the next one."""
+    folder: ClassVar[Path]
+    """What it uploads."""
+
+    def __init__(self, config: Config) -> None:
+        self.settings, self.run_name = config.hub, config.experiment.run_name
+
+    @property
+    def repository(self) -> str:
+        """The name on the Hub, perhaps without its owner."""
+        return self.settings.hub_model_id or self.run_name
+
+    def saved(self, folder: Path, step: int) -> None:
+        """An export during the run has been written: begin to upload it, unless the one before is still on its way."""
+        if not self.settings.push_to_hub or self.settings.hub_strategy != "every_save" or not has_token():
+            return
+        if self.current is None or self.current.poll() is not None:
+            self._tell()
+            self._start(folder, f"Training step {step}", FILES)
+
+    def finish(self, folder: Path, step: int, *, message: str | None = None) -> None:
+        """The run is over: upload the trained model, and wait for it."""
+        if not self.settings.push_to_hub or not has_token():
+            return
+        self.wait()
+        where = f"{self.repository}{f' ({self.settings.hub_revision})' if self.settings.hub_revision else ''}"
+        print(f"mgrpo: uploading {folder} to {where} on the Hub", file=sys.stderr, flush=True)
+        self._start(folder, message or f"The trained model, after {step} steps", (*FILES, *CARDS))
+        self.wait()
+
+    def wait(self) -> None:
+        """Until what is on its way has arrived or failed."""
+        if self.current is not None:
+            try:
+                self.current.wait()
+            except KeyboardInterrupt:
+                self.current.terminate()
+            self._tell()
+
+    def _start(self, folder: Path, message: str, files: Sequence[str]) -> None:
+        own = self.settings
+        words = [str(folder), self.repository, own.hub_revision or "", str(own.hub_private_repo), message]
+        Uploads.folder = folder
+        Uploads.current = subprocess.Popen(
+            [sys.executable, "-m", "mgrpo.run.report.upload", *words, *files],
+            env={**users_environment(), "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _tell(self) -> None:
+        """What has become of the last upload, which has ended."""
+        if self.current is None:
+            return
+        out, err = self.current.communicate()
+        if self.current.returncode == 0:
+            print(f"mgrpo: {self.folder} is at {out.strip()}", file=sys.stderr, flush=True)
+        else:
+            why = next(iter(err.strip().splitlines()[-1:]), f"the upload ended with {self.current.returncode}")
+            command = ["hf", "upload", self.repository, str(self.folder)]
+            command += ["--private"] * self.settings.hub_private_repo
+            command += ["--revision", self.settings.hub_revision] if self.settings.hub_revision else []
+            text = f"{self.folder} is not on the Hub: {why}; repeat it with: {shlex.join(command)}"
+            print(f"mgrpo: warning: {text}", file=sys.stderr, flush=True)
+        Uploads.current = None
+
+
+def has_token() -> bool:
+    """Whether this machine has a token of the Hub."""
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def token_warning(config: Config) -> str | None:
+    """That nothing will be uploaded, though it was asked for."""
+    if not config.hub.push_to_hub or has_token():
+        return None
+    return "push_to_hub=true, but there is no token, so nothing will be uploaded; log in with hf auth login, or set HF_TOKEN"
+
+
+def upload(
+    folder: str, repository: str, *, revision: str | None, private: bool, message: str, files: Sequence[str]
+) -> str:
+    """Make the repository and the branch if they are not there, and commit files of the folder; the address."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(library_name="mgrpo")
+    name = api.create_repo(repository, private=private, exist_ok=True).repo_id
+    if revision:
+        api.create_branch(name, branch=revision, exist_ok=True)
+    commit = api.upload_folder(
+        repo_id=name,
+        folder_path=folder,
+        revision=revision,
+        commit_message=message,
+        allow_patterns=[*files],
+        # Of an upload before, which may have had other files.
+        delete_patterns=["*.safetensors", "*.safetensors.index.json"],
+    )
+    return str(commit.commit_url)
+
+
+def _main(argv: list[str]) -> int:
+    die_with_parent(signal.SIGTERM)
+    folder, repository, revision, private, message, *files = argv
+    branch, is_private = revision or None, private == "True"
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            print(upload(folder, repository, revision=branch, private=is_private, message=message, files=files))
+            return 0
+        except Exception as err:
+            status = getattr(getattr(err, "response", None), "status_code", None)
+            line = " ".join(str(err).split())[:300]
+            if attempt == ATTEMPTS or status in REFUSED:
+                print(f"{type(err).__name__}: {line}", file=sys.stderr)
+                return 1
+            time.sleep(PAUSE_S * 4 ** (attempt - 1))
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(_main(sys.argv[1:]))

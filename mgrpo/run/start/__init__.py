@@ -1,0 +1,1 @@
+"""Starting a run: its checks, its processes, and the parts that they connect."""

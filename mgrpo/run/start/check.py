@@ -1,0 +1,187 @@
+"""Everything that is wrong with a run, found before anything is started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgrpo.config import Config, ConfigError
+from mgrpo.config.counting import counted
+from mgrpo.config.rules import too_few_prompts
+from mgrpo.config.validate import problems as found_problems
+from mgrpo.config.validate import warnings
+from mgrpo.models.cuts import size_of
+from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
+from mgrpo.models.files import MEGATRON, files_beside, torch_dist_folder, weight_problems
+from mgrpo.rollout.start import machine_problems
+from mgrpo.run.inputs.continuing import changes, find_state, resume_problems, saved_adapters
+from mgrpo.run.inputs.disk_space import output_problems, room_notes
+from mgrpo.run.inputs.prompts import make_prompts
+from mgrpo.run.inputs.reading import Inputs, read_inputs
+from mgrpo.run.ranks.process import num_local_learners, prepare_environment, rank, world_size
+from mgrpo.run.report.trackers import tracker_problems
+from mgrpo.run.report.upload import token_warning
+
+if TYPE_CHECKING:
+    from mgrpo.algo import LossFunction
+
+
+def check_run(
+    config: Config,
+    *,
+    functions: list[str | Callable],
+    dataset: Iterable[Mapping] | None,
+    eval_dataset: Iterable[Mapping] | None,
+    loss: LossFunction | None,
+) -> tuple[Config, Inputs | None]:
+    """Check the configuration on every rank; on rank 0 read and check data and rewards as well, and return them.
+
+    Returns:
+        On rank 0 the configuration with its length, which the other ranks do not know if it follows from the data.
+    Raises:
+        ConfigError: every problem at once.
+    """
+    ranks = world_size()
+    hf_config: HfConfig | None = None
+    shape: ModelShape | None = None
+    try:
+        hf_config = read_hf_config(config.model_path)
+        shape = shape_of(hf_config)
+        about_model = machine_problems(
+            config, num_local_learners=num_local_learners(), head_dim=shape.head_dim, starts_engines=rank() == 0
+        )
+    except ValueError as err:
+        about_model = [str(err) if hf_config else f"model_name_or_path={err}"]
+    inputs = None
+    find = partial(
+        found_problems,
+        world_size=ranks,
+        hf_config=hf_config,
+        has_dataset=dataset is not None,
+        has_eval_dataset=eval_dataset is not None,
+        num_reward_funcs=len(functions),
+    )
+    problems = find(config)
+    if not any("model_name_or_path" in problem for problem in problems):
+        problems += about_model
+    problems += _loss_problems(config, loss)
+    remarks: list[str] = []
+    if rank() == 0:
+        # What follows from several settings can be worked out only if each is sound.
+        is_sound = not problems
+        inputs, found = read_inputs(config, functions=functions, dataset=dataset, eval_dataset=eval_dataset)
+        problems += [problem for problem in found if problem not in problems]
+        problems += too_few_prompts(config, len(inputs.train)) if inputs and len(inputs.train) else []
+        problems += tracker_problems(config)
+        if hf_config:
+            problems += file_problems(config, shape)
+            inputs = with_prompts(config, inputs, hf_config, problems)
+        if not problems:
+            config = _counted(config, inputs)
+            problems = find(config)
+        problems += output_problems(config, shape if is_sound and config.has_length else None)
+        if is_sound:
+            found, remarks = _state_problems(config, shape, inputs)
+            problems += [problem for problem in found if problem not in problems]
+    if problems:
+        raise ConfigError(problems)
+    if inputs is not None and shape is not None:
+        found = warnings(config, world_size=ranks, hf_config=hf_config, num_reward_funcs=len(functions))
+        token = token_warning(config)
+        remarks += [token] if token else []
+        for sentence in (*config.notes, *found, *inputs.notes(config), *room_notes(config, shape), *remarks):
+            print(f"mgrpo: {sentence}", file=sys.stderr)
+    return config, inputs
+
+
+def with_length(config: Config) -> Config:
+    """`config` with the number of its steps, if its data and its tokenizer can be read; else as it is."""
+    inputs, problems = read_inputs(config)
+    try:
+        hf_config = read_hf_config(config.model.model_name_or_path or "")
+    except ValueError:
+        return config
+    inputs = with_prompts(config, inputs, hf_config, problems) if not problems else None
+    return _counted(config, inputs)
+
+
+def _counted(config: Config, inputs: Inputs | None) -> Config:
+    prompts = inputs.prompts.train if inputs and inputs.prompts else None
+    return counted(config, len(prompts)) if prompts is not None else config
+
+
+def file_problems(config: Config, shape: ModelShape | None) -> list[str]:
+    """About the model's weights, and the files that an export copies.
+
+    Args:
+        shape: None for a model that vLLM may serve but that cannot be built here.
+    """
+    folder = Path(config.model_path)
+    try:
+        if (folder / MEGATRON).is_file() or torch_dist_folder(folder):
+            return []
+    except ValueError as err:
+        return [f"model_name_or_path={err}"]
+    found = list(weight_problems(config.model_path, shape))
+    try:
+        files_beside(folder)
+    except ValueError as err:
+        found.append(str(err))
+    return [f"model_name_or_path={problem}" for problem in found]
+
+
+def with_prompts(config: Config, inputs: Inputs | None, hf_config: HfConfig, problems: list[str]) -> Inputs | None:
+    """`inputs` with its prompts; what is wrong with them is added to `problems`."""
+    if not os.path.isdir(config.tokenizer_path):
+        return inputs  # which the rules have said
+    vocab = size_of(hf_config, "vocab_size")
+    mixtures = (inputs.train, inputs.held_out) if inputs else ()
+    toolset = inputs.toolset if inputs else None
+    prompts, found = make_prompts(config, mixtures, toolset=toolset, vocab=vocab, is_sound=not problems)
+    problems += [problem for problem in found if problem not in problems]
+    return replace(inputs, prompts=prompts) if inputs else None
+
+
+def _state_problems(config: Config, shape: ModelShape | None, inputs: Inputs | None) -> tuple[list[str], list[str]]:
+    """What is wrong with the state that the run continues, and what the user should know about it."""
+    try:
+        stored, remarks = find_state(config)
+    except (ValueError, OSError) as err:
+        return [str(err)], []
+    if stored is None:
+        return [], remarks
+    problems = resume_problems(
+        config,
+        stored,
+        shape=shape,
+        data=inputs.train.content if inputs else None,
+        base=_base(config, shape) if shape and config.adapter.lora and saved_adapters(stored) else None,
+    )
+    return list(problems), [*remarks, *changes(config, stored)]
+
+
+def _base(config: Config, shape: ModelShape) -> str | None:
+    """Fingerprint of the weights that adapters belong to; None where they cannot be read, which is reported elsewhere."""
+    prepare_environment(config)
+    from mgrpo.model_io.fingerprint import fingerprint
+    from mgrpo.model_io.model_reader import model_reader
+
+    try:
+        return fingerprint(model_reader(config.model_path, shape), shape)
+    except ValueError:
+        return None
+
+
+def _loss_problems(config: Config, loss: LossFunction | None) -> list[str]:
+    """About a loss of the user's own, whose module imports torch; checking a named loss does not need it."""
+    if loss is None and not config.loss.is_own_function:
+        return []
+    prepare_environment(config)
+    from mgrpo.algo import loss_problems
+
+    return loss_problems(config.loss, loss)

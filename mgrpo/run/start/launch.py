@@ -1,0 +1,356 @@
+"""How a run starts, and how it ends.
+
+Everything that can be wrong is checked first, on rank 0 with the tokenizer and all data; then rank 0 starts Ray and the
+engines, because they take longest; then Megatron is imported. This module imports none of them at its top.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mgrpo.config import Config, ConfigError
+from mgrpo.config.counting import counts_of, same_counts
+from mgrpo.config.load import as_config, with_tools
+from mgrpo.config.tracking import Tracking
+from mgrpo.processes.lifetime import die_with_parent
+from mgrpo.rollout.start import serving_gpus
+from mgrpo.run.inputs.continuing import state_path
+from mgrpo.run.inputs.disk_space import owned_folders
+from mgrpo.run.inputs.lock import locked
+from mgrpo.run.inputs.reading import as_functions
+from mgrpo.run.inputs.snapshots import located, origin
+from mgrpo.run.ranks import ending
+from mgrpo.run.ranks.liveness import Liveness
+from mgrpo.run.ranks.process import (
+    Store,
+    has_launcher,
+    meeting_host,
+    num_local_learners,
+    prepare_environment,
+    rank,
+    store_socket,
+    world_size,
+)
+from mgrpo.run.report.result import NothingTrained
+from mgrpo.run.start.check import check_run
+
+OTHER_CAUSE_S = 3.0
+"""How long an error that may follow from another rank's waits for that rank's."""
+_NUMBERS = itertools.count()
+"""Of the runs of this process, which may share torchrun's store."""
+
+if TYPE_CHECKING:
+    from mgrpo.algo import LossFunction
+    from mgrpo.run.inputs.reading import Inputs
+    from mgrpo.run.produce.production import Started
+    from mgrpo.run.ranks.lead import Lead
+    from mgrpo.run.report.result import TrainResult
+
+
+def train(
+    config: Config | Mapping[str, object] | str | Path,
+    *,
+    reward_funcs: Sequence[str | Callable] | str | Callable | None = None,
+    dataset: Iterable[Mapping] | None = None,
+    eval_dataset: Iterable[Mapping] | None = None,
+    loss: LossFunction | None = None,
+    tools: Sequence[str | Callable] | Callable | None = None,
+    environment_factory: Callable | Mapping[str, Callable] | None = None,
+    rollout_func: Callable | None = None,
+) -> TrainResult | None:
+    """Train a model: the same as the command line. Under torchrun every rank must call it; alone it is one rank.
+
+    Args:
+        config: an `mgrpo.GRPOConfig(...)`, a dict of settings, or the path of a YAML file.
+        reward_funcs: called on rank 0 in place of the rows' verifiers and of the configuration's `reward_funcs`,
+            `f(prompts, completions, completion_ids, **columns) -> list[float | None]` as in TRL; several are added up,
+            each times its entry of `reward_weights`.
+        dataset: rows in the form of a JSONL file, or a `datasets.Dataset`, instead of `dataset_mixer_list`.
+        eval_dataset: held-out rows in the same form, instead of `dataset_mixer_eval_list`.
+        loss: called on every rank in place of the configuration's `policy_loss`, see `mgrpo.algo.LossFunction`.
+        tools: functions and environments that the model may call, in place of the configuration's; as in TRL. Other processes
+            import them, so they stand at the top of a module, or of a script that does its work under `__name__ == "__main__"`.
+        environment_factory: as the setting of this name, also such classes and functions.
+        rollout_func: as the setting of this name, also such a function.
+    Returns:
+        What the run has reached, and where its files are; None with `cache_dataset_only`, which ends when the data are
+        prepared.
+    Raises:
+        ConfigError: every problem with the configuration and the data at once, before anything is started.
+        NothingTrained: when everything has been written, if no step changed the weights.
+    """
+    own = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
+    config = located(with_tools(as_config(config), own))
+    functions = as_functions(reward_funcs)
+    config, inputs = check_run(config, functions=functions, dataset=dataset, eval_dataset=eval_dataset, loss=loss)
+    if config.experiment.cache_dataset_only:
+        _show_data(config, inputs)
+        return None
+    result = _start(config, inputs, loss)
+    if rank() == 0:
+        print("", *result.where(has_held_out=bool(config.data.dataset_mixer_eval_list)), sep="\n", flush=True)
+        if inputs is not None:
+            from mgrpo.run.report.publish import publish
+
+            publish(config, inputs, result)
+    if not result.has_trained:
+        raise NothingTrained(
+            f"nothing was trained: none of {result.steps} steps changed the weights; the warnings above and "
+            f"{result.output_dir}/report.html say why"
+        )
+    return result
+
+
+def try_out(config: Config) -> None:
+    """A run of one step into a folder that is deleted, to find problems before a real run. Every rank must call it.
+
+    All data are read and checked; there is no evaluation.
+    """
+    config = located(config)
+    config, inputs = check_run(config, functions=[], dataset=None, eval_dataset=None, loss=None)
+    leads = rank() == 0
+    with tempfile.TemporaryDirectory(prefix="mgrpo-dry-run-") if leads else nullcontext("unused") as folder:
+        one_step = dataclasses.replace(
+            config,
+            experiment=dataclasses.replace(
+                config.experiment,
+                total_episodes=config.batch_size,
+                num_train_epochs=None,
+                output_dir=folder,
+                local_eval_every=-1,
+            ),
+            rollout=dataclasses.replace(config.rollout, save_traces=False),
+            tracking=Tracking(report_to=("none",)),
+            # A model that is always right or always wrong must do its step as well.
+            algorithm=dataclasses.replace(config.algorithm, filter_zero_std_samples=False, active_sampling=False),
+            checkpoint=dataclasses.replace(
+                config.checkpoint,
+                save_final=False,
+                checkpoint_state_freq=-1,
+                checkpoint_state_dir=None,
+                gs_checkpoint_state_dir=None,
+                resume="never",
+            ),
+        )
+        _start(one_step, dataclasses.replace(inputs, evaluates=False) if inputs else None)
+    if leads:
+        print("dry run passed: configuration, data, layout and one step; no files were kept")
+
+
+def _show_data(config: Config, inputs: Inputs | None) -> None:
+    """Print where the tokenized data are kept, and statistics."""
+    if inputs is None or inputs.prompts is None:
+        return
+    from mgrpo.data.statistics import statistics_lines
+
+    for name, prompts in (("training", inputs.prompts.train), ("held-out", inputs.prompts.held_out)):
+        if prompts is not None:
+            print(f"{name} data in {prompts.folder}", *statistics_lines(prompts.statistics), sep="\n  ")
+
+
+class StopRequest:
+    """SIGTERM on rank 0: the run ends when its state is saved; immediately on a second signal, or before training has begun."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.is_polled = False
+        """Whether there is a trainer that polls `event`."""
+
+    def on_signal(self, number: int, frame: object) -> None:
+        """The signal handler."""
+        if self.event.is_set() or not self.is_polled:
+            sys.exit(128 + number)
+        self.event.set()
+
+
+def _start(config: Config, inputs: Inputs | None, loss: LossFunction | None = None) -> TrainResult:
+    if has_launcher():
+        die_with_parent(signal.SIGTERM if rank() == 0 else signal.SIGKILL)
+    prepare_environment(config)
+    ending.begin()
+    watch = Liveness(
+        rank=rank(),
+        world_size=world_size(),
+        timeout_s=config.experiment.learner_timeout,
+        on_failure=ending.leave,
+        on_goodbye=ending.follow,
+    )
+    with ending.bounded(partial(_interrupt, watch)):
+        return _run_with_engines(config, inputs, watch, loss)
+
+
+def _interrupt(watch: Liveness) -> None:
+    """Ctrl-C: no rank is to report the end of another; all but rank 0 have nothing to clean up."""
+    watch.leave(is_failing=True)
+    if rank() != 0:
+        os._exit(ending.INTERRUPTED)
+
+
+def _run_with_engines(config: Config, inputs: Inputs | None, watch: Liveness, loss: LossFunction | None) -> TrainResult:
+    before = signal.getsignal(signal.SIGTERM)
+    stop = StopRequest()
+    try:
+        if inputs is None:
+            return _run(config, None, stop, watch, loss)
+        from mgrpo.run.commands.engines import controllable
+        from mgrpo.run.produce.production import started
+
+        with (
+            locked(owned_folders(config)) as release,
+            started(config, inputs, num_local_learners=num_local_learners()) as parts,
+            controllable(parts.fleet.roster, config.experiment.output_dir),
+        ):
+            # The main thread may be in a collective that waits for the engines.
+            parts.fleet.on_failure = partial(ending.leave_within, seconds=ending.CLEAN_UP_S)
+            # After ray.init, which sets its own handler.
+            signal.signal(signal.SIGTERM, stop.on_signal)
+            try:
+                return _run(config, parts, stop, watch, loss)
+            finally:
+                # A second signal must not cut the clean-up short.
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_IGN)
+                # While Ray shuts down, SIGTERM ends this process for a moment all the same.
+                release()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _meet(config: Config, watch: Liveness) -> str:
+    """Form the process group of all ranks, who watch each other from here on; where others reach this machine."""
+    from torch.distributed import DistError, PrefixStore
+
+    from mgrpo.parallel import backend
+
+    limit_s = config.experiment.learner_timeout
+    try:
+        store = backend.meeting_store(rank=rank(), world_size=world_size(), timeout_s=limit_s, socket=store_socket())
+        store = PrefixStore(f"run {next(_NUMBERS)}", store)
+        host = meeting_host(store)
+        if world_size() > 1 and rank() == 0:
+            store.set("watch", watch.listen(host))
+        elif world_size() > 1:
+            watch.connect(store.get("watch").decode())
+        _compare_commits(config, store)
+    except (DistError, OSError) as err:
+        raise RuntimeError(
+            f"rank {rank()} has not met the others within learner_timeout={limit_s} s of the start: {err}"
+        ) from err
+    backend.init_process_group(
+        rank=rank(), world_size=world_size(), timeout_minutes=config.experiment.backend_timeout, store=store
+    )
+    return host
+
+
+def _compare_commits(config: Config, store: Store) -> None:
+    """Machines ask the Hub one after the other, and a branch may move in between."""
+    own = origin(config)["commits"]
+    if rank() == 0:
+        store.set("commits", json.dumps(own))
+    elif (others := json.loads(store.get("commits"))) != own:
+        name = next(name for name in own.keys() | others.keys() if own.get(name) != others.get(name))
+        raise RuntimeError(
+            f"{name} leads to {own.get(name, 'a folder')} here, but to {others.get(name, 'a folder')} on rank 0's machine; "
+            "start again, or give a commit as revision"
+        )
+
+
+def _run(
+    config: Config, parts: Started | None, stop: StopRequest, watch: Liveness, loss: LossFunction | None
+) -> TrainResult:
+    if parts:
+        parts.startup.say("importing torch and Megatron")
+    # Importing torch and Megatron makes a million objects that stay: without the collector it takes a fifth less time.
+    gc.disable()
+    from mgrpo.parallel import backend
+
+    backend.install()
+    _check_gpus()
+    from mgrpo.run.ranks.lead import Lead, Stopped
+    from mgrpo.run.start.assembly import make_trainer
+
+    gc.freeze()
+    gc.enable()
+    host = _meet(config, watch)
+    if parts is None:
+        # Ranks end when rank 0 ends the run: all of them take part in saving its state.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    lead = Lead(stop.event, watch.pulse)
+    trainer = None
+    try:
+        config = _same_counts(config, lead)
+        resume_from = state_path(config) if parts else None
+        trainer = make_trainer(config, lead, parts, host=host, resume_from=resume_from, loss=loss)
+        stop.is_polled = True
+        result = trainer.fit()
+    except Stopped as err:
+        assert trainer is not None
+        reason = str(err)
+        if reason and parts:
+            ending.report(reason)
+        trainer.close(reason)
+        watch.leave(is_failing=False)
+        sys.exit(1 if reason else 128 + signal.SIGTERM)
+    except BaseException as err:
+        if trainer is not None:
+            trainer.states.stop()
+            trainer.reporter.close("" if isinstance(err, KeyboardInterrupt) else f"{type(err).__name__}: {err}")
+        if not isinstance(err, KeyboardInterrupt):
+            if _may_follow_from_another(err) and watch.has_other_cause(OTHER_CAUSE_S):
+                ending.silence()
+            # Before the other ranks end, because their launcher then ends this one during its clean-up.
+            if has_launcher() and not isinstance(err, SystemExit):
+                ending.report_error(err)
+            watch.leave(is_failing=True)
+            lead.fail(f"rank {rank()}: {err!r}")
+        lead.close()
+        raise
+    trainer.close()
+    watch.leave(is_failing=False)
+    return result
+
+
+def _same_counts(config: Config, lead: Lead) -> Config:
+    """`config` with what rank 0 has found by counting the prompts. Collective."""
+    counts = lead.share(lambda: {"counts": np.array(counts_of(config))})["counts"]
+    return same_counts(config, counts.tolist())
+
+
+def _check_gpus() -> None:
+    """Refuse to train on the CPU of a machine whose GPUs would serve engines, and on GPUs of which engines would not know."""
+    from mgrpo.parallel import backend
+
+    gpus = serving_gpus()
+    if gpus and not backend.has_cuda():
+        raise ConfigError(
+            [
+                f"this machine has {len(gpus)} GPUs for engines, but torch finds none for learners: {backend.why_no_cuda()}"
+            ]
+        )
+    if backend.has_cuda() and not gpus and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        raise ConfigError(
+            [
+                "torch finds GPUs for learners, but engines would run on the CPU: nvidia-smi or /dev/nvidia0 is missing here, or vLLM is "
+                "its CPU build; set CUDA_VISIBLE_DEVICES to the numbers of the GPUs, such as 0,1"
+            ]
+        )
+
+
+def _may_follow_from_another(err: BaseException) -> bool:
+    """Whether another rank may have the cause: rank 0 reports what all ranks find, and not what a collective says."""
+    return rank() != 0 or any(name in str(err) for name in ("gloo", "NCCL"))

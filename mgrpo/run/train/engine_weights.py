@@ -1,0 +1,212 @@
+"""The weight sync as one object: one transfer group per engine, then a version of the weights after every step.
+
+Rank 0 decides who takes part, and tells all learners before each sync: no learner waits for an engine that another one has
+given up. An engine that was started again joins with a group of its own, and gets its weights like all others.
+
+weights = EngineWeights(policy, ...)        # every learner rank; rank 0 also has the engines
+weights.connect()
+weights.send(version, step=1, check=True)   # the engines sample training step 1 with them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+import torch.distributed as dist
+from torch.autograd.profiler import record_function
+
+from mgrpo.config.schema import Engine as EngineSettings
+from mgrpo.layout import InferLayout, Layout
+from mgrpo.models.family import ModelShape
+from mgrpo.parallel.gather import gather_json
+from mgrpo.policy.policy import Policy
+from mgrpo.processes.address import LOOPBACK
+from mgrpo.rollout.engine import Engine
+from mgrpo.rollout.fleet import Calls, Fleet
+from mgrpo.run.ranks.lead import Lead
+from mgrpo.sync.channel import Sender
+from mgrpo.sync.group import connect_store, open_store
+from mgrpo.sync.plan import ReshardPlan
+
+
+class EngineWeights:
+    """Keeps the engines' weights equal to the policy's. All methods are collective over the learners."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        shape: ModelShape,
+        layout: Layout,
+        settings: EngineSettings,
+        lead: Lead,
+        fleet: Fleet | None,
+        host_group: dist.ProcessGroup,
+        host: str = LOOPBACK,
+    ) -> None:
+        """
+        Args:
+            fleet: the engines, on rank 0.
+            host_group: gloo group of all learners.
+            host: where the other learners reach this machine.
+        """
+        self.policy, self.shape, self.layout, self.settings = policy, shape, layout, settings
+        self.lead, self._fleet, self.host_group = lead, fleet, host_group
+        self.host = host
+        self.present: tuple[int, int] | None = None
+        """The version that was sent last, and the training step that is sampled with it."""
+        self.is_waiting = False
+        """Whether the next sync waits for engines, which need none before it."""
+
+    @property
+    def bytes_moved(self) -> int:
+        """By the last sync."""
+        return self.sender.bytes_moved
+
+    @property
+    def plan(self) -> ReshardPlan:
+        """What each sync moves; there is one once the engines are connected."""
+        return self.sender.plan
+
+    @property
+    def fleet(self) -> Fleet:
+        """The engines; on rank 0 only."""
+        assert self._fleet is not None, "only rank 0 has the engines"
+        return self._fleet
+
+    def connect(self) -> None:
+        """Plan the sync, and form the transfer groups.
+
+        Raises:
+            RuntimeError: no engine has joined within `weight_sync_timeout` seconds.
+        """
+        settings = self.settings
+        # Rank 0 keeps the store that it serves.
+        served = self.lead.call(self._open_store)
+        place = self.lead.share(
+            lambda: {"host": np.array(served and served[1]), "port": np.array(served and served[2])}
+        )
+        host, port = place["host"].item(), place["port"].item()
+        store = served[0] if served else connect_store(host, port, settings.weight_sync_timeout)
+        self.sender = Sender(
+            self.policy.live_boxes(),
+            holdings=self.policy.holdings(self.host_group),
+            model=self.shape,
+            train_layout=self.layout,
+            infer_layout=InferLayout(engines=settings.vllm_num_engines, tensor=settings.vllm_tensor_parallel_size),
+            rank=self.policy.rank,
+            dtype=self.policy.dtype,
+            store=store,
+            host=host,
+            port=port,
+            bucket_bytes=settings.weight_sync_bucket_mb << 20,
+            timeout_s=settings.weight_sync_timeout,
+            share_gpus=settings.shares_gpus,
+        )
+        self.lead.call(lambda: self.fleet.require_weights())
+        self._join(self._begin())
+        self.lead.wants_rejoin, self.lead.rejoin = self._wants_rejoin, self.rejoin
+
+    @record_function("mgrpo: weight sync")
+    def send(self, version: int, *, step: int, check: bool = False) -> None:
+        """Give every engine the present weights as `version`, and the random stream of training step `step`.
+
+        Waits for engines that are starting if too few are there. An engine that fails is lost, and the others get theirs.
+
+        Args:
+            check: prove by digests of every tensor that the engines hold exactly these weights.
+        Raises:
+            RuntimeError: a digest differs, it names engine, worker and tensors; or too few engines are left.
+            Stopped: the run was asked to end while it waited for engines.
+        """
+        self.present = version, step
+        # A run that is asked to end finishes the step that it is in, and only gives up waiting.
+        if not self.lead.share(lambda: {"are_there": np.array(self.fleet.are_members_there)})["are_there"]:
+            self.is_waiting = True
+            self.lead.run(lambda: self.fleet.wait_for_members(), may_stop=True)
+            self.is_waiting = False
+        self._sync(self._begin(), check=check)
+
+    def rejoin(self) -> None:
+        """Give the weights that were sent last to engines that have been started since."""
+        if self.present is not None:
+            self._sync(self._begin(only_stale=True))
+
+    def keep(self, *, step: int) -> None:
+        """No new weights: only begin the random stream of training step `step`."""
+        self.present = self.present and (self.present[0], step)
+        self.lead.run(lambda: self.fleet.reseed(step))
+
+    def _wants_rejoin(self) -> bool:
+        # Learners that have given up their memory have no weights to send.
+        return not self.is_waiting and not self.settings.takes_turns and self.fleet.needs_sync
+
+    def _begin(self, *, only_stale: bool = False) -> dict[int, int]:
+        """The engines that take part, each with its generation: rank 0 says so, and all learners do the same."""
+        seats = self.lead.share(lambda: {"seats": np.array([*self.fleet.begin_sync(only_stale=only_stale).items()])})
+        taking_part = dict(seats["seats"].reshape(-1, 2).tolist())
+        if not only_stale:
+            for engine in self.sender.generations.keys() - taking_part:
+                self.sender.leave(engine)
+        return taking_part
+
+    def _join(self, seats: Mapping[int, int]) -> bool:
+        """Form the transfer groups of engines that have none; whether there are any."""
+        new = {engine: seat for engine, seat in seats.items() if self.sender.generations.get(engine) != seat}
+        if new:
+            what = "join the weight-transfer group"
+
+            def join(number: int, engine: Engine) -> Future[None]:
+                return engine.join(self.sender.invitation(number, new[number]))
+
+            self._together(
+                lambda: self.fleet.calls(self.fleet.seated(new), join, what), partial(self.sender.join, new), what=what
+            )
+        return bool(new)
+
+    def _sync(self, seats: Mapping[int, int], *, check: bool = False) -> None:
+        assert self.present is not None, "`send` comes first"
+        version, step = self.present
+        # The first weights of an engine are always checked.
+        check |= self._join(seats)
+        joined = {engine: seat for engine, seat in seats.items() if engine in self.sender.generations}
+        engines = sorted(joined)
+        calls, done = self._together(
+            lambda: self.fleet.receive_weights(self.fleet.seated(joined), version, check=check, step=step),
+            partial(self._send, version, engines),
+            what=f"receive weights, version {version}",
+        )
+        if check:
+            truth = self.sender.digests(engines)
+            dist.all_reduce(truth, group=self.host_group)
+            places = [place for place, engine in enumerate(engines) if engine in (done or ())]
+            self.lead.run(lambda: self.sender.compare(version, truth[places], [engines[place] for place in places]))
+        self.lead.call(lambda: self.fleet.end_sync(version, calls or {}, done or ()))
+
+    def _open_store(self) -> tuple[dist.TCPStore, str, int]:
+        """Rank 0: the key-value server in which learners and engines meet, and where it is."""
+        host = self.fleet.meeting_host or self.host
+        store, port = open_store(host, self.settings.weight_sync_timeout)
+        return store, host, port
+
+    def _send(self, version: int, engines: Sequence[int]) -> dict[int, str]:
+        self.policy.wait_for_weights()
+        return self.sender.send(version, engines)
+
+    def _together(
+        self, engines_part: Callable[[], Calls], own_part: Callable[[], dict[int, str]], *, what: str
+    ) -> tuple[Calls | None, list[int] | None]:
+        """Both ends of a transfer at once; on rank 0 what engines were asked, and which of them have done it.
+
+        Args:
+            own_part: the learners' end; why it has failed, by engine. An engine that any of them could not reach is lost for all.
+        """
+        calls = self.lead.call(engines_part)
+        # Ranks that have less to do must not wait for rank 0's messages, of which it sends none until it is done itself.
+        failures = {int(n): why for found in gather_json(own_part(), self.host_group) for n, why in found.items()}
+        for engine in failures:
+            self.sender.leave(engine)
+        return calls, self.lead.run(lambda: self.fleet.finish(calls or {}, what, failures))

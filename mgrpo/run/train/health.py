@@ -1,0 +1,56 @@
+"""Whether a run still learns: what ends it when it has diverged, and whether it has learned anything at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mgrpo.config import Config
+from mgrpo.rollout.engine import NotFiniteError
+from mgrpo.run.train.learner import Learned, some
+from mgrpo.run.train.resume import States
+
+MAX_SKIPPED = 3
+"""Steps in a row with a gradient that is not finite that end the run."""
+
+
+class Health:
+    """Every rank makes one, and finds the same."""
+
+    def __init__(self, config: Config, states: States) -> None:
+        self.learning_rate, self.states = config.optimizer.learning_rate, states
+        self.skipped = 0
+        """Steps in a row with a gradient that is not finite, whatever the loss scale."""
+        self.has_trained = False
+        """Whether any step had something to learn from."""
+
+    def check(self, learned: Learned, step: int) -> None:
+        """End the run when weights are not finite after `step`, and after a few steps in a row with such a gradient."""
+        self.has_trained |= learned.has_learned
+        if learned.not_finite:
+            raise RuntimeError(
+                f"the policy has diverged: {some(learned.not_finite)} not finite after step {step}; lower learning_rate="
+                f"{self.learning_rate:g}; {self.states.last_good()}"
+            )
+        if learned.results:
+            # A gradient that overflowed in float16 may be finite with the next, smaller loss scale.
+            is_sound = all(result.is_finite or result.has_overflowed for result in learned.results)
+            self.skipped = 0 if is_sound else self.skipped + 1
+        if self.skipped >= MAX_SKIPPED:
+            raise RuntimeError(
+                f"{MAX_SKIPPED} steps in a row had a gradient that is not finite{_at_scale(learned)}, and were skipped; "
+                f"lower learning_rate={self.learning_rate:g} or look at the rewards; {self.states.last_good()}"
+            )
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Add to the error of engines that sample nonsense from where the run can be continued."""
+        try:
+            yield
+        except NotFiniteError as err:
+            raise RuntimeError(f"{err}; {self.states.last_good()}") from err
+
+
+def _at_scale(learned: Learned) -> str:
+    scale = learned.results[-1].loss_scale
+    return "" if scale is None else f" even with loss scale {scale:g} (float16; model_dtype=bfloat16 has a wider range)"

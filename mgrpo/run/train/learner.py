@@ -1,0 +1,397 @@
+"""One learner rank's optimizer steps: scores before them, the loss, the updates, and what they measured.
+
+Here the algorithm, which knows no ranks, meets the policy, which knows no GRPO. Every method is collective over all
+learner ranks unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mgrpo import algo, packing
+from mgrpo.checkpoint.reader import Checkpoint
+from mgrpo.checkpoint.train_state import MASTER, REFERENCE, TrainState
+from mgrpo.config import Config, ConfigError
+from mgrpo.config.schema import Parallel
+from mgrpo.layout import Layout
+from mgrpo.model_io.fingerprint import fingerprint
+from mgrpo.model_io.model_reader import model_reader
+from mgrpo.model_io.peft_folder import peft_reader
+from mgrpo.models.family import ModelShape
+from mgrpo.models.memory import choose_logits_chunk
+from mgrpo.parallel import backend
+from mgrpo.parallel.attention import attention_remarks
+from mgrpo.parallel.gather import gather_json, gather_values
+from mgrpo.policy.policy import Microbatch, MicrobatchLoss, Policy, StepResult
+from mgrpo.policy.reference_policy import Reference
+from mgrpo.policy.weights import Read
+from mgrpo.run.inputs.continuing import adapter_record
+from mgrpo.run.train.due import is_due
+
+Measured = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
+"""What a micro-batch reports, see `algo.PolicyLoss`: metrics as (sum, count), and maxima."""
+
+Kind = TypeVar("Kind", bound=Policy)
+
+ENTROPY = "policy/entropy_avg"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """What one optimizer step trains on: this rank's packs, and figures over all ranks."""
+
+    microbatches: list[Microbatch]
+    num_trained_tokens: int
+    denominators: float | np.ndarray
+    """Of the loss: a number, or one for each sample of the step, see `algo.denominators`."""
+
+    def denominator(self, batch: Microbatch) -> float | torch.Tensor:
+        """That of one of the micro-batches: a number, or one for each of its sequences."""
+        if isinstance(self.denominators, float):
+            return self.denominators
+        return torch.from_numpy(self.denominators[batch.pack.samples]).to(batch.loss_inputs.advantages.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """Results of a training step on one rank."""
+
+    results: list[StepResult]
+    """Of each optimizer step; none if no token was trained."""
+    metrics: dict[str, float]
+    """Over all ranks and mini-batches."""
+    learning_rate: float
+    """Of the last update; of the next one where there was none."""
+    not_finite: list[str]
+    """Tensors of the policy that are not finite after the step, on any rank."""
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether the step had anything to learn from: a gradient that is finite and not 0."""
+        return any(result.is_finite and result.grad_norm > 0 for result in self.results)
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether the weights have changed; an update whose gradient is not finite is skipped."""
+        return any(result.is_finite for result in self.results)
+
+
+class Learner:
+    """The policy, its reference, and how they learn from a step's packs."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        shape: ModelShape,
+        layout: Layout,
+        host_group: dist.ProcessGroup,
+        checkpoint: Checkpoint | None = None,
+        weights: Read | None = None,
+        loss: algo.LossFunction | None = None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            checkpoint: where the run continues.
+            weights: where the model's weights come from, by default from model_name_or_path.
+        """
+        self.config, self.loss_config, self.host_group = config, config.loss, host_group
+        self.on_progress = on_progress
+        self.own_loss = loss or algo.load_loss(config.loss)
+        self.shape, self.layout = shape, layout
+        algorithm = config.algorithm
+        self.has_reference = config.loss.beta != 0 or algorithm.log_ref_kl
+        self.logits_chunk = common_logits_chunk(config, shape, layout, host_group, has_reference=self.has_reference)
+        self.policy = self._make(
+            Policy,
+            config.parallel,
+            trains_entropy=algorithm.entropy_coef != 0 or algorithm.use_adaptive_entropy,
+            scores_entropy=algorithm.top_entropy_quantile < 1,
+        )
+        # Without its adapters the policy is the reference.
+        self.reference = (
+            self._make(Reference, replace(config.parallel, moe_enable_routing_replay=False))
+            if self.has_reference and not self.policy.lora
+            else None
+        )
+        self._load(checkpoint, weights)
+        self.policy.prepare_training(config.optimizer, num_optimizer_steps=config.num_optimizer_steps)
+        self.state = TrainState(self.policy, self.reference, group=host_group)
+        self.entropy_control = None
+        if algorithm.use_adaptive_entropy:
+            self.entropy_control = algo.AdaptiveEntropy(
+                coef=algorithm.entropy_coef,
+                target=algorithm.entropy_target,
+                delta=algorithm.entropy_coef_delta,
+                coef_min=algorithm.entropy_coef_min,
+                coef_max=algorithm.entropy_coef_max,
+            )
+        if checkpoint:
+            self._restore(checkpoint)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, in JSON; the tensors are in `state`."""
+        return {
+            **self.policy.counters(),
+            "entropy_control": self.entropy_control and self.entropy_control.state(),
+            "adapters": self._adapters,
+        }
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        saved = checkpoint.state["learner"]
+        self.policy.restore_counters(saved)
+        if self.entropy_control and saved["entropy_control"]:
+            self.entropy_control = self.entropy_control.with_state(saved["entropy_control"])
+        self.state.restore_optimizer(checkpoint, num_updates=self.policy.num_updates)
+        self.state.restore_random(checkpoint)
+
+    def _load(self, checkpoint: Checkpoint | None, weights: Read | None) -> None:
+        """Weights from the checkpoint; those that it does not hold, and all without one, are the model's."""
+        read = weights or model_reader(self.config.model_path, self.shape)
+        trained = partial(checkpoint.read, MASTER) if checkpoint else None
+        self.policy.load(read if self.policy.lora else trained or read)
+        self._adapters = load_adapters(self.policy, self.config, base=read, trained=trained)
+        if names := self.not_finite():
+            name = self.config.model.model_name_or_path
+            place = f"resume={checkpoint.path}" if checkpoint else f"model_name_or_path={name}"
+            raise ConfigError(
+                [f"{place}: {some(names)} not finite (NaN, infinite, or beyond 1e19); use weights without such values"]
+            )
+        if self.reference and checkpoint and REFERENCE in checkpoint.kinds:
+            self.reference.load_masters(partial(checkpoint.read, REFERENCE))
+        elif self.reference:
+            self.reference.load(read)
+
+    def _make(self, kind: type[Kind], settings: Parallel, **entropy: bool) -> Kind:
+        return kind(
+            self.shape,
+            self.layout,
+            dtype=getattr(torch, self.config.model.model_dtype),
+            seed=self.config.experiment.seed,
+            temperature=self.config.rollout.temperature,
+            settings=settings,
+            lora=self.config.adapter.lora,
+            logits_chunk=self.logits_chunk,
+            fp32_logits=self.config.model.cast_lm_head_to_fp32,
+            **entropy,
+        )
+
+    def remarks(self) -> list[str]:
+        """What a user should know about how this run computes. Not collective."""
+        found = []
+        if self.logits_chunk:
+            found.append(f"LM head: {self.logits_chunk} columns at a time; full logits are never materialised")
+        found += attention_remarks(getattr(torch, self.config.model.model_dtype), self.shape.head_dim)
+        return found + algo.loss_remarks(self.loss_config, self.own_loss)
+
+    def learn(self, index: dict[str, np.ndarray], own: np.ndarray, *, step: int) -> Learned:
+        """Train on the packs of training step `step`, and move the reference if that is due after it.
+
+        Args:
+            index, own: see `Batch`: what all ranks know of the packs, and this rank's slice.
+        """
+        results = self._optimize(index, own)
+        metrics = self._reduce(results, maxima=backend.peak_memory())
+        if self.policy.adapters:
+            self.policy.wait_for_weights()
+            metrics["lora/update_ratio"] = self.policy.adapters.update_ratio(self.host_group)
+        if self.reference and is_due(step, self.config.algorithm.ref_policy_update_freq or 0):
+            self.reference.move_towards(self.policy, self.config.algorithm.alpha)
+        return Learned(
+            results=results,
+            metrics=metrics,
+            learning_rate=results[-1].learning_rate if results else self.policy.learning_rate(),
+            not_finite=self.not_finite() if results else [],
+        )
+
+    def not_finite(self) -> list[str]:
+        """HF tensors of the policy that hold a value that is not finite, on any rank, see `Policy.not_finite`."""
+        return sorted({name for names in gather_json(self.policy.not_finite(), self.host_group) for name in names})
+
+    def _optimize(self, index: dict[str, np.ndarray], own: np.ndarray) -> list[StepResult]:
+        """One optimizer step for each mini-batch and epoch; mini-batches without a trained token are passed over."""
+        algorithm = self.config.algorithm
+        mini_batches = self._mini_batches(index, own)
+        # With reshuffled mini-batches these are every epoch's.
+        epochs = 1 if algorithm.reshuffle_mini_batches else algorithm.num_epochs
+        for mini_batch in mini_batches:
+            if self.reference:
+                self.reference.score(mini_batch.microbatches, "ref")
+            elif self.has_reference:
+                with self.policy.adapters_off():
+                    self.policy.score(mini_batch.microbatches, "ref")
+            if self.scores_itself:
+                self.policy.score(mini_batch.microbatches, "old", records_routing=True)
+            if algorithm.top_entropy_quantile < 1:
+                self._choose_uncertain_tokens(mini_batch)
+            self.on_progress()
+        results = []
+        for mini_batch in itertools.chain.from_iterable(itertools.repeat(mini_batches, epochs)):
+            results.append(self.policy.train_step(mini_batch.microbatches, self._loss(mini_batch)))
+            self.on_progress()
+            if self.entropy_control:
+                mean = self._reduce(results[-1:]).get(ENTROPY, float("nan"))
+                self.entropy_control = self.entropy_control.after(mean)
+        self.policy.pass_over(algorithm.num_epochs * algorithm.num_mini_batches - len(results))
+        return results
+
+    @property
+    def scores_itself(self) -> bool:
+        """Whether the policy scores the batch before the first update; a single update starts from ratio 1."""
+        algorithm = self.config.algorithm
+        has_several_updates = algorithm.num_epochs * algorithm.num_mini_batches > 1
+        return (has_several_updates and not algorithm.use_vllm_logprobs) or algorithm.top_entropy_quantile < 1
+
+    def _reduce(self, results: Sequence[StepResult], *, maxima: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Metrics over all mini-batches and ranks; every trained token counts once.
+
+        Args:
+            maxima: figures of this rank, of which the largest of all ranks counts.
+        """
+        # Only ranks that measure know the names, which a user's loss chooses: they travel with the numbers.
+        own = [algo.metric_sums(*part) for result in results for part in result.measured if self.policy.reports_metrics]
+        own.append(algo.MetricSums({}, maxima or {}))
+        everyones = gather_json(algo.add_metrics(own), self.host_group)
+        return algo.reduce_metrics(algo.add_metrics(algo.MetricSums(*part) for part in everyones))
+
+    def _mini_batches(self, index: dict[str, np.ndarray], own: np.ndarray) -> list[MiniBatch]:
+        counts = index["num_trained_tokens"].tolist()
+        return [
+            MiniBatch(
+                microbatches=self.policy.microbatches(packs), num_trained_tokens=num_trained, denominators=denominators
+            )
+            for packs, num_trained, denominators in zip(
+                packing.from_slice(index, own), counts, self._denominators(index), strict=True
+            )
+            if num_trained
+        ]
+
+    def _denominators(self, index: dict[str, np.ndarray]) -> Sequence[float | np.ndarray]:
+        """Of each mini-batch, over all ranks, in whose packs its sequences lie."""
+        cuts = np.cumsum(index["num_sequences"])[:-1]
+        samples, completions, trained = (
+            np.split(index[name], cuts) for name in ("samples", "completions", "trained_tokens")
+        )
+        longest = self.config.rollout.response_length
+        return [
+            algo.denominators(*part, config=self.loss_config, response_length=longest)
+            for part in zip(samples, completions, trained, strict=True)
+        ]
+
+    def _choose_uncertain_tokens(self, mini_batch: MiniBatch) -> None:
+        """Mark in each micro-batch the tokens with the highest entropy in the mini-batch over all ranks."""
+        # Only the last stage has entropies.
+        scored = [(batch, batch.entropy) for batch in mini_batch.microbatches if batch.entropy is not None]
+        # Chosen on the host: on a GPU it would wait to learn how many there are.
+        own = [entropy.cpu()[batch.pack.loss_mask] for batch, entropy in scored if self.policy.reports_metrics]
+        everyones = gather_values(torch.cat([torch.zeros(0), *own]), self.host_group)
+        quantile = self.config.algorithm.top_entropy_quantile
+        threshold = float(algo.entropy_threshold(everyones, top_entropy_quantile=quantile))
+        for batch, entropy in scored:
+            batch.keep = algo.top_entropy_keep(entropy, threshold)
+
+    def _loss(self, mini_batch: MiniBatch) -> MicrobatchLoss:
+        """The loss of one micro-batch, divided by the denominator of its whole mini-batch."""
+        algorithm = self.config.algorithm
+        entropy_coef = self.entropy_control.applied if self.entropy_control else algorithm.entropy_coef
+
+        def grpo_loss(
+            logprobs: torch.Tensor, entropy: torch.Tensor, batch: Microbatch
+        ) -> tuple[torch.Tensor, Measured]:
+            pack = batch.loss_inputs
+            old = pack.rollout_logprobs if algorithm.use_vllm_logprobs else batch.logprobs.get("old")
+            result = algo.policy_loss(
+                logprobs,
+                logprobs.detach() if old is None else old,
+                pack.advantages,
+                pack.loss_mask,
+                pack.response_cu_seqlens,
+                config=self.loss_config,
+                ref_logprobs=batch.logprobs.get("ref"),
+                rollout_logprobs=pack.rollout_logprobs,
+                keep=batch.keep,
+                denominator=mini_batch.denominator(batch),
+                function=self.own_loss,
+            )
+            loss = result.loss
+            if entropy_coef:
+                rewarded = pack.loss_mask if batch.keep is None else pack.loss_mask * batch.keep
+                loss = loss - algo.entropy_bonus(
+                    entropy, rewarded, coef=entropy_coef, num_trained_tokens=mini_batch.num_trained_tokens
+                )
+            entropy_sum = torch.stack((entropy.detach().where(pack.loss_mask, 0.0).sum(), pack.loss_mask.sum()))
+            metrics, maxima = agreement(logprobs, batch, is_left_to_loss=not algorithm.use_vllm_logprobs)
+            return loss, (result.metrics | {ENTROPY: entropy_sum.float()} | metrics, result.maxima | maxima)
+
+        return grpo_loss
+
+
+def agreement(logprobs: torch.Tensor, batch: Microbatch, *, is_left_to_loss: bool) -> Measured:
+    """Of trainer and engine; nothing where the loss measures it, which knows no ages and only the old logprobs it is given.
+
+    Args:
+        is_left_to_loss: whether the old logprobs are the policy's.
+    """
+    pack = batch.loss_inputs
+    if pack.ages is None and is_left_to_loss:
+        return {}, {}
+    return algo.agreement(
+        logprobs,
+        batch.logprobs.get("old", logprobs),
+        pack.rollout_logprobs,
+        pack.loss_mask,
+        ages=pack.ages,
+        oldest=int(batch.pack.ages.max(initial=0)),
+    )
+
+
+def load_adapters(policy: Policy, config: Config, *, base: Read, trained: Read | None) -> dict[str, Any] | None:
+    """Fill the policy's adapters, if it has any; what a state says of them on rank 0. Not collective.
+
+    Args:
+        base: gives the model's own weights.
+        trained: gives the adapters of a state; else they are those of lora_adapter_path, or begin as the seed says.
+    """
+    if (lora := policy.lora) is None:
+        return None
+    path = config.provenance.folder("lora_adapter_path", config.adapter.lora_adapter_path)
+    read = trained or (peft_reader(path, policy.shape, lora) if path else None)
+    if read:
+        policy.load_adapters(read)
+    if policy.rank:
+        return None
+    return {"settings": adapter_record(lora, policy.shape), "base": fingerprint(base, policy.shape)}
+
+
+def common_logits_chunk(
+    config: Config, shape: ModelShape, layout: Layout, host_group: dist.ProcessGroup, *, has_reference: bool
+) -> int:
+    """Columns at a time of all ranks' LM heads; 0: all. All ranks must call."""
+    # The smallest device decides for all: ranks that differ would meet in different collectives.
+    device_bytes = torch.tensor(backend.device_bytes())
+    dist.all_reduce(device_bytes, dist.ReduceOp.MIN, group=host_group)
+    return choose_logits_chunk(
+        config.parallel.logits_chunk,
+        shape=shape,
+        layout=layout,
+        dtype_bytes=getattr(torch, config.model.model_dtype).itemsize,
+        pack_length=layout.round_up(config.parallel.pack_length),
+        has_reference=has_reference,
+        device_bytes=int(device_bytes),
+        lora=config.adapter.lora,
+        fp32_logits=config.model.cast_lm_head_to_fp32,
+    )
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of the tensors, and how many there are: the beginning of a sentence."""
+    return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} other tensors are"

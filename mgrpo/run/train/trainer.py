@@ -1,0 +1,289 @@
+"""One GRPO run: open this file first.
+
+Every learner rank runs `Trainer.fit`. A step is four sentences: take a batch, learn, send the weights, report.
+
+    prompts -> rollout -> rewards -> advantages -> packs     source: rank 0 produces, every rank receives its own
+                 ^                                  |
+                 |                                  v
+              engines  <-  weights  <-  learner: reference and old logprobs, loss, optimizer steps
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mgrpo.checkpoint.space import OutputError, wait_for_room
+from mgrpo.config import Config
+from mgrpo.config.fields import flat
+from mgrpo.model_io.hf_export import export_bytes, export_hf
+from mgrpo.parallel import backend
+from mgrpo.run.inputs.snapshots import origin
+from mgrpo.run.produce.source import SilentSource, Source
+from mgrpo.run.ranks.lead import Lead, Stopped
+from mgrpo.run.report.reporter import Reporter, SilentReporter, shared_best
+from mgrpo.run.report.result import TrainResult
+from mgrpo.run.report.step_metrics import Clock
+from mgrpo.run.train.due import evaluates_after, is_due
+from mgrpo.run.train.engine_weights import EngineWeights
+from mgrpo.run.train.gpu_turns import GpuTurns
+from mgrpo.run.train.health import Health
+from mgrpo.run.train.learner import Learner
+from mgrpo.run.train.profile import Profiler
+from mgrpo.run.train.resume import States
+
+
+class Trainer:
+    """One learner rank's part in a run. Every rank makes one and makes the same calls."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        lead: Lead,
+        learner: Learner,
+        source: Source | SilentSource,
+        weights: EngineWeights,
+        reporter: Reporter | SilentReporter,
+        states: States,
+        turns: GpuTurns | None = None,
+        has_held_out: bool,
+    ) -> None:
+        """
+        Args:
+            turns: whose it is to have the devices; None: learners and engines have memory of their own.
+        """
+        self.config, self.lead, self.learner, self.source = config, lead, learner, source
+        self.weights, self.reporter, self.states, self.turns = weights, reporter, states, turns
+        self.has_held_out = has_held_out
+        self.health = Health(config, states)
+        self.profiler = Profiler(config, rank=dist.get_rank(), say=reporter.say)
+        self.output_dir = Path(config.experiment.output_dir)
+        self.exports = self.output_dir / "hf"
+        self.done = 0
+        """Training steps."""
+        self.is_followed_up = False
+        """Whether evaluation and export after step `done` are done as well."""
+        self.version = 0
+        """Of the policy's weights: updates so far."""
+        self.resumed_at = 0
+        """The step after which this run began."""
+        self.saved = 0
+        """The step of the newest saved state."""
+        self.before: dict[str, float] = {}
+
+    def fit(self) -> TrainResult:
+        """The whole run, or the rest of a run that left a checkpoint.
+
+        Raises:
+            Stopped: after SIGTERM, or when files could not be written, which its message says; the state has been saved
+                if that was possible.
+        """
+        try:
+            result = self._fit()
+        except OutputError as err:
+            clauses, _ = self.keep()
+            raise Stopped("; ".join(dict.fromkeys((str(err), *clauses)))) from err
+        except Stopped as err:
+            clauses, is_kept = self.keep()
+            failure = self.reporter.failure
+            if failure or not is_kept:
+                raise Stopped("; ".join((failure, *clauses) if failure else clauses)) from err
+            self.reporter.say("; ".join((f"stopped after step {self.done}", *clauses)))
+            raise
+        if self.reporter.failure:
+            raise Stopped(f"{self.reporter.failure}; the trained model is in {result.exported or 'no folder'}")
+        return result
+
+    def _fit(self) -> TrainResult:
+        if not self.done:
+            self.before = self.evaluate("before training")
+        elif not self.is_followed_up:
+            self.follow_up()
+        for step in range(self.done + 1, self.config.num_training_steps + 1):
+            if not self.step(step):
+                break
+            self.follow_up()
+        after = self.evaluate("after training")
+        exported = self.export() if self.config.checkpoint.save_final else None
+        self.states.wait()
+        best = shared_best(self.lead, self.reporter)
+        self.reporter.finish(before=self.before, after=after)
+        return TrainResult(
+            output_dir=self.output_dir,
+            steps=self.done,
+            before=self.before,
+            after=after,
+            exported=exported,
+            best=self.exports / f"step_{best}" if best else None,
+            has_trained=self.health.has_trained or self.done == self.resumed_at,
+            tracked=self.reporter.tracked,
+        )
+
+    def keep(self) -> tuple[list[str], bool]:
+        """Save the state of the last step; at least the model, where the state cannot be saved.
+
+        Returns:
+            Clauses that say what was kept and where, and whether it is the state.
+        """
+        # The state of a precision-aware optimizer cannot be saved.
+        if self.done == self.saved or self.config.parallel.use_precision_aware_optimizer:
+            return [self.states.how_to_go_on(self.saved)], True
+        try:
+            self.save()
+            self.states.wait()
+        except OutputError as err:
+            clauses = [str(err)]
+            with suppress(OutputError):
+                clauses.append(f"the model of step {self.done} is in {self._export()}")
+            return clauses, False
+        return [self.states.how_to_go_on(self.saved)], True
+
+    def step(self, step: int) -> bool:
+        """Sample, score, train on every mini-batch and epoch, and give the engines the new weights.
+
+        False when there was nothing to sample: every prompt is solved for good (`no_resampling_pass_rate`).
+        """
+        clock, pulse = Clock(), self.lead.pulse
+        if self.turns:
+            self.send_weights()
+        pulse.at(f"step {step}, sampling")
+        with self.health.sampling():
+            batch = self.source.next(step, self.version)
+        if self.turns:
+            self.turns.learners()
+        clock.split("wait")
+        if batch is None:
+            self.reporter.say(f"step {step}: every prompt is solved, nothing is left to sample; training ends")
+            return False
+        with self.profiler.step(step):
+            pulse.at(f"step {step}, training")
+            learned = self.learner.learn(batch.index, batch.slice, step=step)
+            self.health.check(learned, step)
+            clock.split("train")
+            self.done, self.is_followed_up = step, False
+            self.version += learned.has_updated
+            pulse.at(f"step {step}, waiting for the engines")
+            is_paused = self.source.pause()
+            clock.split("drain")
+            if is_paused:
+                pulse.at(f"step {step}, weight sync")
+                check = learned.has_updated and is_due(step, self.config.engine.weight_sync_check_every)
+                try:
+                    self.send_weights(have_changed=learned.has_updated, check=check)
+                except Stopped:
+                    is_paused = False
+                if is_paused and not self.turns:
+                    self.source.begin(step)
+            clock.split("sync")
+        sync_bytes = self.weights.bytes_moved
+        self.reporter.step(batch, learned, step=step, version=self.version, sync_bytes=sync_bytes, clock=clock)
+        if self.reporter.failure:
+            self.lead.stop.set()
+        if not is_paused:
+            raise Stopped
+        return True
+
+    def send_weights(self, *, have_changed: bool = True, check: bool = False) -> None:
+        """Give the engines the weights, and the next step's random stream; to those that have slept also unchanged ones.
+
+        Where learners and engines take turns, it is the engines' turn from here on.
+        """
+        send = partial(self.weights.send, self.version, step=self.done + 1, check=check)
+        if self.turns:
+            self.turns.engines(send)
+        elif have_changed:
+            send()
+        else:
+            self.weights.keep(step=self.done + 1)
+
+    def follow_up(self) -> None:
+        """What is due after step `done`: an evaluation, an export, a saved state."""
+        config, checkpoint = self.config, self.config.checkpoint
+        if evaluates_after(config, self.done):
+            self.evaluate(f"step {self.done}")
+        if is_due(self.done, checkpoint.save_freq) and self.done < config.num_training_steps:
+            self.export()
+        self.is_followed_up = True
+        if self.done > self.saved and is_due(self.done, checkpoint.checkpoint_state_freq):
+            self.save()
+
+    def evaluate(self, when: str) -> dict[str, float]:
+        """Sample the held-out prompts; metrics on rank 0, nothing elsewhere or without held-out data."""
+        if not self.has_held_out:
+            return {}
+        if self.turns:
+            self.send_weights()
+        self.lead.pulse.at(f"the evaluation {when}")
+        with self.health.sampling():
+            evaluation = self.source.evaluate(self.done)
+        return self.reporter.evaluation(
+            evaluation, step=self.done, policy_version=self.version, when=when, before=self.before
+        )
+
+    def export(self) -> Path:
+        """Write the model in Hugging Face format; raises OutputError on all ranks when that fails.
+
+        A model that exists nowhere else is worth waiting for a while until somebody has made room for it.
+        """
+        self.lead.pulse.at(f"the export of step {self.done}")
+        if self.done > self.saved:
+            num_bytes, stop = export_bytes(self.learner.policy), self.lead.stop
+            self.lead.run(partial(wait_for_room, self.output_dir, num_bytes, say=self.reporter.say, stop=stop))
+        folder = self._export()
+        self.reporter.exported(self.done)
+        return folder
+
+    def _export(self) -> Path:
+        if self.turns:
+            self.turns.learners()
+        folder, add = self.exports / f"step_{self.done}", self.source.save_tokenizer
+        base, group = origin(self.config)["model_name_or_path"], self.learner.host_group
+        export_hf(self.learner.policy, self.config.model_path, folder, group=group, base=base, add=add)
+        return folder
+
+    def save(self) -> None:
+        """Write the state of the whole run."""
+        self.lead.pulse.at(f"saving the state of step {self.done}")
+        if self.turns:
+            self.turns.learners()
+        state = self.state_dict()
+        rollouts = state["head"].pop("rollouts", {})
+        place = self.states.save(self.done, self.learner, state, rollouts)
+        self.reporter.say(f"state of step {self.done}: {place}")
+        self.saved = self.done
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything except tensors, in JSON, and what was sampled and not trained on; complete on rank 0."""
+        return {
+            "step": self.done,
+            "is_followed_up": self.is_followed_up,
+            "policy_version": self.version,
+            "skipped": self.health.skipped,
+            "before": self.before,
+            "config": flat(self.config),
+            "model": asdict(self.learner.shape),
+            **origin(self.config),
+            "learner": self.learner.state_dict(),
+            "head": {**self.source.state_dict(), **self.reporter.state_dict()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken; the learner was built from its checkpoint already."""
+        self.done, self.is_followed_up = state["step"], state["is_followed_up"]
+        self.saved, self.resumed_at, self.before = self.done, self.done, state["before"]
+        self.version, self.health.skipped = state["policy_version"], state["skipped"]
+        self.health.has_trained = self.version > 0
+        self.source.load_state_dict({"step": state["step"], **state["head"]})
+
+    def close(self, cause: str = "") -> None:
+        """Leave all process groups. Collective; `cause` as for the reporter."""
+        self.reporter.close(cause)
+        dist.barrier(group=self.learner.host_group)
+        self.lead.close()
+        backend.leave_process_groups()

@@ -1,0 +1,181 @@
+"""How the members of an engine's transfer meet, and which transport each pair of a training rank and a worker takes.
+
+On CUDA that is NCCL, unless they share GPUs: NCCL refuses two members on one, so they share its memory. On the CPU it is
+memory that both have mapped, and gloo where they run on different machines or where that memory cannot be had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mgrpo.sync import shared
+from mgrpo.sync.group import join_group
+from mgrpo.sync.live import WeightMessage
+from mgrpo.sync.transport import Lost, Messages, Round, Transport, named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncMembers:
+    """Who takes part in the transfer to an engine, as one of them sees it."""
+
+    names: Sequence[str]
+    """For errors: the training ranks that send to the engine, ascending, and then its workers."""
+    rank: int
+    """This process's number among them."""
+    peers: Mapping[int, int]
+    """For each member that it exchanges weights with, the bytes of their largest message over shared memory."""
+    is_worker: bool
+    share_gpus: bool = False
+    """A training rank and a worker may be on the same GPU, and all members are on one machine."""
+
+
+def meet(
+    store: dist.Store, members: SyncMembers, *, dtype: torch.dtype, device: torch.device, host: str, timeout_s: float
+) -> Transport:
+    """Join the others; returns when all members are connected. Every member must call it.
+
+    Args:
+        store: of this transfer alone.
+        dtype: of the engine.
+        host: where the store is.
+    Raises:
+        RuntimeError: naming the members that have not come within `timeout_s`.
+    """
+
+    def group() -> Transport:
+        size = len(members.names)
+        return join_group(
+            store, rank=members.rank, size=size, dtype=dtype, device=device, host=host, timeout_s=timeout_s
+        )
+
+    is_cuda = device.type == "cuda"
+    if is_cuda and not members.share_gpus:
+        _exchange(store, "here", "", members, timeout_s)
+        return group()
+    links, reasons = _share_memory(store, members, dtype, device, timeout_s)
+    if is_cuda and reasons:
+        reason = next(filter(None, reasons), "an engine and a learner are on different machines")
+        raise RuntimeError(f"{reason}; with vllm_mode=colocate all must be on one machine and share GPU memory")
+    if members.rank == 0:
+        for reason in filter(None, reasons):
+            print(f"mgrpo: {reason}; these weights take the slower way over gloo", file=sys.stderr, flush=True)
+    if not reasons:
+        return shared.SharedMemory(links)
+    # All join it: that is one rule for the members, and those that do not need it lose little.
+    return Mixed({**dict.fromkeys(members.peers, group()), **dict.fromkeys(links, shared.SharedMemory(links))})
+
+
+def _share_memory(
+    store: dist.Store, members: SyncMembers, dtype: torch.dtype, device: torch.device, timeout_s: float
+) -> tuple[dict[int, shared.SharedMemoryLink], list[str]]:
+    """This member's links, and for each pair of any members that have none, the reason or "" for different machines."""
+    with contextlib.ExitStack() as stack:
+        listener = None
+        if not members.is_worker:
+            listener = stack.enter_context(contextlib.closing(shared.Listener(len(members.peers))))
+        addresses = _exchange(store, "here", listener.address if listener else "", members, timeout_s)
+        links: dict[int, shared.SharedMemoryLink] = {}
+        missing: dict[int, str] = {}
+        for peer, slot_bytes in members.peers.items() if members.is_worker else ():
+            try:
+                link = shared.connect(
+                    addresses[peer],
+                    member=members.rank,
+                    slot_bytes=slot_bytes,
+                    dtype=dtype,
+                    device=device,
+                    timeout_s=timeout_s,
+                )
+            except OSError as err:
+                missing[peer] = f"{members.names[members.rank]} cannot share memory with {members.names[peer]}: {err}"
+                continue
+            if link is None:
+                missing[peer] = ""
+            else:
+                links[peer] = link
+        # Only now do the training ranks know whom to let in.
+        all_missing = [
+            json.loads(found) for found in _exchange(store, "missing", json.dumps(missing), members, timeout_s)
+        ]
+        if listener:
+            expected = {
+                peer: size for peer, size in members.peers.items() if str(members.rank) not in all_missing[peer]
+            }
+            with named(list(expected), lambda peers, err: _refused(members, peers, err)):
+                links = listener.accept(expected, dtype=dtype, device=device, timeout_s=timeout_s)
+    return links, [reason for found in all_missing for reason in found.values()]
+
+
+def _refused(members: SyncMembers, peers: Sequence[int], err: Exception) -> RuntimeError:
+    names = ", ".join(members.names[peer] for peer in peers)
+    return RuntimeError(f"{members.names[members.rank]} could not share memory with {names}: {err}")
+
+
+def _exchange(store: dist.Store, topic: str, value: str, members: SyncMembers, timeout_s: float) -> list[str]:
+    """The values of all members. Making an NCCL communicator without this would wait for them without a limit of time."""
+    keys = [f"{topic}/{member}" for member in range(len(members.names))]
+    store.set(keys[members.rank], value)
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as err:
+        missing = [name for name, key in zip(members.names, keys, strict=True) if not store.check([key])]
+        raise RuntimeError(
+            f"{members.names[members.rank]} waited for {', '.join(missing)} to join the weight-transfer group for "
+            f"weight_sync_timeout={timeout_s:g} s; raise weight_sync_timeout if they are slow"
+        ) from err
+    return [store.get(key).decode() for key in keys]
+
+
+class Mixed:
+    """Every pair's own transport, behind one (a `Transport`)."""
+
+    def __init__(self, by_peer: Mapping[int, Transport]) -> None:
+        self.by_peer = by_peer
+        self._transports = list(dict.fromkeys(by_peer.values()))
+
+    def send(self, messages: Messages, *, lost: Lost) -> MixedRound:
+        """See `Transport`."""
+        return MixedRound([each.send(own, lost=lost) for each, own in self._parts(messages)])
+
+    def recv(self, messages: Messages, *, lost: Lost) -> MixedRound:
+        """See `Transport`."""
+        return MixedRound([each.recv(own, lost=lost) for each, own in self._parts(messages)])
+
+    def _parts(self, messages: Messages) -> list[tuple[Transport, Messages]]:
+        found: dict[Transport, dict[int, WeightMessage]] = {}
+        for peer, message in messages.items():
+            found.setdefault(self.by_peer[peer], {})[peer] = message
+        return list(found.items())
+
+    def bucket_limit(self, peer: int) -> int | None:
+        """See `Transport`."""
+        return self.by_peer[peer].bucket_limit(peer)
+
+    def close(self) -> None:
+        """See `Transport`."""
+        for each in self._transports:
+            each.close()
+
+
+class MixedRound:
+    """The parts of a round."""
+
+    def __init__(self, parts: Sequence[Round]) -> None:
+        self._parts = parts
+
+    def is_due(self) -> bool:
+        """See `Round`."""
+        return all(part.is_due() for part in self._parts)
+
+    def settle(self) -> None:
+        """See `Round`."""
+        for part in self._parts:
+            part.settle()

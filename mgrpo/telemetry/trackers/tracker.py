@@ -1,0 +1,107 @@
+"""The program that runs a tracker for `process.Tracker`: one JSON object per line, one answer for each."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import queue
+import select
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Sequence
+from typing import Any, BinaryIO, Protocol
+
+from mgrpo.processes.json_lines import take_standard_streams
+from mgrpo.processes.lifetime import adopt_orphans, kill_descendants
+
+LAST_S = 5.0
+"""Seconds in which the tracker of a run that has died must finish."""
+POLL_S = 1.0
+
+_END = object()
+
+
+class TrackedRun(Protocol):
+    """A tracker's side of a run. Where it cannot record, it raises."""
+
+    where: str
+    """Where to look."""
+    remark: str
+    """What went otherwise than asked for; empty: nothing."""
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Numbers of a step."""
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Samples of a step."""
+
+    def summary(self, values: dict[str, float]) -> None:
+        """Numbers of the run."""
+
+    def close(self) -> None:
+        """Send what is left; may take as long as it takes."""
+
+
+def main() -> None:
+    """Serve until the run closes the pipe; everything that was started ends with this process."""
+    parent = os.getppid()
+    # They are for the run, which ends its tracker.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    adopt_orphans()
+    # Trackers leave folders behind; short, because sockets have their paths in it.
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="t")
+    questions, answers = take_standard_streams()
+    lines: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(questions, lines, parent), name="reader", daemon=True).start()
+    run: TrackedRun | None = None
+    while (line := lines.get()) is not _END:
+        answer: dict[str, Any] = {}
+        ((verb, arguments),) = json.loads(line).items()
+        try:
+            if verb == "open":
+                name, options = arguments
+                run = importlib.import_module(f"mgrpo.telemetry.trackers.{name}").open_run(**options)
+                answer = {"where": run.where} | ({"remark": run.remark} if run.remark else {})
+            elif run is not None:
+                getattr(run, verb)(*arguments)
+        except Exception as err:
+            answer = {"error": f"{type(err).__name__}: {err}"}
+        with contextlib.suppress(OSError):
+            os.write(answers, json.dumps(answer).encode() + b"\n")
+        if verb == "close":
+            _leave()
+    with contextlib.suppress(Exception):
+        if run is not None:
+            run.close()
+    _leave()
+
+
+def _read(questions: BinaryIO, lines: queue.SimpleQueue[Any], parent: int) -> None:
+    """Queue what the run sends; when that ends, or the run does, this process has `LAST_S` seconds."""
+    rest = b""
+    while os.getppid() == parent:
+        if not select.select([questions], [], [], POLL_S)[0]:
+            continue
+        chunk = os.read(questions.fileno(), 1 << 16)
+        if not chunk:
+            break
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            lines.put(line)
+    lines.put(_END)
+    threading.Timer(LAST_S, _leave).start()
+
+
+def _leave() -> None:
+    kill_descendants(os.getpid())
+    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
