@@ -18,11 +18,11 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "mathematics": ("math", "strict_math"),
     "open_instruct_math": ("math_open_instruct",),
     "strings": ("flan", "string_matcher", "string_f1", "puzzle", "re_search_f1", "re_search"),
-    "lengths": ("max_length", "up_to_max_length", "passthrough"),
+    "length_rewards": ("max_length", "up_to_max_length", "passthrough"),
     "accuracy": ("trl_accuracy",),
     "ifeval": ("ifeval", "ifeval_old"),
     "code": ("code", "code_stdio"),
-    "judge": (
+    "llm_judge": (
         "general-quality",
         "general-quality_ref",
         "general-quality_rubric",
