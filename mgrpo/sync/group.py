@@ -151,7 +151,7 @@ class ProcessGroup:
         """See `Transport`."""
 
     def close(self) -> None:
-        """See `Transport`. NCCL also ends the kernels of a round that nobody answers; that has not run on a GPU."""
+        """See `Transport`. NCCL also ends the kernels of a round that nobody answers; it takes at most the group's timeout."""
         if self.backend is not None and self.backend.supports_coalescing:
             # Torch's destructor would abort as well, but end the process if that takes longer than the group's timeout.
             with contextlib.suppress(RuntimeError):

@@ -351,6 +351,8 @@ def engine_environment(config: Config, *, on_gpu: bool, is_local: bool, num_loca
             # What is set for learners does not suit vLLM's own memory pools.
             "PYTORCH_ALLOC_CONF": "",
             "PYTORCH_CUDA_ALLOC_CONF": "",
+            # It cannot return the log-probabilities of what it samples, so vLLM would only prepare it.
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
             # 1 is the launcher's and Ray's value. Without one, see `EngineActor`, vLLM loads on all cores and then samples on one.
             "OMP_NUM_THREADS": "" if threads == "1" else threads,
         }

@@ -4,8 +4,8 @@ vLLM normalises log-probabilities over what its cuts have left (`processed_logpr
 are finite are its set, if they are all of them, that is if their probabilities add up to 1.
 
 Above `MOST_KEPT` tokens they would be too many, and vLLM is asked for masks (`return_sampling_mask`), the finite logits of each
-position. Only its V2 model runner has them, which needs a GPU: what concerns masks is written against the types and the source of
-vLLM 0.32.0, and has not run on a GPU.
+position. Only its V2 model runner has them, which needs a GPU: tests compare what concerns masks with the types of vLLM 0.32.0,
+and a run with `top_k` 100 has trained on an H200.
 """
 
 from __future__ import annotations

@@ -103,6 +103,7 @@ def test_an_engine_on_gpus_has_its_own_queues_allocator_and_address(monkeypatch)
     found = engine_arguments.engine_environment(config, on_gpu=True, is_local=True)
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "8" and found["VLLM_HOST_IP"] == "127.0.0.1"
     assert found["PYTORCH_ALLOC_CONF"] == found["PYTORCH_CUDA_ALLOC_CONF"] == ""
+    assert found["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
 
 
 @pytest.mark.parametrize(
