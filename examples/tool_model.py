@@ -33,7 +33,7 @@ Piece = tuple[str, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """What a model learns, and how much of it."""
+    """The lesson of a model, and how much of it."""
 
     template: str
     """The chat template."""

@@ -31,14 +31,14 @@ class Prompt:
     query: str = ""
     """The prompt without its template, for judges: "role: content" lines, or the text itself."""
     source: str | tuple[dict[str, str], ...] = ""
-    """What the row's own `prompt` held, for reward functions: text, or messages."""
+    """The row's own `prompt`, for reward functions: text, or messages."""
     columns: Mapping[str, object] = field(default_factory=dict)
     """The row's other columns, for reward functions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
-    """Of each token, its set: what top_p, top_k, min_p or a grammar left of the vocabulary when it was sampled, itself included.
+    """The set of each token: what top_p, top_k, min_p or a grammar left of the vocabulary when it was sampled, itself included.
 
     The set of a token that was not sampled is empty, and so is one that the engine does not know whole.
     """
@@ -90,7 +90,7 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One turn of a trajectory: what the model sampled at a stretch, and what became of it."""
+    """One turn of a trajectory: what the model sampled without interruption, and what became of it."""
 
     start: int
     end: int
@@ -98,15 +98,15 @@ class Turn:
     calls: tuple[str, ...] = ()
     """Names of the tools that were called, in order; "" for what cannot be read or does not exist."""
     failed: tuple[bool, ...] = ()
-    """Of each call, whether it failed."""
+    """Whether each call failed."""
     seconds: tuple[float, ...] = ()
-    """Of each call, how long it took."""
+    """Seconds that each call took."""
     num_unreadable: int = 0
     """Calls that were begun and could not be read."""
     num_unknown: int = 0
     """Calls of tools that do not exist."""
     reward: float = 0.0
-    """Of the step that it led to."""
+    """Reward of the step that it led to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,17 +122,17 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryRecord:
-    """What a completion of several turns has beside its tokens."""
+    """The record of a completion of several turns, beside its tokens."""
 
     is_sampled: np.ndarray
     """`[len]` bool. What was not sampled has logprob 0 and policy version -1, and is an input only."""
     turns: tuple[Turn, ...]
     messages: tuple[Mapping[str, object], ...]
-    """What followed the prompt, as a chat: roles assistant (with `tool_calls`), tool and user."""
+    """The messages after the prompt, as a chat: roles assistant (with `tool_calls`), tool and user."""
     ended_by: str
     """"stop", "length", "max_calls", "done" or "error"."""
     scored_text: str
-    """What verifiers are given, by the setting of this name."""
+    """The text for verifiers, by the setting of this name."""
     sampled_text: str
     """Every turn as it was sampled, with thinking and calls; between two a line break."""
     reward: float | None = None
@@ -162,7 +162,7 @@ class Completion:
     trajectory: TrajectoryRecord | None = None
     """None: one turn, all of whose tokens were sampled."""
     kept: KeptTokens | None = None
-    """What each token was sampled from, over which its logprob is normalised. None: from the whole vocabulary."""
+    """The set that each token was sampled from, over which its logprob is normalised. None: the whole vocabulary."""
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -173,17 +173,17 @@ class Completion:
 
     @property
     def num_sampled(self) -> int:
-        """How many tokens were sampled."""
+        """The number of tokens that were sampled."""
         return len(self.tokens) if self.trajectory is None else int(np.count_nonzero(self.trajectory.is_sampled))
 
     @property
     def scored_text(self) -> str:
-        """What verifiers and reward functions are given."""
+        """The text for verifiers and reward functions."""
         return self.text if self.trajectory is None else self.trajectory.scored_text
 
     @property
     def sampled_text(self) -> str:
-        """What the model wrote, without what it was answered."""
+        """The text that the model wrote, without the answers to it."""
         return self.text if self.trajectory is None else self.trajectory.sampled_text
 
 
@@ -204,7 +204,7 @@ class Score:
     parts: dict[str, float] = field(default_factory=dict)
     """Named ingredients for metrics, for example {"integer": 1.0, "format": 0.0}."""
     extras: Mapping[str, object] = field(default_factory=dict)
-    """What reward functions recorded about it, for the tables of samples."""
+    """Records of reward functions about it, for the tables of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +222,7 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardContext:
-    """What one batch of completions is scored for: a training step or an evaluation."""
+    """The occasion of scoring a batch of completions: a training step or an evaluation."""
 
     step: int
     """Training steps done before the completions were sampled."""
@@ -238,7 +238,7 @@ class ScoredBatch:
 
     groups: list[ScoredGroup]
     logged: dict[str, list[float]] = field(default_factory=dict)
-    """What reward functions logged, by name: one mean for each call, so that batches are merged by joining the lists."""
+    """Values that reward functions logged, by name: one mean for each call, so that batches are merged by joining the lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +293,7 @@ class TrainSample:
     token_advantages: np.ndarray | None = None
     """`[response]` float32, in place of `advantage`. All samples of a step have them, or none has."""
     kept: KeptTokens | None = None
-    """Of the response. All samples of a step have it, or none has."""
+    """The sets of the response's tokens. All samples of a step have them, or none has."""
     continues: bool = False
     """A further branch of the completion that the sample before it belongs to."""
 
@@ -306,7 +306,7 @@ class TrainSample:
 
     @property
     def num_predicted(self) -> int:
-        """How many tokens those are."""
+        """The number of those tokens."""
         return len(self.tokens) if self.is_sampled is None else max(int(np.count_nonzero(self.is_sampled)), 1)
 
 
@@ -347,7 +347,7 @@ class PackedBatch:
     samples: np.ndarray
     """`[sequences]` int32: the sample each sequence came from."""
     kept: KeptTokens | None = None
-    """Of the responses, each set with its target in it. None: logprobs are normalised over the whole vocabulary."""
+    """The sets of the responses' tokens, each with its target in it. None: logprobs are normalised over the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

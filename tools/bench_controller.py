@@ -1,4 +1,4 @@
-"""What a step costs on rank 0 between scoring and training: planning the packs, their bytes, sending them.
+"""The cost of a step on rank 0 between scoring and training: planning the packs, their bytes, sending them.
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python tools/bench_controller.py [--sizes 4096x8192 65536x10000] [--dp 128]
 
@@ -41,7 +41,7 @@ POOL_TOKENS = 1 << 25
 """Much more than a processor's caches hold."""
 BEFORE, AFTER = "everything to all", "slices"
 BASELINE_BYTES = 4 * 24
-"""Of memory for a token on rank 0 while the baseline makes its bytes: packs, joined arrays and two copies of them."""
+"""Memory for a token on rank 0 while the baseline makes its bytes: packs, joined arrays and two copies of them."""
 
 Plan = list[list[list[list[list[int]]]]]
 

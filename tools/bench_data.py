@@ -205,7 +205,7 @@ def measure(method: str, data: Path, tokenizer: Path, cache: Path, num_proc: int
 
 
 def measure_sampler(num_rows: int) -> dict[str, float]:
-    """What the order of prompts costs, with a tenth of them excluded."""
+    """The cost of the order of prompts, with a tenth of them excluded."""
     from mgrpo.data.sampler import Sampler
 
     start = time.perf_counter()

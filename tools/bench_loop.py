@@ -39,7 +39,7 @@ MEMORY_EVERY = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What both trainers do."""
+    """The work of both trainers."""
 
     steps: int
     learners: int
@@ -234,7 +234,7 @@ def summary(runs: list[Run]) -> dict[str, Any]:
 
 
 def ratios(summaries: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of each pair, how many times as fast the second is: by the median step, the fastest step, and CPU seconds."""
+    """For each pair, how many times as fast the second is: by the median step, the fastest step, and CPU seconds."""
     pairs = [("sync", "async"), ("trl", "sync"), ("trl", "async")]
     return {
         f"{second} over {first}": {
@@ -255,7 +255,7 @@ def cpu_model() -> str:
 
 
 def report(model: str, runs: dict[str, list[Run]], *, steps: int, seed: int) -> dict[str, Any]:
-    """What is written, of as many runs of every trainer as there are."""
+    """The content of the file, for as many runs of every trainer as there are."""
     summaries = {name: summary(own) for name, own in runs.items()}
     return {
         "model": model,

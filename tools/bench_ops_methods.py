@@ -1,4 +1,4 @@
-"""What bench_ops.py compares: each group's methods, the problems they solve, and float64 answers to these.
+"""The cases of bench_ops.py: each group's methods, the problems they solve, and float64 answers to these.
 
 Another library is imported when its method is loaded. Nothing is timed or printed here.
 """
@@ -91,7 +91,7 @@ def scores(logits: Tensor, targets: Tensor, with_entropy: bool) -> Scores:
 
 
 def token_weights(tokens: int, device: torch.device) -> Tensor:
-    """What the loss multiplies each token's logprob with: both signs, never zero."""
+    """The loss's factor of each token's logprob: both signs, never zero."""
     return torch.cos(torch.arange(tokens, device=device, dtype=torch.float32))
 
 
@@ -170,7 +170,7 @@ def head_cases(shape: Shape, device: torch.device) -> Iterator[Case]:
 
 
 def head_case(hidden: Tensor, weight: Tensor, *rest: Any, cotangents: tuple[Tensor, ...], oracle: Any) -> Case:
-    """Of an LM head, both of whose operands are differentiated; the last of `rest` is whether there is an entropy."""
+    """The case of an LM head, both of whose operands are differentiated; the last of `rest` is whether there is an entropy."""
     return Case(
         labels={"dtype": str(hidden.dtype).removeprefix("torch."), "entropy": rest[-1]},
         arguments=lambda: (hidden.detach().requires_grad_(), weight.detach().requires_grad_(), *rest),

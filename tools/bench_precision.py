@@ -185,7 +185,7 @@ def scored(model: str, side: Side, rows: Sequence[Row]) -> list[np.ndarray]:
 
 
 def compared(rows: Sequence[Row], trainer: Sequence[np.ndarray]) -> dict[str, float]:
-    """What is written of a row."""
+    """The figures of a row that are written."""
     # log r of every token, by completion
     by_sequence = [own.astype(np.float64) - row[2] for row, own in zip(rows, trainer, strict=True)]
     log_ratio = np.concatenate(by_sequence)

@@ -1,4 +1,4 @@
-"""What steps ahead, a looser bound on the age, updates in flight, active sampling and the choice of an engine are worth: simulated.
+"""The worth of steps ahead, a looser bound on the age, updates in flight, active sampling and the choice of an engine: simulated.
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive python tools/bench_stream.py
 
@@ -67,7 +67,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is compared."""
+    """One of the settings that are compared."""
 
     table: str
     name: str
@@ -153,7 +153,7 @@ class Work:
     begun: int = 0
     ended: int = 0
     versions: list[int]
-    """Of the weights with which each sample began."""
+    """Versions of the weights with which each sample began."""
 
 
 class SimulatedEngine:

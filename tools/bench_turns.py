@@ -1,4 +1,4 @@
-"""What several turns cost: a real engine and the loop of trajectories, beside one turn of as many sampled tokens.
+"""The cost of several turns: a real engine and the loop of trajectories, beside one turn of as many sampled tokens.
 
     python tools/bench_turns.py [--trajectories 256] [--repeat 5]
 
@@ -79,7 +79,7 @@ class Turns:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Said:
-    """What every turn says."""
+    """The text of every turn."""
 
     content: str = ""
     calls: Sequence[Call] = ()
@@ -163,7 +163,7 @@ def configuration(model: str, folder: Path, args: argparse.Namespace, *, is_cach
 
 @contextmanager
 def dispatching(fleet: Fleet, config: Config, in_rounds: bool | None) -> Iterator[Dispatcher]:
-    """What samples prompts of several turns, or of one (None) that has as many sampled tokens."""
+    """A dispatcher that samples prompts of several turns, or of one (None) that has as many sampled tokens."""
     interaction, rollout = None, config.rollout
     if in_rounds is None:
         rollout = dataclasses.replace(rollout, response_length=TURNS * TURN)
@@ -208,7 +208,7 @@ def new_prompts(rng: np.random.Generator, count: int, first: int) -> list[Prompt
 
 
 def cpu_s() -> float:
-    """Of this process and everything that it has started and that still runs."""
+    """Processor seconds of this process and everything that it has started and that still runs."""
     own = psutil.Process()
     times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
     return sum(each.user + each.system for each in times)
@@ -306,7 +306,7 @@ def measure_workers(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def report(args: argparse.Namespace, rows: list[dict[str, Any]], workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is written."""
+    """The content of the file."""
     return {
         "protocol": f"{args.trajectories} trajectories, {GROUP} for each new prompt of {PROMPT} tokens: {TURNS} turns of {TURN} "
         f"tokens with an answer of {OBSERVATION} between them, which comes at once, beside one turn of {TURNS * TURN}; the cases "

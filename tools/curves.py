@@ -28,7 +28,7 @@ from mgrpo.telemetry.chart import COLOURS, Frame, Points, metric_points, running
 from mgrpo.telemetry.samples import read_records
 
 COMPLETIONS_PER_STEP = 256
-"""Of the quickstart."""
+"""Completions of a step of the quickstart."""
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, HEIGHT = 760, 320

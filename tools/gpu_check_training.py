@@ -157,7 +157,7 @@ def packed(samples: list[TrainSample], config: Config) -> tuple[dict[str, np.nda
 
 
 def plan_of(config: Config, shape: ModelShape, samples: list[TrainSample]) -> RunPlan:
-    """What `mgrpo plan` says of this training's memory, with the samples' mean lengths and the device's own memory."""
+    """The plan of this training's memory by `mgrpo plan`, with the samples' mean lengths and the device's own memory."""
     prompt = sum(len(sample.prompt_tokens) for sample in samples) / len(samples)
     response = sum(len(sample.tokens) for sample in samples) / len(samples)
     assumed = Assumptions(

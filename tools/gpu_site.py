@@ -1,4 +1,4 @@
-"""What mgrpo needs of torch 2.13 where the machine has an older torch; `tools/gpu_whole_run.py join` copies it as sitecustomize.py.
+"""The parts of torch 2.13 that mgrpo needs where the machine has an older torch; `tools/gpu_whole_run.py join` copies it as sitecustomize.py.
 
 Python imports that in every process. Nothing is imported here before the process itself imports it.
 """

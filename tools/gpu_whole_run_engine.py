@@ -142,7 +142,7 @@ def difference(first: Sequence[Completions], second: Sequence[Completions]) -> d
 
 
 async def check(config: Config, gpu: str | None) -> dict[str, Any]:
-    """What was found; RuntimeError where something is wrong."""
+    """The findings; RuntimeError where something is wrong."""
     from mgrpo.rollout.vllm.actor import EngineActor
 
     prompts, tokenizer = problems(config)
@@ -187,7 +187,7 @@ async def check(config: Config, gpu: str | None) -> dict[str, Any]:
 
 
 def free_bytes(gpu: str | None) -> int:
-    """Of the GPU's memory; 0 without one."""
+    """Free bytes of the GPU's memory; 0 without a GPU."""
     if gpu is None:
         return 0
     import torch

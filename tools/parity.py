@@ -286,7 +286,7 @@ def run(pools: dict[int, RankPool], case: Case, folder: Path, shapes: dict[str, 
 
 
 def adapters_of_transformers(folder: Path, merged: Path) -> Outcome:
-    """What one rank with adapters must compute, from transformers; the merged model is written to `merged`."""
+    """The values that one rank with adapters must compute, from transformers; the merged model is written to `merged`."""
     truth = lora_oracle(folder, SAMPLES, LOSS, merged)
     squares = sum((gradient.astype(np.float64) ** 2).sum() for gradient in truth["gradients"].values())
     return Outcome(

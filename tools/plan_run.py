@@ -1,4 +1,4 @@
-"""What a run needs, on paper: memory by part, floating-point operations, traffic, seconds and layouts that fit. No GPU.
+"""The needs of a run, on paper: memory by part, floating-point operations, traffic, seconds and layouts that fit. No GPU.
 
     python tools/plan_run.py --config examples/configs/32b_16x8.yaml [--gpu H200] [--name value ...]
 

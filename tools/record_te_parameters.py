@@ -99,7 +99,7 @@ def believe_in_cuda() -> None:
 
 
 def parameters(hf: dict[str, Any], layout: dict[str, Any], rank: int) -> dict[str, list[int]]:
-    """What one rank holds, under the names of its modules."""
+    """The parameters that one rank holds, under the names of its modules."""
     import torch
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -52,7 +52,7 @@ def read_run(folder: Path) -> tuple[str, Run]:
 
 
 def collect(folders: Iterable[Path]) -> dict[str, Any]:
-    """What the runs gave, by experiment and seed."""
+    """The results of the runs, by experiment and seed."""
     settings: dict[str, list[Run]] = {}
     for name, run in map(read_run, folders):
         settings.setdefault(name, []).append(run)

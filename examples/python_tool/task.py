@@ -46,7 +46,7 @@ class Problem:
 
     @property
     def code(self) -> str:
-        """What prints the answer."""
+        """The code that prints the answer."""
         if self.kind == "products":
             return f"print({self._written})"
         if self.kind == "sort":

@@ -26,7 +26,7 @@ def advantages(
     eps: float = 1e-8,
     weights: Sequence[float] | None = None,
 ) -> Tensor:
-    """How much better each completion did than its group; computed in float64.
+    """Advantage of each completion over its group; computed in float64.
 
         standard    (reward - mean) / (std + eps), both of the group
         centered    reward - mean of the group (Dr. GRPO, arXiv 2503.20783)

@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number: a weight for each token, and the denominator of a mini-batch."""
+"""The way from the losses of tokens to one number: a weight for each token, and the denominator of a mini-batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mgrpo.config.loss import LossConfig
 def token_weights(
     loss_mask: Tensor, cu_seqlens: Tensor, config: LossConfig, denominator: float | Tensor | None = None
 ) -> Tensor:
-    """What each token's loss is multiplied by: the mask times the normaliser of `config.aggregation`, `[tokens]`.
+    """The factor of each token's loss: the mask times the normaliser of `config.aggregation`, `[tokens]`.
 
     Arguments as `policy_loss`; the sum of weight x loss over all micro-batches and ranks is the aggregated loss.
     """

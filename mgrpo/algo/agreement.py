@@ -1,4 +1,4 @@
-"""How far trainer and engine agree about tokens of the present weights, and how far the policy has left older tokens behind.
+"""The agreement of trainer and engine about tokens of the present weights, and the policy's distance from older tokens.
 
 A loss measures the same without ages, over all its tokens and against the old logprobs, and for nothing, since it computes the
 differences anyway. This is for batches in which that would mix both, and where the old logprobs are the engine's.

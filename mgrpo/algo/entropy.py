@@ -42,7 +42,7 @@ class AdaptiveEntropy:
     coef_min: float
     coef_max: float
     last_entropy: float | None = None
-    """Of the last optimizer step, the mean per token over all ranks; None before the first step."""
+    """Entropy of the last optimizer step, the mean per token over all ranks; None before the first step."""
 
     @property
     def applied(self) -> float:
@@ -58,7 +58,7 @@ class AdaptiveEntropy:
         return replace(self, coef=coef, last_entropy=float(mean_entropy))
 
     def state(self) -> dict[str, float | None]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         return {"coef": self.coef, "last_entropy": self.last_entropy}
 
     def with_state(self, state: Mapping[str, Any]) -> AdaptiveEntropy:

@@ -1,4 +1,4 @@
-"""Which groups carry no learning signal, and which prompts have been solved for good.
+"""The groups without a learning signal, and the prompts that have been solved for good.
 
 Pure functions over `[prompts, group]`, NaN for no score. Sampling others in their place, remembering the prompts to
 leave out, and counting them is left to the callers.

@@ -42,7 +42,7 @@ class LossInputs:
     config: LossConfig
     """The loss section of the configuration."""
     denominator: float | Tensor | None
-    """Of the whole mini-batch over all ranks, see `mgrpo.algo.loss_denominator`; a number or `[num_seqs]`."""
+    """Denominator of the whole mini-batch over all ranks, see `mgrpo.algo.loss_denominator`; a number or `[num_seqs]`."""
 
     @property
     def mask(self) -> Tensor:
@@ -68,7 +68,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """What one micro-batch adds to the loss and to the step's metrics."""
+    """The part of one micro-batch in the loss and in the step's metrics."""
 
     loss: Tensor
     """Scalar with a graph, already divided by the denominator."""

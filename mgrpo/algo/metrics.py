@@ -1,4 +1,4 @@
-"""What a loss reports, in a form that adds up over micro-batches and ranks.
+"""The metrics of a loss, in a form that adds up over micro-batches and ranks.
 
 A metric is a pair (sum over trained tokens, number of tokens in that sum). Pairs are added, and divided once at the
 end, so every token weighs the same wherever it was computed. A pair with count 0 was not measured and is not logged.
@@ -46,7 +46,7 @@ _COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
     "val/rho_drop_low_frac": (("rho_dropped_low",), "count"),
     "val/rho_drop_high_frac": (("rho_dropped_high",), "count"),
 }
-"""Which columns of `ops.policy_loss`'s sums make a metric's sum, and which its count."""
+"""The columns of `ops.policy_loss`'s sums that make a metric's sum, and those that make its count."""
 METRICS = (*_COLUMNS, _KEPT_OUT)
 """Keys of `PolicyLoss.metrics`; a user's function adds its own."""
 MAXIMA = (MISMATCH_MAX,)
@@ -131,7 +131,7 @@ def summarise(
 
 @cache
 def _choice(unmeasured: frozenset[str], device: torch.device) -> Tensor:
-    """Which columns to add up for each metric's sum and count, `[metrics, 2, 2]`; the column after the last one is 0.
+    """The columns to add up for each metric's sum and count, `[metrics, 2, 2]`; the column after the last one is 0.
 
     What was not measured has count 0.
     """

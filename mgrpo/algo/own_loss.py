@@ -37,7 +37,7 @@ def load_loss(config: LossConfig) -> LossFunction | None:
 
 
 def loss_problems(config: LossConfig, function: object = None) -> list[str]:
-    """What is wrong with the user's loss, `function` or the one that `policy_loss` names; none without such a loss."""
+    """Problems with the user's loss, `function` or the one that `policy_loss` names; none without such a loss."""
     try:
         if function is None:
             load_loss(config)
@@ -49,7 +49,7 @@ def loss_problems(config: LossConfig, function: object = None) -> list[str]:
 
 
 def loss_remarks(config: LossConfig, function: LossFunction | None) -> list[str]:
-    """What a user should know about how the loss is computed."""
+    """Remarks for the user on how the loss is computed."""
     if function is not None:
         return [f"policy_loss {_name(function)}: your own function, computed in PyTorch; its metrics are {PREFIX}*"]
     remark = NAMED[config.policy_loss].REMARK

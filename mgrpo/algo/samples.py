@@ -163,7 +163,7 @@ def _sample(
 
 
 def _stand_in(prompt: Prompt, completion: Completion) -> Completion:
-    """Of a completion that never began: a token, because every sample has one."""
+    """The stand-in for a completion that never began: a token, because every sample has one."""
     versions = np.full(1, -1, np.int32)
     return replace(
         completion,

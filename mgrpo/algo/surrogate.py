@@ -1,4 +1,4 @@
-"""What all named losses share: the surrogate's operands, correction, KL penalty, weights of tokens, and metrics.
+"""The common part of all named losses: the surrogate's operands, correction, KL penalty, weights of tokens, and metrics.
 
 The per-token arithmetic is in `mgrpo.ops.policy_loss`; here a `LossConfig` becomes its settings and operands.
 """

@@ -18,7 +18,7 @@ from mgrpo.checkpoint.folder import MANIFEST
 from mgrpo.models.table import Box, Shape
 
 VERSION = 2
-"""What is written; version 1 has no checksum of the manifest itself."""
+"""The version that is written; version 1 has no checksum of the manifest itself."""
 READABLE = (1, 2)
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,40}")
@@ -65,7 +65,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceRecord:
-    """Where one box of a tensor of one kind lies."""
+    """The place of one box of a tensor of one kind."""
 
     kind: str
     dtype: str
@@ -99,7 +99,7 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """What one rank wrote in one attempt to save, or why it could not."""
+    """One rank's files in one attempt to save, or why it could not."""
 
     step: int
     rank: int
@@ -265,7 +265,7 @@ def file_name(name: object) -> str:
 
 
 def _parsed(text: bytes, what: str, read: Callable[[dict[str, Any]], Record]) -> Record:
-    """What `read` makes of JSON; ValueError for whatever is missing or of another type."""
+    """The record that `read` makes of JSON; ValueError for whatever is missing or of another type."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as err:

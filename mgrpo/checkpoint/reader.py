@@ -139,7 +139,7 @@ class Checkpoint:
             self._check_sum(name, path)
 
     def _path_of(self, name: str) -> Path:
-        """Where a file lies on this machine; the copy of a remote file is checked when it is made."""
+        """The place of a file on this machine; the copy of a remote file is checked when it is made."""
         if name not in self._local:
             self._stored.check_size(name)
             path = self._folder.local_copy(name, self._cache)

@@ -48,7 +48,7 @@ class Part:
     """One box of one tensor, and its values on this rank."""
 
     kind: str
-    """What the values are: "master", "exp_avg", "exp_avg_sq", "reference"."""
+    """Kind of the values: "master", "exp_avg", "exp_avg_sq", "reference"."""
     box: Box
     tensor: torch.Tensor
     """Any dtype and device, contiguous or a view, in the box's shape."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 PATIENCE_S = 600.0
-"""How long a run that ends waits for somebody to make room for its model."""
+"""Seconds that a run that ends waits for room for its model."""
 _POLL_S = 5.0
 
 

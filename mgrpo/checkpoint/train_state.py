@@ -1,4 +1,4 @@
-"""What a learner rank puts into a checkpoint and takes out of it, in slices of HF tensors, independent of the layout.
+"""A learner rank's part of a checkpoint, written and read in slices of HF tensors, independent of the layout.
 
 Every layout, ZeRO stage and number of ranks writes the same tensors, so each can continue from any other: masters and
 Adam's moments in float32, the reference model when it has moved, and one step count. Random states are kept by rank. Of a
@@ -35,7 +35,7 @@ class TrainState:
         self.rank = dist.get_rank()
 
     def parts(self) -> list[Part]:
-        """What this rank writes: each box is written by one of the ranks that hold it. Every rank must call.
+        """The boxes that this rank writes: each is written by one of the ranks that hold it. Every rank must call.
 
         Raises:
             ValueError: the optimizer does not expose its float32 weights.

@@ -1,4 +1,4 @@
-"""How much of each source a mix takes, and which rows: the same as in Open Instruct.
+"""The rows that a mix takes of each source: the same as in Open Instruct.
 
 An amount with a point is a share of the source's rows, computed in double precision and rounded down; one without is a
 count. Whole passes over the source come first, in its order, then a random remainder without repeats, always the same.
@@ -32,7 +32,7 @@ class Entry:
         _parse(self)
 
     def num_taken(self, num_rows: int) -> int:
-        """How many rows are taken of a source with `num_rows`."""
+        """The number of rows that are taken of a source with `num_rows`."""
         amount = _parse(self)
         return int(amount * num_rows) if isinstance(amount, float) else amount
 

@@ -35,7 +35,7 @@ _ANNOUNCED_ROWS = 50_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which rows a mix takes, in its order."""
+    """The rows of a mix, in its order."""
 
     lines: tuple[Entry, ...]
     sources: tuple[DataSource, ...]

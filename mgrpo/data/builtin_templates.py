@@ -24,7 +24,7 @@ class Template:
     text: str
     """Jinja."""
     stop_strings: tuple[str, ...] = ()
-    """What ends an answer besides the model's own end token."""
+    """Texts that end an answer, besides the model's own end token."""
 
 
 def _setting(body: str, **values: str | bool) -> str:

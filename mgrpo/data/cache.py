@@ -87,7 +87,7 @@ class Cache:
         return self._root / f"{kind}-{digest(key)[:20]}"
 
     def _parent(self) -> Path:
-        """Where folders are built: next to the finished ones, or in a folder that is deleted with this object."""
+        """The folder in which others are built: next to the finished ones, or in a folder that is deleted with this object."""
         if self._scratch is None:
             is_usable = self._is_usable()
             if is_usable and not self._skip:
@@ -141,7 +141,7 @@ def _plain(key: Mapping[str, Any]) -> Any:
 
 
 def _damage(folder: Path, key: Mapping[str, Any]) -> str | None:
-    """What is wrong with a folder; None if every byte is as it was written."""
+    """The damage of a folder, in words; None if every byte is as it was written."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
         if manifest["made_of"] != _plain(key):

@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Summary:
-    """What a run needs to know about the rows of a source without reading them again."""
+    """Facts about the rows of a source, so that a run need not read them again."""
 
     num_rows: int = 0
     """Good rows."""

@@ -28,7 +28,7 @@ class Tools(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What decides the tokens of a row, besides the tokenizer."""
+    """Everything that decides the tokens of a row, besides the tokenizer."""
 
     template: str | None
     """Jinja; None joins the contents of messages by newlines."""
@@ -39,14 +39,14 @@ class Recipe:
     overlong: Literal["filter", "truncate_left", "error"]
     contract: Contract
     tools: Tools | None = None
-    """Whose schemas the template is given. None: there are no tools, or it is not told of them."""
+    """Tools, the schemas of which the template is given. None: there are none, or it is not told of them."""
 
     def to_json(self) -> dict[str, Any]:
         """For the key of a cache."""
         return dataclasses.asdict(self) | {"tools": None if self.tools is None else self.tools.to_json()}
 
     def asked(self, record: Mapping[str, object], *, opening: str = "") -> str | list[Message]:
-        """What the model is asked: text, or the messages that the template is given.
+        """The question to the model: text, or the messages that the template is given.
 
         Args:
             opening: what an environment adds to the text, or to the last message of the user.
@@ -69,7 +69,7 @@ class Recipe:
         return with_bos(text, tokenizer) if self.add_bos else text
 
     def shortened(self, tokens: np.ndarray, tokenizer: Any) -> tuple[np.ndarray, str]:
-        """What is kept of a prompt over the limit: nothing, unless it is cut."""
+        """The part of a prompt over the limit that is kept: nothing, unless it is cut."""
         if self.overlong != "truncate_left":
             return tokens[:0], ""
         tokens = tokens[-self.max_tokens :]

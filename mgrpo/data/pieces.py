@@ -1,4 +1,4 @@
-"""The text of single tokens, for whoever reads what was sampled token by token."""
+"""The text of single tokens, for reading a sample token by token."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 PARTIAL = "\ufffd"
-"""What a tokenizer writes for bytes that are no character yet."""
+"""A tokenizer's sign for bytes that are not a whole character yet."""
 
 
 class TokenPieces:
-    """Cuts a completion's text into its tokens'. Special tokens are written out; ids beyond the vocabulary are no text."""
+    """Cuts a completion's text into its tokens'. Special tokens are written out; ids beyond the vocabulary have no text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

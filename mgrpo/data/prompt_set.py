@@ -32,9 +32,9 @@ class PromptSet:
     """Prompts, labels and columns; a prompt and its labels come from one row. Safe to use from several threads."""
 
     statistics: Mapping[str, Any]
-    """Of `statistics_of`; also in the folder's statistics.json."""
+    """The result of `statistics_of`; also in the folder's statistics.json."""
     folder: Path
-    """Where the tables are, or were: they may be deleted while they are in use."""
+    """The folder of the tables, now or earlier: they may be deleted while they are in use."""
 
     def __init__(
         self, folder: Path, recipe: Recipe, sources: Sequence[str], *, named: Sequence[Mapping[str, Any]]
@@ -94,7 +94,7 @@ class PromptSet:
         )
 
     def asked(self, prompt: Prompt) -> str | list[Message]:
-        """What the model is asked: text, or the messages that the template is given."""
+        """The question to the model: text, or the messages that the template is given."""
         return self._recipe.asked(self._row(prompt.id)[1])
 
     def with_opening(self, prompt: Prompt, opening: str, tokenizer: Any) -> Prompt:
@@ -150,7 +150,7 @@ def num_tokens(prompts: pyarrow.Table) -> np.ndarray:
 
 
 def largest_token(prompts: pyarrow.Table) -> int:
-    """Of the prompts that are kept; -1 if there is none."""
+    """The largest token of the prompts that are kept; -1 if there is none."""
     return max((int(_view(chunk.flatten()).max(initial=-1)) for chunk in prompts.column("tokens").chunks), default=-1)
 
 

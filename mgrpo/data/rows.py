@@ -1,4 +1,4 @@
-"""What a row must look like, and what its columns mean. Rows are plain JSON values here: no files, no tokenizer.
+"""The form of a row, and the meaning of its columns. Rows are plain JSON values here: no files, no tokenizer.
 
 A row has `messages` (a list of {"role", "content"}) or else `prompt` (text, or such a list), `dataset` (the name of a
 verifier, or a list of names) and `ground_truth` (any JSON value; with a list of names, one each). All other columns
@@ -50,7 +50,7 @@ class Contract:
         return isinstance(prompt, list), self.labels(record)[0]
 
     def prompt(self, record: Mapping[str, object]) -> str | list[Message]:
-        """What the model is asked: text, or messages without a final answer."""
+        """The question to the model: text, or messages without a final answer."""
         prompt = self._given(record)
         if isinstance(prompt, str):
             return prompt

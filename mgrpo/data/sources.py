@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders, names of datasets, and Python. Each becomes a `DataSource` of checked rows.
+"""Sources of rows: files, folders, names of datasets, and Python. Each becomes a `DataSource` of checked rows.
 
 JSON and JSONL are read here, so that bad lines have their numbers; everything else is read by `datasets`. A source is
 identified by its content. The check of a large one is cached; its rows are read again when they become prompts.
@@ -31,7 +31,7 @@ _BATCH_ROWS = 1000
 _BLOCK = 2**20
 
 Content = Mapping[str, Any]
-"""What distinguishes the rows of one source from those of another, in JSON."""
+"""The identity of one source's rows, in JSON: it differs where the rows do."""
 Reader = Callable[[], Iterable[Row]]
 Stamp = Sequence[tuple[str, int, int]]
 """Name, time and size of files."""
@@ -43,7 +43,7 @@ class DataSource:
 
     name: str
     key: Mapping[str, Any]
-    """What the rows are made of, in JSON: equal keys, equal rows."""
+    """The origin of the rows, in JSON: equal keys, equal rows."""
     summary: Summary
     rows: Reader
     """Reads the rows, from the first; all are good unless the summary has problems."""

@@ -1,4 +1,4 @@
-"""Does something for the first time in a process of its own, where it can take neither for ever nor all memory."""
+"""Does something for the first time in a process of its own, under limits of time and memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 TRIAL_S = 20.0
 TRIAL_BYTES = 512 << 20
-"""What a trial may take in addition to what this process has."""
+"""Memory that a trial may take in addition to that of this process."""
 
 
 def exceeded(work: Callable[[], object]) -> str | None:
-    """Which limit `work` exceeds in a forked process, in words; None if it ends in time, also with an error.
+    """The limit that `work` exceeds in a forked process, in words; None if it ends in time, also with an error.
 
     Call from the main thread, before there are threads whose locks `work` could wait for.
     """

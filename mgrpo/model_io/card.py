@@ -23,7 +23,7 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a run knows of the model that it has trained."""
+    """Facts of a run about the model that it has trained."""
 
     name: str
     """The repository, or what the run is called."""
@@ -49,7 +49,7 @@ class Facts:
     before: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the evaluation before training."""
     after: Mapping[str, float] = field(default_factory=dict)
-    """Of the one of this model."""
+    """Metrics of the evaluation of this model."""
     has_curve: bool = False
     settings: Mapping[str, Any]
     """Those worth knowing, by name."""

@@ -45,7 +45,7 @@ from mgrpo.policy.weights import Read
 TOLERANCE = 1e-3
 """Share of the largest logit by which two float32 models may differ through rounding."""
 MASTER = "master"
-"""What a run's checkpoint calls its weights, in float32."""
+"""The name of the weights in a run's checkpoint, in float32."""
 
 
 def hf_to_megatron(
@@ -138,7 +138,7 @@ class _Source:
 
 
 def _source_of(checkpoint: str | Path) -> Callable[[str | Path, Path | None], _Source]:
-    """What reads a folder of this format."""
+    """The reader of folders of this format."""
     if is_megatron_folder(checkpoint):
         return _megatron_source
     return _torch_dist_source if torch_dist_folder(checkpoint) else _run_source

@@ -1,4 +1,4 @@
-"""What tells a model's weights from others of the same shape, without reading them all."""
+"""The fingerprint that tells a model's weights from others of the same shape, without reading them all."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ NUM_SEQUENCES, NUM_TOKENS = 4, 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How much the logits of two models differ."""
+    """The differences between the logits of two models."""
 
     rows: int
     largest: float

@@ -103,14 +103,14 @@ class MegatronCheckpoint:
                 yield slice(start - first, stop - first), self._stored.read(box).view(size)
 
     def _find_prefix(self) -> str:
-        """What NeMo puts before every name."""
+        """NeMo's prefix of every name."""
         found = [name for name in self._stored.names if name.endswith(EMBEDDING) and not OTHER_STATE.match(name)]
         if len(found) != 1:
             raise ValueError(f"{self.path} holds {len(found)} tensors {EMBEDDING}; expected those of one model")
         return found[0].removesuffix(EMBEDDING)
 
     def _find(self, name: str, shape: Shape) -> list[Slab]:
-        """Where a parameter is stored."""
+        """The slabs in which a parameter is stored."""
         forms = {tuple(map(self._prefixed, form)): None for form in possible_names(self.shape, name, shape)}
         found = [form for form in forms if all(slab.tensor in self._stored.names for slab in form)]
         if not found:
@@ -128,7 +128,7 @@ class MegatronCheckpoint:
         return replace(slab, tensor=self._prefix + slab.tensor)
 
     def _bytes(self, form: tuple[Slab, ...]) -> list[tuple[Shape, str, int]]:
-        """Where all chunks of these tensors lie."""
+        """The places of all chunks of these tensors."""
         chunks = [chunk for slab in form for chunk in self._stored.tensor(slab.tensor).chunks]
         return [(chunk.box.start, chunk.file, chunk.offset) for chunk in chunks]
 

@@ -42,7 +42,7 @@ _AXES = ("tensor", "pipeline", "expert", "virtual_pipeline", "first_stage_layers
 
 
 def stem(*, tensor: int, pipeline: int, expert: int) -> str:
-    """What the names of the files of these coordinates begin with."""
+    """The beginning of the names of the files of these coordinates."""
     return f"tp_{tensor:02d}_pp_{pipeline:03d}_ep_{expert:02d}"
 
 
@@ -76,7 +76,7 @@ def _smallest(layout: Layout) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a box of an HF tensor begins in a stored parameter."""
+    """The place in a stored parameter where a box of an HF tensor begins."""
 
     stem: str
     name: str

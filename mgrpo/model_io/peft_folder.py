@@ -25,7 +25,7 @@ def write_peft(
 
     Args:
         values: gives each of `adapter_tensors` in blocks of rows, float32, in their order.
-        base: of the model that the adapters belong to, for whoever loads them.
+        base: name of the model that the adapters belong to, for programs that load them.
     """
     headers = {PREFIX + name: (torch.float32, shape) for name, shape in adapter_tensors(model, lora).items()}
     folder.mkdir(parents=True, exist_ok=True)

@@ -69,13 +69,13 @@ _IN_INDEX: dict[tuple[str, str], Any] = {
     **{(module, name): record(name) for module, name in _INDEX_NAMES},
     **{("torch", name): getattr(torch, name) for name in _DTYPE_NAMES},
 }
-"""What the pickle of `.metadata` may name: all of it is data."""
+"""The names that the pickle of `.metadata` may use: all of them are data."""
 _IN_CHUNK: dict[tuple[str, str], Any] = {
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
     ("torch._utils", "_rebuild_tensor_v2"): record("_rebuild_tensor_v2"),
     ("collections", "OrderedDict"): record("OrderedDict"),
 }
-"""What the pickle of a chunk may name."""
+"""The names that the pickle of a chunk may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class StoredTensor:
 
     @cached_property
     def _longest(self) -> Shape:
-        """Of all chunks, along each dimension."""
+        """The longest extent of all chunks, along each dimension."""
         return tuple(map(max, zip(*(chunk.box.shape for chunk in self.chunks), strict=True)))
 
     def parts(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
@@ -118,7 +118,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """Where a chunk's values begin in its file, and what its archive says of them."""
+    """The place in its file where a chunk's values begin, and what its archive says of them."""
 
     start: int
     num_bytes: int
@@ -258,7 +258,7 @@ class TorchDistFolder:
         return values[:, columns].reshape(common.shape)
 
     def _archive(self, chunk: Chunk, dtype: torch.dtype) -> _Values:
-        """Where the values of a chunk are, whose archive must hold just such a tensor."""
+        """The place of the values of a chunk, whose archive must hold just such a tensor."""
         if chunk not in self._values:
             where = f"{self.path / chunk.file}, bytes {chunk.offset:,} to {chunk.offset + chunk.num_bytes:,}"
             with open(self.path / chunk.file, "rb") as file:
@@ -348,7 +348,7 @@ class _Window(io.RawIOBase):
 
 
 def _open_archive(window: _Window, where: str, chunk: Chunk, dtype: torch.dtype) -> _Values:
-    """Where in the file the values begin that an archive of torch.save holds; ValueError unless they are the chunk's."""
+    """The place in the file of the values in an archive of torch.save; ValueError unless they are the chunk's."""
     archive = zipfile.ZipFile(window)
     pickles = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
     if len(pickles) != 1:

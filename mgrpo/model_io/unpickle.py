@@ -17,7 +17,7 @@ class Forbidden(ValueError):
 
 
 class StoredStorage:
-    """What a pickle calls a function or a class for: its arguments, and the state that is set afterwards."""
+    """The call of a function or a class by a pickle: its arguments, and the state that is set afterwards."""
 
     args: tuple[Any, ...]
     state: Any

@@ -34,7 +34,7 @@ class LoraShape:
 
     @property
     def scale(self) -> float:
-        """What B A is multiplied by."""
+        """The factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     def adapts(self, hf_tensor: str) -> bool:
@@ -64,7 +64,7 @@ def adapter_tensors(model: ModelShape, lora: LoraShape) -> dict[str, Shape]:
 
 
 def adapter_places(place: LocalParameter, lora: LoraShape) -> tuple[LocalParameter, LocalParameter] | None:
-    """What a and b of the layer whose weight lies at `place` hold; None where none of its matrices has an adapter.
+    """The places of a and b of the layer whose weight lies at `place`; None where none of its matrices has an adapter.
 
     Rows of b that no piece covers belong to matrices without an adapter.
     """

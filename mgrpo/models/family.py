@@ -39,7 +39,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What Megatron, the rule table and the engines need to know about a decoder."""
+    """The shape of a decoder, as far as Megatron, the rule table and the engines need it."""
 
     family: str
     num_layers: int
@@ -53,7 +53,7 @@ class ModelShape:
     tied: bool
     norm_eps: float
     norms: Literal["before", "after", "around"] = "before"
-    """Where attention and MLP have norms: on their input, on their output before the residual sum, or on both."""
+    """Place of the norms of attention and MLP: on their input, on their output before the residual sum, or on both."""
     zero_centred_norms: bool = False
     """Norms multiply by 1 + weight."""
     qkv_bias: bool = False
@@ -72,7 +72,7 @@ class ModelShape:
     embedding_scale: float = 1.0
     """Multiplies embeddings but not the tied LM head; rounded to the embeddings' dtype."""
     activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
-    """Of the gate, which multiplies the up projection."""
+    """Activation of the gate, which multiplies the up projection."""
     experts: Experts | None = None
 
     @property
@@ -106,14 +106,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one `model_type` of transformers differs from a Llama."""
+    """The differences of one `model_type` of transformers from a Llama."""
 
     fields: Callable[[HfConfig], dict[str, Any]] = lambda hf: {}
     """Fields of `ModelShape`."""
     layer_types: Callable[[HfConfig], Sequence[str]] = lambda hf: [FULL] * hf["num_hidden_layers"]
     """Whether each layer attends to everything or to a window."""
     defaults: HfConfig = field(default_factory=dict)
-    """What transformers assumes for keys that config.json lacks."""
+    """Transformers' defaults for keys that config.json lacks."""
     windowed_rope: Callable[[HfConfig], HfConfig] | None = None
     """RoPE of layers with a window, where config.json has one record for all layers; None: the same."""
     activation: tuple[str, str] = ("hidden_act", "silu")
@@ -260,7 +260,7 @@ def read_hf_config(model_dir: str | Path) -> dict[str, Any]:
 
 
 def no_model(model_dir: str | Path) -> str:
-    """What to say of a place without config.json; begins with it."""
+    """An error about a place without config.json, which begins with the place."""
     folder, name = Path(model_dir), str(model_dir)
     if folder.is_dir():
         exports = [path.parent for path in (*folder.glob("step_*/config.json"), *folder.glob("hf/step_*/config.json"))]

@@ -45,7 +45,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What a header says of a tensor."""
+    """A tensor as a header describes it."""
 
     dtype: str
     """safetensors' name of its type."""
@@ -176,7 +176,7 @@ def torch_dist_folder(path: str | Path) -> Path | None:
 
 
 def files_beside(folder: Path) -> list[Path]:
-    """What belongs to a model besides its weights: configurations, tokenizer, chat templates, model card, licence.
+    """The files of a model besides its weights: configurations, tokenizer, chat templates, model card, licence.
 
     Raises:
         ValueError: one of them is a link that leads out of the folder, whose content could be anything of this machine.

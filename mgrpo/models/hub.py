@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
 Part = Literal["model", "tokenizer", "config", "adapter"]
-"""What of a repository is needed; a model comes with its tokenizer."""
+"""The part of a repository that is needed; a model comes with its tokenizer."""
 _TOKENIZER = (
     *("config.json", "generation_config.json", "tokenizer*.json", "tokenizer*.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece*.model"),
@@ -50,7 +50,7 @@ _NEEDED: Mapping[Part, tuple[str, ...]] = {
 """One of these must be there."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ANSWER_S = 30.0
-"""How long the Hub may take to say what a repository holds."""
+"""Seconds that the Hub may take to list a repository."""
 
 
 class HubError(ValueError):
@@ -135,7 +135,7 @@ def _download(
 
 
 def _remember(name: str, commit: str, revision: str | None) -> None:
-    """What a branch or tag has come to, for when the Hub does not answer; the client writes it only where it asks itself."""
+    """Keep the commit of a branch or tag for when the Hub does not answer; the client writes it only where it asks itself."""
     path = _repository(name) / "refs" / (revision or "main")
     with suppress(OSError):
         if revision != commit and not (path.is_file() and path.read_text() == commit):
@@ -144,7 +144,7 @@ def _remember(name: str, commit: str, revision: str | None) -> None:
 
 
 def _wanted(info: ModelInfo, part: Part) -> dict[str, int]:
-    """What there is to download for each file of a repository that `part` needs, bytes."""
+    """Bytes to download for each file of a repository that `part` needs."""
     from huggingface_hub.utils import filter_repo_objects
 
     # The cache keeps each content once: one that another commit has is linked to.
@@ -186,7 +186,7 @@ def _folder(name: str, commit: str) -> Path:
 
 
 def _repository(name: str) -> Path:
-    """Where the cache keeps a model."""
+    """The folder in which the cache keeps a model."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -194,7 +194,7 @@ def _repository(name: str) -> Path:
 
 
 def _cached(name: str, revision: str | None, part: Part) -> HubSnapshot | None:
-    """What the cache has of a revision, if it has all that `part` needs."""
+    """The revision in the cache, if all that `part` needs is there."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -216,7 +216,7 @@ def _cached(name: str, revision: str | None, part: Part) -> HubSnapshot | None:
 
 
 def _why_not(err: Exception, name: str, revision: str | None) -> tuple[str, str]:
-    """What an error of the client means for its user: a predicate of the name, and advice."""
+    """An error of the client in words for its user: a predicate of the name, and advice."""
     from huggingface_hub import constants, errors
 
     log_in = "log in with hf auth login, or set HF_TOKEN"
@@ -257,7 +257,7 @@ def _has_token() -> bool:
 
 @contextmanager
 def _only_one(name: str) -> Iterator[None]:
-    """Of the processes of this machine; where the cache cannot be written to, there is nothing to wait for."""
+    """Within, no other process of this machine does the same; where the cache cannot be written to, nothing is waited for."""
     from huggingface_hub.utils import WeakFileLock
 
     locks = _repository(name).parent / ".locks"

@@ -1,4 +1,4 @@
-"""Where Megatron-core's own checkpoints keep each Megatron parameter of `table`: in which tensors, at which rows.
+"""The place of each Megatron parameter of `table` in Megatron-core's own checkpoints: in which tensors, at which rows.
 
 Megatron-core gives a tensor the same name in every layout and counts its elements over the whole model. It has three
 ways to name those of a layer:
@@ -22,7 +22,7 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 VOCABULARY = (EMBEDDING, HEAD)
 """Parameters whose number of rows depends on how far a vocabulary was padded."""
 OTHER_STATE = re.compile(r"(chained_\d+\.)?optimizer\.")
-"""What the names of an optimizer's tensors begin with."""
+"""The beginning of the names of an optimizer's tensors."""
 
 _NAMES: dict[str, tuple[str, ...]] = {
     **{own: (fused, own) for fused, own in FUSED_NORMS.items()},
@@ -47,7 +47,7 @@ class Slab:
     at: Shape
     """Leading indices: layer, expert."""
     of: Shape
-    """How many there are of each."""
+    """The number of each of them."""
     first_row: int
     """In the parameter."""
     shape: Shape

@@ -25,7 +25,7 @@ LOGITS_CHUNK = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """What one rank holds throughout a run."""
+    """Bytes that one rank holds throughout a run."""
 
     parameters: int
     gradients: int
@@ -63,7 +63,7 @@ class Elements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """What a rank would hold with a single pipeline stage, part by part; vocabulary padding included."""
+    """Weights that a rank would hold with a single pipeline stage, part by part; vocabulary padding included."""
 
     layers: tuple[Elements, ...]
     embedding: int
@@ -113,7 +113,7 @@ def stage_elements(shape: ModelShape, layout: Layout, *, stage: int) -> Elements
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterHoldings:
-    """What a rank would hold of adapters with a single pipeline stage, layer by layer."""
+    """Adapters that a rank would hold with a single pipeline stage, layer by layer."""
 
     layers: tuple[Elements, ...]
     adapted: tuple[Elements, ...]

@@ -19,7 +19,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = "adapter"
 """Folder of the adapters in an export of a policy that has them."""
 PREFIX = "base_model.model."
-"""Of every tensor's name: peft's wrapper around the model, and the model in it."""
+"""The beginning of every tensor's name: peft's wrapper around the model, and the model in it."""
 _KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the model's own weights as they are."""
 _UNSUPPORTED: Mapping[str, str] = {
@@ -48,7 +48,7 @@ def target_names(model: ModelShape) -> tuple[str, ...]:
 
 
 def peft_config(model: ModelShape, lora: LoraShape, *, base: str) -> dict[str, object]:
-    """What adapter_config.json holds of `lora` on the model in `base`."""
+    """The content of adapter_config.json for `lora` on the model in `base`."""
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
     return {
         "peft_type": "LORA",

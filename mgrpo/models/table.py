@@ -1,4 +1,4 @@
-"""Which slice of which Hugging Face tensor each shard of the model holds, in training and in the engines.
+"""The slices of Hugging Face tensors that each shard of the model holds, in training and in the engines.
 
 One table (`_layer_rules`) and four rules define how a Megatron parameter is laid out in HF tensors:
     Replicated  every tensor rank holds the whole tensor
@@ -46,7 +46,7 @@ class Box:
         return Box(self.name, start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where this slice lies inside `outer`, which contains it."""
+        """The place of this slice inside `outer`, which contains it."""
         return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.start, outer.start, self.shape, strict=True))
 
 
@@ -83,7 +83,7 @@ class LocalParameter:
     """The LM head of a tied model's last stage, a copy of the first stage's embedding."""
 
     def run(self, start: int, stop: int) -> Iterator[FlatPiece]:
-        """What elements `start` to `stop` hold, counted row by row: the shard of an optimizer that ignores rows.
+        """The pieces that elements `start` to `stop` hold, counted row by row: the shard of an optimizer that ignores rows.
 
         Each box lies in a partial first row, whole rows, or a partial last row.
         """
@@ -238,7 +238,7 @@ def _mlp_tensors(at: str, matrices: tuple[str, str, str], hidden: int, ffn: int)
 
 
 def _mlp_rules(at: str, hf_at: Sequence[str], matrices: tuple[str, str, str] = GATE_UP_DOWN) -> dict[str, Rule]:
-    """Of one gated layer, or of several one above the other."""
+    """The rules of one gated layer, or of several one above the other."""
     gate, up, down = matrices
     return {
         at + "linear_fc1.weight": Stacked(tuple(f"{one}{name}.weight" for one in hf_at for name in (gate, up))),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of the logits that the compiled ops take."""
+"""Dtypes of the logits that the compiled ops take."""
 
 # torch 2.13 renamed it, and warns about the old name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,7 +31,7 @@ def gather(stats: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def op_cotangents(g_logprobs: Tensor | None, g_entropy: Tensor | None, merged: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What autograd passes to backward, in the form the ops take; the entropy's may be None, which is cheaper."""
+    """The cotangents that autograd passes to backward, in the form the ops take; the entropy's may be None, which is cheaper."""
     g_logprobs = torch.zeros_like(merged[0]) if g_logprobs is None else g_logprobs.contiguous()
     return g_logprobs, None if g_entropy is None else g_entropy.contiguous()
 

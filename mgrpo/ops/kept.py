@@ -31,7 +31,7 @@ class KeptSets(NamedTuple):
     """`[n + 1]` int32 from 0 to m: entries `offsets[i]` to `offsets[i + 1]` are the set of target i."""
 
     def entry_targets(self) -> Tensor:
-        """Which target each entry belongs to, `[m]` int64."""
+        """The target that each entry belongs to, `[m]` int64."""
         each = torch.arange(self.offsets.shape[0] - 1, device=self.offsets.device)
         return each.repeat_interleave(self.offsets.diff(), output_size=self.ids.shape[0])
 
@@ -229,7 +229,7 @@ def check_kept(kept: KeptSets, targets: Tensor) -> None:
 
 
 def check_kept_values(kept: KeptSets, targets: Tensor, vocab_range: tuple[int, int]) -> None:
-    """Members of each set, where one CPU rank holds the whole vocabulary: elsewhere nobody sees all of them in time."""
+    """Members of each set, where one CPU rank holds the whole vocabulary: elsewhere no rank sees all of them in time."""
     low, high = vocab_range
     entry_targets = kept.entry_targets()
     outside = ((kept.ids < low) | (kept.ids >= high)).nonzero()

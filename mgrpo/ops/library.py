@@ -34,7 +34,7 @@ _C, _load_error = _load()
 
 
 def build_info() -> dict[str, Any]:
-    """How the ops were built.
+    """Facts about the build of the ops.
 
     Returns:
         compiled: whether the library is loaded. cuda_archs: TORCH_CUDA_ARCH_LIST of its CUDA kernels, "" without.

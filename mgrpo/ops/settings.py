@@ -1,4 +1,4 @@
-"""What Python and csrc/core/policy_loss.h share by position: the settings of a loss, and the columns of its sums."""
+"""The positions that Python and csrc/core/policy_loss.h share: the settings of a loss, and the columns of its sums."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COLUMNS = (
     "rollout_kl",
     "mismatch_max",
 )
-"""What `policy_loss` adds up for each sequence; order and meaning as `Column` in csrc/core/policy_loss.h."""
+"""The sums of `policy_loss` for each sequence; order and meaning as `Column` in csrc/core/policy_loss.h."""
 
 SurrogateFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(ratio, logprobs, advantages), each `[tokens]` -> loss `[tokens]`; gradients flow through ratio and logprobs."""

@@ -23,7 +23,7 @@ def documents(
     pack_length: int,
     cost: Cost | None = None,
 ) -> list[list[int]]:
-    """Which samples form a document, as indices; every sample in exactly one.
+    """The samples that form each document, as indices; every sample in exactly one.
 
     Samples of a group with equal prompts become one document if it is not longer than `pack_length`: with True always,
     with "auto" where that is cheaper, with False never. Every other sample is a document of its own.
@@ -129,7 +129,7 @@ def assemble(
 
 
 def _kept(samples: Sequence[TrainSample], is_predicted: np.ndarray, targets: np.ndarray) -> KeptTokens | None:
-    """What has no set is not trained; its own token gives it a logprob all the same."""
+    """The sets of the predicted tokens. A token without one is not trained; its own token gives it a logprob all the same."""
     sets = [sample.kept for sample in samples if sample.kept is not None]
     assert len(sets) in (0, len(samples)), "all samples of a step have sets, or none has"
     return KeptTokens.joined(sets).where(is_predicted).filled(targets) if sets else None

@@ -1,4 +1,4 @@
-"""What lengths alone say about packs: rank 0 plans and measures a step without laying out a token."""
+"""Packs as far as lengths alone decide them: rank 0 plans and measures a step without laying out a token."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def cumulative(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def sums(values: np.ndarray, counts: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Of the first counts[0] values, the next counts[1] and so on; int64, 0 for none."""
+    """The sums of the first counts[0] values, the next counts[1] and so on; int64, 0 for none."""
     return np.diff(cumulative(values)[cumulative(counts)])
 
 

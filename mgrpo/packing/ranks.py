@@ -67,7 +67,7 @@ def balance(
 
 
 def mini_batches(lengths: Sequence[int], num_mini_batches: int, *, epoch: int = 0, seed: int = 0) -> list[list[int]]:
-    """Which documents train in which optimizer step: equally many tokens in each, to within the longest document.
+    """The documents of each optimizer step: equally many tokens in each, to within the longest document.
 
     Epoch 0 deals the longest documents first; every later epoch deals them in an order shuffled by its number and
     `seed`, for another partition. A mini-batch is empty only when there are fewer documents than mini-batches.
@@ -221,7 +221,7 @@ def _swap(
 def _offers(
     packs: Packs, lengths: list[int], costs: list[float], pack_length: int
 ) -> tuple[list[tuple[int | None, int]], np.ndarray, np.ndarray, np.ndarray]:
-    """What a rank can put into a swap, as (document, its pack), with its length, its cost and the room in its pack.
+    """The offers of a rank for a swap, as (document, its pack), with its length, its cost and the room in its pack.
 
     A document of None offers a place in that pack and nothing in return.
     """

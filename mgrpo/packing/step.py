@@ -1,4 +1,4 @@
-"""Which samples go where in one training step."""
+"""The places of samples in one training step."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def plan_step(
 def _mini_batches(
     samples: Sequence[TrainSample], lengths: np.ndarray, num_mini_batches: int, *, epoch: int, seed: int
 ) -> list[list[int]]:
-    """Which samples train in which optimizer step: whole groups, or single completions where there are too few of them.
+    """The samples of each optimizer step: whole groups, or single completions where there are too few of them.
 
     It depends on the samples alone, not on the layout's padding or on shared prompts.
 

@@ -62,7 +62,7 @@ _TRAINED = 1
 
 
 class Slice:
-    """What one data-parallel rank receives; its bytes are filled in where they are wanted."""
+    """The part of a batch for one data-parallel rank; its bytes are filled in where they are wanted."""
 
     def __init__(self, samples: Sequence[TrainSample], packs: Sequence[Documents]) -> None:
         """

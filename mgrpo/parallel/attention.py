@@ -37,7 +37,7 @@ def shared_prompts_pay() -> bool:
 
 
 def attention_remarks(dtype: torch.dtype, head_dim: int) -> list[str]:
-    """What attention over such heads is computed with, where a user has a choice: on CUDA."""
+    """Remarks on the kernel of attention over such heads, where a user has a choice: on CUDA."""
     if not backend.has_cuda():
         return []
     flash = backend.flash_attention(dtype, head_dim)

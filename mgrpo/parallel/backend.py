@@ -51,7 +51,7 @@ def device_bytes() -> int:
 
 
 def device_name() -> str | None:
-    """Of this rank's GPU, as CUDA gives it; None on the CPU."""
+    """Name of this rank's GPU, as CUDA gives it; None on the CPU."""
     return torch.cuda.get_device_name(device()) if has_cuda() else None
 
 
@@ -133,7 +133,7 @@ def init_process_group(
 
 @contextmanager
 def host_threads() -> Iterator[None]:
-    """What runs within may use this rank's share of the machine's cores."""
+    """Within, torch may use this rank's share of the machine's cores."""
     before = torch.get_num_threads()
     num_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1))

@@ -31,7 +31,7 @@ Sending = dist.Work | None
 
 
 class BroadcastPart(Protocol):
-    """What rank 0 sends to the holders of one part: bytes that are filled in just before."""
+    """A part for its holders from rank 0: bytes that are filled in just before they are sent."""
 
     num_bytes: int
 
@@ -40,7 +40,7 @@ class BroadcastPart(Protocol):
 
 
 class Action(enum.IntEnum):
-    """What the learners do next."""
+    """The learners' next action."""
 
     RUN = 0
     """The data that the others wait for follows."""
@@ -146,7 +146,7 @@ class BroadcastChannel:
     def _header(
         self, action: Action | None = None, message: bytes = b"", *, sizes: tuple[int, int] = (0, 0)
     ) -> tuple[Action, int, int]:
-        """What comes before everything: an action and two sizes; after ERROR its message."""
+        """The head of every message: an action and two sizes; after ERROR its message."""
         sent = [action or 0, len(message), 0] if message else [action or 0, *sizes]
         header = torch.tensor(sent if self.rank == 0 else [0, 0, 0], dtype=torch.int64)
         dist.broadcast(header, 0, group=self.group)

@@ -86,7 +86,7 @@ class GroupedExperts(torch.nn.Module):
     def forward(
         self, rows: torch.Tensor, rows_per_expert: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """What each row's expert makes of it, and no bias.
+        """The output of each row's expert, and no bias.
 
         Args:
             rows: `[rows, hidden]`, sorted by expert.

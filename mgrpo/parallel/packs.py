@@ -1,4 +1,4 @@
-"""What attention needs to know of a pack: its documents, who sees whom, and which tokens this rank holds.
+"""A pack as attention sees it: its documents, who sees whom, and which tokens this rank holds.
 
 A pack is `thd`: documents end to end, hidden states `[tokens, 1, hidden]`. Context-parallel ranks share every document;
 `local_tokens` says which tokens a rank holds.
@@ -88,11 +88,11 @@ class Queries:
 
 
 BLOCK = 128
-"""Queries and keys of a block: FlexAttention skips blocks in which nobody sees anybody, and masks no full ones."""
+"""Queries and keys of a block: FlexAttention skips blocks in which no query sees a key, and masks only those that are not full."""
 
 
 def _block_mask(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> BlockMask:
-    """Who sees whom, from the smallest and largest token, document, position and branch of each block.
+    """The mask of who sees whom, from the smallest and largest token, document, position and branch of each block.
 
     torch's own `create_block_mask` first writes every pair of a query and a key. Where documents share a block, these
     bounds may keep a block that it would drop; attention then takes longer and computes the same.

@@ -64,9 +64,9 @@ class StageActivations:
     kept: int
     """Activations of all micro-batches in flight."""
     kept_layer: int
-    """Of these, a layer's of one micro-batch."""
+    """The part of these that one layer keeps of one micro-batch."""
     buffers: int
-    """What Megatron gathers into under sequence parallelism, and a message between stages."""
+    """Buffers into which Megatron gathers under sequence parallelism, and a message between stages."""
     loss: int
     """Forward and backward pass of the LM head, on the last stage."""
     layer: int

@@ -41,7 +41,7 @@ class Line:
     rehearsed: float
     planned: float
     why: str = ""
-    """What explains a difference."""
+    """The explanation of a difference."""
 
     @property
     def difference(self) -> float | None:
@@ -124,7 +124,7 @@ def _rehearsed_work(plan: RunPlan, found: dict[str, Any]) -> Workload:
 
 
 def planned_traffic(plan: RunPlan, found: dict[str, Any]) -> Traffic:
-    """What the plan says that the rank sends in the rehearsed step."""
+    """The rank's traffic in the rehearsed step, as planned."""
     config, layout, stage = plan.config, plan.layout, found["stage"]
     settings, passes = config.parallel, passes_of(config)
     tokens = found["packs"] * config.algorithm.num_mini_batches * layout.round_up(settings.pack_length)
@@ -174,7 +174,7 @@ def _flops(plan: RunPlan, found: dict[str, Any]) -> Iterator[Line]:
 
 
 def _planned_flops(plan: RunPlan, found: dict[str, Any]) -> tuple[float, float]:
-    """Of the rank in the rehearsed step: matrix products, attention."""
+    """Operations of the rank in the rehearsed step: matrix products, attention."""
     layout, stage = plan.layout, found["stage"]
     settings, passes = plan.config.parallel, passes_of(plan.config)
     work = _rehearsed_work(plan, found)
@@ -247,7 +247,7 @@ def _exponent(count: float) -> str:
 
 
 def as_json(plan: RunPlan, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was rehearsed, rank by rank, each with its lines beside the plan, in bytes and operations."""
+    """The rehearsed ranks, each with its lines beside the plan, in bytes and operations."""
     return [
         rank | ({} if "error" in rank else {"compared": [dataclasses.asdict(line) for line in compare(plan, rank)]})
         for rank in found

@@ -58,7 +58,7 @@ _DEVICE_NAMES = {
     "NVIDIA GeForce RTX 4090": "RTX4090",
     "NVIDIA L40S": "L40S",
 }
-"""What CUDA calls them. Other forms of a chip, such as PCIe cards, have other peaks."""
+"""CUDA's names of them. Other forms of a chip, such as PCIe cards, have other peaks."""
 
 
 def gpu_of(device_name: str) -> Gpu | None:
@@ -68,7 +68,7 @@ def gpu_of(device_name: str) -> Gpu | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumptions:
-    """What no configuration defines and nothing here measures. The command has a flag of the same name for each."""
+    """Numbers that no configuration defines and nothing here measures. The command has a flag of the same name for each."""
 
     compute_efficiency: float = 0.55
     """Share of a GPU's peak that matrix products reach, without communication and waiting."""

@@ -40,7 +40,7 @@ from mgrpo.planner.work import (
 
 MIB = 1 << 20
 _SLOT_BYTES = 2 * 16 * MIB
-"""Of a GPU, for messages between its worker and one learner, where learners and engines share GPUs."""
+"""A GPU's memory for messages between its worker and one learner, where learners and engines share GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class StageMemory:
     def layer(self) -> int:
         """Beyond what waits for its backward pass: the backward pass of a layer.
 
-        Where whole gradients of two layers lie beside each other, one of them keeps no activations any more.
+        Where whole gradients of two layers lie beside each other, one of them no longer keeps activations.
         """
         layer = self.gradients.layer
         whole = layer + max(layer - self.activations.kept_layer, 0)
@@ -94,7 +94,7 @@ class StageMemory:
 
     @property
     def fragmentation(self) -> int:
-        """What the allocator wastes while packs come and go."""
+        """The allocator's waste while packs come and go."""
         return int(self.waste * self.passes)
 
     @property
@@ -104,7 +104,7 @@ class StageMemory:
 
     @property
     def peak(self) -> int:
-        """Of a training step, without the weight sync, the allocator's waste and what is reserved."""
+        """Peak of a training step, without the weight sync, the allocator's waste and reserved memory."""
         return self.states.total + self.passes
 
     @property
@@ -172,7 +172,7 @@ class RunPlan:
         return not list(self.shortages())
 
     def shortages(self) -> Iterator[str]:
-        """What does not fit: one sentence each, which begins with the setting to change."""
+        """The parts that do not fit: one sentence each, which begins with the setting to change."""
         memory, shares = self.hardware.gpu.memory_bytes, self.config.engine.shares_gpus
         if shares and self.split.learners != self.split.engines:
             yield (
@@ -423,7 +423,7 @@ def _start(
 
 
 def _moment_bytes(settings: Parallel) -> int:
-    """Of Adam's two moments, per weight."""
+    """Bytes of Adam's two moments, per weight."""
     if settings.use_precision_aware_optimizer:
         return DTYPE_BYTES[settings.exp_avg_dtype] + DTYPE_BYTES[settings.exp_avg_sq_dtype]
     return 2 * FP32_BYTES

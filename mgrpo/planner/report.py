@@ -60,7 +60,7 @@ ADVICE = {
     ("train", "recompute"): "a layout that keeps activations",
     ("train", "bubble"): "fewer stages, or virtual_pipeline_model_parallel_size",
 }
-"""What shortens a phase by its largest cause; for other causes, another layout."""
+"""Remedies for a slow phase, by its largest cause; for other causes, another layout."""
 
 
 def show(plan: RunPlan, suggestions: Sequence[Suggestion], splits: Sequence[Suggestion]) -> None:
@@ -184,7 +184,7 @@ def _permanent(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]
 
 
 def _temporary(stages: Sequence[StageMemory]) -> Iterator[tuple[str, list[int]]]:
-    """What never coexists: only the larger is part of the peak."""
+    """The parts that never coexist: only the larger is part of the peak."""
     yield "larger of: training", [stage.training for stage in stages]
     yield "             activations", [stage.activations.kept for stage in stages]
     yield "             buffers", [stage.activations.buffers for stage in stages]

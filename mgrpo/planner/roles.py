@@ -1,4 +1,4 @@
-"""Which ranks are rehearsed, and the processes in which they are. No torch."""
+"""The ranks to rehearse, and the processes in which that is done. No torch."""
 
 from __future__ import annotations
 

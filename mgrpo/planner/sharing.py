@@ -12,7 +12,7 @@ from mgrpo.planner.hardware import Hardware
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseMemory:
-    """What lies on the GPU in one phase of a step, in bytes."""
+    """Memory of a GPU in one phase of a step, in bytes."""
 
     phase: str
     """generate, train, or sync: in between, when the engine has its weights again and the learner what it sends."""
@@ -50,7 +50,7 @@ def phase_memory(
 
 
 def sent_bytes(states: StateBytes, *, sharding: int, moment_bytes: int) -> int:
-    """What a sync reads on a rank: parameters, or from ZeRO-2 on float32 masters.
+    """Bytes that a sync reads on a rank: parameters, or from ZeRO-2 on float32 masters.
 
     Args:
         moment_bytes: of Adam's two moments, per weight.
@@ -61,6 +61,6 @@ def sent_bytes(states: StateBytes, *, sharding: int, moment_bytes: int) -> int:
 
 
 def turn_seconds(settings: Engine, states: StateBytes, hardware: Hardware) -> float:
-    """Of a step, for copies of a learner's states to host memory and back; gradients are dropped."""
+    """Seconds of a step for copies of a learner's states to host memory and back; gradients are dropped."""
     copied = states.parameters + states.optimizer + states.reference
     return 2 * copied / (hardware.gpu.pcie_gb_s * 1e9) if settings.takes_turns else 0.0

@@ -63,7 +63,7 @@ def span_of(layout: Layout, axis: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passed:
-    """What passes through a pipeline stage: those tokens of all micro-batches that one rank's context group has."""
+    """The tokens that pass through a pipeline stage: those of all micro-batches that one rank's context group has."""
 
     tokens: float
     responses: float

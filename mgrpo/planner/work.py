@@ -166,7 +166,7 @@ class StageFlops:
 
     forward: Flops
     repeated: Flops
-    """What recomputation adds to a backward pass."""
+    """Operations that recomputation adds to a backward pass."""
 
 
 def stage_flops(

@@ -1,4 +1,4 @@
-"""What the loss is multiplied by in float16, so that its gradients neither vanish nor overflow."""
+"""The factor of the loss in float16, with which its gradients neither vanish nor overflow."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LossScale:
         return scale
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """What the backward pass starts from."""
+        """The loss times the scale, from which the backward pass starts."""
         return loss * self.value
 
     def unscale(self, gradients: Sequence[torch.Tensor]) -> bool:

@@ -51,7 +51,7 @@ class Microbatch:
 
 
 Reported = TypeVar("Reported")
-"""What a loss function reports about one micro-batch besides the loss."""
+"""The report of a loss function about one micro-batch, besides the loss."""
 
 MicrobatchLoss = Callable[[torch.Tensor, torch.Tensor, Microbatch], tuple[torch.Tensor, Reported]]
 """(logprobs [responses], entropy [responses], micro-batch) -> (loss / global denominator, anything to report)."""

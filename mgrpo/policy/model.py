@@ -32,7 +32,7 @@ from mgrpo.policy.rotary import PackedRotary, frequencies
 
 @dataclass(frozen=True, slots=True)
 class ResponseRows:
-    """Which outputs of a pack this rank scores, and against which tokens: those among its local tokens."""
+    """The outputs of a pack that this rank scores, and the tokens against which: those among its local tokens."""
 
     rows: torch.Tensor
     """`[local responses]` int64, among the local tokens."""
@@ -48,7 +48,7 @@ class ResponseRows:
 
 
 class HeadOptions(TypedDict):
-    """How the LM head works, see `ResponseModel`."""
+    """Settings of the LM head, see `ResponseModel`."""
 
     logits_chunk: int
     fp32_logits: bool

@@ -1,4 +1,4 @@
-"""Device memory that is given up while another process uses the device, and comes back with the same values."""
+"""Device memory that is freed while another process uses the device, and comes back with the same values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Offload:
         """Each storage with its copy in host memory, by identity; kept for the next time, because pinning memory is slow."""
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
         self._moved: set[int] = set()
-        """Whose values are in the copies."""
+        """Storages with their values in the copies, by identity."""
 
     @property
     def is_offloaded(self) -> bool:

@@ -73,7 +73,7 @@ class PolicyOptimizer:
         self._megatron.zero_grad()
 
     def learning_rate(self, step: int) -> float:
-        """Of optimizer step `step` (from 0)."""
+        """The learning rate of optimizer step `step` (from 0)."""
         return learning_rate(self.settings, step, self.num_optimizer_steps)
 
     def set_learning_rate(self, step: int) -> float:

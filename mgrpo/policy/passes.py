@@ -94,7 +94,7 @@ def _run(
 
 
 def _hidden_shape(microbatch: Microbatch, config: TransformerConfig) -> pipeline.Shape:
-    """Of what this rank sends to the next stage."""
+    """Shape of the hidden states that this rank sends to the next stage."""
     num_tokens = microbatch.tokens.shape[1]
     if config.sequence_parallel:
         num_tokens //= config.tensor_model_parallel_size

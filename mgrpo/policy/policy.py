@@ -39,16 +39,16 @@ from mgrpo.types import PackedBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult(Generic[Reported]):
-    """What one optimizer step reports; equal on all ranks except `measured`."""
+    """The result of one optimizer step; equal on all ranks except `measured`."""
 
     measured: list[Reported]
-    """What the loss reported for each micro-batch; empty before the last stage."""
+    """The loss's report for each micro-batch; empty before the last stage."""
     grad_norm: float
     learning_rate: float
     is_finite: bool
     """False when the gradient was not finite and the step was skipped."""
     loss_scale: float | None = None
-    """What the loss was multiplied by; None except in float16."""
+    """Factor of the loss; None except in float16."""
     has_overflowed: bool = False
     """Whether the step was skipped and the next one has a smaller loss scale."""
 
@@ -131,12 +131,12 @@ class Policy:
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """What the loss is multiplied by; only in float16, after `prepare_training`."""
+        """The factor of the loss; only in float16, after `prepare_training`."""
         return self.optimizer.loss_scale if self.optimizer else None
 
     @property
     def shards(self) -> list[Shard]:
-        """What this rank's optimizer updates; empty before `prepare_training`."""
+        """The elements that this rank's optimizer updates; empty before `prepare_training`."""
         return self.optimizer.shards if self.optimizer else []
 
     def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
@@ -259,12 +259,12 @@ class Policy:
         )
 
     def learning_rate(self) -> float:
-        """Of the next update. Not collective."""
+        """The learning rate of the next update. Not collective."""
         assert self.optimizer is not None, "call prepare_training first"
         return self.optimizer.learning_rate(self.optimizer_steps)
 
     def counters(self) -> dict[str, Any]:
-        """What a state holds of training besides tensors, in JSON. Not collective."""
+        """The part of a training state besides tensors, in JSON. Not collective."""
         return {
             "optimizer_steps": self.optimizer_steps,
             "num_updates": self.num_updates,

@@ -1,4 +1,4 @@
-"""What this rank's optimizer holds: for each parameter the run of elements it updates, whatever the ZeRO stage.
+"""The shards of this rank's optimizer: for each parameter the run of elements it updates, whatever the ZeRO stage.
 
 Megatron keeps these runs in a different place for each of its optimizers; the rest of the package sees only `Shard`.
 """

@@ -32,7 +32,7 @@ def prepare(memory_bytes: int) -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """What the rehearsal found, or under `error` why the step failed and under `at` where."""
+    """The findings of the rehearsal, or under `error` why the step failed and under `at` where."""
     from mgrpo.rehearsal.rehearsed_step import RehearsalJob, rehearse
 
     config = parse(request["argv"])

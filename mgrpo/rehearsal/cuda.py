@@ -31,7 +31,7 @@ _IS_BUILT, _HAS_CONTEXT = 2, 4
 _CUDA_GUARD = 1
 """Place of CUDA among the device guards."""
 _kept: list[Any] = []
-"""What C++ points to."""
+"""Objects that C++ points to."""
 
 Tell = Callable[[str], None]
 

@@ -19,7 +19,7 @@ class _Block:
 
 
 class Memory:
-    """What is allocated now, by kind, and what was when most was."""
+    """Bytes that are allocated now, by kind, and those at the peak."""
 
     def __init__(self) -> None:
         self.by_kind: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""What only a device could compute: functions of the same shapes that keep for the backward pass what its kernels keep."""
+"""Stand-ins for kernels of a device: functions of the same shapes that keep the same tensors for the backward pass."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BIAS_MULTIPLE = 16
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """What a mask of booleans is added as, for all heads."""
+    """The numbers that are added for a mask of booleans, for all heads."""
     bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
     padded = F.pad(bias, (0, -bias.shape[-1] % _BIAS_MULTIPLE))[..., : bias.shape[-1]]
     return padded.expand(*query.shape[:-1], key.shape[-2])

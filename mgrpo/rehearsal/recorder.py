@@ -46,7 +46,7 @@ def _grouped_products(
 
 
 def site() -> str:
-    """Where the caller is: the innermost frame of Megatron, if any, and that of mgrpo, as `file:line function`."""
+    """The place of the caller: the innermost frame of Megatron, if any, and that of mgrpo, as `file:line function`."""
     frame: FrameType | None = sys._getframe(1)
     innermost = ""
     while frame is not None:
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
         self.guess: Callable[[torch.Tensor], np.ndarray | None] = lambda tensor: None
         """Values of a tensor that the host reads."""
         self.guess_count: Callable[[torch.Tensor], int | None] = lambda tensor: None
-        """How many elements of a mask are true; by default all."""
+        """The number of elements of a mask that are true; by default all."""
 
     @property
     def now(self) -> str:

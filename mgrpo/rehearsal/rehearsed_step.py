@@ -41,7 +41,7 @@ SMALL = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalJob:
-    """What is rehearsed: one rank, and how much it trains on."""
+    """The step to rehearse: of which rank, and how much it trains on."""
 
     config: Config
     shape: ModelShape
@@ -192,7 +192,7 @@ def _name_axes(recorder: Recorder) -> None:
 
 
 def _name_states(recorder: Recorder, learner: Learner) -> None:
-    """What stays allocated from step to step. Asking for moments makes those that the first update would make."""
+    """Name the memory that stays allocated from step to step. Asking for moments makes those that the first update would make."""
     policy, memory = learner.policy, recorder.memory
     if learner.reference:
         for parameter in learner.reference.parameters.live.values():
@@ -258,7 +258,7 @@ def _within(recorder: Recorder, phase: str, method: Callable[..., Any]) -> Calla
 
 @contextmanager
 def in_phase(recorder: Recorder, phase: str) -> Iterator[None]:
-    """What is done in the body belongs to this phase."""
+    """Within the body, the recorder counts for this phase."""
     before, recorder.phase = recorder.phase, phase
     try:
         yield

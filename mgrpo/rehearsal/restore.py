@@ -1,4 +1,4 @@
-"""What enters a learner that continues from a checkpoint, whose files no rehearsal has."""
+"""The state of a learner that continues from a checkpoint, whose files no rehearsal has."""
 
 from __future__ import annotations
 

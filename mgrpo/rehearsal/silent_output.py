@@ -1,4 +1,4 @@
-"""What leaves a learner after a step: its weights to the engines, and its part of a checkpoint."""
+"""The output of a learner after a step: its weights to the engines, and its part of a checkpoint."""
 
 from __future__ import annotations
 

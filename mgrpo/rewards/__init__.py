@@ -1,8 +1,8 @@
 """Scores of completions: named verifiers, run in worker processes under limits, and the rules that turn scores into rewards.
 
-`verifier` defines what a verifier is, `verifiers/` holds them, `catalog` finds them by name; `worker` is the program they run
-in, `pool` keeps the workers, `remote` asks servers, `scorer` combines them in one call; `compose` builds rewards from
-scores, `functions` from the user's own functions; `rewarder` is what a run uses.
+`verifier` has their interface, `verifiers/` holds them, `registry` finds them by name; `worker` is the program they run in,
+`worker_pool` keeps the workers, `remote_endpoint` asks servers, `scorer` combines them in one call; `compose` builds rewards
+from scores, `reward_functions` from the user's own functions; `rewarder` is the door that a run uses.
 """
 
 from __future__ import annotations

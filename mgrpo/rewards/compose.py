@@ -20,7 +20,7 @@ _R1_OPENING = re.compile(r"</think>\s*<answer>")
 
 
 class Verifies(Protocol):
-    """What composition needs of a `VerifierPool`."""
+    """The part of a `VerifierPool` that composition needs."""
 
     def verify_many(self, items: Sequence[Item]) -> list[float]: ...
 

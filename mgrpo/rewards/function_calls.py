@@ -70,7 +70,7 @@ def call_all(
 
 
 def _result(future: Future[T], calls: Sequence[FunctionCall], timeout_s: float | None) -> T:
-    """What the calls return, or which of them took too long."""
+    """The results of the calls, or an error that names those that took too long."""
     names = "reward function " + ", ".join(call.name for call in calls)
     with announced(names, "no limit" if timeout_s is None else f"reward_funcs_timeout={timeout_s:g} s"):
         late = wait([future], timeout_s).not_done

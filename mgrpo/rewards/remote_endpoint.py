@@ -63,7 +63,7 @@ class RemoteScorer:
             raise RuntimeError("the verifiers were closed while they were asked") from None
 
     def metrics(self) -> dict[str, float]:
-        """What each verifier has summed since the start, for example objective/{verifier}_requests."""
+        """The sums of each verifier since the start, for example objective/{verifier}_requests."""
         return {
             f"objective/{name}_{key}": value
             for name, verifier in list(self._verifiers.items())

@@ -22,7 +22,7 @@ from mgrpo.rewards.trajectory_rewards import is_lost
 from mgrpo.types import Completion, Prompt, RolloutGroup, Score, ScoredBatch, ScoredGroup
 
 OWN_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "rng")
-"""What every function may ask for; columns of the data with these names are not passed on."""
+"""Arguments that every function may ask for; columns of the data with these names are not passed on."""
 _NOT_COLUMNS = {*OWN_ARGUMENTS, "prompt", "completion", "ground_truth"}
 # What `Score.parts` holds besides the functions' values: no function's values may be read as these.
 _TAKEN_NAMES = {"correct", "format", "overlong"}
@@ -30,7 +30,7 @@ _TAKEN_NAMES = {"correct", "format", "overlong"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """How far the run is; the names are those of transformers' TrainerState."""
+    """The progress of the run; the names are those of transformers' TrainerState."""
 
     global_step: int = 0
     """Optimizer steps done."""
@@ -145,7 +145,7 @@ def missing_arguments(
 
 
 class _Logs:
-    """What the functions of one batch log."""
+    """Metrics and columns that the functions of one batch log."""
 
     def __init__(self, num_completions: int) -> None:
         self.metrics: dict[str, list[float]] = {}

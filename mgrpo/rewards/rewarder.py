@@ -88,7 +88,7 @@ class Rewarder:
         return replace(batch, groups=[_with_penalty(group, context.max_tokens, cache_length) for group in batch.groups])
 
     def metrics(self) -> dict[str, float]:
-        """What judges have used since the start of the run."""
+        """Sums of the verifiers that ask servers since the start of the run, such as a judge's tokens."""
         return self.scorer.metrics()
 
     @property
@@ -102,7 +102,7 @@ class Rewarder:
 
     @property
     def scale(self) -> RewardScale | None:
-        """What rewards are measured in; None where functions decide."""
+        """The scale of rewards; None where functions decide."""
         if self.functions:
             return None
         reward = self.config.reward

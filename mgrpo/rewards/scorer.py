@@ -1,4 +1,5 @@
-"""Every verifier behind one call: those that compute, in worker processes (`pool`), and those that ask servers (`remote`)."""
+"""Every verifier behind one call: those that compute, in worker processes (`worker_pool`), and those that ask
+servers (`remote_endpoint`)."""
 
 from __future__ import annotations
 

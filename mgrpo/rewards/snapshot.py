@@ -1,4 +1,4 @@
-"""What reward functions are given of an environment, which itself lives in another process."""
+"""The copy of an environment that reward functions are given; the environment itself lives in another process."""
 
 from __future__ import annotations
 

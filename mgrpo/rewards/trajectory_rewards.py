@@ -15,7 +15,7 @@ from mgrpo.types import Completion, ScoredGroup, TrajectoryRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRewards:
-    """How the rewards of a trajectory's turns become one."""
+    """The rule by which the rewards of a trajectory's turns become one."""
 
     aggregator: Literal["last", "sum"] = "last"
     """`reward_aggregator`: the last turn's reward, or the sum of all."""

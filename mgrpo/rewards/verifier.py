@@ -1,7 +1,7 @@
-"""What a verifier is: one small class, `score(answer) -> float`, found by its name (`catalog`).
+"""The interface of verifiers: one small class each, `score(answer) -> float`, found by its name (`registry`).
 
 A verifier runs in a worker process (`worker`), which enforces every limit: it needs no timeout and need not watch its
-memory. A `RemoteVerifier` asks a server and runs in an event loop beside many others (`remote`). An unreadable
+memory. A `RemoteVerifier` asks a server and runs in an event loop beside many others (`remote_endpoint`). An unreadable
 ground truth, or a server that does not answer, is an exception: that sample has no score, which differs from wrong.
 """
 
@@ -37,17 +37,17 @@ class Item(NamedTuple):
 
 
 class _Named(ABC):
-    """What both kinds of verifiers have: a name, settings, and checks before the start."""
+    """The common part of both kinds of verifiers: a name, settings, and checks before the start."""
 
     name: ClassVar[str]
-    """What a row's `dataset` calls it, in lower case."""
+    """The name that a row's `dataset` gives, in lower case."""
 
     def __init__(self, settings: Reward) -> None:
         self.settings = settings
 
     @classmethod
     def problems(cls, settings: Reward) -> list[str]:
-        """What keeps it from scoring in this run, one sentence each; asked before anything is started."""
+        """Reasons why it cannot score in this run, one sentence each; asked before anything is started."""
         return []
 
     @classmethod
@@ -106,6 +106,6 @@ def shown(value: object) -> str:
 
 
 def without_thinking(completion: str) -> str:
-    """What follows the last `</think>`, without `<answer>` tags and outer white space (Open Instruct's rule)."""
+    """The text after the last `</think>`, without `<answer>` tags and outer white space (Open Instruct's rule)."""
     text = completion.replace("<|assistant|>", "").rpartition(THINK_END)[2]
     return text.replace("<answer>", "").replace("</answer>", "").strip()

@@ -3,7 +3,7 @@
 In:  {"verifiers": [name, ...], "settings": {...}, "memory_mb": n}  -> {"ready": [name, ...], "failed": {name: text}}
      {"id": n, "verifier": name, "answer": {...}}                   -> {"id": n, "score": x} or {"id": n, "error": text}
 where "answer" holds the fields of `verifier.Answer`. Answers come in the order of the questions, each at once, so that the
-first question without an answer is the culprit when the pool (`pool`) has to kill this process.
+first question without an answer is the culprit when the pool (`worker_pool`) has to kill this process.
 """
 
 from __future__ import annotations

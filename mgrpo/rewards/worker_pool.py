@@ -210,7 +210,7 @@ class VerifierPool:
         return NO_SCORE
 
     def _deadline(self, worker: _Worker) -> float:
-        """When the worker must have answered."""
+        """The time by which the worker must have answered."""
         if worker.num_loading:
             return worker.child.heard_at + _START_LIMIT_S
         return worker.child.heard_at + self._timeout_s if worker.asked else float("inf")

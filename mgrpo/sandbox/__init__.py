@@ -5,11 +5,11 @@ requests, `sandbox` is the pool of slots, `slot` one of them, and `isolation` me
 programs. Walls are the namespaces around a slot, and `walled` its owner's side. Inside them: `zygote` is a slot's process
 and `walls` sets them up, `supervisor` runs one program, and `program` is the last of our code before the program's own.
 
-`kernels` are interpreters that keep their names from call to call, for `sessions` of the service and for the tool python:
-inside the walls, `session` is the supervisor of one, and `interpreter` the last of our code. `keeper` is what both kinds
-of supervisors do.
+`interpreters` has kernels, which keep their names from call to call, for `sessions` of the service and for the tool python:
+inside the walls, `session` is the supervisor of one, and `interpreter` the last of our code. `supervision` is common to both
+kinds of supervisors.
 
 A program has no access to what it should give. `cases` reads tests, and `outputs` compares what was printed. An assert
-test is taken apart by `split` and `questions`, and decided by `judge`, from values that `plain` carries; `library` is
+test is taken apart by `split` and `questions`, and decided by `judge`, from values that `plain_data` carries; `library` is
 what a test may use besides the program.
 """

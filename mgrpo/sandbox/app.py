@@ -28,7 +28,7 @@ from mgrpo.sandbox.sessions import BusyError, Sessions
 
 MAX_BODY_BYTES = 64 * 2**20
 MAX_CODE_BYTES = 2**20
-"""Of a request to execute code."""
+"""Longest code of a request to execute."""
 MAX_HELD_BYTES = 2**30
 """All requests together that are received, waiting or running; further ones are refused with status 503."""
 MAX_WAITING = 1024

@@ -24,13 +24,13 @@ from mgrpo.sandbox.clipped import Clipped
 from mgrpo.sandbox.wire import FAILED, PASSED
 
 HEAD = struct.Struct("<BI")
-"""Of code and of answers: the kind and the length, as in frames of a `Wire`."""
+"""The head of code and of answers: the kind and the length, as in frames of a `Wire`."""
 _OWN_FILE = __file__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """What a kernel's fresh process runs."""
+    """The program of a kernel's fresh process."""
 
     channel: int
     """Descriptor of the connection to the supervisor."""
@@ -55,7 +55,7 @@ class Interpreter:
 
 
 def _serve(channel: int, output_bytes: int, names: dict[str, Any]) -> NoReturn:
-    """What it uses between two pieces of code is looked up before the first, which may replace it."""
+    """Everything used between two pieces of code is looked up before the first, which may replace it."""
     read, write, leave, process, unpack, pack = os.read, os.write, os._exit, os.getpid, HEAD.unpack, HEAD.pack
     run, suppress, everything, clip, size = _error_of, contextlib.suppress, BaseException, Clipped, HEAD.size
     own, number, whole, length_of = process(), 0, bytearray, len

@@ -32,7 +32,7 @@ _SHARED_USER_PROCESSES = 64 * PROCESSES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellOutput:
-    """What a call has given."""
+    """The output of a call."""
 
     printed: str
     error: str

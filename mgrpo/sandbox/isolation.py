@@ -1,4 +1,4 @@
-"""How well this machine isolates programs, measured by a program that tries to break out."""
+"""The isolation of programs on this machine, measured by a program that tries to break out."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Trial:
         return self._answer("apply", operation, *values)
 
     def _answer(self, kind: str, text: str, *values: object) -> object:
-        """What the program answers to a question; for its kinds see `program`."""
+        """The program's answer to a question; for its kinds see `program`."""
         if self._is_lost:
             raise ProgramLostError
         request = encode((kind, text, *values), _number)
@@ -241,7 +241,7 @@ def _number(value: object) -> int | None:
 
 
 def _exception(value: object) -> BaseException:
-    """What the program has raised, as the nearest of Python's own exceptions."""
+    """The program's exception, as the nearest of Python's own."""
     names, message = value if isinstance(value, tuple) and len(value) == 2 else ([], "")
     for name in names:
         kind = getattr(builtins, name, None)

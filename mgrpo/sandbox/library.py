@@ -1,4 +1,4 @@
-"""What a test may use of Python outside of the program's process: functions of plain values, without side effects."""
+"""The Python that a test may use outside of the program's process: functions of plain values, without side effects."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ BARE_NAMES = {
     "deepcopy": "copy",
     "isclose": "math",
 }
-"""What a test calls by its bare name where the program imports it."""
+"""Functions that a test calls by their bare names where the program imports them."""
 METHODS = frozenset(
     {
         *("append", "copy", "count", "extend", "get", "index", "items", "keys", "pop", "values", "add", "update"),
@@ -75,4 +75,4 @@ METHODS = frozenset(
         *("symmetric_difference", "insert", "remove", "reverse", "sort", "most_common", "total_seconds", "bit_length"),
     }
 )
-"""Of plain values."""
+"""Methods of plain values."""

@@ -10,7 +10,7 @@ MAX_FILE_BYTES = 32 * 2**20
 SCRATCH_BYTES = 64 * 2**20
 """All files of a program together, where its folder has its own file system."""
 PROCESSES = 64
-"""Of a program."""
+"""Processes of a program."""
 _OPEN_FILES = 128
 # Python before 3.11 uses C stack for every call, and programs of code data sets recurse deeply.
 _STACK_BYTES = 64 * 2**20
@@ -23,7 +23,7 @@ class Limits:
     cpu_s: int
     """Processor time of each process; the supervisor enforces the time limit of a test."""
     processes: int = PROCESSES
-    """Of the program's user."""
+    """Processes of the program's user."""
 
     def apply(self) -> None:
         """Limit this process and its children, irrevocably unless it is privileged."""

@@ -1,4 +1,4 @@
-"""What runs programs in this process: sandboxes behind the app of the service, and kernels. Callers with the same limits share one."""
+"""Runners of programs in this process: sandboxes behind the app of the service, and kernels. Callers with the same limits share one."""
 
 from __future__ import annotations
 

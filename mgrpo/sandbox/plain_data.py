@@ -93,7 +93,7 @@ class _Encoder:
 
 
 def _simple(kind: type, value: Any) -> list | None:
-    """Of types without parts."""
+    """The tree of a value without parts; None for other types."""
     if kind is bytes or kind is bytearray:
         return ["b" if kind is bytes else "B", value.decode("latin-1")]
     if kind is complex:

@@ -31,7 +31,7 @@ FAILED_TO_LOAD = 3
 FAILED = 1
 _TEST, _QUESTION = b"t?"
 _HEAD = struct.Struct("<BI")
-"""Of what an assert test's process receives: the kind and the length."""
+"""The head of a message to an assert test's process: the kind and the length."""
 _ANSWER_HEAD = struct.Struct("<I")
 _SECRET_BYTES = 16
 VERDICT = struct.Struct("<16sd")
@@ -146,7 +146,7 @@ class _Answers:
     def __init__(self, names: dict[str, object]) -> None:
         self._names: dict[str, Any] = names
         self._objects: list[object] = []
-        """What is not plain data, by number."""
+        """Objects that are not plain data, by number."""
 
     def answer(self, question: bytes) -> bytes:
         """Whether it raised, and the value; or the names of the exception's classes, and its message."""

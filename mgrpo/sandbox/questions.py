@@ -23,7 +23,7 @@ class UnsplittableError(Exception):
 
 @dataclass(slots=True)
 class Names:
-    """What the names of a test stand for."""
+    """The meaning of a test's names."""
 
     inside: frozenset[str]
     """Names of the test that exist in the program's process."""
@@ -36,7 +36,7 @@ class Names:
     instances: set[str] = field(default_factory=set)
     """Bound to an object of one of the program's classes."""
     foreign: set[str] = field(default_factory=lambda: set(_FOREIGN))
-    """Of modules that are neither the program's nor in the library."""
+    """Names of modules that are neither the program's nor in the library."""
     functions: dict[str, object] = field(default_factory=lambda: dict(BUILTINS))
     """Python's functions; empty where the program can only be meant by such a name, as in `assert sum(1, 2) == 3`."""
     mentions_program: bool = True

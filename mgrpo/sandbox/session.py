@@ -29,12 +29,12 @@ _MOST_WAITING = 2**22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionBounds:
-    """Of a kernel."""
+    """Limits of a kernel."""
 
     memory_bytes: int
-    """Of all its processes together."""
+    """Memory of all its processes together."""
     output_bytes: int
-    """Of what a call prints, and of its error; more is cut in the middle."""
+    """Longest output of a call, and longest error; more is cut in the middle."""
     num_user_processes: int
     """Processes of its user, which may have other kernels."""
 

@@ -44,7 +44,7 @@ class Sessions:
         self._sessions: dict[str, _Session] = {}
 
     async def call(self, code: str, limit_s: float, name: str | None) -> tuple[CellOutput, bool]:
-        """What the code gives, and whether its session is new. BusyError; SandboxError, which ends the session."""
+        """The output of the code, and whether its session is new. BusyError; SandboxError, which ends the session."""
         if self._num_calls >= self._most_calls:
             raise BusyError(f"{self._num_calls} calls are already running or waiting")
         self._num_calls += 1

@@ -20,7 +20,7 @@ class Result(NamedTuple):
     seconds: float
     """-1 for a test that did not pass."""
     output: bytes = b""
-    """What a stdio test has printed; of one that did not pass, why, as the end of a sentence about the program."""
+    """The text that a stdio test has printed; for one that did not pass, the reason, as the end of a sentence about the program."""
     is_inside: bool = False
     """Whether the program's own process has decided: such a verdict can be forged."""
 

@@ -1,4 +1,4 @@
-"""What every supervisor does with the processes of a program: take their privileges, measure their memory, end them.
+"""The processes of a program under any supervisor: taking their privileges, measuring their memory, ending them.
 
 Within walls a supervisor is the first process of a PID namespace: it can kill all others at once, and when it ends the
 kernel ends the rest. Without walls it adopts the processes that the program leaves behind, and kills them.

@@ -43,7 +43,7 @@ class Setup:
     """Settings of a process inside walls."""
 
     descriptor: int
-    """Of its connection to the owner."""
+    """File descriptor of its connection to the owner."""
     walls: Walls
     readable: tuple[str, ...]
     """Files and folders that a program may read; links remain links."""

@@ -73,10 +73,10 @@ class Sender:
         self.channels: dict[int, Channel] = {}
         """By engine, of those that this rank sends to."""
         self.generations: dict[int, int] = {}
-        """Of the engines that have joined, also of those that this rank sends nothing to."""
+        """Generations of the engines that have joined, also of those that this rank sends nothing to."""
 
     def incoming(self, engine: int) -> tuple[Incoming, ...]:
-        """What each worker of an engine receives; engines that were not planned for receive what the planned ones do."""
+        """The slices for each worker of an engine; engines that were not planned for receive what the planned ones do."""
         workers, place = self.infer_layout.tensor, engine % self.infer_layout.engines
         return self.plan.received_by[place * workers : (place + 1) * workers]
 
@@ -86,7 +86,7 @@ class Sender:
         return self.plan.bytes_moved // self.infer_layout.engines * len(self.generations)
 
     def invitation(self, engine: int, generation: int = 0) -> dict[str, Any]:
-        """What engine number `engine` needs to join, as plain values."""
+        """The invitation with which engine number `engine` joins, as plain values."""
         return {
             "host": self.host,
             "port": self.port,
@@ -247,7 +247,7 @@ class Receiver:
         self.model = ModelShape.from_dict(invitation["model"])
         self.engine, self.generation, self.worker = invitation["engine"], invitation["generation"], worker
         self.place = (invitation["host"], invitation["port"])
-        """Of the store, which is there as long as the run is."""
+        """Host and port of the store, which is there as long as the run is."""
         self.timeout_s = invitation["timeout_s"]
         workers: list[Incoming] = [
             {
@@ -395,5 +395,5 @@ def group_name(engine: int, generation: int) -> str:
 
 
 def digest_key(engine: int, generation: int, worker: int, version: int) -> str:
-    """Where a worker leaves its digests."""
+    """The store's key for a worker's digests."""
     return f"digest/{engine}/{generation}/{worker}/{version}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 _FIELDS = 8
-"""What torch says about memory that it shares: numbers, names in bytes and a flag."""
+"""Number of the fields in torch's description of shared memory: numbers, names in bytes and a flag."""
 
 
 def expandable_segments(environment: Mapping[str, str]) -> str | None:

@@ -46,7 +46,7 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def another_connection(store: Any) -> dist.Store:
-    """To the same server. Whoever waits in a store keeps all others from its connection."""
+    """To the same server. A wait in a store blocks its connection for all others."""
     return store.clone()
 
 
@@ -151,7 +151,7 @@ class ProcessGroup:
         """See `Transport`."""
 
     def close(self) -> None:
-        """See `Transport`. NCCL also ends the kernels of a round that nobody answers; it takes at most the group's timeout."""
+        """See `Transport`. NCCL also ends the kernels of a round that no peer answers; it takes at most the group's timeout."""
         if self.backend is not None and self.backend.supports_coalescing:
             # Torch's destructor would abort as well, but end the process if that takes longer than the group's timeout.
             with contextlib.suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""How the members of an engine's transfer meet, and which transport each pair of a training rank and a worker takes.
+"""The meeting of the members of an engine's transfer, and the transport of each pair of a training rank and a worker.
 
 On CUDA that is NCCL, unless they share GPUs: NCCL refuses two members on one, so they share its memory. On the CPU it is
 memory that both have mapped, and gloo where they run on different machines or where that memory cannot be had.
@@ -24,7 +24,7 @@ from mgrpo.sync.transport import Lost, Messages, Round, Transport, named
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncMembers:
-    """Who takes part in the transfer to an engine, as one of them sees it."""
+    """The members of the transfer to an engine, as one of them sees it."""
 
     names: Sequence[str]
     """For errors: the training ranks that send to the engine, ascending, and then its workers."""

@@ -25,7 +25,7 @@ class MadeSlice(Protocol):
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """Of the whole weight."""
+        """The slice's region of the whole weight."""
 
     def __getitem__(self, region: tuple[slice, ...]) -> Self: ...
 
@@ -63,7 +63,7 @@ class LiveBoxes:
         return view
 
     def values(self, view: View) -> torch.Tensor:
-        """What the view shows now; the weight that was made last stays until another one is, or `forget`."""
+        """The values of the view now; the weight that was made last stays until another one is, or `forget`."""
         if isinstance(view, torch.Tensor):
             return view
         with self._lock:

@@ -1,4 +1,4 @@
-"""Which rank sends which slice to which engine worker, and in which rounds. Pure and deterministic: every process computes the same plan."""
+"""The slices from each rank to each engine worker, and their rounds. Pure and deterministic: every process computes the same plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mgrpo.models.table import Box, engine_boxes, hf_tensors, training_boxes
 T = TypeVar("T")
 
 Incoming = dict[int, list[Box]]
-"""What one worker receives, by training rank, in the order in which it is sent."""
+"""The boxes for one worker, by training rank, in the order in which they are sent."""
 
 Part = tuple[Box, int, list[int]]
 """A slice of a wanted box, its size, and the ranks that hold it."""
@@ -32,12 +32,12 @@ class ReshardPlan:
     """Bytes that all engine workers hold together: each must arrive, so nothing smaller is possible."""
 
     def sent_by(self, source: int) -> dict[int, list[Box]]:
-        """What one rank sends, by worker."""
+        """The boxes from one rank, by worker."""
         return {worker: incoming[source] for worker, incoming in enumerate(self.received_by) if source in incoming}
 
     @property
     def num_slices(self) -> int:
-        """How many boxes are sent."""
+        """The number of boxes that are sent."""
         return sum(len(boxes) for incoming in self.received_by for boxes in incoming.values())
 
 
@@ -132,7 +132,7 @@ def _even_shares(wanted: Iterable[tuple[Part, int]], num_sources: int) -> list[i
 def messages(
     incoming: Incoming, source: int, *, itemsize: int, bucket_bytes: int, limit: int | None = None
 ) -> list[list[Box]]:
-    """What one rank sends to a worker, message by message; both ends compute the same.
+    """The boxes from one rank to a worker, message by message; both ends compute the same.
 
     Args:
         bucket_bytes: most bytes of one message from each rank together; a message has an even share of it, or one row.
@@ -143,7 +143,7 @@ def messages(
 
 
 def rounds(queues: Mapping[int, Sequence[T]]) -> list[dict[int, T]]:
-    """What is under way at the same time: at most one message with each peer, in the order of `queues`."""
+    """Rounds of messages that are under way at the same time: at most one with each peer, in the order of `queues`."""
     return [
         {peer: queue[number] for peer, queue in queues.items() if number < len(queue)}
         for number in range(max(map(len, queues.values()), default=0))

@@ -193,7 +193,7 @@ class Listener:
         return links
 
     def close(self) -> None:
-        """No worker connects any more."""
+        """No more workers connect."""
         self._socket.close()
 
 

@@ -1,4 +1,4 @@
-"""What moves slices between training ranks and the workers of one engine: the interface of all transports.
+"""The interface of all transports, which move slices between training ranks and the workers of one engine.
 
 A transport joins one member of an engine's transfer (`mgrpo.sync.joining`) to the others. Messages between two members
 arrive in the order in which they were begun, and each end is given slices of the same sizes in the same order.

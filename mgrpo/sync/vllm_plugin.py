@@ -29,7 +29,7 @@ ASKED = "MGRPO_ENGINE"
 PLAIN = ("CPU", "TRITON", "BATCHED_TRITON")
 """vLLM's kernels for experts that compute with the weights as its loader left them; the first of them after `REBOUND`."""
 RUN_ANSWERS_S = 5.0
-"""How long rank 0 of a run that is alive may take to accept a connection."""
+"""Seconds that rank 0 of a run that is alive may take to accept a connection."""
 CPU_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
 
 
@@ -119,7 +119,7 @@ def _engine_class() -> type:
         seed: int
         """For the sampler, from here on."""
         version: int | None = None
-        """Of the weights that are being sent; None: none are, only the sampler is seeded."""
+        """Version of the weights that are being sent; None: none are, only the sampler is seeded."""
         check: bool = False
 
     class ReshardEngine(WeightTransferEngine[Invitation, Update]):

@@ -32,7 +32,7 @@ def commands() -> Iterator[tuple[str, ...]]:
 
 
 def help_of(*words: str) -> str:
-    """What a command prints when it is asked for help."""
+    """The help that a command prints."""
     output = io.StringIO()
     with (
         contextlib.redirect_stdout(output),

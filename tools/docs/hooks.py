@@ -1,4 +1,4 @@
-"""What `make docs` adds to mkdocs: pages that lie outside docs/, links as the repository has them, and a look for foreign URLs.
+"""The hooks of `make docs` for mkdocs: pages that lie outside docs/, links as the repository has them, and a look for foreign URLs.
 
 Pages are written for the repository: `../examples/own_loss/README.md` in docs/losses.md is a link that works there. The site
 has the same tree, except that docs/ is its root, so each link is set right when its page is made. What a page links to becomes
@@ -28,7 +28,7 @@ FOREIGN = re.compile(
     r"|<link\b[^>]*\bhref=\"?(?:https?:)?//[^>]*rel=\"?(?:stylesheet|icon|preconnect|preload)"
     r"|@import\s+[\"']?(?:url\()?[\"']?(?:https?:)?//|url\([\"']?(?:https?:)?//"
 )
-"""What a browser fetches from elsewhere when it opens a page; a link to click on is no such thing."""
+"""Everything that a browser fetches from elsewhere when it opens a page; a link to click on is not."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

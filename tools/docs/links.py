@@ -63,7 +63,7 @@ def with_targets(text: str, target: Callable[[Link], str]) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """What a link to the page may name after '#': its headings, and the ids in its HTML."""
+    """The names that a link to the page may have after '#': its headings, and the ids in its HTML."""
     seen: Counter[str] = Counter()
     found = set()
     for heading in _HEADING.findall(_blank(text, _FENCE, _COMMENT)):

@@ -1,4 +1,4 @@
-"""What the generated pages share."""
+"""The parts that the generated pages share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Constraints on the form of a response ("no commas", "three paragraphs") and whether it keeps them.
 
-`table` lists all of them by name; the other files hold the checkers by theme, each a function of the response and of
-the label's arguments (`arguments`). `sentences` and `words` define sentences and words.
+`constraint_table` lists all of them by name; the other files hold the checkers by theme, each a function of the response
+and of the label's arguments (`label_arguments`). `sentences` and `vocabulary` define sentences and words.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _without_some_blank_lines(lines: list[str]) -> list[str]:
 
 
 def _first_of(text: str, *tags: str) -> int:
-    """Where the first of the tags is, looking for the second only if the first is nowhere."""
+    """The place of the first of the tags that is there: the second is looked for only if the first is nowhere."""
     return next((start for start in map(text.find, tags) if start >= 0), -1)
 
 

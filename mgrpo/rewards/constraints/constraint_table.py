@@ -77,7 +77,7 @@ OPEN_INSTRUCT: dict[str, Checker] = {
     "letters:letter_counting": keywords.letter_count,
     "letters:letter_counting2": keywords.letter_frequency,
 }
-"""What Open Instruct adds to IFEval."""
+"""Open Instruct's additions to IFEval."""
 
 IFBENCH: dict[str, Checker] = {
     "count:word_count_range": bench_counts.word_count_range,

@@ -1,4 +1,4 @@
-"""Which of a label's constraints a response keeps, strictly or loosely."""
+"""The constraints of a label that a response keeps, strictly or loosely."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ ABBREVIATIONS = frozenset(
     c d e f g h k l m n p r s t v w
     """)
 )
-"""What can come before a full stop within a sentence. Without e.g., i.e. and etc., which Punkt does not know."""
+"""Abbreviations, whose full stop does not end a sentence. Without e.g., i.e. and etc., which Punkt does not know."""
 
 FREQUENT_STARTERS = frozenset(
     _words("""

@@ -94,7 +94,7 @@ class ChatClient:
         self._openai: openai.AsyncOpenAI | None = None
 
     async def ask(self, prompt: str, read: Callable[[str], float]) -> float:
-        """What `read` makes of the reply's text; it raises `Unreadable` for a reply without a verdict.
+        """The verdict that `read` finds in the reply's text; it raises `Unreadable` for a reply without one.
 
         Raises:
             NoVerdict: the server refused the request, or no attempt came to a verdict.

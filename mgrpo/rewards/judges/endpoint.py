@@ -1,4 +1,4 @@
-"""Where a judge is served: address, name and key, from the settings and, for keys, from the environment alone."""
+"""The server of a judge: address, name and key, from the settings and, for keys, from the environment alone."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Endpoint:
 
 
 def problems(settings: Reward, verifiers: Iterable[str] = ("general-quality",)) -> list[str]:
-    """What keeps the judges among `verifiers` from being asked, one sentence each; other verifiers are ignored."""
+    """Reasons why the judges among `verifiers` cannot be asked, one sentence each; other verifiers are ignored."""
     names = {name.lower() for name in verifiers}
     finders: list[Callable[[Reward], Endpoint]] = []
     if any(name.startswith("general-") for name in names):

@@ -1,4 +1,4 @@
-"""What judges are told: a task, the material in fenced blocks, and the form of the verdict."""
+"""The prompts of judges: a task, the material in fenced blocks, and the form of the verdict."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Judgement:
     top: float | None = 1
     """The highest SCORE; None: a decision, yes or no."""
     reference: str | None = None
-    """What the label is called; None: the judge does not see it."""
+    """Name of the label in the prompt; None: the judge does not see it."""
     needs_reference: bool = False
     """A row without a label cannot be judged; otherwise the block is left out."""
     verdict: str = _JSON_VERDICT

@@ -85,7 +85,7 @@ def read_decision(reply: str, *, mark: str, answer: str) -> float:
 
 
 def _without_thinking(reply: str) -> str:
-    """What follows the last `</think>`."""
+    """The text after the last `</think>`."""
     _, end, visible = reply.rpartition("</think>")
     if not end and visible.lstrip().startswith("<think>"):
         raise Unreadable(f"the reply is only thinking: {visible[:200]!r}")

@@ -1,4 +1,4 @@
-"""What TRL's accuracy functions compare: `trl_accuracy`."""
+"""The comparison of TRL's accuracy functions: `trl_accuracy`."""
 
 from __future__ import annotations
 

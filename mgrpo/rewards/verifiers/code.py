@@ -95,7 +95,7 @@ class Code(RemoteVerifier):
         return assert_tests(label)
 
     def metrics(self) -> dict[str, float]:
-        """How many tests were run, and in how many the program's own process has decided."""
+        """The number of tests run, and of those that the program's own process has decided."""
         return dict(self._judged)
 
     async def close(self) -> None:

@@ -46,7 +46,7 @@ _LARGE_CHOICE = re.compile(r"[0-9]{5}|[\^!]")
 
 
 class _Reading(NamedTuple):
-    """What math-verify makes of a text."""
+    """A text as math-verify reads it."""
 
     values: list[Any]
     """An expression and the text that it was read from, or only the latter, or nothing."""

@@ -1,4 +1,4 @@
-"""What a row's label accepts, as texts: one, or several, any of which is right."""
+"""The answers that a row's label accepts, as texts: one, or several, any of which is right."""
 
 from __future__ import annotations
 

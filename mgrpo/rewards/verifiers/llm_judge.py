@@ -9,14 +9,14 @@ from mgrpo.rewards.judges.asking import Judge
 
 
 class Quality(Judge):
-    """How good the answer is: a tenth of the judge's 1 to 10."""
+    """The quality of the answer: a tenth of the judge's 1 to 10."""
 
     name: ClassVar[str] = "general-quality"
     judgement = judgements.QUALITY
 
 
 class QualityRef(Judge):
-    """How good the answer is beside the label, a reference answer: a tenth of the judge's 1 to 10."""
+    """The quality of the answer beside the label, a reference answer: a tenth of the judge's 1 to 10."""
 
     name: ClassVar[str] = "general-quality_ref"
     judgement = judgements.QUALITY_REF
@@ -44,7 +44,7 @@ class Factuality(Judge):
 
 
 class CreativeWriting(Judge):
-    """How good the answer is as writing, 0 to 1; the label, if there is one, is an example of good work."""
+    """The quality of the answer as writing, 0 to 1; the label, if there is one, is an example of good work."""
 
     name: ClassVar[str] = "general-creative_writing"
     judgement = judgements.CREATIVE_WRITING

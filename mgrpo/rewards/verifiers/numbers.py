@@ -45,7 +45,7 @@ class GSM8K(Verifier):
 
 
 def _spellings(label: str) -> set[str]:
-    """What may be written for a label."""
+    """The spellings that are right for a label."""
     if not label.strip():
         raise ValueError("ground_truth is empty; gsm8k needs a number")
     spellings = {label.lower()}

@@ -1,4 +1,4 @@
-r"""Where a mathematical text states its answer: in its boxes, else after "answer is", else in its last formula, else at its end.
+r"""The place where a mathematical text states its answer: in its boxes, else after "answer is", else in its last formula, else at its end.
 
 Exactly one place is read. Texts are what a model wrote, so every search here is linear in their length, whatever they hold.
 """
@@ -45,7 +45,7 @@ class Span(NamedTuple):
 
 
 def stated_answer(text: str) -> str:
-    """What the text states as its answer, with the few words around it; "" if it states nothing."""
+    """The answer that the text states, with the few words around it; "" if it states none."""
     for find in minerva_answer, boxed_answer, _anchored_answer, _last_formula, _last_number:
         found = find(text)
         if found is not None:
@@ -157,7 +157,7 @@ def _last_number(text: str) -> str | None:
 
 
 def _formulas(text: str) -> list[Span]:
-    r"""What stands in `$...$` on one line, unless it is "$5 and $", and in `$$...$$`, `\(...\)` and `\[...\]`."""
+    r"""The formulas in `$...$` on one line, unless it is "$5 and $", and in `$$...$$`, `\(...\)` and `\[...\]`."""
     spans: list[Span] = []
     opening: re.Match[str] | None = None
     for match in _FORMULA_SIGN.finditer(text):

@@ -1,4 +1,4 @@
-r"""What an answer's text states: one value, or none.
+r"""The value that an answer's text states, if it states one.
 
 Words around a value are units or explanations and are left out, unless they withdraw it ("not 5", "at least 5", "5 or more",
 "about 5"): then nothing is stated. "and", "or" and commas make a list, which is one value of several members. In a chain
@@ -99,7 +99,7 @@ class Statement(NamedTuple):
     """One value, in LaTeX."""
 
     name: str
-    """What stands before the first "=" of a chain: x, or f(3), or a + b; "" without."""
+    """The text before the first "=" of a chain: x, or f(3), or a + b; "" without."""
     value: str
     is_relation: bool
     """Whether it is an inequality, a membership or the like."""
@@ -174,7 +174,7 @@ def _text_word(match: re.Match[str]) -> str:
 
 
 def _bare_word(match: re.Match[str]) -> str:
-    """What becomes of letters outside text commands, which may be a product of variables."""
+    """The replacement of letters outside text commands, which may be a product of variables."""
     word = match["word"]
     follows_number = match.start() > 0 and match.string[match.start() - 1].isdigit()
     is_word = (word.lower() in _SHORT_WORDS and not word.isupper()) or (

@@ -100,7 +100,7 @@ def _exact_match(text: str, labels: Iterable[str]) -> float:
 
 
 def _rest(text: str) -> str:
-    """What to compare where the normal form leaves nothing: the choice "A" is "(a)", but it is not "" or "the"."""
+    """The text to compare where the normal form leaves nothing: the choice "A" is "(a)", but it is not "" or "the"."""
     text = text.lower()
     return " ".join(text.translate(_PUNCTUATION).split()) or "".join(text.split())
 

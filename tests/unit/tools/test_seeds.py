@@ -1,4 +1,4 @@
-"""tools/seeds.py reads the folders of runs; what examples/smollm2/README.md and the picture show is in the committed file."""
+"""tools/seeds.py reads the folders of runs; what docs/quickstart.md and the picture show is in the committed file."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ def test_runs_of_an_experiment_are_told_apart_by_seed(tmp_path: Path) -> None:
 def test_the_committed_picture_and_table_are_those_of_the_committed_file(tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
     rows = seeds("--draw", ROOT / "benchmarks" / "smollm2-tasks.json", "--picture", picture)
-    assert rows in (ROOT / "examples" / "smollm2" / "README.md").read_text()
+    assert rows in (ROOT / "docs" / "quickstart.md").read_text()
     assert picture.read_text() == (ROOT / "docs" / "recipes" / "smollm2.svg").read_text()
