@@ -236,7 +236,7 @@ class _Worker:
 
     def __init__(self, folders: Sequence[str]) -> None:
         self.child = Child(
-            "mgrpo.rewards.worker",
+            "mgrpo.rewards.verifier_worker",
             # Without the run's secrets: what it reads is untrusted.
             environment=without_secrets("MGRPO_VERIFIER_"),
             folders=folders,

@@ -123,7 +123,7 @@ def test_only_the_backend_asks_for_the_device():
         ("mgrpo.planner.plan_command", {"torch", "ray", "vllm", "megatron", "transformers"}),
         ("mgrpo.run.produce.production", {"torch", "ray", "vllm", "megatron", "transformers"}),
         ("mgrpo.run.start.launch", {"torch", "ray", "vllm", "megatron", "transformers"}),
-        ("mgrpo.rewards.worker", {"torch", "ray", "vllm", "megatron", "numpy"}),
+        ("mgrpo.rewards.verifier_worker", {"torch", "ray", "vllm", "megatron", "numpy"}),
         ("mgrpo.rollout.vllm.actor", {"torch", "ray", "vllm", "megatron"}),
         ("mgrpo.environments.formats", {"torch", "ray", "vllm", "megatron", "numpy", "transformers"}),
         ("mgrpo.sync.vllm_plugin", {"ray", "megatron"}),
