@@ -1,6 +1,6 @@
 """Verifiers in worker processes, under limits of time and memory: a worker that hangs or dies is replaced.
 
-A worker (`worker`) answers in order, so when it hangs or dies its first unanswered item is the culprit: that item has no
+A worker (`verifier_worker`) answers in order, so when it hangs or dies its first unanswered item is the culprit: that item has no
 score, and the items behind it are asked again.
 """
 
