@@ -7,7 +7,7 @@ from pathlib import Path
 from mgrpo.model_io.megatron_checkpoint import MegatronCheckpoint
 from mgrpo.model_io.megatron_folder import is_megatron_folder, megatron_reader
 from mgrpo.models.family import ModelShape
-from mgrpo.models.files import torch_dist_folder
+from mgrpo.models.weight_files import torch_dist_folder
 from mgrpo.policy.weights import Read, hf_reader
 
 

@@ -23,7 +23,7 @@ from mgrpo.config.schema import Algorithm, Checkpoint, Engine, Optimizer, Parall
 from mgrpo.config.tracking import Tracking
 from mgrpo.config.validate import problems
 from mgrpo.models.family import ModelShape, read_hf_config, shape_of
-from mgrpo.models.files import MEGATRON, TORCH_DIST_INDEX, TRACKER
+from mgrpo.models.weight_files import MEGATRON, TORCH_DIST_INDEX, TRACKER
 from mgrpo.rollout.start import machine_problems
 from mgrpo.run.inputs.reading import as_functions
 from mgrpo.run.inputs.snapshots import located

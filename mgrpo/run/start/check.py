@@ -17,7 +17,7 @@ from mgrpo.config.validate import problems as found_problems
 from mgrpo.config.validate import warnings
 from mgrpo.models.cuts import size_of
 from mgrpo.models.family import HfConfig, ModelShape, read_hf_config, shape_of
-from mgrpo.models.files import MEGATRON, files_beside, torch_dist_folder, weight_problems
+from mgrpo.models.weight_files import MEGATRON, files_beside, torch_dist_folder, weight_problems
 from mgrpo.rollout.start import machine_problems
 from mgrpo.run.inputs.continuing import changes, find_state, resume_problems, saved_adapters
 from mgrpo.run.inputs.disk_space import output_problems, room_notes

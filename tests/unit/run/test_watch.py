@@ -13,8 +13,8 @@ import pytest
 
 RANK = """
 import select, sys, threading, time
-from mgrpo.run import watch as module
-from mgrpo.run.ranks.liveness import Watch
+from mgrpo.run.ranks import liveness as module
+from mgrpo.run.ranks.liveness import Liveness
 
 module.BEAT_S, module.SILENCE_S = 0.1, 2.0
 rank, timeout_s, task = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
@@ -28,7 +28,7 @@ def goodbye():
     print("goodbye", flush=True)
     said.set()
 
-watch = Watch(rank=rank, world_size=3, timeout_s=timeout_s, on_failure=say, on_goodbye=goodbye)
+watch = Liveness(rank=rank, world_size=3, timeout_s=timeout_s, on_failure=say, on_goodbye=goodbye)
 if rank == 0:
     print(watch.listen("127.0.0.1"), flush=True)
 else:

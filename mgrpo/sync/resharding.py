@@ -31,10 +31,6 @@ class ReshardPlan:
     lower_bound: int
     """Bytes that all engine workers hold together: each must arrive, so nothing smaller is possible."""
 
-    def sent_by(self, source: int) -> dict[int, list[Box]]:
-        """The boxes from one rank, by worker."""
-        return {worker: incoming[source] for worker, incoming in enumerate(self.received_by) if source in incoming}
-
     @property
     def num_slices(self) -> int:
         """The number of boxes that are sent."""
