@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mgrpo.telemetry.chart import Points, metric_points, running_mean
+from mgrpo.telemetry.metrics.meanings import Metric
 from mgrpo.telemetry.samples import Record
 
 MAX_PLACES = 300
@@ -47,10 +47,9 @@ class Course:
         self.places = [(chunk[0]["step"], chunk[-1]["step"]) for chunk in chunks]
         self.names = sorted({name for line in self.lines for name in line})
 
-    def matching(self, pattern: str) -> dict[str, str]:
-        """Metrics that a pattern with one `*` names, by what stands for it."""
-        form = re.compile(re.escape(pattern).replace(r"\*", "([^/]+)"))
-        return {found[1]: name for name in self.names if (found := form.fullmatch(name))}
+    def matching(self, metric: Metric) -> dict[str, str]:
+        """The logged names that a row with braces stands for, by what is in their place."""
+        return {found[1]: name for name in self.names if (found := metric.match(name))}
 
     def curve(self, name: str, *, is_smoothed: bool = True) -> Curve:
         """One metric; without a running mean where that would say something else than the values."""

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mgrpo.telemetry.metrics import MetricsWriter
+from mgrpo.telemetry.metrics.writer import MetricsWriter
 from mgrpo.telemetry.sinks import Table
 from mgrpo.telemetry.tensorboard import EventFile
 

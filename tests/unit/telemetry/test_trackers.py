@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mgrpo.processes.lifetime import children
-from mgrpo.telemetry.metrics import MetricsWriter
+from mgrpo.telemetry.metrics.writer import MetricsWriter
 from mgrpo.telemetry.sinks import Table
 from mgrpo.telemetry.trackers import process, tracker, trackio, wandb
 from mgrpo.telemetry.trackers.process import Tracker
