@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from mgrpo.config import Config
-from mgrpo.telemetry.batch import batch_metrics, staleness
+from mgrpo.telemetry.metrics.batch import batch_metrics, staleness
 from mgrpo.types import RewardScale
 
 if TYPE_CHECKING:

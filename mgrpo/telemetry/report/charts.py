@@ -1,12 +1,26 @@
-"""The charts of a run, and of several runs in one."""
+"""The charts of a run, and of several runs in one: those of charts.csv, in its order, with the metrics that name them.
+
+The columns of charts.csv:
+
+    group     the heading under which it stands
+    title     named in the column `chart` of metrics.csv by each metric that it draws; those of evaluations are dots
+    unit      "%" shows shares of 1 as percentages; nothing else is needed, the note says what a number is
+    options   words: "log" lets the axis be logarithmic, "zero" begins it there, "stacked" draws areas on top of each other, "large"
+              makes the chart wide, "unsmoothed" leaves out the running mean
+    compared  the metric with which runs are compared; empty for the chart's first
+    note      what the chart says about a run
+"""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
-from mgrpo.telemetry.chart import Points
-from mgrpo.telemetry.report.catalog import GROUPS, Chart
-from mgrpo.telemetry.report.course import Course, Curve, Values, evaluation_points
+from mgrpo.telemetry.metrics.meanings import Metric, find, metrics
+from mgrpo.telemetry.report.course import Course, Curve, Points, Values, evaluation_points
 from mgrpo.telemetry.report.figure import NUM_COLOURS, Series, Sheet
 from mgrpo.telemetry.report.run import RecordedRun
 from mgrpo.telemetry.report.text import shown, text
@@ -17,16 +31,48 @@ MAX_OTHER = 80
 NOT_DRAWN = {"step", "policy_version", "episode", "time/unix"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A row of charts.csv; see the columns above."""
+
+    group: str
+    title: str
+    unit: str
+    options: str
+    compared: str
+    note: str
+
+    @property
+    def words(self) -> list[str]:
+        """Its options."""
+        return self.options.split()
+
+    def drawn(self, *, held_out: bool) -> list[Metric]:
+        """The metrics that it draws: those of training steps, or those of evaluations."""
+        return [metric for metric in metrics() if metric.chart == self.title and metric.is_held_out == held_out]
+
+
+@cache
+def groups() -> Mapping[str, Sequence[Chart]]:
+    """The charts by heading, in their order."""
+    found: dict[str, list[Chart]] = {}
+    with Path(__file__).with_name("charts.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            chart = Chart(**row)
+            found.setdefault(chart.group, []).append(chart)
+    return found
+
+
 def chart_groups(run: RecordedRun, sheet: Sheet) -> str:
     """All charts of a run; a metric that never changes is named below them instead."""
     course = Course(run.steps)
     used, constant, parts = set[str](), dict[str, float](), []
-    for heading, charts in GROUPS.items():
+    for heading, charts in groups().items():
         figures = []
         for chart in charts:
             curves = {
-                name: (metric, course.curve(metric, is_smoothed=chart.is_smoothed))
-                for name, metric in _expanded(chart.metrics, course)
+                name: (metric, course.curve(metric, is_smoothed="unsmoothed" not in chart.words))
+                for name, metric in _lines(chart, course)
             }
             used |= {metric for metric, _ in curves.values()}
             dots = {name: evaluation_points(run.evaluations, m) for name, m in _held_out(chart, run)}
@@ -49,18 +95,19 @@ def compared_charts(runs: Sequence[RecordedRun], labels: Sequence[str], sheet: S
     """The same charts with the leading metric of each, one line per run."""
     courses = [Course(run.steps) for run in runs]
     parts, known = list[str](), list[list[Values]]()
-    for heading, charts in GROUPS.items():
+    for heading, charts in groups().items():
         figures = []
         for chart in charts:
-            metric = chart.lead or next(iter(chart.metrics.values()), "")
-            name, held_out = next(iter(chart.held_out.items()), ("", ""))
+            first = next(iter(chart.drawn(held_out=False)), None)
+            metric = find(chart.compared) if chart.compared else first
+            dotted = next(iter(chart.drawn(held_out=True)), None)
             names = _names(courses, metric)
-            for wanted in names:
+            for line, wanted in names.items():
                 series = [
                     Series(name=label, colour=index % NUM_COLOURS, course=course, curve=curve, dots=dots)
                     for index, (run, label, course) in enumerate(zip(runs, labels, courses, strict=True))
-                    for curve in [course.curve(wanted, is_smoothed=chart.is_smoothed)]
-                    for dots in [evaluation_points(run.evaluations, held_out)]
+                    for curve in [course.curve(wanted, is_smoothed="unsmoothed" not in chart.words)]
+                    for dots in [evaluation_points(run.evaluations, dotted.name) if dotted else []]
                     if curve.range() or dots
                 ]
                 drawn = [one.curve.mean for one in series]
@@ -69,50 +116,45 @@ def compared_charts(runs: Sequence[RecordedRun], labels: Sequence[str], sheet: S
                     continue
                 known.append(drawn)
                 if any(one.dots or _constant(one.curve, one.course) is None for one in series):
-                    shown_as = Chart(
-                        title=chart.title if not metric.count("*") else f"{chart.title}: {_stars(metric, wanted)}",
-                        metrics={},
-                        note=chart.note + (f" Dots: {name}." if held_out and wanted else ""),
-                        unit=chart.unit,
-                        may_be_log=chart.may_be_log,
-                        from_zero=chart.from_zero or chart.is_stacked,
-                        is_large=chart.is_large,
+                    shown_as = replace(
+                        chart,
+                        title=f"{chart.title}: {line}" if line else chart.title,
+                        note=chart.note + (f" Dots: {dotted.line}." if dotted and wanted else ""),
+                        options=chart.options.replace("stacked", "zero"),
                     )
-                    figures.append(_figure(sheet, shown_as, series, wanted or held_out))
+                    figures.append(_figure(sheet, shown_as, series, wanted or (dotted.name if dotted else "")))
         if figures:
             parts.append(f"<h3>{text(heading)}</h3><div class='charts'>{''.join(figures)}</div>")
     return "".join(parts)
 
 
-def _names(courses: Iterable[Course], metric: str) -> list[str]:
-    if "*" not in metric:
-        return [metric]
-    return sorted({name for course in courses for name in course.matching(metric).values()})
+def _names(courses: Iterable[Course], metric: Metric | None) -> dict[str, str]:
+    """The names to compare runs by, under what stands for a pattern's braces; "" for a metric that is none."""
+    if metric is None or not metric.is_pattern:
+        return {"": metric.name if metric else ""}
+    found = {name: line for course in courses for line, name in course.matching(metric).items()}
+    return {found[name]: name for name in sorted(found)}
 
 
-def _stars(pattern: str, name: str) -> str:
-    before, after = pattern.split("*")
-    return name.removeprefix(before).removesuffix(after)
-
-
-def _expanded(metrics: Mapping[str, str], course: Course) -> Iterable[tuple[str, str]]:
-    for name, metric in metrics.items():
-        if "*" in metric:
+def _lines(chart: Chart, course: Course) -> Iterable[tuple[str, str]]:
+    """Name and metric of each line of training steps."""
+    for metric in chart.drawn(held_out=False):
+        if metric.is_pattern:
             yield from list(course.matching(metric).items())[:NUM_COLOURS]
         else:
-            yield name, metric
+            yield metric.line, metric.name
 
 
 def _held_out(chart: Chart, run: RecordedRun) -> Iterable[tuple[str, str]]:
+    """Name and metric of each line of evaluations."""
     names = {name for line in run.evaluations for name in line}
-    for name, metric in chart.held_out.items():
-        before, star, after = metric.partition("*")
-        if not star:
-            yield name, metric
+    for metric in chart.drawn(held_out=True):
+        if not metric.is_pattern:
+            yield metric.line, metric.name
             continue
-        found = [m.removeprefix(before) for m in names if m.startswith(before) and m.removeprefix(before).isdigit()]
+        found = {int(match[1]): name for name in names if (match := metric.match(name))}
         # pass@1 is drawn by itself.
-        yield from ((f"pass@{k}", f"{before}{k}{after}") for k in sorted(found, key=int) if k != "1")
+        yield from ((f"pass@{k}", found[k]) for k in sorted(found) if k != 1)
 
 
 def _series(course: Course, curves: Mapping[str, Curve], dots: Mapping[str, Points]) -> list[Series]:
@@ -136,10 +178,10 @@ def _figure(sheet: Sheet, chart: Chart, series: Sequence[Series], names: str) ->
         note=chart.note,
         names=names,
         unit=chart.unit,
-        may_be_log=chart.may_be_log,
-        from_zero=chart.from_zero,
-        is_stacked=chart.is_stacked,
-        **({"size": LARGE} if chart.is_large else {}),
+        may_be_log="log" in chart.words,
+        from_zero="zero" in chart.words,
+        is_stacked="stacked" in chart.words,
+        **({"size": LARGE} if "large" in chart.words else {}),
     )
 
 

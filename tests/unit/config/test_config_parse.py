@@ -277,7 +277,7 @@ def test_a_percent_sign_in_a_docstring_does_not_break_help(monkeypatch):
 def test_help_and_validation_import_nothing_heavy():
     """`mgrpo --help` must answer at once, and Ray must be able to start before torch is imported."""
     program = (
-        "import sys, mgrpo.config, mgrpo.config.validate, mgrpo.telemetry.metrics, mgrpo.telemetry.progress\n"
+        "import sys, mgrpo.config, mgrpo.config.validate, mgrpo.telemetry.metrics.writer, mgrpo.telemetry.progress\n"
         "from mgrpo.config.help import help_text\n"
         "help_text()\n"
         "heavy = {'torch', 'ray', 'transformers', 'vllm', 'megatron', 'numpy', 'rich', 'tensorboard'}\n"

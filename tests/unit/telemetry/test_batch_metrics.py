@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mgrpo.algo.training_samples import train_samples
 from mgrpo.packing import pack_lengths, plan_step
-from mgrpo.telemetry.batch import (
+from mgrpo.telemetry.metrics.batch import (
     advantage_histogram,
     batch_metrics,
     is_solved,

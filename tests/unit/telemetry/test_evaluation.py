@@ -16,7 +16,7 @@ from mgrpo.config.dump import to_yaml
 from mgrpo.config.load import raise_problems
 from mgrpo.config.validate import problems
 from mgrpo.run.commands.evaluate import evaluate, for_evaluation
-from mgrpo.telemetry.evaluation import correctness, evaluation_metrics, pass_at_k, short_names
+from mgrpo.telemetry.metrics.evaluation import correctness, evaluation_metrics, pass_at_k, short_names
 from mgrpo.types import RewardScale, ScoredGroup
 from tests import builders
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from mgrpo.telemetry.evaluation import evaluation_metrics
-from mgrpo.telemetry.turns import ENDINGS, turn_metrics
+from mgrpo.telemetry.metrics.evaluation import evaluation_metrics
+from mgrpo.telemetry.metrics.turns import ENDINGS, turn_metrics
 from mgrpo.types import TrajectoryRecord, Turn
 from tests import builders
 

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from mgrpo.telemetry.kept import kept_metrics
-from mgrpo.telemetry.turns import turn_metrics
+from mgrpo.telemetry.metrics.turns import turn_metrics
 from mgrpo.types import Completion, PackLengths, RewardScale, ScoredGroup, TrainSample
 
 Metrics = dict[str, float | list[int]]
@@ -66,6 +65,24 @@ def batch_metrics(
         **turn_metrics(sampled),
         **kept_metrics(sampled),
         "time/actor_tokens_per_second": tokens_per_second(sampled, engine_s),
+    }
+
+
+def kept_metrics(groups: Iterable[ScoredGroup]) -> dict[str, float]:
+    """How large the sets are that tokens were sampled from, where the sampling is cut; empty where it is not.
+
+    Over every sampled token of the completions that have such sets. An engine that could not say all of a set left it empty.
+    """
+    completions = [completion for group in groups for completion in group.group.completions]
+    sizes = [c.kept.sizes[c.loss_mask] for c in completions if c.kept is not None]
+    if not sizes:
+        return {}
+    every = np.concatenate(sizes)
+    known = every[every > 0]
+    return {
+        "rollout/kept_tokens_avg": mean_score(known),
+        "rollout/kept_single_share": _share(known == 1),
+        "rollout/kept_unknown_share": _share(every == 0),
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from mgrpo.telemetry.batch import (
+from mgrpo.telemetry.metrics.batch import (
     completion_lengths,
     error_rates,
     is_solved,
@@ -21,7 +21,7 @@ from mgrpo.telemetry.batch import (
     stopped,
     tokens_per_second,
 )
-from mgrpo.telemetry.turns import turn_metrics
+from mgrpo.telemetry.metrics.turns import turn_metrics
 from mgrpo.types import RewardScale, ScoredGroup
 
 

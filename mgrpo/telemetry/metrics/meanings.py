@@ -1,0 +1,72 @@
+"""Every metric that a run can log: a row of metrics.csv, which docs/metrics.md and the charts of a report are made from.
+
+The columns:
+
+    section   the section of docs/metrics.md, in which rows stand in the file's order
+    name      as it stands in metrics.jsonl; {n} and {k} stand for a number, any other word in braces for text without a slash
+    unit      what a value is counted in
+    of        whose name it is: Open Instruct's where that has one
+    meaning   what a value says
+    chart     the title of the chart that draws it, a row of report/charts.csv; empty: it has one of its own, among the others
+    line      its name in that chart; empty for a name in braces: what stands for the braces
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+PLACEHOLDER = re.compile(r"(\{\w+\})")
+_NUMBERS = ("{n}", "{k}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A row; see the columns above."""
+
+    section: str
+    name: str
+    unit: str
+    of: str
+    meaning: str
+    chart: str
+    line: str
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether it stands for many names."""
+        return "{" in self.name
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether it is a measure of evaluations, not of training steps."""
+        return self.name.startswith("eval/")
+
+    def match(self, name: str) -> re.Match[str] | None:
+        """A logged name that the row is for, with a group for each of its braces."""
+        return _pattern(self.name).fullmatch(name)
+
+
+@cache
+def metrics() -> tuple[Metric, ...]:
+    """All rows in their order."""
+    with Path(__file__).with_name("metrics.csv").open(encoding="utf-8", newline="") as file:
+        return tuple(Metric(**row) for row in csv.DictReader(file))
+
+
+def find(name: str) -> Metric | None:
+    """The row of a logged name, or of one in braces as it stands in the table; the most exact one."""
+    rows = [row for row in metrics() if row.name == name] or [row for row in metrics() if row.match(name)]
+    return rows[0] if rows else None
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    pieces = [
+        (r"(\d+)" if piece in _NUMBERS else "([^/]+)") if piece.startswith("{") else re.escape(piece)
+        for piece in PLACEHOLDER.split(name)
+    ]
+    return re.compile("".join(pieces))
