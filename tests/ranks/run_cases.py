@@ -117,8 +117,8 @@ class GivenGroups:
         self.lead, self.parts, self.groups = trainer_parts.pop("lead"), trainer_parts, groups
 
     def next(self, step: int, policy_version: int, *, is_empty: bool = False) -> Any:
-        from mgrpo.run.produce.producer import Rollouts
-        from mgrpo.run.produce.step_batch import Batch, make_batch
+        from mgrpo.run.produce.step_batch import make_batch
+        from mgrpo.run.records import Batch, Rollouts
 
         rollouts = Rollouts(groups=[] if is_empty else self.groups, dropped=[])
         batch = self.lead.call(

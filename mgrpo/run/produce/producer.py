@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,35 +19,8 @@ from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.run.produce.group_scoring import Scoring
 from mgrpo.run.produce.groups import Group, Groups
+from mgrpo.run.records import Rollouts
 from mgrpo.types import Prompt, PromptId, RolloutGroup, ScoredGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollouts:
-    """The scored groups of one step, in the order of their prompts."""
-
-    groups: list[ScoredGroup]
-    """To train on."""
-    dropped: list[ScoredGroup]
-    """Sampled, but not worth training on."""
-    replayed: Sequence[ScoredGroup] = ()
-    """Of earlier steps, to train on in place of dropped ones."""
-    replay_metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the replay buffer, if there is one."""
-    generate_s: float = 0.0
-    """Seconds for which the learners waited for engines."""
-    score_s: float = 0.0
-    """Seconds for which they then waited for scores."""
-    engine_s: float = 0.0
-    """Seconds for which engines had work since the last step was handed over."""
-    num_admitted: int = 0
-    """Groups that have begun since then."""
-    engine_metrics: Mapping[str, float] = field(default_factory=dict)
-    """What has happened to engines since then."""
-    reward_metrics: Mapping[str, float] = field(default_factory=dict)
-    """What judges have cost so far, and what reward functions have logged in this step."""
-    num_excluded: int = 0
-    """Prompts that were found solved for good in this step, and are not sampled again."""
 
 
 class Producer:

@@ -9,7 +9,8 @@ from mgrpo.data.sampler import Sampler
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.run.produce.evaluator import Evaluator
-from mgrpo.run.produce.producer import Producer, Rollouts
+from mgrpo.run.produce.producer import Producer
+from mgrpo.run.records import Rollouts
 from mgrpo.types import Prompt, PromptId, RewardContext, RewardScale, RolloutGroup, Score, ScoredBatch, ScoredGroup
 from tests.builders import prompt
 from tests.scripted_engine import ScriptedEngine
