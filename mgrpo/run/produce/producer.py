@@ -41,8 +41,6 @@ class Producer:
         """
         self.dispatcher, self.rewarder = dispatcher, rewarder
         self.thread = dispatcher.thread
-        dispatcher.on_failure, dispatcher.on_replay = self._fail, self._replay
-        dispatcher.shares.on_change = self._note_work
         self.groups = Groups(
             config, sampler, prompt=prompt, scale=rewarder.scale, scores_cohorts=bool(rewarder.functions)
         )
@@ -54,6 +52,7 @@ class Producer:
         """Whether the engines sample, and more groups may be admitted."""
         self.busy = Stopwatch()
         """Runs while engines have work."""
+        dispatcher.listen(self)
 
     def begin(self) -> None:
         """The engines have the weights of the last step: sample. Returns at once, and may be called again."""
@@ -88,7 +87,7 @@ class Producer:
     def state_dict(self) -> dict[str, Any]:
         """See `Groups.state_dict`."""
         return self.thread.submit(
-            lambda: self.groups.state_dict() | {"engines": self.dispatcher.shares.state_dict()}
+            lambda: self.groups.state_dict() | {"engines": self.dispatcher.loads.state_dict()}
         ).result()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -96,7 +95,7 @@ class Producer:
         self.thread.submit(partial(self._load, state)).result()
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self.dispatcher.shares.load_state_dict(state.get("engines", {"lengths": [0, 0]}))
+        self.dispatcher.loads.load_state_dict(state.get("engines", {"lengths": [0, 0]}))
         for part in self.groups.load_state_dict(state):
             self.scoring.add(part)
 
@@ -122,11 +121,12 @@ class Producer:
 
     def _resume(self) -> None:
         self.dispatcher.resume()
-        self._note_work()
+        self.load_changed()
 
-    def _note_work(self) -> None:
+    def load_changed(self) -> None:
+        """See `TrainingListener`."""
         is_sampling = self.is_running and self.dispatcher.is_sampling
-        self.busy.run(is_sampling and bool(self.dispatcher.shares.busy()))
+        self.busy.run(is_sampling and bool(self.dispatcher.loads.busy()))
 
     def _admit(self) -> None:
         self._send(self.groups.admit())
@@ -143,8 +143,8 @@ class Producer:
         if part := self.groups.sampled(number, sampled):
             self.scoring.add(part)
 
-    def _replay(self, numbers: Sequence[int]) -> None:
-        """The engine that had these groups has failed."""
+    def replayed(self, numbers: Sequence[int]) -> None:
+        """See `TrainingListener`."""
         self.groups.stream.replay(numbers)
 
     def _scored(self, numbers: Sequence[int], scored: Sequence[ScoredGroup], kept: Sequence[bool]) -> None:
@@ -193,7 +193,7 @@ class Producer:
 
     def _hand_over(self, *, prepare: bool) -> None:
         self.taking = None
-        self.dispatcher.shares.learn(group.sampled for group in self.groups.take() if group.sampled)
+        self.dispatcher.loads.learn(group.sampled for group in self.groups.take() if group.sampled)
         self.busy.reset()
         if self.groups.takes_turns:
             # What the engines hold of the old weights is dropped while the learners train.
@@ -202,6 +202,7 @@ class Producer:
                 self.groups.stream.update()
                 self._admit()
 
-    def _fail(self, err: Exception) -> None:
+    def failed(self, err: Exception) -> None:
+        """See `TrainingListener`."""
         self.failure = self.failure or err
         self._advance()
