@@ -15,17 +15,19 @@ import numpy as np
 
 from mgrpo.config.schema import Rollout
 from mgrpo.processes.background import Background, announced
-from mgrpo.rollout.collect import EVALUATION, Decode, to_groups
 from mgrpo.rollout.engine import GATHER_S, Completions, Engine, EngineError, NotFiniteError, PromptBatch, Sampling
 from mgrpo.rollout.fleet import Fleet
 from mgrpo.rollout.interaction import Interaction
 from mgrpo.rollout.loads import Loads
 from mgrpo.rollout.requests import (
+    EVALUATION,
+    Decode,
     Request,
     Unfinished,
     evaluation_requests,
     evaluation_sampling,
     prompt_batch,
+    to_groups,
     training_sampling,
 )
 from mgrpo.rollout.roster import say

@@ -11,8 +11,8 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from mgrpo.processes.background import announced
-from mgrpo.rollout.collect import sampler_seed
 from mgrpo.rollout.engine import Engine, EngineError, Pause
+from mgrpo.rollout.requests import sampler_seed
 from mgrpo.rollout.roster import Roster, say
 
 T = TypeVar("T")

@@ -16,8 +16,7 @@ from mgrpo.config import ConfigError
 from mgrpo.environments.loop.episodes import EpisodeBounds, Episodes, Language, Task
 from mgrpo.environments.loop.gathering import Ask, Gathering
 from mgrpo.environments.loop.trajectory import Sampled
-from mgrpo.rollout.collect import seed_of
-from mgrpo.rollout.requests import NextTurn, Request
+from mgrpo.rollout.requests import NextTurn, Request, seed_of
 from mgrpo.types import Prompt, RolloutGroup
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
-"""The calls of a vLLM engine, which take effect in the order in which they were made, whatever carries them to the engine.
+"""The calls of a vLLM engine, from both ends. They take effect in the order in which they were made, over Ray or HTTP alike.
 
-Here is when an engine may sample, take over weights and be given prompts; `actor` and `server_calls` reach the engine itself.
+`EngineCalls` decides when an engine may sample, take over weights and be given prompts; `actor` and `server_calls` reach the engine
+itself.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,8 +20,48 @@ from mgrpo.rollout.engine import FINISH_REASONS, GATHER_S, UNSYNCED, Completions
 from mgrpo.types import KeptTokens
 
 
+class Caller(ABC):
+    """The caller's end: the calls of an `Engine` that take effect in their order, each by the name of its method in `EngineCalls`."""
+
+    @abstractmethod
+    def _call(self, method: str, *args: object) -> Future[Any]:
+        """A call that takes effect after those before it."""
+
+    def submit(self, batch: PromptBatch) -> Future[None]:
+        """See `Engine`."""
+        return self._call("submit", batch)
+
+    def pause(self, how: Pause) -> Future[None]:
+        """See `Engine`."""
+        return self._call("pause", how)
+
+    def resume(self) -> Future[None]:
+        """See `Engine`."""
+        return self._call("resume")
+
+    def sleep(self) -> Future[None]:
+        """See `Engine`."""
+        return self._call("sleep")
+
+    def abort(self) -> Future[None]:
+        """See `Engine`."""
+        return self._call("abort")
+
+    def join(self, invitation: Mapping[str, Any]) -> Future[None]:
+        """See `Engine`."""
+        return self._call("join", invitation)
+
+    def receive_weights(self, version: int, *, check: bool, seed: int) -> Future[None]:
+        """See `Engine`."""
+        return self._call("receive_weights", version, check, seed)
+
+    def seed(self, seed: int) -> Future[None]:
+        """See `Engine`."""
+        return self._call("seed", seed)
+
+
 class EngineCalls(ABC):
-    """One vLLM engine. All methods are coroutines of one event loop."""
+    """The engine's end: one vLLM engine. All methods are coroutines of one event loop."""
 
     def __init__(self) -> None:
         self.num_logprobs = 0

@@ -21,7 +21,7 @@ from mgrpo.config.fused_kernels import kernel_problems
 from mgrpo.config.schema import Config
 from mgrpo.processes.address import INTERFACES
 from mgrpo.rollout.vllm.kept_sets import kept_args, kept_problems
-from mgrpo.rollout.vllm.server_facts import address_problems as server_address_problems
+from mgrpo.rollout.vllm.server.server_facts import address_problems as server_address_problems
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that vLLM's CPU kernels know; with another it starts, and dies at the first prompt."""

@@ -10,7 +10,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol, TypeVar
 
 from mgrpo.rollout.engine import GATHER_S, Completions, EngineError
-from mgrpo.rollout.vllm.caller import Caller
+from mgrpo.rollout.vllm.calls import Caller
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from mgrpo.config import Config
 from mgrpo.rewards.rewarder import Rewarder, logged_metrics
-from mgrpo.rollout.collect import EVALUATION, seed_of
 from mgrpo.rollout.dispatch import Dispatcher
+from mgrpo.rollout.requests import EVALUATION, seed_of
 from mgrpo.run.records import Evaluation
 from mgrpo.types import Prompt, RewardContext, RolloutGroup
 

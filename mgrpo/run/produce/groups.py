@@ -12,7 +12,7 @@ from typing import Any
 
 from mgrpo.config import Config
 from mgrpo.data.sampler import Sampler
-from mgrpo.rollout.collect import seed_of
+from mgrpo.rollout.requests import seed_of
 from mgrpo.rollout.stream import Stream
 from mgrpo.run.produce.replay import ReplayBuffer
 from mgrpo.run.produce.saved_rollouts import fits, packed, plain_scores, read_scores, unpacked

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mgrpo.config.schema import Rollout
-from mgrpo.rollout.collect import seed_of
+from mgrpo.rollout.requests import seed_of
 from mgrpo.run.produce.saved_rollouts import fits, packed, plain_scores, read_scores, unpacked
 from mgrpo.types import Prompt, PromptId, ScoredGroup
 

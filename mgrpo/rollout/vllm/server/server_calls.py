@@ -21,8 +21,8 @@ from mgrpo.models.family import read_hf_config, shape_of
 from mgrpo.rollout.engine import UNSYNCED, Completions, EngineError, PromptBatch
 from mgrpo.rollout.vllm.calls import EngineCalls, flattened, own_settings, salts, sampling_settings
 from mgrpo.rollout.vllm.kept_sets import kept_tokens, masked_tokens, num_logprobs
-from mgrpo.rollout.vllm.server_connection import TOKEN, ServerConnection, ServerRefusal
-from mgrpo.rollout.vllm.server_facts import config_problems
+from mgrpo.rollout.vllm.server.server_connection import TOKEN, ServerConnection, ServerRefusal
+from mgrpo.rollout.vllm.server.server_facts import config_problems
 from mgrpo.types import KeptTokens
 
 REQUESTS = 512

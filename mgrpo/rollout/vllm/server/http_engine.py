@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from mgrpo.config.schema import Config
 from mgrpo.rollout.engine import GATHER_S, Completions, EngineError
-from mgrpo.rollout.vllm.caller import Caller
-from mgrpo.rollout.vllm.server_calls import LEAVE_S, ServerCalls
+from mgrpo.rollout.vllm.calls import Caller
+from mgrpo.rollout.vllm.server.server_calls import LEAVE_S, ServerCalls
 
 T = TypeVar("T")
 
