@@ -40,7 +40,7 @@ MOST_POLLS_PER_S = 1000
 
 
 class TrainingListener(Protocol):
-    """The one that sends groups to train on. It is told in the dispatcher's thread."""
+    """Sends groups to train on, and is told what becomes of them, in the dispatcher's thread."""
 
     def failed(self, err: Exception) -> None:
         """No engine is left to wait for, or work in the dispatcher's thread has failed."""
@@ -78,7 +78,7 @@ class Dispatcher:
         self.interaction = interaction
         self.unfinished = Unfinished()
         self.listener: TrainingListener | None = None
-        """None: nothing is trained on."""
+        """None as long as there are no groups to train on."""
         self.loads = Loads(samples_per_engine, on_change=self._load_changed)
         self.polled: set[int] = set()
         """Engines that have been asked for answers and have not answered."""
@@ -96,7 +96,7 @@ class Dispatcher:
         fleet.roster.listen(self)
 
     def listen(self, listener: TrainingListener) -> None:
-        """Tell `listener` from here on, and nobody else. Call it before `for_training`."""
+        """Tell `listener` from here on, instead of an earlier one. To be called before `for_training`."""
         self.listener = listener
 
     def lost(self, engine: int) -> None:
@@ -117,7 +117,9 @@ class Dispatcher:
         Args:
             number: the group's, under which the listener knows it.
         """
-        assert self.listener is not None, "nobody would learn that the group begins again or never comes"
+        assert self.listener is not None, (
+            "`listen` first: whoever trains must learn that a group begins again or never comes"
+        )
         sampling = training_sampling(self.rollout, self.stop_token_ids)
         return Request(prompt=prompt, sampling=sampling, stream=0, done=done, number=number)
 

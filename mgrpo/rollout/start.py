@@ -37,8 +37,8 @@ def started_fleet(
     longest to start.
 
     Args:
-        on_failure: called once, from a thread, with the reason why Ray itself has failed and no call can succeed any more; None where
-            all that wait for engines wait for a call, which fails then.
+        on_failure: called once, from a thread, with the reason when Ray itself has failed and no call can succeed any longer. None: all
+            waiting is for calls of engines, which fail then.
     """
     if config.engine.vllm_mode == "server":
         with _connected_fleet(config) as fleet:
