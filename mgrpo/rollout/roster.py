@@ -132,7 +132,7 @@ class Roster:
         return number
 
     def remove(self, number: int) -> None:
-        """Have an engine finish what it samples and go at the next weight sync.
+        """Have an engine finish its groups and go at the next weight sync.
 
         Raises:
             EngineError: there is no such engine, or too few would be left.

@@ -297,7 +297,7 @@ def flattened(
     """One group, with `lengths [samples]` instead of `cu_seqlens`.
 
     Args:
-        logprobs, kept: of each completion's tokens.
+        logprobs, kept: for each completion, those of its tokens.
     """
     lengths = [len(completion.token_ids) for completion in completions]
     assert lengths == [len(found) for found in logprobs], "one per position, the sampled token's"

@@ -99,7 +99,7 @@ class RayEngine(Caller):
         return refused
 
     def _answer(self, reference: RayReference[T]) -> Future[T]:
-        """The result of a call of the actor; Ray's errors become an EngineError with the line that says what happened."""
+        """The result of a call of the actor; Ray's errors become an EngineError with the line that tells the cause."""
         answer: Future[T] = Future()
         self.pending.add(answer)
 

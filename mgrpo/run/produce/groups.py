@@ -211,7 +211,8 @@ class Groups:
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that was sampled and not trained on, and the place in the data: JSON, and arrays under "rollouts".
+        """The groups that were sampled and not trained on, the prompts to sample again, and the place in the data: JSON, and arrays under
+        "rollouts".
 
         Where sampling and training take turns, it is the state before the step that is under way, which is sampled again as a whole.
         """

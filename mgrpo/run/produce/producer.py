@@ -111,7 +111,7 @@ class Producer:
         self.dispatcher.wait(self.thread.submit(self._pause).result())
 
     def abort(self) -> None:
-        """End sampling for good; what is waited for fails with an EngineError."""
+        """End sampling for good; the step that is waited for fails with an EngineError."""
         self.dispatcher.fleet.abort()
 
     def state_dict(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def fits(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray], rollout: R
 
 
 def plain_scores(scored: ScoredGroup) -> list[list[Any]]:
-    """The scores of a group in JSON; what reward functions have recorded may be anything."""
+    """The scores of a group in JSON. The records of reward functions may be of any type; others than JSON's become strings."""
     return [
         [score.reward, score.parts, json.loads(json.dumps(dict(score.extras), default=str))] for score in scored.scores
     ]

@@ -52,7 +52,7 @@ class Source:
         """The batch of training step `step`; None when every prompt is solved for good. Collective.
 
         Args:
-            policy_version: of the weights that the engines have.
+            policy_version: the version of the engines' weights.
         Raises:
             Stopped: rank 0 was asked to end.
         """

@@ -41,7 +41,7 @@ class ServerConnection:
         )
 
     async def get(self, path: str, *, timeout_s: float | None = None) -> Any:
-        """The answer, from JSON; None where it is empty. Raises what `post` does."""
+        """The answer, from JSON; None where it is empty. Raises the errors of `post`."""
         body = await self._ask("GET", path, timeout_s=timeout_s)
         return json.loads(body) if body else None
 
@@ -73,7 +73,7 @@ class ServerConnection:
         return body
 
     async def close(self) -> None:
-        """Close the connections; the server aborts what it was asked for over them."""
+        """Close the connections; the server aborts all requests that came over them."""
         await self._session.close()
 
 
