@@ -1,7 +1,37 @@
 """From the next prompts to scored groups: data, engines and rewards of the training steps. No torch, no other ranks.
 
-A group goes from the sampler to an engine, to the rewards, and to a step, or gives its place back; `rollout.stream` says when
-it may begin and which step takes it. All of it happens in the dispatcher's thread, beside the training.
+The way of a step's groups through the threads of rank 0:
+
+    main            rank-0            rollout                                   engines           scoring
+    Source.next --> take -----------> Groups.admit, from the sampler
+      waits           waits           Loads.give ----------------- submit ----> sample
+                                      Groups.sampled <------------ poll ------
+                                      Scoring.add --------------------------------------------> Rewarder.score
+                                      Groups.scored <------------------------------------------
+      index, slices <-- make_batch <- Groups.choose
+    hand_over ----------------------> Groups.take: room for new groups
+
+- `rollout` is `Dispatcher.thread`. It owns the groups, the sampler, the replay buffer and the loads of the engines, so none of them needs a
+  lock. It never waits: every answer of an engine, of the rewarder or of an environment is posted to it.
+- `rank-0` is the thread of `Lead.work`. It waits for the step that is asked for, at most `rollout_timeout` seconds (`Dispatcher.wait`), and
+  packs it. Evaluations, with their scoring, run in it as well.
+- `main` waits for `rank-0` and sends heartbeats to the other ranks, which wait for rank 0. While it trains, `rollout` goes on.
+- With tools, an event loop in the thread `environments` lies between `rollout` and the groups: it is given whole groups, and sends
+  back a request for each turn.
+
+The queues, and the limit of each:
+
+- Groups that are out, from their admission until a step takes them: those of `async_steps + 1` steps, and the extra groups of active
+  sampling (`rollout.stream`). The queues below hold no more training groups than these: when learners are slow, sampling stops here.
+- `Dispatcher.waiting`: requests for which no engine has room. Evaluations come first, then turns of groups that have begun.
+- The requests of an engine: `samples_per_engine`, or all at once where a run must repeat.
+- `Scoring.waiting`: sampled groups. The rewarder is called for them one by one; slow rewards delay steps, and sampling only by
+  the first limit.
+
+Engines pause for a weight sync: `pause` begins it after a step's training, or `hand_over` where sampling and training take turns; `begin`
+or the next `take` ends it. Groups that have begun are sampled to their end first, or go on after it (`inflight_updates`).
+
+A failure of any work in `rollout`, or of too many engines, fails the step that `rank-0` waits for, and with it the run.
 """
 
 from __future__ import annotations
@@ -9,7 +39,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,35 +49,8 @@ from mgrpo.rewards.rewarder import Rewarder
 from mgrpo.rollout.dispatch import Dispatcher
 from mgrpo.run.produce.group_scoring import Scoring
 from mgrpo.run.produce.groups import Group, Groups
+from mgrpo.run.records import Rollouts
 from mgrpo.types import Prompt, PromptId, RolloutGroup, ScoredGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollouts:
-    """The scored groups of one step, in the order of their prompts."""
-
-    groups: list[ScoredGroup]
-    """To train on."""
-    dropped: list[ScoredGroup]
-    """Sampled, but not worth training on."""
-    replayed: Sequence[ScoredGroup] = ()
-    """Of earlier steps, to train on in place of dropped ones."""
-    replay_metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the replay buffer, if there is one."""
-    generate_s: float = 0.0
-    """Seconds for which the learners waited for engines."""
-    score_s: float = 0.0
-    """Seconds for which they then waited for scores."""
-    engine_s: float = 0.0
-    """Seconds for which engines had work since the last step was handed over."""
-    num_admitted: int = 0
-    """Groups that have begun since then."""
-    engine_metrics: Mapping[str, float] = field(default_factory=dict)
-    """What has happened to engines since then."""
-    reward_metrics: Mapping[str, float] = field(default_factory=dict)
-    """What judges have cost so far, and what reward functions have logged in this step."""
-    num_excluded: int = 0
-    """Prompts that were found solved for good in this step, and are not sampled again."""
 
 
 class Producer:
@@ -69,8 +71,6 @@ class Producer:
         """
         self.dispatcher, self.rewarder = dispatcher, rewarder
         self.thread = dispatcher.thread
-        dispatcher.on_failure, dispatcher.on_replay = self._fail, self._replay
-        dispatcher.shares.on_change = self._note_work
         self.groups = Groups(
             config, sampler, prompt=prompt, scale=rewarder.scale, scores_cohorts=bool(rewarder.functions)
         )
@@ -82,6 +82,7 @@ class Producer:
         """Whether the engines sample, and more groups may be admitted."""
         self.busy = Stopwatch()
         """Runs while engines have work."""
+        dispatcher.listen(self)
 
     def begin(self) -> None:
         """The engines have the weights of the last step: sample. Returns at once, and may be called again."""
@@ -110,13 +111,13 @@ class Producer:
         self.dispatcher.wait(self.thread.submit(self._pause).result())
 
     def abort(self) -> None:
-        """End sampling for good; what is waited for fails with an EngineError."""
+        """End sampling for good; the step that is waited for fails with an EngineError."""
         self.dispatcher.fleet.abort()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Groups.state_dict`."""
         return self.thread.submit(
-            lambda: self.groups.state_dict() | {"engines": self.dispatcher.shares.state_dict()}
+            lambda: self.groups.state_dict() | {"engines": self.dispatcher.loads.state_dict()}
         ).result()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -124,7 +125,7 @@ class Producer:
         self.thread.submit(partial(self._load, state)).result()
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self.dispatcher.shares.load_state_dict(state.get("engines", {"lengths": [0, 0]}))
+        self.dispatcher.loads.load_state_dict(state.get("engines", {"lengths": [0, 0]}))
         for part in self.groups.load_state_dict(state):
             self.scoring.add(part)
 
@@ -133,7 +134,7 @@ class Producer:
             return
         self.is_running, self.dispatcher.holds_training = True, False
         self.groups.stream.update()
-        # What no engine has been given begins with the new weights.
+        # Groups that no engine has been given begin with the new weights.
         self.groups.stream.replay(self.dispatcher.numbers_that_wait())
         self._admit()
         self._resume()
@@ -150,11 +151,12 @@ class Producer:
 
     def _resume(self) -> None:
         self.dispatcher.resume()
-        self._note_work()
+        self.load_changed()
 
-    def _note_work(self) -> None:
+    def load_changed(self) -> None:
+        """See `TrainingListener`."""
         is_sampling = self.is_running and self.dispatcher.is_sampling
-        self.busy.run(is_sampling and bool(self.dispatcher.shares.busy()))
+        self.busy.run(is_sampling and bool(self.dispatcher.loads.busy()))
 
     def _admit(self) -> None:
         self._send(self.groups.admit())
@@ -171,8 +173,8 @@ class Producer:
         if part := self.groups.sampled(number, sampled):
             self.scoring.add(part)
 
-    def _replay(self, numbers: Sequence[int]) -> None:
-        """The engine that had these groups has failed."""
+    def replayed(self, numbers: Sequence[int]) -> None:
+        """See `TrainingListener`."""
         self.groups.stream.replay(numbers)
 
     def _scored(self, numbers: Sequence[int], scored: Sequence[ScoredGroup], kept: Sequence[bool]) -> None:
@@ -182,13 +184,13 @@ class Producer:
         self._advance()
 
     def _refill(self) -> None:
-        """Others in the place of groups that gave theirs back."""
+        """Admit others in the place of groups that gave theirs back."""
         if not self.is_running or not self.groups.has_room:
             return
         if not self.groups.takes_turns:
             self._admit()
         elif self.groups.is_complete:
-            # What the engines sample together depends on nothing but the order of the prompts.
+            # A batch of the engines depends on nothing but the order of the prompts.
             self.dispatcher.pause()
             self._admit()
             self._resume()
@@ -221,15 +223,16 @@ class Producer:
 
     def _hand_over(self, *, prepare: bool) -> None:
         self.taking = None
-        self.dispatcher.shares.learn(group.sampled for group in self.groups.take() if group.sampled)
+        self.dispatcher.loads.learn(group.sampled for group in self.groups.take() if group.sampled)
         self.busy.reset()
         if self.groups.takes_turns:
-            # What the engines hold of the old weights is dropped while the learners train.
+            # The engines drop their caches of the old weights while the learners train.
             self._pause()
             if prepare:
                 self.groups.stream.update()
                 self._admit()
 
-    def _fail(self, err: Exception) -> None:
+    def failed(self, err: Exception) -> None:
+        """See `TrainingListener`."""
         self.failure = self.failure or err
         self._advance()

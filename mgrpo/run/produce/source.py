@@ -1,4 +1,4 @@
-"""Where a rank's batches come from: on rank 0 from the producer, on the others from rank 0."""
+"""The source of a rank's batches: on rank 0 the producer, on the others rank 0."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 
 from mgrpo.config import Config
 from mgrpo.layout import Layout
-from mgrpo.run.produce.evaluator import Evaluation
 from mgrpo.run.produce.production import Production
-from mgrpo.run.produce.step_batch import Batch, make_batch
+from mgrpo.run.produce.step_batch import make_batch
 from mgrpo.run.ranks.lead import Lead, Stopped
-from mgrpo.run.train.due import evaluates_after
+from mgrpo.run.records import Batch, Evaluation, evaluates_after
 
 T = TypeVar("T")
 
@@ -53,7 +52,7 @@ class Source:
         """The batch of training step `step`; None when every prompt is solved for good. Collective.
 
         Args:
-            policy_version: of the weights that the engines have.
+            policy_version: the version of the engines' weights.
         Raises:
             Stopped: rank 0 was asked to end.
         """
@@ -73,7 +72,7 @@ class Source:
         return self._run(partial(self.production.evaluator.evaluate, done))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to be given what this one has not trained on: JSON, and arrays under "rollouts"."""
+        """See `Groups.state_dict`; also the datasets."""
         return {**self.producer.state_dict(), "data": self.production.data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,10 +1,8 @@
-"""A step's batch: from scored groups to what each data-parallel rank trains on."""
+"""A step's batch: from scored groups to the packs of each data-parallel rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -14,35 +12,11 @@ from mgrpo.algo.turn_credit import TurnCredit
 from mgrpo.config import Config
 from mgrpo.layout import Layout
 from mgrpo.parallel.attention import shared_prompts_pay
-from mgrpo.run.produce.producer import Rollouts
-from mgrpo.types import PackLengths, TrainSample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """What one step trains on. Every rank has the index and its own slice, rank 0 also where they come from."""
-
-    index: dict[str, np.ndarray]
-    """What all ranks know of the packs of every pass, see `packing.to_slices`."""
-    slice: np.ndarray = field(default_factory=partial(np.empty, 0, np.uint8))
-    """Of this rank; empty until it has been received."""
-    slices: Sequence[packing.Slice] = ()
-    """Of every data-parallel rank; on rank 0, until they are sent."""
-    rollouts: Rollouts | None = None
-    policy_version: int = 0
-    """Of the weights that the step starts from."""
-    samples: Sequence[TrainSample] = ()
-    lengths: PackLengths | None = None
-    """Those of the packs of one pass over the samples; on rank 0."""
-
-    @property
-    def num_sampled(self) -> int:
-        """Prompts that were sampled, also those whose groups are not trained on."""
-        return int(self.index["num_sampled"][0])
+from mgrpo.run.records import Batch, Rollouts
 
 
 def turn_credit(config: Config) -> TurnCredit | None:
-    """How the turns of a completion get advantages of their own; None: they share one."""
+    """The rule by which the turns of a completion get advantages of their own; None: they share one."""
     tools = config.tools
     if not tools.is_on or tools.turn_credit == "trajectory":
         return None
@@ -63,7 +37,7 @@ def make_batch(
     Args:
         hidden: width of the model, for the cost of a document.
         reward_weights: by reward function; empty where verifiers decide.
-        policy_version: of the weights that train; with the run's seed it also orders the mini-batches.
+        policy_version: the version of the weights that train; with the run's seed it also orders the mini-batches.
     """
     algorithm, parallel = config.algorithm, config.parallel
     samples = train_samples(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mgrpo.algo.agreement import DRIFT
-from mgrpo.algo.metrics import MAXIMA, METRICS
+from mgrpo.algo.loss_metrics import MAXIMA, METRICS
 from mgrpo.algo.own_loss import PREFIX
 from mgrpo.config import from_values
 from mgrpo.packing import pack_lengths
